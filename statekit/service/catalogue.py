@@ -1,0 +1,532 @@
+"""The catalogue: which checkpoints there are below the roots, by reference, and the way from an id to a path."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Row, Select, and_, func, or_, select, tuple_, update
+from sqlalchemy.sql import ColumnElement
+
+from statekit.errors import NotFoundError, UsageError, printable
+from statekit.service.database import Database
+from statekit.service.records import SORTS, Checkpoint, Page, Query, Root, Run, Scan
+from statekit.service.roots import path_beneath, target_beneath
+from statekit.service.scanning import Scanner, Seen
+from statekit.service.tables import CHECKPOINTS, ROOTS, RUNS, SUBJECTS, TAGS
+
+MOST_ITEMS = 500
+"""Items of a page at most."""
+MOST_TAGS, TAG_LENGTH, NOTE_LENGTH = 32, 64, 4000
+_ALL = Query()
+_WORDS = 8
+"""Words of a search that count."""
+_OPEN: Mapping[str, Any] = {
+    "unreadable": None, "container": None, "layout": None, "optimizer": None, "step": None, "tensors": None,
+    "parameters": None, "elements": None, "resumable": False, "digest": None, "made": None, "source_digest": None,
+    "seal": "unknown",
+}  # fmt: skip
+"""What a scan says of a checkpoint, where it doesn't say it."""
+
+
+def utc(seconds: float) -> datetime:
+    """Returns a time of the database as a moment in UTC."""
+    return datetime.fromtimestamp(seconds, UTC)
+
+
+def _utc(seconds: float | None) -> datetime | None:
+    return None if seconds is None else utc(seconds)
+
+
+class Catalogue:
+    """The checkpoints below some roots.
+
+    Args:
+        database: Where they are written down.
+        roots: The folders; links in their own paths are resolved once, here. None takes those of the database.
+
+    Raises:
+        NotFoundError: A root isn't a folder.
+    """
+
+    def __init__(self, database: Database, roots: Sequence[Path] | None = None) -> None:
+        self._database = database
+        self._scanning = threading.Lock()
+        if roots is not None:
+            self._roots = self._registered(roots)
+        else:
+            with database.reading() as connection:
+                rows = connection.execute(select(ROOTS))
+                self._roots = {row.id: Path(os.fsdecode(row.place)) for row in rows}
+        self._scanners = {number: Scanner(path) for number, path in self._roots.items()}
+        self.last_scan: Scan | None = None
+
+    def _registered(self, roots: Sequence[Path]) -> dict[int, Path]:
+        resolved: list[Path] = []
+        for path in roots:
+            if not path.is_dir():
+                raise NotFoundError("The root isn't a folder.", place=path, remedy="check the path")
+            resolved.append(Path(os.path.realpath(path)))
+        for i, path in enumerate(resolved):
+            for other in resolved[:i]:
+                if path.is_relative_to(other) or other.is_relative_to(path):
+                    raise UsageError(
+                        "One root lies in another.",
+                        place="--root",
+                        found=f"{path} and {other}",
+                        remedy="name the outer",
+                    )
+        numbers = {}
+        with self._database.writing() as connection:
+            for path in resolved:
+                place = os.fsencode(path)
+                number = connection.scalar(select(ROOTS.c.id).where(ROOTS.c.place == place))
+                if number is None:
+                    number = connection.execute(ROOTS.insert().values(place=place)).lastrowid
+                numbers[number] = path
+            elsewhere = CHECKPOINTS.c.root.not_in(numbers) & (CHECKPOINTS.c.status == "present")
+            connection.execute(update(CHECKPOINTS).where(elsewhere).values(status="gone"))
+        return numbers
+
+    def roots(self) -> tuple[Root, ...]:
+        """Returns the roots that are served."""
+        return tuple(Root(number, printable(str(path))) for number, path in sorted(self._roots.items()))
+
+    def scan(self) -> Scan:
+        """Looks for checkpoints below all roots, and writes down what is new, changed or gone.
+
+        One scan runs at a time: who asks for one meanwhile waits, and gets one that began later.
+        """
+        with self._scanning:
+            began = time.monotonic()
+            counts = Counter[str]()
+            for number, scanner in self._scanners.items():
+                if not scanner.root.is_dir():  # not mounted just now: that says nothing of what lies there
+                    continue
+                seen = list(scanner.scan())
+                counts["looked"] += scanner.looked
+                with self._database.writing() as connection:
+                    counts.update(_reconciled(connection, number, seen))
+                    _group_runs(connection, number)
+            names = ("looked", "seen", "new", "changed", "gone", "unreadable")
+            self.last_scan = Scan(
+                **{name: counts[name] for name in names}, seconds=round(time.monotonic() - began, 3)
+            )
+            return self.last_scan
+
+    def checkpoints(
+        self, query: Query = _ALL, cursor: str | None = None, limit: int = 50
+    ) -> Page[Checkpoint]:
+        """Returns a page of the checkpoints that are asked for.
+
+        Args:
+            query: Which, and in which order.
+            cursor: Where an earlier page has ended; None for the first.
+            limit: Items of a page.
+
+        Raises:
+            UsageError: The order or the cursor isn't one.
+        """
+        limit = min(max(limit, 1), MOST_ITEMS)
+        name, falling = query.sort.removeprefix("-"), query.sort.startswith("-")
+        if name not in SORTS:
+            raise UsageError(
+                "There is no such order.", place="sort", expected=", ".join(SORTS), found=name[:100]
+            )
+        column: ColumnElement[Any] = func.coalesce(CHECKPOINTS.c[name], "" if name in _TEXTS else -1)
+        wanted = and_(*_wanted(query, self._roots))
+        chosen = select(CHECKPOINTS).where(wanted)
+        if cursor is not None:
+            at = tuple_(column, CHECKPOINTS.c.id)
+            behind = tuple_(*_decoded(cursor, name in _TEXTS))
+            chosen = chosen.where(at < behind if falling else at > behind)
+        both = (column, CHECKPOINTS.c.id)
+        chosen = chosen.order_by(*((one.desc() for one in both) if falling else both)).limit(limit + 1)
+        with self._database.reading() as connection:
+            total = connection.scalar(select(func.count()).select_from(CHECKPOINTS).where(wanted)) or 0
+            rows = connection.execute(chosen.add_columns(column.label("sorted"))).all()
+            items = _records(connection, rows[:limit])
+        ahead = None if len(rows) <= limit else _encoded(rows[limit - 1].sorted, rows[limit - 1].id)
+        return Page(items, ahead, total)
+
+    def facets(self, query: Query = _ALL) -> dict[str, dict[str, int]]:
+        """Returns the values of each filter, with how many of those asked for have it: what can be chosen further."""
+        with self._database.reading() as connection:
+            made: dict[str, dict[str, int]] = {}
+            for name in ("container", "layout", "optimizer", "seal", "verdict", "status"):
+                column = func.coalesce(CHECKPOINTS.c[name], "none")
+                others = Query(**{**vars(query), name: "any" if name == "status" else None})
+                counted = (
+                    select(column, func.count()).where(and_(*_wanted(others, self._roots))).group_by(column)
+                )
+                made[name] = dict(connection.execute(counted.order_by(column)).all())
+            joined = select(TAGS.c.tag, func.count()).join(CHECKPOINTS, CHECKPOINTS.c.id == TAGS.c.checkpoint)
+            tags = joined.where(and_(*_wanted(Query(**{**vars(query), "tag": None}), self._roots)))
+            made["tag"] = dict(connection.execute(tags.group_by(TAGS.c.tag).order_by(TAGS.c.tag)).all())
+            return made
+
+    def checkpoint(self, number: int) -> Checkpoint:
+        """Returns a checkpoint.
+
+        Raises:
+            NotFoundError: There is none of that number.
+        """
+        with self._database.reading() as connection:
+            return checkpoint_of(connection, number)
+
+    def runs(self, cursor: str | None = None, limit: int = 50) -> Page[Run]:
+        """Returns a page of the runs that have steps, the youngest first.
+
+        Raises:
+            UsageError: The cursor isn't one.
+        """
+        limit = min(max(limit, 1), MOST_ITEMS)
+        made = _runs(self._roots).subquery()
+        at = tuple_(made.c.modified, made.c.id)
+        chosen = select(made).order_by(made.c.modified.desc(), made.c.id.desc()).limit(limit + 1)
+        if cursor is not None:
+            chosen = chosen.where(at < tuple_(*_decoded(cursor, False)))
+        with self._database.reading() as connection:
+            total = connection.scalar(select(func.count()).select_from(made)) or 0
+            rows = connection.execute(chosen).all()
+        ahead = None if len(rows) <= limit else _encoded(rows[limit - 1].modified, rows[limit - 1].id)
+        return Page(tuple(map(_run, rows[:limit])), ahead, total)
+
+    def run(self, number: int) -> Run:
+        """Returns a run.
+
+        Raises:
+            NotFoundError: There is none of that number, or nothing is left of it.
+        """
+        with self._database.reading() as connection:
+            row = connection.execute(_runs(self._roots).where(RUNS.c.id == number)).one_or_none()
+        if row is None:
+            raise NotFoundError("There is no such run.", place=f"run {number}", remedy="list the runs")
+        return _run(row)
+
+    def tag(self, number: int, tag: str) -> Checkpoint:
+        """Gives a checkpoint a tag.
+
+        Raises:
+            NotFoundError: There is no such checkpoint.
+            UsageError: That is no tag, or there are too many.
+        """
+        tag = tag.strip()
+        if not tag or len(tag) > TAG_LENGTH or not tag.isprintable():
+            raise UsageError(
+                "That is no tag.", place="tag", expected=f"1 to {TAG_LENGTH} characters", found=tag[:200]
+            )
+        with self._database.writing() as connection:
+            record = checkpoint_of(connection, number)
+            if tag in record.tags:
+                return record
+            if len(record.tags) >= MOST_TAGS:
+                raise UsageError("The checkpoint has too many tags.", expected=f"at most {MOST_TAGS}")
+            connection.execute(TAGS.insert().values(checkpoint=number, tag=tag))
+            return checkpoint_of(connection, number)
+
+    def untag(self, number: int, tag: str) -> Checkpoint:
+        """Takes a tag from a checkpoint, if it has it.
+
+        Raises:
+            NotFoundError: There is no such checkpoint.
+        """
+        with self._database.writing() as connection:
+            connection.execute(TAGS.delete().where(TAGS.c.checkpoint == number, TAGS.c.tag == tag))
+            return checkpoint_of(connection, number)
+
+    def note(self, number: int, text: str) -> Checkpoint:
+        """Writes down what somebody says of a checkpoint, in the place of what was said before.
+
+        Raises:
+            NotFoundError: There is no such checkpoint.
+            UsageError: The text is too long.
+        """
+        if len(text) > NOTE_LENGTH:
+            raise UsageError(
+                "The note is too long.", place="note", expected=f"at most {NOTE_LENGTH} characters"
+            )
+        with self._database.writing() as connection:
+            connection.execute(
+                update(CHECKPOINTS)
+                .where(CHECKPOINTS.c.id == number)
+                .values(note=printable(text, keep="\n\t"))
+            )
+            return checkpoint_of(connection, number)
+
+    def path_of(self, number: int) -> Path:
+        """Returns where a checkpoint lies, which is there now, beneath its root and behind no link.
+
+        Raises:
+            NotFoundError: There is no such checkpoint, or it isn't there any more.
+            RefusedError: The way to it leads over a link by now.
+        """
+        with self._database.reading() as connection:
+            row = connection.execute(select(CHECKPOINTS).where(CHECKPOINTS.c.id == number)).one_or_none()
+        if row is None:
+            raise _no_checkpoint(number)
+        if row.status != "present":
+            said = (
+                "It has changed since: another has its place." if row.status == "changed" else "It is gone."
+            )
+            where = f"checkpoint {row.replaced_by}" if row.replaced_by else None
+            raise NotFoundError(said, place=row.path, found=where)
+        return path_beneath(self._root(row.root), row.place)
+
+    def target(self, root: int, relative: str) -> Path:
+        """Returns where something shall be written, in a folder beneath a root.
+
+        Raises:
+            NotFoundError: There is no such root or folder.
+            UsageError: That is no relative path.
+            RefusedError: The way leads out of the root, or over a link.
+        """
+        return target_beneath(self._root(root), relative)
+
+    def _root(self, number: int) -> Path:
+        if number not in self._roots:
+            raise NotFoundError(
+                "There is no such root.", place=f"root {number}", expected=", ".join(map(str, self._roots))
+            )
+        return self._roots[number]
+
+
+_TEXTS = ("path", "name", "container", "optimizer")
+
+
+def _no_checkpoint(number: int) -> NotFoundError:
+    return NotFoundError(
+        "There is no such checkpoint.", place=f"checkpoint {number}", remedy="list the catalogue"
+    )
+
+
+def checkpoint_of(connection: Connection, number: int) -> Checkpoint:
+    """Returns a checkpoint, within a transaction.
+
+    Raises:
+        NotFoundError: There is none of that number.
+    """
+    rows = connection.execute(select(CHECKPOINTS).where(CHECKPOINTS.c.id == number)).all()
+    if not rows:
+        raise _no_checkpoint(number)
+    return _records(connection, rows)[0]
+
+
+def checkpoints_of(connection: Connection, wanted: ColumnElement[bool]) -> tuple[Checkpoint, ...]:
+    """Returns the checkpoints that fulfil a condition, within a transaction."""
+    return _records(
+        connection, connection.execute(select(CHECKPOINTS).where(wanted).order_by(CHECKPOINTS.c.id)).all()
+    )
+
+
+def _records(connection: Connection, rows: Sequence[Row[Any]]) -> tuple[Checkpoint, ...]:
+    tags: dict[int, list[str]] = {}
+    numbers = [row.id for row in rows]
+    if numbers:
+        chosen = select(TAGS).where(TAGS.c.checkpoint.in_(numbers)).order_by(TAGS.c.tag)
+        for one in connection.execute(chosen):
+            tags.setdefault(one.checkpoint, []).append(one.tag)
+    return tuple(
+        Checkpoint(
+            id=row.id,
+            root=row.root,
+            path=row.path,
+            run=row.run,
+            name=row.name,
+            size=row.size,
+            modified=utc(row.modified),
+            step=row.step,
+            container=row.container,
+            layout=row.layout,
+            optimizer=row.optimizer,
+            tensors=row.tensors,
+            parameters=row.parameters,
+            elements=row.elements,
+            resumable=row.resumable,
+            digest=row.digest,
+            seal=row.seal,
+            checked=_utc(row.checked),
+            verdict=row.verdict,
+            unreadable=row.unreadable,
+            status=row.status,
+            replaced_by=row.replaced_by,
+            tags=tuple(tags.get(row.id, ())),
+            note=row.note,
+            first_seen=utc(row.first_seen),
+            seen=utc(row.seen),
+        )
+        for row in rows
+    )
+
+
+def _wanted(query: Query, roots: Iterable[int]) -> Iterator[ColumnElement[bool]]:
+    """Yields the conditions that a query sets."""
+    table = CHECKPOINTS.c
+    yield table.root.in_(list(roots))
+    for word in query.text.split()[:_WORDS]:
+        pattern = "%" + word.replace("\\", "\\\\").replace("%", "\\%").replace("_", "\\_") + "%"
+        tagged = select(TAGS.c.checkpoint).where(TAGS.c.tag.like(pattern, escape="\\"))
+        yield or_(
+            table.path.like(pattern, escape="\\"), table.note.like(pattern, escape="\\"), table.id.in_(tagged)
+        )
+    for name in ("container", "layout", "optimizer", "seal", "verdict"):
+        value = getattr(query, name)
+        if value is not None:
+            yield table[name].is_(None) if value == "none" else table[name] == value
+    for name in ("root", "run"):
+        if getattr(query, name) is not None:
+            yield table[name] == getattr(query, name)
+    if query.tag is not None:
+        yield table.id.in_(select(TAGS.c.checkpoint).where(TAGS.c.tag == query.tag))
+    if query.status != "any":
+        yield table.status == query.status
+    if query.readable is not None:
+        yield table.unreadable.is_(None) if query.readable else table.unreadable.is_not(None)
+
+
+def _encoded(value: Any, number: int) -> str:
+    return base64.urlsafe_b64encode(json.dumps([value, number]).encode()).decode().rstrip("=")
+
+
+def _decoded(cursor: str, text: bool) -> tuple[Any, int]:
+    try:
+        value, number = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
+    except (ValueError, TypeError):
+        value, number = None, None
+    fits = isinstance(value, str) if text else isinstance(value, int | float) and not isinstance(value, bool)
+    if (
+        not fits
+        or type(number) is not int
+        or abs(number) >= 2**63
+        or (type(value) is int and abs(value) >= 2**63)
+    ):
+        raise UsageError(
+            "That is no cursor of this list.", place="cursor", found=cursor[:100], remedy="begin without one"
+        )
+    return value, number
+
+
+def _runs(roots: Iterable[int]) -> Select[Any]:
+    table = CHECKPOINTS.c
+    return (
+        select(
+            RUNS,
+            func.count().label("steps"),
+            func.min(table.step).label("first_step"),
+            func.max(table.step).label("last_step"),
+            func.sum(table.size).label("size"),
+            func.max(table.modified).label("modified"),
+        )
+        .join(CHECKPOINTS, table.run == RUNS.c.id)
+        .where(table.status == "present", RUNS.c.root.in_(list(roots)))
+        .group_by(RUNS.c.id)
+    )
+
+
+def _run(row: Row[Any]) -> Run:
+    return Run(
+        row.id,
+        row.root,
+        row.path,
+        row.name,
+        row.steps,
+        row.first_step,
+        row.last_step,
+        row.size,
+        _utc(row.modified),
+    )
+
+
+def _shown(place: bytes) -> str:
+    return printable(place.decode("utf-8", "backslashreplace")) or "."
+
+
+def _reconciled(connection: Connection, root: int, seen: Sequence[Seen]) -> Counter[str]:
+    """Writes down what a scan has seen of a root; returns how many are seen, new, changed, gone and unreadable."""
+    counts = Counter[str]()
+    now = time.time()
+    rows = connection.execute(
+        select(CHECKPOINTS).where(CHECKPOINTS.c.root == root).order_by(CHECKPOINTS.c.id)
+    ).all()
+    latest = {row.place: row for row in rows if row.status in ("present", "gone")}
+    for one in {one.place: one for one in seen}.values():
+        counts["seen"] += 1
+        counts["unreadable"] += one.columns.get("unreadable") is not None
+        before = latest.pop(one.place, None)
+        values = {
+            "size": one.size, "modified": one.modified, "print": one.print, "proof": one.proof, "seen": now,
+            "status": "present", **_OPEN, **one.columns,
+        }  # fmt: skip
+        same = before is not None and before.print == one.print
+        if before is not None and (same or before.unreadable is not None):
+            if same:
+                values = _kept(values, before)
+            connection.execute(update(CHECKPOINTS).where(CHECKPOINTS.c.id == before.id).values(**values))
+            continue
+        path = _shown(one.place)
+        name = path.rpartition("/")[2]
+        made = CHECKPOINTS.insert().values(
+            root=root, place=one.place, path=path, name=name, first_seen=now, **values
+        )
+        number = connection.execute(made).lastrowid
+        counts["new" if before is None else "changed"] += 1
+        if before is not None:
+            old = update(CHECKPOINTS).where(CHECKPOINTS.c.id == before.id)
+            connection.execute(old.values(status="changed", replaced_by=number))
+    gone = [row.id for row in latest.values() if row.status == "present"]
+    counts["gone"] += len(gone)
+    for number in gone:
+        connection.execute(update(CHECKPOINTS).where(CHECKPOINTS.c.id == number).values(status="gone"))
+    return counts
+
+
+def _kept(values: dict[str, Any], before: Row[Any]) -> dict[str, Any]:
+    """Returns a row's values with what jobs have found of the same files and looking at them doesn't show."""
+    if values["digest"] is None:
+        values = {**values, "digest": before.digest}
+    if before.seal == "damaged" and values["proof"] == before.proof:
+        values = {**values, "seal": "damaged"}
+    return values
+
+
+def _group_runs(connection: Connection, root: int) -> None:
+    """Joins checkpoints of one folder into runs: those of the same parameters and optimizer, at different steps."""
+    table = CHECKPOINTS.c
+    rows = connection.execute(
+        select(CHECKPOINTS).where(table.root == root, table.status == "present", table.step.is_not(None))
+    ).all()
+    groups: dict[tuple[Any, ...], list[Row[Any]]] = {}
+    for row in rows:
+        if row.optimizer is not None:
+            folder = row.place.rpartition(b"/")[0]
+            key = (folder, row.container, row.layout, row.optimizer, row.parameters, row.elements)
+            groups.setdefault(key, []).append(row)
+    for key, steps in groups.items():
+        if len({row.step for row in steps}) < 2:
+            continue
+        numbers = {row.run for row in steps if row.run is not None}
+        number = min(numbers) if numbers else _new_run(connection, root, key[0])
+        for row in steps:
+            if row.run != number:
+                connection.execute(update(CHECKPOINTS).where(table.id == row.id).values(run=number))
+
+
+def _new_run(connection: Connection, root: int, place: bytes) -> int:
+    path = _shown(place)
+    values = {"root": root, "place": place, "path": path, "name": path.rpartition("/")[2]}
+    number: int = connection.execute(RUNS.insert().values(**values)).lastrowid
+    return number
+
+
+def subjects_of(connection: Connection, job: int) -> tuple[int, ...]:
+    """Returns the numbers of the checkpoints that a job is about, in order, within a transaction."""
+    chosen = select(SUBJECTS.c.checkpoint).where(SUBJECTS.c.job == job).order_by(SUBJECTS.c.position)
+    return tuple(connection.execute(chosen).scalars())

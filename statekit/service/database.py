@@ -1,0 +1,333 @@
+"""The service's database: one SQLite file in the data folder, one server to a folder, and steps between versions.
+
+Writing begins with `BEGIN IMMEDIATE`, one writer after the other, so that nobody fails in the middle; every commit is
+on the disk before it counts. `backup` copies the database while it is used; to restore, put the copy into the place of
+`catalogue.sqlite` while no server runs.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import socket
+import sqlite3
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from alembic.config import Config
+from alembic.migration import MigrationContext
+from alembic.runtime.environment import EnvironmentContext
+from alembic.script import ScriptDirectory
+from alembic.util import CommandError
+from sqlalchemy import Connection, Engine, create_engine, event
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.pool import QueuePool
+
+from statekit.errors import CorruptError, StatekitError, UsageError
+from statekit.files.durable import sync_folder
+from statekit.service.processes import boot_id, is_alive, started_at
+from statekit.service.tables import METADATA
+
+FILE = "catalogue.sqlite"
+OWNER = "server.json"
+WAL_SOUND = (3, 51, 3)
+"""From which version of SQLite on a write-ahead log can't lose what was committed.
+
+Source: https://sqlite.org/wal.html, section on the WAL-reset bug: versions 3.7.0 to 3.51.2.
+"""
+BUSY_SECONDS = 30.0
+"""How long a statement waits for another connection; no transaction here is longer than a fraction of a second."""
+_IMMEDIATE = "statekit_immediate"
+
+
+class Database:
+    """An open database of the newest version.
+
+    Args:
+        folder: The data folder.
+        migrate: Whether it is made, or brought to the newest version; only who owns the folder may.
+
+    Raises:
+        UsageError: A newer statekit has made it, or it isn't of this version and mustn't be changed.
+        CorruptError: The file is no database, or damaged.
+        StatekitError: The folder can't be written to.
+    """
+
+    def __init__(self, folder: Path, *, migrate: bool = False) -> None:
+        self.folder = folder
+        self.path = folder / FILE
+        self._writing = threading.Lock()
+        self.engine = _engine(self.path)
+        try:
+            with _explained(self.path):
+                self._bring_to_newest(migrate)
+        except BaseException:
+            self.close()
+            raise
+
+    def _bring_to_newest(self, migrate: bool) -> None:
+        newest = _scripts().get_current_head()
+        with self.reading() as connection:
+            check = connection.exec_driver_sql("PRAGMA quick_check").scalar()
+            if check != "ok":
+                raise CorruptError(
+                    "The catalogue is damaged.",
+                    place=self.path,
+                    found=check,
+                    remedy="restore it from a backup",
+                )
+            current = MigrationContext.configure(connection).get_current_revision()
+        if current == newest:
+            return
+        try:
+            current is None or _scripts().get_revision(current)
+        except CommandError as error:
+            raise UsageError(
+                "A newer statekit has made this catalogue.",
+                place=self.path,
+                expected=f"version {newest} or older",
+                found=f"version {current}",
+                remedy="start the statekit that made it, or name another folder: --data DIR",
+            ) from error
+        if not migrate:
+            raise UsageError(
+                "The catalogue isn't of this statekit's version.",
+                place=self.path,
+                expected=f"version {newest}",
+                found=f"version {current}",
+                remedy="let `statekit serve` bring it up to date",
+            )
+        self.migrate("head")
+
+    def migrate(self, version: str) -> None:
+        """Brings the database to a version, up or down, in one transaction: `head` is the newest, `base` is none."""
+        config = _config()
+        scripts = ScriptDirectory.from_config(config)
+
+        def steps(current: Any, context: MigrationContext) -> Any:
+            ahead = {one.revision for one in scripts.iterate_revisions("head", current or "base")}
+            change = (
+                scripts._upgrade_revs if version == "head" or version in ahead else scripts._downgrade_revs
+            )
+            return change(version, current)
+
+        with (
+            self.writing() as connection,
+            EnvironmentContext(config, scripts, fn=steps) as environment,
+        ):
+            environment.configure(connection=connection, target_metadata=METADATA, render_as_batch=True)
+            environment.run_migrations()
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """Opens a transaction that sees one state of the database, and doesn't write."""
+        with _explained(self.path), self.engine.connect() as connection, connection.begin():
+            yield connection
+
+    @contextmanager
+    def writing(self) -> Iterator[Connection]:
+        """Opens a transaction that may write, after whoever writes now; what it did counts when it ends.
+
+        Raises:
+            StatekitError: The disk is full, or nothing can be written there; nothing was changed.
+        """
+        with self._writing, _explained(self.path), self.engine.connect() as plain:
+            connection = plain.execution_options(**{_IMMEDIATE: True})
+            with connection.begin():
+                yield connection
+
+    def backup(self, target: Path) -> None:
+        """Writes a copy of the database as it is at one moment, while it may be used.
+
+        Raises:
+            UsageError: There is something at the target.
+            StatekitError: It can't be written.
+        """
+        if target.exists():
+            raise UsageError(
+                "There is something in the backup's place.", place=target, remedy="choose another name"
+            )
+        part = target.with_name(f".{target.name}.{os.getpid()}")
+        try:
+            with _explained(target):
+                with closing(sqlite3.connect(self.path)) as source, closing(sqlite3.connect(part)) as copy:
+                    source.execute(f"PRAGMA busy_timeout={round(BUSY_SECONDS * 1000)}")
+                    source.backup(copy)
+                with open(part, "rb") as written:
+                    os.fsync(written.fileno())
+                os.rename(part, target)
+                sync_folder(target.parent)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Closes all connections."""
+        self.engine.dispose()
+
+
+def _engine(path: Path) -> Engine:
+    engine = create_engine(
+        "sqlite+pysqlite://",
+        creator=lambda: sqlite3.connect(
+            path, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
+        ),
+        poolclass=QueuePool,
+        pool_size=8,
+        max_overflow=56,
+        json_serializer=lambda value: json.dumps(value, allow_nan=False, separators=(",", ":")),
+    )
+
+    @event.listens_for(engine, "connect")
+    def prepare(connection: sqlite3.Connection, record: object) -> None:
+        mode = "WAL" if sqlite3.sqlite_version_info >= WAL_SOUND else "TRUNCATE"
+        for pragma in (f"journal_mode={mode}", "synchronous=FULL", "foreign_keys=ON", "trusted_schema=OFF"):
+            connection.execute(f"PRAGMA {pragma}").fetchall()
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Connection) -> None:
+        immediate = connection.get_execution_options().get(_IMMEDIATE)
+        connection.exec_driver_sql("BEGIN IMMEDIATE" if immediate else "BEGIN")
+
+    return engine
+
+
+def _config() -> Config:
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    config.set_main_option("path_separator", "os")
+    return config
+
+
+def _scripts() -> ScriptDirectory:
+    return ScriptDirectory.from_config(_config())
+
+
+@contextmanager
+def _explained(place: Path) -> Iterator[None]:
+    """Makes errors of the database ours.
+
+    Raises:
+        CorruptError: The file is no database, or damaged.
+        StatekitError: The disk is full, or the file can't be written or read.
+    """
+    try:
+        yield
+    except (DBAPIError, sqlite3.Error) as error:
+        original: Any = error.orig if isinstance(error, DBAPIError) else error
+        name = getattr(original, "sqlite_errorname", "") or ""
+        if name.startswith(("SQLITE_CORRUPT", "SQLITE_NOTADB")):
+            raise CorruptError(
+                "The catalogue is damaged.", place=place, found=original, remedy="restore it from a backup"
+            ) from error
+        remedies = {
+            "SQLITE_FULL": "make room on the disk; what was there before is there still",
+            "SQLITE_IOERR": "make room on the disk, or look whether it is sound; what was there before is there still",
+            "SQLITE_READONLY": "let this user write to the folder, or name another: --data DIR",
+            "SQLITE_CANTOPEN": "let this user write to the folder, or name another: --data DIR",
+            "SQLITE_PERM": "let this user write to the folder, or name another: --data DIR",
+        }
+        for start, remedy in remedies.items():
+            if name.startswith(start):
+                raise StatekitError(
+                    "The catalogue can't be written.", place=place, found=original, remedy=remedy
+                ) from error
+        raise
+
+
+class Ownership:
+    """That this process, and no other, serves a data folder, until it is closed or the process ends.
+
+    The lock is the system's, which a process can't leave behind. Where the folder is shared by machines, its file says
+    whose it was; an owner of another machine that didn't say goodbye may be alive, and is believed to be.
+
+    Args:
+        folder: The data folder.
+
+    Raises:
+        UsageError: Another server has it, by its number.
+        StatekitError: The folder can't be written to.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / OWNER
+        try:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        except OSError as error:
+            raise StatekitError(
+                "The data folder can't be written to.",
+                place=folder,
+                found=error.strerror,
+                remedy="let this user write to it, or name another: --data DIR",
+            ) from error
+        try:
+            self._take()
+        except BaseException:
+            os.close(self._file)
+            raise
+
+    def _take(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise self._refusal(self._owner()) from error
+        owner = self._owner()
+        if owner and _may_live(owner):
+            raise self._refusal(owner)
+        self._write(
+            {"host": socket.gethostname(), "boot": boot_id(), "pid": os.getpid(), "started": started_at()}
+        )
+
+    def _owner(self) -> dict[str, Any]:
+        text = os.pread(self._file, 4096, 0)
+        with suppress(ValueError):
+            owner = json.loads(text)
+            if isinstance(owner, dict):
+                return owner
+        return {}
+
+    def _refusal(self, owner: dict[str, Any]) -> UsageError:
+        elsewhere = owner.get("host") not in (None, socket.gethostname())
+        return UsageError(
+            "Another server has this data folder.",
+            place=self.path.parent,
+            found=f"process {owner.get('pid', 'unknown')} on {owner.get('host', 'this machine')}",
+            remedy=f"use that one, or name another folder: --data DIR; if it has died there, remove {self.path}"
+            if elsewhere
+            else "use that one, or end it; or name another folder: --data DIR",
+        )
+
+    def _write(self, owner: dict[str, Any]) -> None:
+        os.ftruncate(self._file, 0)
+        os.pwrite(self._file, json.dumps(owner).encode(), 0)
+        os.fsync(self._file)
+
+    def close(self) -> None:
+        """Gives the folder up."""
+        if self._file >= 0:
+            with suppress(OSError):
+                self._write({})
+            os.close(self._file)
+            self._file = -1
+
+    def __enter__(self) -> Ownership:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def _may_live(owner: dict[str, Any]) -> bool:
+    """Tells whether an owner that didn't give the folder up may be alive."""
+    if owner.get("host") != socket.gethostname():
+        return True
+    if owner.get("boot") != boot_id():
+        return False
+    return is_alive(owner.get("pid"), owner.get("started"))

@@ -1,0 +1,133 @@
+"""What a scan asks of a file or folder: whether it is a checkpoint or a run, and what each of its checkpoints is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from statekit.conversion import registry
+from statekit.conversion.checkpoints_at import Place, checkpoints_at
+from statekit.conversion.contracts import Hints
+from statekit.conversion.inspection import Inspection, Request, inspect
+from statekit.errors import StatekitError, UnknownFormatError
+from statekit.files.checkpoint import Checkpoint
+from statekit.files.file_changes import Change
+from statekit.state.schema import WEIGHTS
+from statekit.tensors.digest import json_digest
+
+if TYPE_CHECKING:
+    from statekit.service.task import Listener
+
+_NAMED = (".ckpt", ".pth", ".msgpack")
+"""Ends of names, beside those that containers give their files, by which a file says that it is a checkpoint."""
+_GREATEST = 2**63 - 1
+
+
+def places(request: Mapping[str, Any], listener: Listener) -> dict[str, Any]:
+    """Says which checkpoints a path is, and in which container.
+
+    Returns:
+        `recording`, of a folder whose files are no checkpoints; `container` and `places`, each with `path` and `step`;
+        `unreadable`, of what is named as a checkpoint is and can't be read; or nothing.
+    """
+    path = Path(request["path"])
+    hints = Hints(budget=request.get("budget"))
+    try:
+        container, _ = registry.detect_container(path)
+    except UnknownFormatError as error:
+        if path.is_dir() and _is_recording(path):
+            return {"recording": True}
+        named = path.is_file() and path.name.lower().endswith(_suffixes())
+        return {"unreadable": error.line} if named and path.stat().st_size else {}
+    except StatekitError as error:
+        return {"unreadable": error.line}
+    try:
+        each = list(checkpoints_at(path, container.name, None, hints))
+    except StatekitError as error:
+        return {"container": container.name, "unreadable": error.line}
+    return {
+        "container": container.name,
+        "places": [{"path": str(place.path), "step": place.step} for place in each],
+    }
+
+
+def _is_recording(folder: Path) -> bool:
+    """Tells whether a folder is a recording: its files are no checkpoints, but folders in it may be."""
+    if not (folder / "trajectory.safetensors").is_file():
+        return False
+    from statekit.verify.recording import open_recording
+
+    try:
+        open_recording(folder).__exit__(None, None, None)
+    except StatekitError:
+        return False
+    return True
+
+
+def _suffixes() -> tuple[str, ...]:
+    return (
+        *_NAMED,
+        *(end for name in registry.container_names() for end in registry.container_card(name).suffixes),
+    )
+
+
+def describe(request: Mapping[str, Any], listener: Listener) -> dict[str, Any]:
+    """Says what one checkpoint is: the columns of its row, where it is, and which files are its parts."""
+    hints = Hints(accept_damaged=True, budget=request.get("budget"))
+    container = registry.container(request["container"])
+    place = Place(container, Path(request["path"]), request["step"])
+    with place.opened(hints, hints.job_budget()) as checkpoint:
+        where = {"path": str(_file_of(checkpoint)), "parts": [str(part) for part in checkpoint.parts]}
+        sealed, numbered = _sealed(checkpoint), checkpoint.step if checkpoint.is_numbered else None
+    seen = inspect(place.path, Request(container=container.name, step=place.step, hints=hints))
+    return {**where, **_columns(seen, numbered), **sealed}
+
+
+def _file_of(checkpoint: Checkpoint) -> Path:
+    """Returns where a checkpoint is; the first of its files, where its name is only what they begin with."""
+    return checkpoint.path if checkpoint.path.exists() or not checkpoint.parts else checkpoint.parts[0]
+
+
+def _columns(seen: Inspection, step: int | None) -> dict[str, Any]:
+    totals, optimizer = seen.totals(), seen.optimizer
+    is_run = optimizer is not None and optimizer.schema != WEIGHTS
+    if step is None and seen.counts is not None and is_run:
+        step = seen.counts.updates
+    return {
+        "container": seen.container.name,
+        "layout": seen.layout.name if seen.layout else None,
+        "optimizer": "/".join(filter(None, [optimizer.schema, optimizer.variant]))
+        if optimizer and is_run
+        else None,
+        "step": None if step is None or abs(step) > _GREATEST else step,
+        "tensors": totals["parameters"] + totals["slots"] + totals["others"],
+        "parameters": totals["parameters"],
+        "elements": min(totals["elements"], _GREATEST),
+        "resumable": is_run and bool(totals["slots"]),
+    }
+
+
+def _sealed(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Returns what a checkpoint's manifest says, and whether that fits."""
+    damage = [finding.what for finding in checkpoint.findings if finding.damage]
+    if damage:
+        rewritten = all(Change.REWRITTEN.value in what and Change.UNTOLD.value not in what for what in damage)
+        return {"seal": "changed" if rewritten else "damaged"}
+    proof = checkpoint.proof
+    if proof is None:
+        return {"seal": "unsealed"}
+    if not proof.is_whole:
+        return {"seal": "sealed"}
+    manifest = proof.manifest
+    source = manifest.get("source") or {}
+    made = {name: manifest.get(name) for name in ("tool", "source", "target", "plan", "options")}
+    return {
+        "seal": "sealed",
+        "digest": json_digest(manifest["tensors"]),
+        "made": made if source.get("container") else None,
+        "source_digest": source.get("digest") if isinstance(source.get("digest"), str) else None,
+    }
+
+
+KINDS: Mapping[str, Callable[[Mapping[str, Any], Listener], Any]] = {"places": places, "describe": describe}

@@ -1,0 +1,1 @@
+"""A module for each step; its number stands in its name."""

@@ -1,0 +1,325 @@
+"""A scan of a root: its folders are listed here, and what may be a checkpoint is looked into by a process with limits.
+
+What hasn't changed since the last scan isn't looked into again. What ends that process is listed as what can't be
+read, with how it ended.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from statekit.errors import StatekitError, printable
+from statekit.files.manifest import FILE, beside, is_manifest
+from statekit.service.child import Child, Died
+
+LOOK_SECONDS = 120
+"""How long looking into one file or folder may take."""
+LOOK_LIMITS: Mapping[str, int] = {"memory": 4 * 2**30, "files": 4096, "written": 2**20, "cpu": 110}
+LOOKS = 2000
+"""After how many looks the process is started anew: what libraries keep of files doesn't grow for ever."""
+MOST_FILES = 2_000_000
+DEEPEST = 64
+"""Folders below each other at most."""
+
+
+@dataclass
+class Folder:
+    """A folder, a file if it holds nothing and `facts` are there, as one listing shows it.
+
+    Attributes:
+        path: Where it is.
+        inside: What it holds, by name; None of a file.
+        facts: Of a file: size in bytes, time of change in nanoseconds, number on its disk.
+        print: Digest of the names and facts of all below, but manifests.
+        size: Bytes of all files below, but manifests.
+        modified: Time of the youngest of them, in nanoseconds.
+        proof: Digest of the names and facts of all manifests below.
+    """
+
+    path: str
+    inside: dict[str, Folder] | None
+    facts: tuple[int, int, int] | None = None
+    print: str = ""
+    size: int = 0
+    modified: int = 0
+    proof: str = ""
+
+    def child(self, relative: str) -> Folder | None:
+        """Returns what lies below, by names joined by `/`."""
+        node: Folder | None = self
+        for name in relative.split("/") if relative else ():
+            node = None if node is None or node.inside is None else node.inside.get(name)
+        return node
+
+
+def listed(root: Path) -> Folder:
+    """Lists a root with all below it; links are passed over.
+
+    Raises:
+        StatekitError: It can't be listed, or holds too much.
+    """
+    left = MOST_FILES
+
+    def node(path: str, depth: int) -> Folder:
+        nonlocal left
+        inside: dict[str, Folder] = {}
+        try:
+            entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+        except OSError:
+            entries = []
+        for entry in entries:
+            left -= 1
+            if left < 0:
+                raise StatekitError(
+                    "There are more files below the root than the service looks at.",
+                    place=root,
+                    expected=f"at most {MOST_FILES}",
+                    remedy="name the folders below it that hold checkpoints",
+                )
+            try:
+                if entry.is_symlink():
+                    continue
+                if entry.is_dir():
+                    if depth < DEEPEST and not entry.name.startswith("."):
+                        inside[entry.name] = node(entry.path, depth + 1)
+                elif entry.is_file():
+                    facts = entry.stat(follow_symlinks=False)
+                    inside[entry.name] = _file(entry.path, (facts.st_size, facts.st_mtime_ns, facts.st_ino))
+            except OSError:  # it went meanwhile
+                continue
+        files = [
+            (name, one) for name, one in inside.items() if one.inside is not None or not is_manifest(name)
+        ]
+        proofs = [
+            (name, one.print) for name, one in inside.items() if one.inside is None and is_manifest(name)
+        ]
+        proofs += [(name, one.proof) for name, one in inside.items() if one.inside is not None and one.proof]
+        return Folder(
+            path,
+            inside,
+            None,
+            _digest((name, one.print) for name, one in files),
+            sum(one.size for _, one in files),
+            max((one.modified for _, one in files), default=0),
+            _digest(proofs) if proofs else "",
+        )
+
+    return node(str(root), 0)
+
+
+def _file(path: str, facts: tuple[int, int, int]) -> Folder:
+    return Folder(path, None, facts, _digest([("", repr(facts))]), facts[0], facts[1])
+
+
+def _digest(pairs: Any) -> str:
+    made = blake2b(digest_size=16)
+    for name, what in pairs:
+        made.update(f"{len(name)}:{name}:{what};".encode("utf-8", "surrogateescape"))
+    return made.hexdigest()
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A checkpoint that a scan has seen.
+
+    Attributes:
+        place: Where it is, relative to the root, as the system's bytes.
+        print: Digest of its files' names, sizes and times.
+        proof: The same of its manifests.
+        size: Bytes of its files.
+        modified: Time of the youngest, in seconds since 1970.
+        columns: What is known of it, by the names of the table's columns.
+    """
+
+    place: bytes
+    print: str
+    proof: str
+    size: int
+    modified: float
+    columns: Mapping[str, Any]
+
+
+@dataclass
+class _Looked:
+    stamp: tuple[str, str]
+    answer: Mapping[str, Any]
+
+
+@dataclass
+class Scanner:
+    """What scans one root, and remembers what it has looked into.
+
+    Args:
+        root: The root, without links.
+    """
+
+    root: Path
+    looked: int = 0
+    _known: dict[tuple[Any, ...], _Looked] = field(default_factory=dict)
+    _before: dict[tuple[Any, ...], _Looked] = field(default_factory=dict)
+    _child: Child | None = None
+    _looks: int = 0
+
+    def scan(self) -> Iterator[Seen]:
+        """Yields every checkpoint below the root.
+
+        Raises:
+            StatekitError: The root can't be listed.
+        """
+        if not self.root.is_dir():
+            raise StatekitError(
+                "The root isn't there.", place=self.root, remedy="mount it, or end the service"
+            )
+        self.looked, self._before, self._known = 0, self._known, {}
+        top = listed(self.root)
+        try:
+            yield from self._visit(top, top)
+        finally:
+            if self._child is not None:
+                self._child.close()
+                self._child = None
+
+    def _visit(self, node: Folder, top: Folder) -> Iterator[Seen]:
+        answer = self._look({"kind": "places", "path": node.path}, (node.print, node.proof))
+        each: list[Seen] = []
+        covered: set[str] = set()
+        if "unreadable" in answer:
+            said = {"container": answer.get("container"), **_unread(answer["unreadable"])}
+            each.append(self._seen(node, [node], top, said))
+            covered.add(node.path)
+        for place in answer.get("places", ()):
+            seen, parts = self._described(answer["container"], place, node, top)
+            covered |= parts
+            each += [] if seen is None else [seen]
+        if node.path not in covered:
+            yield from each
+            yield from self._below(node, top, covered, answer.get("recording", False))
+            return
+        if node.inside is not None and all(_is_unread(one) for one in each):
+            below = list(self._below(node, top, set()))
+            if not all(map(_is_unread, below)):  # the folder is no checkpoint: it holds some
+                each = below
+        yield from each
+
+    def _below(self, node: Folder, top: Folder, covered: set[str], folders: bool = False) -> Iterator[Seen]:
+        """Yields what lies in a folder beside the checkpoints that it is itself; of folders alone if so asked."""
+        for one in (node.inside or {}).values():
+            if one.path in covered:
+                continue
+            if one.inside is None:
+                if not folders and not is_manifest(os.path.basename(one.path)):
+                    yield from self._visit(one, top)
+            elif not any(
+                path.startswith(f"{one.path}/") for path in covered
+            ):  # else it holds parts of a checkpoint
+                yield from self._visit(one, top)
+
+    def _described(
+        self, container: str, place: Mapping[str, Any], node: Folder, top: Folder
+    ) -> tuple[Seen | None, set[str]]:
+        request = {"kind": "describe", "container": container, **place}
+        key = _key(request)
+        before = self._before.get(key)
+        if before is not None:
+            nodes = self._parts(before.answer, top)
+            if nodes is not None and before.stamp == self._stamp(nodes, top):
+                self._known[key] = before
+                return self._of_answer(before.answer, nodes, top), {one.path for one in nodes}
+        answer = self._asked(request)
+        nodes = self._parts(answer, top)
+        if nodes is None:  # it can't be opened: it is where it was looked for
+            step = place["step"]
+            guess = [
+                one for one in (node.inside or {}).values() if step is not None and _numbered(one.path, step)
+            ]
+            nodes = guess[:1] or [top.child(self._relative(place["path"])) or node]
+            answer = {
+                "path": nodes[0].path,
+                "parts": [],
+                "container": container,
+                **_unread(answer.get("unreadable", "It went while it was looked into.")),
+            }
+        self._known[key] = _Looked(self._stamp(nodes, top), answer)
+        return self._of_answer(answer, nodes, top), {one.path for one in nodes}
+
+    def _of_answer(self, answer: Mapping[str, Any], nodes: list[Folder], top: Folder) -> Seen | None:
+        columns = {name: value for name, value in answer.items() if name not in ("path", "parts")}
+        node = top.child(self._relative(answer["path"]))
+        return None if node is None else self._seen(node, nodes, top, columns)
+
+    def _parts(self, answer: Mapping[str, Any], top: Folder) -> list[Folder] | None:
+        if "path" not in answer:
+            return None
+        nodes = [top.child(self._relative(path)) for path in answer["parts"] or [answer["path"]]]
+        return [one for one in nodes if one is not None] or None
+
+    def _relative(self, path: str) -> str:
+        relative = os.path.relpath(path, self.root)
+        return "" if relative == "." else relative
+
+    def _stamp(self, nodes: list[Folder], top: Folder) -> tuple[str, str]:
+        return _digest((one.path, one.print) for one in nodes), self._proof(nodes, top)
+
+    def _proof(self, nodes: list[Folder], top: Folder) -> str:
+        first = Path(nodes[0].path)
+        manifests = [beside(first), first.parent / FILE, first.parent.parent / FILE]
+        near = [top.child(self._relative(str(path))) for path in manifests if path.is_relative_to(self.root)]
+        return _digest(
+            [(one.path, one.proof) for one in nodes] + [(o.path, o.print) for o in near if o is not None]
+        )
+
+    def _seen(self, node: Folder, nodes: list[Folder], top: Folder, columns: Mapping[str, Any]) -> Seen:
+        made, proof = self._stamp(nodes, top)
+        modified = max(one.modified for one in nodes) / 1e9
+        size = sum(one.size for one in nodes)
+        place = os.fsencode(self._relative(node.path))
+        return Seen(place, made, proof, size, min(max(modified, 0.0), 2.0**36), columns)
+
+    def _look(self, request: Mapping[str, Any], stamp: tuple[str, str]) -> Mapping[str, Any]:
+        key = _key(request)
+        before = self._before.get(key)
+        if before is None or before.stamp != stamp:
+            before = _Looked(stamp, self._asked(request))
+        self._known[key] = before
+        return before.answer
+
+    def _asked(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
+        self.looked += 1
+        self._looks += 1
+        if self._child is not None and self._looks % LOOKS == 0:
+            self._child.close()
+            self._child = None
+        child = self._child = self._child or Child()
+        try:
+            answer = child.result({**request, "limits": LOOK_LIMITS}, LOOK_SECONDS)
+        except Died as end:
+            child.close()
+            self._child = None
+            return {"unreadable": f"Looking into it has ended the process: it {end}."}
+        if answer.kind == "problem":
+            parts = [str(answer.data[name]) for name in ("subject", "found") if answer.data.get(name)]
+            return {"unreadable": " ".join(parts)}
+        made: Mapping[str, Any] = answer.data
+        return made
+
+
+def _key(request: Mapping[str, Any]) -> tuple[Any, ...]:
+    return tuple(request.get(name) for name in ("kind", "container", "path", "step"))
+
+
+def _numbered(path: str, step: int) -> bool:
+    name = os.path.basename(path)
+    return name.endswith(str(step)) and not name.removesuffix(str(step))[-1:].isdigit()
+
+
+def _is_unread(seen: Seen) -> bool:
+    return seen.columns.get("unreadable") is not None
+
+
+def _unread(why: str) -> dict[str, Any]:
+    return {"unreadable": printable(why)[:2000], "seal": "unknown", "resumable": False}

@@ -1,0 +1,276 @@
+"""The service's catalogue: what a scan of roots sees, and that no name leads out of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+from sqlalchemy import text
+
+import statekit
+from goldens import GOLDEN
+from statekit.errors import CorruptError, NotFoundError, RefusedError, StatekitError, UsageError
+from statekit.service import roots
+from statekit.service.catalogue import Catalogue
+from statekit.service.child import Child
+from statekit.service.database import FILE, OWNER, Database, Ownership
+from statekit.service.records import Query
+from statekit.service.tables import METADATA
+
+T5X = GOLDEN / "t5x" / "momentum_f32" / "checkpoint" / "checkpoint_4"
+TORCH = GOLDEN / "torch_formats" / "adamw_legacy" / "checkpoint" / "checkpoint.pt"
+BUNDLE = GOLDEN / "t2t" / "late_bf16_encoded_beta1" / "checkpoint"
+
+
+@pytest.fixture
+def database(tmp_path: Path) -> Iterator[Database]:
+    with Ownership(tmp_path / "data") as owner:
+        made = Database(owner.path.parent, migrate=True)
+        yield made
+        made.close()
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    folder = tmp_path / "root"
+    shutil.copytree(T5X, folder / "run" / "checkpoint_4")
+    (folder / "torch").mkdir()
+    shutil.copy(TORCH, folder / "torch" / "a.pt")
+    (folder / "notes.txt").write_text("nothing")
+    return folder
+
+
+def test_a_scan_lists_what_lies_there_once(database: Database, root: Path) -> None:
+    shutil.copytree(BUNDLE, root / "bundle")
+    catalogue = Catalogue(database, [root])
+    first, again = catalogue.scan(), catalogue.scan()
+    assert (first.new, first.seen, again.new, again.seen, again.looked) == (3, 3, 0, 3, 0)
+    listed = catalogue.checkpoints(Query(sort="path")).items
+    assert [(one.path, one.container, one.optimizer, one.step) for one in listed] == [
+        ("bundle/model.ckpt-7.index", "tf-bundle", "adafactor", 7),
+        ("run/checkpoint_4", "t5x", "adafactor/t5x", 4),
+        ("torch/a.pt", "torch", "adamw/torch", 4),
+    ]
+    assert all(one.resumable and one.seal == "unsealed" and one.unreadable is None for one in listed)
+    assert catalogue.path_of(listed[1].id) == Path(os.path.realpath(root)) / "run" / "checkpoint_4"
+    json.dumps(catalogue.checkpoints().to_json())
+
+
+def test_a_file_that_changed_is_another_checkpoint_and_the_old_entry_says_so(
+    database: Database, root: Path
+) -> None:
+    catalogue = Catalogue(database, [root])
+    catalogue.scan()
+    (old,) = catalogue.checkpoints(Query(text="a.pt")).items
+    catalogue.tag(old.id, "baseline")
+    shutil.copy(
+        GOLDEN / "torch_adafactor" / "adafactor_bf16" / "checkpoint" / "checkpoint.pt", root / "torch/a.pt"
+    )
+    assert catalogue.scan().changed == 1
+    (new,) = catalogue.checkpoints(Query(text="a.pt")).items
+    before = catalogue.checkpoint(old.id)
+    assert (before.status, before.replaced_by, before.tags) == ("changed", new.id, ("baseline",))
+    assert new.optimizer == "adafactor/torch"
+    with pytest.raises(NotFoundError, match="has changed"):
+        catalogue.path_of(old.id)
+    shutil.rmtree(root / "torch")
+    assert catalogue.scan().gone == 1
+    assert catalogue.checkpoint(new.id).status == "gone"
+
+
+def test_what_cannot_be_read_is_listed_with_its_reason_and_mended_in_place(
+    database: Database, root: Path
+) -> None:
+    whole = TORCH.read_bytes()
+    (root / "torch" / "torn.pt").write_bytes(whole[: len(whole) // 2])
+    (root / "torch" / "text.safetensors").write_text("no tensors at all")
+    catalogue = Catalogue(database, [root])
+    assert catalogue.scan().unreadable == 2
+    unreadable = catalogue.checkpoints(Query(readable=False, sort="path")).items
+    assert [one.name for one in unreadable] == ["text.safetensors", "torn.pt"]
+    assert all(one.unreadable and one.seal == "unknown" and not one.resumable for one in unreadable)
+    (root / "torch" / "torn.pt").write_bytes(whole)
+    catalogue.scan()
+    mended = catalogue.checkpoint(unreadable[1].id)
+    assert (mended.unreadable, mended.optimizer, mended.status) == (None, "adamw/torch", "present")
+
+
+def test_steps_of_a_folder_are_one_run_and_a_seal_changes_no_checkpoint(
+    database: Database, root: Path
+) -> None:
+    shutil.copytree(T5X, root / "run" / "checkpoint_8")
+    catalogue = Catalogue(database, [root])
+    catalogue.scan()
+    (run,) = catalogue.runs().items
+    assert (run.path, run.steps, run.first_step, run.last_step) == ("run", 2, 4, 8)
+    steps = catalogue.checkpoints(Query(run=run.id, sort="step")).items
+    assert [one.step for one in steps] == [4, 8]
+    statekit.seal(root / "run", step=4)
+    statekit.convert(root / "run" / "checkpoint_4", root / "run" / "converted.pt")
+    catalogue.scan()
+    sealed = catalogue.checkpoint(steps[0].id)
+    assert (sealed.seal, sealed.status) == ("sealed", "present")
+    assert sealed.digest is not None
+    (converted,) = catalogue.checkpoints(Query(text="converted")).items
+    assert (converted.seal, converted.run) == ("sealed", None)
+
+
+def test_what_ends_the_process_that_looks_is_listed_and_the_scan_goes_on(
+    database: Database, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = Child.ask
+
+    def ask(child: Child, request: Mapping[str, Any]) -> None:
+        asked(child, request)
+        if request["path"].endswith("a.pt"):
+            os.kill(child.pid, signal.SIGKILL)
+
+    monkeypatch.setattr(Child, "ask", ask)
+    catalogue = Catalogue(database, [root])
+    assert catalogue.scan().seen == 2
+    (hostile,) = catalogue.checkpoints(Query(readable=False)).items
+    assert hostile.path == "torch/a.pt"
+    assert hostile.unreadable == "Looking into it has ended the process: it was ended by SIGKILL."
+
+
+def test_pages_follow_each_other_in_every_order(database: Database, root: Path) -> None:
+    for i in range(5):
+        shutil.copy(TORCH, root / "torch" / f"{i}.pt")
+    catalogue = Catalogue(database, [root])
+    catalogue.scan()
+    for order in ("path", "-path", "size", "-modified", "id", "step"):
+        numbers: list[int] = []
+        cursor: str | None = None
+        while True:
+            page = catalogue.checkpoints(Query(sort=order), cursor, 2)
+            assert page.total == 7
+            numbers += [one.id for one in page.items]
+            cursor = page.next_cursor
+            if cursor is None:
+                break
+        assert sorted(numbers) == sorted({*numbers}) and len(numbers) == 7
+    with pytest.raises(UsageError, match="order"):
+        catalogue.checkpoints(Query(sort="print"))
+    for cursor in ("x", "WzEsMl0", "bnVsbA", "W10"):
+        with pytest.raises(UsageError, match="cursor"):
+            catalogue.checkpoints(Query(sort="path"), cursor)
+
+
+def test_words_are_searched_literally_in_paths_notes_and_tags(database: Database, root: Path) -> None:
+    catalogue = Catalogue(database, [root])
+    catalogue.scan()
+    (one,) = catalogue.checkpoints(Query(text="a.pt")).items
+    assert catalogue.checkpoints(Query(text="%")).total == 0
+    catalogue.note(one.id, "the best 100% of it\x1b[2J")
+    catalogue.tag(one.id, "keep")
+    assert [item.id for item in catalogue.checkpoints(Query(text="100% torch KEEP")).items] == [one.id]
+    assert "\x1b" not in catalogue.checkpoint(one.id).note
+    assert catalogue.facets()["tag"] == {"keep": 1}
+    assert catalogue.untag(one.id, "keep").tags == ()
+    with pytest.raises(UsageError):
+        catalogue.tag(one.id, "two\nlines")
+
+
+@pytest.mark.parametrize("way", ["openat2", "step by step"])
+def test_no_link_and_no_way_up_leads_out_of_a_root(
+    tmp_path: Path, root: Path, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    if way == "step by step":
+        monkeypatch.setattr(roots, "_has_openat2", lambda: False)
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret" / "file").write_text("s")
+    (root / "link").symlink_to(tmp_path / "secret")
+    (root / "torch" / "up").symlink_to("..")
+    base = Path(os.path.realpath(root))
+    assert roots.path_beneath(base, b"torch/a.pt") == base / "torch" / "a.pt"
+    for place in (
+        b"link",
+        b"link/file",
+        b"../secret/file",
+        b"torch/../../secret/file",
+        b"torch/up/torch/a.pt",
+    ):
+        with pytest.raises((RefusedError, NotFoundError)):
+            roots.path_beneath(base, place)
+    with pytest.raises(NotFoundError):
+        roots.path_beneath(base, b"/etc/passwd\0.pt")
+    assert roots.target_beneath(base, "torch/new.pt") == base / "torch" / "new.pt"
+    for target in ("../x", "/x", "link/x", "link", "a\\b", "torch//x", "torch/./x", "a\nb", ""):
+        with pytest.raises((RefusedError, UsageError)):
+            roots.target_beneath(base, target)
+
+
+def test_a_folder_has_one_server_and_the_second_says_which(tmp_path: Path) -> None:
+    with Ownership(tmp_path), pytest.raises(UsageError, match=str(os.getpid())):
+        Ownership(tmp_path)
+    with Ownership(tmp_path):
+        pass
+
+
+def test_a_dead_owner_is_followed_and_one_of_another_machine_is_not(tmp_path: Path) -> None:
+    import socket
+
+    from statekit.service.processes import boot_id
+
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    here = {"host": socket.gethostname(), "boot": boot_id(), "pid": dead.pid, "started": "1"}
+    (tmp_path / OWNER).write_text(json.dumps(here))
+    Ownership(tmp_path).close()
+    (tmp_path / OWNER).write_text(json.dumps({**here, "host": "elsewhere"}))
+    with pytest.raises(UsageError, match="elsewhere"):
+        Ownership(tmp_path)
+
+
+def test_migrations_go_up_and_down_and_make_the_tables_that_are_used(database: Database) -> None:
+    with database.reading() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), METADATA) == []
+    database.migrate("base")
+    with database.reading() as connection:
+        left = set(connection.execute(text("SELECT name FROM sqlite_master WHERE type='table'")).scalars())
+        assert left <= {"alembic_version", "sqlite_sequence"}
+    database.migrate("head")
+    with database.reading() as connection:
+        assert connection.exec_driver_sql("PRAGMA integrity_check").scalar() == "ok"
+
+
+def test_a_newer_schema_is_refused_and_nothing_is_changed(database: Database) -> None:
+    with database.writing() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '9999'"))
+    before = database.path.read_bytes()
+    with pytest.raises(UsageError, match="newer statekit"):
+        Database(database.folder, migrate=True)
+    assert database.path.read_bytes() == before
+
+
+def test_a_backup_is_restored_by_putting_it_in_place(database: Database, root: Path, tmp_path: Path) -> None:
+    catalogue = Catalogue(database, [root])
+    catalogue.scan()
+    database.backup(tmp_path / "copy.sqlite")
+    with pytest.raises(UsageError):
+        database.backup(tmp_path / "copy.sqlite")
+    other = tmp_path / "other"
+    with Ownership(other):
+        shutil.copy(tmp_path / "copy.sqlite", other / FILE)
+        restored = Database(other, migrate=True)
+        assert Catalogue(restored, [root]).checkpoints().total == 2
+        restored.close()
+
+
+def test_a_damaged_or_unwritable_catalogue_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_bytes(b"no database" * 1000)
+    with pytest.raises(CorruptError, match="backup"):
+        Database(tmp_path, migrate=True)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StatekitError, match="--data"):
+        Ownership(tmp_path / "file" / "data")
