@@ -13,6 +13,7 @@ from statekit.cli.arguments import checkpoints_options
 from statekit.cli.main import DONE, WANTING
 from statekit.cli.output import Screen, Table
 from statekit.conversion.check import MANIFEST, CheckedCheckpoint, check
+from statekit.errors import plural, size
 from statekit.files.stage import Progress
 
 MAX_LISTED = 20
@@ -51,7 +52,7 @@ def command(
     faults = sum(len(one.faults) for report in reports for one in report.checkpoints)
     stdout.say()
     stdout.say(
-        "Nothing contradicts what was written." if passed else f"{output.plural(faults, 'fault')}.", bold=True
+        "Nothing contradicts what was written." if passed else f"{plural(faults, 'fault')}.", bold=True
     )
     return DONE if passed else WANTING
 
@@ -65,7 +66,7 @@ def _show(stdout: Screen, one: CheckedCheckpoint) -> None:
     for item in one.items:
         sizes[item.kind, item.by] += item.nbytes
     for (kind, by), count in counts.items():
-        table.add_row(output.plural(count, kind), _means(one, by), output.size(sizes[kind, by]))
+        table.add_row(plural(count, kind), _means(one, by), size(sizes[kind, by]))
     stdout.show(table)
     bare = [item.name for item in one.items if not item.by]
     stdout.show_list("No checksum; `statekit seal` adds a manifest:", _some(bare))

@@ -10,6 +10,7 @@ from statekit.cli import output
 from statekit.cli.arguments import checkpoint_options
 from statekit.cli.output import Screen, Table
 from statekit.conversion.contracts import Hints
+from statekit.errors import plural
 from statekit.verify.cold_start import ALIKE, UPDATES, ColdStart, cold_start
 
 MAX_ROWS = 40
@@ -67,7 +68,7 @@ def _show(screen: Screen, result: ColdStart, updates: int) -> None:
         f"{last:.0%} (median of the layers).",
         bold=True,
     )
-    screen.say(f"{result.path}, {output.plural(result.updates, 'update')} done")
+    screen.say(f"{result.path}, {plural(result.updates, 'update')} done")
     screen.say()
     table = Table(
         ("layer", "first: off by", "cosine", "size", f"{updates}th: off by", f"alike ({ALIKE:.0%}) from"),

@@ -25,7 +25,7 @@ from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import Report, convert, plan
 from statekit.conversion.plan import Plan
 from statekit.conversion.resume import next_update, of_plan, resume_lines, unsaid
-from statekit.errors import Faults, UsageError
+from statekit.errors import Faults, UsageError, size
 from statekit.files.stage import Progress
 from statekit.maps.links import StateMap
 from statekit.state.train_state import StepOffset
@@ -307,10 +307,10 @@ def _as_json(planned: Plan, report: Report | None) -> dict[str, Any]:
 
 
 def _show_report(stdout: Screen, report: Report) -> None:
-    speed = output.size(round(report.plan.bytes / report.seconds)) if report.seconds else "-"
+    speed = size(round(report.plan.bytes / report.seconds)) if report.seconds else "-"
     stdout.say()
     stdout.say(
-        f"Wrote {report.plan.request.target}: {output.size(report.bytes)} in {report.seconds:.1f} s ({speed}/s); "
+        f"Wrote {report.plan.request.target}: {size(report.bytes)} in {report.seconds:.1f} s ({speed}/s); "
         f"{report.verified} tensors read again and found as meant."
     )
     stdout.show_list("Measured:", map(str, report.measured))

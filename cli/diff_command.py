@@ -11,9 +11,10 @@ from statekit.cli import output
 from statekit.cli.arguments import complete_maps, hints_options, local_file, sides_options
 from statekit.cli.main import DONE, WANTING
 from statekit.cli.output import Screen, Table
+from statekit.cli.report_option import report_option, write_report
 from statekit.conversion.contracts import Hints
 from statekit.conversion.diff import Diff, diff
-from statekit.errors import some
+from statekit.errors import plural, size, some
 from statekit.state.comparison import Difference
 
 MAX_ROWS = 60
@@ -34,8 +35,15 @@ _TENSORS = ("missing", "extra", "shape", "dtype", "values")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @hints_options
 @sides_options
+@report_option
 def command(
-    left: Path, right: Path, step: int | None, map_name: str | None, as_json: bool, hints: tuple[Hints, Hints]
+    left: Path,
+    right: Path,
+    step: int | None,
+    map_name: str | None,
+    as_json: bool,
+    hints: tuple[Hints, Hints],
+    report: Path | None,
 ) -> int:
     """Says in what two checkpoints differ, or where two runs part.
 
@@ -53,6 +61,7 @@ def command(
             done[0] += size
 
         result = diff(left, right, step=step, map=map_name, hints=hints, on_tensor=tell)
+    write_report(report, "diff", result.to_json())
     if as_json:
         output.print_json("diff", result.to_json())
     else:
@@ -65,7 +74,7 @@ def _show(screen: Screen, result: Diff) -> None:
     screen.say(f"A: {result.left}{at}")
     screen.say(f"B: {result.right}{at}")
     if result.compared:
-        screen.say(f"Equal at {output.plural(len(result.compared), 'step')}: {_numbers(result.compared)}.")
+        screen.say(f"Equal at {plural(len(result.compared), 'step')}: {_numbers(result.compared)}.")
     tensors = [one for one in result.differences if one.what in _TENSORS]
     if tensors:
         screen.title(f"The first that differs: {tensors[0].place}")
@@ -77,12 +86,12 @@ def _show(screen: Screen, result: Diff) -> None:
     screen.show_list("Written otherwise, and the same:", result.normalised)
     screen.show_list("Not compared:", result.unsaid)
     screen.say()
-    count = output.plural(result.tensors, "tensor")
+    count = plural(result.tensors, "tensor")
     if result.equal:
-        screen.say(f"Equal: {count}, {output.size(result.bytes_read)} of each.", bold=True)
+        screen.say(f"Equal: {count}, {size(result.bytes_read)} of each.", bold=True)
     else:
         screen.say(
-            f"{output.plural(len(result.differences), 'difference')} in {count} and what stands beside them.",
+            f"{plural(len(result.differences), 'difference')} in {count} and what stands beside them.",
             bold=True,
         )
 

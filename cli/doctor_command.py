@@ -13,8 +13,9 @@ from statekit.cli import output
 from statekit.cli.arguments import completing, from_option, hints_options, local_files
 from statekit.cli.main import DONE, WANTING
 from statekit.cli.output import Screen, Table
+from statekit.cli.report_option import report_option, write_report
 from statekit.conversion.contracts import Hints
-from statekit.errors import some
+from statekit.errors import plural, some
 
 
 @click.command("doctor")
@@ -30,6 +31,7 @@ from statekit.errors import some
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @hints_options
+@report_option
 def command(
     checkpoints: tuple[Path, ...],
     container: str | None,
@@ -37,6 +39,7 @@ def command(
     ignore: tuple[str, ...],
     as_json: bool,
     hints: Hints,
+    report: Path | None,
 ) -> int:
     """Finds silent faults of checkpoints: they load, and go on wrong.
 
@@ -59,8 +62,10 @@ def command(
             *checkpoints, container=container, step=step, hints=hints, ignore=ignore, on_tensor=tell
         )
     passed = all(one.passed for one in each)
+    result = {"passed": passed, "checkpoints": [{"passed": one.passed, **one.to_json()} for one in each]}
+    write_report(report, "doctor", result)
     if as_json:
-        output.print_json("doctor", {"passed": passed, "checkpoints": [one.to_json() for one in each]})
+        output.print_json("doctor", result)
         return DONE if passed else WANTING
     _show(output.screen(), each)
     return DONE if passed else WANTING
@@ -68,7 +73,7 @@ def command(
 
 def _show(screen: Screen, each: Sequence[Examination]) -> None:
     for one in each:
-        count = output.plural(len(one.findings), "finding") if one.findings else "nothing found"
+        count = plural(len(one.findings), "finding") if one.findings else "nothing found"
         done = "" if one.updates is None else f", {one.updates} updates done"
         screen.title(f"{one.path}{done}: {count}")
         for finding in one.findings:

@@ -15,8 +15,8 @@ import click
 
 from statekit.cli import output
 from statekit.cli.arguments import checkpoint_options
-from statekit.cli.module_tree import Row, module_tree, rows
 from statekit.cli.output import Cell, Screen, Styled, Table
+from statekit.cli.report_option import report_option, write_report
 from statekit.conversion.contracts import Hints
 from statekit.conversion.inspection import (
     Choice,
@@ -27,6 +27,8 @@ from statekit.conversion.inspection import (
     inspect,
     unknown_hyperparameters,
 )
+from statekit.errors import plural, size
+from statekit.pages.module_tree import Row, module_tree, rows
 from statekit.state.rates import Piece
 from statekit.state.run import RunState, Schedule
 from statekit.state.train_state import Group
@@ -50,6 +52,7 @@ DROP = ("dtype", "bytes", "slot bytes", "rms", "zeros", "shape", "min", "max")
 @click.option("--slots", "with_slots", is_flag=True, help="Give every slot its own row.")
 @click.option("--stats", is_flag=True, help="Read all values: norm, rms, min, max, zeros, NaN, Inf.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@report_option
 def command(
     checkpoint: Path,
     container: str | None,
@@ -60,6 +63,7 @@ def command(
     with_slots: bool,
     stats: bool,
     as_json: bool,
+    report: Path | None,
 ) -> None:
     """Shows what a checkpoint holds.
 
@@ -72,6 +76,7 @@ def command(
         inspection = inspect(
             checkpoint, request, lambda done, all_: bar.update(task, completed=done, total=all_)
         )
+    write_report(report, "inspect", inspection.to_json() if report else {})
     if as_json:
         output.print_json("inspect", inspection.to_json())
         return
@@ -102,11 +107,11 @@ def _summary(stdout: Screen, inspection: Inspection) -> None:
         whose = [f"{schema}, variant {variant or 'unknown'}" for schema, variant in optimizer.kinds]
         lines.append(("optimizer", " and ".join(whose)))
         schedule = f"a learning-rate schedule goes on at its step {counts.schedule}"
-        lines.append(("step", f"{output.plural(counts.updates, 'update')} done; {schedule}"))
+        lines.append(("step", f"{plural(counts.updates, 'update')} done; {schedule}"))
         lines += _other_steps(inspection)
         for i, group in enumerate(optimizer.groups):
             named = f", {group.schema}" if group.schema else ""
-            lines.append((f"group {i}", f"{output.plural(len(group.paths), 'parameter')}{named}"))
+            lines.append((f"group {i}", f"{plural(len(group.paths), 'parameter')}{named}"))
             for source in ("file", "given", "assumed"):
                 known = [f"{k}={group.hyperparameters[k]!r}" for k in _known(group, source)]
                 lines += [(f"  {source}", "  ".join(known))] if known else []
@@ -133,7 +138,7 @@ def _proven_by(inspection: Inspection) -> str:
     if bare == count:
         return "no checksum in this format; `statekit seal` adds a manifest"
     if bare:
-        tensors = f"{bare} of {output.plural(count, 'tensor')}"
+        tensors = f"{bare} of {plural(count, 'tensor')}"
         return f"no checksum for {tensors}, {known} for the others; `statekit seal` adds a manifest"
     return f"{known}, compared as values are read; `statekit seal` adds a manifest of every byte"
 
@@ -178,7 +183,7 @@ class _Show:
         return Table((*columns, *(STATS if self.stats else ())), right=RIGHT, drop=DROP)
 
     def parameters(self, parameters: Sequence[ParameterSummary], with_slots: bool) -> None:
-        lines, folded = rows(module_tree(parameters), self.limit)
+        lines, folded = rows(module_tree((p.tensor.name, p) for p in parameters), self.limit)
         with_slots = (with_slots or self.stats) and not folded
         grid = self.table(
             "parameter", "shape", "dtype", "bytes", *(() if with_slots else ("slot bytes", "slots"))
@@ -195,26 +200,26 @@ class _Show:
         if folded:
             self.stdout.say(f"{len(parameters)} parameters, folded into modules; --filter GLOB lists them.")
 
-    def module(self, grid: Table, row: Row, with_slots: bool) -> None:
-        inside = [p.tensor for p in row.parameters]
-        slots = [slot for p in row.parameters for slot in p.slots]
+    def module(self, grid: Table, row: Row[ParameterSummary], with_slots: bool) -> None:
+        inside = [p.tensor for p in row.items]
+        slots = [slot for p in row.items for slot in p.slots]
         label = Styled(f"{'  ' * row.depth}{row.label}/", bold=True)
-        count = output.plural(len(inside), "parameter")
-        cells: list[Cell] = [output.size(_bytes(inside))]
-        cells += [] if with_slots else [output.size(_bytes(slots)), _slot_counts(slots)]
+        count = plural(len(inside), "parameter")
+        cells: list[Cell] = [size(_bytes(inside))]
+        cells += [] if with_slots else [size(_bytes(slots)), _slot_counts(slots)]
         grid.add_row(label, Styled(count, dim=True), "", *cells, *self.cells(_together([*inside, *slots])))
 
-    def parameter(self, grid: Table, row: Row) -> None:
-        (parameter,) = row.parameters
+    def parameter(self, grid: Table, row: Row[ParameterSummary]) -> None:
+        (parameter,) = row.items
         slots = ", ".join(
             f"{s.name} {list(s.shape)}" + ("" if s.dtype == parameter.tensor.dtype else f" {s.dtype}")
             for s in parameter.slots
         )
         label = f"{'  ' * row.depth}{row.label}"
-        grid.add_row(label, *_described(parameter.tensor), output.size(_bytes(parameter.slots)), slots)
+        grid.add_row(label, *_described(parameter.tensor), size(_bytes(parameter.slots)), slots)
 
-    def with_slots(self, grid: Table, row: Row) -> None:
-        (parameter,) = row.parameters
+    def with_slots(self, grid: Table, row: Row[ParameterSummary]) -> None:
+        (parameter,) = row.items
         label = f"{'  ' * row.depth}{row.label}"
         grid.add_row(label, *_described(parameter.tensor), *self.cells(parameter.tensor.stats))
         for slot in parameter.slots:
@@ -241,7 +246,7 @@ class _Show:
 
 
 def _described(tensor: TensorSummary) -> tuple[str, str, str]:
-    return str(list(tensor.shape)), tensor.dtype, output.size(tensor.nbytes)
+    return str(list(tensor.shape)), tensor.dtype, size(tensor.nbytes)
 
 
 def _run(run: RunState) -> Iterator[str]:
@@ -302,11 +307,11 @@ def _closing(stdout: Screen, inspection: Inspection) -> None:
     totals: dict[str, Any] = inspection.totals()
     kinds = ("parameter", "slot", "other")
     counted = [
-        f"{output.plural(totals[f'{kind}s'], name)} ({output.size(totals[f'{kind}_bytes'])})"
+        f"{plural(totals[f'{kind}s'], name)} ({size(totals[f'{kind}_bytes'])})"
         for kind, name in zip(kinds, ("parameter", "slot", "other tensor"), strict=True)
         if totals[f"{kind}s"]
     ]
-    dtypes = ", ".join(f"{name} {output.size(count)}" for name, count in totals["bytes_by_dtype"].items())
+    dtypes = ", ".join(f"{name} {size(count)}" for name, count in totals["bytes_by_dtype"].items())
     stdout.say()
     values = f"{totals['elements']} parameter values; " if inspection.parameters else ""
     stdout.say(f"In all: {', '.join(counted) or 'nothing'}; {values}{dtypes}.")

@@ -253,16 +253,6 @@ def _shared(least: list[int], wanted: list[int], width: int) -> list[int]:
     return widths
 
 
-def plural(count: int, name: str) -> str:
-    """Returns a number of things.
-
-    Example:
-        >>> plural(1, "slot"), plural(2, "slot")
-        ('1 slot', '2 slots')
-    """
-    return f"{count} {name}" if count == 1 else f"{count} {name}s"
-
-
 class Bar(Protocol):
     """The part of rich's Progress that verbs use."""
 
@@ -324,18 +314,3 @@ def print_json(kind: str, data: dict[str, Any]) -> None:
 
     envelope = {"format": f"statekit.{kind}/1", **to_json(data)}
     click.echo(json.dumps(envelope, indent=2, allow_nan=False))
-
-
-def size(nbytes: int) -> str:
-    """Returns a number of bytes for people.
-
-    Example:
-        >>> size(1536), size(12)
-        ('1.5 KiB', '12 B')
-    """
-    amount = float(nbytes)
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if amount < 1024 or unit == "TiB":
-            break
-        amount /= 1024
-    return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"

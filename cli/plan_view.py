@@ -6,12 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from posixpath import commonpath
 from typing import Any
 
-from statekit.cli import output
-from statekit.cli.output import Screen, Table, plural
+from statekit.cli.output import Screen, Table
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.plan import Plan, PlannedTensor
 from statekit.conversion.resume import next_update
-from statekit.errors import some
+from statekit.errors import plural, size, some
 from statekit.state.run import Schedule
 from statekit.state.schema import NO_OPTIMIZER, WEIGHTS
 
@@ -30,7 +29,7 @@ def show_plan(stdout: Screen, plan: Plan, tensors: bool) -> None:
     ):
         head.add_row(name, str(path))
         head.add_row("", f"container {side.container}, layout {side.layout}, step {side.step}")
-    head.add_row("tensors", f"{len(plan.entries)}, {output.size(plan.bytes)}")
+    head.add_row("tensors", f"{len(plan.entries)}, {size(plan.bytes)}")
     if plan.state["schema"] == WEIGHTS:
         head.add_row("holds", NO_OPTIMIZER)
     head.add_row("exactness", "; ".join(_counts(plan)))
@@ -153,8 +152,14 @@ def _tensors(plan: Plan) -> Table:
 
 def _row(entry: PlannedTensor) -> tuple[str, ...]:
     made_of = "the same" if entry.expression.get("name") == entry.name else source_text(entry.expression)
-    size = output.size(entry.bytes)
-    return entry.name, made_of, str(list(entry.shape)), entry.dtype, size, entry.exactness.name.lower()
+    return (
+        entry.name,
+        made_of,
+        str(list(entry.shape)),
+        entry.dtype,
+        size(entry.bytes),
+        entry.exactness.name.lower(),
+    )
 
 
 def source_text(expression: Mapping[str, Any]) -> str:

@@ -13,20 +13,15 @@ from statekit.cli import output
 from statekit.cli.arguments import complete_maps, hints_options, local_file, read_step, step_option
 from statekit.cli.main import DONE, WANTING
 from statekit.cli.output import Screen, Table
+from statekit.cli.report_option import report_option, write_report
 from statekit.conversion.contracts import Exactness, Hints
-from statekit.errors import UsageError, some
+from statekit.errors import UsageError, plural, size, some
+from statekit.pages.verdicts import SAYS
 from statekit.state.train_state import StepOffset
 from statekit.verify.certificate import Certificate
 from statekit.verify.verification import STEPS, verify
 
 MAX_ROWS = 40
-_SAYS = {
-    "bit-exact": "The same run: every bit is kept, and every update has the same bits.",
-    "within the rounding bound": "The same run: updates differ by no more than rounding.",
-    "semantic difference": "Another rule goes on: its updates aren't the run's, by what is named below.",
-    "not comparable": "The state is the same; whether its updates are, couldn't be shown.",
-    "refuted": "NOT the same run.",
-}
 
 
 @click.command("verify")
@@ -96,6 +91,7 @@ _SAYS = {
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @hints_options
+@report_option
 def command(
     source: Path | None,
     target: Path | None,
@@ -113,6 +109,7 @@ def command(
     to: Path | None,
     as_json: bool,
     hints: Hints,
+    report: Path | None,
 ) -> int:
     """Proves that DST goes on with the run of SRC, or says where not.
 
@@ -141,7 +138,7 @@ def command(
             bar.update(task, description=f"{phase} {name}", completed=done[0])
 
         if repeat is not None:
-            return _repeat(repeat, source, target, tell, as_json)
+            return _repeat(repeat, source, target, tell, as_json, report)
         assert source is not None and target is not None  # said above
         made = verify(
             source,
@@ -161,6 +158,7 @@ def command(
         )
     if to is not None:
         made.save(to)
+    write_report(report, "verify", made.to_json())
     show(made, to, as_json)
     return DONE if made.passed else WANTING
 
@@ -175,14 +173,16 @@ def show(made: Certificate, to: Path | None = None, as_json: bool = False) -> No
         output.screen().say(f"The certificate is {to}, digest {made.digest}.")
 
 
-def _repeat(path: Path, source: Path | None, target: Path | None, tell: Any, as_json: bool) -> int:
+def _repeat(
+    path: Path, source: Path | None, target: Path | None, tell: Any, as_json: bool, report: Path | None
+) -> int:
     from statekit.verify.repetition import repeated
 
     done = repeated(path, source, target, tell)
+    result = {"repeats": done.same, "differs": list(done.differs), **done.again.to_json()}
+    write_report(report, "verify", result)
     if as_json:
-        output.print_json(
-            "verify", {"repeats": done.same, "differs": list(done.differs), **done.again.to_json()}
-        )
+        output.print_json("verify", result)
     else:
         screen = output.screen()
         screen.say(
@@ -195,14 +195,14 @@ def _repeat(path: Path, source: Path | None, target: Path | None, tell: Any, as_
 
 def _show(screen: Screen, data: Mapping[str, Any], counts: Mapping[str, int]) -> None:
     verdict, replay = data["verdict"], data["replay"]
-    screen.say(f"{verdict['whole'].upper()}. {_SAYS[verdict['whole']]}", bold=True)
+    screen.say(f"{verdict['whole'].upper()}. {SAYS[verdict['whole']]}", bold=True)
     screen.say()
     for name, side in (("from", "source"), ("to", "target")):
         one = data["identity"][side]
         at = "" if one["step"] is None else f", step {one['step']}"
         screen.say(f"{name:<6}{data['asked'][side]}")
-        size = f"{output.plural(len(one['tensors']), 'tensor')}, {output.size(one['bytes'])}"
-        screen.say(f"{one['container']}, {one['layout']}{at}; {size}", indent=6)
+        amount = f"{plural(len(one['tensors']), 'tensor')}, {size(one['bytes'])}"
+        screen.say(f"{one['container']}, {one['layout']}{at}; {amount}", indent=6)
     screen.show_list("Against it:", verdict["because"][:MAX_ROWS])
     if len(verdict["because"]) > MAX_ROWS:
         screen.say(f"and {len(verdict['because']) - MAX_ROWS} more; --json lists them", indent=2)
@@ -213,9 +213,7 @@ def _show(screen: Screen, data: Mapping[str, Any], counts: Mapping[str, int]) ->
     screen.say(f"{pairs['elements']} elements of parameters and slots, {whole}", indent=2)
     if back["done"]:
         ends = "to the same bits" if not back["differ"] else f"to others: {some(back['differ'])}"
-        screen.say(
-            f"back in the source's form {output.plural(back['tensors'], 'tensor')} come {ends}", indent=2
-        )
+        screen.say(f"back in the source's form {plural(back['tensors'], 'tensor')} come {ends}", indent=2)
     else:
         screen.say(f"not taken back: {back['because']}", indent=2)
     _show_rule(screen, data["rule"])
@@ -254,7 +252,7 @@ def _show_replay(screen: Screen, replay: Mapping[str, Any]) -> None:
     sample = replay["sample"]
     screen.say(f"source  {replay['source']}", indent=2)
     screen.say(f"target  {replay['target']}", indent=2)
-    parts = [f"{output.plural(len(sample['stepped']), 'parameter')}, {replay['updates']} updates each"]
+    parts = [f"{plural(len(sample['stepped']), 'parameter')}, {replay['updates']} updates each"]
     if sample["stands_for"]:
         parts.append(f"standing for {len(sample['stands_for'])} more of their kind")
     if sample["windows"]:

@@ -222,6 +222,31 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMED]) + more
 
 
+def plural(count: int, name: str) -> str:
+    """Returns a number of things.
+
+    Example:
+        >>> plural(1, "slot"), plural(2, "slot")
+        ('1 slot', '2 slots')
+    """
+    return f"{count} {name}" if count == 1 else f"{count} {name}s"
+
+
+def size(nbytes: int) -> str:
+    """Returns a number of bytes for people.
+
+    Example:
+        >>> size(1536), size(12)
+        ('1.5 KiB', '12 B')
+    """
+    amount = float(nbytes)
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if amount < 1024 or unit == "TiB":
+            break
+        amount /= 1024
+    return f"{amount:.0f} B" if unit == "B" else f"{amount:.1f} {unit}"
+
+
 class Lines(str):
     """Text of several lines that may be printed as it is; any other text is made printable with its line breaks."""
 

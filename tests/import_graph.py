@@ -23,7 +23,7 @@ FLOORS = (
     ("statekit.converters.formats", "statekit.maps"),
     ("statekit.converters.containers", "statekit.converters.layouts"),
     ("statekit.conversion", "statekit.dropin"),
-    ("statekit.attestation",),
+    ("statekit.attestation", "statekit.pages"),
     ("statekit.torch", "statekit.jax", "statekit.tensorflow"),
     ("statekit.verify", "statekit.hf", "statekit.lightning", "statekit.accelerate"),
     ("statekit",),

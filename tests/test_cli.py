@@ -16,8 +16,7 @@ import pytest
 from fakes import Fake
 from goldens import GOLDEN
 from statekit.cli import inspect_command, main
-from statekit.cli.output import size
-from statekit.errors import NotFoundError, StatekitError, UsageError, printable
+from statekit.errors import NotFoundError, StatekitError, UsageError, printable, size
 
 RUN = GOLDEN / "t5x" / "momentum_f32" / "checkpoint"
 FAKE = Fake({"param/a": np.ones(2, np.float32), "slot/a/v": np.ones(2, np.float32)})

@@ -12,15 +12,19 @@ from counting import calls
 from fakes import Fake
 from goldens import GOLDEN, bundles
 from statekit.cli.main import DONE, FAILED, USAGE, main
-from statekit.cli.module_tree import module_tree, rows
 from statekit.conversion.inspection import ParameterSummary, TensorSummary
 from statekit.files.checkpoint import Finding
+from statekit.pages.module_tree import Module, module_tree, rows
 
 T5X = bundles("t5x")
 
 
 def summaries(*paths: str) -> list[ParameterSummary]:
     return [ParameterSummary(TensorSummary(path, (2,), "float32", 8), (), 0, None) for path in paths]
+
+
+def tree(parameters: list[ParameterSummary]) -> Module[ParameterSummary]:
+    return module_tree((parameter.tensor.name, parameter) for parameter in parameters)
 
 
 def inspected(capsys: pytest.CaptureFixture[str], *arguments: object) -> str:
@@ -33,8 +37,8 @@ def test_parameters_stand_below_their_modules() -> None:
     parameters = summaries(
         "enc/l0/wi/kernel", "enc/l0/wo/kernel", "enc/norm", "dec.l0.weight", "dec.l0.bias", "top"
     )
-    lines, folded = rows(module_tree(parameters), 100)
-    assert [(row.depth, row.label, len(row.parameters), row.module) for row in lines] == [
+    lines, folded = rows(tree(parameters), 100)
+    assert [(row.depth, row.label, len(row.items), row.module) for row in lines] == [
         (0, "top", 1, False),
         (0, "enc", 3, True),
         (1, "norm", 1, False),
@@ -49,23 +53,23 @@ def test_parameters_stand_below_their_modules() -> None:
 
 
 def test_names_that_coincide_stay_two() -> None:
-    lines, _ = rows(module_tree(summaries("a/b", "a.b")), 100)
+    lines, _ = rows(tree(summaries("a/b", "a.b")), 100)
     assert sum(not row.module for row in lines) == 2
 
 
 def test_what_is_too_long_is_folded_into_modules() -> None:
     parameters = summaries(*(f"stack/layer_{i}/m{j}/kernel" for i in range(10) for j in range(10)))
-    lines, folded = rows(module_tree(parameters), 50)
+    lines, folded = rows(tree(parameters), 50)
     assert folded
     assert [(row.depth, row.label) for row in lines] == [
         (0, "stack"),
         *((1, f"layer_{i}") for i in range(10)),
     ]
-    assert [row.depth for row in rows(module_tree(parameters), 5)[0]] == [0]
+    assert [row.depth for row in rows(tree(parameters), 5)[0]] == [0]
 
 
 def test_thousands_without_a_module_are_folded_too() -> None:
-    assert rows(module_tree(summaries(*map(str, range(1000)))), 100) == ([], True)
+    assert rows(tree(summaries(*map(str, range(1000)))), 100) == ([], True)
 
 
 @pytest.mark.parametrize("case", T5X, ids=lambda path: path.name)

@@ -16,7 +16,10 @@ from statekit.tensors.tensor import Array, in_memory
 
 def test_of_a_known_tensor() -> None:
     stats = measure(in_memory(np.array([[3.0, -4.0], [0.0, np.nan], [np.inf, -np.inf]], np.float32)))
-    assert stats == Stats(finite=3, squares=25.0, minimum=-4.0, maximum=3.0, zeros=1, nans=1, infs=2)
+    octaves = ((1, 1), (2, 1))  # 3 in [2, 4) and 4 in [4, 8)
+    assert stats == Stats(
+        finite=3, squares=25.0, minimum=-4.0, maximum=3.0, zeros=1, nans=1, infs=2, octaves=octaves
+    )
     assert stats.norm == 5.0
     assert stats.rms == pytest.approx((25 / 3) ** 0.5)
 
@@ -68,3 +71,26 @@ def test_a_large_tensor_is_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> No
     measured = measure(in_memory(np.ones((10, 8), np.float32)), sizes.append)
     assert measured.squares == 80.0
     assert sizes == [64] * 5
+
+
+@given(
+    hnp.arrays(np.float32, hnp.array_shapes(max_dims=2), elements=st.floats(width=32)),
+)
+def test_every_magnitude_is_in_its_bin(array: Array) -> None:
+    measured = measure(in_memory(array))
+    good = np.abs(array[np.isfinite(array) & (array != 0)].astype(np.float64))
+    exponents = np.frexp(good)[1] - 1
+    assert dict(measured.octaves) == {int(n): int(np.sum(exponents == n)) for n in np.unique(exponents)}
+    binned = measured.magnitudes()
+    if binned is None:
+        assert good.size == 0
+        return
+    assert len(binned["counts"]) <= stats.BINS and sum(binned["counts"]) == good.size
+    for i, count in enumerate(binned["counts"]):
+        low = binned["from"] + i * binned["octaves"]
+        assert count == np.sum((good >= 2.0**low) & (good < 2.0 ** (low + binned["octaves"])))
+
+
+def test_magnitudes_of_blocks_are_those_of_the_whole() -> None:
+    one, other = measure(in_memory(np.array([1.0, 3.0]))), measure(in_memory(np.array([3.5, 0.0, 1e-40])))
+    assert total([one, other]).octaves == measure(in_memory(np.array([1.0, 3.0, 3.5, 0.0, 1e-40]))).octaves

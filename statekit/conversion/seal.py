@@ -7,8 +7,6 @@ names.
 
 from __future__ import annotations
 
-import os
-import stat
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -21,7 +19,7 @@ from statekit.conversion.contracts import Hints
 from statekit.errors import CorruptError, Faults
 from statekit.files.checkpoint import Checkpoint, Proof
 from statekit.files.checksums import of_tensor
-from statekit.files.durable import beside, new_file, sweep, sync_folder, writing
+from statekit.files.durable import replace_file
 from statekit.files.file_changes import Change, FileFault, file_faults
 from statekit.files.integrity import files_of, manifest_place, records_of, top_of, value_fault
 from statekit.files.manifest import CHECKPOINT, RECORDS, SEALED, file_entry, sealed, tensor_entry, to_text
@@ -118,7 +116,7 @@ def _sealed(place: Place, renew: Collection[str], hints: Hints, tell: OnProgress
             )
         names = [_name(fault.path, target.parent) for fault in changed]
         manifest = _manifest(checkpoint, target, tensors, files, names)
-        _write(target, manifest, permissions(paths))
+        replace_file(target, to_text(manifest).encode("ascii"), permissions(paths))
         return _report(checkpoint, target, "sealed" if proof is None else "renewed", manifest, names)
 
 
@@ -242,19 +240,3 @@ def _manifest(
     top = top_of(checkpoint).relative_to(place.parent).as_posix()
     digests = {**records_of(checkpoint), "tensors": tensors, "files": files}
     return sealed({**fields, CHECKPOINT: top, SEALED: sorted(foreign), **digests})
-
-
-def _write(place: Path, manifest: Mapping[str, Any], mode: int) -> None:
-    """Writes a manifest beside its place, syncs it, and gives it its name.
-
-    Raises:
-        CommitError: It can't be written.
-    """
-    sweep(place.parent)
-    with beside(place) as temporary, writing(place):
-        new = temporary / place.name
-        with new_file(new) as output:
-            output.write(to_text(manifest).encode("ascii"))
-        new.chmod(stat.S_IMODE(new.stat().st_mode) & mode)
-        os.replace(new, place)
-        sync_folder(place.parent)

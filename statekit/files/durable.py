@@ -292,6 +292,27 @@ def _named_as_beside(folder: Path) -> Iterator[None]:
         raise
 
 
+def replace_file(target: Path, content: bytes, mode: int = 0o666) -> None:
+    """Writes a small file beside its place, syncs it, and gives it its name in one step, whatever had it.
+
+    Args:
+        target: Its place.
+        content: Its bytes.
+        mode: Permissions that it may have at most.
+
+    Raises:
+        CommitError: It can't be written; what was there still is.
+    """
+    sweep(target.parent)
+    with beside(target) as temporary, writing(target):
+        new = temporary / target.name
+        with new_file(new) as output:
+            output.write(content)
+        new.chmod(stat.S_IMODE(new.stat().st_mode) & mode)
+        os.replace(new, target)
+        sync_folder(target.parent)
+
+
 def make_temporary(parent: Path) -> Path:
     """Makes `<parent>/.statekit-tmp-<uuid>/`, open to its owner alone, with a record of who that is.
 

@@ -12,6 +12,8 @@ import numpy as np
 
 from statekit.tensors.tensor import Array, Tensor, chunks
 
+BINS = 32
+"""Bins of a histogram of magnitudes, at most."""
 BLOCK_BYTES = 4 * 2**20
 """Bytes of a tensor held at once, small because a block widens up to eightfold (float8 to float64)."""
 
@@ -28,6 +30,8 @@ class Stats:
         zeros: How many are zero.
         nans: Number of NaNs.
         infs: Number of infinities, of either sign.
+        octaves: How many that aren't zero have a magnitude from `2**n` to below `2**(n + 1)`, by n, where there are
+            any, ascending. Below float64's least normal number all count as of `2**-1023`.
     """
 
     finite: int = 0
@@ -37,6 +41,7 @@ class Stats:
     zeros: int = 0
     nans: int = 0
     infs: int = 0
+    octaves: tuple[tuple[int, int], ...] = ()
 
     @property
     def norm(self) -> float:
@@ -57,6 +62,7 @@ class Stats:
             self.zeros + other.zeros,
             self.nans + other.nans,
             self.infs + other.infs,
+            _together(self.octaves, other.octaves),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -69,7 +75,23 @@ class Stats:
             "zeros": self.zeros,
             "nan": self.nans,
             "inf": self.infs,
+            "magnitudes": self.magnitudes(),
         }
+
+    def magnitudes(self) -> dict[str, Any] | None:
+        """Returns the histogram of the magnitudes that aren't zero, in at most 32 bins of equally many octaves.
+
+        `counts[i]` is of those from `2**(from + i * octaves)` to below `2**(from + (i + 1) * octaves)`. None if all
+        values are zero.
+        """
+        if not self.octaves:
+            return None
+        first, last = self.octaves[0][0], self.octaves[-1][0]
+        wide = -(-(last - first + 1) // BINS)
+        counts = [0] * ((last - first) // wide + 1)
+        for exponent, count in self.octaves:
+            counts[(exponent - first) // wide] += count
+        return {"from": first, "octaves": wide, "counts": counts}
 
 
 def total(parts: Iterable[Stats]) -> Stats:
@@ -105,4 +127,28 @@ def _of_block(block: Array) -> Stats:
         finite - int(np.count_nonzero(kept)),
         nans,
         values.size - finite - nans,
+        _octaves(kept),
     )
+
+
+def _octaves(values: Array) -> tuple[tuple[int, int], ...]:
+    """Counts finite float64 values by the exponents of their bits."""
+    counts = np.bincount((values.view(np.uint64) >> _FRACTION_BITS).astype(np.intp) & _EXPONENTS, minlength=1)
+    counts[0] -= values.size - int(np.count_nonzero(values))
+    (used,) = np.nonzero(counts)
+    return tuple((int(n) - _BIAS, int(counts[n])) for n in used)
+
+
+def _together(
+    some: tuple[tuple[int, int], ...], others: tuple[tuple[int, int], ...]
+) -> tuple[tuple[int, int], ...]:
+    if not some or not others:
+        return some or others
+    counts = dict(some)
+    for exponent, count in others:
+        counts[exponent] = counts.get(exponent, 0) + count
+    return tuple(sorted(counts.items()))
+
+
+_FRACTION_BITS, _EXPONENTS, _BIAS = np.uint64(52), 0x7FF, 1023
+"""How float64 lies in its 64 bits. Source: IEEE 754-2019, table 3.5."""

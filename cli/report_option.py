@@ -1,0 +1,63 @@
+"""`--report FILE.html`: what a verb found as a page, of all verbs that have one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+from statekit.errors import NotFoundError, TargetExistsError
+
+_FIRST_LINE = 200
+
+
+def _place(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+    """Refuses, before any work, what a report can't be written to."""
+    if value is None:
+        return None
+    if not value.parent.is_dir():
+        raise NotFoundError(
+            "The report's folder isn't there.", place=value.parent, remedy=f"mkdir -p {value.parent}"
+        )
+    if os.path.lexists(value) and not _is_report(value):
+        raise TargetExistsError(
+            "There is something else in the report's place.",
+            place=value,
+            expected="nothing, or a report",
+            remedy="choose another name",
+        )
+    return value
+
+
+def _is_report(path: Path) -> bool:
+    if path.is_symlink() or not path.is_file():
+        return False
+    from statekit.pages.report import MARK
+
+    with path.open("rb") as file:
+        return MARK.encode() in file.readline(_FIRST_LINE)
+
+
+def report_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the option; the command gets `report`, where to write one."""
+    return click.option(
+        "--report",
+        metavar="FILE.html",
+        type=click.Path(path_type=Path),
+        callback=_place,
+        help="Write it as a page too, which needs nothing beside it; takes the place of an earlier report.",
+    )(command)
+
+
+def write_report(path: Path | None, verb: str, result: Mapping[str, Any]) -> None:
+    """Writes a verb's result as a page, if one is asked for; what was there stays until all of it is on the disk."""
+    if path is None:
+        return
+    from statekit.files.durable import replace_file
+    from statekit.pages.report import report
+    from statekit.tensors.tree import to_json
+
+    replace_file(path, report(verb, to_json(dict(result))).encode("utf-8"))

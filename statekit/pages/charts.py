@@ -1,0 +1,586 @@
+"""Plots as SVG that the server draws, each with its formula, its axes in words and a table of its numbers.
+
+Colours stand in the picture, so that it is whole by itself, and in the style sheet by class, which has them for dark
+screens too: CSS goes before attributes.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import math
+import re
+import struct
+import zlib
+from base64 import b64encode
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from markupsafe import Markup, escape
+
+from statekit.errors import printable
+from statekit.tensors.tensor import Array
+
+WIDTH, HEIGHT = 520, 260
+_LEFT, _RIGHT, _TOP, _BOTTOM = 68, 14, 14, 50
+_BINS = 32
+COLOURS = ("#0b62b0", "#b3541e", "#2d7d46", "#8540a5", "#a8324a", "#5c6670")
+"""Of curves, in their order; also those of the style sheet's classes `c0` to `c5`, on paper."""
+_INK, _FAINT, _PAPER = "#1c2430", "#c9d1da", "#ffffff"
+
+Cell = str | int | float | None
+
+
+@dataclass(frozen=True)
+class Plot:
+    """A picture with all that is needed to trust it.
+
+    Attributes:
+        name: What its files are called.
+        title: What it shows.
+        formula: How its numbers come about.
+        picture: The picture as SVG, whole by itself.
+        summary: What it shows, in a sentence, for who can't see it.
+        columns: Titles of its numbers.
+        rows: Its numbers.
+        image: The same as PNG, of a heat map: a pixel for each cell.
+        note: What else has to be known of it.
+    """
+
+    name: str
+    title: str
+    formula: str
+    picture: Markup
+    summary: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[Cell, ...], ...]
+    image: bytes | None = None
+    note: str = ""
+
+    def csv(self) -> str:
+        """Returns its numbers as CSV, with all their digits; no cell begins a formula of a spreadsheet."""
+        output = io.StringIO()
+        writer = csv.writer(output, lineterminator="\n")
+        writer.writerow(self.columns)
+        writer.writerows([_cell(cell) for cell in row] for row in self.rows)
+        return output.getvalue()
+
+    def files(self) -> dict[str, bytes]:
+        """Returns what it may be taken along as, by the name of the file."""
+        made = {f"{self.name}.csv": self.csv().encode(), f"{self.name}.svg": str(self.picture).encode()}
+        return made if self.image is None else {**made, f"{self.name}.png": self.image}
+
+    def links(self) -> dict[str, str]:
+        """Returns links that hold those files themselves, by their names."""
+        kinds = {"csv": "text/csv", "svg": "image/svg+xml", "png": "image/png"}
+        return {
+            name: f"data:{kinds[name.rpartition('.')[2]]};base64,{b64encode(content).decode()}"
+            for name, content in self.files().items()
+        }
+
+
+def _cell(cell: Cell) -> str:
+    if cell is None:
+        return ""
+    if not isinstance(cell, str):
+        return repr(cell)
+    text = printable(cell)
+    return f"'{text}" if text[:1] in ("=", "+", "-", "@") else text
+
+
+def number(value: float | None, digits: int = 4) -> str:
+    """Returns a number for people.
+
+    Example:
+        >>> number(0.000123456), number(12.0), number(None), number(12_000_000)
+        ('0.0001235', '12', '-', '12000000')
+    """
+    if value is None:
+        return "-"
+    return str(value) if isinstance(value, int) else f"{value:.{digits}g}"
+
+
+def _short_number(value: float) -> str:
+    """Returns a number of few digits, as ticks have it: 20k, 3M."""
+    for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if unit <= abs(value) < 1e12:
+            return f"{value / unit:.4g}{name}"
+    return f"{value:.4g}"
+
+
+def slug(text: str) -> str:
+    """Returns text as a name of a file or an element of a page.
+
+    Example:
+        >>> slug("encoder/layers_0/wi: v_row")
+        'encoder-layers_0-wi-v_row'
+    """
+    return re.sub(r"[^A-Za-z0-9_]+", "-", text).strip("-")[:80] or "plot"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """An axis of a plot: from a number to a number, on a height or width of pixels.
+
+    Attributes:
+        title: What it counts, with its unit.
+        low: Its least number; with `power`, a power of `base`.
+        high: Its greatest.
+        start: The pixel of the least.
+        end: The pixel of the greatest.
+        base: Numbers are powers of it: low and high are exponents. None: they are the numbers themselves.
+    """
+
+    title: str
+    low: float
+    high: float
+    start: float
+    end: float
+    base: int | None = None
+
+    def at(self, value: float) -> float:
+        """Returns the pixel of a number, or of the exponent of a power."""
+        return self.start + (self.end - self.start) * (value - self.low) / ((self.high - self.low) or 1.0)
+
+    def ticks(self) -> list[tuple[float, str]]:
+        """Returns where its lines stand, and what they are called."""
+        span = self.high - self.low
+        if not span > 0:
+            return [(self.low, self._called(self.low))]
+        step = 10.0 ** math.floor(math.log10(span / 4))
+        step *= next(n for n in (1, 2, 5, 10) if span / (step * n) <= 5)
+        if self.base is not None:
+            step = max(1.0, round(step))
+        first = math.ceil(self.low / step - 1e-9)
+        values = [n * step for n in range(first, first + 12) if n * step <= self.high + step * 1e-9]
+        return [(value, self._called(value)) for value in values]
+
+    def _called(self, value: float) -> str:
+        return _short_number(value) if self.base is None else f"{self.base}^{round(value)}"
+
+
+def histogram(
+    title: str,
+    formula: str,
+    unit: str,
+    edges: Sequence[float],
+    counts: Sequence[int],
+    *,
+    base: int | None = None,
+    marks: Mapping[str, float] | None = None,
+    note: str = "",
+) -> Plot:
+    """Draws how many values lie where.
+
+    Args:
+        title: What it is of.
+        formula: How the values come about.
+        unit: What the width counts.
+        edges: Edges of the bins, one more than there are bins; exponents of `base`, if that is given.
+        counts: Values in each bin.
+        base: The width counts powers of it.
+        marks: Lines that stand upright, by what they mean.
+        note: What else has to be known.
+    """
+    low, high = (edges[0], edges[-1]) if len(edges) > 1 else (0.0, 1.0)
+    places = [*(marks or {}).values()]
+    across = Axis(unit, min([low, *places]), max([high, *places]), _LEFT, WIDTH - _RIGHT, base)
+    up = Axis("values", 0.0, float(max(counts, default=0) or 1), HEIGHT - _BOTTOM, _TOP)
+    bars = [
+        _bar(across.at(a), across.at(b), up.at(count), up.start)
+        for a, b, count in zip(edges, edges[1:], counts, strict=False)
+        if count
+    ]
+    drawn = [_path("".join(bars)), *_marks(across, up, marks or {})]
+    shown = [_edge(edge, base) for edge in edges]
+    rows = tuple((a, b, count) for a, b, count in zip(shown, shown[1:], counts, strict=False))
+    most = max(range(len(counts)), key=counts.__getitem__, default=None)
+    summary = (
+        "no values"
+        if most is None
+        else f"{sum(counts)} values; most of them, {counts[most]}, from {shown[most]} to {shown[most + 1]}"
+    )
+    return _plot(title, formula, (across, up), drawn, summary, ("from", "to", "values"), rows, note)
+
+
+def magnitudes(title: str, formula: str, binned: Mapping[str, Any] | None) -> Plot:
+    """Draws the histogram of magnitudes that statistics have (`statekit.tensors.stats.Stats.magnitudes`)."""
+    first, wide, counts = (
+        (0, 1, []) if binned is None else (binned["from"], binned["octaves"], binned["counts"])
+    )
+    edges = [first + i * wide for i in range(len(counts) + 1)]
+    return histogram(title, formula, "magnitude", edges, counts, base=2, note="zeros aren't in it")
+
+
+def bars(
+    title: str, formula: str, unit: str, index: str, values: Sequence[float | None], *, each: int = 1
+) -> Plot:
+    """Draws a number for each of a row of things, as bars from zero.
+
+    Args:
+        title: What it is of.
+        formula: How the numbers come about.
+        unit: What the height counts.
+        index: What the width counts.
+        values: The numbers; None where there is none.
+        each: How many things one bar stands for.
+    """
+    good = [value for value in values if value is not None and math.isfinite(value)]
+    low, high = min([0.0, *good]), max([0.0, *good])
+    across = Axis(index, 0.0, float(len(values) * each), _LEFT, WIDTH - _RIGHT)
+    up = Axis(unit, low, high if high > low else low + 1, HEIGHT - _BOTTOM, _TOP)
+    drawn = [
+        _bar(across.at(i * each), across.at((i + 1) * each), up.at(value), up.at(0.0))
+        for i, value in enumerate(values)
+        if value is not None and math.isfinite(value) and value != 0
+    ]
+    rows = tuple((i * each, value) for i, value in enumerate(values))
+    summary = (
+        f"{len(values)} bars from {number(min(good, default=None))} to {number(max(good, default=None))}"
+    )
+    return _plot(title, formula, (across, up), [_path("".join(drawn))], summary, (index, unit), rows)
+
+
+def lines(
+    title: str,
+    formula: str,
+    unit: str,
+    curves: Mapping[str, Sequence[float | None]],
+    steps: Sequence[float],
+    *,
+    index: str = "updates done",
+    powers: bool = False,
+    guides: Mapping[str, float] | None = None,
+    note: str = "",
+) -> Plot:
+    """Draws numbers over the steps of a run.
+
+    Args:
+        title: What it is of.
+        formula: How the numbers come about.
+        unit: What the height counts.
+        curves: The numbers of each curve, one for each step; None where there is none.
+        steps: Where they stand.
+        index: What the width counts.
+        powers: Whether the height counts powers of ten; what isn't positive is left out of the picture then.
+        guides: Level lines, by what they mean.
+        note: What else has to be known.
+    """
+    heights = {name: [_height(value, powers) for value in values] for name, values in curves.items()}
+    level = {name: _height(value, powers) for name, value in (guides or {}).items()}
+    good = [h for each in (*heights.values(), list(level.values())) for h in each if h is not None]
+    low, high = min(good, default=0.0), max(good, default=1.0)
+    if powers:
+        low, high = math.floor(low), max(math.ceil(high), math.floor(low) + 1)
+    elif low == high:
+        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+    across = Axis(index, min(steps, default=0), max(steps, default=1), _LEFT, WIDTH - _RIGHT)
+    up = Axis(unit, low, high, HEIGHT - _BOTTOM, _TOP, 10 if powers else None)
+    drawn: list[str] = []
+    for i, (name, each) in enumerate(heights.items()):
+        points = [(across.at(x), up.at(h)) for x, h in zip(steps, each, strict=True) if h is not None]
+        colour, kind = COLOURS[i % len(COLOURS)], f"c{i % len(COLOURS)}"
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        drawn.append(
+            f'<polyline class="line {kind}" points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
+        )
+        drawn += [
+            f'<circle class="dot {kind}" cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points
+        ]
+        if len(curves) > 1:
+            row = _TOP + 12 + 16 * i
+            drawn.append(
+                f'<circle class="dot {kind}" cx="{_LEFT + 12}" cy="{row - 4}" r="4" fill="{colour}"/>'
+            )
+            drawn.append(_text(_LEFT + 22, row, name))
+    for name, h in level.items():
+        if h is not None:
+            y = up.at(h)
+            drawn.append(_rule(across.start, y, across.end, y))
+            drawn.append(_text(across.end - 4, y - 5, name, "end"))
+    rows = tuple((step, *(values[i] for values in curves.values())) for i, step in enumerate(steps))
+    ends = "; ".join(
+        f"{name}: {number(values[0])} first, {number(values[-1])} last"
+        for name, values in curves.items()
+        if values
+    )
+    return _plot(title, formula, (across, up), drawn, ends, (index, *curves), rows, note)
+
+
+def heat_map(
+    title: str,
+    formula: str,
+    unit: str,
+    cells: Sequence[Sequence[float | None]],
+    shape: tuple[int, int],
+    *,
+    axes: tuple[str, str] = ("rows", "columns"),
+    powers: bool = True,
+) -> Plot:
+    """Draws a matrix as colours, a cell for each of its tiles.
+
+    Args:
+        title: What it is of.
+        formula: What a cell is of its tile.
+        unit: What the colours count.
+        cells: The cells, row by row; None where no value is finite.
+        shape: Rows and columns of the matrix itself.
+        axes: What these are.
+        powers: Whether colours count powers of ten of magnitudes; zeros then have the colour of the least.
+    """
+    table = np.array([[math.nan if value is None else value for value in row] for row in cells], np.float64)
+    if not table.size:
+        table = np.full((1, 1), math.nan)
+    with np.errstate(divide="ignore"):
+        heights = np.log10(np.abs(table)) if powers else table
+    heights[~np.isfinite(heights) & ~np.isnan(heights)] = -math.inf
+    good = heights[np.isfinite(heights)]
+    low, high = (float(good.min()), float(good.max())) if good.size else (0.0, 1.0)
+    shade = np.clip((heights - low) / ((high - low) or 1.0), 0, 1)
+    pixels = _coloured(shade)
+    image = png(pixels)
+    rows, columns = shape
+    across = Axis(f"{axes[1]} ({columns})", 0, columns, _LEFT, WIDTH - _RIGHT - 80)
+    down = Axis(f"{axes[0]} ({rows})", 0, rows, _TOP, HEIGHT - _BOTTOM)
+    legend = Axis(unit, low, high, HEIGHT - _BOTTOM, _TOP, None)
+    drawn = [_image(image, (across.start, down.start), (across.end, down.end))]
+    ramp = png(_coloured(np.linspace(1, 0, 64)[:, None]))
+    left = WIDTH - _RIGHT - 66
+    drawn.append(_image(ramp, (left, _TOP), (left + 12, HEIGHT - _BOTTOM)))
+    for value, called in legend.ticks():
+        drawn.append(_text(left + 16, legend.at(value) + 4, f"1e{value:g}" if powers else called))
+    drawn.append(_text(WIDTH - _RIGHT, HEIGHT - _BOTTOM + 34, unit, "end"))
+    numbers = tuple((i, *row) for i, row in enumerate(cells))
+    said = tuple(str(i) for i in range(len(cells[0]) if cells else 0))
+    summary = f"{len(cells)} by {len(said)} cells of a {rows} by {columns} matrix"
+    if good.size:
+        ends = (10**low, 10**high) if powers else (low, high)
+        summary += f", {unit} from {number(ends[0])} to {number(ends[1])}"
+    return _plot(
+        title,
+        formula,
+        (across, down),
+        drawn,
+        summary,
+        ("row of cells", *said),
+        numbers,
+        image=image,
+        grid=False,
+    )
+
+
+def sparkline(binned: Mapping[str, Any] | None, axis: tuple[int, int] | None = None) -> Markup:
+    """Draws a histogram of magnitudes as small as a word.
+
+    Args:
+        binned: As statistics have it.
+        axis: The exponents of 2 that its width goes from and to; its own, if None. What lies below or above counts at
+            the ends.
+    """
+    if binned is None:
+        return Markup("")
+    first, wide, counts = binned["from"], binned["octaves"], binned["counts"]
+    low, high = axis or (first, first + wide * len(counts))
+    each = max(1, -(-(high - low) // _BINS))
+    shown = [0.0] * _BINS
+    for i, count in enumerate(counts):
+        for n in range(wide):
+            at = (first + i * wide + n - low) // each
+            shown[min(max(at, 0), _BINS - 1)] += count / wide
+    most = max(shown) or 1.0
+    path = "".join(
+        f"M{3 * i} 20v-{max(1, round(20 * value / most))}h2v{max(1, round(20 * value / most))}z"
+        for i, value in enumerate(shown)
+        if value
+    )
+    label = f"magnitudes from 2^{first} to 2^{first + wide * len(counts)}"
+    return Markup(
+        f'<svg class="spark" role="img" aria-label="{label}" viewBox="0 0 96 20" width="96" height="20">'
+        f'<path class="bar" fill="{COLOURS[0]}" d="{path}"/></svg>'
+    )
+
+
+def lineage(
+    nodes: Mapping[str, tuple[str, str, str]], edges: Iterable[tuple[str, str, str]], now: str | None = None
+) -> Markup:
+    """Draws what was made of what, from left to right.
+
+    Args:
+        nodes: Of each by its key: what it is called, what stands below that, and where a click leads.
+        edges: From a node to a node, and what was done.
+        now: The node that the page is of.
+    """
+    links = [edge for edge in edges if edge[0] in nodes and edge[1] in nodes]
+    depth = dict.fromkeys(nodes, 0)
+    for _ in nodes:  # as often as the longest way may be; a circle ends there
+        for start, end, _said in links:
+            depth[end] = min(max(depth[end], depth[start] + 1), len(nodes))
+    by_depth: dict[int, list[str]] = {}
+    for node in nodes:
+        by_depth.setdefault(depth[node], []).append(node)
+    columns = sorted(by_depth)
+    wide, high, gap = 210, 46, 150
+    place = {
+        node: (10 + x * (wide + gap), 10 + y * (high + 30))
+        for x, column in enumerate(columns)
+        for y, node in enumerate(by_depth[column])
+    }
+    width = 20 + len(columns) * wide + max(len(columns) - 1, 0) * gap
+    height = 10 + max(map(len, by_depth.values()), default=0) * (high + 30)
+    drawn = []
+    for start, end, said in links:
+        (ax, ay), (bx, by) = place[start], place[end]
+        a, b, c, d = ax + wide, ay + high / 2, bx, by + high / 2
+        middle = (a + c) / 2
+        drawn.append(
+            f'<path class="edge" fill="none" stroke="{_INK}" d="M{a} {b}C{middle} {b} {middle} {d} {c} {d}"/>'
+            f'<path class="bar" fill="{_INK}" d="M{c} {d}l-8 -4v8z"/>'
+        )
+        drawn.append(_text(middle, (b + d) / 2 - 6, _short(said, 22), "middle"))
+    for node, (name, below, href) in nodes.items():
+        x, y = place[node]
+        kind = "node now" if node == now else "node"
+        drawn.append(
+            f'<a href="{escape(href)}"><rect class="{kind}" x="{x}" y="{y}" width="{wide}" height="{high}" rx="5" '
+            f'fill="{_PAPER}" stroke="{_INK}"/>{_text(x + 10, y + 19, _short(name, 28))}'
+            f"{_text(x + 10, y + 36, _short(below, 30))}<title>{_safe(name)}: {_safe(below)}</title></a>"
+        )
+    return Markup(
+        f'<svg class="lineage" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
+        f'height="{height}" role="group" aria-label="{len(nodes)} checkpoints and what was made of them">'
+        f"{''.join(drawn)}</svg>"
+    )
+
+
+def png(pixels: Array) -> bytes:
+    """Returns an image as PNG.
+
+    Args:
+        pixels: Red, green and blue of each, uint8, shape (rows, columns, 3).
+
+    Source: PNG (ISO/IEC 15948), 5.3 chunks and 11.2: 8 bits a channel, colour type 2, no interlace, filter 0.
+    """
+    rows, columns, _ = pixels.shape
+    lines_ = np.zeros((rows, 1 + 3 * columns), np.uint8)
+    lines_[:, 1:] = pixels.reshape(rows, -1)
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    head = chunk(b"IHDR", struct.pack(">IIBBBBB", columns, rows, 8, 2, 0, 0, 0))
+    return (
+        b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", zlib.compress(lines_.tobytes(), 6)) + chunk(b"IEND", b"")
+    )
+
+
+_RAMP = np.array(
+    [[13, 20, 64], [60, 60, 150], [30, 130, 160], [70, 180, 110], [200, 215, 60], [255, 250, 215]], float
+)
+"""Colours from the least to the greatest, ever lighter, so that they are told apart without their hue too."""
+_NO_VALUE = (128, 128, 128)
+
+
+def _coloured(shade: Array) -> Array:
+    """Returns colours of numbers from 0 to 1; NaN is grey."""
+    good = np.nan_to_num(shade, nan=0.0)
+    at = np.linspace(0, 1, len(_RAMP))
+    pixels = np.stack([np.interp(good, at, _RAMP[:, i]) for i in range(3)], axis=-1)
+    pixels[np.isnan(shade)] = _NO_VALUE
+    return np.asarray(np.rint(pixels), np.uint8)
+
+
+def _height(value: float | None, powers: bool) -> float | None:
+    if value is None or not math.isfinite(value) or (powers and value <= 0):
+        return None
+    return math.log10(value) if powers else value
+
+
+def _edge(edge: float, base: int | None) -> str:
+    return number(edge) if base is None else f"{base}^{edge:g}"
+
+
+def _bar(left: float, right: float, top: float, foot: float) -> str:
+    width = max(right - left - (1 if right - left > 4 else 0), 0.5)
+    return f"M{left:.1f} {foot:.1f}V{top:.1f}h{width:.1f}V{foot:.1f}z"
+
+
+def _path(path: str) -> str:
+    return f'<path class="bar" fill="{COLOURS[0]}" d="{path}"/>'
+
+
+def _image(image: bytes, start: tuple[float, float], end: tuple[float, float]) -> str:
+    return (
+        f'<image x="{start[0]}" y="{start[1]}" width="{end[0] - start[0]}" height="{end[1] - start[1]}" '
+        f'preserveAspectRatio="none" image-rendering="pixelated" '
+        f'href="data:image/png;base64,{b64encode(image).decode()}"/>'
+    )
+
+
+def _marks(across: Axis, up: Axis, marks: Mapping[str, float]) -> Iterable[str]:
+    for name, value in marks.items():
+        x = across.at(value)
+        yield _rule(x, up.start, x, up.end)
+        late = x > (across.start + across.end) / 2
+        yield _text(x + (-5 if late else 5), up.end + 12, name, "end" if late else "start")
+
+
+def _rule(x: float, y: float, to_x: float, to_y: float) -> str:
+    return (
+        f'<line class="rule" stroke="{COLOURS[1]}" stroke-dasharray="5 3" x1="{x:.1f}" y1="{y:.1f}" '
+        f'x2="{to_x:.1f}" y2="{to_y:.1f}"/>'
+    )
+
+
+def _safe(text: str) -> Markup:
+    return escape(printable(text))
+
+
+def _short(text: str, most: int) -> str:
+    return text if len(text) <= most else f"…{text[1 - most :]}"
+
+
+def _text(x: float, y: float, text: str, anchor: str = "start", turn: str = "") -> str:
+    turned = f' transform="{turn}"' if turn else ""
+    return (
+        f'<text class="ink" fill="{_INK}" font-family="system-ui, sans-serif" font-size="13" x="{x:.1f}" y="{y:.1f}" '
+        f'text-anchor="{anchor}"{turned}>{_safe(text)}</text>'
+    )
+
+
+def _plot(
+    title: str,
+    formula: str,
+    axes: tuple[Axis, Axis],
+    drawn: Iterable[str],
+    summary: str,
+    columns: tuple[str, ...],
+    rows: tuple[tuple[Cell, ...], ...],
+    note: str = "",
+    image: bytes | None = None,
+    grid: bool = True,
+) -> Plot:
+    across, up = axes
+    foot = max(up.start, up.end)
+    parts = []
+    for value, called in up.ticks():
+        y = up.at(value)
+        if grid:
+            parts.append(
+                f'<line class="grid" stroke="{_FAINT}" x1="{across.start}" x2="{across.end}" '
+                f'y1="{y:.1f}" y2="{y:.1f}"/>'
+            )
+        parts.append(_text(across.start - 6, y + 4, called, "end"))
+    for value, called in across.ticks():
+        parts.append(_text(across.at(value), foot + 17, called, "middle"))
+    middle = (up.start + up.end) / 2
+    parts.append(_text((across.start + across.end) / 2, foot + 36, across.title, "middle"))
+    parts.append(_text(12, middle, up.title, "middle", f"rotate(-90 12 {middle})"))
+    name = slug(title)
+    picture = Markup(
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'aria-label="{_safe(title)}: {_safe(summary)}"><rect class="paper" fill="{_PAPER}" width="{WIDTH}" '
+        f'height="{HEIGHT}"/>{"".join(parts)}{"".join(drawn)}</svg>'
+    )
+    return Plot(name, title, formula, picture, summary, columns, rows, image, note)

@@ -1,0 +1,77 @@
+"""The Jinja2 environment that all pages are made with: whatever a checkpoint holds comes out as text."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, StrictUndefined
+from markupsafe import Markup, escape
+
+from statekit.errors import plural, printable, size, some
+from statekit.pages import charts
+from statekit.pages.charts import number
+from statekit.pages.listing import all_numbers, inside, listing, total_magnitudes
+
+PACKAGE = "statekit.pages"
+
+
+def _shown(value: object) -> object:
+    """Returns what an expression of a template puts out: text without control characters and marks of direction."""
+    return value if isinstance(value, Markup) or not isinstance(value, str) else printable(value, keep="\n")
+
+
+def _escaped(value: object) -> Markup:
+    return escape(_shown(value))
+
+
+def number_or_text(value: float | str | None) -> str:
+    """Returns a number for people; what JSON has as text, as it is."""
+    return value if isinstance(value, str) else number(value)
+
+
+def shown(value: object) -> str:
+    """Returns what one side of a comparison has."""
+    return "nothing" if value is None else str(value)
+
+
+def environment(*folders: Path, shared: Mapping[str, Any] | None = None) -> Environment:
+    """Returns an environment with the templates of this room.
+
+    Its filters are `size` (of bytes), `number` and `plural` (`count | plural("slot")`). An unknown name is an error.
+
+    Args:
+        folders: Further templates, looked for first.
+        shared: Names that all templates know, beside those of this room.
+    """
+    made = Environment(
+        loader=ChoiceLoader([FileSystemLoader(folders), PackageLoader(PACKAGE)]),
+        autoescape=True,
+        finalize=_shown,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters.update(
+        size=size, number=number, plural=plural, number_or_text=number_or_text, e=_escaped, escape=_escaped
+    )
+    made.globals.update(
+        shown=shown,
+        some=some,
+        sparkline=charts.sparkline,
+        listing=listing,
+        inside=inside,
+        all_numbers=all_numbers,
+        total_magnitudes=total_magnitudes,
+    )
+    made.globals.update(shared or {})
+    return made
+
+
+@cache
+def stylesheet() -> str:
+    """Returns the one style sheet: light and dark, narrow screens, print."""
+    return files(PACKAGE).joinpath("statekit.css").read_text(encoding="utf-8")

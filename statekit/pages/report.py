@@ -1,0 +1,47 @@
+"""Reports: what a verb says as one HTML file that needs nothing beside it: no network, no script.
+
+In goes the verb's name and its result as plain data, as `--json` prints it. The verdict stands first.
+"""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Mapping
+from hashlib import sha256
+from importlib.metadata import version
+from typing import Any
+
+from markupsafe import Markup
+
+from statekit.pages.environment import environment, stylesheet
+from statekit.pages.verdicts import VERDICTS
+
+MARK = "<!-- statekit.report/1 -->"
+"""The end of a report's first line, by which it is told from other pages."""
+
+
+def report(verb: str, result: Mapping[str, Any]) -> str:
+    """Returns a report.
+
+    Args:
+        verb: One of `statekit.pages.verdicts.VERDICTS`.
+        result: What the verb's `--json` prints.
+    """
+    css = stylesheet()
+    digest = b64encode(sha256(css.encode()).digest()).decode()
+    policy = (
+        f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
+    )
+    return (
+        environment()
+        .get_template("report.html")
+        .render(
+            verb=verb,
+            result=result,
+            judged=VERDICTS[verb](result),
+            css=Markup(css),
+            policy=policy,
+            mark=Markup(MARK),
+            version=version("statekit"),
+        )
+    )

@@ -1,0 +1,101 @@
+"""Verdicts: what a page says first of what a verb found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from statekit.errors import plural, size, some
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is to be known first.
+
+    Attributes:
+        kind: `good`, `bad`, `unsure`, or "" where nothing was judged.
+        title: The verdict.
+        text: What it rests on.
+    """
+
+    kind: str
+    title: str
+    text: str = ""
+
+
+def of_inspect(result: Mapping[str, Any]) -> Verdict:
+    """Judges what `inspect` says: whether it is known what the tensors mean, and what is odd."""
+    findings, optimizer = result["findings"], result["optimizer"]
+    count = plural(len(findings), "finding")
+    if optimizer is not None:
+        whose = f"{optimizer['schema']}, variant {optimizer['variant'] or 'unknown'}"
+        at = f"{plural(optimizer['updates'], 'update')} of {whose} done"
+        return Verdict(
+            "unsure" if findings else "good", f"A run's state: {at}", f"{count} below" if findings else ""
+        )
+    if result["layout"] is not None or result["contents"]:
+        return Verdict(
+            "unsure" if findings else "", str(result["contents"] or "tensors"), count if findings else ""
+        )
+    return Verdict(
+        "unsure", "No layout fits: tensors are listed by their own names", count if findings else ""
+    )
+
+
+def of_doctor(result: Mapping[str, Any]) -> Verdict:
+    """Judges what `doctor` found."""
+    each = result["checkpoints"]
+    bad = [one for one in each if one["findings"]]
+    looked = plural(len(each), "checkpoint")
+    if not bad:
+        return Verdict("good", "Nothing found", f"{looked}, every value read once")
+    named = some([f"{one['path']}" for one in bad])
+    count = plural(sum(len(one["findings"]) for one in bad), "finding")
+    return Verdict("bad", f"{count} in {len(bad)} of {looked}", named)
+
+
+def of_diff(result: Mapping[str, Any]) -> Verdict:
+    """Judges what `diff` found."""
+    compared = plural(result["tensors"], "tensor")
+    if result["equal"]:
+        return Verdict("good", "Equal", f"{compared}, {size(result['bytes_read'])} of each")
+    count = plural(len(result["differences"]), "difference")
+    first = (
+        f"first: {result['first']}" if result["first"] else "no tensor differs, what stands beside them does"
+    )
+    return Verdict("bad", f"{count} in {compared} and what stands beside them", first)
+
+
+SAYS = {
+    "bit-exact": "The same run: every bit is kept, and every update has the same bits.",
+    "within the rounding bound": "The same run: updates differ by no more than rounding.",
+    "semantic difference": "Another rule goes on: its updates aren't the run's, by what is named below.",
+    "not comparable": "The state is the same; whether its updates are, couldn't be shown.",
+    "refuted": "NOT the same run.",
+}
+"""What each verdict of `verify` means."""
+
+
+def of_verify(result: Mapping[str, Any]) -> Verdict:
+    """Judges what `verify` proved."""
+    verdict = result["verdict"]
+    whole = verdict["whole"]
+    kind = "good" if verdict["passed"] else "bad" if whole == "refuted" else "unsure"
+    passed = (
+        "" if verdict["passed"] else f" Less exact than asked for (--require {result['asked']['require']})."
+    )
+    if "repeats" in result:
+        again = "It comes out as the certificate says." if result["repeats"] else "It comes out otherwise."
+        kind = kind if result["repeats"] else "bad"
+        return Verdict(kind, f"{again} {whole.upper()}", SAYS[whole] + passed)
+    return Verdict(kind, whole.upper(), SAYS[whole] + passed)
+
+
+VERDICTS: Mapping[str, Callable[[Mapping[str, Any]], Verdict]] = {
+    "inspect": of_inspect,
+    "doctor": of_doctor,
+    "diff": of_diff,
+    "verify": of_verify,
+}
+"""How each verb's result is judged."""
