@@ -81,8 +81,8 @@ def test_a_report_is_one_file_with_the_verdict_first(
     verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target = tmp_path / "report.html"
-    arguments: list[object] = {"inspect": [RUN, "--stats"], "doctor": [RUN], "diff": [RUN, RUN]}[verb]
-    assert main([verb, *map(str, arguments), "--report", str(target)]) == DONE
+    each: dict[str, list[object]] = {"inspect": [RUN, "--stats"], "doctor": [RUN], "diff": [RUN, RUN]}
+    assert main([verb, *map(str, each[verb]), "--report", str(target)]) == DONE
     page = target.read_text(encoding="utf-8")
     texts = check_alone(page).text
     after = texts.index("dark")  # the last of what stands in the page's head
