@@ -1,13 +1,44 @@
-"""Settings that must stand before a framework is imported."""
+"""Settings that must stand before a framework is imported, and what spares the processes of a run work."""
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
+import tempfile
 
+import pytest
 from hypothesis import settings
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+# The tests start hundreds of processes, each of which would compile statekit's own modules anew.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
+
+# What XLA compiled is kept for as long as the run: other tests of this process, and those that it starts, ask for the
+# same programs. It is one folder a worker, since JAX doesn't write such files at once.
+COMPILED = tempfile.TemporaryDirectory(prefix="statekit-jax-")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+
 settings.register_profile("statekit", deadline=None)  # a busy machine isn't a failure
 settings.load_profile("statekit")
+
+
+def pytest_collection(session: pytest.Session) -> None:
+    """Leaves the collector of garbage out of the import of the frameworks: nothing of it is garbage."""
+    gc.disable()
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Has the collector look at what the tests make, and no more at the million objects that were there before."""
+    gc.freeze()
+    gc.enable()
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Removes what XLA compiled: an ended worker doesn't come to its own end."""
+    COMPILED.cleanup()
