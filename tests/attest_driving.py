@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import random
 import sys
 import warnings
 from pathlib import Path
@@ -77,7 +78,9 @@ def of_trainer(kind: str, out: Path) -> dict[str, list[str]]:
         if checkpoint is None:
             made.train()
             return []
-        callback = statekit.hf.AttestCallback(checkpoint, strict=strict)
+        callback = statekit.hf.AttestCallback(
+            checkpoint, strict=strict, generators=trainer is transformers.Trainer
+        )
         made.add_callback(callback)
         made.train(resume_from_checkpoint=str(checkpoint))
         return names_of(callback.result)
@@ -109,7 +112,12 @@ def of_accelerate(out: Path) -> dict[str, list[str]]:
     accelerator, _ = prepared()
     new = names_of(statekit.accelerate.attest(accelerator, out, strict=False))
     accelerator.load_state(str(out))
-    return {"honest": names_of(statekit.accelerate.attest(accelerator, out)), "new": new}
+    honest = statekit.accelerate.attest(accelerator, out, generators=True)
+    unsaid = [one for one in honest.unchecked if "random" in one]
+    torch.rand(1)
+    random.random()
+    drawn = statekit.accelerate.attest(accelerator, out, generators=True, strict=False)
+    return {"honest": names_of(honest), "new": new, "drawn": names_of(drawn), "unsaid": unsaid}
 
 
 class Fitted(lightning.LightningModule):  # type: ignore[misc]  # its base is untyped

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -305,6 +306,7 @@ def test_runs_of_trainer_accelerate_and_lightning_are_attested(tmp_path: Path) -
         }, kind
     assert result["accelerate"]["honest"] == []
     assert {"optimizer-empty", "parameter-differs"} <= {*result["accelerate"]["new"]}
+    assert (result["accelerate"]["drawn"], result["accelerate"]["unsaid"]) == (["random"], [])
     assert result["lightning"] == {
         "honest": [],
         "zeroed": ["slot-zero"],
@@ -393,6 +395,33 @@ def test_a_schedule_in_another_form_is_held_to_what_it_does(tmp_path: Path) -> N
     assert findings(lambda n: 0.5 + 0.05 * min(n, 10) + 1e-12)[0][0] == "learning-rate"
     (unknown,) = findings(lambda n: [0.5, 0.55, 0.6, 0.65][n])[-1:]  # it can't be asked of later updates
     assert unknown[0] == "schedule"
+
+
+def test_random_generators_are_compared_where_that_is_asked_for(tmp_path: Path) -> None:
+    run = trained(made())
+    states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": [torch.get_rng_state()]}
+    path = saved(run, tmp_path / "run.pt", rng=states)
+    assert [one for one in attested(run, path).unchecked if one.startswith("random:")] != []
+    asked = attested(run, path, generators=True)
+    assert asked.passed and not [one for one in asked.unchecked if "random" in one or "rng" in one]
+    for name, draw in (
+        ("python", random.random),
+        ("numpy", np.random.random),
+        ("torch/0", lambda: torch.rand(1)),
+    ):
+        draw()
+        (one,) = attested(run, path, generators=True).findings
+        assert (one.name, one.where) == ("random", (f"extra/torch/rng/{name}",))
+        random.setstate(states["python"])  # type: ignore[arg-type]
+        np.random.set_state(states["numpy"])  # type: ignore[arg-type]
+        torch.set_rng_state(states["torch"][0])  # type: ignore[index]
+    path = saved(run, tmp_path / "run.pt", rng={"cuda": torch.zeros(16, dtype=torch.uint8), "other": 3})
+    unsaid = attested(run, path, generators=True).unchecked
+    assert ("random: extra/torch/rng/cuda: there is no live generator of CUDA" in unsaid) is (
+        not torch.cuda.is_available()
+    )
+    unsaid = attested(run, saved(run, tmp_path / "run.pt"), generators=True).unchecked
+    assert "random: the checkpoint has no generator's state" in unsaid
 
 
 def test_weights_alone_prove_no_optimizer(tmp_path: Path) -> None:

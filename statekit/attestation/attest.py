@@ -19,7 +19,7 @@ from statekit.dropin.by_name import path_of
 from statekit.dropin.matching import renamed
 from statekit.errors import StateError, StatekitError, UsageError
 from statekit.maps.links import StateMap, carried_to_load
-from statekit.state.comparison import Difference, Rate, compare_states
+from statekit.state.comparison import Difference, Rate, compare_states, uncompared
 from statekit.state.exactness import Level
 from statekit.state.options import BY_NAME
 from statekit.state.run import BUFFERS
@@ -40,6 +40,7 @@ def attest(
     *,
     findings: Iterable[Finding] = (),
     unchecked: Iterable[str] = (),
+    generators: Callable[[OpenState], tuple[Sequence[Finding], Sequence[str]]] | None = None,
     names: Mapping[str, str] | None = None,
     remembered: Mapping[str, str] = {},
     maps: Sequence[StateMap] = (),
@@ -62,6 +63,7 @@ def attest(
         live: Gives the canonical state of the live run, with parameters by the names of the caller.
         findings: What is wrong with the live run apart from its state.
         unchecked: What the caller couldn't compare, a sentence each.
+        generators: Compares the random generators, and says what it can't; None if that isn't asked for.
         names: Names in the checkpoint by the caller's, where they differ.
         remembered: Names in the checkpoint that the live run was loaded from, by the caller's; those that this one has
             are taken where no names are given.
@@ -92,6 +94,7 @@ def attest(
         live,
         findings=findings,
         unchecked=unchecked,
+        generators=generators,
         names=names,
         remembered=remembered,
         maps=maps,
@@ -136,6 +139,7 @@ def attesting(
     *,
     findings: Iterable[Finding] = (),
     unchecked: Iterable[str] = (),
+    generators: Callable[[OpenState], tuple[Sequence[Finding], Sequence[str]]] | None = None,
     names: Mapping[str, str] | None = None,
     remembered: Mapping[str, str] = {},
     maps: Sequence[StateMap] = (),
@@ -161,6 +165,9 @@ def attesting(
         names = names or {ours: theirs for ours, theirs in remembered.items() if path_of(theirs) in known}
         right = _without(_by_path(renamed(right, names, path)), {path_of(one) for one in elsewhere})
         each, said = list(findings), [*unchecked, *(one.what for one in opened.checkpoint.findings)]
+        if generators is not None:
+            more, unsaid = generators(opened)
+            each, said = [*each, *more], [*said, *unsaid]
         place = str(opened.checkpoint.path)
         state: TrainState | None = None
         try:
@@ -202,7 +209,8 @@ def attesting(
             said_of = {id(one) for one in (*lacking, *assumed, *rules)}
             apart = [one for one in compared.differences if id(one) not in said_of]
             each += diagnosed(right, state, apart)
-            said += [*compared.unsaid, *(_lack(one) for one in lacking), *map(_assumption, assumed)]
+            unsaid = [one for one in compared.unsaid if generators is None or one != uncompared("random")]
+            said += [*unsaid, *(_lack(one) for one in lacking), *map(_assumption, assumed)]
             result = Attestation(
                 place,
                 right.counts.updates,

@@ -128,6 +128,10 @@ FAULTS: Mapping[str, Fault] = {
         "The loss scaler isn't the checkpoint's: updates are skipped until it has found its scale again.",
         "save and load scaler.state_dict(), after everything that steps or skips",
     ),
+    "random": Fault(
+        "Random generators aren't where the checkpoint's are: dropout and the order of data go on otherwise.",
+        "load the generators' states last, after everything that draws numbers",
+    ),
     "update-differs": Fault(
         "The update isn't the one that the rule makes of the checkpoint's state and these gradients.",
         "look for what the optimizer keeps beside its state: powers of betas that were taken when it was made, "

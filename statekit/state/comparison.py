@@ -273,6 +273,10 @@ class _States:
             dict(_tensors({key: part for key, part in one.extra.items() if key != BUFFERS}, "extra"))
             for one in (self._right, self._other)
         )
+        random = [part.place for run in self._runs for part in run.parts if part.what == "random"]
+        for name in [one for one in _both(theirs, mine) if any(_is_below(one, place) for place in random)]:
+            theirs.pop(name, None)  # the parts of a run say of these that they aren't compared
+            mine.pop(name, None)
         for name in _both(theirs, mine):
             if name in theirs and name in mine:
                 yield from self._pair(name, "", "", theirs[name], mine[name])
@@ -337,7 +341,7 @@ class _States:
         for what, i in _both(*parts):
             each = [one.get((what, i)) for one in parts]
             if what not in _PARTS:
-                self._unsaid[f"{what}: records of a run that have no common form"] = None
+                self._unsaid[uncompared(what)] = None
                 continue
             values = [None if one is None else _plain(one.value) for one in each]
             if values[0] != values[1]:
@@ -446,6 +450,15 @@ def _parted(forms: Mapping[str, _Form]) -> Iterator[Difference]:
             count, *values = apart
             yield _differing("schedule", f"schedule/{path}/rate", values, path, f"rate after {count} updates")
             break
+
+
+def uncompared(what: str) -> str:
+    """Returns what is said of parts of a run that aren't compared."""
+    return f"{what}: records of a run that have no common form"
+
+
+def _is_below(name: str, place: str) -> bool:
+    return name == place or name.startswith(f"{place}/")
 
 
 def _differing(what: What, place: str, values: Sequence[Any], path: str = "", item: str = "") -> Difference:

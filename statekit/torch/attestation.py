@@ -19,6 +19,7 @@ from statekit.errors import StateError, StatekitError, UsageError
 from statekit.state.comparison import Rate
 from statekit.state.exactness import Level
 from statekit.torch.from_checkpoint import NamedParameters, hints_of, maps_to, pairs_of
+from statekit.torch.generators import compare_generators
 from statekit.torch.live import live_state
 from statekit.torch.sharding import FLAT_PREFIX, FlatPart, flat_parts, is_sharded
 
@@ -33,6 +34,7 @@ def attest(
     *,
     scheduler: Any = None,
     scaler: Any = None,
+    generators: bool = False,
     strict: bool = False,
     sample: int | None = None,
     seed: int = 0,
@@ -61,6 +63,8 @@ def attest(
         path: Anything statekit reads: a Trainer's folder, a torch file, a T5X run.
         scheduler: What moves the learning rate, if something does; all of them, if several do.
         scaler: The `torch.amp.GradScaler`, if there is one.
+        generators: Whether to compare the random generators of Python, NumPy, the CPU and CUDA with the states that the
+            checkpoint keeps of them: where nothing was drawn since they were loaded.
         strict: Whether to raise what is wrong.
         sample: How many parameters are compared by value, drawn with `seed`; all if None.
         seed: Of the sample.
@@ -90,6 +94,7 @@ def attest(
         named_parameters,
         scheduler=scheduler,
         scaler=scaler,
+        generators=generators,
         names=names,
         param_names=param_names,
         variant=variant,
@@ -137,6 +142,7 @@ def live_run(
     *,
     scheduler: Any = None,
     scaler: Any = None,
+    generators: bool = False,
     names: Mapping[str, str] | None = None,
     param_names: Sequence[str] | None = None,
     variant: str | None = None,
@@ -179,6 +185,7 @@ def live_run(
         "live": lambda opened: live_state(here, inner, beside, flat),
         "findings": [*_strangers(inner, every), *_drives_another(moved, inner)],
         "live_rates": _rates(moved, inner),
+        "generators": compare_generators if generators else None,
         "names": names,
         "maps": maps,
         "require": require,
