@@ -22,9 +22,9 @@ from statekit.cli.arguments import (
 from statekit.cli.output import Screen
 from statekit.cli.plan_view import show_measured, show_next, show_plan
 from statekit.conversion.contracts import Exactness, Hints
-from statekit.conversion.convert import Report, convert, plan
+from statekit.conversion.convert import Report, convert, outcome, plan
 from statekit.conversion.plan import Plan
-from statekit.conversion.resume import next_update, of_plan, resume_lines, unsaid
+from statekit.conversion.resume import of_plan, resume_lines, unsaid
 from statekit.errors import Faults, UsageError, size
 from statekit.files.stage import Progress
 from statekit.maps.links import StateMap
@@ -224,7 +224,7 @@ def command(
         click.echo("\n".join(report.times.lines()), err=True)
     made = _proven(planned, map_name, config, certificate) if proves else None
     if as_json:
-        data = _as_json(planned, report)
+        data = outcome(planned, report)
         output.print_json("convert", data if made is None else {**data, "certificate": made.to_json()})
         return 0 if made is None or made.passed else 1
     stdout = output.screen()
@@ -293,17 +293,6 @@ def _carry_out(planned: Plan, replace: bool, replace_foreign: bool, threads: int
         return convert(
             planned, replace=replace, replace_foreign=replace_foreign, threads=threads, on_progress=tell
         )
-
-
-def _as_json(planned: Plan, report: Report | None) -> dict[str, Any]:
-    return {
-        "plan": planned.to_json(),
-        "plan_digest": planned.digest,
-        "findings": [vars(finding) for finding in planned.findings],
-        "report": report.to_json() if report else None,
-        "next_update": [*planned.next_update] or next_update(planned.state, planned.run.schedules),
-        "resume": resume_lines(of_plan(planned, report.files if report else ()), planned.state),
-    }
 
 
 def _show_report(stdout: Screen, report: Report) -> None:

@@ -22,7 +22,7 @@ from statekit.conversion.kept import FIELD, by_leaf, kept_of, to_field
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.plan import Plan, Request, Side
 from statekit.conversion.prepared import carried_out, prepare
-from statekit.conversion.resume import in_manifest, resume_lines
+from statekit.conversion.resume import in_manifest, next_update, of_plan, resume_lines
 from statekit.conversion.target import written_as
 from statekit.errors import CommitError, Faults, StatekitError, TargetExistsError, printable
 from statekit.files.checkpoint import Checkpoint
@@ -155,6 +155,23 @@ def convert(
     """
     with job(threads) as times:
         return replace_in(_converted(plan, replace, replace_foreign, on_progress or silent), times=times)
+
+
+def outcome(plan: Plan, report: Report | None) -> dict[str, Any]:
+    """Returns a plan, what its execution reports, and how to go on from it, as plain data.
+
+    Args:
+        plan: The plan.
+        report: None where it wasn't carried out.
+    """
+    return {
+        "plan": plan.to_json(),
+        "plan_digest": plan.digest,
+        "findings": [vars(finding) for finding in plan.findings],
+        "report": report.to_json() if report else None,
+        "next_update": [*plan.next_update] or next_update(plan.state, plan.run.schedules),
+        "resume": resume_lines(of_plan(plan, report.files if report else ()), plan.state),
+    }
 
 
 def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgress) -> Report:

@@ -18,7 +18,7 @@ from sqlalchemy.sql import ColumnElement
 
 from statekit.errors import NotFoundError, UsageError, printable
 from statekit.service.database import Database
-from statekit.service.records import SORTS, Checkpoint, Page, Query, Root, Run, Scan
+from statekit.service.records import SORTS, Checkpoint, Job, Page, Query, Root, Run, Scan
 from statekit.service.roots import path_beneath, target_beneath
 from statekit.service.scanning import Scanner, Seen
 from statekit.service.tables import CHECKPOINTS, ROOTS, RUNS, SUBJECTS, TAGS
@@ -51,20 +51,21 @@ class Catalogue:
 
     Args:
         database: Where they are written down.
-        roots: The folders; links in their own paths are resolved once, here. None takes those of the database.
+        roots: The folders; links in their own paths are resolved once, here. Or the numbers that they have already.
 
     Raises:
         NotFoundError: A root isn't a folder.
     """
 
-    def __init__(self, database: Database, roots: Sequence[Path] | None = None) -> None:
+    def __init__(self, database: Database, roots: Sequence[Path] | Sequence[int]) -> None:
         self._database = database
         self._scanning = threading.Lock()
-        if roots is not None:
-            self._roots = self._registered(roots)
+        paths = [root for root in roots if isinstance(root, Path)]
+        if paths:
+            self._roots = self._registered(paths)
         else:
             with database.reading() as connection:
-                rows = connection.execute(select(ROOTS))
+                rows = connection.execute(select(ROOTS).where(ROOTS.c.id.in_(list(roots))))
                 self._roots = {row.id: Path(os.fsdecode(row.place)) for row in rows}
         self._scanners = {number: Scanner(path) for number, path in self._roots.items()}
         self.last_scan: Scan | None = None
@@ -146,7 +147,7 @@ class Catalogue:
         chosen = select(CHECKPOINTS).where(wanted)
         if cursor is not None:
             at = tuple_(column, CHECKPOINTS.c.id)
-            behind = tuple_(*_decoded(cursor, name in _TEXTS))
+            behind = tuple_(*decoded_cursor(cursor, name in _TEXTS))
             chosen = chosen.where(at < behind if falling else at > behind)
         both = (column, CHECKPOINTS.c.id)
         chosen = chosen.order_by(*((one.desc() for one in both) if falling else both)).limit(limit + 1)
@@ -154,7 +155,7 @@ class Catalogue:
             total = connection.scalar(select(func.count()).select_from(CHECKPOINTS).where(wanted)) or 0
             rows = connection.execute(chosen.add_columns(column.label("sorted"))).all()
             items = _records(connection, rows[:limit])
-        ahead = None if len(rows) <= limit else _encoded(rows[limit - 1].sorted, rows[limit - 1].id)
+        ahead = None if len(rows) <= limit else encoded_cursor(rows[limit - 1].sorted, rows[limit - 1].id)
         return Page(items, ahead, total)
 
     def facets(self, query: Query = _ALL) -> dict[str, dict[str, int]]:
@@ -193,11 +194,11 @@ class Catalogue:
         at = tuple_(made.c.modified, made.c.id)
         chosen = select(made).order_by(made.c.modified.desc(), made.c.id.desc()).limit(limit + 1)
         if cursor is not None:
-            chosen = chosen.where(at < tuple_(*_decoded(cursor, False)))
+            chosen = chosen.where(at < tuple_(*decoded_cursor(cursor, False)))
         with self._database.reading() as connection:
             total = connection.scalar(select(func.count()).select_from(made)) or 0
             rows = connection.execute(chosen).all()
-        ahead = None if len(rows) <= limit else _encoded(rows[limit - 1].modified, rows[limit - 1].id)
+        ahead = None if len(rows) <= limit else encoded_cursor(rows[limit - 1].modified, rows[limit - 1].id)
         return Page(tuple(map(_run, rows[:limit])), ahead, total)
 
     def run(self, number: int) -> Run:
@@ -280,6 +281,20 @@ class Catalogue:
             where = f"checkpoint {row.replaced_by}" if row.replaced_by else None
             raise NotFoundError(said, place=row.path, found=where)
         return path_beneath(self._root(row.root), row.place)
+
+    def place_of(self, number: int) -> Path:
+        """Returns where a checkpoint lies or lay, in a folder beneath its root that is there.
+
+        Raises:
+            NotFoundError: There is no such checkpoint, or its folder isn't there any more.
+            RefusedError: The way to it leads over a link by now.
+        """
+        with self._database.reading() as connection:
+            row = connection.execute(select(CHECKPOINTS).where(CHECKPOINTS.c.id == number)).one_or_none()
+        if row is None:
+            raise _no_checkpoint(number)
+        folder, _, name = row.place.rpartition(b"/")
+        return path_beneath(self._root(row.root), folder) / os.fsdecode(name)
 
     def target(self, root: int, relative: str) -> Path:
         """Returns where something shall be written, in a folder beneath a root.
@@ -392,11 +407,21 @@ def _wanted(query: Query, roots: Iterable[int]) -> Iterator[ColumnElement[bool]]
         yield table.unreadable.is_(None) if query.readable else table.unreadable.is_not(None)
 
 
-def _encoded(value: Any, number: int) -> str:
+def encoded_cursor(value: Any, number: int) -> str:
+    """Returns what names the place behind an item: by what it is sorted, and its number."""
     return base64.urlsafe_b64encode(json.dumps([value, number]).encode()).decode().rstrip("=")
 
 
-def _decoded(cursor: str, text: bool) -> tuple[Any, int]:
+def decoded_cursor(cursor: str, text: bool) -> tuple[Any, int]:
+    """Returns the place that a cursor names.
+
+    Args:
+        cursor: The cursor.
+        text: Whether the list is sorted by text.
+
+    Raises:
+        UsageError: It is none of this list.
+    """
     try:
         value, number = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
     except (ValueError, TypeError):
@@ -530,3 +555,23 @@ def subjects_of(connection: Connection, job: int) -> tuple[int, ...]:
     """Returns the numbers of the checkpoints that a job is about, in order, within a transaction."""
     chosen = select(SUBJECTS.c.checkpoint).where(SUBJECTS.c.job == job).order_by(SUBJECTS.c.position)
     return tuple(connection.execute(chosen).scalars())
+
+
+def learned(connection: Connection, job: Job, result: Any) -> None:
+    """Writes down what a job has found of its checkpoints, within the transaction that ends it."""
+
+    def note(number: int, **values: Any) -> None:
+        connection.execute(update(CHECKPOINTS).where(CHECKPOINTS.c.id == number).values(**values))
+
+    if job.kind == "check":
+        faults = any(one["faults"] for one in result["checkpoints"])
+        sealed = all(one["manifest"] for one in result["checkpoints"])
+        seal: dict[str, Any] = {"seal": "damaged"} if faults else {"seal": "sealed"} if sealed else {}
+        note(job.subjects[0], checked=None if faults else time.time(), **seal)
+    elif job.kind == "seal":
+        note(job.subjects[0], seal="sealed")
+    elif job.kind == "doctor":
+        for number, one in zip(job.subjects, result["by_subject"], strict=True):
+            note(number, verdict="findings" if one["findings"] else "clean")
+    elif job.kind == "convert" and result.get("report") and result["report"]["source_digest"]:
+        note(job.subjects[0], digest=result["report"]["source_digest"])

@@ -1,11 +1,251 @@
-"""What each kind of job does: one public verb of the library, with the options that the job has."""
+"""What each kind of job does: a public verb of the library, with the options that the job has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from statekit.attestation.doctor import Examination, doctor
+from statekit.conversion import registry
+from statekit.conversion.changes import Changes
+from statekit.conversion.check import check
+from statekit.conversion.contracts import Exactness, Hints
+from statekit.conversion.convert import convert, outcome, plan
+from statekit.conversion.diff import diff
+from statekit.conversion.inspection import Request, inspect
+from statekit.conversion.plan import Plan
+from statekit.conversion.seal import seal
+from statekit.errors import StatekitError
+from statekit.files.stage import Progress
+from statekit.maps.model_map import maps_of
+from statekit.service.thinning import thin
+from statekit.state.schedules.call_text import parse_call
 
 if TYPE_CHECKING:
     from statekit.service.task import Listener
 
-KINDS: Mapping[str, Callable[[Mapping[str, Any], Listener], Any]] = {}
+PHASES = {"check": "checking the source", "write": "writing", "verify": "reading again"}
+_HINTS = ("model_key", "optimizer_key", "names_from", "accept_damaged", "budget")
+_CHANGES = (
+    "schedule_step", "slot_policy", "params_only", "state_only", "drop_slots_of", "param_dtype", "slot_dtype",
+    "loss_scale", "init_missing",
+)  # fmt: skip
+
+
+def _hints(options: Mapping[str, Any]) -> Hints:
+    said = {name: options[name] for name in _HINTS if name in options}
+    if "schedule" in options:
+        said["schedule"] = parse_call(options["schedule"])
+    return Hints.given(options.get("hparams"), options.get("variant"), options.get("param_names"), **said)
+
+
+def _path(request: Mapping[str, Any], index: int = 0) -> Path:
+    return Path(request["paths"][index])
+
+
+@contextmanager
+def _map(options: Mapping[str, Any]) -> Iterator[str | None]:
+    """Gives the name of the map that a job names, or of the file of the map that it brings."""
+    said = options.get("map")
+    if not isinstance(said, Mapping):
+        yield said
+        return
+    with tempfile.TemporaryDirectory(prefix="statekit-map-") as folder:
+        file = Path(folder) / "map.json"
+        file.write_text(json.dumps(said), encoding="utf-8")
+        yield str(file)
+
+
+def _inspect(request: Mapping[str, Any], listener: Listener) -> Any:
+    options = request["options"]
+    asked = Request(
+        request.get("container"),
+        options.get("layout"),
+        None,
+        _hints(options),
+        options.get("filter"),
+        options.get("stats", False),
+    )
+    seen = inspect(
+        _path(request),
+        asked,
+        lambda done, total: listener.progress(done / total if total else None, "reading"),
+    )
+    return seen.to_json()
+
+
+def _check(request: Mapping[str, Any], listener: Listener) -> Any:
+    return check(
+        _path(request),
+        container=request.get("container"),
+        budget=request["options"].get("budget"),
+        on_progress=told_by(listener),
+    ).to_json()
+
+
+def _seal(request: Mapping[str, Any], listener: Listener) -> Any:
+    options = request["options"]
+    report = seal(
+        _path(request),
+        container=request.get("container"),
+        renew=options.get("renew", ()),
+        budget=options.get("budget"),
+        on_progress=told_by(listener),
+    )
+    return report.to_json()
+
+
+def told_by(listener: Listener) -> Callable[[Progress], object]:
+    """Returns what passes the progress of a verb on."""
+    return lambda one: listener.progress(
+        one.done / one.total if one.total else None, f"{PHASES[one.phase]}: {one.name}"
+    )
+
+
+def _doctor(request: Mapping[str, Any], listener: Listener) -> Any:
+    options, paths = request["options"], request["paths"]
+    done = 0
+
+    def tell(name: str, size: int) -> None:
+        nonlocal done
+        listener.progress(
+            min(done / request["bytes"], 1.0) if request.get("bytes") else None, f"reading {name}"
+        )
+        done += size
+
+    each = doctor(*paths, hints=_hints(options), ignore=options.get("ignore", ()), on_tensor=tell)
+    return {
+        "passed": all(one.passed for one in each),
+        "checkpoints": [one.to_json() for one in each],
+        "by_subject": [_of(path, each) for path in paths],
+    }
+
+
+def _of(path: str, each: Sequence[Examination]) -> dict[str, Any]:
+    """Returns how many findings there are of a path, which may be one of the checkpoint's files."""
+    mine = [one for one in each if f"{one.path}" == path or path.startswith((f"{one.path}.", f"{one.path}/"))]
+    return {
+        "findings": sum(len(one.findings) for one in mine),
+        "names": sorted({f.name for o in mine for f in o.findings}),
+    }
+
+
+def _diff(request: Mapping[str, Any], listener: Listener) -> Any:
+    options = request["options"]
+    with _map(options) as name:
+        return diff(
+            _path(request),
+            _path(request, 1),
+            map=name,
+            config=options.get("config"),
+            hints=_hints(options),
+            on_tensor=lambda tensor, size: listener.progress(None, f"comparing {tensor}"),
+        ).to_json()
+
+
+def _verify(request: Mapping[str, Any], listener: Listener) -> Any:
+    from statekit.verify.verification import verify
+
+    options = request["options"]
+    names = ("steps", "gradients", "backend", "everything", "seed", "config", "step_offset")
+    asked = {name: options[name] for name in names if name in options}
+    if "require" in options:
+        asked["require"] = Exactness[options["require"].upper()]
+    with _map(options) as name:
+        made = verify(
+            _path(request),
+            _path(request, 1),
+            hints=_hints(options),
+            on_progress=lambda phase, what, size: listener.progress(None, f"{phase} {what}"),
+            map=name,
+            **asked,
+        )
+    return {
+        "verdict": made.verdict,
+        "passed": made.passed,
+        "digest": made.digest,
+        "certificate": made.to_json(),
+    }
+
+
+def _plan(request: Mapping[str, Any], name: str | None) -> Plan:
+    options = request["options"]
+    files = {key: Path(path) for key, path in request.get("files", {}).items()}
+    changes = {key: options[key] for key in _CHANGES if key in options} | {
+        key: path for key, path in files.items() if key == "init_missing"
+    }
+    return plan(
+        _path(request),
+        Path(request["target"]),
+        from_=request.get("container"),
+        to=options.get("to"),
+        layout=options.get("layout"),
+        hints=_hints(options),
+        step_offset=options.get("step_offset", "keep"),
+        require=Exactness[options.get("require", "rounding").upper()],
+        like=files.get("like"),
+        maps=maps_of(name, options.get("config"), options.get("rename")),
+        changes=Changes.of(changes),
+    )
+
+
+def _convert(request: Mapping[str, Any], listener: Listener) -> Any:
+    options, target = request["options"], Path(request["target"])
+    with _map(options) as name:
+        planned = _plan(request, name)
+    if options.get("dry_run"):
+        return outcome(planned, None)
+    if request.get("attempt", 1) > 1 and _is_written(target, planned):
+        listener.log("an earlier attempt has written the target; it was ended before it could say so")
+        return outcome(planned, None)
+    report = convert(
+        planned,
+        replace=options.get("replace", False),
+        replace_foreign=options.get("replace_foreign", False),
+        threads=options.get("threads"),
+        on_progress=told_by(listener),
+    )
+    return outcome(planned, report)
+
+
+def _is_written(target: Path, planned: Plan) -> bool:
+    """Tells whether a plan was carried out before, and what was written then is whole."""
+    if not os.path.lexists(target):
+        return False
+    try:
+        container, _ = registry.detect_container(target)
+        with registry.opened(container, target, None, Hints()) as written:
+            manifest = written.manifest
+        return manifest is not None and manifest.get("plan") == planned.digest and check(target).passed
+    except StatekitError:
+        return False
+
+
+def _thin(request: Mapping[str, Any], listener: Listener) -> Any:
+    options = request["options"]
+    return thin(
+        _path(request),
+        Path(request["target"]),
+        container=request["container"],
+        to=options.get("to"),
+        hints=_hints(options),
+        dry_run=options.get("dry_run", False),
+        listener=listener,
+    )
+
+
+KINDS: Mapping[str, Callable[[Mapping[str, Any], Listener], Any]] = {
+    "inspect": _inspect,
+    "check": _check,
+    "seal": _seal,
+    "doctor": _doctor,
+    "diff": _diff,
+    "verify": _verify,
+    "convert": _convert,
+    "thin": _thin,
+}

@@ -1,0 +1,171 @@
+"""Lineage: which checkpoint was made of which, by what, and what proves it.
+
+A conversion's manifest has the digest of what it was made of: so it doesn't matter who ran it, or where. What the
+catalogue doesn't know is a node by its digest alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from sqlalchemy import Connection, Row, and_, or_, select
+
+from statekit.errors import RefusedError
+from statekit.service.catalogue import checkpoint_of, checkpoints_of, subjects_of
+from statekit.service.database import Database
+from statekit.service.records import Checkpoint, Edge, Lineage, Node
+from statekit.service.tables import CHECKPOINTS, JOBS, RESULTS, SUBJECTS
+
+MOST_NODES = 500
+"""Checkpoints of a lineage at most; those that are nearest are shown."""
+
+
+def lineage_of(database: Database, number: int) -> Lineage:
+    """Returns all that a checkpoint was made of, and all that was made of it, step by step.
+
+    Raises:
+        NotFoundError: There is no such checkpoint.
+    """
+    with database.reading() as connection:
+        first = checkpoint_of(connection, number)
+        nodes: dict[str, Node] = {_name(first): Node(_name(first), first)}
+        edges: dict[tuple[Any, ...], Edge] = {}
+        ahead = [first]
+        while ahead and len(nodes) < MOST_NODES:
+            for edge, other in _edges(connection, ahead.pop(0)):
+                edges.setdefault((edge.source, edge.target, edge.kind, edge.job), edge)
+                if other.id not in nodes:
+                    nodes[other.id] = other
+                    if other.checkpoint is not None:
+                        ahead.append(other.checkpoint)
+    kept = [edge for edge in edges.values() if edge.source in nodes and edge.target in nodes]
+    return Lineage(tuple(_in_order(list(nodes.values()), kept)), tuple(kept))
+
+
+def _name(one: Checkpoint) -> str:
+    return f"checkpoint-{one.id}"
+
+
+def _edges(connection: Connection, one: Checkpoint) -> Iterator[tuple[Edge, Node]]:
+    """Yields the edges at a checkpoint, each with the node at its other end."""
+    table = CHECKPOINTS.c
+    row = connection.execute(select(CHECKPOINTS).where(table.id == one.id)).one()
+    if row.made is not None:
+        sources = checkpoints_of(connection, table.digest == row.source_digest) if row.source_digest else ()
+        sources = tuple(source for source in sources if source.id != one.id)
+        for source in sources:
+            yield _made(connection, source, row), Node(_name(source), source)
+        if not sources:
+            said = row.made["source"]
+            node = Node(f"digest-{said.get('digest') or f'of-{one.id}'}", None, said)
+            yield _edge(node.id, row, None), node
+    if row.digest is not None:
+        made_of = and_(table.source_digest == row.digest, table.id != one.id)
+        for target in checkpoints_of(connection, made_of):
+            at = connection.execute(select(CHECKPOINTS).where(table.id == target.id)).one()
+            yield _made(connection, one, at), Node(_name(target), target)
+    proofs = select(JOBS.c.id).join(SUBJECTS, SUBJECTS.c.job == JOBS.c.id)
+    mine = proofs.where(JOBS.c.kind == "verify", JOBS.c.state == "done", SUBJECTS.c.checkpoint == one.id)
+    for job in connection.execute(mine.order_by(JOBS.c.id)).scalars().all():
+        numbers = subjects_of(connection, job)
+        data = connection.scalar(select(RESULTS.c.data).where(RESULTS.c.job == job)) or {}
+        ends = [f"checkpoint-{number}" for number in numbers]
+        other = checkpoint_of(connection, numbers[1] if numbers[0] == one.id else numbers[0])
+        made = Edge(ends[0], ends[1], "verify", job, None, {}, None, data.get("verdict"), data.get("digest"))
+        yield made, Node(_name(other), other)
+
+
+def _made(connection: Connection, source: Checkpoint, target: Row[Any]) -> Edge:
+    """Returns the edge of a conversion, with the job that ran it where that was one of ours."""
+    about = select(SUBJECTS.c.job).where(SUBJECTS.c.checkpoint == source.id)
+    jobs = select(JOBS.c.id, JOBS.c.kind, RESULTS.c.data).join(RESULTS, RESULTS.c.job == JOBS.c.id)
+    done = and_(JOBS.c.kind.in_(("convert", "thin")), JOBS.c.state == "done", JOBS.c.id.in_(about))
+    rows: Sequence[Any] = connection.execute(jobs.where(done).order_by(JOBS.c.id.desc())).all()
+    for job in rows:
+        path = job.data["target"] if job.kind == "thin" else (job.data.get("report") or {}).get("target")
+        same = job.data.get("plan_digest") == target.made.get("plan") if job.kind == "convert" else True
+        if path is not None and same and path.endswith(target.path.split("/")[-1]):
+            return _edge(_name(source), target, job)
+    return _edge(_name(source), target, None)
+
+
+def _edge(source: str, target: Row[Any], job: Row[Any] | None) -> Edge:
+    made = target.made
+    return Edge(
+        source,
+        f"checkpoint-{target.id}",
+        "convert" if job is None else job.kind,
+        None if job is None else job.id,
+        made.get("tool"),
+        made.get("options") or {},
+        made.get("plan"),
+    )
+
+
+def _in_order(nodes: list[Node], edges: list[Edge]) -> Iterator[Node]:
+    """Yields sources before what was made of them; whatever is in a circle as it comes."""
+    left = {node.id: node for node in nodes}
+    while left:
+        ready = [
+            i
+            for i in left
+            if not any(edge.target == i and edge.source in left and edge.source != i for edge in edges)
+        ]
+        for i in ready or list(left)[:1]:
+            yield left.pop(i)
+
+
+def check_thinning(connection: Connection, number: int, job: int | None = None) -> None:
+    """Refuses to thin what is needed, or what isn't proven to be sound.
+
+    Args:
+        connection: A transaction.
+        number: The checkpoint.
+        job: The job that shall thin it, if there is one already.
+
+    Raises:
+        RefusedError: It isn't sealed, has no slots, is the last step of its run from which it can be resumed, something
+            was made of it, or a job is about it.
+    """
+    one = checkpoint_of(connection, number)
+    table = CHECKPOINTS.c
+
+    def refuse(why: str, remedy: str, place: object = one.path) -> None:
+        raise RefusedError(f"The checkpoint isn't thinned: {why}.", place=place, remedy=remedy)
+
+    if one.unreadable is not None or not one.resumable:
+        refuse("it has no optimizer's state that could be removed", "choose one that has")
+    if one.seal != "sealed":
+        refuse(
+            f"it is {one.seal}, and only what is sealed is proven to be what was written",
+            "seal it, when you are sure of it",
+        )
+    others = (
+        ()
+        if one.run is None
+        else checkpoints_of(connection, and_(table.run == one.run, table.status == "present"))
+    )
+    later = [
+        other for other in others
+        if other.id != one.id and other.resumable and other.unreadable is None and other.verdict != "findings"
+        and other.seal not in ("damaged", "changed") and (other.step or 0) > (one.step or 0)
+    ]  # fmt: skip
+    if not later:
+        refuse(
+            "it is the last step of its run from which it can be resumed",
+            "keep it, or thin it once there is a later one",
+        )
+    if one.digest is not None:
+        needed = and_(table.source_digest == one.digest, table.status == "present", table.id != one.id)
+        for made in checkpoints_of(connection, needed):
+            refuse(
+                "another was made of it, which nobody could hold against its source any more",
+                "remove what was made of it, or keep both",
+                f"{one.path}, of which {made.path} was made",
+            )
+    about = select(SUBJECTS.c.job).where(SUBJECTS.c.checkpoint == number)
+    waiting = and_(JOBS.c.id.in_(about), or_(JOBS.c.state == "queued", JOBS.c.state == "running"))
+    busy = [i for i in connection.execute(select(JOBS.c.id).where(waiting)).scalars() if i != job]
+    if busy:
+        refuse(f"job {busy[0]} is about it", "wait until that has ended")

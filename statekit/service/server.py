@@ -1,0 +1,264 @@
+"""The server: one process that answers, with workers beside it, a thread that looks after them and one that scans.
+
+The first signal ends it in an orderly way: what runs may go on for a few seconds, and waits for the next start if that
+isn't enough. The second ends it at once; nothing is lost by that either.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TypeVar
+
+import structlog
+import uvicorn
+
+from statekit.errors import StatekitError, UsageError
+from statekit.service.catalogue import Catalogue
+from statekit.service.database import Database, Ownership
+from statekit.service.jobs import Jobs
+from statekit.service.service import Service
+from statekit.service.web.app import create_app
+from statekit.service.web.security import Hosts, Keys, read_token, remote_hosts
+
+DRAIN_SECONDS = 9.0
+"""How long workers may take to end, all in all."""
+SCAN_SECONDS = 30.0
+"""How long the roots are left alone between two scans, at least."""
+SCAN_SHARE = 20
+"""How many times as long as a scan took they are left alone."""
+_LOOK_SECONDS = 0.5
+_REAP_SECONDS = 2.0
+_FASTEST_RESTART = 1.0
+T = TypeVar("T")
+_LOG = structlog.get_logger("statekit.service")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What a user says of a service.
+
+    Attributes:
+        roots: The folders that it shows.
+        data: Where its database, token and lock are.
+        host: At which address it listens.
+        port: At which port; 0 takes a free one.
+        workers: How many jobs run at a time.
+        allow_remote: Whether others may reach it over a network.
+        names: Under which names, beside the machine's own.
+    """
+
+    roots: Sequence[Path]
+    data: Path
+    host: str = "127.0.0.1"
+    port: int = 8642
+    workers: int = 2
+    allow_remote: bool = False
+    names: Sequence[str] = ()
+
+
+def serve(settings: Settings, announce: Callable[[str, Settings], object]) -> int:
+    """Serves until a signal ends it.
+
+    Args:
+        settings: What the user says.
+        announce: Told the link that signs in once, when the service can be reached.
+
+    Returns:
+        The exit code.
+
+    Raises:
+        UsageError: Another server has the data folder, the address can't be taken, or others could reach it unasked.
+        NotFoundError: A root isn't there.
+        StatekitError: The data folder can't be written to.
+    """
+    _configure_logging()
+    with _listening(settings) as listening, Ownership(settings.data), opened(settings) as service:
+        keys = Keys(read_token(settings.data))
+        hosts = remote_hosts(settings.names) if settings.allow_remote else Hosts()
+        app = create_app(keys, hosts, service.ready, service.jobs.counts)
+        server = _Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5))
+        server.asked = service.draining.set
+        with _signals(server.handle_exit):
+            workers = threading.Thread(target=_look_after_workers, args=(service, settings), name="workers")
+            scans = threading.Thread(target=_scan, args=(service,), name="scans", daemon=True)
+            workers.start()
+            scans.start()
+            try:
+                announce(_link(settings, listening, keys.new_code()), settings)
+                server.run(sockets=[listening])
+            finally:
+                service.draining.set()
+                workers.join(DRAIN_SECONDS + 1)
+    _LOG.info("ended")
+    return 0
+
+
+@contextmanager
+def opened(settings: Settings) -> Iterator[Service]:
+    """Opens a service's database and roots; the data folder is the caller's."""
+    database = Database(settings.data, migrate=True)
+    try:
+        service = Service(database, Catalogue(database, list(settings.roots)), Jobs(database))
+        service.jobs.reap()
+        yield service
+    finally:
+        database.close()
+
+
+class _Server(uvicorn.Server):
+    """What answers; signals are the caller's."""
+
+    asked: Callable[[], object]
+
+    def capture_signals(self) -> AbstractContextManager[None]:  # type: ignore[override]  # they are caught already
+        return nullcontext()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        if self.should_exit:
+            os._exit(128 + sig)  # workers and their tasks end with this process
+        self.asked()
+        super().handle_exit(sig, frame)
+
+
+@contextmanager
+def _signals(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, handle) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _listening(settings: Settings) -> Iterator[socket.socket]:
+    """Takes the address.
+
+    Raises:
+        UsageError: It can't be taken, or others could reach it and nobody asked for that.
+    """
+    loopback = settings.host in ("127.0.0.1", "::1", "localhost")
+    if not loopback and not settings.allow_remote:
+        raise UsageError(
+            "Others could reach the service at this address.",
+            place="--host",
+            expected="127.0.0.1",
+            found=settings.host,
+            remedy="leave it out and use an SSH tunnel; --allow-remote lets everybody in who has the token",
+        )
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    try:
+        listening = socket.create_server((settings.host, settings.port), family=family, backlog=512)
+    except OSError as error:
+        raise UsageError(
+            "The address can't be taken.",
+            place=f"{settings.host}:{settings.port}",
+            found=error.strerror,
+            remedy="choose another port: --port N, 0 for any that is free",
+        ) from error
+    with listening:
+        yield listening
+
+
+def _link(settings: Settings, listening: socket.socket, code: str) -> str:
+    host = settings.host
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    name = f"[{host}]" if ":" in host else host
+    return f"http://{name}:{listening.getsockname()[1]}/sign-in?code={code}"
+
+
+def _start_worker(service: Service) -> subprocess.Popen[bytes]:
+    roots = [root.id for root in service.catalogue.roots()]
+    said = {"parent": os.getpid(), "data": str(service.data), "roots": roots}
+    return subprocess.Popen(
+        [sys.executable, "-m", "statekit.service.worker", json.dumps(said)], stdin=subprocess.DEVNULL
+    )
+
+
+def _look_after_workers(service: Service, settings: Settings) -> None:
+    """Keeps as many workers as were asked for, and takes back what dead ones had; ends when they have."""
+    workers: list[subprocess.Popen[bytes]] = []
+    started = reaped = 0.0
+    while not service.draining.is_set():
+        alive = [worker for worker in workers if worker.poll() is None]
+        now = time.monotonic()
+        died = len(alive) < len(workers)
+        workers = alive
+        if died or now - reaped > _REAP_SECONDS:
+            reaped = now
+            _tried("reap", service.jobs.reap)
+        if died:
+            _LOG.warning("a worker has died", alive=len(workers))
+        if len(workers) < settings.workers and (now - started > _FASTEST_RESTART or not died):
+            started = now
+            workers += [_start_worker(service) for _ in range(settings.workers - len(workers))]
+        service.draining.wait(_LOOK_SECONDS)
+    for worker in workers:
+        worker.terminate()
+    until = time.monotonic() + DRAIN_SECONDS
+    for worker in workers:
+        with suppress(subprocess.TimeoutExpired):
+            worker.wait(max(until - time.monotonic(), 0.01))
+        worker.kill()
+        worker.wait()
+    _tried("reap", service.jobs.reap)
+
+
+def _scan(service: Service) -> None:
+    """Scans the roots: at once, from time to time, when somebody asks, and after jobs that have written."""
+    due, begun = 0.0, 0.0
+    while not service.draining.is_set():
+        written = _tried("look for what was written", service.jobs.last_written) or 0.0
+        if service.rescan.is_set() or time.monotonic() >= due or written >= begun:
+            service.rescan.clear()
+            begun, clock = time.time(), time.monotonic()
+            made = _tried("scan", service.catalogue.scan)
+            if made is not None and (made.new or made.changed or made.gone):
+                _LOG.info("scanned", **made.to_json())
+            due = time.monotonic() + max(SCAN_SECONDS, SCAN_SHARE * (time.monotonic() - clock))
+        service.rescan.wait(_LOOK_SECONDS)
+
+
+def _tried(what: str, do: Callable[[], T]) -> T | None:
+    """Does something that may fail without ending the service, as where the disk is full; says it in the log."""
+    try:
+        return do()
+    except StatekitError as error:
+        _LOG.error("failed", what=what, problem=error.line)
+        return None
+
+
+def _configure_logging() -> None:
+    """Has the service say what it does on stderr: a line of JSON each, or for people at a terminal."""
+    people = sys.stderr.isatty()
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.StackInfoRenderer(),
+            *([] if people else [structlog.processors.format_exc_info]),
+            structlog.dev.ConsoleRenderer() if people else structlog.processors.JSONRenderer(),
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING if people else logging.INFO),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)

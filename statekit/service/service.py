@@ -1,0 +1,57 @@
+"""The parts of a running service, as whoever answers requests needs them."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from statekit.errors import StatekitError
+from statekit.service.catalogue import Catalogue
+from statekit.service.database import Database
+from statekit.service.jobs import Jobs
+from statekit.service.lineage import lineage_of
+from statekit.service.records import Lineage
+
+
+@dataclass(frozen=True)
+class Service:
+    """A running service.
+
+    Attributes:
+        database: Where all is written down.
+        catalogue: The checkpoints.
+        jobs: The work.
+        draining: Set once the service was asked to end: nothing new is begun.
+        rescan: Set by whoever wants a scan soon; the service's own thread makes it.
+    """
+
+    database: Database
+    catalogue: Catalogue
+    jobs: Jobs
+    draining: threading.Event = field(default_factory=threading.Event)
+    rescan: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def data(self) -> Path:
+        """The data folder."""
+        return self.database.folder
+
+    def lineage(self, checkpoint: int) -> Lineage:
+        """Returns what a checkpoint was made of, and what was made of it.
+
+        Raises:
+            NotFoundError: There is no such checkpoint.
+        """
+        return lineage_of(self.database, checkpoint)
+
+    def ready(self) -> str | None:
+        """Returns why the service can't work now; None if it can."""
+        if self.draining.is_set():
+            return "it is ending"
+        try:
+            with self.database.writing():
+                pass
+        except StatekitError as error:
+            return error.line
+        return None

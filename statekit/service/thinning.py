@@ -1,0 +1,203 @@
+"""thin: keeps the weights of a checkpoint, in another one beside it, and removes it with its optimizer's slots.
+
+Nothing is removed before the weights are written, read again and compared, and every byte of the checkpoint has been
+held against its manifest. What is removed goes by one name first, so that no half checkpoint stands under its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from statekit.conversion import registry
+from statekit.conversion.changes import Changes
+from statekit.conversion.check import check
+from statekit.conversion.contracts import Exactness, Hints
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.plan import Plan
+from statekit.errors import CorruptError, Faults, RefusedError, StatekitError, UsageError, some
+from statekit.files.durable import sync_folder, writing
+from statekit.files.integrity import files_of
+from statekit.files.manifest import beside
+from statekit.files.stage import Progress
+
+if TYPE_CHECKING:
+    from statekit.service.task import Listener
+
+_REMOVED = ".statekit-thinned-"
+_LIST = "removed.json"
+NEUTRAL = "statekit"
+"""The container that takes any weights."""
+
+
+def thin(
+    source: Path,
+    target: Path,
+    *,
+    container: str,
+    to: str | None,
+    hints: Hints,
+    dry_run: bool,
+    listener: Listener,
+) -> dict[str, Any]:
+    """Replaces a checkpoint by its weights.
+
+    Args:
+        source: The checkpoint, which is sealed.
+        target: Where its weights shall be.
+        container: The source's container.
+        to: The target's; the source's, or statekit's own where that has no place for weights alone, if None.
+        hints: What the source doesn't say.
+        dry_run: Whether it is only said what would be done.
+        listener: Told how far it is.
+
+    Returns:
+        `freed`: bytes that are free now, or would be; `bytes_before`, `bytes_after`; `removed`: names of files;
+        `target` with its container.
+
+    Raises:
+        RefusedError: The source has no manifest of its own.
+        CorruptError: It isn't what its manifest says, or it was written to meanwhile.
+        CommitError: The weights can't be written, or it can't be removed.
+    """
+    trash = source.with_name(f"{_REMOVED}{source.name}")
+    if (trash / _LIST).is_file() and os.path.lexists(target):
+        return _go_on(trash, target, listener)
+    with registry.opened(registry.container(container), source, None, hints) as checkpoint:
+        proof, files = checkpoint.proof, files_of(checkpoint)
+        tops = (
+            [source]
+            if checkpoint.path.is_dir() and not checkpoint.parts
+            else list(checkpoint.parts or (source,))
+        )
+    if proof is None or not proof.is_whole:
+        raise RefusedError(
+            "The checkpoint isn't sealed: nothing proves that its weights are what was written.",
+            place=source,
+            remedy="seal it, when you are sure of it",
+        )
+    planned = _planned(source, target, container, to, hints)
+    before = sum(file.stat().st_size for file in files)
+    shared = sum(file.stat().st_size for file in files if file.stat().st_nlink > 1)
+    said = {
+        "target": str(target),
+        "container": planned.target.container,
+        "bytes_before": before,
+        "removed": [os.path.relpath(file, source.parent) for file in files],
+        "exactness": planned.exactness.name.lower(),
+    }
+    if dry_run:
+        return {
+            **said,
+            "dry_run": True,
+            "bytes_after": planned.bytes,
+            "freed": before - shared - planned.bytes,
+        }
+    facts = _facts(files)
+    listener.progress(None, "checking every byte of the checkpoint")
+    report = check(source, container=container, on_progress=lambda one: _tell(listener, one, 0.0, 0.4))
+    _refuse_damage(report.to_json()["checkpoints"], source)
+    if not (os.path.lexists(target) and _is_written(target, planned)):
+        convert(planned, on_progress=lambda one: _tell(listener, one, 0.4, 0.8))
+    written = check(target, on_progress=lambda one: _tell(listener, one, 0.8, 1.0))
+    _refuse_damage(written.to_json()["checkpoints"], target)
+    if _facts(files) != facts:
+        raise CorruptError(
+            "The checkpoint was written to while it was thinned; it is still there.",
+            place=source,
+            remedy="thin it when nobody writes to it any more",
+        )
+    after = _size(target)
+    _remove(
+        trash,
+        [*tops, *(one for one in map(beside, tops) if one.is_file())],
+        {**said, "bytes_after": after, "freed": before - shared - after},
+    )
+    return _go_on(trash, target, listener)
+
+
+def _planned(source: Path, target: Path, container: str, to: str | None, hints: Hints) -> Plan:
+    def to_container(name: str) -> Plan:
+        changes = Changes.of({"params_only": True})
+        return plan(
+            source, target, from_=container, to=name, hints=hints, require=Exactness.ROUNDING, changes=changes
+        )
+
+    if to is not None:
+        return to_container(to)
+    try:
+        return to_container(container)
+    except UsageError:  # a container of runs, or one that is only read
+        return to_container(NEUTRAL)
+
+
+def _is_written(target: Path, planned: Plan) -> bool:
+    """Tells whether these weights lie there already, from an attempt that was ended."""
+    try:
+        container, _ = registry.detect_container(target)
+        with registry.opened(container, target, None, Hints()) as written:
+            return written.manifest is not None and written.manifest.get("plan") == planned.digest
+    except StatekitError:
+        return False
+
+
+def _refuse_damage(each: Sequence[Mapping[str, Any]], place: Path) -> None:
+    faults = Faults((fault["what"], fault["place"]) for one in each for fault in one["faults"])
+    faults.check(
+        CorruptError,
+        "The checkpoint isn't what was written",
+        place=place,
+        remedy="nothing was removed; find out why",
+    )
+
+
+def _tell(listener: Listener, one: Progress, begin: float, end: float) -> None:
+    done = one.done / one.total if one.total else 0.0
+    listener.progress(begin + (end - begin) * min(done, 1.0), f"{one.phase}: {one.name}")
+
+
+def _facts(files: Sequence[Path]) -> list[tuple[int, int, int]]:
+    return [(facts.st_size, facts.st_mtime_ns, facts.st_ino) for facts in (file.stat() for file in files)]
+
+
+def _size(target: Path) -> int:
+    if target.is_dir():
+        return sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
+    return sum(one.stat().st_size for one in (target, beside(target)) if one.is_file())
+
+
+def _remove(trash: Path, tops: Sequence[Path], said: Mapping[str, Any]) -> None:
+    """Writes down what shall go, and takes it away from its names."""
+    with writing(trash):
+        shutil.rmtree(trash, ignore_errors=True)
+        trash.mkdir()
+        record = {"tops": [top.name for top in tops], "said": dict(said)}
+        with open(trash / f"{_LIST}.new", "x", encoding="utf-8") as file:
+            json.dump(record, file)
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(trash / f"{_LIST}.new", trash / _LIST)
+        sync_folder(trash)
+        sync_folder(trash.parent)
+
+
+def _go_on(trash: Path, target: Path, listener: Listener) -> dict[str, Any]:
+    """Removes what is written down to go, from wherever an earlier attempt has come to."""
+    record = json.loads((trash / _LIST).read_text(encoding="utf-8"))
+    said: dict[str, Any] = record["said"]
+    with writing(trash):
+        for name in record["tops"]:
+            if os.path.lexists(trash.parent / name):
+                os.rename(trash.parent / name, trash / name)
+        sync_folder(trash)
+        sync_folder(trash.parent)
+        shutil.rmtree(trash)
+        sync_folder(trash.parent)
+    listener.log(
+        f"removed {some(said['removed'])}; {said['freed']} bytes are free now; the weights are in {target.name}"
+    )
+    return {**said, "dry_run": False}

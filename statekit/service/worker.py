@@ -1,0 +1,245 @@
+"""A worker: `python -m statekit.service.worker`. It leases jobs, gives each to a process of its own, and reports.
+
+It ends with the server that has started it. Asked to end, it lets its job go on for a while; then the job waits again.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from statekit.errors import NotFoundError, StatekitError
+from statekit.service.catalogue import Catalogue, checkpoint_of
+from statekit.service.child import Answer, Child, Died
+from statekit.service.database import Database
+from statekit.service.jobs import LEASE_SECONDS, Jobs, Lease, Lost, crash
+from statekit.service.lineage import check_thinning
+from statekit.service.processes import end_with, holder_name
+from statekit.service.records import Checkpoint, State
+from statekit.service.task import problem_of
+
+IDLE_SECONDS = 0.2
+"""How long a worker waits before it looks for a job again."""
+BEAT_SECONDS = 1.0
+DRAIN_SECONDS = 6.0
+"""How long a job may go on after its worker was asked to end."""
+STOP_SECONDS = 2.0
+"""How long a task may take to end by itself before it is ended."""
+MEMORY = 4 * 2**30
+"""Bytes of address space that a task has, beside what its checkpoints need."""
+FRAMEWORKS = 64 * 2**30
+"""What a task that may import frameworks has: they reserve far more than they use."""
+WALL_SECONDS = 900
+BYTES_A_SECOND = 5 * 2**20
+"""How slow reading may be before a task is taken to hang."""
+
+
+class Worker:
+    """What one worker needs.
+
+    Args:
+        database: The service's.
+        catalogue: The way from ids to paths.
+        jobs: Where work is leased.
+    """
+
+    def __init__(self, database: Database, catalogue: Catalogue, jobs: Jobs) -> None:
+        self._database, self._catalogue, self._jobs = database, catalogue, jobs
+        self._holder = holder_name()
+        self._spare: Child | None = None
+        self._stopped_at: float | None = None
+
+    def stop(self, number: int = 0, frame: FrameType | None = None) -> None:
+        """Asks the worker to end: after its job, or without it once that takes too long."""
+        self._stopped_at = self._stopped_at or time.monotonic()
+
+    def work(self) -> None:
+        """Does jobs until it is asked to end."""
+        while self._stopped_at is None:
+            self._spare = self._spare or Child()
+            try:
+                lease = self._jobs.lease(self._holder)
+                if lease is not None:
+                    self._do(lease)
+                    continue
+            except StatekitError as error:  # the database can't be written just now
+                print(error.line, file=sys.stderr)
+            time.sleep(IDLE_SECONDS)
+        if self._spare is not None:
+            self._spare.close()
+
+    def _do(self, lease: Lease) -> None:
+        try:
+            request = self._request(lease)
+        except StatekitError as error:
+            self._finish(lease, "failed", problem=problem_of(error))
+            return
+        child, self._spare = self._spare or Child(), None
+        try:
+            self._follow(lease, child, request)
+        except Lost:
+            pass  # whoever has the job now ends it; what this one has written there is whole or not there
+        except Died as end:
+            self._finish(lease, "crashed", problem=crash(f"it {end}"))
+        finally:
+            child.close()
+
+    def _follow(self, lease: Lease, child: Child, request: Mapping[str, Any]) -> None:
+        """Passes on what a task says, until it has ended or is ended."""
+        child.ask(request)
+        until = time.monotonic() + request["seconds"]
+        fraction: float | None = None
+        text, stopping, cancelling = "", "", False
+        while True:
+            lines: list[str] = []
+            for answer in child.answers(BEAT_SECONDS):
+                if answer.kind in ("result", "problem"):
+                    self._end(lease, answer, stopping)
+                    return
+                if answer.kind == "log":
+                    lines.append(answer.data["line"])
+                else:
+                    fraction, text = answer.data["fraction"], answer.data["text"]
+            try:
+                cancelling = self._jobs.heartbeat(lease, fraction, text, lines)
+            except StatekitError as error:  # it may be written again before the lease is over
+                print(error.line, file=sys.stderr)
+            now = time.monotonic()
+            if stopping:
+                child.kill()
+                self._give_up(lease, stopping)
+                return
+            if cancelling:
+                stopping = "cancelled"
+            elif self._stopped_at is not None and now - self._stopped_at > DRAIN_SECONDS:
+                stopping = "drained"
+            elif now > until:
+                stopping = "late"
+            if stopping:
+                child.stop()
+
+    def _end(self, lease: Lease, answer: Answer, stopping: str) -> None:
+        if answer.kind == "result":
+            self._finish(lease, "done", result=answer.data)
+        elif stopping:  # it says that it was interrupted
+            self._give_up(lease, stopping)
+        else:
+            self._finish(lease, "failed", problem=answer.data)
+
+    def _finish(self, lease: Lease, state: State, **said: Any) -> None:
+        """Ends a job; where that can't be written down just now, tries as long as the lease lasts."""
+        until = time.monotonic() + LEASE_SECONDS
+        while True:
+            try:
+                self._jobs.finish(lease, state, **said)
+                return
+            except StatekitError as error:
+                print(error.line, file=sys.stderr)
+                if time.monotonic() > until:
+                    return
+                time.sleep(IDLE_SECONDS)
+
+    def _give_up(self, lease: Lease, stopping: str) -> None:
+        if stopping == "cancelled":
+            self._finish(lease, "cancelled")
+        elif stopping == "drained":
+            self._jobs.release(lease)
+        else:
+            self._jobs.finish(
+                lease, "crashed", problem=crash("it took longer than its files explain, and was ended")
+            )
+
+    def _request(self, lease: Lease) -> dict[str, Any]:
+        """Returns what the task is asked.
+
+        Raises:
+            NotFoundError, UsageError, RefusedError: A checkpoint or target can't be reached, or mustn't be thinned.
+        """
+        job = lease.job
+        options = {name: value for name, value in job.options.items() if name not in ("target", *_FILES)}
+        with self._database.reading() as connection:
+            subjects = [checkpoint_of(connection, number) for number in job.subjects]
+            if job.kind == "thin" and job.attempts == 1:
+                check_thinning(connection, job.subjects[0], job.id)
+        paths = [self._path(one, job.kind == "thin" and job.attempts > 1) for one in subjects]
+        files = {
+            name: str(self._catalogue.path_of(job.options[name])) for name in _FILES if name in job.options
+        }
+        size = sum(one.size for one in subjects)
+        request: dict[str, Any] = {
+            "kind": job.kind,
+            "paths": [str(path) for path in paths],
+            "container": subjects[0].container if len(subjects) == 1 else None,
+            "options": options,
+            "files": files,
+            "attempt": job.attempts,
+            "bytes": size,
+            "seconds": WALL_SECONDS + size / BYTES_A_SECOND,
+            "limits": _limits(job.kind, size, options.get("budget", 0)),
+        }
+        if job.kind in ("convert", "thin"):
+            said = job.options.get("target")
+            target = self._catalogue.target(said["root"], said["path"]) if said else beside_source(paths[0])
+            request["target"] = str(target)
+        return request
+
+    def _path(self, one: Checkpoint, may_be_gone: bool) -> Path:
+        try:
+            return self._catalogue.path_of(one.id)
+        except NotFoundError:
+            if may_be_gone:
+                return self._catalogue.place_of(one.id)
+            raise
+
+
+_FILES = ("like", "init_missing")
+
+
+def beside_source(path: Path) -> Path:
+    """Returns where the weights of a checkpoint are put unless it is said.
+
+    Example:
+        >>> beside_source(Path("run/step-4.pt")).name, beside_source(Path("run/checkpoint_4")).name
+        ('step-4-weights.pt', 'checkpoint_4-weights')
+    """
+    return path.with_name(f"{path.stem}-weights{path.suffix}")
+
+
+def _limits(kind: str, size: int, budget: int) -> dict[str, int]:
+    """Returns what a task may take, by what it works on; sizes are in bytes, time is in seconds of work."""
+    memory = MEMORY + 3 * size + 2 * budget
+    written = (
+        2 * size + 2**30 if kind in ("convert", "thin") else size // 4 + 2**28 if kind == "seal" else 2**24
+    )
+    return {
+        "memory": memory + (FRAMEWORKS if kind == "verify" else 0),
+        "files": 4096,
+        "written": written,
+        "cpu": round(WALL_SECONDS + size / BYTES_A_SECOND),
+    }
+
+
+def main() -> int:
+    """Works for a server: its number, the data folder and the numbers of the roots are said as JSON."""
+    said = json.loads(sys.argv[1])
+    end_with(said["parent"])
+    database = Database(Path(said["data"]))
+    worker = Worker(database, Catalogue(database, said["roots"]), Jobs(database))
+    signal.signal(signal.SIGTERM, worker.stop)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the server says what follows
+    if os.getppid() != said["parent"]:
+        return 1
+    worker.work()
+    database.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
