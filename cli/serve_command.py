@@ -65,9 +65,9 @@ def command(
     names: tuple[str, ...],
     backup: Path | None,
 ) -> int:
-    """Shows the checkpoints below some folders in a browser, and runs the other verbs on them as jobs.
+    """Shows the checkpoints below some folders in a browser.
 
-    Prints a link that signs in once; programs send the token of the data folder. Nothing is copied: the catalogue
+    The other verbs run on them there, as jobs. Prints a link that signs in once; programs send the token of the data folder. Nothing is copied: the catalogue
     refers to what lies there. To restore a backup, put it into the place of catalogue.sqlite while no server runs.
     """
     try:
