@@ -67,8 +67,9 @@ def command(
 ) -> int:
     """Shows the checkpoints below some folders in a browser.
 
-    The other verbs run on them there, as jobs. Prints a link that signs in once; programs send the token of the data folder. Nothing is copied: the catalogue
-    refers to what lies there. To restore a backup, put it into the place of catalogue.sqlite while no server runs.
+    The other verbs run on them there, as jobs. Prints a link that signs in once; programs send the token of the data
+    folder. Nothing is copied: the catalogue refers to what lies there. To restore a backup, put it into the place of
+    catalogue.sqlite while no server runs.
     """
     try:
         from statekit.service.database import Database
