@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
 
-from fastapi import FastAPI, Request
+from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
@@ -23,6 +23,7 @@ from statekit.service.web.security import Guard, Hosts, Keys, Refused
 def create_app(
     keys: Keys,
     hosts: Hosts,
+    routers: Sequence[APIRouter] = (),
     ready: Callable[[], str | None] = lambda: None,
     jobs: Callable[[], Mapping[str, int]] = dict,
 ) -> FastAPI:
@@ -31,6 +32,7 @@ def create_app(
     Args:
         keys: Who may ask.
         hosts: Under which names.
+        routers: What is answered behind the guard: the API, the screens.
         ready: Returns why the service can't work now; None if it can.
         jobs: Returns for each state how many jobs there are.
     """
@@ -65,6 +67,8 @@ def create_app(
     def figures() -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
+    for router in routers:
+        app.include_router(router)
     return app
 
 

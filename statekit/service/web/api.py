@@ -1,0 +1,167 @@
+"""The interface for programs: `/api/v1`, typed by the service's records, paged, with problems for answers that fail."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+from typing import Annotated, Any, Literal, TypeAlias
+
+from fastapi import APIRouter, Depends, Path, Query, Security
+from fastapi.security import HTTPBearer
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from statekit.service.catalogue import MOST_ITEMS, NOTE_LENGTH, TAG_LENGTH, Catalogue
+from statekit.service.records import SORTS, Checkpoint, Page, Root, Run, Scan
+from statekit.service.records import Query as Wanted
+from statekit.service.web.problems import MEDIA_TYPE
+
+PREFIX = "/api/v1"
+MOST_NUMBER = 2**63 - 1
+MOST_CURSOR = 1024
+MOST_TEXT = 500
+
+
+class ProblemModel(BaseModel):
+    """What is wrong, as RFC 9457 has it, with the parts of statekit's errors."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    place: str | None
+    expected: str | None
+    found: str | None
+    remedy: str | None
+
+
+_SAID = {
+    HTTPStatus.BAD_REQUEST: "The request isn't one, or calls the service by another name.",
+    HTTPStatus.UNAUTHORIZED: "No token, or a wrong one.",
+    HTTPStatus.FORBIDDEN: "The request comes from another site.",
+    HTTPStatus.NOT_FOUND: "There is no such thing, or no more.",
+    HTTPStatus.CONFLICT: "It is there already.",
+    HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "The body is too large.",
+    HTTPStatus.UNPROCESSABLE_ENTITY: "The request makes no sense here.",
+    HTTPStatus.INSUFFICIENT_STORAGE: "The service's disk is full.",
+}
+PROBLEMS: dict[int | str, dict[str, Any]] = {
+    int(status): {"description": said, "content": {MEDIA_TYPE: {"schema": ProblemModel.model_json_schema()}}}
+    for status, said in _SAID.items()
+}
+"""How a request may fail, for the description of the interface."""
+
+
+def _plain(text: str) -> str:
+    """Returns text that can be searched for and written down."""
+    if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
+        raise ValueError("has NUL characters or halves of characters")
+    return text
+
+
+_SORT = f"^-?({'|'.join(SORTS)})$"
+TOKEN = [Security(HTTPBearer(auto_error=False, description="The token of the service's data folder."))]
+"""Says how to get in; the guard has looked after that before."""
+Text: TypeAlias = Annotated[str, Field(max_length=MOST_TEXT), AfterValidator(_plain)]
+Number: TypeAlias = Annotated[int, Field(ge=1, le=MOST_NUMBER)]
+Id: TypeAlias = Annotated[int, Path(ge=1, le=MOST_NUMBER, description="The number of the record.")]
+Cursor: TypeAlias = Annotated[
+    str | None,
+    Query(max_length=MOST_CURSOR, description="`next_cursor` of the page before; none for the first."),
+]
+Limit: TypeAlias = Annotated[int, Query(ge=1, le=MOST_ITEMS, description="Items of a page.")]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class TagBody(_Body):
+    """A tag to give."""
+
+    tag: Annotated[str, Field(min_length=1, max_length=TAG_LENGTH), AfterValidator(_plain)]
+
+
+class NoteBody(_Body):
+    """What to write of a checkpoint."""
+
+    note: Annotated[str, Field(max_length=NOTE_LENGTH), AfterValidator(_plain)]
+
+
+def _wanted(
+    text: Annotated[Text, Query(description="Words of the path, the note or a tag.")] = "",
+    root: Number | None = None,
+    run: Number | None = None,
+    container: Text | None = None,
+    layout: Text | None = None,
+    optimizer: Text | None = None,
+    tag: Text | None = None,
+    seal: Literal["sealed", "unsealed", "changed", "damaged", "unknown"] | None = None,
+    verdict: Literal["clean", "findings", "none"] | None = None,
+    status: Literal["present", "changed", "gone", "any"] = "present",
+    readable: bool | None = None,
+    sort: Annotated[str, Query(pattern=_SORT, description="A column; `-` in front reverses.")] = "-modified",
+) -> Wanted:
+    return Wanted(text, root, run, container, layout, optimizer, tag, seal, verdict, status, readable, sort)
+
+
+Which: TypeAlias = Annotated[Wanted, Depends(_wanted)]
+
+
+def catalogue_routes(catalogue: Catalogue) -> APIRouter:
+    """Returns the routes of what there is.
+
+    Args:
+        catalogue: The checkpoints.
+    """
+    routes = APIRouter(prefix=PREFIX, responses=PROBLEMS, dependencies=TOKEN, tags=["catalogue"])
+
+    @routes.get("/roots")
+    def list_roots() -> list[Root]:
+        """The folders that are scanned."""
+        return list(catalogue.roots())
+
+    @routes.post("/scan")
+    def scan() -> Scan:
+        """Looks for checkpoints below all roots, and says what is new, changed or gone."""
+        return catalogue.scan()
+
+    @routes.get("/checkpoints")
+    def list_checkpoints(wanted: Which, cursor: Cursor = None, limit: Limit = 50) -> Page[Checkpoint]:
+        """The checkpoints that are asked for; those that can't be read say why."""
+        return catalogue.checkpoints(wanted, cursor, limit)
+
+    @routes.get("/facets")
+    def list_facets(wanted: Which) -> dict[str, dict[str, int]]:
+        """The values of each filter, with how many of the checkpoints that are asked for have it."""
+        return catalogue.facets(wanted)
+
+    @routes.get("/checkpoints/{number}")
+    def read_checkpoint(number: Id) -> Checkpoint:
+        """One checkpoint."""
+        return catalogue.checkpoint(number)
+
+    @routes.post("/checkpoints/{number}/tags")
+    def give_tag(number: Id, body: TagBody) -> Checkpoint:
+        """Gives a checkpoint a tag, if it doesn't have it."""
+        return catalogue.tag(number, body.tag)
+
+    @routes.delete("/checkpoints/{number}/tags")
+    def take_tag(number: Id, tag: Annotated[Text, Query(min_length=1)]) -> Checkpoint:
+        """Takes a tag from a checkpoint, if it has it."""
+        return catalogue.untag(number, tag)
+
+    @routes.put("/checkpoints/{number}/note")
+    def write_note(number: Id, body: NoteBody) -> Checkpoint:
+        """Writes down what somebody says of a checkpoint, in the place of what was said before."""
+        return catalogue.note(number, body.note)
+
+    @routes.get("/runs")
+    def list_runs(cursor: Cursor = None, limit: Limit = 50) -> Page[Run]:
+        """The runs, folders of steps, the youngest first."""
+        return catalogue.runs(cursor, limit)
+
+    @routes.get("/runs/{number}")
+    def read_run(number: Id) -> Run:
+        """One run; its steps are the checkpoints with `run` set to its number."""
+        return catalogue.run(number)
+
+    return routes

@@ -1,0 +1,51 @@
+"""A service over a few recorded checkpoints, as tests ask it."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from fastapi import FastAPI
+from starlette.testclient import TestClient
+
+from goldens import GOLDEN
+from statekit.service.catalogue import Catalogue
+from statekit.service.database import Database
+from statekit.service.web.api import catalogue_routes
+from statekit.service.web.app import create_app
+from statekit.service.web.security import LOOPBACK, Hosts, Keys
+
+TOKEN = "t" * 43
+BEARER = {"Authorization": f"Bearer {TOKEN}"}
+HOSTS = Hosts(LOOPBACK | {"testserver"})  # so that schemathesis calls what it asks in this process
+T5X = GOLDEN / "t5x" / "momentum_f32" / "checkpoint" / "checkpoint_4"
+TORCH = GOLDEN / "torch_formats" / "adamw_legacy" / "checkpoint" / "checkpoint.pt"
+
+
+class Served:
+    """A service whose data and root lie in a folder: a checkpoint of T5X, two of PyTorch, and one that is damaged.
+
+    Args:
+        folder: An empty folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.root, self.data = folder / "root", folder / "data"
+        self.data.mkdir(parents=True)
+        shutil.copytree(T5X, self.root / "run" / "checkpoint_4")
+        for name in ("a.pt", "b.pt"):
+            shutil.copy(TORCH, self.root / name)
+        (self.root / "broken.pt").write_bytes(TORCH.read_bytes()[:1000])
+        (folder / "secret").write_text("swordfish")
+        self.database = Database(self.data, migrate=True)
+        self.catalogue = Catalogue(self.database, [self.root])
+        self.catalogue.scan()
+        self.keys = Keys(TOKEN)
+        self.app: FastAPI = create_app(self.keys, HOSTS, [catalogue_routes(self.catalogue)])
+        self.client = TestClient(
+            self.app, base_url="http://localhost:8642", headers=BEARER, raise_server_exceptions=False
+        )
+
+    def close(self) -> None:
+        """Closes the database."""
+        self.database.close()

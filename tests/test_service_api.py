@@ -1,0 +1,138 @@
+"""The service's API: typed, paged, and a client's fault is never the server's."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from schemathesis import GenerationMode
+from schemathesis.checks import positive_data_acceptance
+from schemathesis.python.asgi import get_client
+from serving import BEARER, Served
+
+API = "/api/v1"
+SEMANTIC = [positive_data_acceptance]
+"""Checks that hold a description to say all that makes sense: which text is a cursor it can't."""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    service = Served(tmp_path_factory.mktemp("service"))
+    yield service
+    service.close()
+
+
+def got(served: Served, path: str, **params: Any) -> Any:
+    answer = served.client.get(f"{API}{path}", params=params)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def test_checkpoints_are_listed_page_by_page_and_each_once(served: Served) -> None:
+    whole = got(served, "/checkpoints", sort="path")
+    assert [one["path"] for one in whole["items"]] == ["a.pt", "b.pt", "broken.pt", "run/checkpoint_4"]
+    seen, cursor = [], None
+    for _ in range(10):
+        page = got(served, "/checkpoints", sort="path", limit=1, **({"cursor": cursor} if cursor else {}))
+        seen += [one["id"] for one in page["items"]]
+        assert page["total"] == 4
+        cursor = page["next_cursor"]
+        if cursor is None:
+            break
+    assert seen == [one["id"] for one in whole["items"]]
+
+
+def test_filters_choose_and_what_cannot_be_read_says_why(served: Served) -> None:
+    (t5x,) = got(served, "/checkpoints", optimizer="adafactor/t5x")["items"]
+    assert t5x["container"] == "t5x" and t5x["step"] == 4 and t5x["resumable"]
+    (broken,) = got(served, "/checkpoints", readable=False)["items"]
+    assert broken["path"] == "broken.pt" and broken["unreadable"]
+    assert got(served, "/checkpoints", text="a.pt")["total"] == 1
+    assert got(served, "/facets")["container"] == {"t5x": 1, "torch": 3}
+
+
+def test_tags_and_notes_are_written_down(served: Served) -> None:
+    number = got(served, "/checkpoints", text="a.pt")["items"][0]["id"]
+    tagged = served.client.post(f"{API}/checkpoints/{number}/tags", json={"tag": "<b>good</b>"})
+    assert tagged.json()["tags"] == ["<b>good</b>"]
+    noted = served.client.put(f"{API}/checkpoints/{number}/note", json={"note": "two\nlines \u202e"})
+    assert noted.json()["note"] == "two\nlines \\u202e"
+    assert got(served, "/checkpoints", tag="<b>good</b>")["total"] == 1
+    cleared = served.client.delete(f"{API}/checkpoints/{number}/tags", params={"tag": "<b>good</b>"})
+    assert cleared.json()["tags"] == []
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "named"),
+    [
+        ("GET", "/checkpoints/999", None, 404, "checkpoint 999"),
+        ("GET", "/checkpoints/0", None, 422, "path"),
+        ("GET", "/checkpoints/99999999999999999999", None, 422, "path"),
+        ("GET", "/checkpoints/..%2f..%2fsecret", None, 404, None),
+        ("GET", "/checkpoints?sort=place", None, 422, "query"),
+        ("GET", "/checkpoints?cursor=x", None, 422, "cursor"),
+        ("GET", "/checkpoints?text=a%00", None, 422, "query"),
+        ("GET", "/runs/1", None, 404, "run 1"),
+        ("POST", "/checkpoints/1/tags", {"tag": "\ud800"}, 422, "body"),
+        ("POST", "/checkpoints/1/tags", {"tag": "\n"}, 422, "tag"),
+        ("POST", "/checkpoints/1/tags", {"tag": "a", "path": "/etc/passwd"}, 422, "body"),
+        ("PUT", "/checkpoints/1/note", {"note": "x" * 5000}, 422, "body"),
+        ("PUT", "/checkpoints/1", None, 405, None),
+    ],
+)
+def test_a_problem_says_what_is_wrong_and_where(
+    method: str, path: str, body: Any, status: int, named: str | None, served: Served
+) -> None:
+    sent = None if body is None else json.dumps(body).encode()
+    headers = {} if sent is None else {"Content-Type": "application/json"}
+    answer = served.client.request(method, f"{API}{path}", content=sent, headers=headers)
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    problem = answer.json()
+    assert problem["status"] == status and problem["detail"]
+    assert named is None or problem["place"] == named
+
+
+def test_a_body_that_is_no_json_is_a_clients_fault(served: Served) -> None:
+    for content in (b"{", b"\xff", b"[" * 100_000, b'{"tag": 1e999}', b"null"):
+        answer = served.client.post(
+            f"{API}/checkpoints/1/tags", content=content, headers={"Content-Type": "application/json"}
+        )
+        assert answer.status_code in (400, 422), content[:20]
+
+
+def cases_of(served: Served) -> st.SearchStrategy[schemathesis.Case[Any]]:
+    """Returns requests that the description of the interface allows, and others that it doesn't."""
+    schema = schemathesis.openapi.from_asgi(f"{API}/openapi.json", served.app, headers=BEARER)
+    modes = (GenerationMode.POSITIVE, GenerationMode.NEGATIVE)
+    return st.one_of(*(schema.as_strategy(generation_mode=mode) for mode in modes))
+
+
+def hold_to_the_description(served: Served, count: int) -> None:
+    @settings(
+        max_examples=count,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=[*HealthCheck],
+    )
+    @given(case=cases_of(served))
+    def holds(case: schemathesis.Case[Any]) -> None:
+        case.call_and_validate(session=client, headers=BEARER, excluded_checks=SEMANTIC)
+
+    with get_client(served.app, max_stream_events=10) as client:
+        holds()
+
+
+def test_answers_are_as_described_whatever_is_asked(served: Served) -> None:
+    hold_to_the_description(served, 150)
+
+
+@pytest.mark.slow
+def test_answers_are_as_described_in_ten_thousand_cases(served: Served) -> None:
+    hold_to_the_description(served, 10_000)
