@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import schemathesis
@@ -125,7 +125,7 @@ def hold_to_the_description(served: Served, count: int) -> None:
     def holds(case: schemathesis.Case[Any]) -> None:
         case.call_and_validate(session=client, headers=BEARER, excluded_checks=SEMANTIC)
 
-    with get_client(served.app, max_stream_events=10) as client:
+    with get_client(cast(Any, served.app), max_stream_events=10) as client:
         holds()
 
 
