@@ -41,7 +41,7 @@ class Served:
         self.catalogue = Catalogue(self.database, [self.root])
         self.catalogue.scan()
         self.keys = Keys(TOKEN)
-        self.app: FastAPI = create_app(self.keys, HOSTS, [catalogue_routes(self.catalogue)])
+        self.app: FastAPI = create_app(self.keys, HOSTS, routers=[catalogue_routes(self.catalogue)])
         self.client = TestClient(
             self.app, base_url="http://localhost:8642", headers=BEARER, raise_server_exceptions=False
         )

@@ -77,6 +77,8 @@ def test_tags_and_notes_are_written_down(served: Served) -> None:
         ("GET", "/checkpoints?sort=place", None, 422, "query"),
         ("GET", "/checkpoints?cursor=x", None, 422, "cursor"),
         ("GET", "/checkpoints?text=a%00", None, 422, "query"),
+        ("GET", "/checkpoints?optimiser=adamw", None, 422, "query"),
+        ("GET", "/checkpoints?tag=a&tag=b", None, 422, "query"),
         ("GET", "/runs/1", None, 404, "run 1"),
         ("POST", "/checkpoints/1/tags", {"tag": "\ud800"}, 422, "body"),
         ("POST", "/checkpoints/1/tags", {"tag": "\n"}, 422, "tag"),

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from http import HTTPStatus
 from typing import Annotated, Any, Literal, TypeAlias
 
-from fastapi import APIRouter, Depends, Path, Query, Security
+from fastapi import APIRouter, Depends, Path, Query, Request, Security
+from fastapi.dependencies.models import Dependant
 from fastapi.security import HTTPBearer
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from statekit.errors import Faults, UsageError, meant
 from statekit.service.catalogue import MOST_ITEMS, NOTE_LENGTH, TAG_LENGTH, Catalogue
 from statekit.service.records import SORTS, Checkpoint, Page, Root, Run, Scan
 from statekit.service.records import Query as Wanted
@@ -58,8 +61,36 @@ def _plain(text: str) -> str:
 
 
 _SORT = f"^-?({'|'.join(SORTS)})$"
-TOKEN = [Security(HTTPBearer(auto_error=False, description="The token of the service's data folder."))]
-"""Says how to get in; the guard has looked after that before."""
+
+
+def _said_once(request: Request) -> None:
+    """Refuses parameters that there aren't, and those said twice: a misspelt filter would choose everything."""
+    known = _parameters(request.scope["route"].dependant)
+    faults = Faults()
+    for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
+        if name not in known:
+            faults.add(" ".join(["is no parameter of this", meant(name, known)]).strip(), name[:100])
+        elif count > 1:
+            faults.add("is said more than once", name)
+    faults.check(
+        UsageError,
+        "The parameters can't be taken",
+        place="query",
+        expected=", ".join(known) or "no parameters",
+    )
+
+
+def _parameters(dependant: Dependant) -> list[str]:
+    """Returns the names of the query's parameters that a route, or what it depends on, takes."""
+    below = [name for one in dependant.dependencies for name in _parameters(one)]
+    return [*(param.alias for param in dependant.query_params), *below]
+
+
+EVERYWHERE = [
+    Security(HTTPBearer(auto_error=False, description="The token of the service's data folder.")),
+    Depends(_said_once),
+]
+"""What holds of every request; the guard has looked at the token before."""
 Text: TypeAlias = Annotated[str, Field(max_length=MOST_TEXT), AfterValidator(_plain)]
 Number: TypeAlias = Annotated[int, Field(ge=1, le=MOST_NUMBER)]
 Id: TypeAlias = Annotated[int, Path(ge=1, le=MOST_NUMBER, description="The number of the record.")]
@@ -112,7 +143,7 @@ def catalogue_routes(catalogue: Catalogue) -> APIRouter:
     Args:
         catalogue: The checkpoints.
     """
-    routes = APIRouter(prefix=PREFIX, responses=PROBLEMS, dependencies=TOKEN, tags=["catalogue"])
+    routes = APIRouter(prefix=PREFIX, responses=PROBLEMS, dependencies=EVERYWHERE, tags=["catalogue"])
 
     @routes.get("/roots")
     def list_roots() -> list[Root]:

@@ -23,18 +23,18 @@ from statekit.service.web.security import Guard, Hosts, Keys, Refused
 def create_app(
     keys: Keys,
     hosts: Hosts,
-    routers: Sequence[APIRouter] = (),
     ready: Callable[[], str | None] = lambda: None,
     jobs: Callable[[], Mapping[str, int]] = dict,
+    routers: Sequence[APIRouter] = (),
 ) -> FastAPI:
     """Returns the application.
 
     Args:
         keys: Who may ask.
         hosts: Under which names.
-        routers: What is answered behind the guard: the API, the screens.
         ready: Returns why the service can't work now; None if it can.
         jobs: Returns for each state how many jobs there are.
+        routers: What is answered behind the guard: the API, the screens.
     """
     app = FastAPI(
         title="statekit",
