@@ -20,7 +20,7 @@ FLOORS = (
     ("statekit.tensors", "statekit.schemas"),
     ("statekit.state", "statekit.files", "statekit.arrays"),
     ("statekit.conversion.contracts", "statekit.optim"),
-    ("statekit.converters.formats", "statekit.maps"),
+    ("statekit.converters.formats", "statekit.maps", "statekit.statistics"),
     ("statekit.converters.containers", "statekit.converters.layouts"),
     ("statekit.conversion", "statekit.dropin"),
     ("statekit.attestation", "statekit.pages"),

@@ -12,7 +12,7 @@ from jinja2 import ChoiceLoader, Environment, FileSystemLoader, PackageLoader, S
 from markupsafe import Markup, escape
 
 from statekit.errors import plural, printable, size, some
-from statekit.pages import charts
+from statekit.pages import charts, parameter
 from statekit.pages.charts import number
 from statekit.pages.listing import all_numbers, inside, listing, total_magnitudes
 
@@ -28,8 +28,10 @@ def _escaped(value: object) -> Markup:
     return escape(_shown(value))
 
 
-def number_or_text(value: float | str | None) -> str:
-    """Returns a number for people; what JSON has as text, as it is."""
+def number_or_text(value: float | str | Mapping[str, str] | None) -> str:
+    """Returns a number for people; what JSON has as text, because it isn't finite, as it is."""
+    if isinstance(value, Mapping):
+        return value["$float"]
     return value if isinstance(value, str) else number(value)
 
 
@@ -66,6 +68,10 @@ def environment(*folders: Path, shared: Mapping[str, Any] | None = None) -> Envi
         inside=inside,
         all_numbers=all_numbers,
         total_magnitudes=total_magnitudes,
+        plots_of_tensor=parameter.of_tensor,
+        plot_of_figure=parameter.of_figure,
+        plots_of_run=parameter.of_run,
+        plots_of_difference=parameter.of_difference,
     )
     made.globals.update(shared or {})
     return made

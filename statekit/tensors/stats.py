@@ -119,9 +119,11 @@ def _of_block(block: Array) -> Stats:
     finite = int(np.count_nonzero(good))
     nans = int(np.count_nonzero(np.isnan(values)))
     kept = values[good] if finite < values.size else values.ravel()
+    with np.errstate(over="ignore"):  # a norm that float64 doesn't have is infinite
+        squares = float(np.sum(kept * kept))
     return Stats(
         finite,
-        float(np.sum(kept * kept)),
+        squares,
         float(kept.min()) if finite else None,
         float(kept.max()) if finite else None,
         finite - int(np.count_nonzero(kept)),
