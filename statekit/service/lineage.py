@@ -52,19 +52,18 @@ def _edges(connection: Connection, one: Checkpoint) -> Iterator[tuple[Edge, Node
     table = CHECKPOINTS.c
     row = connection.execute(select(CHECKPOINTS).where(table.id == one.id)).one()
     if row.made is not None:
-        sources = checkpoints_of(connection, table.digest == row.source_digest) if row.source_digest else ()
-        sources = tuple(source for source in sources if source.id != one.id)
+        sources = [source for source in _with_digest(connection, row.source_digest) if _is_of(source, row)]
         for source in sources:
             yield _made(connection, source, row), Node(_name(source), source)
         if not sources:
             said = row.made["source"]
             node = Node(f"digest-{said.get('digest') or f'of-{one.id}'}", None, said)
             yield _edge(node.id, row, None), node
-    if row.digest is not None:
-        made_of = and_(table.source_digest == row.digest, table.id != one.id)
-        for target in checkpoints_of(connection, made_of):
-            at = connection.execute(select(CHECKPOINTS).where(table.id == target.id)).one()
-            yield _made(connection, one, at), Node(_name(target), target)
+    for target in _made_of(connection, one):
+        yield (
+            _made(connection, one, target),
+            Node(f"checkpoint-{target.id}", checkpoint_of(connection, target.id)),
+        )
     proofs = select(JOBS.c.id).join(SUBJECTS, SUBJECTS.c.job == JOBS.c.id)
     mine = proofs.where(JOBS.c.kind == "verify", JOBS.c.state == "done", SUBJECTS.c.checkpoint == one.id)
     for job in connection.execute(mine.order_by(JOBS.c.id)).scalars().all():
@@ -74,6 +73,26 @@ def _edges(connection: Connection, one: Checkpoint) -> Iterator[tuple[Edge, Node
         other = checkpoint_of(connection, numbers[1] if numbers[0] == one.id else numbers[0])
         made = Edge(ends[0], ends[1], "verify", job, None, {}, None, data.get("verdict"), data.get("digest"))
         yield made, Node(_name(other), other)
+
+
+def _with_digest(connection: Connection, digest: str | None) -> tuple[Checkpoint, ...]:
+    return checkpoints_of(connection, CHECKPOINTS.c.digest == digest) if digest else ()
+
+
+def _made_of(connection: Connection, one: Checkpoint) -> list[Row[Any]]:
+    """Returns the rows of what was made of a checkpoint."""
+    if one.digest is None:
+        return []
+    rows: Sequence[Any] = connection.execute(
+        select(CHECKPOINTS).where(CHECKPOINTS.c.source_digest == one.digest).order_by(CHECKPOINTS.c.id)
+    ).all()
+    return [row for row in rows if _is_of(one, row)]
+
+
+def _is_of(source: Checkpoint, target: Row[Any]) -> bool:
+    """Tells whether a manifest's source may be this one among those of equal content: by its step, if it says one."""
+    said = (target.made or {}).get("source") or {}
+    return source.id != target.id and (said.get("step") is None or said["step"] == source.step)
 
 
 def _made(connection: Connection, source: Checkpoint, target: Row[Any]) -> Edge:
@@ -156,9 +175,8 @@ def check_thinning(connection: Connection, number: int, job: int | None = None) 
             "it is the last step of its run from which it can be resumed",
             "keep it, or thin it once there is a later one",
         )
-    if one.digest is not None:
-        needed = and_(table.source_digest == one.digest, table.status == "present", table.id != one.id)
-        for made in checkpoints_of(connection, needed):
+    for made in _made_of(connection, one):
+        if made.status == "present":
             refuse(
                 "another was made of it, which nobody could hold against its source any more",
                 "remove what was made of it, or keep both",

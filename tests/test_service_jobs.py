@@ -1,0 +1,318 @@
+"""The service's jobs: leases that fence, ends that are one, tasks that may die, and what thinning refuses."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+import statekit
+from goldens import GOLDEN
+from statekit.errors import NotFoundError, RefusedError, UsageError
+from statekit.service.catalogue import Catalogue
+from statekit.service.child import Child
+from statekit.service.database import Database, Ownership
+from statekit.service.jobs import LEASE_SECONDS, MOST_ATTEMPTS, Jobs, Lease, Lost
+from statekit.service.lineage import lineage_of
+from statekit.service.records import ENDED, Job, Query
+from statekit.service.worker import Worker
+
+T5X = GOLDEN / "t5x" / "momentum_f32" / "checkpoint" / "checkpoint_4"
+
+
+class Lab:
+    """A root with two steps of a run, and the service's parts over it, in this process."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root = folder / "root"
+        for step in (4, 8):
+            shutil.copytree(T5X, self.root / "run" / f"checkpoint_{step}")
+        self.owner = Ownership(folder / "data")
+        self.database = Database(folder / "data", migrate=True)
+        self.catalogue = Catalogue(self.database, [self.root])
+        self.catalogue.scan()
+        self.jobs = Jobs(self.database)
+        self.worker = Worker(self.database, self.catalogue, self.jobs)
+
+    def number(self, path: str) -> int:
+        (one,) = [item for item in self.catalogue.checkpoints(Query(sort="path")).items if item.path == path]
+        return one.id
+
+    def do(self, kind: str, subjects: list[int], **options: Any) -> Job:
+        made = self.jobs.submit(kind, subjects, options)
+        lease = self.jobs.lease("test")
+        assert lease is not None and lease.job.id == made.id
+        self.worker._do(lease)
+        return self.jobs.job(made.id)
+
+    def close(self) -> None:
+        self.database.close()
+        self.owner.close()
+
+
+@pytest.fixture
+def lab(tmp_path: Path) -> Iterator[Lab]:
+    made = Lab(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
+    """A lab whose checkpoints no test changes."""
+    made = Lab(tmp_path_factory.mktemp("lab"))
+    yield made
+    made.close()
+
+
+def test_a_job_is_done_by_a_process_of_its_own_and_its_events_are_in_order(shared: Lab) -> None:
+    job = shared.do("inspect", [shared.number("run/checkpoint_4")], stats=True)
+    assert (job.state, job.attempts, job.fraction) == ("done", 1, 1.0)
+    assert shared.jobs.result(job.id)["totals"]["parameters"] == 6
+    events = shared.jobs.events(job.id)
+    assert [event.number for event in events] == list(range(1, len(events) + 1))
+    assert [e.data["state"] for e in events if e.kind == "state"] == ["queued", "running", "done"]
+    assert shared.jobs.events(job.id, after=1)[0].number == 2
+    known = shared.jobs.known("inspect", job.subjects, {"stats": True})
+    assert known is not None and known.id == job.id
+    assert shared.jobs.known("inspect", job.subjects) is None
+
+
+def test_what_a_verb_refuses_is_a_problem_with_its_parts(shared: Lab) -> None:
+    job = shared.do("inspect", [shared.number("run/checkpoint_4")], filter="nothing*")
+    assert job.state == "failed" and job.problem is not None
+    assert (job.problem["kind"], job.problem["subject"]) == ("NotFoundError", "Nothing matches the filter.")
+    assert job.problem["remedy"]
+
+
+def test_a_task_that_dies_ends_its_job_and_nothing_else(shared: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = Child.ask
+
+    def ask(child: Child, request: Any) -> None:
+        asked(child, request)
+        os.kill(child.pid, signal.SIGKILL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Child, "ask", ask)
+        crashed = shared.do("check", [shared.number("run/checkpoint_4")])
+    assert crashed.state == "crashed" and "SIGKILL" in str(crashed.problem)
+    assert shared.do("check", [shared.number("run/checkpoint_4")]).state == "done"
+
+
+def test_a_task_has_no_more_memory_than_its_files_explain(
+    shared: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("statekit.service.worker.MEMORY", 2**20)
+    job = shared.do("inspect", [shared.number("run/checkpoint_4")], stats=True)
+    assert job.state in ("failed", "crashed")
+
+
+def test_a_repeated_request_is_one_job_and_another_one_under_its_key_is_refused(shared: Lab) -> None:
+    number = shared.number("run/checkpoint_4")
+    first = shared.jobs.submit("check", [number], idempotency_key="k")
+    assert shared.jobs.submit("check", [number], idempotency_key="k").id == first.id
+    with pytest.raises(UsageError, match="another request"):
+        shared.jobs.submit("seal", [number], idempotency_key="k")
+    assert shared.jobs.jobs(state="open").total == 1
+    assert shared.jobs.cancel(first.id).state == "cancelled"
+    assert shared.jobs.cancel(first.id).state == "cancelled"
+    assert shared.jobs.lease("test") is None
+
+
+@pytest.mark.parametrize(
+    ("kind", "count", "options", "said"),
+    [
+        ("convert", 1, {}, "target"),
+        ("convert", 1, {"target": "/tmp/x"}, "target"),
+        ("convert", 1, {"target": {"root": 1, "path": "a.pt"}, "map": "../x.json"}, "map"),
+        ("convert", 1, {"target": {"root": 1, "path": "a.pt"}, "like": "/etc/passwd"}, "like"),
+        ("verify", 2, {"gradients": "/etc/passwd"}, "gradients"),
+        ("diff", 1, {}, "subjects"),
+        ("inspect", 1, {"follow_links": True}, "follow_links"),
+        ("inspect", 1, {"budget": 2**60}, "budget"),
+        ("nothing", 1, {}, "kind"),
+    ],
+)
+def test_options_that_make_no_sense_or_name_files_are_refused(
+    shared: Lab, kind: str, count: int, options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(UsageError, match=said):
+        shared.jobs.submit(kind, [shared.number("run/checkpoint_4")] * count, options)
+    with pytest.raises(NotFoundError):
+        shared.jobs.submit("check", [999])
+
+
+def test_a_target_outside_of_the_roots_is_a_problem_and_nothing_is_written(shared: Lab) -> None:
+    for path in ("../out.pt", "/tmp/out.pt", "nowhere/out.pt"):
+        job = shared.do("convert", [shared.number("run/checkpoint_4")], target={"root": 1, "path": path})
+        assert job.state == "failed", path
+    assert not (shared.root.parent / "out.pt").exists()
+
+
+def test_a_conversion_of_a_job_and_one_of_the_command_line_are_in_the_lineage(lab: Lab) -> None:
+    source = lab.number("run/checkpoint_4")
+    assert lab.do("convert", [source], target={"root": 1, "path": "job.pt"}, to="torch").state == "done"
+    statekit.convert(lab.root / "job.pt", lab.root / "line.pt", layout="statekit-torch", step_offset="reset")
+    lab.catalogue.scan()
+    line = lab.number("line.pt")
+    lineage = lineage_of(lab.database, line)
+    names = [node.checkpoint.path for node in lineage.nodes if node.checkpoint]
+    assert names == ["run/checkpoint_4", "job.pt", "line.pt"]
+    edges = {(edge.source, edge.target): edge for edge in lineage.edges}
+    of_job = edges[f"checkpoint-{source}", f"checkpoint-{lab.number('job.pt')}"]
+    of_line = edges[f"checkpoint-{lab.number('job.pt')}", f"checkpoint-{line}"]
+    assert of_job.job is not None and of_line.job is None
+    assert of_line.tool == f"statekit {statekit.__version__}"
+    assert of_line.options["step_offset"]["asked"] == "reset"
+
+
+def test_thinning_keeps_the_weights_and_refuses_what_is_needed(lab: Lab) -> None:
+    old, last = lab.number("run/checkpoint_4"), lab.number("run/checkpoint_8")
+
+    def refusal(number: int) -> str:
+        with pytest.raises(RefusedError) as refused:
+            lab.jobs.submit("thin", [number])
+        return refused.value.subject
+
+    assert "unsealed" in refusal(old)
+    for number in (old, last):
+        assert lab.do("seal", [number]).state == "done"
+    lab.catalogue.scan()
+    assert "last step" in refusal(last)
+    statekit.convert(lab.root / "run" / "checkpoint_4", lab.root / "made.pt")
+    lab.catalogue.scan()
+    assert "another was made of it" in refusal(old)
+    (lab.root / "made.pt").unlink()
+    lab.catalogue.scan()
+
+    before = sum(file.stat().st_size for file in (lab.root / "run" / "checkpoint_4").rglob("*"))
+    dry = lab.jobs.result(lab.do("thin", [old], dry_run=True).id)
+    assert dry["dry_run"] and dry["freed"] > 0
+    assert (lab.root / "run" / "checkpoint_4").is_dir()
+    job = lab.do("thin", [old])
+    assert job.state == "done", job.problem
+    said = lab.jobs.result(job.id)
+    assert not (lab.root / "run" / "checkpoint_4").exists() and before > 0
+    weights = statekit.inspect(Path(said["target"]))
+    assert weights.totals()["slots"] == 0 and weights.totals()["parameters"] == 6
+    assert not [file for file in (lab.root / "run").iterdir() if file.name.startswith(".statekit")]
+    lab.catalogue.scan()
+    edges = lineage_of(lab.database, old).edges
+    assert sorted(edge.kind for edge in edges) == ["convert", "thin"]
+
+
+def test_what_was_changed_after_its_seal_is_not_thinned(lab: Lab) -> None:
+    old = lab.number("run/checkpoint_4")
+    statekit.seal(lab.root / "run")
+    lab.catalogue.scan()
+    chunk = next((lab.root / "run" / "checkpoint_4").glob("state.param_states*/0*"))
+    lab.jobs.submit("thin", [old])
+    chunk.write_bytes(bytes([chunk.read_bytes()[0] ^ 1]) + chunk.read_bytes()[1:])
+    lease = lab.jobs.lease("test")
+    assert lease is not None
+    lab.worker._do(lease)
+    assert lab.jobs.job(lease.job.id).state == "failed"
+    assert chunk.exists()
+
+
+class Leases(RuleBasedStateMachine):
+    """Workers that lease, renew, finish, die and come late, under a clock that may jump to another start."""
+
+    folder: Path
+
+    @initialize()
+    def begin(self) -> None:
+        self.now, self.boot, self.dead = 10**12, "a", set[str]()
+        self.database = Database(self.folder, migrate=True)
+        with self.database.writing() as connection:
+            connection.exec_driver_sql("DELETE FROM events")
+            connection.exec_driver_sql("DELETE FROM results")
+            connection.exec_driver_sql("DELETE FROM subjects")
+            connection.exec_driver_sql("DELETE FROM jobs")
+        self.jobs = Jobs(self.database, lambda: self.now, lambda: self.boot)
+        self.leases: list[tuple[str, Lease]] = []
+        self.ended: dict[int, str] = {}
+
+    def teardown(self) -> None:
+        self.database.close()
+
+    @rule()
+    def submit(self) -> None:
+        self.jobs.submit("check", [1])
+
+    @rule(worker=st.sampled_from(["w1", "w2"]))
+    def lease(self, worker: str) -> None:
+        made = self.jobs.lease(worker)
+        if made is not None:
+            assert made.job.id not in self.ended
+            self.leases.append((worker, made))
+
+    @rule(data=st.data())
+    def heartbeat(self, data: st.DataObject) -> None:
+        if self.leases:
+            worker, lease = data.draw(st.sampled_from(self.leases))
+            try:
+                self.jobs.heartbeat(lease, 0.5, "half")
+            except Lost:
+                self.leases.remove((worker, lease))
+
+    @rule(data=st.data(), state=st.sampled_from(["done", "failed", "crashed", "cancelled"]))
+    def finish(self, data: st.DataObject, state: Any) -> None:
+        if self.leases:
+            worker, lease = data.draw(st.sampled_from(self.leases))
+            result: Any = {"checkpoints": []} if state == "done" else None
+            if self.jobs.finish(lease, state, result):
+                assert lease.job.id not in self.ended
+                self.ended[lease.job.id] = state
+                self.leases.remove((worker, lease))
+
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        if self.leases:
+            self.jobs.release(data.draw(st.sampled_from(self.leases))[1])
+
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        every = self.jobs.jobs(limit=500).items
+        if every:
+            self.jobs.cancel(data.draw(st.sampled_from(every)).id)
+
+    @rule(seconds=st.sampled_from([1.0, LEASE_SECONDS + 1]))
+    def wait(self, seconds: float) -> None:
+        self.now += round(seconds * 1e9)
+
+    @rule()
+    def start_the_machine_anew(self) -> None:
+        self.now, self.boot = 10**9, self.boot + "a"
+
+    @rule(worker=st.sampled_from([None, "w1", "w2"]))
+    def reap(self, worker: str | None) -> None:
+        self.jobs.reap(lambda holder: holder == worker and holder is not None)
+
+    @invariant()
+    def each_job_ends_once_and_stays_so(self) -> None:
+        for job in self.jobs.jobs(limit=500).items:
+            ends = [e.data["state"] for e in self.jobs.events(job.id) if e.kind == "state"]
+            assert sum(end in ENDED for end in ends) == (job.state in ENDED)
+            assert job.attempts <= MOST_ATTEMPTS
+            if job.id in self.ended:
+                assert job.state == self.ended[job.id]
+            elif job.state in ENDED:
+                self.ended[job.id] = job.state
+
+
+def test_leases_fence_whatever_the_order_of_events(shared: Lab) -> None:
+    Leases.folder = shared.database.folder
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(
+        Leases, settings=settings(max_examples=8, stateful_step_count=25, deadline=None)
+    )
