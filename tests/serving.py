@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import shutil
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from fastapi import FastAPI
@@ -11,9 +14,14 @@ from starlette.testclient import TestClient
 from goldens import GOLDEN
 from statekit.service.catalogue import Catalogue
 from statekit.service.database import Database
+from statekit.service.jobs import Jobs
+from statekit.service.service import Service
 from statekit.service.web.api import catalogue_routes
 from statekit.service.web.app import create_app
+from statekit.service.web.contents_api import contents_routes
+from statekit.service.web.job_api import job_routes
 from statekit.service.web.security import LOOPBACK, Hosts, Keys
+from statekit.service.worker import Worker
 
 TOKEN = "t" * 43
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -38,13 +46,32 @@ class Served:
         (self.root / "broken.pt").write_bytes(TORCH.read_bytes()[:1000])
         (folder / "secret").write_text("swordfish")
         self.database = Database(self.data, migrate=True)
-        self.catalogue = Catalogue(self.database, [self.root])
-        self.catalogue.scan()
+        self.service = Service(self.database, Catalogue(self.database, [self.root]), Jobs(self.database))
+        self.service.catalogue.scan()
         self.keys = Keys(TOKEN)
-        self.app: FastAPI = create_app(self.keys, HOSTS, routers=[catalogue_routes(self.catalogue)])
+        routers = [
+            catalogue_routes(self.service.catalogue),
+            contents_routes(self.service),
+            job_routes(self.service),
+        ]
+        self.app: FastAPI = create_app(
+            self.keys, HOSTS, self.service.ready, self.service.jobs.counts, routers
+        )
         self.client = TestClient(
             self.app, base_url="http://localhost:8642", headers=BEARER, raise_server_exceptions=False
         )
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Has one worker do the jobs meanwhile."""
+        worker = Worker(self.database, self.service.catalogue, self.service.jobs)
+        thread = threading.Thread(target=worker.work)
+        thread.start()
+        try:
+            yield
+        finally:
+            worker.stop()
+            thread.join(60)
 
     def close(self) -> None:
         """Closes the database."""

@@ -108,6 +108,101 @@ def test_a_body_that_is_no_json_is_a_clients_fault(served: Served) -> None:
         assert answer.status_code in (400, 422), content[:20]
 
 
+def number_of(served: Served, path: str) -> int:
+    return int(got(served, "/checkpoints", text=path, sort="path")["items"][0]["id"])
+
+
+def asked(served: Served, kind: str, *paths: str, key: str | None = None, **options: Any) -> Any:
+    body = {"kind": kind, "subjects": [number_of(served, path) for path in paths], "options": options}
+    headers = {} if key is None else {"Idempotency-Key": key}
+    answer = served.client.post(f"{API}/jobs", json=body, headers=headers)
+    assert answer.status_code == 201, answer.text
+    assert answer.headers["location"] == f"{API}/jobs/{answer.json()['id']}"
+    return answer.json()
+
+
+def events_of(served: Served, job: int, after: int | None = None) -> list[tuple[int, str, Any]]:
+    """Returns the events of a job until it has ended: number, kind and data of each."""
+    headers = {} if after is None else {"Last-Event-ID": f"{after}"}
+    answer = served.client.get(f"{API}/jobs/{job}/events", headers=headers)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"].startswith("text/event-stream")
+    events = []
+    for block in answer.text.replace("\r\n", "\n").split("\n\n"):
+        said = dict(line.split(": ", 1) for line in block.splitlines() if not line.startswith(":"))
+        if said:
+            events.append((int(said["id"]), said["event"], json.loads(said["data"])["data"]))
+    return events
+
+
+def test_a_job_is_followed_to_its_end_and_its_result_read(served: Served) -> None:
+    job = asked(served, "inspect", "a.pt", stats=True)
+    assert job["state"] == "queued"
+    missing = served.client.get(f"{API}/jobs/{job['id']}/result")
+    assert (missing.status_code, missing.json()["found"]) == (404, "it is queued")
+    with served.working():
+        events = events_of(served, job["id"])
+    assert [number for number, _, _ in events] == list(range(1, len(events) + 1))
+    states = [data["state"] for _, kind, data in events if kind == "state"]
+    assert states == ["queued", "running", "done"]
+    again = events_of(served, job["id"], after=events[0][0])
+    assert again == events[1:]
+    over = served.client.get(f"{API}/jobs/{job['id']}/events", headers={"Last-Event-ID": f"{events[-1][0]}"})
+    assert over.status_code == 204
+    result = got(served, f"/jobs/{job['id']}/result")
+    assert result["totals"]["parameters"] == len(result["parameters"]) > 0
+    number = job["subjects"][0]
+    page = got(served, f"/checkpoints/{number}/parameters", limit=1)
+    assert (page["total"], page["next_after"], len(page["items"])) == (len(result["parameters"]), 1, 1)
+    module = result["parameters"][0]["path"].replace(".", "/").split("/")[0]
+    inside = got(served, f"/checkpoints/{number}/parameters", under=module)["items"]
+    assert inside and all(one["path"].startswith(module) for one in inside)
+    assert got(served, f"/checkpoints/{number}/resumes-in")["job"] == job["id"]
+
+
+def test_nothing_is_said_of_what_nobody_has_looked_into(served: Served) -> None:
+    number = number_of(served, "b.pt")
+    for what in ("parameters", "resumes-in"):
+        answer = served.client.get(f"{API}/checkpoints/{number}/{what}")
+        assert answer.status_code == 404
+        assert "inspect" in answer.json()["remedy"]
+
+
+def test_the_same_request_again_is_the_same_job(served: Served) -> None:
+    job = asked(served, "check", "a.pt", key="once")
+    assert asked(served, "check", "a.pt", key="once")["id"] == job["id"]
+    other = {"kind": "check", "subjects": [number_of(served, "b.pt")]}
+    answer = served.client.post(f"{API}/jobs", json=other, headers={"Idempotency-Key": "once"})
+    assert (answer.status_code, answer.json()["place"]) == (422, "Idempotency-Key")
+    assert served.client.post(f"{API}/jobs/{job['id']}/cancel").json()["state"] == "cancelled"
+    assert got(served, "/jobs", state="cancelled")["items"][0]["id"] == job["id"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "options", "named"),
+    [
+        ("convert", {}, "target"),
+        ("convert", {"target": {"root": 1, "path": "x"}, "nothing": 1}, "nothing"),
+        ("convert", {"target": "/etc/passwd"}, "target"),
+        ("inspect", {"path": "/etc/passwd"}, "path"),
+        ("diff", {"map": "/etc/passwd.json"}, "map"),
+    ],
+)
+def test_options_that_a_job_does_not_take_are_refused_by_name(
+    kind: str, options: Any, named: str, served: Served
+) -> None:
+    subjects = [number_of(served, name) for name in ("a.pt", "b.pt")][: 2 if kind == "diff" else 1]
+    answer = served.client.post(f"{API}/jobs", json={"kind": kind, "subjects": subjects, "options": options})
+    assert answer.status_code == 422
+    assert named in answer.json()["found"]
+
+
+def test_a_lineage_begins_with_the_checkpoint_itself(served: Served) -> None:
+    number = number_of(served, "a.pt")
+    lineage = got(served, f"/lineage/{number}")
+    assert [node["checkpoint"]["id"] for node in lineage["nodes"]] == [number]
+
+
 def cases_of(served: Served) -> st.SearchStrategy[schemathesis.Case[Any]]:
     """Returns requests that the description of the interface allows, and others that it doesn't."""
     schema = schemathesis.openapi.from_asgi(f"{API}/openapi.json", served.app, headers=BEARER)

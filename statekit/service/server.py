@@ -30,7 +30,11 @@ from statekit.service.catalogue import Catalogue
 from statekit.service.database import Database, Ownership
 from statekit.service.jobs import Jobs
 from statekit.service.service import Service
+from statekit.service.web.api import catalogue_routes
 from statekit.service.web.app import create_app
+from statekit.service.web.connections import UVICORN
+from statekit.service.web.contents_api import contents_routes
+from statekit.service.web.job_api import job_routes
 from statekit.service.web.security import Hosts, Keys, read_token, remote_hosts
 
 DRAIN_SECONDS = 9.0
@@ -88,8 +92,9 @@ def serve(settings: Settings, announce: Callable[[str, Settings], object]) -> in
     with _listening(settings) as listening, Ownership(settings.data), opened(settings) as service:
         keys = Keys(read_token(settings.data))
         hosts = remote_hosts(settings.names) if settings.allow_remote else Hosts()
-        app = create_app(keys, hosts, service.ready, service.jobs.counts)
-        server = _Server(uvicorn.Config(app, log_config=None, access_log=False, timeout_graceful_shutdown=5))
+        routers = (catalogue_routes(service.catalogue), contents_routes(service), job_routes(service))
+        app = create_app(keys, hosts, service.ready, service.jobs.counts, routers)
+        server = _Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5, **UVICORN))
         server.asked = service.draining.set
         with _signals(server.handle_exit):
             workers = threading.Thread(target=_look_after_workers, args=(service, settings), name="workers")

@@ -53,7 +53,7 @@ PROBLEMS: dict[int | str, dict[str, Any]] = {
 """How a request may fail, for the description of the interface."""
 
 
-def _plain(text: str) -> str:
+def plain_text(text: str) -> str:
     """Returns text that can be searched for and written down."""
     if "\0" in text or any("\ud800" <= c <= "\udfff" for c in text):
         raise ValueError("has NUL characters or halves of characters")
@@ -91,7 +91,7 @@ EVERYWHERE = [
     Depends(_said_once),
 ]
 """What holds of every request; the guard has looked at the token before."""
-Text: TypeAlias = Annotated[str, Field(max_length=MOST_TEXT), AfterValidator(_plain)]
+Text: TypeAlias = Annotated[str, Field(max_length=MOST_TEXT), AfterValidator(plain_text)]
 Number: TypeAlias = Annotated[int, Field(ge=1, le=MOST_NUMBER)]
 Id: TypeAlias = Annotated[int, Path(ge=1, le=MOST_NUMBER, description="The number of the record.")]
 Cursor: TypeAlias = Annotated[
@@ -101,20 +101,22 @@ Cursor: TypeAlias = Annotated[
 Limit: TypeAlias = Annotated[int, Query(ge=1, le=MOST_ITEMS, description="Items of a page.")]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
+    """The body of a request: what isn't known is refused."""
+
     model_config = ConfigDict(extra="forbid")
 
 
-class TagBody(_Body):
+class TagBody(Body):
     """A tag to give."""
 
-    tag: Annotated[str, Field(min_length=1, max_length=TAG_LENGTH), AfterValidator(_plain)]
+    tag: Annotated[str, Field(min_length=1, max_length=TAG_LENGTH), AfterValidator(plain_text)]
 
 
-class NoteBody(_Body):
+class NoteBody(Body):
     """What to write of a checkpoint."""
 
-    note: Annotated[str, Field(max_length=NOTE_LENGTH), AfterValidator(_plain)]
+    note: Annotated[str, Field(max_length=NOTE_LENGTH), AfterValidator(plain_text)]
 
 
 def _wanted(
