@@ -289,6 +289,16 @@ def test_every_flipped_bit_of_a_checksummed_chunk_is_seen(tmp_path: Path, compre
     assert seen > 0.9 * 8 * (len(good) - 10)
 
 
+@pytest.mark.parametrize("bit", [5, 6, 7])
+def test_reserved_flags_of_gzip_are_refused_by_whatever_inflates(tmp_path: Path, bit: int) -> None:
+    folder = write_array(tmp_path / "a", array(4, 4), (4, 4), "gzip")
+    chunk = bytearray((folder / "0.0").read_bytes())
+    chunk[3] |= 1 << bit
+    (folder / "0.0").write_bytes(chunk)
+    with pytest.raises(CorruptError, match="header flags"):
+        opened(folder).read()
+
+
 @pytest.mark.parametrize("size", [40, 1000])
 def test_a_chunk_of_another_size_than_declared(tmp_path: Path, size: int) -> None:
     folder = write_array(tmp_path / "a", array(100), (100,))
