@@ -135,8 +135,8 @@ def tree(**target: Any) -> Encoded:
 def test_arrays_in_several_chunks(
     container: Container, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(writer.header_for, "__defaults__", (256,))
-    monkeypatch.setattr("statekit.converters.containers.orbax.writer.CHUNK_BYTES", 256)
+    for shape_of in (writer.chunk_shape, writer.run_shape):
+        monkeypatch.setattr(shape_of, "__defaults__", (256,))
     random = np.random.default_rng(5)
     arrays = {
         "rows": random.standard_normal((40, 8)).astype(np.float32),

@@ -33,7 +33,7 @@ from statekit.converters.containers.stored_arrays import Arrays
 from statekit.converters.formats.msgpack.reader import parse
 from statekit.converters.formats.zarr.headers import header_json
 from statekit.converters.formats.zarr.stores import FolderStore
-from statekit.converters.formats.zarr.writer import encoded_chunks, header_bytes, header_for
+from statekit.converters.formats.zarr.writer import chunk_shape, encoded_chunks, header_bytes, header_for
 from statekit.errors import FormatError, UsageError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.source import opening
@@ -172,7 +172,7 @@ class _Packer:
 
 def _write_zarr(stage: Stage, folder: str, path: str, name: str, tensor: Tensor) -> dict[str, Any]:
     """Writes an array and returns the spec that the index holds of it."""
-    header = header_for(tensor, "gzip")
+    header = header_for(tensor, "gzip", chunk_shape(tensor.shape, tensor.dtype.itemsize))
     stated = header_json(header)
     with stage.file(f"{folder}/.zarray") as output:
         output.write(header_bytes(header))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import IO, Any, cast
 
 from statekit.errors import CorruptError
@@ -82,11 +83,11 @@ def decompress_into(out: Array, value: Source, compressor: str, what: str) -> in
         BudgetError: As `decompressed` raises it.
     """
     filled, target = 0, out.data
+    if compressor == ZSTD:
+        return _unzstd_into(target, value, what)
     for piece in decompressed(value, compressor, what):
         if filled + len(piece) > len(target):
-            raise CorruptError(
-                f"{what} is longer than declared.", place=byte_of(value, 0), expected=f"{len(target)} bytes"
-            )
+            raise _longer(value, len(target), what)
         target[filled : filled + len(piece)] = piece
         filled += len(piece)
     return filled
@@ -127,17 +128,34 @@ def _zstd_window(value: Source) -> int:
 
 
 def _unzstd(value: Source, what: str) -> Iterator[bytes]:
-    import zstandard
-
-    reader = zstandard.ZstdDecompressor(max_window_size=max(_zstd_window(value), 2**10)).stream_reader(
-        cast(IO[bytes], as_file(value)), read_size=PIECE
-    )
-    try:
+    with _zstd_reader(value, what) as reader:
         while piece := reader.read(PIECE):
             yield piece
+    _check_one_frame(value, what)
+
+
+def _unzstd_into(target: memoryview, value: Source, what: str) -> int:
+    """Fills a target without a copy between; returns how many bytes there are."""
+    filled = 0
+    with _zstd_reader(value, what) as reader, working("decompress"):
+        while filled < len(target) and (count := reader.readinto(target[filled : filled + PIECE])):
+            value.account.decode(count, what, byte_of(value, 0))
+            filled += count
+        if reader.read(1):
+            raise _longer(value, len(target), what)
+    _check_one_frame(value, what)
+    return filled
+
+
+@contextmanager
+def _zstd_reader(value: Source, what: str) -> Iterator[Any]:
+    import zstandard
+
+    decompressor = zstandard.ZstdDecompressor(max_window_size=max(_zstd_window(value), 2**10))
+    try:
+        yield decompressor.stream_reader(cast(IO[bytes], as_file(value)), read_size=PIECE)
     except zstandard.ZstdError as error:
         raise _damaged(value, what, str(error)) from error
-    _check_one_frame(value, what)
 
 
 def _check_one_frame(value: Source, what: str) -> None:
@@ -167,6 +185,10 @@ def _check_one_frame(value: Source, what: str) -> None:
         raise _damaged(value, what, "the data ends too early")
     if at < value.size:
         raise _damaged(value, what, "bytes after the end of the data")
+
+
+def _longer(value: Source, size: int, what: str) -> CorruptError:
+    return CorruptError(f"{what} is longer than declared.", place=byte_of(value, 0), expected=f"{size} bytes")
 
 
 def _damaged(value: Source, what: str, fault: str) -> CorruptError:

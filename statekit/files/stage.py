@@ -71,7 +71,7 @@ from statekit.files.whole_file import (
 )
 from statekit.pipeline import lane, working
 from statekit.tensors.digest import tensor_bytes, tensor_digests
-from statekit.tensors.tensor import Tensor
+from statekit.tensors.tensor import Tensor, begin
 from statekit.tensors.typed import is_unicode
 
 TargetKind: TypeAlias = Literal["file", "folder"]
@@ -141,6 +141,8 @@ class Stage:
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
     _kept: dict[str, Any] = field(default_factory=dict)
     _done: int = 0
+    _following: Mapping[str, tuple[str, Tensor]] = field(default_factory=dict)
+    _begun: str | None = None
     _written: Passing | None = None
     _rest: dict[str, Any] | None = None
 
@@ -186,12 +188,19 @@ class Stage:
             raise UsageError("A tensor is written twice.", place=name)
         hasher = blake3()
         for block in tensor_bytes(tensor):
+            if name in self._following and self._begun in (None, name):
+                self._begun, following = self._following[name]
+                begin(following)  # while this one is streamed
             digested = lane("digest", _digest, hasher, block)  # while it is written
             yield block
             digested()
             self._done += len(block)
             self._on_progress(Progress("write", name, self._done, self._total))
         self.tensors[name] = tensor_entry(tensor, hasher.hexdigest())
+
+    def expect(self, tensors: Mapping[str, Tensor]) -> None:
+        """Says in which order tensors will be streamed, so that the next is decoded ahead; another is but slower."""
+        self._following = dict(zip(tensors, [*tensors.items()][1:], strict=False))
 
     def keep(self, key: str, value: Any) -> None:
         """Adds a field of the container's own, plain JSON, to the manifest."""

@@ -6,6 +6,7 @@ A tensor's digest covers its values alone: little-endian, C order, without shape
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
@@ -16,7 +17,7 @@ import numpy as np
 from blake3 import blake3
 
 from statekit.pipeline import ahead, each, passed, working
-from statekit.tensors.tensor import BLOCK_BYTES, Array, Tensor, chunks, nbytes
+from statekit.tensors.tensor import BLOCK_BYTES, Array, Tensor, blocks, chunks, nbytes
 from statekit.tensors.tree import Record, Tree
 
 
@@ -30,8 +31,12 @@ def tensor_bytes(tensor: Tensor) -> Iterator[memoryview]:
     """Yields the values of a tensor, little-endian and in C order, at most BLOCK_BYTES at a time.
 
     The next block is read (and inflated) by another thread while the caller is busy with the last one. The bytes may
-    be used before the checksums of the format are compared, which is done at the end.
+    be used before the checksums of the format are compared, which is done at the end. Blocks of small chunks are
+    decoded side by side.
     """
+    chunk = getattr(tensor, "chunk", None)
+    if chunk is not None and math.prod(chunk) * tensor.dtype.itemsize <= BLOCK_BYTES:
+        return map(little_endian, each(tensor.read, blocks(tensor)))
     read = passed(map(little_endian, chunks(tensor, BLOCK_BYTES)))
     return ahead(read) if nbytes(tensor) > BLOCK_BYTES else read
 

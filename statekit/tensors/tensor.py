@@ -236,6 +236,16 @@ def chunks(tensor: Tensor, limit: int = BLOCK_BYTES) -> Iterator[Array]:
         yield np.ascontiguousarray(tensor.read(index))
 
 
+def begin(tensor: Tensor) -> None:
+    """Has another thread decode the beginning of a tensor that will be read as a whole, if its file is compressed.
+
+    What is wrong with it is said when it is read.
+    """
+    start = getattr(getattr(tensor, "fetch", None), "begin", None)
+    if start is not None:
+        start()
+
+
 _TILE = 128
 """Elements that a tile has along each of its two axes: of 8 bytes it fits a core's own cache."""
 _CACHE_LINE = 64

@@ -12,7 +12,7 @@ from typing import Any
 
 from statekit.converters.containers.orbax.metadata import STRINGS, document_of
 from statekit.converters.containers.step_folders import JSON_ITEM, TREE_METADATA, array_names
-from statekit.converters.formats.zarr.writer import encoded_chunks, header_bytes, header_for
+from statekit.converters.formats.zarr.writer import encoded_chunks, header_bytes, header_for, run_shape
 from statekit.files.durable import writing
 from statekit.files.stage import Stage
 from statekit.pipeline import working
@@ -22,8 +22,6 @@ from statekit.tensors.tree import Tree, tensor_names, walk
 _HANDLERS = "orbax.checkpoint._src.handlers."
 _TREE = f"{_HANDLERS}pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _JSON = f"{_HANDLERS}json_checkpoint_handler.JsonCheckpointHandler"
-CHUNK_BYTES = 16 * 2**20
-"""The size above which an array is cut. Orbax takes a device's shard, however large; tensorstore holds one whole."""
 _COMMIT_BYTES = 16 * 2**20
 
 
@@ -142,7 +140,8 @@ def _told(root: Path) -> Iterator[None]:
 
 
 def _values(stage: Stage, name: str, tensor: Tensor, array: str) -> Iterator[tuple[str, bytes]]:
-    header = header_for(tensor, "zstd", CHUNK_BYTES)
+    # Orbax takes a device's shard for a chunk, however large; tensorstore holds one whole.
+    header = header_for(tensor, "zstd", run_shape(tensor.shape, tensor.dtype.itemsize))
     yield f"{array}/.zarray", header_bytes(header)
     for key, pieces in encoded_chunks(stage, name, tensor, header):
         yield f"{array}/{key}", b"".join(pieces)

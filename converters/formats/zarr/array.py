@@ -23,13 +23,19 @@ import numpy as np
 
 from statekit.budget import Account
 from statekit.converters.formats.crc import crc32c
-from statekit.converters.formats.decompression import MOST_OF_ONE, PIECE, decompressed, stream_bytes
+from statekit.converters.formats.decompression import (
+    MOST_OF_ONE,
+    PIECE,
+    decompress_into,
+    decompressed,
+    stream_bytes,
+)
 from statekit.converters.formats.storage import checked_shape
 from statekit.converters.formats.zarr.stores import Store
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError
 from statekit.files.checksums import OF_COMPRESSORS
 from statekit.files.source import Part, Source, bytes_at, hold
-from statekit.pipeline import can_share, each, passage, shared
+from statekit.pipeline import can_share, each, empty, passage, shared
 from statekit.tensors.tensor import (
     Array,
     DType,
@@ -45,8 +51,8 @@ from statekit.tensors.tensor import (
 SLAB = 8 * 2**20
 """How much of a chunk is held to cut a block out of it, in bytes. A chunk up to this size is always read to its end."""
 
-AHEAD = 64 * 2**20
-"""Bytes of the next chunk that are decoded while one is read: a chunk of T5X."""
+AHEAD = 32 * 2**20
+"""Bytes of the next chunk that are decoded while one is read: half a chunk of T5X, so that two threads are as busy."""
 
 CHUNK_STEPS = 128
 """Steps of work that looking for a chunk takes which is absent, or of which a block has next to nothing."""
@@ -157,13 +163,14 @@ class DecodedStream:
         if not len(self._held):
             self._held = memoryview(self._next())
             if not len(self._held):
-                raise CorruptError(
-                    "A chunk is shorter than declared.",
-                    place=self._place,
-                    expected=f"{self._size} bytes",
-                    found=f"{self.position} bytes",
-                )
+                raise _shorter(self._place, self._size, self.position)
         return self._held
+
+
+def _shorter(place: str, size: int, count: int) -> CorruptError:
+    return CorruptError(
+        "A chunk is shorter than declared.", place=place, expected=f"{size} bytes", found=f"{count} bytes"
+    )
 
 
 def check_stored(value: Source, compressor: str | None, size: int) -> None:
@@ -479,7 +486,7 @@ class _Reader:
             stored = [self._value(position, values) for position, _, _ in parts]
             values.clear()
             if out is None:  # not before the first chunks were seen to hold what is declared
-                out = np.empty(index_shape(index), self._header.dtype)
+                out = empty(index_shape(index), self._header.dtype)
             jobs = [
                 (position, inner, _view(out, outer), value)
                 for (position, inner, outer), value in zip(parts, stored, strict=True)
@@ -540,12 +547,14 @@ class _Reader:
         header, account = self._header, self._store.account
         chunk = account.kept((self, position))
         if chunk is None:
-            stream = DecodedStream(value, compressor, header.chunk_bytes())
-            hold(value, 0, header.chunk_bytes(), "A chunk")
+            size = header.chunk_bytes()
+            needs = stream_bytes(value, compressor, size)
+            hold(value, 0, size + needs, "A chunk")
             chunk = out if out.shape == header.chunks and out.flags.c_contiguous else self._empty()
-            stream.read_into(_bytes_of(chunk))
-            stream.finish()
-            account.free(stream.needs)
+            count = decompress_into(chunk.reshape(-1).view(np.uint8), value, compressor, "A chunk")
+            if count < size:
+                raise _shorter(value.place, size, count)
+            account.free(needs)
         if chunk is not out:
             out[...] = _view(chunk, index)
         if self._ends(position, index):
@@ -574,26 +583,35 @@ class _Reader:
         else:
             account.keep((self, position), stream, stream.needs)
 
+    def begin(self) -> None:
+        """Has the first chunk decoded by another thread, if it is large, of an array that is read as a whole next."""
+        header = self._header
+        if can_share() and header.compressor and header.chunk_bytes() > SLAB and 0 not in header.shape:
+            self._start((0,) * len(header.shape), header.compressor)
+
     def _begin_next(self, position: tuple[int, ...], compressor: str) -> None:
         """Has the next chunk decoded by another thread, if the array is read to its end one after the other."""
-        header, account = self._header, self._store.account
+        header = self._header
         cut = [axis for axis, count in enumerate(header.grid()) if count > 1]
         if passage() is None or not can_share() or len(cut) != 1 or header.shards is not None:
             return
         following = tuple(n + (axis == cut[0]) for axis, n in enumerate(position))
-        if following[cut[0]] == header.grid()[cut[0]]:
-            return
-        stream = account.kept((self, following))
+        if following[cut[0]] < header.grid()[cut[0]]:
+            self._start(following, compressor)
+
+    def _start(self, position: tuple[int, ...], compressor: str) -> None:
+        account = self._store.account
+        stream = account.kept((self, position))
         try:
-            if stream is None and (value := self._value(following, {})) is not None:
-                stream = open_stream(value, compressor, header.chunk_bytes())
+            if stream is None and (value := self._value(position, {})) is not None:
+                stream = open_stream(value, compressor, self._header.chunk_bytes())
                 stream.start()
         except StatekitError:  # said when its turn comes
             if stream is not None:
                 account.free(stream.needs)
             return
         if stream is not None:
-            account.keep((self, following), stream, stream.needs)
+            account.keep((self, position), stream, stream.needs)
 
     def _empty(self) -> Array:
         return np.empty(self._header.chunks, self._header.dtype)

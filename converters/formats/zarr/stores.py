@@ -128,6 +128,7 @@ class OcdbtStore:
     place: str
     database: Any
     files: Files = field(repr=False, compare=False)
+    _sizes: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
 
     @property
     def account(self) -> Account:
@@ -163,8 +164,10 @@ class OcdbtStore:
         checked_key(key, self.place)
         place = f"{key} in {self.place}"
         try:
-            if self._has_byte(key, _PROBE):
-                return _Spans(self, key, self._size(key))
+            if key in self._sizes or self._has_byte(key, _PROBE):
+                if key not in self._sizes:
+                    self._sizes[key] = self._size(key)
+                return _Spans(self, key, self._sizes[key])
             result = self.database.read(key).result()
             data = bytes(result.value)
             if result.state != "missing" and not data:  # so reads a value whose data file is gone

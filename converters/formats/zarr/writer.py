@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import json
 import math
+import struct
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
+from statekit.converters.formats.crc import crc32
 from statekit.converters.formats.zarr.array import Header
 from statekit.converters.formats.zarr.headers import header_json
 from statekit.files.stage import Stage
-from statekit.pipeline import lane, working
+from statekit.pipeline import each, working
 from statekit.tensors.digest import little_endian
-from statekit.tensors.tensor import Filled, Shape, Tensor, blocks, positions
+from statekit.tensors.tensor import BLOCK_BYTES, Filled, Shape, Tensor, blocks, positions
 
 CHUNK_BYTES = 64 * 2**20
 """The size above which T5X cuts an array. Source: T5X t5x/checkpoints.py, `_DESIRED_CHUNK_SIZE_BYTES`."""
 
 _PART_BYTES = 16 * 2**20
+_GZIP_HEADER = b"\x1f\x8b\x08" + bytes(5) + b"\x04\xff"
+"""Of deflated data without name or time, compressed fast, on an unknown system."""
 
 
 def chunk_shape(shape: Shape, itemsize: int, limit: int = CHUNK_BYTES) -> Shape:
@@ -38,11 +43,21 @@ def _next_divisor(n: int) -> int:
     return next(n // d for d in range(2, n + 1) if n % d == 0)
 
 
-def header_for(tensor: Tensor, compressor: Literal["gzip", "zstd"], limit: int = CHUNK_BYTES) -> Header:
-    """Returns the header under which a tensor is written: level 1, no fill value, chunks of at most `limit` bytes."""
-    return Header(
-        tensor.shape, chunk_shape(tensor.shape, tensor.dtype.itemsize, limit), tensor.dtype, compressor
-    )
+def run_shape(shape: Shape, itemsize: int, limit: int = BLOCK_BYTES) -> Shape:
+    """Returns the shape of chunks of at most `limit` bytes that are runs of an array in C order; the last may reach on.
+
+    Such are written while the array passes by once: they are the blocks in which it streams.
+    """
+    axis = 0  # the first axis whose single row fits
+    while axis < len(shape) - 1 and math.prod(shape[axis + 1 :]) * itemsize > limit:
+        axis += 1
+    rows = max(1, limit // max(1, math.prod(shape[axis + 1 :]) * itemsize))
+    return tuple(1 if i < axis else max(1, min(n, rows) if i == axis else n) for i, n in enumerate(shape))
+
+
+def header_for(tensor: Tensor, compressor: Literal["gzip", "zstd"], chunks: Shape) -> Header:
+    """Returns the header under which a tensor is written: level 1, no fill value."""
+    return Header(tensor.shape, chunks, tensor.dtype, compressor)
 
 
 def header_bytes(header: Header) -> bytes:
@@ -60,9 +75,19 @@ def encoded_chunks(
     stream = stage.stream(name, tensor)
     in_order = _in_order(header)
     pieces = _pieces(stream, header.chunk_bytes())
-    for position in positions([range(n) for n in header.grid()]):
-        chunk = next(pieces) if in_order else _read_chunk(tensor, header, position)
-        yield header.value_key(position), _compressed(chunk, header)
+
+    def chunks() -> Iterator[tuple[str, Iterator[memoryview]]]:
+        for position in positions([range(n) for n in header.grid()]):
+            chunk = next(pieces) if in_order else _read_chunk(tensor, header, position)
+            yield header.value_key(position), chunk
+
+    if header.compressor == "zstd":
+        whole = ((key, [*chunk]) for key, chunk in chunks())
+        for key, packed in each(partial(_zstandard, header.level), whole):
+            yield key, iter((packed,))
+    else:
+        for key, chunk in chunks():
+            yield key, _gzip(chunk, header)
     for _ in stream:  # chunks that aren't in C order were read by themselves
         pass
 
@@ -82,14 +107,14 @@ def _read_chunk(tensor: Tensor, header: Header, position: tuple[int, ...]) -> It
 
 
 def _pieces(stream: Iterator[memoryview], size: int) -> Iterator[Iterator[memoryview]]:
-    """Cuts a stream into chunks of `size` bytes, each a run of views of the stream's blocks."""
+    """Cuts a stream into chunks of `size` bytes, each a run of views of the stream's blocks; zeros fill up the last."""
     buffer = memoryview(b"")
 
     def chunk() -> Iterator[memoryview]:
         nonlocal buffer
         wanted = size
         while wanted:
-            buffer = buffer if len(buffer) else memoryview(next(stream))
+            buffer = buffer if len(buffer) else next(stream, memoryview(bytes(min(wanted, BLOCK_BYTES))))
             yield buffer[:wanted]
             wanted, buffer = wanted - len(buffer[:wanted]), buffer[wanted:]
 
@@ -100,8 +125,7 @@ def _pieces(stream: Iterator[memoryview], size: int) -> Iterator[Iterator[memory
 def _deflating(level: int) -> Any:
     """Returns what makes gzip streams of a level: isal, where it is installed, for the level that is fast, or zlib.
 
-    The streams differ, what is in them doesn't. Readers keep to zlib, which refuses flags of a header that isal lets
-    pass, and is about as fast.
+    The streams differ, what is in them doesn't.
     """
     if level == 1 and find_spec("isal") is not None:
         from isal import isal_zlib
@@ -110,27 +134,41 @@ def _deflating(level: int) -> Any:
     return zlib
 
 
-def _compressed(chunk: Iterator[memoryview], header: Header) -> Iterator[bytes]:
-    encoder: Any
-    if header.compressor == "zstd":
-        import zstandard
+def _gzip(chunk: Iterator[memoryview], header: Header) -> Iterator[bytes]:
+    """Yields one gzip stream, whose pieces are compressed side by side.
 
-        encoder = zstandard.ZstdCompressor(level=header.level).compressobj(size=header.chunk_bytes())
-    else:
-        encoder = _deflating(header.level).compressobj(
-            header.level, zlib.DEFLATED, 31
-        )  # its header names no time
+    Each begins without what stood before it and ends at a byte, so that they are blocks of one stream.
+    Source: RFC 1952, 2.3 (a header without name or time, CRC-32 and size at the end), RFC 1951, 3.2.4.
+    """
+    library, size = _deflating(header.level), header.chunk_bytes()
 
-    def compress(piece: memoryview) -> bytes:
+    def pieces() -> Iterator[tuple[memoryview, bool]]:
+        left = size
+        for piece in chunk:
+            left -= len(piece)
+            yield piece, left == 0
+
+    def compress(piece: tuple[memoryview, bool]) -> tuple[memoryview, bytes]:
+        data, is_last = piece
         with working("compress"):
-            return bytes(encoder.compress(piece))
+            encoder = library.compressobj(header.level, zlib.DEFLATED, -15)
+            return data, encoder.compress(data) + encoder.flush(
+                zlib.Z_FINISH if is_last else zlib.Z_SYNC_FLUSH
+            )
 
-    compressed: Callable[[], bytes] | None = None
-    for piece in chunk:  # while one is compressed, the next is read and the last one written
-        coming = lane("compress", compress, piece)
-        if compressed is not None:
-            yield compressed()
-        compressed = coming
-    if compressed is not None:
-        yield compressed()
-    yield encoder.flush()
+    yield _GZIP_HEADER
+    crc = 0
+    for data, packed in each(compress, pieces()):  # while some are compressed, the next is read
+        crc = crc32(data, crc)
+        yield packed
+    yield struct.pack("<II", crc, size % 2**32)
+
+
+def _zstandard(level: int, chunk: tuple[str, list[memoryview]]) -> tuple[str, bytes]:
+    """Compresses a chunk into one frame."""
+    import zstandard
+
+    key, pieces = chunk
+    with working("compress"):
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return key, zstandard.ZstdCompressor(level=level).compress(data)
