@@ -61,6 +61,7 @@ def measured(name: str, kind: str, dtype: str, size: int, count: int) -> dict[st
         "tpu": kind,
         "dtype": dtype,
         "bytes": accessed,
+        "weights": weights,
         "least": least,
         "ratio": accessed / least,
     }

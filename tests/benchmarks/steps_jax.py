@@ -15,7 +15,7 @@ import statekit.jax as ours
 RATE = 1e-3
 
 
-def _entrant(make: Callable[..., Any], mine: bool = False, most: int = 10_000) -> Entrant:
+def _entrant(rule: str, make: Callable[..., Any], mine: bool = False, most: int = 10_000) -> Entrant:
     def begin(count: int, side: int) -> Callable[[], object]:
         names = [f"layer_{i}" for i in range(count)]
         keys = jax.random.split(jax.random.key(0), count)
@@ -35,17 +35,17 @@ def _entrant(make: Callable[..., Any], mine: bool = False, most: int = 10_000) -
 
         return step
 
-    return Entrant(begin, mine, most)
+    return Entrant(rule, begin, mine, most)
 
 
 ENTRANTS: Entrants = {
-    "optax adamw": _entrant(optax.adamw),
-    "optax adafactor": _entrant(optax.adafactor, most=400),
-    "optax lamb": _entrant(optax.lamb),
-    "adafactor": _entrant(ours.adafactor, True),
-    "adamw": _entrant(ours.adamw, True),
-    "lamb": _entrant(ours.lamb, True),
-    "lans": _entrant(ours.lans, True),
-    "scaled_adam": _entrant(ours.scaled_adam, True),
+    "optax adamw": _entrant("adamw", optax.adamw),
+    "optax adafactor": _entrant("adafactor", optax.adafactor, most=400),
+    "optax lamb": _entrant("lamb", optax.lamb),
+    "adafactor": _entrant("adafactor", ours.adafactor, True),
+    "adamw": _entrant("adamw", ours.adamw, True),
+    "lamb": _entrant("lamb", ours.lamb, True),
+    "lans": _entrant("lans", ours.lans, True),
+    "scaled_adam": _entrant("scaled_adam", ours.scaled_adam, True),
 }
 """With 2 000 matrices optax.adafactor compiles for minutes."""

@@ -13,7 +13,7 @@ from steps import Entrant, Entrants
 RATE = 1e-3
 
 
-def _entrant(make: Callable[..., Any], mine: bool = False, most: int = 10_000) -> Entrant:
+def _entrant(rule: str, make: Callable[..., Any], mine: bool = False, most: int = 10_000) -> Entrant:
     def begin(count: int, side: int) -> Callable[[], object]:
         random = tf.random.Generator.from_seed(0)
         grads = [random.normal((side, side)) for _ in range(count)]
@@ -28,17 +28,17 @@ def _entrant(make: Callable[..., Any], mine: bool = False, most: int = 10_000) -
 
         return step
 
-    return Entrant(begin, mine, most)
+    return Entrant(rule, begin, mine, most)
 
 
 ENTRANTS: Entrants = {
-    "keras AdamW": _entrant(keras.optimizers.AdamW),
-    "keras Adafactor": _entrant(keras.optimizers.Adafactor, most=400),
-    "keras Lamb": _entrant(keras.optimizers.Lamb),
-    "Adafactor": _entrant(ours.Adafactor, True),
-    "AdamW": _entrant(ours.AdamW, True),
-    "LAMB": _entrant(ours.LAMB, True),
-    "LANS": _entrant(ours.LANS, True),
-    "ScaledAdam": _entrant(ours.ScaledAdam, True),
+    "keras AdamW": _entrant("adamw", keras.optimizers.AdamW),
+    "keras Adafactor": _entrant("adafactor", keras.optimizers.Adafactor, most=400),
+    "keras Lamb": _entrant("lamb", keras.optimizers.Lamb),
+    "Adafactor": _entrant("adafactor", ours.Adafactor, True),
+    "AdamW": _entrant("adamw", ours.AdamW, True),
+    "LAMB": _entrant("lamb", ours.LAMB, True),
+    "LANS": _entrant("lans", ours.LANS, True),
+    "ScaledAdam": _entrant("scaled_adam", ours.ScaledAdam, True),
 }
 """With 2 000 matrices Keras' Adafactor traces and compiles for many minutes."""

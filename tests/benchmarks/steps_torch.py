@@ -32,33 +32,33 @@ def _named(count: int, side: int) -> list[tuple[str, torch.nn.Parameter]]:
     return named
 
 
-def _peer(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> Entrant:
+def _peer(rule: str, kind: Callable[..., torch.optim.Optimizer], **options: Any) -> Entrant:
     return Entrant(
-        lambda count, side: kind([param for _, param in _named(count, side)], lr=RATE, **options).step
+        rule, lambda count, side: kind([param for _, param in _named(count, side)], lr=RATE, **options).step
     )
 
 
-def _our(kind: Callable[..., torch.optim.Optimizer], **options: Any) -> Entrant:
-    return Entrant(lambda count, side: kind(_named(count, side), lr=RATE, **options).step, ours=True)
+def _our(rule: str, kind: Callable[..., torch.optim.Optimizer], **options: Any) -> Entrant:
+    return Entrant(rule, lambda count, side: kind(_named(count, side), lr=RATE, **options).step, ours=True)
 
 
 def _transformers() -> Entrants:
     if importlib.util.find_spec("transformers") is None:
         return {}
     kind = importlib.import_module("transformers.optimization").Adafactor
-    return {"transformers Adafactor": _peer(kind, relative_step=False)}
+    return {"transformers Adafactor": _peer("adafactor", kind, relative_step=False)}
 
 
 ENTRANTS: Entrants = {
-    "torch AdamW, fused": _peer(torch.optim.AdamW, fused=True),
-    "torch AdamW, foreach": _peer(torch.optim.AdamW, foreach=True),
-    "torch Adafactor, foreach": _peer(torch.optim.Adafactor, foreach=True),
+    "torch AdamW, fused": _peer("adamw", torch.optim.AdamW, fused=True),
+    "torch AdamW, foreach": _peer("adamw", torch.optim.AdamW, foreach=True),
+    "torch Adafactor, foreach": _peer("adafactor", torch.optim.Adafactor, foreach=True),
     **_transformers(),
-    "Adafactor": _our(ours.Adafactor),
-    "Adafactor, all factored": _our(ours.Adafactor, min_dim_size_to_factor=1),
-    "AdamW": _our(ours.AdamW),
-    "LAMB": _our(ours.LAMB),
-    "LANS": _our(ours.LANS),
-    "ScaledAdam": _our(ours.ScaledAdam),
+    "Adafactor": _our("adafactor", ours.Adafactor),
+    "Adafactor, all factored": _our("adafactor", ours.Adafactor, min_dim_size_to_factor=1),
+    "AdamW": _our("adamw", ours.AdamW),
+    "LAMB": _our("lamb", ours.LAMB),
+    "LANS": _our("lans", ours.LANS),
+    "ScaledAdam": _our("scaled_adam", ours.ScaledAdam),
 }
 """Adafactor as T5X has it leaves matrices below 128 unfactored; others factor all."""
