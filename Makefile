@@ -40,11 +40,12 @@ $(READY):
 demo: $(READY)
 	@$(BIN)/statekit demo
 
+# A file is one worker's, which compiles, converts and starts once what its tests share.
 test: $(READY)
-	@$(BIN)/pytest -q -n 2 -m "not slow"
+	@$(BIN)/pytest -q -n 2 --dist loadfile -m "not slow"
 
 test-all: $(READY)
-	@$(BIN)/pytest -q -n 2
+	@$(BIN)/pytest -q -n 2 --dist loadfile
 
 LIVING_CASES ?= 20000
 living: $(READY)

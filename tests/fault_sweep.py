@@ -4,8 +4,8 @@
 
 The target is called NAME, which says its container. Options: `replace` needs the `statekit` one; with `empty` an empty
 folder has the name already.
-`persistent` faults fail every call from the point on; `plain` does without renameat2; `sample` takes every fifth
-point; `careless` writes the final folder file by file, to show that the sweep notices.
+`persistent` faults fail every call from the point on; `plain` does without renameat2; `sample=N` takes every fifth
+point, from N on; `careless` writes the final folder file by file, to show that the sweep notices.
 
 Each point is a fork of one process, so that a sweep costs milliseconds a point.
 """
@@ -148,7 +148,8 @@ def sweep(
     fault: Callable[[], None], source: Path, parent: Path, name: str, options: list[str]
 ) -> dict[str, Any]:
     outcomes: Counter[str] = Counter()
-    points = range(1, MOST_POINTS, 5 if "sample" in options else 1)
+    first = next((int(option.removeprefix("sample=")) for option in options if "=" in option), None)
+    points = range(first or 1, MOST_POINTS, 5 if first else 1)
     for at in points:
         folder = parent / str(at)
         folder.mkdir()

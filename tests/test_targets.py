@@ -175,12 +175,14 @@ def test_a_signal_stops_whatever_a_library_makes_of_it(number: signal.Signals) -
 
 def test_a_signal_that_is_ignored_stays_ignored(source: Path, tmp_path: Path) -> None:
     """As nohup asks for: only what nobody has decided about ends the verb."""
-    code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + HELD.replace("60", "1")
+    waiting = HELD.replace("time.sleep(60)", "sys.stdin.read()")
+    code = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n" + waiting
     line = [sys.executable, "-c", code, str(source), str(tmp_path / "target"), "--to", "statekit"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as job:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as job:
         assert job.stdout is not None and job.stdout.readline() == "writing\n"
         job.send_signal(signal.SIGHUP)
-        job.communicate(timeout=120)
+        job.communicate(timeout=120)  # closes its input: it goes on
     assert job.returncode == 0 and (tmp_path / "target").is_dir()
 
 
