@@ -86,6 +86,18 @@ def test_a_job_is_done_by_a_process_of_its_own_and_its_events_are_in_order(share
     assert shared.jobs.known("inspect", job.subjects) is None
 
 
+def test_one_parameter_is_looked_at_over_a_run_and_beside_another(shared: Lab) -> None:
+    steps = [shared.number("run/checkpoint_4"), shared.number("run/checkpoint_8")]
+    path = "token_embedder/embedding"
+    one = shared.do("parameter", steps[:1], path=path, hparams={"beta1": 0.9})
+    record = shared.jobs.result(one.id)
+    assert record["path"] == path and {"values", "v_row", "v_col", "m"} == set(record["tensors"])
+    run = shared.jobs.result(shared.do("parameter", steps, path=path).id)
+    assert run["curves"]["rms(m)"] == [record["tensors"]["m"]["stats"]["rms"]] * 2
+    apart = shared.jobs.result(shared.do("diff", steps, path=path, slot="v_row").id)
+    assert apart["stats"]["norm"] == 0.0 and apart["bars"]["values"]
+
+
 def test_what_a_verb_refuses_is_a_problem_with_its_parts(shared: Lab) -> None:
     job = shared.do("inspect", [shared.number("run/checkpoint_4")], filter="nothing*")
     assert job.state == "failed" and job.problem is not None

@@ -273,7 +273,7 @@ def test_of_a_checkpoint_over_its_run_and_of_another(tmp_path: Path) -> None:
     record = json.loads(json.dumps(parameter(file, "a/kernel"), allow_nan=False))
     assert set(record["tensors"]) == {"values", "average", "m", "v", "v_max"}
     source = '{% import "parameter.html" as p %}{{ p.content(r) }}{{ p.run(s) }}{{ p.difference(d) }}'
-    run = over_steps(file, "a/kernel")
+    run = over_steps(file, name="a/kernel")
     assert run["updates"] == [4] and run["curves"]["rms(m)"] == [record["tensors"]["m"]["stats"]["rms"]]
     same = difference(file, file, "a/kernel", "v")
     assert same["stats"]["norm"] == 0 and same["stats"]["zeros"] == 54

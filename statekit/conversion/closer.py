@@ -18,6 +18,7 @@ from statekit.statistics.parameter import at_step, parameter_statistics
 from statekit.statistics.pictures import Grid
 from statekit.tensors.stats import measure
 from statekit.tensors.tensor import Tensor, blocks, in_memory
+from statekit.tensors.tree import to_json
 
 OnRead = Callable[[int], object]
 
@@ -52,13 +53,18 @@ def parameter(
 
 
 def over_steps(
-    path: str | PathLike[str],
+    *paths: str | PathLike[str],
     name: str,
-    *,
     hints: Hints = NO_HINTS,
     on_step: Callable[[int, int], object] = lambda done, all_: None,
 ) -> dict[str, Any]:
-    """Returns the numbers of one parameter over the steps of a run's folder.
+    """Returns the numbers of one parameter over the steps of a run.
+
+    Args:
+        *paths: Checkpoints of the run, or its folder.
+        name: The parameter's canonical path.
+        hints: What the checkpoints don't say.
+        on_step: Told how many steps were read, of how many.
 
     Returns:
         `path`; `updates`, those done at each step; `curves`, the numbers of each by their name; `unsaid`, why some
@@ -68,7 +74,7 @@ def over_steps(
         NotFoundError: Nothing is there, or no such parameter in one of the steps.
         FormatError, StateError: A step can't be read, or has no canonical form.
     """
-    places = list(checkpoints_at(Path(path), None, None, hints))
+    places = [place for path in paths for place in checkpoints_at(Path(path), None, None, hints)]
     records = []
     for i, place in enumerate(places):
         on_step(i, len(places))
@@ -78,12 +84,13 @@ def over_steps(
     records.sort(key=lambda one: one["updates"])
     numbers = [at_step(record) for record in records]
     names = list(dict.fromkeys(key for one in numbers for key in one))
-    return {
+    made = {
         "path": name,
         "updates": [record["updates"] for record in records],
         "curves": {key: [one.get(key) for one in numbers] for key in names},
         "unsaid": list(dict.fromkeys(said for record in records for said in record["unsaid"])),
     }
+    return dict(to_json(made))
 
 
 def difference(
@@ -124,7 +131,8 @@ def difference(
                 apart = np.abs(np.asarray(a.read(index), np.float64) - np.asarray(b.read(index), np.float64))
             stats += measure(in_memory(apart))
             grid.take(apart)
-    return {"path": name, "slot": slot, "shape": list(a.shape), "stats": stats.to_json(), **grid.done()}
+    made = {"path": name, "slot": slot, "shape": list(a.shape), "stats": stats.to_json(), **grid.done()}
+    return dict(to_json(made))
 
 
 def _tensor(state: TrainState, where: str | PathLike[str], name: str, slot: str | None) -> Tensor:

@@ -119,7 +119,7 @@ OPTIONS: Mapping[Kind, Mapping[str, Option]] = {
     "check": {"budget": BYTES},
     "seal": {"renew": TEXTS, "budget": BYTES},
     "doctor": {**_HINTS, "ignore": TEXTS},
-    "diff": {**_HINTS, "map": MAP, "config": VALUES},
+    "diff": {**_HINTS, "map": MAP, "config": VALUES, "path": TEXT, "slot": TEXT},
     "verify": {
         **_HINTS,
         "steps": COUNT,

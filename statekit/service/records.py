@@ -24,7 +24,7 @@ ENDED: tuple[State, ...] = ("done", "failed", "cancelled", "crashed")
 """States that a job stays in."""
 KINDS: Mapping[Kind, tuple[int, int | None]] = {
     "inspect": (1, 1),
-    "parameter": (1, 1),
+    "parameter": (1, None),
     "check": (1, 1),
     "seal": (1, 1),
     "doctor": (1, None),

@@ -14,6 +14,7 @@ from statekit.attestation.doctor import Examination, doctor
 from statekit.conversion import registry
 from statekit.conversion.changes import Changes
 from statekit.conversion.check import check
+from statekit.conversion.closer import difference, over_steps, parameter
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import convert, outcome, plan
 from statekit.conversion.diff import diff
@@ -79,6 +80,26 @@ def _inspect(request: Mapping[str, Any], listener: Listener) -> Any:
     return seen.to_json()
 
 
+def _parameter(request: Mapping[str, Any], listener: Listener) -> Any:
+    """Looks at one parameter; of several checkpoints, which are steps of a run, at its numbers over the updates."""
+    options, name = request["options"], request["options"]["path"]
+    if len(request["paths"]) > 1:
+        return over_steps(
+            *request["paths"],
+            name=name,
+            hints=_hints(options),
+            on_step=lambda done, total: listener.progress(done / total, f"reading {name}"),
+        )
+    return parameter(
+        _path(request),
+        name,
+        container=request.get("container"),
+        layout=options.get("layout"),
+        hints=_hints(options),
+        on_read=lambda size: listener.progress(None, f"reading {name}"),
+    )
+
+
 def _check(request: Mapping[str, Any], listener: Listener) -> Any:
     return check(
         _path(request),
@@ -137,6 +158,10 @@ def _of(path: str, each: Sequence[Examination]) -> dict[str, Any]:
 
 def _diff(request: Mapping[str, Any], listener: Listener) -> Any:
     options = request["options"]
+    if "path" in options:
+        return difference(
+            _path(request), _path(request, 1), options["path"], options.get("slot"), hints=_hints(options)
+        )
     with _map(options) as name:
         return diff(
             _path(request),
@@ -241,6 +266,7 @@ def _thin(request: Mapping[str, Any], listener: Listener) -> Any:
 
 KINDS: Mapping[str, Callable[[Mapping[str, Any], Listener], Any]] = {
     "inspect": _inspect,
+    "parameter": _parameter,
     "check": _check,
     "seal": _seal,
     "doctor": _doctor,
