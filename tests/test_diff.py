@@ -291,3 +291,13 @@ def test_a_tied_weight_is_one_parameter_however_often_it_is_named(tmp_path: Path
     places = {one.place for one in diff(tmp_path / "apart.pt", tmp_path / "moved.pt").differences}
     assert len(places) == 1
     assert "embed" in next(iter(places))
+
+
+def test_numbers_that_are_equal_as_float32_are_said_and_no_difference() -> None:
+    one, other = (
+        state_of({"w": [1]}, {}, 4, Group(("w",), {"learning_rate": rate}))
+        for rate in (0.1, float(np.float32(0.1)))
+    )
+    compared = compare_states(one, other)
+    assert compared.differences == ()
+    assert compared.normalised == ("learning_rate: 0.1 and 0.10000000149011612 are equal as float32",)

@@ -19,6 +19,8 @@ from test_diff import T5X, altered
 import statekit
 from goldens import COMPACT, GOLDEN
 from statekit.attestation.doctor import Examination, doctor
+from statekit.attestation.reading import readings
+from statekit.attestation.two_steps import Step, between_steps
 from statekit.cli.main import DONE, WANTING, main
 from statekit.conversion import registry
 from statekit.conversion.contracts import Hints
@@ -185,6 +187,15 @@ def between(row: Row, folder: Path, names: Iterable[str]) -> set[str]:
             )
             made |= {name} & names_found
     return made
+
+
+def test_a_count_that_stood_while_moments_moved_is_found() -> None:
+    with open_state(T5X / "checkpoint_4") as opened:
+        later = faulty.evolved(opened.state)
+        stale = replace(later, counts=opened.state.counts)
+        steps = [Step(state, readings(state)) for state in (opened.state, later, stale)]
+        names = [{one.name for one in between_steps(steps[0], step)} for step in steps[1:]]
+    assert names == [set(), {"count-stale"}]
 
 
 def test_a_fault_between_two_steps_is_found(tmp_path: Path) -> None:

@@ -30,7 +30,7 @@ SMALL = 16
 _SKIPPED = 0.5
 """How far the means of v_row and v_col may be apart, of the larger, where NaNs may be skipped in each by itself.
 
-There is no bound: each NaN leaves out a share of one update. In the recording of T5X that skips some it is 0.013."""
+Chosen, not derived (docs/bounds.md): there is no bound, since each NaN leaves out a share of one update."""
 _DECAY = ("weight_decay_rate", "weight_decay", "wd")
 
 
@@ -374,8 +374,8 @@ def _against_shape(state: TrainState, path: str) -> bool:
 def _scales(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
     """Yields ScaledAdam's scales that aren't those of their parameters.
 
-    Since its last refresh a parameter has moved by delta with each update, which shrinks by beta1 at most unless a step
-    cancels it; a factor of 2 leaves room for that.
+    Since its last refresh a parameter has moved by delta with each update. Earlier ones aren't kept: that none was more
+    than twice the last one is chosen, not derived (docs/bounds.md).
     """
     wrong: dict[str, tuple[float, float]] = {}
     lost: list[str] = []

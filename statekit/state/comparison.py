@@ -246,6 +246,10 @@ class _States:
                     continue
                 values = [_value(one.hyperparameters[name], path) for one in (theirs, mine)]
                 if _same_number(*values):
+                    if values[0] != values[1]:
+                        self._normalised[f"{name}: {values[0]!r} and {values[1]!r} are equal as float32"] = (
+                            None
+                        )
                     continue
                 if name in RATE_NAMES and path in self._forms and self._forms[path].is_same(*values):
                     self._normalised[_OTHER_FORM] = None
