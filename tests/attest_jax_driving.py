@@ -43,6 +43,59 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
 }
 
 
+def tree(change: Callable[[str, Any], Any], node: Any) -> Any:
+    """Returns a tree in which leaves have changed; their keys and values are given."""
+    return jax.tree_util.tree_map_with_path(lambda path, x: change(jax.tree_util.keystr(path), x), node)
+
+
+def floats(change: Callable[[Any], Any], node: Any, of: str = "") -> Any:
+    """Returns a tree in which the arrays of floats have changed whose keys have a part."""
+    return tree(
+        lambda key, x: change(x) if x.ndim and jnp.issubdtype(x.dtype, jnp.floating) and of in key else x,
+        node,
+    )
+
+
+def counts(change: Callable[[Any], Any], node: Any) -> Any:
+    return tree(lambda key, x: change(x) if jnp.issubdtype(x.dtype, jnp.integer) else x, node)
+
+
+def swapped(node: Any) -> Any:
+    """Returns a state in which two parameters of one shape have each other's slots."""
+    leaves = {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_flatten_with_path(node)[0]}
+    others = {"['u']": "['w']", "['w']": "['u']"}
+    return tree(lambda key, x: leaves[key[:-5] + others[key[-5:]]] if key[-5:] in others else x, node)
+
+
+def first_shard(x: Any) -> Any:
+    """Returns an array of which one device has what it had before."""
+    return x.at[(slice(0, 2),) * x.ndim].set(0)
+
+
+FAULTS: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
+    "moments zero": lambda p, s: (p, floats(lambda x: x * 0, s)),
+    "moments of one parameter zero": lambda p, s: (p, floats(lambda x: x * 0, s, "['b']")),
+    "moments exchanged": lambda p, s: (p, swapped(s)),
+    "moments negated": lambda p, s: (p, floats(lambda x: -x, s)),
+    "moments doubled": lambda p, s: (p, floats(lambda x: 2 * x, s)),
+    "moments rounded": lambda p, s: (p, floats(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), s)),
+    "moments cast": lambda p, s: (p, floats(lambda x: x.astype(jnp.bfloat16), s)),
+    "moments not finite": lambda p, s: (p, floats(lambda x: x * jnp.nan, s, "['u']")),
+    "moments one bit apart": lambda p, s: (p, floats(lambda x: jnp.nextafter(x, jnp.inf), s, "['b']")),
+    "moments reversed": lambda p, s: (p, floats(lambda x: x[::-1], s)),
+    "one device's moments new": lambda p, s: (p, floats(first_shard, s)),
+    "count lost": lambda p, s: (p, counts(lambda x: x * 0, s)),
+    "count one on": lambda p, s: (p, counts(lambda x: x + 1, s)),
+    "weights new": lambda p, s: (params_of(1), s),
+    "weights cast": lambda p, s: (floats(lambda x: x.astype(jnp.bfloat16), p), s),
+    "weights rounded": lambda p, s: (floats(lambda x: x.astype(jnp.bfloat16).astype(x.dtype), p), s),
+    "weights one bit apart": lambda p, s: (floats(lambda x: jnp.nextafter(x, jnp.inf), p, "['b']"), s),
+    "weights exchanged": lambda p, s: (swapped(p), s),
+    "a weight missing": lambda p, s: ({"enc": {n: x for n, x in p["enc"].items() if n != "b"}}, s),
+}
+"""What goes wrong with a restored run."""
+
+
 def attested(kind: str, out: Path) -> dict[str, list[str]]:
     made = OPTIMIZERS[kind]()
     params = params_of(0)
@@ -65,6 +118,7 @@ def attested(kind: str, out: Path) -> dict[str, list[str]]:
         "weights": (params_of(1), same["opt_state"]),
         "cast": (cast["params"], cast["opt_state"]),  # Orbax casts to the template's dtype
         "exchanged": (exchanged, same["opt_state"]),
+        **{name: make(same["params"], same["opt_state"]) for name, make in FAULTS.items()},
     }
     if kind == "adamw":
         tries["reset"] = (

@@ -188,6 +188,64 @@ def statistics_left(kind: str, path: Path) -> Any:
     return net
 
 
+def changed(of: str, change: Callable[[Any], Any]) -> Callable[[str, Path], Any]:
+    """Returns a resume after which the first slot, the weights or the count have changed."""
+
+    def resume(kind: str, path: Path) -> Any:
+        net = loaded(kind, path)
+        moved = [v for v in slots_of(net) if v.numpy().any() and "accumulator" not in v.path][:1]
+        parts = {"slot": moved, "weights": net.trainable_variables[:1], "count": [net.optimizer._iterations]}
+        for variable in parts[of]:
+            variable.assign(change(variable.numpy()))
+        return net
+
+    return resume
+
+
+def rounded(values: Any) -> Any:
+    return np.frombuffer((values.view(np.uint32) & np.uint32(0xFFFF0000)).tobytes(), np.float32).reshape(
+        values.shape
+    )
+
+
+CHANGES: dict[str, tuple[Callable[[str, Path], Any], str]] = {
+    "count two on": (changed("count", lambda n: n + 2), "step"),
+    "slot negated": (changed("slot", lambda x: -x), "slot-differs"),
+    "slot doubled": (changed("slot", lambda x: 2 * x), "slot-differs"),
+    "slot rounded": (changed("slot", rounded), "slot-differs"),
+    "slot not finite": (changed("slot", lambda x: x * np.float32(np.nan)), "slot-differs"),
+    "slot one bit apart": (changed("slot", lambda x: np.nextafter(x, np.float32(9))), "slot-differs"),
+    "slot reversed": (changed("slot", lambda x: x[::-1]), "slot-differs"),
+    "weights rounded": (changed("weights", rounded), "parameter-differs"),
+    "weights one bit apart": (
+        changed("weights", lambda x: np.nextafter(x, np.float32(9))),
+        "parameter-differs",
+    ),
+    "weights negated": (changed("weights", lambda x: -x), "parameter-differs"),
+}
+
+
+def test_summed_gradients_are_called_so(saved: Callable[..., Path]) -> None:
+    net = loaded("Lamb", saved("Lamb"))
+    summed = next(v for v in net.optimizer.variables if "accumulator" in v.path)
+    summed.assign(summed + 1)
+    assert [one.name for one in attested(net, saved("Lamb")).findings] == ["beside-differs"]
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=() if k == "AdamW" else pytest.mark.slow) for k in KINDS]
+)
+def test_a_change_is_found_by_its_name(kind: str, saved: Callable[..., Path]) -> None:
+    path = saved(kind)
+    named = {
+        name: {one.name for one in attested(make(kind, path), path).findings}
+        for name, (make, _) in CHANGES.items()
+    }
+    assert {name: CHANGES[name][1] in each for name, each in named.items()} == dict.fromkeys(CHANGES, True), (
+        named
+    )
+
+
 FAULTS: dict[Callable[[str, Path], Any], str] = {
     unbuilt: "optimizer-empty",
     weights_alone: "optimizer-empty",

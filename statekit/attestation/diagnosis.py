@@ -80,6 +80,10 @@ FAULTS: Mapping[str, Fault] = {
         "Parameters have other values than in the checkpoint.",
         "load the weights of the same step, after the model is built and wrapped, before the first update",
     ),
+    "beside-differs": Fault(
+        "Averages, summed gradients or other tensors beside the slots have other values than in the checkpoint.",
+        "load them with the optimizer's state",
+    ),
     "master-stale": Fault(
         "Parameters aren't the rounding of their masters: the next update would write other weights.",
         "refresh the masters after weights are loaded, or the weights from the masters, on every rank",
@@ -188,13 +192,21 @@ class _Diagnosis:
         yield from self._of_slots(empty)
         if not empty:
             yield from _gathered("step", self._of("updates"), lambda n: f"{n} updates done")
+        yield from self._of_beside()
         yield from self._of_options()
         yield from self._of_run()
         yield from stale_masters(self._live)
 
     def _of(self, what: str, slots: bool | None = None) -> list[Difference]:
-        each = [one for one in self._all if one.what == what]
+        each = [one for one in self._all if one.what == what and not one.place.startswith("extra/")]
         return each if slots is None else [one for one in each if bool(one.item) == slots]
+
+    def _of_beside(self) -> Iterator[Finding]:
+        """Yields what differs of tensors that are no parameters and no slots."""
+        each = [one for one in self._all if one.place.startswith("extra/")]
+        yield from _values("beside-differs", [one for one in each if one.what == "values"])
+        for what in ("shape", "dtype"):
+            yield from _gathered(what, [one for one in each if one.what == what])
 
     def _is_empty(self) -> bool:
         """Tells whether the live optimizer has nothing that an update leaves behind."""

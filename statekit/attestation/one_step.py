@@ -374,8 +374,8 @@ def _against_shape(state: TrainState, path: str) -> bool:
 def _scales(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
     """Yields ScaledAdam's scales that aren't those of their parameters.
 
-    Since its last refresh a parameter has moved by delta with each update. Earlier ones aren't kept: that none was more
-    than twice the last one is chosen, not derived (docs/bounds.md).
+    Since its last refresh a parameter has moved by delta with each update. Only the last is kept: that none was more
+    than twice as much is chosen, not derived (docs/bounds.md).
     """
     wrong: dict[str, tuple[float, float]] = {}
     lost: list[str] = []
