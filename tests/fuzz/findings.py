@@ -27,6 +27,12 @@ def _dcp(**fields: Any) -> bytes:
     return pickles.pickled(put(tree, path, {**at(tree, path), **fields}))
 
 
+def _typeless() -> bytes:
+    """Returns the metadata of a distributed checkpoint in which a tensor's properties are empty."""
+    path = ["state", "state_dict_metadata", "model.w", "state", "properties", "state"]
+    return pickles.pickled(put(dcp_tree(), path, ()))
+
+
 def _endless_heap() -> bytes:
     """Returns an HDF5 file in whose global heap the object that is free space has no size."""
     sample = READERS["hdf5"].samples()[0]
@@ -56,7 +62,12 @@ BYTES: dict[str, list[bytes]] = {
         _spec(metadata={"shape": [2], "chunks": 2, "dtype": "<f4", "compressor": None}),
     ],
     "gin": [b"adafactor.Adafactor.decay_rate = 0\0.8\n"],
-    "dcp metadata": [_dcp(transform_descriptors=5), _dcp(offset="1"), _dcp(relative_path=Record("a.B"))],
+    "dcp metadata": [
+        _dcp(transform_descriptors=5),
+        _dcp(offset="1"),
+        _dcp(relative_path=Record("a.B")),
+        _typeless(),
+    ],
     "zarr": [json.dumps({**documents.ZARRAY, "chunks": [1, 1], "fill_value": 1e308}).encode()],
 }
 """By reader."""

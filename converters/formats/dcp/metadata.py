@@ -272,14 +272,13 @@ def _boxes(chunks: Any, place: str) -> Iterator[Box]:
 def _dtype(properties: Any, reading: _Reading) -> DType:
     # Source: metadata.py, `TensorProperties.__getstate__`: a tuple that begins with dtype and layout.
     state = properties.state if _is(properties, "TensorProperties") else None
-    dtype = torch_dtype(state[0]) if isinstance(state, tuple) and state else None
+    first = state[0] if isinstance(state, tuple) and state else None
+    dtype = torch_dtype(first)
     if dtype is None:
         raise FormatError(
             "The metadata has a tensor of a type that statekit doesn't carry.",
             place=reading.place,
-            found=shown(
-                state[0].name if isinstance(state, tuple) and isinstance(state[0], Record) else state
-            ),
+            found=shown(first.name if isinstance(first, Record) else state),
         )
     return dtype
 
