@@ -58,7 +58,7 @@ def _maps(
 
     with Files(hints.job_budget()) as files:
         said = _config(config, name, files)
-    return maps_of(name, said, rename)
+    return maps_of(name, said, rename, budget=hints.job_budget())
 
 
 def _config(arguments: tuple[str, ...], name: str | None, files: Files) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def _config(arguments: tuple[str, ...], name: str | None, files: Files) -> dict[
     from statekit.converters.formats.hparams import read_gin, read_hparams, read_text
     from statekit.maps.model_map import settings_in
 
-    settings, faults = settings_in(name), Faults()
+    settings, faults = settings_in(name, files), Faults()
     values: dict[str, Any] = {}
     unread: dict[str, str] = {}
     for argument in arguments:

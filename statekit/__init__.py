@@ -252,7 +252,7 @@ def plan(
         step_offset=step_offset,
         require=Exactness[require.upper()],
         like=None if like is None else _local(like),
-        maps=maps_of(map, config, rename),
+        maps=maps_of(map, config, rename, budget=_hints(hints).job_budget()),
         changes=Changes.of(
             {
                 "schedule_step": schedule_step,

@@ -107,6 +107,7 @@ def test_honest_checkpoints_of_many_arrays_and_chunks_take_a_part_of_the_default
         ("--param-names", "names.txt", "weight\n" * 2**15),
         ("--param-names", "names.json", json.dumps(["weight"] * 2**12)),
         ("--config", "config.json", f'{{"num_heads": 12}}{" " * 2**17}'),
+        ("--map", "map.json", f"{{}}{' ' * 2**17}"),
     ],
 )
 def test_files_that_options_name_draw_on_the_jobs_budget(
@@ -130,6 +131,19 @@ def test_files_that_options_name_draw_on_the_jobs_budget(
     assert main.main([*arguments, "--budget", "64KiB"]) == main.FAILED
     error = json.loads(capsys.readouterr().out)
     assert error["kind"] == "BudgetError" and name in error["place"], error
+
+
+@pytest.mark.parametrize("verb", ["diff", "verify", "replay"])
+def test_other_verbs_read_the_files_of_options_within_the_budget(
+    verb: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recording = bundles("t5x")[0]
+    checkpoint, file = f"{recording / 'checkpoint'}", tmp_path / "said.json"
+    file.write_text(f"{{}}{' ' * 2**23}")
+    words = [f"{recording}", "--hparams"] if verb == "replay" else [checkpoint, checkpoint, "--map"]
+    assert main.main([verb, *words, f"{file}", "--json", "--budget", "8MiB"]) == main.FAILED
+    error = json.loads(capsys.readouterr().out)
+    assert error["kind"] == "BudgetError" and file.name in error["place"], error
 
 
 def test_replaying_takes_a_budget() -> None:

@@ -152,7 +152,9 @@ def _compared(
         ]
         first, second = (as_params(one.state)[0] for one in opened)
         if name is not None or config:
-            first = carried_through(first, with_beside(maps_of(name, config), opened[0]))[0]
+            first = carried_through(
+                first, with_beside(maps_of(name, config, budget=each[0].job_budget()), opened[0])
+            )[0]
         compared = compare_states(first, second, on_tensor=on_tensor)
         same = [one.checkpoint.path for one in opened]
         has_steps = any(one.checkpoint.meta.get(STEPS) for one in opened)

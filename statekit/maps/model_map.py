@@ -17,9 +17,10 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, overload
 
+from statekit.budget import Budget
 from statekit.errors import Faults, FormatError, StateError, UsageError, check_name
 from statekit.files.checkpoint import PRETRAINED
-from statekit.files.source import read_small
+from statekit.files.source import Files, read_small
 from statekit.maps import json_schema, live
 from statekit.maps.along_axis import REST, Concatenate, Reorder, Split
 from statekit.maps.links import Carried, Link, StateMap, carried
@@ -512,31 +513,33 @@ BACK = ":back"
 """Ends the path of a map's file that shall be gone from its target to its source."""
 
 
-def load(name: str, config: Mapping[str, Any] | None = None) -> ModelMap:
+def load(name: str, config: Mapping[str, Any] | None = None, files: Files | None = None) -> ModelMap:
     """Returns a map by its name, `<source>:<target>`, or from a file of the user's.
 
     Args:
         name: The name; or the path of a `.json` file, with `:back` behind it for the other direction.
         config: What no checkpoint says of the model, such as `num_heads`; a model's whole config.json may be given.
+        files: The job's files, whose budget holds the map's; one of its own if None.
 
     Raises:
         UsageError: There is no such map, or a value isn't one that it takes.
         NotFoundError: There is no such file.
         FormatError: The file isn't a map; lists every fault.
+        BudgetError: The file is more than the job may hold.
     """
-    data, turned = data_of(name)
+    data, turned = data_of(name, files)
     return _read(Path(name).name, data, turned, config or {})
 
 
-def data_of(name: str) -> tuple[Mapping[str, Any], bool]:
+def data_of(name: str, files: Files | None = None) -> tuple[Mapping[str, Any], bool]:
     """Returns a map's file as it is, and whether the name means the way from its target to its source.
 
     Raises:
-        UsageError, NotFoundError, FormatError: As `load` raises them.
+        UsageError, NotFoundError, FormatError, BudgetError: As `load` raises them.
     """
     path = name.removesuffix(BACK)
     if path.endswith(".json"):
-        return _users(Path(path)), path != name
+        return _users(Path(path), files), path != name
     check_name("map", name, map_names(), "--map")
     a, b = name.split(":")
     turned = f"{a}.{b}.json" not in _files()
@@ -546,9 +549,9 @@ def data_of(name: str) -> tuple[Mapping[str, Any], bool]:
     return data, turned
 
 
-def _users(path: Path) -> Mapping[str, Any]:
+def _users(path: Path, files: Files | None) -> Mapping[str, Any]:
     """Reads a user's map, and holds it to the published schema and to what its templates say of each other."""
-    data = strict_json(read_small(path), path)
+    data = strict_json(read_small(path, files), path)
     text = (
         resources.files("statekit.schemas").joinpath("statekit-map.schema.json").read_text(encoding="utf-8")
     )
@@ -763,6 +766,7 @@ def maps_of(
     rename: Mapping[str, str] | None = None,
     builds: bool = True,
     model: TargetModel | None = None,
+    budget: Budget | None = None,
 ) -> tuple[StateMap, ...]:
     """Returns what was asked for: other names first, then a model map.
 
@@ -772,25 +776,29 @@ def maps_of(
         rename: Patterns and replacements.
         builds: Whether what the target's library builds its model from is made too; not where the model is there.
         model: The model where it is there, under the names that the map gives.
+        budget: That of the job, which a map's file draws on; one of its own if None.
 
     Raises:
         UsageError: There is no such map, it can't take its configuration, or there is none to take it.
+        BudgetError: A map's file is more than the job may hold.
     """
     if config and name is None:
         raise UsageError(
             "There is no map that could take a configuration.", place="--config", remedy="name it: --map"
         )
     renaming = (Renaming(tuple(rename.items())),) if rename else ()
-    if config:
-        config = settings_in(name).translated(config, faults := Faults())
-        faults.check(UsageError, f"The map {name} can't take its configuration", place="--config")
-    maps = [load(one, config) for one in chained(name)]
+    with Files(budget) as files:
+        settings = settings_in(name, files) if config else None
+        if settings is not None:
+            config = settings.translated(config or {}, faults := Faults())
+            faults.check(UsageError, f"The map {name} can't take its configuration", place="--config")
+        maps = [load(one, config, files) for one in chained(name)]
     if not builds:
         maps = [replace(one, pretrained=None) for one in maps]
     if maps and model is not None:
         maps[-1] = replace(maps[-1], model=model)
-    if config and _MODEL_TYPE not in config and not any(one.pretrained for one in maps):
-        known = set[str]().union(*(one.keys for one in maps), settings_in(name).meant)
+    if settings and config and _MODEL_TYPE not in config and not any(one.pretrained for one in maps):
+        known = set[str]().union(*(one.keys for one in maps), settings.meant)
         unused = Faults(("isn't used, nor known to the map", key) for key in config if key not in known)
         unused.check(
             UsageError,
@@ -801,10 +809,10 @@ def maps_of(
     return (*renaming, *maps)
 
 
-def settings_in(name: str | None) -> Settings:
+def settings_in(name: str | None, files: Files | None = None) -> Settings:
     """Returns what the codebases of a map, or of several joined, call the settings of their models."""
-    files = [data_of(one)[0] for one in chained(name)]
-    return settings_of(*(data[side].get("settings") for data in files for side in _SIDES))
+    each = [data_of(one, files)[0] for one in chained(name)]
+    return settings_of(*(data[side].get("settings") for data in each for side in _SIDES))
 
 
 _SIDES = ("source", "target")

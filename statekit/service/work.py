@@ -214,7 +214,7 @@ def _plan(request: Mapping[str, Any], name: str | None) -> Plan:
         step_offset=options.get("step_offset", "keep"),
         require=Exactness[options.get("require", "rounding").upper()],
         like=files.get("like"),
-        maps=maps_of(name, options.get("config"), options.get("rename")),
+        maps=maps_of(name, options.get("config"), options.get("rename"), budget=_hints(options).job_budget()),
         changes=Changes.of(changes),
     )
 

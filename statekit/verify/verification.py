@@ -183,7 +183,7 @@ def _request(asked: Asked, hints: Hints, target: OpenState) -> tuple[Request, li
     """Returns the conversion that makes such a target: as the target's manifest has it, or as is asked."""
     said: list[str] = []
     options: Mapping[str, Any] = (target.checkpoint.manifest or {}).get("options") or {}
-    maps, offset, changes = _maps(asked), asked.step_offset, None
+    maps, offset, changes = _maps(asked, hints), asked.step_offset, None
     if options:
         if not maps:
             maps = tuple(_map_of(one) for one in options.get("maps", ()))
@@ -227,12 +227,12 @@ def _names(stored: Sequence[str] | None) -> tuple[str, ...] | None:
     return None if stored is None else tuple(stored)
 
 
-def _maps(asked: Asked) -> tuple[StateMap, ...]:
+def _maps(asked: Asked, hints: Hints) -> tuple[StateMap, ...]:
     if asked.map is None:
         return ()
     from statekit.maps.model_map import maps_of
 
-    return maps_of(asked.map, dict(asked.config or {}))
+    return maps_of(asked.map, dict(asked.config or {}), budget=hints.job_budget())
 
 
 def _map_of(record: Mapping[str, Any]) -> StateMap:
