@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from statekit.errors import FormatError, NotFoundError
 from statekit.files.source import File, Files, source_digest
+from statekit.pipeline import each
 
 SMALL_BYTES = 2**20
 """Files up to this size, in bytes, are digested when a checkpoint is opened; digests of tensors cover larger ones."""
@@ -66,11 +67,18 @@ def file_faults(
         RefusedError: A file lies behind a link out of the checkpoint.
     """
     wrong = {}
-    for path, entry in entries.items():
-        read = entry["bytes"] <= SMALL_BYTES if digested is None else path in digested
-        if (fault := _wrong(path, entry, files, digest if read else None)) is not None:
+
+    def is_read(path: Path) -> bool:
+        return entries[path]["bytes"] <= SMALL_BYTES if digested is None else path in digested
+
+    def compare(path: Path) -> _Wrong | None:
+        return _wrong(path, entries[path], files, digest if is_read(path) else None)
+
+    several = digested is not None and len(digested) > 1  # of one, the next block is read ahead
+    for path, fault in zip(entries, (each if several else map)(compare, entries), strict=True):
+        if fault is not None:
             wrong[path] = fault
-        if read:
+        if is_read(path):
             tell(path)
     written = _time(manifest)
     is_copy = any(_time(path) > written for path in entries if path not in wrong)

@@ -69,7 +69,7 @@ from statekit.files.whole_file import (
     unknown_rest,
     whole_file_fault,
 )
-from statekit.pipeline import lane, working
+from statekit.pipeline import each, lane, working
 from statekit.tensors.digest import tensor_bytes, tensor_digests
 from statekit.tensors.tensor import Tensor, begin
 from statekit.tensors.typed import is_unicode
@@ -303,9 +303,10 @@ class Stage:
                             for name, (file, passing) in read.items()
                             if (what := whole_file_fault(file, self._rest, passing))
                         ]
+                digests = (each if len(read) > 1 else map)(lambda one: one[1].digest(one[0]), read.values())
                 entries = {
-                    name: {"bytes": file.size, "blake3": passing.digest(file)}
-                    for name, (file, passing) in read.items()
+                    name: {"bytes": file.size, "blake3": digest}
+                    for (name, (file, _)), digest in zip(read.items(), digests, strict=True)
                 }
         except InexactError:  # what was written is as meant, but the format can't hold what was asked for
             raise
