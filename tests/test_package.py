@@ -22,6 +22,8 @@ from installing import (
 )
 
 Built = tuple[Path, Path]
+SHIPPED = {".py", ".json", ".html", ".css", ".js", ".svg", ".txt"}
+"""Ends of names of files that are part of the package: its modules, what they read, and what pages are made of."""
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +39,7 @@ def test_the_wheel_holds_every_module_and_nothing_at_its_top_but_statekit(built:
         for top in FOLDERS
         if top != "docs"  # whose JSON files are certificates, to look at
         for path in (ROOT / top).rglob("*")
-        if path.suffix in {".py", ".json"} or path.name == "py.typed"
+        if path.suffix in SHIPPED or path.name == "py.typed"
     }
     recording = {
         f"statekit/cli/recording/{path.relative_to(RECORDING)}"

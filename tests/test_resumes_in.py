@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,13 @@ def test_a_plan_to_each_layout_says_the_same(path: Path, tmp_path: Path) -> None
             assert (plan.rule_change.exactness if plan.rule_change else Exactness.BITWISE) == way.exactness
         planned += 1
     assert planned >= 2
+
+
+def test_as_data_it_is_what_json_gives_back() -> None:
+    with statekit.open(T5X) as opened:
+        plain = [way.to_json() for way in resumes_in(opened)]
+    assert json.loads(json.dumps(plain)) == plain
+    assert any(one["reasons"] for one in plain)
 
 
 def test_hyperparameters_of_the_checkpoint_count() -> None:

@@ -44,7 +44,13 @@ class Resumption:
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data."""
-        return to_json({**vars(self), "exactness": self.exactness.name.lower()})  # type: ignore[no-any-return]
+        lists = {name: list(getattr(self, name)) for name in ("containers", "reasons", "made_up")}
+        return {
+            **vars(self),
+            **lists,
+            "dropped": dict(self.dropped),
+            "exactness": self.exactness.name.lower(),
+        }
 
 
 def resumes_in(opened: OpenState) -> tuple[Resumption, ...]:

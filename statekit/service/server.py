@@ -36,6 +36,7 @@ from statekit.service.web.connections import UVICORN
 from statekit.service.web.contents_api import contents_routes
 from statekit.service.web.job_api import job_routes
 from statekit.service.web.security import Hosts, Keys, read_token, remote_hosts
+from statekit.service.web.views import screens
 
 DRAIN_SECONDS = 9.0
 """How long workers may take to end, all in all."""
@@ -92,7 +93,12 @@ def serve(settings: Settings, announce: Callable[[str, Settings], object]) -> in
     with _listening(settings) as listening, Ownership(settings.data), opened(settings) as service:
         keys = Keys(read_token(settings.data))
         hosts = remote_hosts(settings.names) if settings.allow_remote else Hosts()
-        routers = (catalogue_routes(service.catalogue), contents_routes(service), job_routes(service))
+        routers = (
+            catalogue_routes(service.catalogue),
+            contents_routes(service),
+            job_routes(service),
+            screens(service),
+        )
         app = create_app(keys, hosts, service.ready, service.jobs.counts, routers)
         server = _Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5, **UVICORN))
         server.asked = service.draining.set

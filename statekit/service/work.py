@@ -19,9 +19,11 @@ from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import convert, outcome, plan
 from statekit.conversion.diff import diff
 from statekit.conversion.inspection import Request, inspect
+from statekit.conversion.open_state import open_state
 from statekit.conversion.plan import Plan
+from statekit.conversion.resumes_in import resume_code, resumes_in
 from statekit.conversion.seal import seal
-from statekit.errors import StatekitError
+from statekit.errors import StateError, StatekitError, UnknownFormatError
 from statekit.files.stage import Progress
 from statekit.maps.model_map import maps_of
 from statekit.service.thinning import thin
@@ -77,7 +79,21 @@ def _inspect(request: Mapping[str, Any], listener: Listener) -> Any:
         asked,
         lambda done, total: listener.progress(done / total if total else None, "reading"),
     )
-    return seen.to_json()
+    return {**seen.to_json(), **_going_on(request)}
+
+
+def _going_on(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns where a checkpoint resumes, and the code that does it; nothing of what makes no state."""
+    options = request["options"]
+    asked = {"container": request.get("container"), "layout": options.get("layout"), "hints": _hints(options)}
+    try:
+        with open_state(_path(request), **asked) as opened:
+            return {
+                "resumes": [one.to_json() for one in resumes_in(opened)],
+                "resume_code": {name: list(lines) for name, lines in resume_code(opened).items()},
+            }
+    except (UnknownFormatError, StateError):
+        return {"resumes": [], "resume_code": {}}
 
 
 def _parameter(request: Mapping[str, Any], listener: Listener) -> Any:

@@ -87,7 +87,10 @@ class Worker:
         except Lost:
             pass  # whoever has the job now ends it; what this one has written there is whole or not there
         except Died as end:
-            self._finish(lease, "crashed", problem=crash(f"it {end}"))
+            if self._jobs.job(lease.job.id).cancelling:  # it was asked to end, and did before it could say so
+                self._finish(lease, "cancelled")
+            else:
+                self._finish(lease, "crashed", problem=crash(f"it {end}"))
         finally:
             child.close()
 

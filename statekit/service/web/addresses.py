@@ -1,0 +1,89 @@
+"""What the catalogue's address says: which checkpoints are shown and in which order, so that a view can be kept."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlencode
+
+from statekit.service.records import SORTS, Query
+
+WHOLE = Query()
+"""All that is there."""
+MOST_TEXT = 500
+_FILTERS = {
+    "optimizer": "optimizer",
+    "container": "container",
+    "layout": "layout",
+    "seal": "seal",
+    "verdict": "doctor",
+    "tag": "tag",
+    "status": "still there",
+}
+
+
+@dataclass(frozen=True)
+class Filter:
+    """What can be chosen of the catalogue.
+
+    Attributes:
+        name: The field of the query.
+        label: What it is called.
+        chosen: What is chosen; None for anything.
+        options: What there is, each with how many have it.
+    """
+
+    name: str
+    label: str
+    chosen: str | None
+    options: tuple[tuple[str, int], ...]
+
+
+def asked(said: Mapping[str, str]) -> Query:
+    """Returns which checkpoints an address asks for: `q`, and the fields of a query by their names.
+
+    What isn't understood leaves none out.
+
+    Example:
+        >>> asked({"q": "t5", "run": "3", "sort": "nothing"})
+        Query(text='t5', root=None, run=3, container=None, layout=None, optimizer=None, tag=None, seal=None, \
+verdict=None, status='present', readable=None, sort='-modified')
+    """
+    fields: dict[str, Any] = {name: said[name] for name in _FILTERS if said.get(name)}
+    for name in ("run", "root"):
+        if said.get(name, "").isdecimal() and len(said[name]) < 19:
+            fields[name] = int(said[name])
+    if said.get("sort", "").removeprefix("-") in SORTS:
+        fields["sort"] = said["sort"]
+    if said.get("readable") in {"yes", "no"}:
+        fields["readable"] = said["readable"] == "yes"
+    return Query(text=said.get("q", "")[:MOST_TEXT], **fields)
+
+
+def address(query: Query, cursor: str | None = None, **changes: Any) -> str:
+    """Returns the address that asks for a query with changes.
+
+    Example:
+        >>> address(Query(text="t5", seal="sealed"), seal=None, sort="step")
+        '/?q=t5&sort=step'
+    """
+    words = {True: "yes", False: "no"}
+    said = {
+        "q" if name == "text" else name: words[value] if isinstance(value, bool) else value
+        for name, value in {**vars(query), **changes}.items()
+        if value not in (None, "") and value != getattr(WHOLE, name)
+    }
+    if cursor is not None:
+        said["cursor"] = cursor
+    return f"/?{urlencode(said)}" if said else "/"
+
+
+def filters(query: Query, facets: Mapping[str, Mapping[str, int]]) -> list[Filter]:
+    """Returns what can be chosen, and how many have it; where there is only one choice, it is left out."""
+    listed = []
+    for name, label in _FILTERS.items():
+        chosen, options = getattr(query, name), tuple(facets.get(name, {}).items())
+        if len(options) > 1 or chosen != getattr(WHOLE, name):
+            listed.append(Filter(name, label, chosen, options))
+    return listed

@@ -1,0 +1,291 @@
+"""What people do with the service, in a real browser that reaches nothing but it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
+
+from browsing import CHROMIUM, Watched, axe, chromium, needs_chromium, served
+from goldens import COMPACT
+
+pytestmark = needs_chromium
+
+T5 = COMPACT / "t5x_train" / "t5_11_unscanned" / "checkpoint" / "checkpoint_8"
+LEGACY = COMPACT / "torch_formats" / "adamw_legacy" / "checkpoint" / "checkpoint.pt"
+TRAINER = COMPACT / "torch_formats" / "adamw_trainer" / "checkpoint" / "checkpoint-4"
+SCRIPT = "<img src=x onerror=alert(1)>.pt"
+TURNED = "turned \u202egnp.pt"
+LONG = "long-" * 48 + ".pt"
+"""255 bytes is the most that a file's name may have; these are 243."""
+SOON = 30_000
+"""Milliseconds after which a job or a scan is taken to hang."""
+
+
+class Session:
+    """A browser that has signed in once.
+
+    Attributes:
+        origin: Where the service is.
+        root: What it shows.
+    """
+
+    def __init__(self, browser: Browser, link: str, root: Path) -> None:
+        self.origin, self.root = link.partition("/sign-in")[0], root
+        self._browser = browser
+        context = browser.new_context()
+        first = Watched(context, self.origin)
+        first.page.goto(link)
+        first.page.wait_for_url(f"{self.origin}/")
+        expect(first.page.get_by_role("heading", name="Catalogue")).to_be_visible()
+        first.page.goto(link)
+        self.again = first.page.locator("body").inner_text()
+        self._state = context.storage_state()
+        context.close()
+
+    def context(self, dark: bool = False, width: int = 1280) -> BrowserContext:
+        """Returns a window of its own that is signed in."""
+        return self._browser.new_context(
+            storage_state=self._state,
+            color_scheme="dark" if dark else "light",
+            viewport={"width": width, "height": 900},
+            reduced_motion="reduce",
+        )
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
+    folder = tmp_path_factory.mktemp("screens")
+    root = folder / "root"
+    for step in (8, 9):
+        shutil.copytree(T5, root / "run" / f"checkpoint_{step}")
+    shutil.copytree(TRAINER, root / "trainer" / "checkpoint-4")
+    for name in ("a.pt", "b.pt", SCRIPT, TURNED, LONG):
+        shutil.copy(LEGACY, root / name)
+    (root / "broken.pt").write_bytes(LEGACY.read_bytes()[:1000])
+    with served(folder / "data", root) as link, chromium() as browser:
+        yield Session(browser, link, root)
+
+
+@pytest.fixture
+def page(session: Session) -> Iterator[Page]:
+    context = session.context()
+    watched = Watched(context, session.origin)
+    watched.page.goto(session.origin)
+    yield watched.page
+    context.close()
+    assert watched.complaints == []
+
+
+def row(page: Page, name: str) -> Locator:
+    return page.locator("tr[data-row]").filter(has=page.get_by_role("link", name=name, exact=True))
+
+
+def opened(page: Page, name: str) -> None:
+    """Opens a checkpoint from the catalogue, and waits until its parameters are there."""
+    page.get_by_role("link", name=name, exact=True).click()
+    expect(page.locator(".tree")).to_be_visible(timeout=SOON)
+
+
+def test_a_link_signs_in_once(session: Session) -> None:
+    assert "used already" in session.again
+
+
+def test_who_has_not_signed_in_sees_nothing(session: Session) -> None:
+    with_nothing = session._browser.new_context()
+    page = with_nothing.new_page()
+    page.goto(session.origin)
+    assert "Token" in page.locator("body").inner_text()
+    assert "checkpoint" not in page.locator("body").inner_text()
+    with_nothing.close()
+
+
+def test_by_keys_alone_a_checkpoint_is_found_opened_and_read(page: Page) -> None:
+    expect(row(page, "a.pt")).to_be_visible(timeout=SOON)
+    page.keyboard.press("/")
+    page.keyboard.type("trainer")
+    expect(page.locator("tr[data-row]")).to_have_count(1)
+    assert page.url.endswith("/?q=trainer")
+    page.keyboard.press("Escape")
+    page.keyboard.press("j")
+    page.keyboard.press("Enter")
+    expect(page.get_by_role("heading", name="checkpoint-4")).to_be_visible()
+    expect(page.get_by_role("heading", name="Resumes in")).to_be_visible(timeout=SOON)
+    page.keyboard.press("?")
+    expect(page.get_by_role("heading", name="Keys")).to_be_visible()
+    page.keyboard.press("Escape")
+    page.keyboard.press("g")
+    expect(page.get_by_role("heading", name="Catalogue")).to_be_visible()
+
+
+def test_what_cannot_be_read_says_why(page: Page) -> None:
+    assert len(row(page, "broken.pt").locator(".reason").inner_text()) > 20
+
+
+@pytest.mark.parametrize("name", [SCRIPT, LONG])
+def test_a_name_is_only_text(name: str, page: Page) -> None:
+    expect(row(page, name)).to_be_visible()
+    row(page, name).get_by_role("link").first.click()
+    expect(page.get_by_role("heading", name=name)).to_be_visible()
+    assert page.locator("main img").count() == 0
+
+
+def test_a_name_that_turns_what_follows_it_is_spelt_out(page: Page) -> None:
+    assert "\u202e" not in page.content()
+    expect(page.get_by_role("link", name=re.compile(r"^turned \\u202egnp\.pt$"))).to_be_visible()
+
+
+def test_doctor_is_asked_and_read(page: Page) -> None:
+    opened(page, "a.pt")
+    page.get_by_role("button", name="Look for faults").click()
+    expect(page.locator("#verdict").get_by_text("no silent fault was found")).to_be_visible(timeout=SOON)
+    expect(page.locator("#verdict .badge.good")).to_have_text("clean")
+
+
+def test_it_says_where_a_run_resumes_and_by_which_code(page: Page) -> None:
+    opened(page, "checkpoint_8")
+    exact = page.locator("#resumes tr").filter(has_text="statekit-torch")
+    expect(exact.locator(".badge")).to_have_text("bitwise")
+    expect(page.locator("#resumes tr").filter(has_text="torch-optim").locator(".badge")).to_have_text(
+        "statistics"
+    )
+    page.get_by_text("by statekit in PyTorch").click()
+    expect(page.locator("#code").get_by_text("statekit.torch.load_optimizer")).to_be_visible()
+
+
+def test_modules_open_when_asked_and_statistics_come_by_themselves(page: Page) -> None:
+    opened(page, "checkpoint_8")
+    tree = page.locator(".tree")
+    expect(tree.get_by_text("logits_dense/kernel")).to_have_count(0)
+    tree.locator("summary").filter(has_text="decoder").first.click()
+    expect(tree.get_by_text("logits_dense/kernel")).to_be_visible()
+    page.get_by_role("button", name="Measure norms").click()
+    expect(page.locator(".tree svg.spark").first).to_be_visible(timeout=SOON)
+
+
+def test_tags_and_notes_are_kept_and_found(page: Page) -> None:
+    page.get_by_role("link", name="b.pt", exact=True).click()
+    page.get_by_placeholder("tag").fill("best")
+    page.get_by_role("button", name="Tag", exact=True).click()
+    page.locator("summary").filter(has_text="Note").click()
+    page.get_by_role("textbox", name="Note").fill("before the learning rate was cut")
+    page.get_by_role("button", name="Keep the note").click()
+    page.goto(page.url.partition("/checkpoints")[0] + "/?q=cut&tag=best")
+    expect(page.locator("tr[data-row]")).to_have_count(1)
+    expect(row(page, "b.pt")).to_be_visible()
+
+
+def test_a_conversion_with_a_map_is_planned_followed_and_found_in_the_lineage(page: Page) -> None:
+    opened(page, "checkpoint_8")
+    page.get_by_text("Convert it").click()
+    form = page.locator("#convert form")
+    form.get_by_label("and path below it").fill("hf-t5")
+    form.locator("[name=to]").select_option("hf-trainer")
+    form.get_by_label("Map to another model").select_option("t5x-t5:hf-t5")
+    form.get_by_label("What the map needs to know").fill("num_heads=4")
+    form.get_by_role("button", name="Say what it would do").click()
+    expect(page.get_by_text("It would be written so")).to_be_visible(timeout=SOON)
+    page.go_back()
+    page.get_by_text("Convert it").click()
+    form.get_by_role("button", name="Convert", exact=True).click()
+    expect(page.get_by_text("Written, read again and compared")).to_be_visible(timeout=SOON)
+    made = page.locator("tr[data-row]").filter(has_text="hf-t5")
+    _until(page, lambda: page.goto("/".join(page.url.split("/")[:3]) + "/?q=hf-t5"), made)
+    made.get_by_role("link").first.click()
+    page.get_by_role("link", name="Lineage").click()
+    expect(page.locator("svg").get_by_text("convert")).to_be_visible()
+    page.locator("svg a").filter(has_text="checkpoint_8").click()
+    expect(page.get_by_role("heading", name="checkpoint_8")).to_be_visible()
+
+
+def test_a_job_that_is_not_wanted_any_more_is_cancelled(page: Page) -> None:
+    other = str(row(page, "checkpoint_9").get_by_role("link").first.get_attribute("href")).rpartition("/")[2]
+    opened(page, "checkpoint_8")
+    page.get_by_text("Prove that another").click()
+    page.get_by_label("The other checkpoint's number").fill(other)
+    page.get_by_role("button", name="Prove", exact=True).click()
+    page.get_by_role("button", name="Cancel").click()
+    expect(page.locator("[data-state]")).to_have_text("cancelled", timeout=SOON)
+
+
+def test_two_are_compared(page: Page) -> None:
+    opened(page, "a.pt")
+    page.get_by_role("link", name="Compare").last.click()
+    page.get_by_label("and this").select_option(index=2)
+    page.get_by_role("button", name="Compare").first.click()
+    expect(page.locator("#difference .verdict")).to_be_visible(timeout=SOON)
+
+
+def test_thinning_says_first_what_it_would_free_and_refuses_what_is_not_sealed(page: Page) -> None:
+    opened(page, "checkpoint_8")
+    page.get_by_text("Thin it").click()
+    page.get_by_role("button", name="Say what it would free").click()
+    expect(page.locator(".problem, .verdict")).to_be_visible(timeout=SOON)
+    assert re.search("seal|free", page.locator("main").inner_text())
+
+
+def _until(page: Page, again: Callable[[], object], there: Locator) -> None:
+    """Looks again until something is there: the service scans by itself after a job that wrote."""
+    for _ in range(60):
+        again()
+        if there.count():
+            return
+        page.wait_for_timeout(250)
+    raise AssertionError("it never came")
+
+
+SCREENS = ("/", "/?q=nothing-fits", "/jobs", "/diff", "/checkpoints/1", "/lineage/1", "/checkpoints/999999")
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+def test_axe_finds_nothing_serious_on_any_screen(dark: bool, session: Session) -> None:
+    context = session.context(dark)
+    watched = Watched(context, session.origin)
+    for screen in SCREENS:
+        watched.page.goto(session.origin + screen)
+        watched.page.wait_for_load_state("networkidle") if screen == "/checkpoints/1" else None
+        assert axe(watched.page) == [], screen
+    context.close()
+
+
+def test_no_screen_is_wider_than_a_telephone(session: Session) -> None:
+    context = session.context(width=400)
+    page = Watched(context, session.origin).page
+    wide = []
+    for screen in SCREENS:
+        page.goto(session.origin + screen)
+        if page.evaluate("document.documentElement.scrollWidth") > 400:
+            wide.append(screen)
+    context.close()
+    assert wide == []
+
+
+def test_the_first_page_is_light(session: Session) -> None:
+    context = session.context()
+    page = context.new_page()
+    sizes: dict[str, int] = {}
+    page.on("response", lambda response: sizes.update({response.url: len(response.body())}))
+    page.goto(session.origin, wait_until="networkidle")
+    context.close()
+    assert sum(sizes.values()) < 150_000, sizes
+
+
+def test_the_theme_that_is_chosen_stays(page: Page) -> None:
+    page.get_by_role("button", name="Light or dark").click()
+    page.reload()
+    assert page.locator("html").get_attribute("data-theme") == "dark"
+
+
+def test_a_page_that_asks_for_another_server_is_noticed(session: Session) -> None:
+    context = session.context()
+    watched = Watched(context, session.origin)
+    watched.page.goto(session.origin)
+    watched.page.evaluate("fetch('http://example.com/x').catch(() => 0)")
+    watched.page.wait_for_timeout(100)
+    context.close()
+    assert any("example.com" in one for one in watched.complaints)
+    assert CHROMIUM is not None
