@@ -26,7 +26,10 @@ const isTyping = (target) => target.matches("input, textarea, select, [contented
 
 document.addEventListener("keydown", (event) => {
   if (event.ctrlKey || event.metaKey || event.altKey) return;
-  if (event.key === "Escape" && isTyping(event.target)) return event.target.blur();
+  if (event.key === "Escape" && isTyping(event.target)) {
+    event.preventDefault(); // a field for searching would be emptied
+    return event.target.blur();
+  }
   if (isTyping(event.target) || one("dialog[open]")) return;
   const keys = {
     "/": () => one("[data-search]")?.focus(),
