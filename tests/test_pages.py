@@ -16,7 +16,7 @@ from markupsafe import Markup
 from goldens import COMPACT
 from statekit.cli.main import DONE, FAILED, WANTING, main
 from statekit.pages import charts
-from statekit.pages.environment import environment
+from statekit.pages.environment import environment, script
 from statekit.pages.listing import listing
 from statekit.pages.report import MARK, report
 from statekit.tensors.stats import measure
@@ -45,15 +45,16 @@ class Elements(HTMLParser):
 
 
 def check_alone(page: str) -> Elements:
-    """Holds that a page runs nothing, fetches nothing, and has no style but its own sheet."""
+    """Holds that a page runs nothing but its own script, fetches nothing, and has no style but its own sheet."""
     parsed = Elements(page)
     names = {tag for tag, _ in parsed.elements}
-    assert names.isdisjoint({"script", "iframe", "object", "embed", "link", "base", "form", "img"})
+    assert names.isdisjoint({"iframe", "object", "embed", "link", "base", "form", "img"})
     for tag, attributes in parsed.elements:
         assert "style" not in attributes and not any(name.startswith("on") for name in attributes), tag
         for name in ("href", "src"):
             assert re.match(r"data:|#", attributes.get(name) or "#"), attributes
     (policy,) = [a["content"] for t, a in parsed.elements if a.get("http-equiv") == "Content-Security-Policy"]
+    assert re.findall("<script[^>]*>(.*?)</script>", page, re.DOTALL) == [script()]
     assert policy is not None and policy.startswith("default-src 'none'; style-src 'sha256-")
     assert page.count("<style>") == 1 and "@import" not in page and "url(" not in page
     return parsed

@@ -248,7 +248,7 @@ def test_rows_and_columns_without_a_gradient_are_dead() -> None:
 def test_without_a_learning_rate_figures_are_per_unit_of_it_and_say_so() -> None:
     seen, record = figures(state_of("adamw", "mesh_tf", {"m": normal(2), "v": normal(3) ** 2}, normal(1)))
     assert record["rate"] is None
-    assert "per unit of learning rate" in seen["effective_rate"]["unit"]
+    assert "per unit of learning rate" in seen["effective_rate"]["title"]
     assert "per unit of learning rate" in seen["update_at_scale"]["formula"]
 
 

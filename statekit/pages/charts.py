@@ -102,6 +102,10 @@ def number(value: float | None, digits: int = 4) -> str:
     return str(value) if isinstance(value, int) else f"{value:.{digits}g}"
 
 
+def _raised(exponent: int) -> str:
+    return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
 def _short_number(value: float) -> str:
     """Returns a number of few digits, as ticks have it: 20k, 3M."""
     for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -158,7 +162,7 @@ class Axis:
         return [(value, self._called(value)) for value in values]
 
     def _called(self, value: float) -> str:
-        return _short_number(value) if self.base is None else f"{self.base}^{round(value)}"
+        return _short_number(value) if self.base is None else f"{self.base}{_raised(round(value))}"
 
 
 def histogram(
@@ -350,7 +354,7 @@ def heat_map(
     left = WIDTH - _RIGHT - 66
     drawn.append(_image(ramp, (left, _TOP), (left + 12, HEIGHT - _BOTTOM)))
     for value, called in legend.ticks():
-        drawn.append(_text(left + 16, legend.at(value) + 4, f"1e{value:g}" if powers else called))
+        drawn.append(_text(left + 16, legend.at(value) + 4, _short_number(10**value) if powers else called))
     drawn.append(_text(WIDTH - _RIGHT, HEIGHT - _BOTTOM + 34, unit, "end"))
     numbers = tuple((i, *row) for i, row in enumerate(cells))
     said = tuple(str(i) for i in range(len(cells[0]) if cells else 0))
@@ -579,7 +583,8 @@ def _plot(
     parts.append(_text(12, middle, up.title, "middle", f"rotate(-90 12 {middle})"))
     name = slug(title)
     picture = Markup(
-        f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" class="plot" viewBox="0 0 {WIDTH} {HEIGHT}" '
+        f'width="{WIDTH}" height="{HEIGHT}" role="img" '
         f'aria-label="{_safe(title)}: {_safe(summary)}"><rect class="paper" fill="{_PAPER}" width="{WIDTH}" '
         f'height="{HEIGHT}"/>{"".join(parts)}{"".join(drawn)}</svg>'
     )

@@ -81,3 +81,9 @@ def environment(*folders: Path, shared: Mapping[str, Any] | None = None) -> Envi
 def stylesheet() -> str:
     """Returns the one style sheet: light and dark, narrow screens, print."""
     return files(PACKAGE).joinpath("statekit.css").read_text(encoding="utf-8")
+
+
+@cache
+def script() -> str:
+    """Returns the one script of plots, which pages may have or not: it offers them as PNG too."""
+    return files(PACKAGE).joinpath("statekit.js").read_text(encoding="utf-8")

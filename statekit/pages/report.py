@@ -13,7 +13,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from statekit.pages.environment import environment, stylesheet
+from statekit.pages.environment import environment, script, stylesheet
 from statekit.pages.verdicts import VERDICTS
 
 MARK = "<!-- statekit.report/1 -->"
@@ -27,10 +27,10 @@ def report(verb: str, result: Mapping[str, Any]) -> str:
         verb: One of `statekit.pages.verdicts.VERDICTS`.
         result: What the verb's `--json` prints.
     """
-    css = stylesheet()
-    digest = b64encode(sha256(css.encode()).digest()).decode()
+    css, code = stylesheet(), script()
     policy = (
-        f"default-src 'none'; style-src 'sha256-{digest}'; img-src data:; base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; style-src '{_digest(css)}'; script-src '{_digest(code)}'; img-src data:; "
+        "base-uri 'none'; form-action 'none'"
     )
     return (
         environment()
@@ -40,8 +40,13 @@ def report(verb: str, result: Mapping[str, Any]) -> str:
             result=result,
             judged=VERDICTS[verb](result),
             css=Markup(css),
+            code=Markup(code),
             policy=policy,
             mark=Markup(MARK),
             version=version("statekit"),
         )
     )
+
+
+def _digest(text: str) -> str:
+    return f"sha256-{b64encode(sha256(text.encode()).digest()).decode()}"

@@ -142,10 +142,8 @@ def _of_moments(place: Place, seen: Moments, rate: float | None) -> list[dict[st
     made: list[dict[str, Any]] = []
     per = "" if rate is None else f", learning rate {rate:g}"
     factor = 1.0 if rate is None else rate
-    unit = (
-        "effective learning rate"
-        if rate is not None
-        else "effective learning rate, per unit of learning rate"
+    title = "Effective learning rate of its elements" + (
+        ", per unit of learning rate" if rate is None else ""
     )
     if {"v_row", "v_col"} <= place.slots.keys():
         made.append(
@@ -160,8 +158,8 @@ def _of_moments(place: Place, seen: Moments, rate: float | None) -> list[dict[st
     )  # fmt: skip
     made.append(
         {
-            "name": "effective_rate", "title": "Effective learning rate of its elements", "kind": "quantiles",
-            "formula": f"a / D, {seen.divisor_formula}; {seen.formula}{per}", "unit": unit,
+            "name": "effective_rate", "title": title, "kind": "quantiles",
+            "formula": f"a / D, {seen.divisor_formula}; {seen.formula}{per}", "unit": "a / D",
             "values": _quantiles(factor / seen.divisor),
         }
     )  # fmt: skip
