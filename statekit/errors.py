@@ -64,6 +64,11 @@ class StatekitError(Exception):
         """The text in one line, for a place where it stands among others."""
         return " ".join(str(self).split())
 
+    @property
+    def kind(self) -> str:
+        """The name of its class in this module: readers raise classes of their own below these."""
+        return next(base.__name__ for base in type(self).__mro__ if base.__module__ == __name__)
+
     def rename(self, change: Callable[[str], str]) -> None:
         """Says all of it anew, where files have other names for the user than for what raised it."""
 

@@ -28,7 +28,7 @@ FLOORS = (
     ("statekit.verify", "statekit.hf", "statekit.lightning", "statekit.accelerate"),
     ("statekit",),
     ("statekit.service",),
-    ("statekit.testing", "statekit.cli"),
+    ("statekit.testing", "statekit.cli", "statekit.client"),
     ("statekit.__main__",),
 )
 """Rooms from the ground up: none knows another on its own floor or above. The longest name that fits is a module's."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import uvicorn
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
@@ -18,6 +21,7 @@ from statekit.service.jobs import Jobs
 from statekit.service.service import Service
 from statekit.service.web.api import catalogue_routes
 from statekit.service.web.app import create_app
+from statekit.service.web.connections import UVICORN
 from statekit.service.web.contents_api import contents_routes
 from statekit.service.web.job_api import job_routes
 from statekit.service.web.security import LOOPBACK, Hosts, Keys
@@ -72,6 +76,19 @@ class Served:
         finally:
             worker.stop()
             thread.join(60)
+
+    @contextmanager
+    def listening(self) -> Iterator[str]:
+        """Answers under an address meanwhile, as `statekit serve` does."""
+        with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
+            server = uvicorn.Server(uvicorn.Config(self.app, log_config=None, **UVICORN))
+            thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
+            thread.start()
+            try:
+                yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+            finally:
+                server.should_exit = True
+                thread.join(60)
 
     def close(self) -> None:
         """Closes the database."""

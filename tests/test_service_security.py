@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import structlog
 import uvicorn
 from fastapi import FastAPI, Request
 from starlette.responses import FileResponse, Response
@@ -65,6 +66,16 @@ class Site:
     @property
     def cookie(self) -> dict[str, str]:
         return {"Cookie": f"{self.keys.cookie}={self.keys.new_session()}"}
+
+
+@pytest.fixture(autouse=True)
+def log_in_lines() -> Iterator[None]:
+    """Logs as the service does; drawing a traceback for a terminal takes seconds."""
+    structlog.configure(
+        processors=[structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+    )
+    yield
+    structlog.reset_defaults()
 
 
 @pytest.fixture

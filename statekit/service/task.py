@@ -73,7 +73,7 @@ def problem_of(error: BaseException) -> dict[str, Any]:
                 "remedy": None, "faults": []}  # fmt: skip
     parts = {name: getattr(error, name) for name in ("subject", "place", "expected", "found", "remedy")}
     return {
-        "kind": type(error).__name__,
+        "kind": error.kind,
         **{name: None if value in (None, "") else str(value)[:8000] for name, value in parts.items()},
         "faults": [{"what": what, "place": place} for what, place in error.faults[:1000]],
     }

@@ -102,7 +102,7 @@ def problem_of(error: StatekitError) -> Problem:
         _text(error.expected),
         _text(error.found),
         _text(error.remedy or None),
-        _kind(type(error)),
+        _kind(error),
     )
 
 
@@ -139,6 +139,6 @@ def _text(value: object) -> str | None:
     return None if value is None else printable(str(value), keep="\n").strip("\n")
 
 
-def _kind(error: type[StatekitError]) -> str:
-    name = error.__name__.removesuffix("Error")
+def _kind(error: StatekitError) -> str:
+    name = error.kind.removesuffix("Error")
     return "".join(f"-{c.lower()}" if c.isupper() and i else c.lower() for i, c in enumerate(name))

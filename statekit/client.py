@@ -1,0 +1,348 @@
+"""The service from Python: what `statekit serve` shows and does, typed, without a browser.
+
+In goes the service's address and token. Out come the records that it has (checkpoints, runs, jobs, events, lineages),
+page after page where there are many, and its problems as the errors that the library itself would raise.
+
+    from statekit.client import Client
+
+    client = Client("http://127.0.0.1:8642", Path("~/.local/share/statekit/token"))
+    for checkpoint in client.checkpoints(optimizer="adafactor/t5x", seal="unsealed"):
+        client.submit("seal", checkpoint.id)
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, cast
+
+from statekit import errors
+from statekit.errors import MissingExtraError, StatekitError, UsageError
+from statekit.service.records import (
+    ENDED,
+    Checkpoint,
+    Event,
+    Job,
+    Kind,
+    Lineage,
+    Page,
+    Root,
+    Run,
+    Scan,
+    State,
+)
+
+if TYPE_CHECKING:
+    import httpx2
+
+TRIES = 5
+"""How often a request is sent whose answer doesn't arrive; asked for again, nothing is done twice."""
+PAUSE_SECONDS = 0.2
+T = TypeVar("T")
+
+
+class Filters(TypedDict, total=False):
+    """Which checkpoints are asked for: the fields of `records.Query`."""
+
+    text: str
+    root: int
+    run: int
+    container: str
+    layout: str
+    optimizer: str
+    tag: str
+    seal: str
+    verdict: str
+    status: str
+    readable: bool
+    sort: str
+
+
+class Client:
+    """A service.
+
+    Args:
+        url: Its address.
+        token: Its token, or the file that has it: `token` in the service's data folder.
+        timeout: Seconds to wait for an answer.
+
+    Raises:
+        MissingExtraError: The extra `service` isn't installed.
+    """
+
+    def __init__(self, url: str, token: str | Path, *, timeout: float = 60.0) -> None:
+        try:
+            import httpx2
+        except ImportError as error:
+            raise MissingExtraError(
+                "The client needs httpx2.", remedy="pip install 'statekit[service]'"
+            ) from error
+        said = token.expanduser().read_text(encoding="ascii").strip() if isinstance(token, Path) else token
+        self._lost: type[Exception] = httpx2.TransportError
+        self._http = httpx2.Client(
+            base_url=f"{url.rstrip('/')}/api/v1",
+            headers={"Authorization": f"Bearer {said}"},
+            timeout=timeout,
+            trust_env=False,  # a proxy would learn the token
+        )
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._http.close()
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def roots(self) -> tuple[Root, ...]:
+        """Returns the folders that are scanned."""
+        return _read(tuple[Root, ...], self._get("/roots"))
+
+    def scan(self) -> Scan:
+        """Has the service look for checkpoints now, and returns what that came to."""
+        return _read(Scan, self._ask("POST", "/scan").json())
+
+    def checkpoints(self, **filters: Unpack[Filters]) -> Iterator[Checkpoint]:
+        """Yields the checkpoints that are asked for, all pages of them."""
+        return self._pages(Checkpoint, "/checkpoints", dict(filters))
+
+    def checkpoint(self, number: int) -> Checkpoint:
+        """Returns a checkpoint.
+
+        Raises:
+            NotFoundError: There is none of that number.
+        """
+        return _read(Checkpoint, self._get(f"/checkpoints/{int(number)}"))
+
+    def tag(self, number: int, tag: str) -> Checkpoint:
+        """Gives a checkpoint a tag."""
+        return _read(Checkpoint, self._ask("POST", f"/checkpoints/{int(number)}/tags", {"tag": tag}).json())
+
+    def untag(self, number: int, tag: str) -> Checkpoint:
+        """Takes a tag from a checkpoint."""
+        answer = self._ask("DELETE", f"/checkpoints/{int(number)}/tags", params={"tag": tag})
+        return _read(Checkpoint, answer.json())
+
+    def note(self, number: int, note: str) -> Checkpoint:
+        """Writes down what somebody says of a checkpoint."""
+        return _read(Checkpoint, self._ask("PUT", f"/checkpoints/{int(number)}/note", {"note": note}).json())
+
+    def runs(self) -> Iterator[Run]:
+        """Yields the runs, the youngest first."""
+        return self._pages(Run, "/runs", {})
+
+    def run(self, number: int) -> Run:
+        """Returns a run; its steps are `checkpoints(run=number)`."""
+        return _read(Run, self._get(f"/runs/{int(number)}"))
+
+    def parameters(self, number: int, under: str = "") -> Iterator[Mapping[str, Any]]:
+        """Yields the parameters of a checkpoint that a job `inspect` has looked into, or those below a module.
+
+        Raises:
+            NotFoundError: None has.
+        """
+        after: int | None = 0
+        while after is not None:
+            params = {"under": under, "after": after, "limit": 500}
+            page = self._get(f"/checkpoints/{int(number)}/parameters", params)
+            yield from page["items"]
+            after = page["next_after"]
+
+    def resumes_in(self, number: int) -> Sequence[Mapping[str, Any]]:
+        """Returns each layout that holds a checkpoint's optimizer, and how exactly its run goes on there.
+
+        Raises:
+            NotFoundError: No job `inspect` has looked into it yet.
+        """
+        resumes: list[Mapping[str, Any]] = self._get(f"/checkpoints/{int(number)}/resumes-in")["resumes"]
+        return resumes
+
+    def lineage(self, number: int) -> Lineage:
+        """Returns what a checkpoint was made of, and what was made of it."""
+        return _read(Lineage, self._get(f"/lineage/{int(number)}"))
+
+    def submit(self, kind: Kind, *subjects: int, key: str | None = None, **options: Any) -> Job:
+        """Asks for work.
+
+        Args:
+            kind: What shall be done.
+            *subjects: The numbers of the checkpoints that it is about.
+            key: Names this request, so that it can be sent again; a new one if None.
+            **options: What is said beside, as the verb takes it; a target is `{"root": number, "path": path}`.
+
+        Raises:
+            UsageError: The job doesn't take that; says all.
+            NotFoundError: There is no such checkpoint.
+        """
+        body = {"kind": kind, "subjects": list(subjects), "options": options}
+        headers = {"Idempotency-Key": key or uuid.uuid4().hex}
+        return _read(Job, self._ask("POST", "/jobs", body, headers=headers).json())
+
+    def jobs(
+        self,
+        *,
+        state: State | Literal["open"] | None = None,
+        kind: Kind | None = None,
+        subject: int | None = None,
+    ) -> Iterator[Job]:
+        """Yields the jobs that are asked for, the latest first."""
+        return self._pages(Job, "/jobs", {"state": state, "kind": kind, "subject": subject})
+
+    def job(self, job: int | Job) -> Job:
+        """Returns a job as it is now."""
+        return _read(Job, self._get(f"/jobs/{_number(job)}"))
+
+    def cancel(self, job: int | Job) -> Job:
+        """Asks for the end of a job."""
+        return _read(Job, self._ask("POST", f"/jobs/{_number(job)}/cancel").json())
+
+    def result(self, job: int | Job) -> Any:
+        """Returns what came of a job: the verb's own JSON.
+
+        Raises:
+            NotFoundError: There is none.
+        """
+        return self._get(f"/jobs/{_number(job)}/result")
+
+    def events(self, job: int | Job, after: int = 0) -> Iterator[Event]:
+        """Yields what befalls a job, as it happens, until it has ended; goes on where a connection was lost.
+
+        Args:
+            job: The job.
+            after: The number of the last event that is known.
+        """
+        failures = 0
+        while True:
+            try:
+                with self._http.stream(
+                    "GET", f"/jobs/{_number(job)}/events", headers={"Last-Event-ID": f"{after}"}
+                ) as answer:
+                    if answer.status_code == 204:
+                        return
+                    _check(answer)
+                    for event in _events(answer.iter_lines()):
+                        failures, after = 0, event.number
+                        yield event
+            except self._lost:
+                failures += 1
+                if failures >= TRIES:
+                    raise
+                time.sleep(PAUSE_SECONDS * 2**failures)
+
+    def wait(self, job: int | Job) -> Job:
+        """Waits until a job has ended, and returns it.
+
+        Raises:
+            StatekitError: It didn't come to its end: the error that it failed with.
+        """
+        for event in self.events(job):
+            if event.kind == "state" and event.data.get("state") in ENDED:
+                break
+        ended = self.job(job)
+        if ended.state != "done":
+            problem = ended.problem or {"subject": f"The job was {ended.state}.", "place": f"job {ended.id}"}
+            raise _error(str(problem.get("kind", "")), problem)
+        return ended
+
+    def _pages(self, record: type[T], path: str, params: Mapping[str, Any]) -> Iterator[T]:
+        said = {name: value for name, value in params.items() if value is not None}
+        cursor: str | None = None
+        while True:
+            more = {"cursor": cursor} if cursor else {}
+            page = _read(Page[record], self._get(path, {**said, **more, "limit": 500}))  # type: ignore[valid-type]
+            yield from page.items
+            cursor = page.next_cursor
+            if cursor is None:
+                return
+
+    def _get(self, path: str, params: Mapping[str, Any] | None = None) -> Any:
+        return self._ask("GET", path, params=params).json()
+
+    def _ask(
+        self,
+        method: str,
+        path: str,
+        body: object = None,
+        *,
+        params: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> httpx2.Response:
+        """Sends a request, again if no answer comes: each does the same when it is done twice."""
+        for left in reversed(range(TRIES)):
+            try:
+                answer = self._http.request(method, path, json=body, params=params, headers=headers)
+            except self._lost:
+                if not left:
+                    raise
+                time.sleep(PAUSE_SECONDS * 2 ** (TRIES - left))
+            else:
+                _check(answer)
+                return answer
+        raise AssertionError("unreachable")
+
+
+def _number(job: int | Job) -> int:
+    return job.id if isinstance(job, Job) else int(job)
+
+
+@cache
+def _reader(form: Hashable) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(cast(Any, form))
+
+
+def _read(form: type[T], data: Any) -> T:
+    """Returns plain data as the record that it was."""
+    record: T = _reader(cast(Hashable, form)).validate_python(data)
+    return record
+
+
+def _events(lines: Iterator[str]) -> Iterator[Event]:
+    """Yields the events of a stream; what isn't data or ends before its empty line is no event."""
+    data: list[str] = []
+    for line in lines:
+        if line.startswith("data:"):
+            data.append(line.removeprefix("data:").removeprefix(" "))
+        elif not line and data:
+            yield _read(Event, json.loads("\n".join(data)))
+            data = []
+
+
+def _check(answer: httpx2.Response) -> None:
+    """Raises the error that an answer is.
+
+    Raises:
+        StatekitError: It is one.
+    """
+    if answer.is_success:
+        return
+    answer.read()
+    try:
+        problem = answer.json()
+        kind = problem["type"].rpartition(":")[2]
+        parts = {**problem, "subject": problem["detail"]}
+    except (ValueError, KeyError, TypeError):
+        raise StatekitError(
+            "The service's answer isn't one of statekit's.",
+            place=str(answer.request.url),
+            found=f"status {answer.status_code}",
+            remedy="check the address",
+        ) from None
+    raise _error("".join(word.title() for word in kind.split("-")), parts)
+
+
+def _error(kind: str, problem: Mapping[str, Any]) -> StatekitError:
+    """Returns a problem as the library's error of that kind; one that it doesn't have is a plain StatekitError."""
+    known = getattr(errors, f"{kind.removesuffix('Error')}Error", None)
+    if kind == "Unknown" or kind.startswith("Wrong"):
+        known = UsageError
+    made = known if isinstance(known, type) and issubclass(known, StatekitError) else StatekitError
+    parts = {name: problem.get(name) for name in ("place", "expected", "found")}
+    return made(str(problem.get("subject", "")), **parts, remedy=problem.get("remedy") or "")

@@ -1,0 +1,147 @@
+"""The client says what the service says, in its records and its errors; and docs/service.md runs as it stands."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving import TOKEN, Served
+
+from statekit import errors
+from statekit.client import Client
+from statekit.errors import NotFoundError, StatekitError, UsageError
+from statekit.service.records import Checkpoint, Event
+
+ROOT = Path(__file__).parents[1]
+PAGES = {
+    page: re.findall(r"<!-- served -->\n```python\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
+    for page in ("README.md", "docs/service.md")
+}
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    service = Served(tmp_path_factory.mktemp("service"))
+    with service.listening() as url, service.working():
+        yield url
+    service.close()
+
+
+@pytest.fixture
+def client(address: str) -> Iterator[Client]:
+    with Client(address, TOKEN) as made:
+        yield made
+
+
+def test_records_come_page_by_page(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[dict[str, Any]] = []
+    ask = client._get
+
+    def ask_for_one(path: str, params: Any = None) -> Any:
+        sent.append(params)
+        return ask(path, {**(params or {}), "limit": 1})
+
+    monkeypatch.setattr(client, "_get", ask_for_one)
+    listed = list(client.checkpoints(sort="path", status="any"))
+    assert [type(one) for one in listed] == [Checkpoint] * len(sent)
+    assert [one.path for one in listed][:3] == ["a.pt", "b.pt", "broken.pt"]
+    assert listed[0].modified.tzinfo is not None and isinstance(listed[0].tags, tuple)
+
+
+def test_tags_notes_and_roots(client: Client) -> None:
+    (one,) = client.checkpoints(text="b.pt")
+    assert client.tag(one.id, "best").tags == ("best",)
+    assert [each.id for each in client.checkpoints(tag="best")] == [one.id]
+    assert client.note(one.id, "keep").note == "keep"
+    assert client.untag(one.id, "best").tags == ()
+    assert len(client.roots()) == 1
+    assert list(client.runs()) == []
+
+
+def test_an_error_is_the_librarys(client: Client, address: str) -> None:
+    with pytest.raises(NotFoundError) as caught:
+        client.checkpoint(10**6)
+    assert caught.value.place == "checkpoint 1000000"
+    with pytest.raises(UsageError, match="no option"):
+        client.submit("check", 1, nothing=True)
+    with pytest.raises(UsageError, match="who asks"), Client(address, "x") as stranger:
+        stranger.roots()
+    with pytest.raises(errors.StatekitError):
+        client.run(10**6)
+
+
+def test_a_job_that_fails_raises_what_it_failed_with(client: Client) -> None:
+    (one,) = client.checkpoints(text="broken.pt")
+    job = client.submit("inspect", one.id)
+    with pytest.raises(StatekitError) as caught:
+        client.wait(job)
+    assert client.job(job).state == "failed"
+    assert type(caught.value).__name__ == (client.job(job).problem or {})["kind"]
+
+
+def test_events_go_on_where_the_connection_was_lost(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    (one,) = client.checkpoints(text="a.pt")
+    job = client.wait(client.submit("check", one.id))
+    whole = list(client.events(job))
+    opened: list[str] = []
+    stream = client._http.stream
+
+    def stream_once(method: str, path: str, **options: Any) -> Any:
+        opened.append(options["headers"]["Last-Event-ID"])
+        if len(opened) == 1:
+            raise client._lost("lost")
+        return stream(method, path, **options)
+
+    monkeypatch.setattr(client._http, "stream", stream_once)
+    monkeypatch.setattr("statekit.client.PAUSE_SECONDS", 0.0)
+    events = list(client.events(job, after=1))
+    assert events == whole[1:]
+    assert all(isinstance(event, Event) for event in events)
+    assert opened == ["1", "1", str(whole[-1].number)]
+
+
+def test_a_request_whose_answer_is_lost_is_sent_again_and_done_once(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (one,) = client.checkpoints(text="a.pt")
+    request = client._http.request
+    sent: list[str] = []
+
+    def lose_the_first(*arguments: Any, **options: Any) -> Any:
+        answer = request(*arguments, **options)
+        sent.append(options["headers"]["Idempotency-Key"])
+        if len(sent) == 1:
+            raise client._lost("lost")
+        return answer
+
+    monkeypatch.setattr("statekit.client.PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(client._http, "request", lose_the_first)
+    client.submit("check", one.id, budget=2**30)
+    monkeypatch.undo()
+    assert len(sent) == 2 and len(set(sent)) == 1
+    again = [job for job in client.jobs(kind="check", subject=one.id) if job.options.get("budget") == 2**30]
+    assert len(again) == 1
+
+
+def test_the_examples_run_as_they_stand(
+    address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    token = tmp_path / ".local" / "share" / "statekit" / "token"
+    token.parent.mkdir(parents=True)
+    token.write_text(TOKEN + "\n")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert {page: len(examples) for page, examples in PAGES.items()} == {"README.md": 1, "docs/service.md": 3}
+    for page, examples in PAGES.items():
+        names: dict[str, Any] = {}
+        for text in examples:
+            exec(compile(text.replace("http://127.0.0.1:8642", address), page, "exec"), names)
+        names["client"].close()
+    printed = capsys.readouterr().out
+    assert "run/checkpoint_4 clean" in printed or "run/checkpoint_4 findings" in printed
+    assert "run/checkpoint_4 4 unsealed" in printed
+    assert "encoder/layers_0/attention/query/kernel" in printed
+    assert re.search(r"\d+ state \{'state': 'done'", printed)
+    assert re.search(r"checkpoint-\d+ -> checkpoint-\d+ convert", printed)
