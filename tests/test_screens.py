@@ -289,3 +289,21 @@ def test_a_page_that_asks_for_another_server_is_noticed(session: Session) -> Non
     context.close()
     assert any("example.com" in one for one in watched.complaints)
     assert CHROMIUM is not None
+
+
+def test_a_slot_is_looked_at_and_its_plot_exported(page: Page) -> None:
+    opened(page, "checkpoint_8")
+    page.locator(".tree").get_by_role("link", name="token_embedder/embedding").click()
+    expect(page.get_by_role("heading", name="Slot v_row")).to_be_visible(timeout=SOON)
+    expect(page.locator("figure svg.plot").first).to_be_visible()
+    with page.expect_download() as download:
+        page.locator("figure .files a").filter(has_text="CSV").first.click()
+    assert download.value.path().read_text(encoding="utf-8").count("\n") > 2
+    assert axe(page) == []
+
+
+def test_a_parameter_is_followed_over_the_steps_of_its_run(page: Page) -> None:
+    opened(page, "checkpoint_8")
+    page.locator(".tree").get_by_role("link", name="token_embedder/embedding").click()
+    page.get_by_role("link", name="Over 2 steps").click()
+    expect(page.locator("#slots").locator("figure, .problem").first).to_be_visible(timeout=SOON)

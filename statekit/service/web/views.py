@@ -36,6 +36,8 @@ ROWS = 50
 """Rows of a table on one page."""
 MOST_RECENT = 50
 """Jobs about a checkpoint that its page looks at."""
+MOST_STEPS = 50
+"""Steps of a run that a parameter is followed over."""
 MOST_LINES = 500
 """Lines of a log that are shown: its last."""
 MOST_CHOICES = 500
@@ -151,6 +153,25 @@ class Screens:
         address = f"/checkpoints/{number}"
         return {"checkpoint": checkpoint, "is_present": checkpoint.status == "present", "here_url": address}
 
+    def steps(self, checkpoint: Checkpoint) -> tuple[int, ...]:
+        """Returns the numbers of the resumable steps of a checkpoint's run, the youngest `MOST_STEPS`, in order."""
+        if checkpoint.run is None:
+            return ()
+        page = self.catalogue.checkpoints(
+            Query(run=checkpoint.run, readable=True, sort="-step"), None, MOST_STEPS
+        )
+        return tuple(one.id for one in reversed(page.items) if one.resumable)
+
+    def about_parameter(self, subjects: tuple[int, ...], path: str) -> Job | None:
+        """Returns the job that has looked at a parameter, or the last that was asked to."""
+        known = self.jobs.known("parameter", subjects, {"path": path})
+        if known is not None:
+            return known
+        recent = self.jobs.jobs(subject=subjects[0], kind="parameter", limit=MOST_RECENT).items
+        return next(
+            (job for job in recent if job.subjects == subjects and job.options.get("path") == path), None
+        )
+
     def named(self, some: Iterable[Job]) -> dict[int, Checkpoint]:
         """Returns the checkpoints that jobs are about, by their numbers."""
         numbers = {number for job in some for number in job.subjects}
@@ -165,7 +186,7 @@ def screens(service: Service) -> APIRouter:
     """
     of = Screens(service)
     routes = APIRouter(include_in_schema=False, route_class=of.readable())
-    for add in (_catalogue, _checkpoint, _jobs):
+    for add in (_catalogue, _checkpoint, _parameter, _jobs):
         add(routes, of)
     return routes
 
@@ -284,6 +305,35 @@ def _checkpoint(routes: APIRouter, of: Screens) -> None:
         return of.drawn(request, "lineage.html", said)
 
 
+def _parameter(routes: APIRouter, of: Screens) -> None:
+    @routes.get("/checkpoints/{number}/parameters/{index}")
+    def show_parameter(request: Request, number: int, index: int, over: str = "") -> Response:
+        """Shows a parameter with its slots or, `over=run`, what they were over the steps of its run."""
+        known, contents = of.about(number), of.contents_of(number)
+        parameters = contents.result["parameters"] if contents else []
+        if not 0 <= index < len(parameters):
+            raise NotFoundError(
+                "There is no such parameter.", place=f"checkpoint {number}", found=str(index)[:30]
+            )
+        one, checkpoint = parameters[index], known["checkpoint"]
+        steps = of.steps(checkpoint)
+        subjects = steps if over == "run" and len(steps) > 1 else (number,)
+        job = of.about_parameter(subjects, one["path"])
+        said = {
+            **known,
+            "here_url": f"/checkpoints/{number}/parameters/{index}{'?over=run' if len(subjects) > 1 else ''}",
+            "index": index,
+            "one": one,
+            "neighbours": [i for i in (index - 1, index + 1) if 0 <= i < len(parameters)],
+            "parameters": parameters,
+            "subjects": subjects,
+            "steps": steps,
+            "job": job,
+            "record": of.result_of(job),
+        }
+        return of.drawn(request, "slots.html", said)
+
+
 def _jobs(routes: APIRouter, of: Screens) -> None:
     @routes.get("/jobs")
     def list_jobs(request: Request, kind: str = "", state: str = "", cursor: str | None = None) -> Response:
@@ -308,6 +358,8 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
             int(one) for one in form.getlist("subject") if isinstance(one, str) and one.isdecimal()
         )
         job = await run_in_threadpool(of.submit, form, numbers)
+        if job.kind == "parameter" and str(form.get("then", "")).startswith("/checkpoints/"):
+            return _next(str(form["then"]))
         if job.kind == "diff" and len(numbers) == 2:
             return _next(f"/diff?{urlencode({'a': numbers[0], 'b': numbers[1]})}")
         return _next(f"/jobs/{job.id}")
