@@ -424,6 +424,73 @@ def test_random_generators_are_compared_where_that_is_asked_for(tmp_path: Path) 
     assert "random: the checkpoint has no generator's state" in unsaid
 
 
+class Signed(torch.optim.Optimizer):  # type: ignore[misc,name-defined]  # torch is Any here
+    """An optimizer that nobody knows: a momentum, and a count that is no tensor."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1, "momentum": 0.9})
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                slots = self.state[param]
+                slots["sum"] = slots.get("sum", 0) * group["momentum"] + param.grad
+                slots["step"] = slots.get("step", 0) + 1
+                param.data -= group["lr"] * slots["sum"].sign()
+
+
+@pytest.mark.parametrize(
+    "kind", [lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9), Signed], ids=["SGD", "unknown"]
+)
+def test_an_optimizer_without_a_schema_is_attested_by_names(kind: Any, tmp_path: Path) -> None:
+    def built() -> Run:
+        torch.manual_seed(3)
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 4))
+        optimizer = kind(model.parameters())
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 10)
+        return Run(model, optimizer, scheduler, torch.amp.GradScaler("cpu"))
+
+    path = saved(trained(built()), tmp_path / "run.pt")
+    slot = "momentum_buffer" if kind is not Signed else "sum"
+
+    def findings(change: Callable[[Run], object], **options: Any) -> list[str]:
+        run = loaded(path, built())
+        change(run)
+        result = attested(run, path, **options)
+        assert any("no schema has the optimizer" in one for one in result.unchecked)
+        assert result.updates is None and "after" not in str(result).partition(".")[0]
+        return [one.name for one in result.findings]
+
+    def slots_of(run: Run) -> list[Any]:
+        return [run.optimizer.state[param] for param in run.model.parameters()]
+
+    def exchange(run: Run) -> None:
+        first, *_, last = [slots for slots in slots_of(run) if slots[slot].shape == (4, 4)]
+        first[slot], last[slot] = last[slot], first[slot]
+
+    assert findings(lambda run: None) == [] == findings(lambda run: None, sample=1)
+    assert findings(lambda run: run.optimizer.state.clear()) == [
+        "slot-missing",
+        *(["step"] if kind is Signed else []),
+    ]
+    assert findings(lambda run: slots_of(run)[0][slot].zero_()) == ["slot-zero"]
+    assert findings(exchange) == ["slot-differs"]
+    assert findings(lambda run: slots_of(run)[0].update({slot: slots_of(run)[0][slot].bfloat16()})) == [
+        "slot-rounded"
+    ]
+    assert findings(lambda run: run.model[0].weight.data.add_(1)) == ["parameter-differs"]
+    assert findings(lambda run: run.optimizer.param_groups[0].update(lr=1.0)) == ["learning-rate"]
+    assert findings(lambda run: run.optimizer.param_groups[0].update(momentum=0.8)) == ["hyperparameter"]
+    assert findings(lambda run: vars(run.scheduler).update(last_epoch=1)) == ["schedule"]
+    if kind is Signed:
+        assert findings(lambda run: slots_of(run)[1].update(step=1)) == ["step"]
+    run = loaded(path, built())
+    with statekit.torch.attested_step(run.optimizer, run.model, path, scheduler=run.scheduler) as step:
+        (run.model(torch.ones(2, 4)) ** 2).sum().backward()
+        run.optimizer.step()
+    assert step.result is not None and step.result.passed and step.result.stepped == 0
+
+
 def test_weights_alone_prove_no_optimizer(tmp_path: Path) -> None:
     path = tmp_path / "weights.pt"
     run = made()

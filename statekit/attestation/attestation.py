@@ -54,7 +54,7 @@ class Attestation:
 
     Attributes:
         checkpoint: The checkpoint's path.
-        updates: Updates done, as the checkpoint says.
+        updates: Updates done, as the checkpoint says; None where it can't.
         findings: What is wrong with the live run; none if it is the checkpoint's.
         unchecked: What wasn't compared, and why, a sentence each.
         assumptions: What was assumed of the checkpoint because it doesn't say, a sentence each.
@@ -65,7 +65,7 @@ class Attestation:
     """
 
     checkpoint: str
-    updates: int
+    updates: int | None
     findings: tuple[Finding, ...]
     unchecked: tuple[str, ...]
     assumptions: tuple[str, ...]
@@ -132,8 +132,9 @@ class Attestation:
 
     def __str__(self) -> str:
         count = len(self.findings)
+        done = "" if self.updates is None else f", after {self.updates} updates"
         verdict = (
-            f"The live run is the checkpoint's, after {self.updates} updates."
+            f"The live run is the checkpoint's{done}."
             if self.passed
             else f"The live run isn't the checkpoint's: {count} finding{'s' * (count != 1)}."
         )

@@ -361,20 +361,28 @@ class Contents:
         params: Weights by path.
         slots: For each path, the optimizer's slots by their own names, where it is known whose they are.
         others: All other tensors, by their own names.
+        options: For each path, the optimizer's options by their own names, and what its state holds besides tensors,
+            where they are known.
     """
 
     what: str
     params: Mapping[str, Tensor]
     slots: Mapping[str, Mapping[str, Tensor]]
     others: Mapping[str, Tensor]
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
 
 @runtime_checkable
 class Describes(Protocol):
     """A layout that can say what a checkpoint of its family holds, even if it can't decode that."""
 
-    def describe(self, checkpoint: Checkpoint) -> Contents | None:
-        """Looks at names and shapes; None if nothing can be said."""
+    def describe(self, checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Contents | None:
+        """Looks at names and shapes; None if nothing can be said.
+
+        Args:
+            checkpoint: The checkpoint.
+            names: Parameters in the optimizer's order, where it numbers them; None if nobody knows it.
+        """
 
 
 @runtime_checkable

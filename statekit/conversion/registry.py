@@ -5,7 +5,7 @@ Which one fits is asked in two rounds: first of those whose signs are there (car
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
@@ -257,11 +257,16 @@ def opened(
     return checkpoint
 
 
-def contents(checkpoint: Checkpoint) -> Contents | None:
-    """Returns what a checkpoint holds that no layout decodes, as the first layout at home in its container says."""
+def contents(checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Contents | None:
+    """Returns what a checkpoint holds that no layout decodes, as the first layout at home in its container says.
+
+    Args:
+        checkpoint: The checkpoint.
+        names: Parameters in the optimizer's order, where it numbers them.
+    """
     for name in layout_names():
         if checkpoint.container in layout_card(name).containers and isinstance(layout(name), Describes):
-            described = cast(Describes, layout(name)).describe(checkpoint)
+            described = cast(Describes, layout(name)).describe(checkpoint, names)
             if described is not None:
                 return described
     return None

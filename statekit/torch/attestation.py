@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -14,13 +15,16 @@ from statekit.attestation.attest import ORDERED
 from statekit.attestation.attest import attest as attested
 from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.diagnosis import fault
+from statekit.attestation.unknown_rule import attest_by_names
+from statekit.conversion import registry
 from statekit.conversion.contracts import Hints
-from statekit.errors import StateError, StatekitError, UsageError
+from statekit.errors import StateError, StatekitError, UnknownFormatError, UsageError
+from statekit.files.checkpoint import Checkpoint
 from statekit.state.comparison import Rate
 from statekit.state.exactness import Level
 from statekit.torch.from_checkpoint import NamedParameters, hints_of, maps_to, pairs_of
 from statekit.torch.generators import compare_generators
-from statekit.torch.live import live_state
+from statekit.torch.live import live_checkpoint, live_state
 from statekit.torch.sharding import FLAT_PREFIX, FlatPart, flat_parts, is_sharded
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -55,6 +59,7 @@ def attest(
     parameters, every slot with its dtype, the updates done by each parameter, groups and hyperparameters by parameter,
     the schedule and the loss scaler. Of sharded parameters (DTensor, as FSDP2 makes them) each process compares the
     part that it has, and nothing but findings is gathered: all processes call it, and all get what each has found.
+    Where no schema has the optimizer's rule, as of SGD and Lion, its state is compared by its own names, which is said.
 
     Args:
         optimizer: What makes the updates, wrapped or not: torch.optim's, transformers' Adafactor, statekit's; of a run
@@ -106,7 +111,7 @@ def attest(
         follow_links=follow_links,
         budget=budget,
     )
-    result = run.gathered(lambda: attested(path, **run.arguments, sample=sample, seed=seed))
+    result = run.gathered(lambda: run.attested(path, sample, seed))
     if strict:
         result.check()
     return result
@@ -121,12 +126,47 @@ class LiveRun:
         optimizers: What makes the updates, without wrappers.
         arguments: Those of `statekit.attestation.attest.attest` that are the run's.
         flat: What this process has of parameters that FSDP1 keeps flat, by their `id`.
+        checkpoint: Gives it in the form in which a file is read.
     """
 
     params: Mapping[str, torch.Tensor]
     optimizers: Sequence[torch.optim.Optimizer]
     arguments: Mapping[str, Any]
     flat: Mapping[int, FlatPart]
+    checkpoint: Callable[[], Checkpoint]
+
+    def attested(self, path: str | PathLike[str], sample: int | None, seed: int) -> Attestation:
+        """Returns what is found here; where no schema has the rule of an optimizer, by names alone."""
+        try:
+            return attested(path, **self.arguments, sample=sample, seed=seed)
+        except UnknownFormatError:
+            result = self._by_names(Path(path), sample, seed)
+            if result is None:
+                raise
+            return result
+
+    def _by_names(self, path: Path, sample: int | None, seed: int) -> Attestation | None:
+        """Returns what is found by names alone; None where either side doesn't say whose its tensors are."""
+        hints, step, ordered = (self.arguments[name] for name in ("hints", "step", "instead"))
+        if self.arguments["names"] or self.arguments["maps"] or self.arguments["generators"]:
+            return None
+        running = self.checkpoint()
+        with registry.opened(registry.detect_container(path)[0], path, step, hints) as checkpoint:
+            right, said = registry.contents(checkpoint, hints.param_names), ""
+            if right is not None and right.params and not right.slots and ordered:
+                right, said = registry.contents(checkpoint, ordered[0][0].param_names), ordered[0][1]
+            live = registry.contents(running)
+            if right is None or live is None or not right.params or not (right.slots or live.slots):
+                return None
+            return attest_by_names(
+                (checkpoint, right),
+                (running, live),
+                findings=list(self.arguments["findings"]),
+                elsewhere=self.arguments["elsewhere"],
+                assumptions=[said] if said else [],
+                sample=sample,
+                seed=seed,
+            )
 
     def gathered(self, of_this_process: Callable[[], Attestation]) -> Attestation:
         """Returns what was found here, or of sharded parameters what all processes found; all of them call it."""
@@ -181,8 +221,12 @@ def live_run(
         beside |= {"scheduler": states[0]} if len(states) == 1 else {"schedulers": states}
     if scaler is not None and (state := scaler.state_dict()):  # one that is switched off has none
         beside["scaler"] = state
+
+    def checkpoint() -> Checkpoint:
+        return live_checkpoint(here, inner, beside, flat)
+
     arguments = {
-        "live": lambda opened: live_state(here, inner, beside, flat),
+        "live": lambda opened: live_state(checkpoint()),
         "findings": [*_strangers(inner, every), *_drives_another(moved, inner)],
         "live_rates": _rates(moved, inner),
         "generators": compare_generators if generators else None,
@@ -194,7 +238,7 @@ def live_run(
         "instead": _in_order(hints, inner, every, names or {}),
         "elsewhere": [name for name in every if name not in here],
     }
-    return LiveRun(here, inner, arguments, flat)
+    return LiveRun(here, inner, arguments, flat, checkpoint)
 
 
 def _of_all_processes(of_this_process: Callable[[], Attestation]) -> Attestation:

@@ -139,13 +139,13 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, kinds)
 
 
-def live_state(
+def live_checkpoint(
     params: Mapping[str, torch.Tensor],
     optimizers: Sequence[torch.optim.Optimizer],
     beside: Mapping[str, Any],
     flat: Mapping[int, FlatPart] = {},
-) -> TrainState:
-    """Returns the canonical state of what is live.
+) -> Checkpoint:
+    """Returns what is live in the form in which a file of PyTorch is read.
 
     Args:
         params: The model's parameters by name.
@@ -153,9 +153,6 @@ def live_state(
             aren't among the parameters are left out.
         beside: What else the run has, by the name that it has in checkpoints: states of a scheduler, a scaler.
         flat: What this process has of parameters that FSDP1 keeps flat, by their `id`.
-
-    Raises:
-        StateError: The state breaks its layout's rules; or no layout knows the optimizer.
     """
     names = {id(param): name for name, param in params.items()}
     model = {
@@ -165,7 +162,16 @@ def live_state(
     states = [named_state(one, names, flat) for one in optimizers]
     parts = {"optimizer": states[0]} if len(states) == 1 else {"optimizers": states}
     tree = live_tree({"model": model, **parts, **beside})
-    checkpoint = Checkpoint("torch", LIVE, tree)
+    return Checkpoint("torch", LIVE, tree)
+
+
+def live_state(checkpoint: Checkpoint) -> TrainState:
+    """Returns the canonical state of what is live, as `live_checkpoint` has it.
+
+    Raises:
+        StateError: The state breaks its layout's rules.
+        UnknownFormatError: No layout knows the optimizer.
+    """
     layout, _ = registry.detect_layout(checkpoint)
     return registry.decoded(layout, checkpoint, NO_HINTS)
 

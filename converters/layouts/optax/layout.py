@@ -426,7 +426,7 @@ class Optax:
         place = "/".join(map(str, core_links[0].path)) or "the top"
         return Evidence(20, f"{place} has {', '.join(core_links[0].state)}, as a state of Optax has them")
 
-    def describe(self, checkpoint: Checkpoint) -> Described | None:
+    def describe(self, checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Described | None:
         """Names the optimizers without a schema, and lists their slots by parameter."""
         return described(checkpoint)
 

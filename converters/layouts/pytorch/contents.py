@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -41,8 +41,13 @@ class Signature:
     schema: str | None = None
 
 
-def contents_of(checkpoint: Checkpoint) -> Contents | None:
-    """Returns what a file of PyTorch holds; None if it has neither an optimizer nor weights."""
+def contents_of(checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Contents | None:
+    """Returns what a file of PyTorch holds; None if it has neither an optimizer nor weights.
+
+    Args:
+        checkpoint: The file.
+        names: Parameters in the optimizer's order, where it numbers them and somebody knows it.
+    """
     if beside := side_by_side(checkpoint, {}):
         return _several(checkpoint, beside)
     parts = find_parts(checkpoint, {})
@@ -63,13 +68,15 @@ def contents_of(checkpoint: Checkpoint) -> Contents | None:
     what = f"{name}: {'a state that fits no layout' if said and said.schema else 'no schema yet'}; {listed}"
     params = {_path(key): tensor for key, tensor in parts.model.items()}
     taken = {id(tensor) for tensor in params.values()}
+    each: list[tuple[str, Mapping[str, Tensor], Mapping[str, Any]]] = []
     try:
-        owned = dict(_by_parameter(parts, bool(checkpoint.meta.get(SORTED))))
+        each += _by_parameter(parts, bool(checkpoint.meta.get(SORTED)), names)
     except StateError as error:
-        what, owned = f"{what}; whose they are isn't known: {error.line}", {}
-    taken |= {id(tensor) for tensors in owned.values() for tensor in tensors.values()}
+        what = f"{what}; whose they are isn't known: {error.line}"
+    slots_of = {path: tensors for path, tensors, _ in each}
+    taken |= {id(tensor) for tensors in slots_of.values() for tensor in tensors.values()}
     others = {key: tensor for key, tensor in checkpoint.tensors.items() if id(tensor) not in taken}
-    return Contents(what, params, owned, others)
+    return Contents(what, params, slots_of, others, {path: options for path, _, options in each})
 
 
 def _several(checkpoint: Checkpoint, beside: SideBySide) -> Contents:
@@ -83,7 +90,8 @@ def _several(checkpoint: Checkpoint, beside: SideBySide) -> Contents:
     what = f"{len(said)} optimizers: {'; '.join(said)}"
     params = {_path(key): tensor for key, tensor in beside.joint.model.items()}
     try:
-        slots = dict(_by_parameter(beside.joint, bool(checkpoint.meta.get(SORTED))))
+        order = _by_parameter(beside.joint, bool(checkpoint.meta.get(SORTED)))
+        slots = {path: tensors for path, tensors, _ in order}
     except StateError as error:
         what, slots = f"{what}; whose their slots are isn't known: {error.line}", {}
     taken = {id(tensor) for tensor in params.values()}
@@ -130,13 +138,19 @@ def _weights(checkpoint: Checkpoint) -> Contents | None:
     return Contents(f"weights alone, {where}; no optimizer", params, {}, others)
 
 
-def _by_parameter(parts: Parts, is_sorted: bool) -> Iterator[tuple[str, Mapping[str, Tensor]]]:
+def _by_parameter(
+    parts: Parts, is_sorted: bool, names: Sequence[str] | None = None
+) -> Iterator[tuple[str, Mapping[str, Tensor], Mapping[str, Any]]]:
+    """Yields each parameter's path, slots, and options with what else its state holds."""
     known = {tensor.shape for tensor in parts.model.values()}
     shapes = [[_shape(parts.state.get(i, {}), known) for i in group["params"]] for group in parts.groups]
-    order = found_order(parts.groups, shapes, parts.model, None, is_sorted)
-    for group, names in zip(parts.groups, order.groups, strict=True):
-        for index, name in zip(group["params"], names, strict=True):
-            yield _path(name), dict(_tensors(parts.state.get(index, {})))
+    order = found_order(parts.groups, shapes, parts.model, names, is_sorted)
+    for group, mine in zip(parts.groups, order.groups, strict=True):
+        options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        for index, name in zip(group["params"], mine, strict=True):
+            record = parts.state.get(index, {})
+            numbers = {f"state/{key}": one for key, one in record.items() if not isinstance(one, Tensor)}
+            yield _path(name), dict(_tensors(record)), {**options, **numbers}
 
 
 def _shape(record: Mapping[str, Any], known: set[Shape]) -> Shape | None:

@@ -161,9 +161,9 @@ class TorchOptim:
         because = "slots of its names" if _is_bare(parts) else f"groups with {', '.join(kind.options)}"
         return Evidence(21, f"{because}, {_SAID[parts.form]}") if self.form else Evidence(20, because)
 
-    def describe(self, checkpoint: Checkpoint) -> Contents | None:
+    def describe(self, checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Contents | None:
         """Says what a file of PyTorch holds that isn't decoded; the layouts by name leave that to the one by index."""
-        return None if self.form else contents_of(checkpoint)
+        return None if self.form else contents_of(checkpoint, names)
 
     def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
         """Returns the canonical state.

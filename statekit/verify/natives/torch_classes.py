@@ -11,7 +11,7 @@ import torch
 
 from statekit.arrays.backend import backend
 from statekit.state.train_state import TrainState
-from statekit.torch.live import live_state
+from statekit.torch.live import live_checkpoint, live_state
 from statekit.verify.natives import Native, Rates, Updates
 from statekit.verify.natives.files import written
 
@@ -61,4 +61,4 @@ def moved(
             param.grad = xp.asarray(grads[path]) if path in grads else None
         optimizer.step()
     named: dict[str, Any] = {path.replace("/", "."): param for path, param in params.items()}
-    return live_state(named, [optimizer], {})
+    return live_state(live_checkpoint(named, [optimizer], {}))

@@ -1,0 +1,186 @@
+"""Whether a live run is its checkpoint's where no schema has the optimizer's rule: its tensors by their own names.
+
+In go what a layout says of both without making a state of them. Slots mean nothing here: bits, shapes, dtypes and
+options must be equal, parameter by parameter. What a rule would tell (an absent slot that stands for zeros, a count)
+can't be told.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from statekit.attestation.attest import sampled
+from statekit.attestation.attestation import Attestation, Finding
+from statekit.attestation.diagnosis import fault
+from statekit.conversion.contracts import Contents
+from statekit.dropin.by_name import path_of
+from statekit.errors import some
+from statekit.files.checkpoint import Checkpoint
+from statekit.state.comparison import is_zero
+from statekit.tensors.distance import distance
+from statekit.tensors.tensor import Tensor, nbytes, parts_of
+from statekit.tensors.tree import to_json
+
+_ROWS = ("scheduler", "scaler")
+"""Records beside model and optimizer, by the key that a file of PyTorch mostly has for them."""
+_RULE = "the update's rule, and what it tells of slots and counts: no schema has the optimizer ({what})"
+
+
+def attest_by_names(
+    right: tuple[Checkpoint, Contents],
+    live: tuple[Checkpoint, Contents],
+    *,
+    findings: Sequence[Finding] = (),
+    elsewhere: Collection[str] = (),
+    assumptions: Sequence[str] = (),
+    sample: int | None = None,
+    seed: int = 0,
+) -> Attestation:
+    """Compares a live run with a checkpoint by the names that both have.
+
+    Args:
+        right: The checkpoint, and what it holds.
+        live: The live run in that form.
+        findings: What is wrong apart from its state.
+        elsewhere: Parameters of which this process has nothing, and others have all.
+        assumptions: What was assumed of the checkpoint.
+        sample: How many parameters are compared by value, drawn with `seed`; all if None.
+        seed: Of the sample.
+    """
+    (checkpoint, expected), (running, actual) = right, live
+    gone = {path_of(one) for one in elsewhere}
+    lacking = [path for path in expected.params if path not in actual.params and path not in expected.options]
+    expected = _without(expected, {*gone, *lacking})
+    chosen = sampled([*expected.params], sample, seed)
+    compared = _Compared(lambda path: path in chosen)
+    each = [*findings]
+    each += compared.findings("parameter", _named("params", expected.params), _named("params", actual.params))
+    each += compared.findings("slot", _slots(expected), _slots(actual))
+    each += _options(expected.options, actual.options)
+    said = [_RULE.format(what=expected.what.partition(";")[0])]
+    said += [f"the params/{path}: the checkpoint has it, and none was given" for path in lacking]
+    if expected.others:
+        said.append(f"{some(sorted(expected.others))}: no parameters and no slots")
+    if sample is not None:
+        said.append(
+            f"values of {len(expected.params) - len(chosen)} of {len(expected.params)} parameters (sample={sample})"
+        )
+    for name in _ROWS:
+        rows = [
+            tree.get(name) if isinstance(tree := one.tree, Mapping) else None for one in (checkpoint, running)
+        ]
+        if None in rows:
+            said += [f"the {name}: one has none"] * (rows != [None, None])
+        elif to_json(rows[0]) != to_json(rows[1]):
+            kind = "schedule" if name == "scheduler" else name
+            each.append(fault(kind, [name], *map(to_json, rows)))
+    return Attestation(
+        str(checkpoint.path),
+        None,
+        tuple(each),
+        tuple(said),
+        tuple(assumptions),
+        len(expected.params),
+        compared.tensors,
+        compared.bytes_read,
+    )
+
+
+def _without(contents: Contents, paths: Collection[str]) -> Contents:
+    def kept(part: Mapping[str, Any]) -> dict[str, Any]:
+        return {path: one for path, one in part.items() if path not in paths}
+
+    return replace(
+        contents, params=kept(contents.params), slots=kept(contents.slots), options=kept(contents.options)
+    )
+
+
+def _named(top: str, tensors: Mapping[str, Tensor]) -> dict[tuple[str, str], Tensor]:
+    return {(f"{top}/{path}", path): tensor for path, tensor in tensors.items()}
+
+
+def _slots(contents: Contents) -> dict[tuple[str, str], Tensor]:
+    return {
+        (f"slots/{path}/{name}", path): tensor
+        for path, slots in contents.slots.items()
+        for name, tensor in slots.items()
+    }
+
+
+class _Compared:
+    """What was compared of tensors, and how much of it was read."""
+
+    def __init__(self, by_value: Callable[[str], bool]) -> None:
+        self._by_value = by_value
+        self.tensors = self.bytes_read = 0
+
+    def findings(
+        self, kind: str, right: Mapping[tuple[str, str], Tensor], live: Mapping[tuple[str, str], Tensor]
+    ) -> Iterator[Finding]:
+        """Yields what is wrong with the live tensors of a kind, by place and path."""
+        places: dict[str, list[str]] = {}
+        shown: dict[str, tuple[object, object]] = {}
+
+        def add(name: str, place: str, expected: object, found: object) -> None:
+            places.setdefault(name, []).append(place)
+            shown.setdefault(name, (expected, found))
+
+        for (place, path), tensor in right.items():
+            other = live.get((place, path))
+            if other is None:
+                add(f"{kind}-missing", place, _described(tensor), "nothing")
+            elif tensor.shape != other.shape:
+                add("shape", place, tensor.shape, other.shape)
+            else:
+                self._values(kind, place, path, tensor, other, add)
+        for place, path in live.keys() - right.keys():
+            add(f"{kind}-extra", place, "nothing", _described(live[place, path]))
+        for name, where in places.items():
+            yield fault(name, sorted(where) if name.endswith("extra") else where, *shown[name])
+
+    def _values(
+        self,
+        kind: str,
+        place: str,
+        path: str,
+        tensor: Tensor,
+        other: Tensor,
+        add: Callable[[str, str, object, object], None],
+    ) -> None:
+        dtypes = tensor.dtype.name, other.dtype.name
+        apart = None
+        if self._by_value(path):
+            self.tensors += 1
+            self.bytes_read += nbytes(tensor)
+            apart = distance(tensor, other, parts_of(other))
+        if apart is not None and apart.unequal:
+            if dtypes[0] != dtypes[1] and apart.is_rounding:
+                add(f"{kind}-rounded", place, *dtypes)
+            elif kind == "slot" and is_zero(other):
+                add("slot-zero", place, "the checkpoint's values", apart)
+            else:
+                add(f"{kind}-differs", place, "the checkpoint's values", apart)
+        elif dtypes[0] != dtypes[1]:
+            add("dtype", place, *dtypes)
+
+
+def _described(tensor: Tensor) -> str:
+    return f"{tensor.dtype.name} {list(tensor.shape)}"
+
+
+def _options(
+    right: Mapping[str, Mapping[str, object]], live: Mapping[str, Mapping[str, object]]
+) -> Iterator[Finding]:
+    """Yields options of parameters that aren't the checkpoint's, and parameters that only one of both moves."""
+    moved = [path for path in {**right, **live} if (path in right) != (path in live)]
+    if moved and right and live:
+        yield fault("frozen", [f"groups/{path}" for path in moved], "moved by both or none", "by one alone")
+    both = [path for path in right if path in live]
+    for name in dict.fromkeys(name for path in both for name in {**right[path], **live[path]}):
+        where = [path for path in both if to_json(right[path].get(name)) != to_json(live[path].get(name))]
+        if where:
+            values = [f"{name} {to_json(each[where[0]].get(name))!r}" for each in (right, live)]
+            kind = {"lr": "learning-rate", "state/step": "step"}.get(name, "hyperparameter")
+            yield fault(kind, [f"groups/{path}/{name}" for path in where], *values)
