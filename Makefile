@@ -8,7 +8,7 @@ PIP_INSTALL := -m pip --disable-pip-version-check install -qq --constraint const
 
 export JAX_PLATFORMS := cpu
 
-.PHONY: help certificates demo test test-all living fuzz fuzz-atheris soak check format package bench tables clean
+.PHONY: help certificates demo test test-all living fuzz fuzz-atheris soak serve test-service check format package bench tables clean
 
 help:
 	@echo "make demo      take a T5 that T5X trained and go on in Transformers"
@@ -18,6 +18,8 @@ help:
 	@echo "make fuzz      give every reader changed samples, FUZZ_CASES each; what is no value and no error of ours is printed"
 	@echo "make fuzz-atheris  the same led by the lines that are run, ATHERIS_SECONDS each; installs atheris"
 	@echo "make soak      SOAK_CASES drawn conversions while things go wrong: kills, full disks, failing calls, damage"
+	@echo "make serve     show the checkpoints of tests/golden in a browser; ROOT=DIR for others"
+	@echo "make test-service  a service under load, under kills and signals, and on a full disk; writes its table into docs/reliability.md"
 	@echo "make check     lint, check the layout of the code, type-check"
 	@echo "make format    lay out the code"
 	@echo "make package   build what is published, and try it in empty environments; needs a registry"
@@ -65,6 +67,15 @@ SOAK_CASES ?= 1000
 soak: $(READY)
 	@$(BIN)/python tests/soak.py --cases $(SOAK_CASES)
 
+ROOT ?= tests/golden
+serve: $(READY)
+	@$(BIN)/statekit serve --root $(ROOT) --data .service
+
+test-service: $(READY)
+	@$(BIN)/python tests/service_load.py
+	@$(BIN)/pytest -q -m slow tests/test_service_*.py
+	@$(BIN)/python tests/reliability_table.py
+
 check: $(READY)
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet .
@@ -98,4 +109,4 @@ tables: $(READY)
 	@$(BIN)/python tests/reliability_table.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .living .reliability
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .living .reliability .service

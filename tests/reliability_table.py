@@ -134,6 +134,14 @@ SUITES = {
         "all of which lies nowhere, is measured, sealed and converted in less than 256 MiB. Seconds are those of the "
         "processor. `pytest -m slow tests/test_bombs.py`.",
     ),
+    "service": Suite(
+        "The service under load and under fire",
+        "`statekit serve` over recorded checkpoints, with clients of its interface that read the catalogue and ask for "
+        "jobs, some of them twice; SIGKILL for it and its workers at random moments; signals while jobs run; a disk "
+        "that is full, and a data folder that can't be written to. Harmless: every job ended exactly once, with its "
+        "one result, and no lease was over for more than 5 seconds before somebody took the job back. Silent: a job "
+        "that was lost, doubled or stuck. `make test-service`; a sample in every run.",
+    ),
 }
 """The sections, in the page's order, by the names of the suites."""
 

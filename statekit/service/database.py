@@ -28,7 +28,7 @@ from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.pool import QueuePool
 
-from statekit.errors import CorruptError, StatekitError, UsageError
+from statekit.errors import CommitError, CorruptError, UsageError
 from statekit.files.durable import sync_folder
 from statekit.service.processes import boot_id, is_alive, started_at
 from statekit.service.tables import METADATA
@@ -55,7 +55,7 @@ class Database:
     Raises:
         UsageError: A newer statekit has made it, or it isn't of this version and mustn't be changed.
         CorruptError: The file is no database, or damaged.
-        StatekitError: The folder can't be written to.
+        CommitError: The folder can't be written to.
     """
 
     def __init__(self, folder: Path, *, migrate: bool = False) -> None:
@@ -134,7 +134,7 @@ class Database:
         """Opens a transaction that may write, after whoever writes now; what it did counts when it ends.
 
         Raises:
-            StatekitError: The disk is full, or nothing can be written there; nothing was changed.
+            CommitError: The disk is full, or nothing can be written there; nothing was changed.
         """
         with self._writing, _explained(self.path), self.engine.connect() as plain:
             connection = plain.execution_options(**{_IMMEDIATE: True})
@@ -146,7 +146,7 @@ class Database:
 
         Raises:
             UsageError: There is something at the target.
-            StatekitError: It can't be written.
+            CommitError: It can't be written.
         """
         if target.exists():
             raise UsageError(
@@ -213,7 +213,7 @@ def _explained(place: Path) -> Iterator[None]:
 
     Raises:
         CorruptError: The file is no database, or damaged.
-        StatekitError: The disk is full, or the file can't be written or read.
+        CommitError: The disk is full, or the file can't be written or read.
     """
     try:
         yield
@@ -233,7 +233,7 @@ def _explained(place: Path) -> Iterator[None]:
         }
         for start, remedy in remedies.items():
             if name.startswith(start):
-                raise StatekitError(
+                raise CommitError(
                     "The catalogue can't be written.", place=place, found=original, remedy=remedy
                 ) from error
         raise
@@ -250,7 +250,7 @@ class Ownership:
 
     Raises:
         UsageError: Another server has it, by its number.
-        StatekitError: The folder can't be written to.
+        CommitError: The folder can't be written to.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -259,7 +259,7 @@ class Ownership:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            raise StatekitError(
+            raise CommitError(
                 "The data folder can't be written to.",
                 place=folder,
                 found=error.strerror,
