@@ -125,6 +125,9 @@ def test_a_report_takes_the_place_of_a_report_alone(
     for _ in range(2):
         assert main(["inspect", str(RUN), "--report", str(again)]) == DONE
     assert MARK in again.read_text().splitlines()[0]
+    link.unlink()
+    link.symlink_to(again)
+    assert main(["inspect", str(RUN), "--report", str(link)]) == FAILED and link.is_symlink()
     capsys.readouterr()
 
 

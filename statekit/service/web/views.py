@@ -21,7 +21,7 @@ from statekit.conversion import registry
 from statekit.errors import NotFoundError, StatekitError
 from statekit.maps.model_map import map_names
 from statekit.pages import charts
-from statekit.pages.environment import environment, stylesheet
+from statekit.pages.environment import environment, script, stylesheet
 from statekit.pages.listing import listing
 from statekit.pages.verdicts import VERDICTS
 from statekit.service.records import ENDED, KINDS, Checkpoint, Job, Node, Query, Run
@@ -91,6 +91,7 @@ class Screens:
             for path in sorted((_HERE / "static").iterdir())
         }
         self.static["statekit.css"] = (stylesheet().encode(), _TYPES[".css"])
+        self.static["statekit.js"] = (script().encode(), _TYPES[".js"])
         self._pages = environment(_HERE / "templates", shared={"is_ended": lambda job: job.state in ENDED})
         self._pages.filters.update(age=wording.age, duration=wording.duration, count=wording.count)
         # A job that has ended stays as it is, and the tree of a large checkpoint takes a while.
