@@ -205,7 +205,7 @@ RULES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "nearest bfloat16, late": (ENCODED, {"parameter_storage": "nearest"}, {}),
 }
 FAULTS = [what for what, fault in RULES.items() if present(fault[0])]
-ESSENTIAL = [what for what in FAULTS if what in ("decay of the other type", "epsilon1 of Keras' size")]
+ESSENTIAL = [what for what in FAULTS if what == "decay of the other type"]
 
 
 @pytest.mark.parametrize(("name", "fault"), everywhere(FAULTS, ESSENTIAL))
