@@ -25,6 +25,7 @@ from statekit.service.web.connections import UVICORN
 from statekit.service.web.contents_api import contents_routes
 from statekit.service.web.job_api import job_routes
 from statekit.service.web.security import LOOPBACK, Hosts, Keys
+from statekit.service.web.views import screens
 from statekit.service.worker import Worker
 
 TOKEN = "t" * 43
@@ -53,13 +54,14 @@ class Served:
         self.service = Service(self.database, Catalogue(self.database, [self.root]), Jobs(self.database))
         self.service.catalogue.scan()
         self.keys = Keys(TOKEN)
-        routers = [
+        self.routers = [
             catalogue_routes(self.service.catalogue),
             contents_routes(self.service),
             job_routes(self.service),
+            screens(self.service),
         ]
         self.app: FastAPI = create_app(
-            self.keys, HOSTS, self.service.ready, self.service.jobs.counts, routers
+            self.keys, HOSTS, self.service.ready, self.service.jobs.counts, self.routers
         )
         self.client = TestClient(
             self.app, base_url="http://localhost:8642", headers=BEARER, raise_server_exceptions=False

@@ -11,13 +11,14 @@ import schemathesis
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
-from schemathesis.checks import positive_data_acceptance
+from schemathesis.checks import negative_data_rejection, positive_data_acceptance
 from schemathesis.python.asgi import get_client
 from serving import BEARER, Served
 
 API = "/api/v1"
-SEMANTIC = [positive_data_acceptance]
-"""Checks that hold a description to say all that makes sense: which text is a cursor it can't."""
+SEMANTIC = [positive_data_acceptance, negative_data_rejection]
+"""Checks that hold a description to say all that makes sense (which text is a cursor it can't), or take a request for
+wrong that our token or an empty list has made right."""
 
 
 @pytest.fixture(scope="module")

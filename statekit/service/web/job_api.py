@@ -28,6 +28,11 @@ SEND_SECONDS = 30
 """How long a client may take for a piece of a stream."""
 
 
+_TEXT = {"type": "string"}
+_EVENT = {"type": "object", "properties": {"id": _TEXT, "event": _TEXT, "data": _TEXT}}
+"""An event of a stream, for the description of the interface; `data` is a record `Event` as JSON."""
+
+
 class JobBody(Body):
     """Work to ask for."""
 
@@ -98,7 +103,7 @@ def job_routes(service: Service) -> APIRouter:
         responses={
             200: {
                 "description": "Events with their numbers as ids, until the job has ended.",
-                "content": {"text/event-stream": {"schema": {"type": "string"}}},
+                "content": {"text/event-stream": {"schema": _EVENT}},
             },
             204: {"description": "The job has ended, and there are no events after that one."},
             429: {**PROBLEMS[422], "description": "Too many streams at a time."},

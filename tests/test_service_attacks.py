@@ -1,0 +1,221 @@
+"""Attacks on the service: no way out of the roots, no name that becomes markup, no answer that blames the server."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import quote
+
+import pytest
+from fastapi.routing import APIRoute
+from serving import TORCH, Served
+from starlette.routing import Route
+from starlette.testclient import TestClient
+
+from statekit.errors import RefusedError, StatekitError
+from statekit.service.tables import CHECKPOINTS, EVENTS, JOBS, TAGS
+from statekit.service.web import security, sign_in
+
+API = "/api/v1"
+SECRET = "swordfish"
+UP = (
+    "..", "../..", "../../..", "..%2f", "%2e%2e/", "%2e%2e%2f", "%2E%2E%2F", "..%5c", "..\\", "%2e%2e%5c",
+    "..%252f", "%252e%252e%252f", "..%c0%af", "%c0%ae%c0%ae/", "..%e0%80%af", "..%00/", "..;/", "....//",
+    "..././", ".%2e/", "%2e./", "/..", "//..", "/%2e%2e", "./..", "..//", "..%0a/", "..%09/",
+)  # fmt: skip
+BEHIND = (
+    "/static/",
+    "/checkpoints/",
+    f"{API}/checkpoints/",
+    f"{API}/jobs/",
+    f"{API}/runs/",
+    "/lineage/",
+    "/",
+)
+SCRIPTS = (
+    "<script>alert(1)</script>",
+    '"><img src=x onerror=alert(1)>',
+    "{{7*7}}${7*7}<%= 7*7 %>",
+    "javascript:alert(1)//",
+    "'-alert(1)-'\u202etxt.exe\u2066",
+    "</title></textarea></style><svg onload=alert(1)>",
+)
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    service = Served(tmp_path_factory.mktemp("service"))
+    yield service
+    service.close()
+
+
+def spellings() -> list[str]:
+    """Returns ways to write a path that leads out of where it begins."""
+    return [
+        f"{place}{up}{'' if up.endswith(('/', '%2f', '%5c')) else '/'}{rest}"
+        for place in BEHIND
+        for up in UP
+        for rest in ("secret", "etc/passwd")
+    ]
+
+
+def test_no_spelling_of_an_address_leads_out_of_the_roots(served: Served) -> None:
+    assert len(spellings()) > 60
+    for address in spellings():
+        answer = served.client.get(address)
+        assert answer.status_code < 500, address
+        assert answer.status_code >= 400 or answer.url.path == "/", address
+        assert SECRET not in answer.text and "root:x:" not in answer.text
+
+
+TARGETS = (
+    "../out.pt", "..", ".", "", "/etc/out.pt", "run/../../out.pt", "run/../out.pt", "//etc/out.pt", "a\0b.pt",
+    "\\..\\..\\out.pt", "./../out.pt", "link/out.pt", "link/../out.pt", "linked.pt", "run/checkpoint_4/../../../out.pt",
+    "~/out.pt", "file:///etc/out.pt", "a.pt/../../out.pt", "x" * 300 + "/out.pt", "/".join(["a"] * 2000),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("target", range(len(TARGETS)))
+def test_no_target_leads_out_of_its_root(target: int, served: Served, tmp_path: Path) -> None:
+    link, linked = served.root / "link", served.root / "linked.pt"
+    if not link.is_symlink():
+        outside = served.root.parent / "outside"
+        outside.mkdir()
+        link.symlink_to(outside)
+        linked.symlink_to(outside / "out.pt")
+    root = served.service.catalogue.roots()[0].id
+    try:
+        path = served.service.catalogue.target(root, TARGETS[target])
+    except StatekitError:
+        return
+    inside = Path(os.path.realpath(served.root))
+    assert path.parent.resolve() == path.parent and path.is_relative_to(inside) and not path.is_symlink()
+
+
+def test_a_link_put_in_the_place_of_a_checkpoint_is_not_followed(served: Served) -> None:
+    (one,) = [c for c in served.service.catalogue.checkpoints().items if c.path == "b.pt"]
+    assert served.service.catalogue.path_of(one.id).name == "b.pt"
+    (served.root / "b.pt").unlink()
+    (served.root / "b.pt").symlink_to(served.root.parent / "secret")
+    try:
+        with pytest.raises(RefusedError):
+            served.service.catalogue.path_of(one.id)
+    finally:
+        (served.root / "b.pt").unlink()
+        (served.root / "b.pt").write_bytes(TORCH.read_bytes())
+
+
+def test_names_with_script_in_every_field_stay_text(served: Served) -> None:
+    number = served.service.catalogue.checkpoints().items[0].id
+    for script in SCRIPTS:
+        asked = [
+            ("POST", f"{API}/checkpoints/{number}/tags", {"tag": script}),
+            ("PUT", f"{API}/checkpoints/{number}/note", {"note": script}),
+            ("POST", f"{API}/jobs", {"kind": script, "subjects": [number]}),
+            ("POST", f"{API}/jobs", {"kind": "inspect", "subjects": [number], "options": {script: script}}),
+            (
+                "POST",
+                f"{API}/jobs",
+                {"kind": "inspect", "subjects": [number], "options": {"variant": script}},
+            ),
+            ("DELETE", f"{API}/checkpoints/{number}/tags?tag=<svg/onload=alert(1)>", None),
+            ("GET", f"{API}/checkpoints?text=<script>&layout=<script>&sort=<script>", None),
+            ("GET", f"{API}/checkpoints/<script>alert(1)</script>", None),
+            ("GET", "/<script>alert(1)</script>", None),
+            ("GET", "/sign-in?code=<script>alert(1)</script>", None),
+        ]
+        for method, address, body in asked:
+            headers = {"Content-Type": "application/json", "Accept": "text/html"}
+            content = None if body is None else json.dumps(body).encode()
+            answer = served.client.request(method, address, content=content, headers=headers)
+            assert answer.status_code < 500, (method, address)
+            assert answer.headers["x-content-type-options"] == "nosniff"
+            assert "script-src 'self'" in answer.headers["content-security-policy"]
+            if answer.headers["content-type"].startswith("text/html"):
+                assert script not in answer.text and "<script>" not in answer.text
+            else:
+                assert answer.headers["content-type"] in ("application/json", "application/problem+json")
+                assert not {*"\u202e\u2066"} & {*answer.text} or method == "POST"
+
+
+def routes_of(served: Served) -> list[tuple[str, str]]:
+    """Returns every method with every address that the service answers, the number 1 where one asks for one."""
+    return [
+        (method, re.sub(r"\{\w+(:\w+)?\}", "1", route.path))
+        for router in (served.app.router, sign_in.router(served.keys), *served.routers)
+        for route in router.routes
+        if isinstance(route, Route | APIRoute)
+        for method in sorted(route.methods or ())
+    ]
+
+
+def state_of(served: Served) -> object:
+    """Returns all that requests may change."""
+    with served.database.reading() as connection:
+        return {
+            table.name: connection.execute(table.select()).all()
+            for table in (CHECKPOINTS, TAGS, JOBS, EVENTS)
+        }
+
+
+def test_no_route_answers_strangers_and_none_that_changes_something_answers_other_sites(
+    served: Served,
+) -> None:
+    routes = routes_of(served)
+    before = state_of(served)
+    assert len(routes) > 30 and {"POST", "PUT", "DELETE"} <= {method for method, _ in routes}
+    stranger = TestClient(served.app, base_url="http://localhost:8642", raise_server_exceptions=False)
+    cookie = {"Cookie": f"{served.keys.cookie}={served.keys.new_session()}"}
+    elsewhere = {"Sec-Fetch-Site": "cross-site", "Origin": "https://evil.example"}
+    for method, address in routes:
+        ours = stranger.request(method, address, headers={"Origin": "http://localhost:8642"})
+        is_open = address in {"/healthz", "/readyz", "/sign-in"} or address.startswith("/static/")
+        assert (ours.status_code == 401) is (not is_open or (method, address) == ("POST", "/sign-in")), (
+            address
+        )
+        if method not in {"GET", "HEAD", "OPTIONS"}:
+            theirs = stranger.request(method, address, headers={**cookie, **elsewhere})
+            assert theirs.status_code == 403, (method, address)
+    assert state_of(served) == before
+
+
+def test_a_route_that_answers_strangers_is_noticed(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(security, "OPEN_PATHS", frozenset({"/healthz", "/readyz", "/sign-in", f"{API}/scan"}))
+    with pytest.raises(AssertionError, match="/scan"):
+        test_no_route_answers_strangers_and_none_that_changes_something_answers_other_sites(served)
+
+
+def test_a_page_shows_names_with_script_as_text_and_has_no_script_of_its_own(served: Served) -> None:
+    number = served.service.catalogue.checkpoints().items[0].id
+    for script in SCRIPTS[:2]:
+        served.service.catalogue.tag(number, script)
+        served.service.catalogue.note(number, script)
+        for address in (
+            "/",
+            f"/checkpoints/{number}",
+            f"/?tag={quote(script)}",
+            f"/lineage/{number}",
+            "/jobs",
+        ):
+            page = served.client.get(address, headers={"Accept": "text/html"})
+            assert page.status_code == 200, address
+            assert "<script>alert" not in page.text and "<img src=x" not in page.text
+            assert not re.search(r"<script(?![^>]*\bsrc=)(?![^>]*application/json)", page.text)
+            assert not re.search(r"<[^>]+\son\w+\s*=", re.sub(r'"[^"]*"', '""', page.text))
+        served.service.catalogue.untag(number, script)
+
+
+def test_a_file_named_with_script_is_listed_as_text(served: Served) -> None:
+    name = "<img src=x onerror=alert(1)>\u202e\x1b[2J.pt"
+    (served.root / name).write_bytes(TORCH.read_bytes())
+    try:
+        served.service.catalogue.scan()
+        paths = [one["path"] for one in served.client.get(f"{API}/checkpoints").json()["items"]]
+    finally:
+        (served.root / name).unlink()
+        served.service.catalogue.scan()
+    (listed,) = [path for path in paths if path.startswith("<img")]
+    assert listed == "<img src=x onerror=alert(1)>\\u202e\\x1b[2J.pt"
