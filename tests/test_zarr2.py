@@ -29,7 +29,9 @@ from statekit.converters.formats.zarr.stores import FolderStore, OcdbtStore, loc
 from statekit.converters.formats.zarr.writer import chunk_shape, encoded_chunks, header_bytes, header_for
 from statekit.errors import BudgetError, CorruptError, FormatError, RefusedError, StatekitError, UsageError
 from statekit.files.source import Files, Held, bytes_at
-from statekit.tensors.tensor import DTYPES, Array, Stored, chunks, in_memory
+from statekit.pipeline import job
+from statekit.tensors.digest import tensor_bytes
+from statekit.tensors.tensor import DTYPES, Array, Stored, begin, chunks, in_memory
 
 RANDOM = np.random.default_rng(3)
 
@@ -110,6 +112,18 @@ def test_streaming_decodes_a_large_chunk_once(
     blocks = list(chunks(tensor, 256))
     assert np.array_equal(np.concatenate(blocks), values)
     assert (len(blocks), len(opens)) == (32, 1)
+
+
+def test_a_tensor_that_was_begun_is_decoded_once(tmp_path: Path) -> None:
+    values = np.arange(3 * 2**20, dtype=np.float32).reshape(3, -1)
+    write_array(tmp_path / "a", values, values.shape, "gzip")
+    stated = parse_zarray((tmp_path / "a" / ".zarray").read_bytes(), "a")
+    with Files(Budget(), tmp_path) as files, job(2):
+        tensor = open_array(FolderStore(tmp_path, files), "a", stated, "a")
+        begin(tensor)
+        assert files.account.budget.held
+        assert b"".join(map(bytes, tensor_bytes(tensor))) == values.tobytes()
+        assert files.account.budget._decoded == values.nbytes
 
 
 def test_a_block_of_a_large_chunk_needs_little_memory(tmp_path: Path) -> None:

@@ -187,10 +187,10 @@ class Stage:
         if name in self.tensors:
             raise UsageError("A tensor is written twice.", place=name)
         hasher = blake3()
+        if name in self._following and self._begun in (None, name):
+            self._begun, following = self._following[name]
+            begin(following)  # while this one is streamed
         for block in tensor_bytes(tensor):
-            if name in self._following and self._begun in (None, name):
-                self._begun, following = self._following[name]
-                begin(following)  # while this one is streamed
             digested = lane("digest", _digest, hasher, block)  # while it is written
             yield block
             digested()

@@ -148,9 +148,9 @@ def removed(path: Path) -> None:
     shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-def neutral(work: Path, pair: Sequence[str], gigabytes: float) -> Path:
+def neutral(work: Path, pair: Sequence[str], gigabytes: float, side: int) -> Path:
     """Returns a state that both containers of a pair can hold, as statekit's own folder, made once."""
-    made = made_state(pair, gigabytes)
+    made = made_state(pair, gigabytes, side)
     folder = work / f"{made.optimizer.schema}-{made.optimizer.variant}"
     if not folder.exists():
         write_neutral(folder, made)
@@ -173,9 +173,11 @@ def layout_of(container: str, pair: Sequence[str]) -> str:
     return LAYOUTS[container]
 
 
-def measured(work: Path, pair: tuple[str, str], gigabytes: float, rounds: int) -> list[tuple[Taken, Taken]]:
+def measured(
+    work: Path, pair: tuple[str, str], gigabytes: float, rounds: int, side: int
+) -> list[tuple[Taken, Taken]]:
     """Returns what the peer and the conversion took, in turn."""
-    made = source = neutral(work, pair, gigabytes)
+    made = source = neutral(work, pair, gigabytes, side)
     if pair[0] != "statekit":
         source = work / pair[0]
         converted(made, source, pair[0], layout_of(pair[0], pair))
@@ -222,6 +224,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--gigabytes", type=float, default=1.0)
     parser.add_argument("--pairs", default=MAIN, help="SOURCE:TARGET,...; 'all' for each container to itself")
+    parser.add_argument("--side", type=int, default=SIDE, help="of each matrix; 32768 makes one of 4.3 GB")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--folder", help="where to put the files (default: a temporary folder)")
@@ -238,7 +241,9 @@ def main() -> None:
                 )
                 break
             source, _, target = text.partition(":")
-            taken = measured(Path(folder), (source, target), arguments.gigabytes, arguments.rounds)
+            taken = measured(
+                Path(folder), (source, target), arguments.gigabytes, arguments.rounds, arguments.side
+            )
             table += (line := row((source, target), taken))
             out.print(line, markup=False, end="")
     if arguments.page:
