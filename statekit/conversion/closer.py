@@ -14,7 +14,7 @@ from statekit.conversion.contracts import NO_HINTS, Hints
 from statekit.conversion.open_state import open_state
 from statekit.errors import NotFoundError, some
 from statekit.state.train_state import TrainState
-from statekit.statistics.parameter import at_step, parameter_statistics
+from statekit.statistics.parameter import GUIDE, at_step, parameter_statistics
 from statekit.statistics.pictures import Grid
 from statekit.tensors.stats import measure
 from statekit.tensors.tensor import Tensor, blocks, in_memory
@@ -67,7 +67,8 @@ def over_steps(
         on_step: Told how many steps were read, of how many.
 
     Returns:
-        `path`; `updates`, those done at each step; `curves`, the numbers of each by their name; `unsaid`, why some
+        `path`; `updates`, those done at each step; `curves`, the numbers of each by their name; `guide`, where
+        the update over the parameter lies in healthy runs, by a rule of thumb; `unsaid`, why some
         aren't there, once each.
 
     Raises:
@@ -88,6 +89,7 @@ def over_steps(
         "path": name,
         "updates": [record["updates"] for record in records],
         "curves": {key: [one.get(key) for one in numbers] for key in names},
+        "guide": GUIDE,
         "unsaid": list(dict.fromkeys(said for record in records for said in record["unsaid"])),
     }
     return dict(to_json(made))

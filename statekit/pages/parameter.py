@@ -5,14 +5,12 @@ In go the records of `statekit.statistics` and `statekit.conversion.closer`, as 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from statekit.pages import charts
-from statekit.pages.charts import Plot
-
-GUIDES = {"1e-3": 1e-3}
-"""Where the update over the parameter lies in healthy runs, by a rule of thumb."""
+from statekit.pages.charts import Plot, number
 
 
 def of_tensor(name: str, tensor: Mapping[str, Any]) -> list[Plot]:
@@ -69,7 +67,8 @@ def of_figure(figure: Mapping[str, Any]) -> Plot | None:
         binned = figure["binned"]
         edges = [binned["from"] + i * binned["octaves"] for i in range(len(binned["counts"]) + 1)]
         return charts.histogram(
-            title, formula, "|u| / |p|", edges, binned["counts"], base=2, marks={"1e-3": -9.966},
+            title, formula, "|u| / |p|", edges, binned["counts"], base=2,
+            marks={number(figure["guide"]): math.log2(figure["guide"])},
             note="zeros aren't in it; the line is where healthy runs have it, by a rule of thumb",
         )  # fmt: skip
     return None
@@ -91,7 +90,7 @@ def of_run(record: Mapping[str, Any]) -> list[Plot]:
                 {said.get(name, name): values for name, values in updates.items()},
                 steps,
                 powers=True,
-                guides=GUIDES,
+                guides={number(record["guide"]): record["guide"]},
             )
         )
     plots += [

@@ -24,7 +24,7 @@ from statekit.tensors.stats import measure
 from statekit.tensors.tensor import Array, in_memory
 from statekit.tensors.tree import to_json
 
-ARRAYS = 14
+ARRAYS = 16
 """Float64 arrays of a parameter's shape that are held at a time, at most, for what its update does."""
 QUANTILES = (0.0, 0.01, 0.05, 0.25, 0.5, 0.75, 0.95, 0.99, 1.0)
 GUIDE = 1e-3
