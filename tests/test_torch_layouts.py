@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from samples import state_writer
 from torch_files import save
 
 from goldens import bundles
@@ -31,6 +32,7 @@ from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array, Tensor, in_memory, same_values
 from statekit.tensors.tree import walk
 from statekit.tensors.views import Slice, Squeezed, Stack
+from statekit.testing.layouts import made_state
 from statekit.verify.recording import Recording, open_recording
 from statekit.verify.replay import Subject, replay
 from statekit.verify.start_state import native_state
@@ -276,6 +278,21 @@ def test_states_that_make_no_sense_are_refused() -> None:
         TORCH_OPTIM.encode(replace(good, optimizer=replace(good.optimizer, variant="optax")))
     with pytest.raises(InexactError, match="scaled_adam"):
         ICEFALL.encode(good)
+
+
+@pytest.mark.parametrize(("to", "kept"), [("dcp-safetensors", False), ("megatron", False), ("dcp", True)])
+def test_keys_of_groups_that_no_name_can_hold_are_named_as_left_out(
+    to: str, kept: bool, tmp_path: Path
+) -> None:
+    """A pickle's text may have half a surrogate pair; the conversion failed, and the disk was blamed."""
+    state = made_state("adamw", "torch")
+    groups = [{"no\ud800te": 1, "note": "a\ud800"} for _ in state.optimizer.groups]
+    source = state_writer("torch", "torch-fqn", lambda: replace(state, extra={"param_groups": groups}))(
+        tmp_path
+    )
+    work = plan(source, tmp_path / "target", to=to)
+    assert any("isn't Unicode" in note for note in work.dropped.values()) is not kept
+    convert(work)
 
 
 def test_a_parameter_that_missed_updates_keeps_its_count() -> None:

@@ -24,7 +24,7 @@ from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.megatron.groups import with_params, without_params
 from statekit.converters.layouts.megatron.schedule import KEY, constant_schedule
-from statekit.converters.layouts.pytorch.parts import PLACES, is_plain, not_plain
+from statekit.converters.layouts.pytorch.parts import PLACES, is_plain, nameable, not_plain
 from statekit.converters.layouts.pytorch.torch_fqn import LAYOUT as BY_NAME
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
@@ -171,7 +171,7 @@ class MegatronAdam:
             )
         bare = {path: {k: t for k, t in slots.items() if k != MASTER} for path, slots in state.slots.items()}
         stored_here = (_COMMON, _OBJECTS, _IN_SCALER, _MASTER_NAME, PLACES)
-        extra = {key: part for key, part in state.extra.items() if key not in stored_here}
+        extra, unnamed = nameable({key: part for key, part in state.extra.items() if key not in stored_here})
         encoded = BY_NAME.encode(replace(state, slots=bare, extra=extra))
         model, optimizer = encoded.tree.pop("model"), encoded.tree.pop("optimizer")
         shapes = {name: tensor.shape for name, tensor in model.items()}
@@ -213,7 +213,7 @@ class MegatronAdam:
         }
         lost = not_plain(state.extra.get(_COMMON, {}), f"extra/{_COMMON}")
         beside_model = {key: part for key, part in state.extra.items() if key in (BESIDE, PLACES)}
-        dropped = {**encoded.dropped, **lost, **dropped_from(beside_model, (), "Megatron-Core")}
+        dropped = {**encoded.dropped, **unnamed, **lost, **dropped_from(beside_model, (), "Megatron-Core")}
         return replace(
             encoded,
             tree={COMMON: common, SHARDED: {**sharded, **state.extra.get(_OBJECTS, {})}},

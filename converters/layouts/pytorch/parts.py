@@ -20,7 +20,7 @@ from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
 from statekit.conversion.contracts import Encoded
 from statekit.converters.layouts.dropped import dropped_from
-from statekit.errors import UsageError
+from statekit.errors import UsageError, printable
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
 from statekit.state.run import BESIDE
 from statekit.tensors.tensor import TIES, Tensor, ties_of
@@ -271,8 +271,10 @@ def join_parts(
         form: How the optimizer shall lie in the file; groups and state are by name if it isn't by index.
     """
     model_at, optimizer_at = extra.get(PLACES) or (MODELS[0], OPTIMIZERS[0])
+    extra, unnamed = nameable(extra) if form == "flat" else (extra, {})
     full = with_others(extra, groups)
     kept, model, dropped = beside_optimizers(extra, params, placed)
+    dropped |= unnamed
     optimizer = {"state": dict(state), "param_groups": full} if form != "flat" else flat_form(state, full)
     model_at, optimizer_at = tuple(model_at), tuple(optimizer_at)
     tree = _put_parts(kept, model, optimizer, model_at, optimizer_at)
@@ -282,6 +284,19 @@ def join_parts(
         tree = _put_parts(kept, model, optimizer, model_at, optimizer_at)
     parts = {"model": model_at, "optimizer": optimizer_at}
     return with_names(Encoded(tree, step, dropped=dropped, parts=parts))
+
+
+def nameable(extra: Mapping[str, Tree]) -> tuple[Mapping[str, Tree], dict[str, str]]:
+    """Returns an extra whose groups hold only what can be named by text, and name -> reason of what had to go.
+
+    The flat form and Megatron-Core make names of a group's keys, which are Unicode; a pickle's keys may be anything.
+    """
+    others, dropped = [dict(group) for group in extra.get(GROUPS) or []], dict[str, str]()
+    for i, group in enumerate(others):
+        for key in [key for key in group if not fits(key, Name)]:
+            del group[key]
+            dropped[f"extra/{GROUPS}/{i}/{printable(key)}"] = "its key isn't Unicode text, and names are"
+    return ({**extra, GROUPS: others}, dropped) if dropped else (extra, dropped)
 
 
 def with_others(extra: Mapping[str, Tree], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
