@@ -42,7 +42,10 @@ _SAID = {
     HTTPStatus.FORBIDDEN: "The request comes from another site.",
     HTTPStatus.NOT_FOUND: "There is no such thing, or no more.",
     HTTPStatus.CONFLICT: "It is there already.",
+    HTTPStatus.REQUEST_TIMEOUT: "The body didn't come.",
     HTTPStatus.REQUEST_ENTITY_TOO_LARGE: "The body is too large.",
+    HTTPStatus.REQUEST_URI_TOO_LONG: "The address is too long.",
+    HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE: "The headers are too large.",
     HTTPStatus.UNPROCESSABLE_ENTITY: "The request makes no sense here.",
     HTTPStatus.INSUFFICIENT_STORAGE: "The service's disk is full.",
 }
@@ -96,7 +99,11 @@ Number: TypeAlias = Annotated[int, Field(ge=1, le=MOST_NUMBER)]
 Id: TypeAlias = Annotated[int, Path(ge=1, le=MOST_NUMBER, description="The number of the record.")]
 Cursor: TypeAlias = Annotated[
     str | None,
-    Query(max_length=MOST_CURSOR, description="`next_cursor` of the page before; none for the first."),
+    Query(
+        max_length=MOST_CURSOR,
+        pattern="^[A-Za-z0-9_=-]*$",
+        description="`next_cursor` of the page before; none for the first.",
+    ),
 ]
 Limit: TypeAlias = Annotated[int, Query(ge=1, le=MOST_ITEMS, description="Items of a page.")]
 
