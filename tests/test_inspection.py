@@ -139,7 +139,7 @@ def test_json_is_plain_and_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     kernel = data["parameters"][0]
     assert kernel["rule"] == {"axes": ["ROW", "COLUMN"], "known_from": "assumed"}
     assert kernel["slots"]["v_row"]["shape"] == [2]
-    assert set(kernel["stats"]) == {"norm", "rms", "min", "max", "zeros", "nan", "inf"}
+    assert set(kernel["stats"]) == {"norm", "rms", "min", "max", "zeros", "nan", "inf", "magnitudes"}
     assert data["container"] == {"name": "fake", "title": NETWORK.title, "because": "it was named"}
     group = data["optimizer"]["groups"][0]
     assert group["known_from"] == {"decay_rate": "assumed"}
