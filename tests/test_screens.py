@@ -307,3 +307,8 @@ def test_a_parameter_is_followed_over_the_steps_of_its_run(page: Page) -> None:
     page.locator(".tree").get_by_role("link", name="token_embedder/embedding").click()
     page.get_by_role("link", name="Over 2 steps").click()
     expect(page.locator("#slots").locator("figure, .problem").first).to_be_visible(timeout=SOON)
+
+
+def test_a_field_without_a_name_is_noticed(page: Page) -> None:
+    page.evaluate("document.querySelector('main').append(document.createElement('input'))")
+    assert any(one.startswith("label") for one in axe(page))
