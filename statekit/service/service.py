@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,9 @@ from statekit.service.database import Database
 from statekit.service.jobs import Jobs
 from statekit.service.lineage import lineage_of
 from statekit.service.records import Lineage
+
+FREE_BYTES = 2**18
+"""How much room a job needs to be written down, with its events."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +54,10 @@ class Service:
         if self.draining.is_set():
             return "it is ending"
         try:
-            with self.database.writing():
-                pass
+            with self.database.reading():
+                disk = os.statvfs(self.data)
         except StatekitError as error:
             return error.line
+        if disk.f_flag & os.ST_RDONLY or disk.f_bavail * disk.f_frsize < FREE_BYTES:
+            return "the data folder's disk is full, or can't be written to"
         return None
