@@ -70,6 +70,15 @@ def test_parameters_alone_come_without_a_slot_and_load(tmp_path: Path) -> None:
         np.testing.assert_array_equal(param.detach().numpy(), params[names[name]])
 
 
+def test_one_file_of_safetensors_takes_parameters_of_a_later_step_and_says_that_it_has_none(
+    tmp_path: Path,
+) -> None:
+    report = statekit.convert(RUN, tmp_path / "out.safetensors", params_only=True)
+    assert "no step" in report.plan.dropped["counts/updates"]
+    with statekit.open(tmp_path / "out.safetensors") as opened, statekit.open(RUN) as source:
+        assert opened.params.keys() == source.params.keys()
+
+
 def test_a_schedule_begins_anew_where_the_target_counts_it_by_itself(tmp_path: Path) -> None:
     report = converted(tmp_path, schedule_step="reset")
     assert "stands at 0 instead of 4" in said(report)

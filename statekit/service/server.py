@@ -267,7 +267,10 @@ def _configure_logging() -> None:
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.StackInfoRenderer(),
             *([] if people else [structlog.processors.format_exc_info]),
-            structlog.dev.ConsoleRenderer() if people else structlog.processors.JSONRenderer(),
+            # Plain tracebacks: those with locals may show secrets, and take seconds to lay out.
+            structlog.dev.ConsoleRenderer(exception_formatter=structlog.dev.plain_traceback)
+            if people
+            else structlog.processors.JSONRenderer(),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(logging.WARNING if people else logging.INFO),
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),

@@ -586,6 +586,8 @@ def _model_alone(encoded: Encoded) -> Encoded:
     kept = {key: part for key, part in encoded.tree.items() if key in ("model", TIES)}
     why = "a single safetensors file holds tensors alone"
     lost = {f"{_BESIDE}/{key}": why for key in encoded.tree if key not in kept}
+    if encoded.step:
+        lost["counts/updates"] = f"{why}, and no step"
     return replace(encoded, tree=kept, dropped={**encoded.dropped, **lost})
 
 

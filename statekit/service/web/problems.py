@@ -39,6 +39,7 @@ _STATUS: Mapping[type[StatekitError], HTTPStatus] = {
     CommitError: HTTPStatus.INSUFFICIENT_STORAGE,
     MissingExtraError: HTTPStatus.NOT_IMPLEMENTED,
     UnsupportedSystemError: HTTPStatus.NOT_IMPLEMENTED,
+    StatekitError: HTTPStatus.INTERNAL_SERVER_ERROR,
 }
 
 
