@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import json
 import os
 import shutil
 import signal
@@ -16,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import statekit
 from goldens import GOLDEN
+from statekit.conversion.contracts import Hints
 from statekit.errors import NotFoundError, RefusedError, UsageError
 from statekit.service.catalogue import Catalogue
 from statekit.service.child import Child
@@ -23,6 +26,8 @@ from statekit.service.database import Database, Ownership
 from statekit.service.jobs import LEASE_SECONDS, MOST_ATTEMPTS, Jobs, Lease, Lost
 from statekit.service.lineage import lineage_of
 from statekit.service.records import ENDED, Job, Query
+from statekit.service.task import Listener
+from statekit.service.thinning import thin
 from statekit.service.worker import Worker
 
 T5X = GOLDEN / "t5x" / "momentum_f32" / "checkpoint" / "checkpoint_4"
@@ -233,6 +238,31 @@ def test_what_was_changed_after_its_seal_is_not_thinned(lab: Lab) -> None:
     lab.worker._do(lease)
     assert lab.jobs.job(lease.job.id).state == "failed"
     assert chunk.exists()
+
+
+def test_a_folder_with_a_file_that_its_manifest_does_not_name_is_not_thinned(lab: Lab) -> None:
+    old = lab.number("run/checkpoint_4")
+    assert lab.do("seal", [old]).state == "done"
+    lab.catalogue.scan()
+    (lab.root / "run" / "checkpoint_4" / "notes.txt").write_text("the only copy")
+    lab.catalogue.scan()
+    job = lab.do("thin", [lab.number("run/checkpoint_4")])
+    assert job.problem is not None and "doesn't name" in job.problem["subject"]
+    assert (lab.root / "run" / "checkpoint_4" / "notes.txt").exists()
+
+
+def test_a_list_of_what_shall_go_names_nothing_elsewhere(tmp_path: Path) -> None:
+    trash = tmp_path / "run" / ".statekit-thinned-step"
+    trash.mkdir(parents=True)
+    (tmp_path / "run" / "weights").mkdir()
+    (tmp_path / "victim").write_text("kept")
+    (trash / "removed.json").write_text(json.dumps({"tops": ["../victim"], "said": {}}))
+    with pytest.raises(RefusedError, match="beside the list"):
+        thin(
+            tmp_path / "run" / "step", tmp_path / "run" / "weights",
+            container="torch", to=None, hints=Hints(), dry_run=False, listener=Listener(io.StringIO()),
+        )  # fmt: skip
+    assert (tmp_path / "victim").read_text() == "kept"
 
 
 class Leases(RuleBasedStateMachine):

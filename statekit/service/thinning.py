@@ -22,7 +22,7 @@ from statekit.conversion.plan import Plan
 from statekit.errors import CorruptError, Faults, RefusedError, StatekitError, UsageError, some
 from statekit.files.durable import sync_folder, writing
 from statekit.files.integrity import files_of
-from statekit.files.manifest import beside
+from statekit.files.manifest import beside, inside
 from statekit.files.stage import Progress
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def thin(
         `target` with its container.
 
     Raises:
-        RefusedError: The source has no manifest of its own.
+        RefusedError: The source has no manifest of its own, or holds files that it doesn't name.
         CorruptError: It isn't what its manifest says, or it was written to meanwhile.
         CommitError: The weights can't be written, or it can't be removed.
     """
@@ -79,6 +79,13 @@ def thin(
             "The checkpoint isn't sealed: nothing proves that its weights are what was written.",
             place=source,
             remedy="seal it, when you are sure of it",
+        )
+    if not proof.is_inside and (unnamed := [file for file in files if file not in proof.files]):
+        raise RefusedError(
+            "There are files that the manifest doesn't name: they would go with the checkpoint.",
+            place=source,
+            found=some([os.path.relpath(file, source.parent) for file in unnamed]),
+            remedy="move them elsewhere, or seal the checkpoint with them",
         )
     planned = _planned(source, target, container, to, hints)
     before = sum(file.stat().st_size for file in files)
@@ -187,8 +194,13 @@ def _remove(trash: Path, tops: Sequence[Path], said: Mapping[str, Any]) -> None:
 
 def _go_on(trash: Path, target: Path, listener: Listener) -> dict[str, Any]:
     """Removes what is written down to go, from wherever an earlier attempt has come to."""
+    # Whoever may write into the folder could leave a list there too.
+    if trash.lstat().st_uid != os.geteuid() or trash.is_symlink():
+        raise RefusedError("This list of what shall go was written by somebody else.", place=trash)
     record = json.loads((trash / _LIST).read_text(encoding="utf-8"))
     said: dict[str, Any] = record["said"]
+    if any(not inside(name) or "/" in name for name in record["tops"]):
+        raise RefusedError("What shall go doesn't lie beside the list.", place=trash)
     with writing(trash):
         for name in record["tops"]:
             if os.path.lexists(trash.parent / name):
