@@ -104,6 +104,10 @@ RECIPES = (
         require=Exactness.LOSSY,
     ),
     Recipe("adamw-keras-torch", "AdamW: Keras to statekit.torch", _KERAS, "t.pt", "torch", "statekit-torch"),
+    Recipe(  # of the recorded Keras run nothing: it keeps an average of its weights, for which Optax has no place
+        "adamw-keras-optax", "AdamW: Keras to Optax", "adamw-torch-keras", "ckpt", "orbax", "optax",
+        require=Exactness.STATISTICS,
+    ),
 )  # fmt: skip
 
 
