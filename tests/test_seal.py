@@ -417,3 +417,18 @@ def test_torch_distributed_reads_a_sealed_folder(name: str, tmp_path: Path) -> N
     before = reader(f"{copy}").read_metadata().state_dict_metadata.keys()
     seal(copy)
     assert reader(f"{copy}").read_metadata().state_dict_metadata.keys() == before
+
+
+def test_parameters_of_mxnet_beside_each_other_are_sealed_one_by_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = [f"net-{epoch:04d}.params" for epoch in (1, 2, 3)]
+    source = GOLDEN / "mxnet_lans/fused_bounds_clip_rescale/checkpoint/net.params"
+    for name in names:
+        copied(source, tmp_path / name)
+    assert [one.path.name for one in seal(tmp_path).checkpoints] == names
+    assert check(tmp_path).to_json()["checkpoints"] and faults(check(tmp_path)) == []
+    flip(tmp_path / names[1], 8 * source.stat().st_size - 1)
+    assert [place for _, place in faults(check(tmp_path))] == [f"{tmp_path / names[1]}"]
+    assert main(["inspect", f"{tmp_path}"]) == FAILED  # which of them isn't told
+    assert names[2] in capsys.readouterr().err

@@ -247,6 +247,12 @@ def _files_in(folder: Path) -> bool:
     return is_params_folder(folder) and bool(_found(folder.parent, STATES, is_states_file))
 
 
+def _are_many(folder: Path) -> bool:
+    """Tells whether a folder holds parameters of several checkpoints, without states: none is meant before others."""
+    params = _found(folder, PARAMS, is_params_file)
+    return len(params) > 1 and sum(map(_is_gluon, params)) != 1 and not _found(folder, STATES, Path.exists)
+
+
 def _found(folder: Path, suffix: str, fits: Callable[[Path], bool]) -> list[Path]:
     return [p for p in listing(folder, suffix) if p.is_file() and fits(p)]
 
@@ -296,6 +302,8 @@ class MXNet:
     def detect(self, path: Path) -> Evidence | None:
         """Looks at names, and at the first and last bytes."""
         try:
+            if path.is_dir() and _are_many(path):
+                return None
             is_ours = _files_in(path) if path.is_dir() else is_states_file(path) or is_params_file(path)
             return Evidence(20, find_pair(path).because) if is_ours else None
         except NotFoundError as error:  # opening says the rest
