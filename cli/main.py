@@ -9,7 +9,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import FrameType
 from typing import NamedTuple, cast
@@ -188,12 +188,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, click.Abort):
         return _tell(StatekitError("Stopped."), INTERRUPTED, as_json)
     except BrokenPipeError:  # whoever read our output has enough of it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _say_no_more()
         return DONE
     except Exception as error:  # whatever it is, a user gets an error of ours, and --debug the traceback
         if debug:
             raise
         return _tell(_typed(error), USAGE if isinstance(error, UsageError) else FAILED, as_json)
+
+
+def _say_no_more() -> None:
+    """Lets what is still to be written to stdout, also when Python ends, go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _of_click(error: click.ClickException) -> UsageError:
@@ -228,7 +233,8 @@ def _tell(error: StatekitError, code: int, as_json: bool, heading: str = "") -> 
     from statekit.cli.output import folded_error
 
     word = "" if code >= STOPPED else "Error: "
-    click.echo(folded_error(f"{printable(heading, keep=chr(10))}{word}{error}"), err=True)
+    with suppress(OSError):  # where nobody can be told, the exit code says it
+        click.echo(folded_error(f"{printable(heading, keep=chr(10))}{word}{error}"), err=True)
     if as_json:
         parts = {name: getattr(error, name) for name in ("subject", "place", "expected", "found", "remedy")}
         plain = {name: None if value in (None, "") else str(value) for name, value in parts.items()}
@@ -236,5 +242,8 @@ def _tell(error: StatekitError, code: int, as_json: bool, heading: str = "") -> 
             "format": "statekit.error/1", "kind": type(error).__name__, "exit_code": code, **plain,
             "faults": [{"what": what, "place": place} for what, place in error.faults],
         }  # fmt: skip
-        click.echo(json.dumps(envelope, indent=2))
+        try:
+            click.echo(json.dumps(envelope, indent=2))
+        except OSError:
+            _say_no_more()
     return code

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from formats import plain_state, save
-from statekit.cli.main import FAILED, main
+from statekit.cli.main import DONE, FAILED, VERBS, WANTING, main
 from statekit.conversion.registry import detect_container
 from statekit.converters.containers.huggingface.safetensors import CONTAINER as SAFETENSORS
 from statekit.errors import FormatError, StatekitError
@@ -113,3 +113,59 @@ def test_a_working_directory_that_is_gone_is_no_traceback(tmp_path: Path) -> Non
 def _made(folder: Path) -> Path:
     folder.mkdir()
     return folder
+
+
+IN_A_CHILD = """
+import os, sys, tempfile
+gone = tempfile.mkdtemp(dir=sys.argv[1])
+os.chdir(gone)
+os.rmdir(gone)
+from statekit.cli.main import VERBS, main, statekit
+
+def ended(stdout, line):
+    child = os.fork()
+    if not child:
+        if stdout == "closed":
+            os.close(1)
+            sys.stdout = None  # as Python starts
+        else:
+            read, write = os.pipe()
+            os.close(read)
+            os.dup2(os.open("/dev/full", os.O_WRONLY) if stdout == "full" else write, 1)
+        sys.exit(main(line))
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+for verb in VERBS:
+    statekit.get_command(None, verb)
+for text in sys.argv[2:]:
+    stdout, *line = text.split("|")
+    print(text, ended(stdout, line), file=sys.stderr, flush=True)
+"""
+STDOUTS = ("closed", "full", "nobody reads")
+
+
+def test_no_verb_fails_untyped_without_stdout_or_working_directory(tmp_path: Path) -> None:
+    checkpoint, other = (str(save(plain_state(), tmp_path / f"{name}.statekit")) for name in "ab")
+    lines = [
+        ["check", checkpoint], ["cold-start", checkpoint], ["convert", checkpoint, "out.flax", "--to", "flax"],
+        ["diff", checkpoint, other], ["doctor", checkpoint], ["formats", "--matrix"], ["inspect", checkpoint],
+        ["maps"], ["replay", "recordings"], ["resume", checkpoint], ["schemas"], ["seal", checkpoint],
+        ["verify", checkpoint, other],
+    ]  # fmt: skip
+    assert {line[0] for line in lines} == set(VERBS) - {"demo", "serve"}
+    runs = ["|".join((stdout, *line)) for line in lines for stdout in ("closed", "nobody reads")]
+    runs += [f"{stdout}|{verb}|gone|gone|--json" for verb in ("check", "verify") for stdout in STDOUTS]
+    ended = subprocess.run(
+        [sys.executable, "-c", IN_A_CHILD, str(tmp_path), *runs],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr
+    for wrong in ("Traceback", "itself has failed", "Exception ignored"):
+        assert wrong not in ended.stderr, ended.stderr
+    codes = dict(line.rsplit(" ", 1) for line in ended.stderr.splitlines() if line.startswith(STDOUTS))
+    assert set(codes) == set(runs)
+    assert set(codes.values()) <= {f"{code}" for code in (DONE, WANTING, FAILED)}, ended.stderr
+    assert all(codes[run] == f"{FAILED}" for run in runs if run.endswith("--json")), ended.stderr
