@@ -46,7 +46,8 @@ MAX_ROWS = 40
     metavar="all|random|adversarial|FILE",
     default="all",
     show_default=True,
-    help="What both sides are stepped on; FILE: safetensors with <update>/<parameter>, by the target's names.",
+    help="What both sides are stepped on; FILE: safetensors with <update>/<parameter>, or <parameter> for one set that "
+    "each update takes, by the target's names.",
 )
 @click.option(
     "--backend",
@@ -252,6 +253,8 @@ def _show_replay(screen: Screen, replay: Mapping[str, Any]) -> None:
     sample = replay["sample"]
     screen.say(f"source  {replay['source']}", indent=2)
     screen.say(f"target  {replay['target']}", indent=2)
+    if (given := replay.get("gradients_file")) is not None:
+        screen.say(f"on the gradients of {replay['gradients']}: {_sets(given, replay['updates'])}", indent=2)
     parts = [f"{plural(len(sample['stepped']), 'parameter')}, {replay['updates']} updates each"]
     if sample["stands_for"]:
         parts.append(f"standing for {len(sample['stands_for'])} more of their kind")
@@ -277,6 +280,13 @@ def _show_replay(screen: Screen, replay: Mapping[str, Any]) -> None:
     screen.show(table)
     for one in replay["notes"]:
         screen.say(one, indent=2)
+
+
+def _sets(given: Mapping[str, Any], updates: int) -> str:
+    """Says which of a file's gradients were taken, and what the file is."""
+    sets = given["sets"]
+    which = "one set, for each update" if sets == 1 < updates else f"{updates} of {plural(sets, 'update')}"
+    return f"{which}; digest {given['digest']}"
 
 
 def _show_controls(screen: Screen, controls: Sequence[Mapping[str, Any]]) -> None:

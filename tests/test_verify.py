@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import jsonschema
+import numpy as np
 import pytest
+from blake3 import blake3
+from safetensors.numpy import load_file, save_file
 
 from goldens import COMPACT
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import convert, plan
-from statekit.errors import FormatError
+from statekit.errors import FormatError, StateError
 from statekit.verify.certificate import Certificate, read_certificate
 from statekit.verify.repetition import repeated
 from statekit.verify.verification import verify
@@ -83,3 +88,84 @@ def test_another_rule_is_named_and_not_passed_over(tmp_path: Path) -> None:
     assert (made.verdict, made.passed) == ("semantic difference", False)
     assert verify(T5X, target, steps=0, require=Exactness.STATISTICS).passed
     assert made.data["verdict"]["exactness"] == "statistics"
+
+
+GRADS = COMPACT / "t5x/momentum_f32/grads.safetensors"
+Arrays: TypeAlias = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def neutral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("gradients") / "run"
+    convert(plan(T5X, path, to="statekit", layout="statekit", hints=SAID))
+    return path
+
+
+def recorded(update: int) -> Arrays:
+    """Returns the gradients of one recorded update, by parameter."""
+    start = f"{update}/"
+    return {name[len(start) :]: one for name, one in load_file(GRADS).items() if name.startswith(start)}
+
+
+def by_update(*sets: Arrays) -> Arrays:
+    return {f"{i}/{path}": one for i, grads in enumerate(sets, 1) for path, one in grads.items()}
+
+
+def test_gradients_of_a_file_step_both_sides_and_have_a_digest(neutral: Path, tmp_path: Path) -> None:
+    path = tmp_path / "grads.safetensors"
+    save_file(by_update(recorded(5), recorded(6), recorded(7)), path)
+    made = verify(T5X, neutral, steps=2, gradients=str(path))
+    assert made.passed, made.data["verdict"]["because"]
+    replay = made.data["replay"]
+    assert [(one["name"], one["updates"]) for one in replay["probes"]] == [("from the file", 2)]
+    assert replay["gradients_file"] == {
+        "digest": blake3(path.read_bytes()).hexdigest(), "bytes": path.stat().st_size, "sets": 3
+    }  # fmt: skip
+    jsonschema.validate(json.loads(made.text()), SCHEMA)
+    made.save(tmp_path / "cert.json")
+    assert repeated(tmp_path / "cert.json").same
+    save_file(by_update(recorded(5), recorded(6), recorded(8)), path)  # the two that are stepped stay
+    (differs,) = repeated(tmp_path / "cert.json").differs
+    assert "the gradients' file" in differs
+
+
+def test_one_set_of_gradients_is_taken_for_every_update(neutral: Path, tmp_path: Path) -> None:
+    one, three = tmp_path / "one.safetensors", tmp_path / "three.safetensors"
+    save_file(recorded(5), one)
+    save_file(by_update(*[recorded(5)] * 3), three)
+    replays = [verify(T5X, neutral, gradients=str(path)).data["replay"] for path in (one, three)]
+    assert replays[0]["probes"] == replays[1]["probes"]
+    assert replays[0]["tensors"] == replays[1]["tensors"]
+    assert [each["gradients_file"]["sets"] for each in replays] == [1, 3]
+
+
+NORM, WI = "encoder/encoder_norm/scale", "encoder/layers_0/mlp/wi_0/kernel"
+WRONG: dict[str, tuple[Callable[[Arrays], Arrays], tuple[str, ...]]] = {
+    "another name": (lambda good: {**good, "encoder/typo": good[NORM]}, ("encoder/typo",)),
+    "another shape": (lambda good: {**good, NORM: np.zeros((40,), np.float32)}, (NORM, "(33,)", "(40,)")),
+    "fewer updates": (by_update, ("3", "1", "--steps 1")),
+    "integers": (lambda good: {**good, NORM: np.zeros((33,), np.int32)}, (NORM, "int32")),
+    "missing": (lambda good: {path: one for path, one in good.items() if path not in (NORM, WI)}, (NORM, WI)),
+    "missing in an update": (
+        lambda good: {n: one for n, one in by_update(good, good, good).items() if n != f"2/{NORM}"},
+        (f"2/{NORM}",),
+    ),
+    "nothing": (lambda good: {}, (NORM,)),
+    "turned": (lambda good: {**good, WI: np.zeros((24, 10), np.float32)}, (WI, "(10, 24)", "(24, 10)")),
+    "two forms": (lambda good: {**good, **by_update(good)}, (NORM, "has no number of an update")),
+}
+
+
+@pytest.mark.parametrize("name", sorted(WRONG))
+def test_gradients_that_do_not_fit_are_named(
+    name: str, neutral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "statekit.verify.sampling.WINDOW", 64
+    )  # a window of another shape may have the right one
+    path = tmp_path / "grads.safetensors"
+    change, said = WRONG[name]
+    save_file(change(recorded(5)), path)
+    with pytest.raises(StateError) as caught:
+        verify(T5X, neutral, gradients=str(path))
+    assert all(one in str(caught.value) for one in (*said, str(path))), str(caught.value)

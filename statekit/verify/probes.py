@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
-from statekit.errors import NotFoundError, StateError
+from statekit.errors import Faults, NotFoundError, StateError
 from statekit.files.safetensors import open_safetensors
+from statekit.files.source import Files, source_digest
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import DTYPES, Array, Tensor, float_info
@@ -152,59 +153,117 @@ def _size(state: TrainState, path: str) -> float:
     return 1.0
 
 
+@dataclass(frozen=True)
+class GradientsFile:
+    """An opened file of gradients, whose names, shapes and dtypes fit what is stepped.
+
+    Attributes:
+        sets: Of each update, the gradients by parameter.
+        is_one_for_all: Whether its one set is of no update by number, and taken for every one.
+        digest: BLAKE3 of its bytes, in hexadecimal digits.
+        size: Its bytes.
+    """
+
+    sets: tuple[Mapping[str, Tensor], ...]
+    is_one_for_all: bool
+    digest: str
+    size: int
+
+    def probe(self, sample: Sample, state: TrainState, updates: int) -> Probe:
+        """Returns the gradients of what is stepped, of the first updates.
+
+        Args:
+            sample: What is stepped.
+            state: The state of that.
+            updates: How many.
+        """
+        sets = self.sets * updates if self.is_one_for_all else self.sets[:updates]
+        return Probe("from the file", tuple(_sampled(grads, sample, state) for grads in sets))
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what a certificate says of it."""
+        return {"digest": self.digest, "bytes": self.size, "sets": len(self.sets)}
+
+
 @contextmanager
-def gradients_of(path: Path) -> Iterator[Mapping[int, Mapping[str, Tensor]]]:
-    """Opens a file of gradients as recordings have it, `<update>/<parameter>` in safetensors.
+def gradients_of(path: Path, state: TrainState, sample: Sample, updates: int) -> Iterator[GradientsFile]:
+    """Opens a file of gradients: safetensors of `<update>/<parameter>`, as recordings have it, or of `<parameter>`.
+
+    Args:
+        path: The file.
+        state: Whose parameters it has gradients of, all of them.
+        sample: Which of them move: these need one.
+        updates: How many are made.
 
     Raises:
         NotFoundError: There is no such file.
         FormatError: It isn't one.
+        StateError: It lacks a parameter's or an update's, has one too many, or one of another shape or dtype.
     """
     if not path.is_file():
-        raise NotFoundError("There is no such file of gradients.", place=path, remedy="check --gradients")
-    with closing(open_safetensors(path)) as opened:
-        updates: dict[int, dict[str, Tensor]] = {}
-        for name, tensor in opened.tensors.items():
-            number, _, parameter = name.partition("/")
-            if not number.isdigit() or not parameter:
-                raise StateError(
-                    "A file of gradients names them otherwise.",
-                    place=path,
-                    expected="<update>/<parameter>",
-                    found=name,
-                )
-            updates.setdefault(int(number), {})[parameter] = tensor
-        yield updates
-
-
-def probe_of(
-    updates: Mapping[int, Mapping[str, Tensor]], sample: Sample, state: TrainState, most: int
-) -> Probe:
-    """Returns the gradients of a file for what is stepped, of its first updates.
-
-    Raises:
-        StateError: It lacks a parameter's, or has another shape.
-    """
-    steps = []
-    for number in sorted(updates)[:most]:
-        grads = {}
-        for path in sample.paths:
-            given = updates[number].get(path)
-            if given is None:
-                continue
-            window = sample.windows.get(path)
-            part = given.read(None if window is None else tuple(slice(*ends) for ends in window))
-            if part.shape != state.params[path].shape:
-                raise StateError(
-                    "A gradient has another shape than its parameter.",
-                    place=f"{number}/{path}",
-                    expected=state.params[path].shape,
-                    found=part.shape,
-                )
-            grads[path] = part.astype(DTYPES[state.params[path].dtype.name])
-        steps.append(grads)
-    if not any(steps):
-        raise StateError(
-            "The file has no gradient of a parameter of the target.", expected=", ".join(sample.paths[:3])
+        raise NotFoundError(
+            "There is no such file of gradients.",
+            place=path,
+            expected="all, random, adversarial or a file",
+            remedy="check --gradients",
         )
-    return Probe("from the file", tuple(steps))
+    with closing(Files()) as files:
+        tensors, source = open_safetensors(path, files).tensors, files.source(path)
+        is_one = {*tensors} <= {*state.params} or not any(_update_of(name) for name in tensors)
+        sets: dict[str, dict[str, Tensor]] = {"": {}} if is_one else {}
+        for name, tensor in tensors.items():
+            number = "" if is_one else _update_of(name)
+            sets.setdefault(number, {})[name.removeprefix(f"{number}/")] = tensor
+        Faults(_faults(sets, state, sample)).check(
+            StateError,
+            "The gradients don't fit the target's parameters",
+            place=path,
+            expected="<parameter>, or <update>/<parameter> in every update, for each parameter that moves",
+            remedy="name them as the target does: statekit inspect lists its parameters",
+        )
+        if not is_one and len(sets) < updates:
+            raise StateError(
+                "The file has gradients of fewer updates than are made.",
+                place=path,
+                expected=updates,
+                found=len(sets),
+                remedy=f"ask for --steps {len(sets)}, or name one set without numbers, to be taken for each update",
+            )
+        ordered = tuple(sets[number] for number in sorted(sets, key=lambda number: int(number or 0)))
+        yield GradientsFile(ordered, is_one, source_digest(source), source.size)
+
+
+def _update_of(name: str) -> str:
+    """Returns the number that a gradient's name begins with; empty if it doesn't."""
+    number, _, parameter = name.partition("/")
+    return number if parameter and number.isascii() and number.isdecimal() else ""
+
+
+def _faults(
+    sets: Mapping[str, Mapping[str, Tensor]], state: TrainState, sample: Sample
+) -> Iterator[tuple[str, str]]:
+    """Yields what of a file doesn't fit, and the name in it."""
+    for number, grads in sets.items():
+        start = f"{number}/" if number else ""
+        if not number and len(sets) > 1:
+            yield from (("has no number of an update, as others in the file have", path) for path in grads)
+            continue
+        for path in (*sample.paths, *sample.stands_for):
+            if path not in grads:
+                yield "is missing", f"{start}{path}"
+        for path, grad in grads.items():
+            if path not in state.params:
+                yield "is of no parameter of the target", f"{start}{path}"
+            elif grad.shape != state.params[path].shape:
+                yield f"has shape {grad.shape}, expected {state.params[path].shape}", f"{start}{path}"
+            elif "float" not in grad.dtype.name:
+                yield f"has dtype {grad.dtype.name}, expected floating point", f"{start}{path}"
+
+
+def _sampled(grads: Mapping[str, Tensor], sample: Sample, state: TrainState) -> Grads:
+    parts = {}
+    for path in sample.paths:
+        window = sample.windows.get(path)
+        part = grads[path].read(None if window is None else tuple(slice(*ends) for ends in window))
+        parts[path] = part.astype(DTYPES[state.params[path].dtype.name])
+    return parts

@@ -73,6 +73,9 @@ def differences(old: Certificate, again: Certificate) -> Iterator[str]:
         one, other = (each.data["identity"][side]["root"] for each in (old, again))
         if one != other:
             yield f"the {side}'s content has the digest {other}, {one} in the certificate"
+    given, now = (each.data["replay"].get("gradients_file") for each in (old, again))
+    if given is not None and now is not None and given["digest"] != now["digest"]:
+        yield f"the gradients' file has the digest {now['digest']}, {given['digest']} in the certificate"
     if old.verdict != again.verdict:
         yield f"the verdict is {again.verdict}, {old.verdict} in the certificate"
     before, after = old.tensors, again.tensors

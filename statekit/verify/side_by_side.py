@@ -23,7 +23,7 @@ from statekit.tensors.tensor import Array, float_info
 from statekit.verify.controls import Control, controls_of
 from statekit.verify.identity import Verdict
 from statekit.verify.natives import Rates, class_of
-from statekit.verify.probes import Kind, Probe, drawn, gradients_of, probe_of
+from statekit.verify.probes import Kind, Probe, drawn, gradients_of
 from statekit.verify.sampling import Sample, sampled
 from statekit.verify.stepping import (
     EDGES,
@@ -141,7 +141,7 @@ class SideBySide:
         seen: dict[str, dict[str, Any]] = {}
         worst = {key: Worst(faults=(why,)) for key, why in _as_loaded(sides[1], rates).items()}
         rows = []
-        with _probes(gradients, right, sample, updates, seed) as probes:
+        with _probes(gradients, (self._states[1], right), sample, updates, seed) as (probes, of_file):
             for probe in probes:
                 tell(probe.name)
                 ran, bound = self._probe(probe, xp, sides, before, right, rates)
@@ -156,6 +156,7 @@ class SideBySide:
             "stepped": True,
             "updates": updates,
             "gradients": gradients,
+            **of_file,
             "sample": sample.to_json(),
             "rates": list(rates),
             "source": sides[0].title,
@@ -411,13 +412,23 @@ def _classes(ulps: Any) -> list[int]:
 
 @contextmanager
 def _probes(
-    gradients: str, state: TrainState, sample: Sample, updates: int, seed: int
-) -> Iterator[Iterator[Probe]]:
+    gradients: str, states: tuple[TrainState, TrainState], sample: Sample, updates: int, seed: int
+) -> Iterator[tuple[Iterator[Probe], dict[str, Any]]]:
+    """Gives the probes, and what a certificate says of the file that they are from, if they are.
+
+    Args:
+        gradients: Their kinds, or the file.
+        states: The target as it should be, the whole and what of it is stepped.
+        sample: What that is.
+        updates: How many are made.
+        seed: Of the draws.
+    """
+    whole, stepped = states
     if gradients in KINDS:
-        yield drawn(state, KINDS[gradients], updates, seed)
+        yield drawn(stepped, KINDS[gradients], updates, seed), {}
         return
-    with gradients_of(Path(gradients)) as given:
-        yield iter([probe_of(given, sample, state, updates)])
+    with gradients_of(Path(gradients), whole, sample, updates) as given:
+        yield iter([given.probe(sample, stepped, updates)]), {"gradients_file": given.to_json()}
 
 
 def _relabelling(before: TrainState, right: TrainState) -> Callable[[Key], Key]:
