@@ -14,6 +14,7 @@ from blake3 import blake3
 from safetensors.numpy import load_file, save_file
 
 from goldens import COMPACT
+from statekit.cli.main import DONE, main
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import convert, plan
 from statekit.errors import FormatError, StateError
@@ -169,3 +170,33 @@ def test_gradients_that_do_not_fit_are_named(
     with pytest.raises(StateError) as caught:
         verify(T5X, neutral, gradients=str(path))
     assert all(one in str(caught.value) for one in (*said, str(path))), str(caught.value)
+
+
+def test_all_steps_every_element_and_a_sample_says_what_it_leaves_out(
+    neutral: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("statekit.verify.sampling.WINDOW", 64)
+
+    def stepped(*options: str) -> tuple[dict[str, Any], int, int]:
+        line = [
+            "verify",
+            str(T5X),
+            str(neutral),
+            "--hparams",
+            "beta1=0.9",
+            "--gradients",
+            "random",
+            "--steps",
+            "1",
+        ]
+        capsys.readouterr()
+        assert main([*line, "--json", *options]) == DONE
+        data = json.loads(capsys.readouterr().out)
+        (elements,) = {sum(one["histogram"]) for one in data["replay"]["probes"]}
+        return data["replay"]["sample"], elements, data["map"]["bijection"]["elements"]
+
+    sample, elements, whole = stepped()
+    assert elements < whole and WI in sample["windows"]
+    sample, elements, whole = stepped("--all")
+    assert elements == whole and len(sample["stepped"]) == 6
+    assert (sample["windows"], sample["stands_for"]) == ({}, {})
