@@ -5,19 +5,28 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
 
 from browsing import CHROMIUM, Watched, axe, chromium, needs_chromium, served
 from goldens import COMPACT
+from statekit.conversion import registry
+from statekit.conversion.open_state import open_state
+from statekit.errors import size
+from statekit.files.stage import staged
+from statekit.state.train_state import Counts
+from statekit.tensors.tensor import Tensor, in_memory
 
 pytestmark = needs_chromium
 
 T5 = COMPACT / "t5x_train" / "t5_11_unscanned" / "checkpoint" / "checkpoint_8"
 LEGACY = COMPACT / "torch_formats" / "adamw_legacy" / "checkpoint" / "checkpoint.pt"
 TRAINER = COMPACT / "torch_formats" / "adamw_trainer" / "checkpoint" / "checkpoint-4"
+EMBEDDING = "token_embedder/embedding"
 SCRIPT = "<img src=x onerror=alert(1)>.pt"
 TURNED = "turned \u202egnp.pt"
 LONG = "long-" * 48 + ".pt"
@@ -57,12 +66,39 @@ class Session:
         )
 
 
+def write_step(source: Path, step: int, target: Path, container: str, layout: str, times: int = 1) -> None:
+    """Writes another step of a run: values and slots are `step / 7` times as large, and `times` times as many."""
+
+    def scaled(one: Tensor) -> Tensor:
+        values = (one.read() * np.float32(step / 7)).astype(one.dtype)
+        return in_memory(np.concatenate([values] * times) if values.ndim else values)
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    home = registry.container(container)
+    assert home.target_kind is not None
+    with open_state(source) as opened, staged(target, home.target_kind) as stage:
+        state = opened.state
+        later = replace(
+            state,
+            params={path: scaled(one) for path, one in state.params.items()},
+            slots={
+                path: {name: scaled(one) for name, one in slots.items()}
+                for path, slots in state.slots.items()
+            },
+            counts=Counts(step, step),
+        )
+        home.write(registry.layout(layout).encode(later), stage)
+        stage.commit(home.open)
+
+
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     folder = tmp_path_factory.mktemp("screens")
     root = folder / "root"
-    for step in (8, 9):
-        shutil.copytree(T5, root / "run" / f"checkpoint_{step}")
+    shutil.copytree(T5, root / "run" / "checkpoint_8")
+    write_step(T5, 9, root / "run" / "checkpoint_9", "t5x", "t5x")
+    for step in (4, 9):
+        write_step(LEGACY, step, root / "adamw" / f"step-{step}.pt", "torch", "torch-optim", times=100)
     shutil.copytree(TRAINER, root / "trainer" / "checkpoint-4")
     for name in ("a.pt", "b.pt", SCRIPT, TURNED, LONG):
         shutil.copy(LEGACY, root / name)
@@ -220,12 +256,55 @@ def test_two_are_compared(page: Page) -> None:
     expect(page.locator("#difference .verdict")).to_be_visible(timeout=SOON)
 
 
-def test_thinning_says_first_what_it_would_free_and_refuses_what_is_not_sealed(page: Page) -> None:
-    opened(page, "checkpoint_8")
+def test_what_is_not_sealed_is_not_thinned_until_it_is(page: Page) -> None:
+    opened(page, "a.pt")
     page.get_by_text("Thin it").click()
-    page.get_by_role("button", name="Say what it would free").click()
-    expect(page.locator(".problem, .verdict")).to_be_visible(timeout=SOON)
-    assert re.search("seal|free", page.locator("main").inner_text())
+    page.get_by_role("button", name="Thin", exact=True).click()
+    expect(page.locator(".verdict.bad")).to_contain_text("it is unsealed")
+    page.go_back()
+    page.get_by_role("button", name="Seal it").click()
+    expect(page.locator("#verdict .badge").first).to_have_text("sealed", timeout=SOON)
+    page.get_by_text("Thin it").click()
+    page.get_by_role("button", name="Thin", exact=True).click()
+    expect(page.locator(".verdict.bad")).to_contain_text("it is the last step of its run")
+
+
+def test_an_older_step_is_checked_and_thinned_and_the_lineage_shows_it(page: Page, session: Session) -> None:
+    older = session.root / "adamw" / "step-4.pt"
+    opened(page, older.name)
+    address, before = page.url.partition("#")[0], older.stat().st_size
+    page.get_by_role("button", name="Check every byte").click()
+    expect(page.locator("#verdict").get_by_text("Every byte was read and is")).to_be_visible(timeout=SOON)
+    promised = _thinned(page, address, "Say what it would free", "It would free about (.*)")
+    assert older.exists()
+    freed = _thinned(page, address, "Thin", "(.*) are free now")
+    assert not older.exists()
+    really = before - older.with_name("step-4-weights.pt").stat().st_size
+    assert freed == size(really)
+    assert 0 <= _bytes(promised) - really < 0.1 * really, (promised, freed)
+    lineage = address.replace("/checkpoints/", "/lineage/")
+    made = page.locator("svg a").filter(has_text="step-4-weights.pt")
+    _until(page, lambda: page.goto(lineage), made)
+    expect(page.locator("svg").get_by_text("thin", exact=True)).to_be_visible()
+    expect(page.locator("tr[data-row]").filter(has_text="step-4-weights.pt")).to_contain_text("thin")
+
+
+def _thinned(page: Page, address: str, button: str, said: str) -> str:
+    """Asks for a thinning, and returns the figure that its verdict has."""
+    page.goto(address)
+    page.get_by_text("Thin it").click()
+    page.get_by_role("button", name=button, exact=True).click()
+    verdict = page.locator(".verdict strong")
+    expect(verdict).to_have_text(re.compile(said), timeout=SOON)
+    match = re.fullmatch(said, verdict.inner_text())
+    assert match is not None
+    return match[1]
+
+
+def _bytes(text: str) -> float:
+    """Returns about how many bytes a size of a page is."""
+    number, unit = text.split()
+    return float(number) * {"B": 1, "KiB": 1024, "MiB": 1024**2}[unit]
 
 
 def _until(page: Page, again: Callable[[], object], there: Locator) -> None:
@@ -304,9 +383,14 @@ def test_a_slot_is_looked_at_and_its_plot_exported(page: Page) -> None:
 
 def test_a_parameter_is_followed_over_the_steps_of_its_run(page: Page) -> None:
     opened(page, "checkpoint_8")
-    page.locator(".tree").get_by_role("link", name="token_embedder/embedding").click()
+    page.locator(".tree").get_by_role("link", name=EMBEDDING).click()
     page.get_by_role("link", name="Over 2 steps").click()
-    expect(page.locator("#slots").locator("figure, .problem").first).to_be_visible(timeout=SOON)
+    plot = page.locator("#slots figure").filter(has_text="rms(values)")
+    expect(plot).to_be_visible(timeout=SOON)
+    plot.get_by_text("Numbers").click()
+    (first, before), (second, after) = (line.split() for line in plot.locator("tbody tr").all_inner_texts())
+    assert (first, second) == ("8", "9")
+    assert float(after) == pytest.approx(float(before) * 9 / 7, rel=1e-3)
 
 
 def test_a_field_without_a_name_is_noticed(page: Page) -> None:
