@@ -6,6 +6,7 @@ import ast
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -96,6 +97,22 @@ def test_honest_checkpoints_of_many_arrays_and_chunks_take_a_part_of_the_default
         stated = parse_zarray((tmp_path / "array" / ".zarray").read_bytes(), "array")
         tensor = open_array(FolderStore(tmp_path, files), "array", stated, "array")
         assert np.array_equal(tensor.read(), array)
+
+
+def test_small_chunks_that_are_files_explain_the_work_of_reading_each_as_a_whole(tmp_path: Path) -> None:
+    """One file after the other is as much work as was stored; a part of every chunk, or none, is more."""
+    array = np.arange(2 * 600, dtype=np.float32).reshape(2, 600)
+    write_array(tmp_path / "array", array, (2, 1), None)
+    with Files(Budget(Limits(2**18)), tmp_path) as files:
+        stated = parse_zarray((tmp_path / "array" / ".zarray").read_bytes(), "array")
+        store = FolderStore(tmp_path, files)
+        tensor = open_array(store, "array", stated, "array")
+        assert np.array_equal(tensor.read(), array)
+        with pytest.raises(BudgetError, match="in chunks takes more work"):
+            tensor.read((slice(0, 1), slice(0, 600)))
+        absent = open_array(store, "nowhere", replace(stated, fill=0.0), "array")
+        with pytest.raises(BudgetError, match="in chunks takes more work"):
+            absent.read()
 
 
 @pytest.mark.parametrize(

@@ -15,9 +15,9 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
 
@@ -55,7 +55,10 @@ AHEAD = 32 * 2**20
 """Bytes of the next chunk that are decoded while one is read: half a chunk of T5X, so that two threads are as busy."""
 
 CHUNK_STEPS = 128
-"""Steps of work that looking for a chunk takes which is absent, or of which a block has next to nothing."""
+"""Steps of work that looking for a chunk takes which is absent, or of which a block has next to nothing.
+
+A small chunk that is a file, and is read as a whole, takes none: there can't be more of them than somebody stored.
+"""
 TINY = 256
 """Values of a chunk from which on they explain the work themselves."""
 
@@ -432,7 +435,7 @@ def absent_chunks(store: Store, prefix: str, header: Header) -> list[str]:
     grid = header.values_grid()
     account, absent = store.account, list[str]()
     for position in positions([range(n) for n in grid]):
-        for inside in _absent(header, store.value(f"{prefix}/{header.value_key(position)}"), account, place):
+        for inside in _absent(header, store.value(f"{prefix}/{header.value_key(position)}")):
             account.step(CHUNK_STEPS, "An array that isn't stored", place)
             account.nodes(1, "The list of chunks that are absent", place)
             absent.append(f"{header.value_key(position)}{inside}")
@@ -440,18 +443,25 @@ def absent_chunks(store: Store, prefix: str, header: Header) -> list[str]:
     return absent
 
 
-def _absent(header: Header, value: Source | None, account: Account, place: str) -> Iterator[str]:
+def _absent(header: Header, value: Source | None) -> Iterator[str]:
     """Yields for each absent chunk of a value what its key has in addition: nothing, or its place in the shard."""
     if header.shards is None:
         if value is None:
             yield ""
         return
-    index = None if value is None else header.shards.read_index(value, header.chunks)
-    for position in positions([range(n) for n in header.shards.grid(header.chunks)]):
-        if value is None or index is None or header.shards.chunk(value, index, position) is None:
-            yield f"[{','.join(map(str, position))}]"
-    if index is not None:
-        account.free(index.nbytes)
+    grid = header.shards.grid(header.chunks)
+    if value is None:
+        for position in positions([range(n) for n in grid]):
+            yield _inside(position)
+        return
+    index = header.shards.read_index(value, header.chunks)
+    for number in np.flatnonzero((index == _ABSENT).all(axis=-1)):  # there may be millions that are not
+        yield _inside(np.unravel_index(number, grid))
+    value.account.free(index.nbytes)
+
+
+def _inside(position: Sequence[SupportsIndex]) -> str:
+    return f"[{','.join(map(str, position))}]"
 
 
 def _view(array: Array, index: Index) -> Array:
@@ -479,14 +489,16 @@ class _Reader:
         place = f"{self._store.place}/{self._prefix}"
         touched = touched_chunks(self._header.chunks, index)
         while parts := list(itertools.islice(touched, _AT_ONCE)):
-            tiny = (
-                sum(math.prod(index_shape(inner)) < TINY for _, inner, _ in parts) if out is not None else 0
-            )
-            self._store.account.step(CHUNK_STEPS * tiny, "Reading an array in chunks", place)
             stored = [self._value(position, values) for position, _, _ in parts]
             values.clear()
             if out is None:  # not before the first chunks were seen to hold what is declared
                 out = empty(index_shape(index), self._header.dtype)
+            else:
+                tiny = sum(
+                    math.prod(index_shape(inner)) < TINY and not self._is_explained(position, inner, value)
+                    for (position, inner, _), value in zip(parts, stored, strict=True)
+                )
+                self._store.account.step(CHUNK_STEPS * tiny, "Reading an array in chunks", place)
             jobs = [
                 (position, inner, _view(out, outer), value)
                 for (position, inner, outer), value in zip(parts, stored, strict=True)
@@ -497,6 +509,16 @@ class _Reader:
                 for _ in each(self._copy, jobs):
                     pass
         return np.empty(index_shape(index), self._header.dtype) if out is None else out
+
+    def _is_explained(self, position: tuple[int, ...], index: Index, value: Source | None) -> bool:
+        """Tells whether a file that is there explains the work of reading a chunk: one of its own, read as a whole."""
+        is_file = value is not None and self._store.has_files and self._header.shards is None
+        return is_file and index_shape(index) == self._present(position)
+
+    def _present(self, position: tuple[int, ...]) -> Shape:
+        """Returns the shape of what the array has of a chunk; one at the edge has more."""
+        sizes = zip(position, self._header.chunks, self._header.shape, strict=True)
+        return tuple(min(c, n - i * c) for i, c, n in sizes)
 
     def _value(
         self, position: tuple[int, ...], values: dict[tuple[int, ...], Source | None]
@@ -618,8 +640,4 @@ class _Reader:
 
     def _ends(self, position: tuple[int, ...], index: Index) -> bool:
         """Tells whether a block of a chunk has the last value of it that the array has: no later block touches it."""
-        header = self._header
-        return all(
-            cut.stop == min(c, n - i * c)
-            for cut, i, c, n in zip(index, position, header.chunks, header.shape, strict=True)
-        )
+        return tuple(cut.stop for cut in index) == self._present(position)

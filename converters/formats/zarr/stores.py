@@ -38,6 +38,10 @@ class Store(Protocol):
     def account(self) -> Account:
         """What reading it draws on."""
 
+    @property
+    def has_files(self) -> bool:
+        """Whether each value is a file of its own."""
+
     def value(self, key: str) -> Source | None:
         """Returns the value of a key, or None if there is none."""
 
@@ -101,6 +105,7 @@ class FolderStore:
 
     folder: Path
     files: Files = field(repr=False, compare=False)
+    has_files: bool = field(default=True, init=False)
 
     @property
     def place(self) -> str:
@@ -128,6 +133,7 @@ class OcdbtStore:
     place: str
     database: Any
     files: Files = field(repr=False, compare=False)
+    has_files: bool = field(default=False, init=False)
     _sizes: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
 
     @property
