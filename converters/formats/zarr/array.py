@@ -21,7 +21,6 @@ from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
 
-from statekit.budget import Account
 from statekit.converters.formats.crc import crc32c
 from statekit.converters.formats.decompression import (
     MOST_OF_ONE,
