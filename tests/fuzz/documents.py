@@ -142,6 +142,7 @@ class Values:
     values: Mapping[str, bytes]
     place: str = PLACE
     account: Account = field(default_factory=Account)
+    has_files: bool = False
 
     def value(self, key: str) -> Held | None:
         from statekit.converters.formats.zarr.stores import checked_key
