@@ -119,6 +119,39 @@ def test_a_moved_number_and_a_step_more_are_seen(name: str, source: str, target:
         assert outside(carried, expected, wrong)["target"], "what the target holds has it"
 
 
+def on_a_nan(
+    carried: TrainState, expected: TrainState, actual: TrainState
+) -> tuple[dict[str, int], list[str]]:
+    """Returns the elements that leave a bound on gradients with a NaN, or of which it says nothing, and the notes."""
+    sides = SideBySide(carried, expected, actual, ("statekit", "statekit"), Exactness.ROUNDING)
+    replay, *_ = sides.run("adversarial", 1, NumpyBackend(), 0, True, lambda _: None)
+    (row,) = [one for one in replay["probes"] if one["name"] == "a NaN"]
+    return {**row["outside"], "undecided": row["undecided"]}, replay["notes"]
+
+
+NO_ELEMENT = {"source": 0, "target": 0, "rule": 0, "undecided": 0}
+
+
+def test_a_nan_reaches_its_own_elements_in_adamw_alone() -> None:
+    state = adamw()
+    assert on_a_nan(under("torch", state), under("optax", state), under("optax", state)) == (
+        NO_ELEMENT,
+        [
+            "a NaN in each gradient makes 6 of 2304 elements NaN by the target's rule"
+        ],  # of a parameter, its m and v
+    )
+
+
+def test_a_side_that_does_otherwise_with_a_nan_leaves_the_bound() -> None:
+    spreads = adafactor()
+    passes = said(spreads, {"skip_nan_updates": True})
+    assert on_a_nan(spreads, spreads, spreads)[0] == NO_ELEMENT
+    counts, notes = on_a_nan(passes, passes, passes)
+    assert counts == NO_ELEMENT and notes == ["a NaN in each gradient is passed over, as both rules have it"]
+    for right, wrong in ((spreads, passes), (passes, spreads)):
+        assert on_a_nan(right, right, wrong)[0]["target"] > 0
+
+
 @pytest.mark.torch
 @pytest.mark.jax
 def test_a_late_run_is_converted_and_back(tmp_path: Path) -> None:

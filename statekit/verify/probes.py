@@ -27,6 +27,9 @@ Kind: TypeAlias = Literal["random", "adversarial"]
 USUAL = "as large as the run's"
 """The probe that shows a fault best: gradients as large as those that made the second moment."""
 
+NOT_A_NUMBER = "a NaN"
+"""The probe with one NaN in each gradient: whatever a rule makes of it, both sides make it of the same elements."""
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -94,14 +97,14 @@ FORMS: Mapping[Kind, Mapping[str, _Form]] = {
         "huge": _Form(lambda draw, size, at: draw * min(1e15, at.largest**0.5 / 16), True),
         "one row, else zero": _Form(_one_row, True),
         "signs flip each update": _Form(lambda draw, size, at: np.abs(draw) * size * (-1.0) ** at.update),
-        "a NaN": _Form(_not_a_number, True),
+        NOT_A_NUMBER: _Form(_not_a_number, True),
     },
 }
 """What gradients are like, by kind: made of a normal draw and the size of the run's own gradients."""
 
 
 def drawn(state: TrainState, kinds: tuple[Kind, ...], updates: int, seed: int) -> Iterator[Probe]:
-    """Yields the probes of a state; a NaN is left out where no variant's rule says what becomes of it.
+    """Yields the probes of a state.
 
     Args:
         state: What is stepped.
@@ -112,8 +115,6 @@ def drawn(state: TrainState, kinds: tuple[Kind, ...], updates: int, seed: int) -
     sizes = {path: _size(state, path) for path in state.params}
     for kind in kinds:
         for name, form in FORMS[kind].items():
-            if name == "a NaN" and not _defines_nan(state):
-                continue
             steps = tuple(
                 {
                     path: _drawn(form, param, path, sizes[path], i, seed)
@@ -131,11 +132,6 @@ def _drawn(form: _Form, param: Tensor, path: str, size: float, update: int, seed
     at = DrawnFor(update, float(info.max), float(info.smallest_subnormal), rng)
     with np.errstate(all="ignore"):
         return np.asarray(form.make(draw, size, at)).astype(param.dtype)
-
-
-def _defines_nan(state: TrainState) -> bool:
-    """Tells whether a NaN is passed over by the rule, which is all that a rule says of one."""
-    return any(group.hyperparameters.get("skip_nan_updates") for group in state.optimizer.groups)
 
 
 def _size(state: TrainState, path: str) -> float:

@@ -23,7 +23,7 @@ from statekit.tensors.tensor import Array, float_info
 from statekit.verify.controls import Control, controls_of
 from statekit.verify.identity import Verdict
 from statekit.verify.natives import Rates, class_of
-from statekit.verify.probes import Kind, Probe, drawn, gradients_of
+from statekit.verify.probes import NOT_A_NUMBER, Kind, Probe, drawn, gradients_of
 from statekit.verify.sampling import Sample, sampled
 from statekit.verify.stepping import (
     EDGES,
@@ -223,6 +223,8 @@ class SideBySide:
         of_target = bounds(right, probe.updates, rates, roots)
         of_source = of_target if alike else bounds(before, probe.updates, rates, roots)
         both = None if alike else rules(before, right, probe.updates, rates, roots)
+        if probe.name == NOT_A_NUMBER:
+            self._notes.append(_of_nan(of_source, of_target))
         ours = sides[0].after(xp, probe.updates, rates)
         try:
             theirs = sides[1].after(xp, probe.updates, rates)
@@ -306,6 +308,22 @@ class _Compared:
     relative: float = 0.0
     ratio: float = 0.0
     example: str = ""
+
+
+def _of_nan(of_source: Bounds, of_target: Bounds) -> str:
+    """Says what the rules make of a NaN in each gradient."""
+    source, target = (
+        (
+            sum(int(np.isnan(value).sum()) for value in one.exact.values()),
+            sum(map(np.size, one.exact.values())),
+        )
+        for one in (of_source, of_target)
+    )
+    if not source[0] and not target[0]:
+        return "a NaN in each gradient is passed over, as both rules have it"
+    each = f"{target[0]} of {target[1]}"
+    where = "" if source == target else f", {source[0]} of {source[1]} by the source's"
+    return f"a NaN in each gradient makes {each} elements NaN by the target's rule{where}"
 
 
 def _grain(state: TrainState, path: str) -> float:
