@@ -20,6 +20,7 @@ from goldens import bundles
 from statekit.budget import DEFAULT, Account, Budget, Limits
 from statekit.cli import main
 from statekit.conversion import registry
+from statekit.conversion.contracts import NO_HINTS
 from statekit.converters.formats.zarr.array import open_array
 from statekit.converters.formats.zarr.headers import parse_zarray
 from statekit.converters.formats.zarr.stores import FolderStore
@@ -97,6 +98,15 @@ def test_honest_checkpoints_of_many_arrays_and_chunks_take_a_part_of_the_default
         stated = parse_zarray((tmp_path / "array" / ".zarray").read_bytes(), "array")
         tensor = open_array(FolderStore(tmp_path, files), "array", stated, "array")
         assert np.array_equal(tensor.read(), array)
+
+
+@pytest.mark.jax
+def test_of_an_array_of_orbax_an_open_checkpoint_holds_no_document(tmp_path: Path) -> None:
+    """With it, 55 000 arrays were more than a conversion may hold."""
+    budget, folder = Budget(), orbax_tensors(tmp_path, 400)
+    with registry.opened(registry.container("orbax"), folder, None, NO_HINTS, budget):
+        assert budget.held < 400 * 2500
+    assert budget.held == 0
 
 
 def test_small_chunks_that_are_files_explain_the_work_of_reading_each_as_a_whole(tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ json_checkpoint_handler.py; _src/serialization/type_handlers.py, `StringHandler`
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -56,7 +57,7 @@ from statekit.converters.formats.msgpack.reader import parse as parse_msgpack
 from statekit.converters.formats.zarr.stores import FolderStore, open_store, read_whole
 from statekit.errors import CorruptError, Faults, FormatError
 from statekit.files.checkpoint import Checkpoint, Finding
-from statekit.files.source import Files, listing, opening
+from statekit.files.source import Files, Source, listing, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tree import Tree, strict_json
 
@@ -91,7 +92,16 @@ def open_item(folder: Path, opened: Files) -> Item:
             strict_json(read_whole(document), document.place, opened.account),
             names=frozenset({JSON_ITEM}),
         )
-    metadata = None if stated is None else parse(read_whole(stated), stated.place, opened.account)
+    with opened.account.passing() as taken:  # of the document nothing stays but what is made of it
+        metadata = None if stated is None else parse(read_whole(stated), stated.place, taken)
+        item = _item(files, index, metadata, opened)
+    if metadata is None or item.custom is None:
+        return item
+    return replace(item, custom=strict_json(json.dumps(item.custom), metadata.place, opened.account))
+
+
+def _item(files: FolderStore, index: Source | None, metadata: TreeMetadata | None, opened: Files) -> Item:
+    folder = files.folder
     arrays = _arrays(folder, metadata, opened)
     if index is not None:  # it holds the tree in full; _METADATA repeats it
         parsed = parse_msgpack(index)
@@ -107,6 +117,8 @@ def open_item(folder: Path, opened: Files) -> Item:
             remedy="the checkpoint is incomplete; copy it again",
         )
     entries = metadata.entries()
+    values = sum(1 + len(entry.path) for entry in entries)
+    opened.account.nodes(values, "The tree of an Orbax item", metadata.place)
     array_entries = {i: entry for i, entry in enumerate(entries) if entry.is_array}
     names = ["/".join(map(str, entry.path)) for entry in array_entries.values()]
     places = [
