@@ -251,9 +251,34 @@ def test_a_job_that_is_not_wanted_any_more_is_cancelled(page: Page) -> None:
 def test_two_are_compared(page: Page) -> None:
     opened(page, "a.pt")
     page.get_by_role("link", name="Compare").last.click()
-    page.get_by_label("and this").select_option(index=2)
+    chosen = page.get_by_label("and this")
+    other = chosen.locator("option").filter(has_text=re.compile(": b.pt$")).get_attribute("value")
+    chosen.select_option(value=other)
     page.get_by_role("button", name="Compare").first.click()
-    expect(page.locator("#difference .verdict")).to_be_visible(timeout=SOON)
+    expect(page.locator("#difference .verdict")).to_contain_text("Equal", timeout=SOON)
+
+
+def test_a_tensor_in_which_two_differ_is_looked_at_closer(page: Page) -> None:
+    both = [
+        str(row(page, f"checkpoint_{step}").get_by_role("link").first.get_attribute("href"))
+        for step in (8, 9)
+    ]
+    first, second = (one.rpartition("/")[2] for one in both)
+    page.goto(f"{page.url.rstrip('/')}/diff?a={first}&b={second}")
+    expect(page.locator("#difference .verdict.bad")).to_be_visible(timeout=SOON)
+    page.get_by_role("link", name=f"slots/{EMBEDDING}/v_row", exact=True).click()
+    expect(page.get_by_role("heading", name=f"{EMBEDDING}, slot v_row")).to_be_visible()
+    expect(page.locator("#difference figure").filter(has_text="How far v_row is apart")).to_be_visible(
+        timeout=SOON
+    )
+    page.get_by_role("link", name="All in which").click()
+    page.get_by_role("link", name=f"params/{EMBEDDING}", exact=True).click()
+    expect(page.locator("#difference figure").filter(has_text="How far p is apart")).to_be_visible(
+        timeout=SOON
+    )
+    page.get_by_role("link", name=re.compile(r"^Job \d")).click()
+    expect(page.locator("#job figure").filter(has_text="How far p is apart")).to_be_visible()
+    assert axe(page) == []
 
 
 def test_what_is_not_sealed_is_not_thinned_until_it_is(page: Page) -> None:

@@ -10,7 +10,7 @@ from starlette.datastructures import FormData
 
 from statekit.errors import UsageError
 
-_TEXTS = ("to", "layout", "map", "require", "step_offset", "path")
+_TEXTS = ("to", "layout", "map", "require", "step_offset", "path", "slot")
 _TICKS = ("params_only", "dry_run", "stats")
 _PAIRS = ("config", "hparams")
 

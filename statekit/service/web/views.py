@@ -362,7 +362,8 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
         if job.kind == "parameter" and str(form.get("then", "")).startswith("/checkpoints/"):
             return _next(str(form["then"]))
         if job.kind == "diff" and len(numbers) == 2:
-            return _next(f"/diff?{urlencode({'a': numbers[0], 'b': numbers[1]})}")
+            tensor = {name: job.options[name] for name in ("path", "slot") if name in job.options}
+            return _next(f"/diff?{urlencode({'a': numbers[0], 'b': numbers[1], **tensor})}")
         return _next(f"/jobs/{job.id}")
 
     @routes.get("/jobs/{number}")
@@ -375,7 +376,10 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
             "kind": job.kind,
             "checkpoints": of.named([job]),
             "result": result,
-            "verdict": result and job.kind in VERDICTS and VERDICTS[job.kind](result),
+            "verdict": result
+            and job.kind in VERDICTS
+            and not _tensor_of(job)[0]
+            and VERDICTS[job.kind](result),
             "log": lines[-MOST_LINES:],
         }
         return of.drawn(request, "job.html", said)
@@ -385,24 +389,36 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
         return _next(f"/jobs/{of.jobs.cancel(number).id}")
 
     @routes.get("/diff")
-    def compare(request: Request, a: str = "", b: str = "") -> Response:
+    def compare(request: Request, a: str = "", b: str = "", path: str = "", slot: str = "") -> Response:
+        """Shows in what two checkpoints differ or, `path` and `slot`, how far they are apart in one tensor."""
         chosen = [of.catalogue.checkpoint(int(one)) if one.isdecimal() else None for one in (a, b)]
         first, second = chosen
         job = None
         if first is not None and second is not None:
             recent = of.jobs.jobs(subject=first.id, kind="diff", limit=MOST_RECENT).items
-            job = next((one for one in recent if one.subjects == (first.id, second.id)), None)
+            alike = (one for one in recent if one.subjects == (first.id, second.id))
+            job = next((one for one in alike if _tensor_of(one) == (path, slot)), None)
         result = of.result_of(job)
+        whole = urlencode({"a": a, "b": b})
+        tensor = {name: value for name, value in (("path", path), ("slot", slot)) if value}
         said = {
             "first": first,
             "second": second,
             "job": job,
             "result": result,
-            "verdict": result and VERDICTS["diff"](result),
+            "verdict": result and not path and VERDICTS["diff"](result),
+            "path": path,
+            "slot": slot,
+            "whole_url": f"/diff?{whole}",
             "choices": of.catalogue.checkpoints(Query(sort="path", readable=True), None, MOST_CHOICES).items,
-            "here_url": f"/diff?{urlencode({'a': a, 'b': b})}",
+            "here_url": f"/diff?{urlencode({'a': a, 'b': b, **tensor})}",
         }
         return of.drawn(request, "compare.html", said)
+
+
+def _tensor_of(job: Job) -> tuple[str, str]:
+    """Returns the parameter and the slot that a comparison is of; empty of one of whole checkpoints."""
+    return str(job.options.get("path", "")), str(job.options.get("slot", ""))
 
 
 def _as_data(address: str, request: Request) -> Response:
