@@ -28,7 +28,7 @@ USUAL = "as large as the run's"
 """The probe that shows a fault best: gradients as large as those that made the second moment."""
 
 NOT_A_NUMBER = "a NaN"
-"""The probe with one NaN in each gradient: whatever a rule makes of it, both sides make it of the same elements."""
+"""The probe with one NaN in each gradient: it must go exactly where a side's rule in float64 has it."""
 
 
 @dataclass(frozen=True)
