@@ -169,3 +169,36 @@ def test_no_verb_fails_untyped_without_stdout_or_working_directory(tmp_path: Pat
     assert set(codes) == set(runs)
     assert set(codes.values()) <= {f"{code}" for code in (DONE, WANTING, FAILED)}, ended.stderr
     assert all(codes[run] == f"{FAILED}" for run in runs if run.endswith("--json")), ended.stderr
+
+
+def weights(path: Path, *names: str) -> str:
+    import numpy as np
+    from safetensors.numpy import save_file
+
+    save_file({name: np.full(2, np.nan, np.float32) for name in names}, path)
+    return f"{path}"
+
+
+@pytest.mark.parametrize("target", ["flax", "keras-h5", "orbax"])
+def test_a_name_of_more_levels_than_a_tree_may_have_is_refused(
+    target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = weights(tmp_path / "a.safetensors", ".".join("b" * 2045), "w")
+    assert main(["convert", source, f"{tmp_path / 'target'}", "--to", target]) == FAILED
+    assert "too deep" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "line",
+    [["inspect"], ["inspect", "--stats"], ["convert", "target.pt", "--dry-run"], ["doctor"]],
+    ids="-".join,
+)
+def test_the_longest_name_is_printed_whole_on_lines_of_a_screen(
+    line: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = "".join(f"{i:05d}" for i in range(818))  # with `model/` the longest that a tensor may have
+    source = weights(tmp_path / "a.safetensors", name, "w")
+    assert main([line[0], source, *line[1:]]) in (DONE, WANTING)
+    said = capsys.readouterr().out
+    assert name in said.replace("\n", "").replace(" ", "")
+    assert max(map(len, said.splitlines())) <= 240

@@ -52,11 +52,7 @@ def walk(tree: Tree) -> Iterator[tuple[Path, Any]]:
     path, node = (), tree
     while True:
         if len(path) > MAX_DEPTH:
-            raise FormatError(
-                "A checkpoint's tree is too deep to be one.",
-                place="/".join(map(str, path[:8])),
-                expected=f"at most {MAX_DEPTH} levels, no cycles",
-            )
+            raise _too_deep(path)
         children = _children(node)
         if children is None:
             yield path, node
@@ -68,6 +64,14 @@ def walk(tree: Tree) -> Iterator[tuple[Path, Any]]:
         if child is None:
             return
         path, node = (*inside[-1][0], child[0]), child[1]
+
+
+def _too_deep(path: Sequence[Any]) -> FormatError:
+    return FormatError(
+        "A checkpoint's tree is too deep to be one.",
+        place="/".join(map(str, path[:8])),
+        expected=f"at most {MAX_DEPTH} levels, no cycles",
+    )
 
 
 def holds_records(tree: Tree) -> bool:
@@ -387,9 +391,15 @@ def without(tree: Tree, path: Path) -> Tree:
 
 
 def put(tree: Tree, path: Sequence[Any], value: Tree) -> Tree:
-    """Returns a tree with another value at a path; dicts and lists on the way are copied, or made."""
+    """Returns a tree with another value at a path; dicts and lists on the way are copied, or made.
+
+    Raises:
+        FormatError: The path is longer than 512 keys.
+    """
     if not path:
         return value
+    if len(path) > MAX_DEPTH:
+        raise _too_deep(path)
     key = path[0]
     if isinstance(key, int):
         parts = list(tree) if isinstance(tree, list | tuple) else [None]
