@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -115,6 +116,18 @@ def page(session: Session) -> Iterator[Page]:
     yield watched.page
     context.close()
     assert watched.complaints == []
+
+
+def data(page: Page) -> Any:
+    """Returns what the page shows as data, by the link that it has to that."""
+    answer = page.request.get(
+        page.url.partition("//")[0]
+        + "//"
+        + page.url.split("/")[2]
+        + str(page.get_by_role("link", name="JSON", exact=True).first.get_attribute("href"))
+    )
+    assert answer.ok, answer.text()
+    return answer.json()
 
 
 def row(page: Page, name: str) -> Locator:
@@ -271,7 +284,9 @@ def test_a_tensor_in_which_two_differ_is_looked_at_closer(page: Page) -> None:
     expect(page.locator("#difference figure").filter(has_text="How far v_row is apart")).to_be_visible(
         timeout=SOON
     )
+    assert (data(page)["path"], data(page)["slot"]) == (EMBEDDING, "v_row")
     page.get_by_role("link", name="All in which").click()
+    assert not data(page)["equal"]
     page.get_by_role("link", name=f"params/{EMBEDDING}", exact=True).click()
     expect(page.locator("#difference figure").filter(has_text="How far p is apart")).to_be_visible(
         timeout=SOON
@@ -279,6 +294,19 @@ def test_a_tensor_in_which_two_differ_is_looked_at_closer(page: Page) -> None:
     page.get_by_role("link", name=re.compile(r"^Job \d")).click()
     expect(page.locator("#job figure").filter(has_text="How far p is apart")).to_be_visible()
     assert axe(page) == []
+
+
+def test_lists_are_there_as_data_too(page: Page) -> None:
+    page.goto(f"{page.url.rstrip('/')}/?q=b.pt&readable=yes")
+    assert [one["name"] for one in data(page)["items"]] == ["b.pt"]
+    opened(page, "b.pt")
+    assert data(page)["name"] == "b.pt"
+    page.get_by_role("link", name="Lineage").click()
+    assert [one["checkpoint"]["name"] for one in data(page)["nodes"]] == ["b.pt"]
+    page.goto("/".join(page.url.split("/")[:3]) + "/jobs?kind=inspect&state=done")
+    assert {(one["kind"], one["state"]) for one in data(page)["items"]} == {("inspect", "done")}
+    page.locator("tr[data-row] a[data-open]").first.click()
+    assert data(page)["kind"] == "inspect"
 
 
 def test_what_is_not_sealed_is_not_thinned_until_it_is(page: Page) -> None:
@@ -400,9 +428,13 @@ def test_a_slot_is_looked_at_and_its_plot_exported(page: Page) -> None:
     page.locator(".tree").get_by_role("link", name="token_embedder/embedding").click()
     expect(page.get_by_role("heading", name="Slot v_row")).to_be_visible(timeout=SOON)
     expect(page.locator("figure svg.plot").first).to_be_visible()
+    assert {*data(page)["tensors"]} == {"values", "v_row", "v_col"}
     with page.expect_download() as download:
         page.locator("figure .files a").filter(has_text="CSV").first.click()
     assert download.value.path().read_text(encoding="utf-8").count("\n") > 2
+    assert axe(page) == []
+    page.get_by_role("button", name="Light or dark").click()
+    expect(page.locator("html")).to_have_attribute("data-theme", "dark")
     assert axe(page) == []
 
 
@@ -415,6 +447,7 @@ def test_a_parameter_is_followed_over_the_steps_of_its_run(page: Page) -> None:
     plot.get_by_text("Numbers").click()
     (first, before), (second, after) = (line.split() for line in plot.locator("tbody tr").all_inner_texts())
     assert (first, second) == ("8", "9")
+    assert data(page)["updates"] == [8, 9]
     assert float(after) == pytest.approx(float(before) * 9 / 7, rel=1e-3)
 
 

@@ -173,6 +173,27 @@ class Screens:
             (job for job in recent if job.subjects == subjects and job.options.get("path") == path), None
         )
 
+    def compared(self, subjects: tuple[int, int], tensor: tuple[str, str]) -> Job | None:
+        """Returns the youngest job that compares two checkpoints, as a whole or in one tensor."""
+        recent = self.jobs.jobs(subject=subjects[0], kind="diff", limit=MOST_RECENT).items
+        alike = (one for one in recent if one.subjects == subjects)
+        return next((one for one in alike if _tensor_of(one) == tensor), None)
+
+    def parameters(self, number: int, index: int) -> list[dict[str, Any]]:
+        """Returns the parameters of a checkpoint, one of which has this index."""
+        contents = self.contents_of(number)
+        parameters: list[dict[str, Any]] = contents.result["parameters"] if contents else []
+        if not 0 <= index < len(parameters):
+            raise NotFoundError(
+                "There is no such parameter.", place=f"checkpoint {number}", found=str(index)[:30]
+            )
+        return parameters
+
+    def followed(self, checkpoint: Checkpoint, over: str) -> tuple[int, ...]:
+        """Returns the checkpoints in which a parameter is shown: this, or with `over=run` the steps of its run."""
+        steps = self.steps(checkpoint) if over == "run" else ()
+        return steps if len(steps) > 1 else (checkpoint.id,)
+
     def named(self, some: Iterable[Job]) -> dict[int, Checkpoint]:
         """Returns the checkpoints that jobs are about, by their numbers."""
         numbers = {number for job in some for number in job.subjects}
@@ -187,9 +208,42 @@ def screens(service: Service) -> APIRouter:
     """
     of = Screens(service)
     routes = APIRouter(include_in_schema=False, route_class=of.readable())
-    for add in (_catalogue, _checkpoint, _parameter, _jobs):
+    for add in (_data, _catalogue, _checkpoint, _parameter, _jobs):
         add(routes, of)
     return routes
+
+
+def _data(routes: APIRouter, of: Screens) -> None:
+    """Adds the way from every page to the same as data, which the interface for programs has."""
+
+    @routes.get("/diff.json")
+    def show_difference(a: int, b: int, path: str = "", slot: str = "") -> Response:
+        first, second = of.catalogue.checkpoint(a), of.catalogue.checkpoint(b)
+        job = of.compared((first.id, second.id), (path, slot))
+        return _result_as_data(job, f"checkpoints {a} and {b}", "diff")
+
+    @routes.get("/checkpoints/{number}/parameters/{index}.json")
+    def show_slots(number: int, index: int, over: str = "") -> Response:
+        path = of.parameters(number, index)[index]["path"]
+        subjects = of.followed(of.catalogue.checkpoint(number), over)
+        return _result_as_data(
+            of.about_parameter(subjects, path), f"checkpoint {number}: {path}", "parameter"
+        )
+
+    @routes.get("/checkpoints.json")
+    def show_catalogue(request: Request) -> Response:
+        said = {name: value for name, value in request.query_params.items() if value}
+        if "q" in said:
+            said["text"] = said.pop("q")
+        return _as_data("checkpoints", request.url.path, urlencode(said))
+
+    @routes.get("/{kind}.json")
+    def show_data(request: Request, kind: str) -> Response:
+        return _as_data(kind, request.url.path, request.url.query)
+
+    @routes.get("/{kind}/{number}.json")
+    def show_one_as_data(request: Request, kind: str, number: int) -> Response:
+        return _as_data(f"{kind}/{number}", request.url.path, request.url.query)
 
 
 def _catalogue(routes: APIRouter, of: Screens) -> None:
@@ -199,14 +253,6 @@ def _catalogue(routes: APIRouter, of: Screens) -> None:
             raise NotFoundError("There is no such file.", place=name[:200])
         content, kind = of.static[name]
         return Response(content, media_type=kind, headers={"cache-control": "no-cache"})
-
-    @routes.get("/{kind}.json")
-    def show_data(request: Request, kind: str) -> Response:
-        return _as_data(kind, request)
-
-    @routes.get("/{kind}/{number}.json")
-    def show_one_as_data(request: Request, kind: str, number: int) -> Response:
-        return _as_data(f"{kind}/{number}", request)
 
     @routes.get("/")
     def list_checkpoints(request: Request, cursor: str | None = None) -> Response:
@@ -220,6 +266,7 @@ def _catalogue(routes: APIRouter, of: Screens) -> None:
             "filters": filters(query, of.catalogue.facets(query)),
             "roots": of.catalogue.roots(),
             "address": partial(address, query),
+            "data_url": address(query, cursor).replace("/", "/checkpoints.json", 1),
             "is_scanned": of.catalogue.last_scan is not None,
         }
         page_itself = of.drawn(request, "catalogue.html", said)
@@ -310,15 +357,9 @@ def _parameter(routes: APIRouter, of: Screens) -> None:
     @routes.get("/checkpoints/{number}/parameters/{index}")
     def show_parameter(request: Request, number: int, index: int, over: str = "") -> Response:
         """Shows a parameter with its slots or, `over=run`, what they were over the steps of its run."""
-        known, contents = of.about(number), of.contents_of(number)
-        parameters = contents.result["parameters"] if contents else []
-        if not 0 <= index < len(parameters):
-            raise NotFoundError(
-                "There is no such parameter.", place=f"checkpoint {number}", found=str(index)[:30]
-            )
+        known, parameters = of.about(number), of.parameters(number, index)
         one, checkpoint = parameters[index], known["checkpoint"]
-        steps = of.steps(checkpoint)
-        subjects = steps if over == "run" and len(steps) > 1 else (number,)
+        subjects = of.followed(checkpoint, over)
         job = of.about_parameter(subjects, one["path"])
         said = {
             **known,
@@ -328,7 +369,7 @@ def _parameter(routes: APIRouter, of: Screens) -> None:
             "neighbours": [i for i in (index - 1, index + 1) if 0 <= i < len(parameters)],
             "parameters": parameters,
             "subjects": subjects,
-            "steps": steps,
+            "steps": of.steps(checkpoint),
             "job": job,
             "record": of.result_of(job),
         }
@@ -339,7 +380,8 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
     @routes.get("/jobs")
     def list_jobs(request: Request, kind: str = "", state: str = "", cursor: str | None = None) -> Response:
         page = of.jobs.jobs(kind=kind or None, state=state or None, cursor=cursor, limit=ROWS)
-        further = {"kind": kind, "state": state, "cursor": page.next_cursor}
+        said_here = {"kind": kind, "state": state, "cursor": cursor}
+        further = {**said_here, "cursor": page.next_cursor}
         said = {
             "page": page,
             "checkpoints": of.named(page.items),
@@ -347,6 +389,7 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
             "state": state,
             "kinds": tuple(KINDS),
             "states": ("queued", "running", *ENDED),
+            "data_url": f"/jobs.json?{urlencode({k: v for k, v in said_here.items() if v})}",
             "next_page": page.next_cursor
             and f"/jobs?{urlencode({key: value for key, value in further.items() if value})}",
         }
@@ -395,9 +438,7 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
         first, second = chosen
         job = None
         if first is not None and second is not None:
-            recent = of.jobs.jobs(subject=first.id, kind="diff", limit=MOST_RECENT).items
-            alike = (one for one in recent if one.subjects == (first.id, second.id))
-            job = next((one for one in alike if _tensor_of(one) == (path, slot)), None)
+            job = of.compared((first.id, second.id), (path, slot))
         result = of.result_of(job)
         whole = urlencode({"a": a, "b": b})
         tensor = {name: value for name, value in (("path", path), ("slot", slot)) if value}
@@ -421,12 +462,19 @@ def _tensor_of(job: Job) -> tuple[str, str]:
     return str(job.options.get("path", "")), str(job.options.get("slot", ""))
 
 
-def _as_data(address: str, request: Request) -> Response:
-    """Returns the way to the same as data: the interface for programs has it."""
+def _as_data(address: str, place: str, query: str) -> Response:
+    """Returns the way to the same as data."""
     if address.partition("/")[0] not in {"checkpoints", "jobs", "lineage", "runs"}:
-        raise NotFoundError("There is nothing at this address.", place=request.url.path[:500])
-    query = f"?{request.url.query}" if request.url.query else ""
-    return RedirectResponse(f"/api/v1/{address}{query}", HTTPStatus.TEMPORARY_REDIRECT)
+        raise NotFoundError("There is nothing at this address.", place=place[:500])
+    return RedirectResponse(f"/api/v1/{address}{f'?{query}' if query else ''}", HTTPStatus.TEMPORARY_REDIRECT)
+
+
+def _result_as_data(job: Job | None, place: str, kind: str) -> Response:
+    if job is None or not job.has_result:
+        raise NotFoundError(
+            "Nobody has looked at it yet.", place=place, remedy=f"ask for a job of the kind {kind}"
+        )
+    return _as_data(f"jobs/{job.id}/result", place, "")
 
 
 class Contents:
