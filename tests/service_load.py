@@ -357,7 +357,11 @@ def signals(runs: int, jobs: int = 6) -> None:
                 code = process.wait(30)
                 longest = max(longest, time.monotonic() - start)
                 assert code == 0, code
-                assert not [pid for pid in pids if Path(f"/proc/{pid}").exists()], "a worker is left"
+                # What looks into checkpoints is killed by the kernel as the server ends, and takes a moment to die.
+                until = time.monotonic() + 5
+                while left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]:
+                    assert time.monotonic() < until, f"processes are left: {left}"
+                    time.sleep(0.05)
             server.start()
             rows = settled(server.data, 120, jobs)
             check_once(rows, jobs)

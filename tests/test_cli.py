@@ -207,6 +207,7 @@ def test_what_stops_a_verb_is_json_too(
                 "schemas",
                 "maps",
                 "demo",
+                "serve",
             },
         ),
         ("statekit convert a b --lay", 4, {"--layout"}),

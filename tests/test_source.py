@@ -279,6 +279,19 @@ ALLOWED: dict[str, tuple[str, set[str]]] = {
     "converters/containers/huggingface/folder.py": (
         "copies what it has just written to the target", {"(stage.path / prefix / name).open"}
     ),
+    "cli/report_option.py": ("the first line of what a report shall replace", {"path.open"}),
+    "statekit/service/database.py": (
+        "the service's own lock, and a backup that it has written", {"open", "os.open", "os.pread"}
+    ),
+    "statekit/service/processes.py": (
+        "/proc",
+        {"Path('/proc/sys/kernel/random/boot_id').read_text", "Path(f'/proc/{pid or os.getpid()}/stat').read_text"},
+    ),
+    "statekit/service/roots.py": ("folders, on the way to what lies beneath one", {"os.open"}),
+    "statekit/service/thinning.py": ("makes its list of what shall go", {"open"}),
+    "statekit/service/web/security.py": ("the service's own token", {"os.open"}),
+    "statekit/service/web/views.py": ("scripts and styles of the package", {"path.read_bytes"}),
+    "statekit/client.py": ("a service's token, which the user names", {"token.expanduser().read_text"}),
     "cli/main.py": ("/dev/null in the place of a closed stdout", {"os.open"}),
 }  # fmt: skip
 """Modules in which a call bears the name of one that opens files: why that may be, and which calls."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from importlib.resources import files
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +80,10 @@ def environment(*folders: Path, shared: Mapping[str, Any] | None = None) -> Envi
 @cache
 def stylesheet() -> str:
     """Returns the one style sheet: light and dark, narrow screens, print."""
-    return files(PACKAGE).joinpath("statekit.css").read_text(encoding="utf-8")
+    return resources.files(PACKAGE).joinpath("statekit.css").read_text(encoding="utf-8")
 
 
 @cache
 def script() -> str:
     """Returns the one script of plots, which pages may have or not: it offers them as PNG too."""
-    return files(PACKAGE).joinpath("statekit.js").read_text(encoding="utf-8")
+    return resources.files(PACKAGE).joinpath("statekit.js").read_text(encoding="utf-8")

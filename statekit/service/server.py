@@ -112,7 +112,7 @@ def serve(settings: Settings, announce: Callable[[str, Settings], object]) -> in
                 server.run(sockets=[listening])
             finally:
                 service.draining.set()
-                workers.join(DRAIN_SECONDS + 1)
+                workers.join()  # it ends those who take too long, and none is left
     _LOG.info("ended")
     return 0
 

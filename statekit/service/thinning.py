@@ -23,6 +23,7 @@ from statekit.errors import CorruptError, Faults, RefusedError, StatekitError, U
 from statekit.files.durable import sync_folder, writing
 from statekit.files.integrity import files_of
 from statekit.files.manifest import beside, inside
+from statekit.files.source import read_small
 from statekit.files.stage import Progress
 
 if TYPE_CHECKING:
@@ -197,7 +198,7 @@ def _go_on(trash: Path, target: Path, listener: Listener) -> dict[str, Any]:
     # Whoever may write into the folder could leave a list there too.
     if trash.lstat().st_uid != os.geteuid() or trash.is_symlink():
         raise RefusedError("This list of what shall go was written by somebody else.", place=trash)
-    record = json.loads((trash / _LIST).read_text(encoding="utf-8"))
+    record = json.loads(read_small(trash / _LIST))
     said: dict[str, Any] = record["said"]
     if any(not inside(name) or "/" in name for name in record["tops"]):
         raise RefusedError("What shall go doesn't lie beside the list.", place=trash)
