@@ -339,7 +339,10 @@ def test_an_older_step_is_checked_and_thinned_and_the_lineage_shows_it(page: Pag
     made = page.locator("svg a").filter(has_text="step-4-weights.pt")
     _until(page, lambda: page.goto(lineage), made)
     expect(page.locator("svg").get_by_text("thin", exact=True)).to_be_visible()
-    expect(page.locator("tr[data-row]").filter(has_text="step-4-weights.pt")).to_contain_text("thin")
+    said = page.locator("tr[data-row]").filter(has_text="step-4-weights.pt")
+    expect(said).to_contain_text("thin")
+    expect(said).to_contain_text('{"params_only":')
+    expect(said).not_to_contain_text("statekit statekit")
 
 
 def _thinned(page: Page, address: str, button: str, said: str) -> str:
