@@ -39,8 +39,16 @@ def runner(name: str, variant: str) -> Native:
             given = [keras.ops.convert_to_tensor(grads[path]) for path in present]
             optimizer.apply(given, [variables[path] for path in present])
         slots = {names.get(key, key): values for key, values in optimizer.slots().items()}
+        groups = tuple(
+            replace(
+                group,
+                slots={slot: in_memory(_array(slots[f"groups/{i}"][slot]), slot) for slot in group.slots},
+            )
+            for i, group in enumerate(state.optimizer.groups)
+        )
         return replace(
             state,
+            optimizer=replace(state.optimizer, groups=groups),
             params={path: in_memory(_array(one), path) for path, one in variables.items()},
             slots={
                 path: {slot: in_memory(_array(slots[path][slot]), slot) for slot in there}
