@@ -255,7 +255,8 @@ class Client:
         cursor: str | None = None
         while True:
             more = {"cursor": cursor} if cursor else {}
-            page = _read(Page[record], self._get(path, {**said, **more, "limit": 500}))  # type: ignore[valid-type]
+            answer = self._get(path, {**said, **more, "limit": 500})
+            page = _read(Page[record], answer)  # type: ignore[valid-type]  # the class is an argument
             yield from page.items
             cursor = page.next_cursor
             if cursor is None:

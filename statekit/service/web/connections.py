@@ -19,7 +19,7 @@ class PunctualProtocol(H11Protocol):
     head_seconds = HEAD_SECONDS
     _deadline: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # uvicorn's is narrower
         super().connection_made(transport)
         self._watch()
 

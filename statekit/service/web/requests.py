@@ -45,7 +45,7 @@ class Requests:
         self.metrics.running.inc()
         try:
             await self.app(scope, receive, send_seen)
-        except Exception:
+        except Exception:  # nobody foresaw it: the client gets a number to look for, the log all of it
             incident = secrets.token_hex(8)
             _LOG.exception("failed", incident=incident, **_said(scope))
             if status is not None:
