@@ -336,7 +336,7 @@ def changes_options(command: Callable[..., Any]) -> Callable[..., Any]:
         }
         changes = None
         if said:
-            from statekit.conversion.changes import Changes
+            from statekit.conversion.changing.changes import Changes
 
             changes = Changes.of(said)
         return command(*args, changes=changes, **options)

@@ -31,7 +31,7 @@ from statekit.maps.links import StateMap
 from statekit.state.train_state import StepOffset
 
 if TYPE_CHECKING:  # entered only where something is asked for
-    from statekit.conversion.changes import Changes
+    from statekit.conversion.changing.changes import Changes
     from statekit.files.source import Files
     from statekit.verify.certificate import Certificate
 

@@ -192,7 +192,7 @@ def _schedule_of(number: int, at: int, schedules: Sequence[Schedule]) -> str:
 
 
 def show_measured(stdout: Screen, rows: Sequence[Mapping[str, Any]], schedules: Sequence[Schedule]) -> None:
-    """Prints what the next update of each group will use, as `statekit.conversion.next_update.measured` has it."""
+    """Prints what the next update of each group will use, as `changing.next_update.measured` has it."""
     grid = Table(
         (
             "group",

@@ -236,7 +236,7 @@ def plan(
         >>> planned.exactness.name, len(planned.entries), planned.target.layout
         ('BITWISE', 22, 'statekit-torch')
     """
-    from statekit.conversion.changes import Changes
+    from statekit.conversion.changing.changes import Changes
     from statekit.conversion.contracts import Exactness
     from statekit.conversion.convert import plan as planned
     from statekit.maps.model_map import maps_of

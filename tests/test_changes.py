@@ -17,11 +17,11 @@ import statekit
 from goldens import COMPACT
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.cli.main import DONE, FAILED, USAGE, main
-from statekit.conversion.changed import changed
-from statekit.conversion.changes import Changes
+from statekit.conversion.changing.changed import changed
+from statekit.conversion.changing.changes import Changes
+from statekit.conversion.changing.next_update import measured
 from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import convert, plan
-from statekit.conversion.next_update import measured
 from statekit.conversion.open_state import open_state
 from statekit.conversion.rounded import measured_in
 from statekit.errors import InexactError, StatekitError, UsageError

@@ -10,7 +10,7 @@ import pytest
 
 import statekit
 from goldens import COMPACT
-from statekit.conversion.at_loading import changed_at_loading
+from statekit.conversion.changing.at_loading import changed_at_loading
 from statekit.conversion.prepared import carried_out
 from statekit.errors import CorruptError, StateError, StatekitError, UsageError
 from statekit.tensors.tensor import DTYPES

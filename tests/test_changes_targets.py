@@ -12,7 +12,7 @@ from samples import state_writer, target_name
 import statekit
 from goldens import COMPACT
 from statekit.conversion import registry
-from statekit.conversion.changes import Changes
+from statekit.conversion.changing.changes import Changes
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.convert import convert, plan
 from statekit.errors import InexactError, UsageError

@@ -13,8 +13,8 @@ import pytest
 from test_orbax_read import IDS, RECORDED
 
 from formats import plain_state, values
-from statekit.conversion.changed import changed
-from statekit.conversion.changes import Changes
+from statekit.conversion.changing.changed import changed
+from statekit.conversion.changing.changes import Changes
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.converters.containers.orbax.container import CONTAINER as ORBAX
 from statekit.converters.layouts.optax.layout import LAYOUT

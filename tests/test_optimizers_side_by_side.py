@@ -18,8 +18,8 @@ from statekit.conversion.convert import convert, plan
 from statekit.conversion.inspection import inspect
 from statekit.conversion.open_state import open_state
 from statekit.conversion.prepared import encoded_in
+from statekit.conversion.rates.lines import RatesOf
 from statekit.conversion.resume import of_checkpoint, resume_lines
-from statekit.conversion.resume_rates import RatesOf
 from statekit.errors import InexactError, StateError, UsageError
 from statekit.state.run import run_of
 from statekit.state.stored_params import MASTER

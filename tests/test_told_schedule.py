@@ -13,7 +13,7 @@ import torch
 import statekit
 from goldens import GOLDEN
 from statekit.cli.main import main
-from statekit.conversion.rate_code import optax_code, python_code
+from statekit.conversion.rates.code import optax_code, python_code
 from statekit.converters.formats.hparams import read_gin_schedule
 from statekit.errors import UsageError
 from statekit.state.rates import Rates

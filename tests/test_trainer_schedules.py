@@ -16,8 +16,8 @@ import torch
 from goldens import GOLDEN
 from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import plan
+from statekit.conversion.rates.lines import schedule_lines
 from statekit.conversion.resume import of_plan, resume_lines
-from statekit.conversion.resume_rates import schedule_lines
 from statekit.state.run import TRAINER_ARGUMENTS, run_of
 from statekit.state.schedules.call_text import parse_call
 from statekit.state.schedules.called import KEY as CALLED

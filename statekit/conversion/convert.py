@@ -48,7 +48,7 @@ from statekit.tensors.tensor import nbytes
 from statekit.tensors.tree import Tree, tensor_names
 
 if TYPE_CHECKING:  # entered only where something is asked for
-    from statekit.conversion.changes import Changes
+    from statekit.conversion.changing.changes import Changes
     from statekit.conversion.rounded import Measured
 
 
@@ -117,7 +117,7 @@ def plan(
 
     The arguments are those of `statekit.plan`, which explains them; but `hints` are what the source doesn't say,
     `require` is a level of exactness, `maps` are what `statekit.maps.model_map.maps_of` makes of `map`, `config` and
-    `rename`, and `changes` what `statekit.conversion.changes.Changes.of` makes of the others.
+    `rename`, and `changes` what `statekit.conversion.changing.changes.Changes.of` makes of the others.
 
     Raises:
         As `statekit.plan`.

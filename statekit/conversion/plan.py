@@ -21,7 +21,7 @@ from statekit.tensors.tensor import Shape, Tensor, dtype_name, nbytes
 from statekit.tensors.tree import empty_names, tensor_names, to_json
 
 if TYPE_CHECKING:  # entered only where something is asked for
-    from statekit.conversion.changes import Change, Changes
+    from statekit.conversion.changing.changes import Change, Changes
 
 FORMAT = "statekit-plan"
 VERSION = 1
@@ -132,7 +132,7 @@ class Plan:
         request: What was asked for, with paths; not part of the digest.
         empty: Names of the target's leaves that hold nothing; not part of the digest.
         changed: What was changed of the run as it was asked for.
-        next_update: What the next update of each group will use, as `statekit.conversion.next_update.measured` has it,
+        next_update: What the next update of each group will use, as `changing.next_update.measured` has it,
             where something was asked that it depends on; not part of the digest.
     """
 

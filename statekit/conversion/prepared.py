@@ -47,7 +47,7 @@ from statekit.state.stored_params import MASTER, as_params, check_known, decoded
 from statekit.state.train_state import StepOffset, TrainState
 
 if TYPE_CHECKING:  # entered only where something is asked for
-    from statekit.conversion.changes import Change
+    from statekit.conversion.changing.changes import Change
 
 
 SCHEDULE = "counts/schedule"
@@ -166,7 +166,7 @@ def prepare(request: Request) -> Plan:
             state = _like(layout, state, request.like)
         encoded, state = encoded_in(layout, state)
         if request.changes is not None and (request.changes.slot_dtype or request.changes.param_dtype):
-            from statekit.conversion.next_update import check_dtypes
+            from statekit.conversion.changing.next_update import check_dtypes
 
             check_dtypes(state, request.changes)
         encoded = _with_schedule(encoded, (card, registry.container_card(container.name)), opened, state)
@@ -306,7 +306,7 @@ def _changed(opened: OpenState, request: Request) -> tuple[TrainState, tuple[Cha
     state = opened.state.with_step_offset(request.step_offset)
     if request.changes is None:
         return state, ()
-    from statekit.conversion.changed import changed
+    from statekit.conversion.changing.changed import changed
 
     return changed(state, request.changes, opened.makers)
 
@@ -316,7 +316,7 @@ def _with_next_update(plan: Plan) -> Plan:
     request = plan.request
     if (request.changes is None and request.step_offset == "keep") or plan.state["schema"] == WEIGHTS:
         return plan
-    from statekit.conversion.next_update import measured
+    from statekit.conversion.changing.next_update import measured
 
     change = plan.rule_change.to_json() if plan.rule_change is not None else None
     return replace(plan, next_update=tuple(measured(plan.state, plan.run.schedules, request.changes, change)))
@@ -328,7 +328,7 @@ def _with_missing(
     """Returns a state with all that a file of the target's model has, what was changed, and that file, open."""
     if request.changes is None or request.changes.init_missing is None:
         return state, changes, ()
-    from statekit.conversion.at_loading import begun_from
+    from statekit.conversion.changing.at_loading import begun_from
 
     model = _model_beside(request.changes.init_missing, opened, request.hints)
     try:
@@ -359,7 +359,7 @@ def _without_model(
     encoded: Encoded, target: tuple[str, str], state: TrainState, changes: tuple[Change, ...]
 ) -> tuple[Encoded, tuple[Change, ...], Hints]:
     """Returns a state in native form without parameters, all that was changed, and what to read it again by."""
-    from statekit.conversion.changed import without_model
+    from statekit.conversion.changing.changed import without_model
 
     encoded, left = without_model(encoded, target, state)
     model = {path.replace("/", "."): param for path, param in state.params.items()}
@@ -425,7 +425,7 @@ def _like(layout: Layout, state: TrainState, path: Path) -> TrainState:
 
 
 def _paced(schedules: Sequence[Schedule], state: TrainState) -> Paced:
-    from statekit.conversion.resume_rates import RatesOf
+    from statekit.conversion.rates.lines import RatesOf
 
     rates_of = RatesOf(schedules, state.to_json())
     rates = map(rates_of.of, range(len(state.optimizer.groups)))

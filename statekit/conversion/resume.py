@@ -20,8 +20,8 @@ from statekit.conversion import registry
 from statekit.conversion.contracts import Constructing
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.plan import Plan
-from statekit.conversion.rate_code import MATH
-from statekit.conversion.resume_rates import RatesOf, ScheduleLines, schedule_lines
+from statekit.conversion.rates.code import MATH
+from statekit.conversion.rates.lines import RatesOf, ScheduleLines, schedule_lines
 from statekit.errors import StateError
 from statekit.files.manifest import FILE
 from statekit.files.source import listing

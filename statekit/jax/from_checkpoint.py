@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from statekit.conversion.at_loading import changed_at_loading
+from statekit.conversion.changing.at_loading import changed_at_loading
 from statekit.conversion.contracts import Hints
 from statekit.conversion.model_settings import with_beside
 from statekit.conversion.open_state import state_to_load

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from statekit.conversion import registry
-from statekit.conversion.changes import Changes
+from statekit.conversion.changing.changes import Changes
 from statekit.conversion.check import check
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import convert, plan

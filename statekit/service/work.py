@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from statekit.attestation.doctor import Examination, doctor
 from statekit.conversion import registry
-from statekit.conversion.changes import Changes
+from statekit.conversion.changing.changes import Changes
 from statekit.conversion.check import check
 from statekit.conversion.closer import difference, over_steps, parameter
 from statekit.conversion.contracts import Exactness, Hints

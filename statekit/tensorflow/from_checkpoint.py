@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import keras
 
 from statekit.arrays.backend import backend
-from statekit.conversion.at_loading import changed_at_loading
+from statekit.conversion.changing.at_loading import changed_at_loading
 from statekit.conversion.contracts import Hints
 from statekit.conversion.model_settings import with_beside
 from statekit.conversion.open_state import OpenState, changing, state_to_load

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from statekit.conversion.at_loading import changed_at_loading
+from statekit.conversion.changing.at_loading import changed_at_loading
 from statekit.conversion.contracts import Hints
 from statekit.conversion.model_settings import with_beside
 from statekit.conversion.open_state import changing, state_to_load

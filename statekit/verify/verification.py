@@ -19,7 +19,7 @@ import numpy as np
 
 from statekit.arrays.backend import backend
 from statekit.conversion import registry
-from statekit.conversion.changes import Changes
+from statekit.conversion.changing.changes import Changes
 from statekit.conversion.contracts import NO_HINTS, Exactness, Hints
 from statekit.conversion.open_state import OpenState, open_state
 from statekit.conversion.plan import Plan, Request

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from statekit.arrays.numpy_backend import NumpyBackend
-from statekit.conversion.changes import COUNT, Changes, option
+from statekit.conversion.changing.changes import COUNT, Changes, option
 from statekit.conversion.resume import next_update
 from statekit.errors import Faults, StateError, StatekitError, UsageError
 from statekit.optim.run import counts_apart, move_group, settled_group, steps_for

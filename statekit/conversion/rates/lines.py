@@ -12,8 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from statekit.conversion.rate_classes import keras_lines, mxnet_lines
-from statekit.conversion.rate_code import JAX_NUMPY, MATH, optax_code, python_code
+from statekit.conversion.rates.classes import keras_lines, mxnet_lines
+from statekit.conversion.rates.code import JAX_NUMPY, MATH, optax_code, python_code
 from statekit.state.options import stored_rate
 from statekit.state.rates import Rates, Told, piece
 from statekit.state.run import KERAS_SCHEDULE, Schedule

@@ -1,7 +1,7 @@
 """What a user wants changed of a run as it goes on: slots, counts, dtypes, the scale of its loss; and what was.
 
 Whatever reads such wishes, the command line, `statekit.convert` or a `load_optimizer`, goes through `Changes.of`; they
-are carried out in `statekit.conversion.changed`.
+are carried out in `statekit.conversion.changing.changed`.
 """
 
 from __future__ import annotations

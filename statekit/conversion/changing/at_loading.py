@@ -1,6 +1,6 @@
 """Changes of a run that is loaded straight into a model: those of a conversion that make sense there, and new parts.
 
-What a user says of both stands in `statekit.conversion.changes`; here it is taken out of the overrides of a
+What a user says of both stands in `statekit.conversion.changing.changes`; here it is taken out of the overrides of a
 `load_optimizer`. Parameters that the checkpoint lacks, or has in another shape, begin anew where they are named.
 """
 
@@ -12,9 +12,9 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from statekit.conversion.changed import changed
-from statekit.conversion.changes import Change, Changes, option, patterns
-from statekit.conversion.next_update import Trial
+from statekit.conversion.changing.changed import changed
+from statekit.conversion.changing.changes import Change, Changes, option, patterns
+from statekit.conversion.changing.next_update import Trial
 from statekit.errors import Faults, UsageError, some
 from statekit.optim.run import counts_apart, steps_for
 from statekit.state.exactness import Exactness

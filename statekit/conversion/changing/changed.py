@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.conversion.changes import COUNT, FLOATS, Change, Changes, Policy, option
+from statekit.conversion.changing.changes import COUNT, FLOATS, Change, Changes, Policy, option
 from statekit.conversion.contracts import Encoded
 from statekit.conversion.resume import needs_weights
 from statekit.errors import Faults, UsageError, meant, some
