@@ -24,7 +24,7 @@ class Native(Protocol):
     """A class that makes updates."""
 
     def __call__(self, state: TrainState, updates: Updates, rates: Rates) -> TrainState:
-        """Returns a state after updates, one for each gradients by path.
+        """Returns the live state after updates, one for each gradients by path; the next call may change it.
 
         Args:
             state: The state before, in memory.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ import numpy as np
 import statekit.tensorflow
 from statekit.errors import UsageError
 from statekit.state.train_state import TrainState
-from statekit.tensors.tensor import Array, in_memory
+from statekit.tensorflow.live import live_state
+from statekit.tensors.tensor import Array
 from statekit.verify.natives import Native, Rates, Updates
 from statekit.verify.natives.files import one_rate, written
 
@@ -33,37 +33,17 @@ def runner(name: str, variant: str) -> Native:
             variable.assign(state.params[path].read())
         for variable, value in zip(optimizer.variables, begun, strict=True):
             variable.assign(value)
-        names = {variable.path: path for path, variable in variables.items()}
         for grads in updates:
             present = [path for path in variables if path in grads]
             given = [keras.ops.convert_to_tensor(grads[path]) for path in present]
             optimizer.apply(given, [variables[path] for path in present])
-        slots = {names.get(key, key): values for key, values in optimizer.slots().items()}
-        groups = tuple(
-            replace(
-                group,
-                slots={slot: in_memory(_array(slots[f"groups/{i}"][slot]), slot) for slot in group.slots},
-            )
-            for i, group in enumerate(state.optimizer.groups)
-        )
-        return replace(
-            state,
-            optimizer=replace(state.optimizer, groups=groups),
-            params={path: in_memory(_array(one), path) for path, one in variables.items()},
-            slots={
-                path: {slot: in_memory(_array(slots[path][slot]), slot) for slot in there}
-                for path, there in state.slots.items()
-            },
-        )
+        return live_state(variables, optimizer)
 
     return run
 
 
 def _loaded(state: TrainState, rate: float, variant: str) -> tuple[Any, dict[str, Any]]:
-    variables = {
-        path: keras.Variable(param.read(), name=path.replace("/", "_"))
-        for path, param in state.params.items()
-    }
+    variables = {path: keras.Variable(param.read()) for path, param in state.params.items()}
     names = {variable.path: path for path, variable in variables.items()}
     with tempfile.TemporaryDirectory() as folder:
         path = written(state, "keras-h5", "statekit-keras", Path(folder))
