@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from statekit.attestation.diagnosis import diagnosed
 from statekit.state.comparison import compare_states
-from statekit.state.train_state import Counts, Group, Optimizer, TrainState
+from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import in_memory
 from statekit.tensors.tree import Tree
 
@@ -68,3 +69,49 @@ def test_every_record_of_a_kind_is_compared() -> None:
     assert compare_states(scaled(1.0, 2.0), scaled(1.0, 2.0)).differences == ()
     [one] = compare_states(scaled(1.0, 2.0), scaled(9.0, 2.0)).differences
     assert (one.what, one.expected) == ("part", {"scale": 1.0})
+
+
+def test_options_are_alike_that_are_equal_off_or_one_in_float32_and_that_is_said() -> None:
+    def options(slots: bool = True, **values: object) -> TrainState:
+        bare = state(Counts(3, 3), slots)
+        return replace(bare, optimizer=Optimizer("adamw", "torch", (Group(("w",), values),)))
+
+    right = options(weight_decay_rate=None, epsilon=1e-8, nesterov=True)
+    alike = options(weight_decay_rate=0.0, epsilon=float(np.float32(1e-8)), nesterov=True)
+    compared = compare_states(right, alike)
+    assert compared.differences == ()
+    assert compared.normalised == (
+        "weight_decay_rate: None and 0.0 both switch it off",
+        "epsilon: 1e-08 and 9.99999993922529e-09 are equal as float32",
+    )
+    others = options(weight_decay_rate=0.01, epsilon=1.0000001e-8, nesterov=False)
+    different = [one.item for one in compare_states(right, others).differences]
+    assert different == ["weight_decay_rate", "epsilon", "nesterov"]
+
+
+def test_another_word_for_off_is_a_difference_where_the_slot_is_there() -> None:
+    def momentum(beta1: float | None, has: bool) -> TrainState:
+        made = state(Counts(3, 3), slots=False)
+        slots = {"w": {"v": made.params["w"], **({"m": made.params["w"]} if has else {})}}
+        group = Group(("w",), {"beta1": beta1})
+        rules = {"w": Rule((Axis.NONE,), "given")}
+        return replace(made, slots=slots, rules=rules, optimizer=Optimizer("adafactor", "t5x", (group,)))
+
+    assert compare_states(momentum(None, False), momentum(0.0, False)).differences == ()
+    assert [one.what for one in compare_states(momentum(None, True), momentum(0.0, True)).differences] == [
+        "option"
+    ]
+
+
+def test_groups_are_told_for_exchanged_by_options_as_float32_too() -> None:
+    def grouped(rates: tuple[float, float]) -> TrainState:
+        made = state(Counts(3, 3))
+        groups = tuple(
+            Group((path,), {"learning_rate": rate}) for path, rate in zip("wb", rates, strict=True)
+        )
+        params, slots = dict.fromkeys("wb", made.params["w"]), dict.fromkeys("wb", made.slots["w"])
+        return replace(made, params=params, slots=slots, optimizer=Optimizer("adamw", "torch", groups))
+
+    right, live = grouped((0.1, 0.3)), grouped((float(np.float32(0.3)), float(np.float32(0.1))))
+    differences = compare_states(right, live).differences
+    assert [one.name for one in diagnosed(right, live, differences)] == ["groups-exchanged"]

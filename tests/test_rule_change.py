@@ -241,6 +241,18 @@ def test_unknown_hyperparameters_stop_nothing() -> None:
     assert "decay_rate" in way.state.assumptions[-1]
 
 
+def test_a_number_that_the_target_has_as_float32_is_rounding_and_another_is_not() -> None:
+    assert "epsilon2" not in load_schema("adafactor").variant("optax")["defaults"]
+    fixed = load_schema("adafactor").settings("optax")["epsilon2"]
+    for value, expected in (
+        (float(np.float32(fixed)), Exactness.ROUNDING),
+        (2 * fixed, Exactness.STATISTICS),
+    ):
+        state = adafactor("t5x", (8, 8)).with_hyperparameters(epsilon2=value)
+        (one,) = [one for one in change_rule(state, "t5x", "optax").differences if one.what == "epsilon2"]
+        assert one.exactness is expected
+
+
 def test_every_effect_has_an_exactness() -> None:
     for schema in map(load_schema, STEPPED):
         for spec in (*schema.hyperparameters.values(), *schema.data["differences"].values()):

@@ -11,9 +11,11 @@ from dataclasses import dataclass
 
 from statekit.attestation.attestation import Finding
 from statekit.state.comparison import Difference, is_zero
+from statekit.state.hyperparameters import alike
 from statekit.state.options import RATE_NAMES
+from statekit.state.schema import load_schema
 from statekit.state.stored_params import MASTER
-from statekit.state.train_state import TrainState
+from statekit.state.train_state import Group, TrainState
 from statekit.tensors.digest import tensor_digest
 from statekit.tensors.distance import distance
 from statekit.tensors.tensor import Cast, Tensor, parts_of
@@ -298,15 +300,15 @@ class _Diagnosis:
         live = {path: group for group in self._live.optimizer.groups for path in group.paths}
         paths = {one.path for one in options}
         return bool(paths) and all(
-            any(
-                path not in group.paths
-                and all(
-                    live[path].hyperparameters.get(name) == value
-                    for name, value in group.hyperparameters.items()
-                )
-                for group in groups
-            )
+            any(path not in group.paths and self._has_options_of(live[path], group) for group in groups)
             for path in paths
+        )
+
+    def _has_options_of(self, live: Group, group: Group) -> bool:
+        specs = load_schema(self._right.optimizer.kind(group)[0]).hyperparameters
+        return all(
+            alike(specs.get(name, {}), value, live.hyperparameters.get(name)) is not None
+            for name, value in group.hyperparameters.items()
         )
 
     def _of_run(self) -> Iterator[Finding]:

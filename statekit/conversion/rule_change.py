@@ -17,7 +17,7 @@ from statekit.conversion.contracts import Exactness
 from statekit.errors import Faults, InexactError
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape, swapped
-from statekit.state.hyperparameters import IS_EXCLUDED
+from statekit.state.hyperparameters import IS_EXCLUDED, Alike, alike, among
 from statekit.state.options import RATE_NAMES
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.stored_params import entered
@@ -33,6 +33,8 @@ EFFECTS: Mapping[str, Exactness] = {
     "slots": Exactness.ESTIMATE,
 }
 """How exactly a run goes on under another rule, by what the difference changes."""
+_AT_WORST: Mapping[Alike | None, Exactness] = {"as float32": Exactness.ROUNDING}
+"""How exactly a run goes on at the worst with a number that is the run's as some systems keep it."""
 _DECAY, _EXCLUDED = "weight_decay_rate", "exclude_from_weight_decay"
 UNKNOWN = "unknown"
 """Stands for the value of a hyperparameter that is on, and that nobody knows."""
@@ -335,16 +337,16 @@ class Bridge:
         meaning = str(spec["meaning"])
         if what in worse:
             return ("rounding" if worse[what].exactness <= Exactness.ROUNDING else "semantic"), meaning
-        if _same(*values):
+        how = alike(spec, *values)
+        if how == "equal":
             return "equal", ""
         if what in because:
             return "compensated", because[what]
         if EFFECTS[spec["effect"]] <= Exactness.BITWISE:
             return "idle", f"it changes no update: {meaning}"
-        if any(all(_among(value, some) for value in values) for some in spec.get("alike", ())):
+        if any(all(among(value, some) for value in values) for some in spec.get("alike", ())):
             return "idle", f"both do the same: {meaning}"
-        off = spec.get("off", ())
-        if off and all(_among(value, off) for value in values):
+        if how == "off":
             return "idle", "both mean that it is off"
         if not self._matters(spec, settings):
             return "idle", f"it plays no part in this run: {meaning}"
@@ -382,7 +384,7 @@ class Bridge:
     def _spelt(self, name: str, value: Any, usual: Any) -> Any:
         """Returns a value that means off as the target spells it."""
         off = self.schema.hyperparameters[name].get("off", ())
-        if not _among(value, off):
+        if not among(value, off):
             return value
         same_kind = [one for one in off if (one is None) == (usual is None)]
         return value if not same_kind else None if usual is None else type(usual)(same_kind[0])
@@ -402,19 +404,25 @@ class Bridge:
         offered = self.schema.variant(self.target)["defaults"]
         differences, shift = [], 0
         for name, spec in self.schema.hyperparameters.items():
-            mine, other, off = settings[name], theirs[name], spec.get("off", ())
-            same = _same(mine, other) or (_among(mine, off) and _among(other, off))
-            if same or name in covered or name in offered or not self._matters(spec, settings):
+            mine, other = settings[name], theirs[name]
+            how = alike(spec, mine, other)
+            if (
+                how in ("equal", "off")
+                or name in covered
+                or name in offered
+                or not self._matters(spec, settings)
+            ):
                 continue
             there = {**theirs, **variant_constants(self.schema.name, self.target)}
             if "instead" in spec and _meets(there, spec["instead"]["to"]):
                 shift = int(mine)
             elif not self._split_later(name):
-                differences.append(Difference(name, mine, other, EFFECTS[spec["effect"]]))
+                effect = EFFECTS[spec["effect"]]
+                differences.append(Difference(name, mine, other, min(effect, _AT_WORST.get(how, effect))))
         return differences, shift
 
     def _matters(self, spec: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
-        idle = any(_among(settings[name], values) for name, values in spec.get("unless", {}).items())
+        idle = any(among(settings[name], values) for name, values in spec.get("unless", {}).items())
         return (
             EFFECTS[spec["effect"]] > Exactness.BITWISE
             and not idle
@@ -452,16 +460,7 @@ class Bridge:
 
 
 def _meets(actual: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    return all(_among(actual.get(key), values) for key, values in wanted.items())
-
-
-def _among(value: Any, values: Iterable[Any]) -> bool:
-    return any(_same(value, one) for one in values)
-
-
-def _same(left: Any, right: Any) -> bool:
-    """Tells whether two values are equal; True isn't 1."""
-    return bool(left == right) and isinstance(left, bool) == isinstance(right, bool)
+    return all(among(actual.get(key), values) for key, values in wanted.items())
 
 
 def _refactored(state: TrainState, target: str) -> tuple[TrainState, list[Difference]]:

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Literal, TypeAlias
 
-import numpy as np
-
 from statekit.errors import some
 from statekit.state.factoring import swapped
+from statekit.state.hyperparameters import Alike, alike
 from statekit.state.options import RATE_NAMES
 from statekit.state.rates import Rates
 from statekit.state.run import BUFFERS, KERAS_SCHEDULE, RunPart, RunState, Schedule, run_of
@@ -38,8 +37,8 @@ _OTHER_WAY = "v_row and v_col: each calls the other's row column; compared by th
 _UNMADE = (
     "slots that only one has before the first update, of parameters whose values weren't read: zeros are none"
 )
-
-
+_SAID: Mapping[Alike, str] = {"off": "both switch it off", "as float32": "are equal as float32"}
+"""What is said of hyperparameters that are alike, but not equal."""
 _COUNTS = (0, 1, 2, 3, 5, 10, 20, 50, 100, 1000, 10_000, 100_000, 1_000_000)
 """Updates done at which two schedules of other forms are held against each other."""
 
@@ -239,31 +238,31 @@ class _States:
             if theirs is None or mine is None:
                 yield Difference("moved", f"groups/{path}", theirs is not None, mine is not None, path)
                 continue
+            specs = load_schema(self._right.optimizer.kind(theirs)[0]).hyperparameters
             for name in _both(theirs.hyperparameters, mine.hyperparameters):
                 has = name in theirs.hyperparameters, name in mine.hyperparameters
                 if not all(has):
                     self._unsaid[f"{name}: {self._sides[int(has[0])]} doesn't say it"] = None
                     continue
                 values = [_value(one.hyperparameters[name], path) for one in (theirs, mine)]
-                if _same_number(*values):
-                    if values[0] != values[1]:
-                        self._normalised[f"{name}: {values[0]!r} and {values[1]!r} are equal as float32"] = (
-                            None
-                        )
-                    continue
-                if name in RATE_NAMES and path in self._forms and self._forms[path].is_same(*values):
+                how = alike(specs.get(name, {}), *values)
+                if how == "off" and self._is_on(path, specs[name]):
+                    how = None
+                if how is None and self._is_of_one_function(path, name, values):
                     self._normalised[_OTHER_FORM] = None
-                elif not any(values) and self._is_off(path, theirs, name):
-                    self._normalised[f"{name}: {values[0]!r} and {values[1]!r} both switch it off"] = None
-                else:
+                elif how is None:
                     yield _differing("option", f"groups/{path}/{name}", values, path, name)
+                elif how != "equal":
+                    self._normalised[f"{name}: {values[0]!r} and {values[1]!r} {_SAID[how]}"] = None
 
-    def _is_off(self, path: str, group: Group, name: str) -> bool:
-        """Tells whether a hyperparameter decides on slots of a parameter that neither has."""
-        spec = load_schema(self._right.optimizer.kind(group)[0]).hyperparameters.get(name, {})
+    def _is_of_one_function(self, path: str, name: str, values: Sequence[Any]) -> bool:
+        """Tells whether learning rates are what one function gives in the two forms of a schedule."""
+        return name in RATE_NAMES and path in self._forms and self._forms[path].is_same(*values)
+
+    def _is_on(self, path: str, spec: Mapping[str, Any]) -> bool:
+        """Tells whether a parameter has slots that a hyperparameter decides on, whatever that says."""
         decided = {*spec.get("decides", {}).get("existence", ())}
-        states = self._right, self._other
-        return bool(decided) and not any(decided & one.slots.get(path, {}).keys() for one in states)
+        return any(decided & one.slots.get(path, {}).keys() for one in (self._right, self._other))
 
     def _buffers(self) -> Iterator[Difference]:
         each = [one.extra.get(BUFFERS) for one in (self._right, self._other)]
@@ -358,7 +357,7 @@ class _States:
         rates = [one.rates for one in (right, other)]
         if all(each and not any(isinstance(one, str) for one in each) for each in rates):
             return len(rates[0]) == len(rates[1]) and all(
-                _same_number(mine.rate(count), theirs.rate(count))
+                alike({}, mine.rate(count), theirs.rate(count)) is not None
                 for mine, theirs in zip(*rates, strict=True)
                 for count in _COUNTS
                 if not isinstance(mine, str) and not isinstance(theirs, str)
@@ -400,7 +399,7 @@ class _Form:
             return bool(right == other)
         highest = max(abs(rate(count)) for rate in self.rates for count in _COUNTS)
         roundings = 16 + 4 * max(one or 0 for one in self.at)
-        return _same_number(right, other) or abs(right - other) <= roundings * 2.0**-53 * highest
+        return alike({}, right, other) is not None or abs(right - other) <= roundings * 2.0**-53 * highest
 
 
 def _forms(
@@ -525,14 +524,6 @@ def _value(value: Any, path: str) -> Any:
     if isinstance(value, Mapping) and path in value:
         value = value[path]
     return _plain(value)
-
-
-def _same_number(right: Any, other: Any) -> bool:
-    """Tells whether two values are equal, or one is the other as float32, in which some systems keep numbers."""
-    if right == other or not (isinstance(right, float) and isinstance(other, float)):
-        return bool(right == other)
-    with np.errstate(over="ignore"):
-        return float(np.float32(right)) == other or right == float(np.float32(other))
 
 
 def _plain(value: Any) -> Any:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
-from typing import TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import numpy as np
 
 from statekit.errors import StateError, UnknownRuleError
 from statekit.state.schema import load_schema
@@ -44,6 +46,47 @@ def settled(kind: type[T], schema: str, variant: str, group: Group) -> T:
             remedy=f"give them: --hparams {missing[0]}=VALUE, or load_optimizer(..., {missing[0]}=VALUE)",
         )
     return kind(**{field.name: values[field.name] for field in needed})
+
+
+Alike: TypeAlias = Literal["equal", "off", "as float32"]
+"""How values of a hyperparameter are alike. `off`: with either it does nothing; `as float32`: as some keep it."""
+
+
+def alike(spec: Mapping[str, Any], left: Any, right: Any) -> Alike | None:
+    """Returns how two values of a hyperparameter are alike; None if they aren't.
+
+    It is the one comparison of hyperparameters: of a live run with its checkpoint, of two checkpoints, of a conversion
+    with its source, and of a rule with another. What it comes to is theirs to judge.
+
+    Args:
+        spec: What the schema says of the hyperparameter; nothing where there is none.
+        left: A value.
+        right: Another.
+
+    Example:
+        >>> decay = load_schema("adamw").hyperparameters["weight_decay_rate"]
+        >>> alike(decay, None, 0.0), alike(decay, 0.1, 0.10000000149011612), alike(decay, 0.1, 0.2)
+        ('off', 'as float32', None)
+    """
+    if _is_same(left, right):
+        return "equal"
+    off = spec.get("off", ())
+    if among(left, off) and among(right, off):
+        return "off"
+    if not (isinstance(left, float) and isinstance(right, float)):
+        return None
+    with np.errstate(over="ignore"):
+        rounded = float(np.float32(left)) == right or left == float(np.float32(right))
+    return "as float32" if rounded else None
+
+
+def among(value: Any, values: Iterable[Any]) -> bool:
+    """Tells whether a value is one of some; True isn't 1."""
+    return any(_is_same(value, one) for one in values)
+
+
+def _is_same(left: Any, right: Any) -> bool:
+    return bool(left == right) and isinstance(left, bool) == isinstance(right, bool)
 
 
 Exclusion = Sequence[str] | Mapping[str, bool] | None

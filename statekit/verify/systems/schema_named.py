@@ -17,13 +17,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from statekit.errors import Faults, FormatError, NotFoundError, StateError, UnknownRuleError
 from statekit.optim.run import initial
 from statekit.optim.steps import Execution
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape
+from statekit.state.hyperparameters import alike
 from statekit.state.options import RATE_NAMES
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.stored_params import EIGHTH_POWER, ENCODING
@@ -265,17 +264,11 @@ def _contradicted(state: TrainState, groups: Sequence[Group]) -> Iterator[tuple[
             name for name, known in group.known_from.items() if known == "file" and name not in RATE_NAMES
         ]
         for path in (path for path in group.paths if path in described):
+            specs = load_schema(state.optimizer.kind(group)[0]).hyperparameters
             for name in (name for name in read if name in described[path]):
                 stored, said = group.hyperparameters[name], described[path][name]
-                if not _same(stored, said):
+                if alike(specs.get(name, {}), stored, said) is None:
                     yield f"{name} is {stored!r}, described as {said!r}", path
-
-
-def _same(stored: Any, said: Any) -> bool:
-    """Tells whether two values are the same; tensors hold numbers as float32."""
-    if isinstance(stored, float) and isinstance(said, float | int):
-        return bool(np.float32(stored) == np.float32(said))
-    return bool(stored == said)
 
 
 def _missing(groups: Sequence[Group], params: Mapping[str, Tensor]) -> list[tuple[str, str]]:
