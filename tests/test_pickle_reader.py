@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 from goldens import GOLDEN
 from statekit.converters.formats.pickle.reader import read_pickle
 from statekit.converters.formats.pytorch.reader import torch_calls
+from statekit.errors import FormatError
 from statekit.tensors.tensor import DTYPES, Tensor
 from statekit.tensors.tree import Record, walk
 
@@ -52,6 +53,34 @@ trees = st.recursive(
 @settings(max_examples=300)
 def test_plain_data_is_read_as_python_reads_it(value: Any, protocol: int) -> None:
     assert read(pickle.dumps(value, protocol)) == value
+
+
+PUTS = (
+    lambda index: b"q" + bytes([index % 256]),
+    lambda index: b"r" + index.to_bytes(4, "little"),
+    lambda index: b"p%d\n" % index,
+    lambda index: b"\x94",
+)
+GETS = (
+    lambda index: b"h" + bytes([index % 256]),
+    lambda index: b"j" + index.to_bytes(4, "little"),
+    lambda index: b"g%d\n" % index,
+)
+
+
+@given(st.lists(st.tuples(st.sampled_from(PUTS), st.integers(0, 8) | st.integers(254, 300)), max_size=12))
+def test_whatever_a_program_numbers_it_remembers_as_python_does(puts: list[tuple[Any, int]]) -> None:
+    """Writers count up from 0, Python 2 from 1, and nothing says that one must."""
+    begun = b"".join(b"K%c%s0" % (value, put(index)) for value, (put, index) in enumerate(puts))
+    for get, index in ((get, index) for get in GETS for index in [*range(12), *range(254, 302)]):
+        program = begun + get(index) + b"."
+        try:
+            expected = pickle.loads(program)
+        except (KeyError, pickle.UnpicklingError):
+            with pytest.raises(FormatError):
+                read(program)
+        else:
+            assert read(program) == expected
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)

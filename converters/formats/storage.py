@@ -7,6 +7,7 @@ import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Final, cast
 
 import numpy as np
 
@@ -27,7 +28,7 @@ SPARSE = 8
 """How many times more bytes than wanted may be read to read them at once."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Storage:
     """A flat run of values in a file, which tensors are windows of.
 
@@ -39,37 +40,59 @@ class Storage:
         fetch: Reads bytes: (first byte, count) -> (count,) uint8.
         swapped: Whether the bytes are in the other order than this machine's.
         checksum: The checksum that reading compares (statekit/files/checksums.py); "" if there is none.
-        windows: The tensors made so far: what reads the same bytes is one tensor, so that sharing is seen.
         account: What a tensor draws on that shows the same values again and again; None where there is none such.
+
+    The tensors made of it are kept: what reads the same bytes is one tensor, so that sharing is seen. Most have one,
+    which needs no key.
     """
 
-    name: str
-    place: str
-    dtype: DType
-    nbytes: int
-    fetch: Callable[[int, int], Array] = field(repr=False, compare=False)
-    swapped: bool = False
-    checksum: str = ""
-    windows: dict[str, Stored] = field(default_factory=dict, repr=False, compare=False)
-    account: Account | None = field(default=None, repr=False, compare=False)
+    name: Final[str]
+    place: Final[str]
+    dtype: Final[DType]
+    nbytes: Final[int]
+    fetch: Final[Callable[[int, int], Array]] = field(repr=False, compare=False)
+    swapped: Final[bool] = False
+    checksum: Final[str] = ""
+    account: Final[Account | None] = field(default=None, repr=False, compare=False)
+    _first: Stored | None = field(default=None, init=False, repr=False, compare=False)
+    _windows: dict[str, Stored] | None = field(default=None, init=False, repr=False, compare=False)
 
     def whole(self) -> Stored:
         """Returns all of it as a tensor of rank 1."""
         return window(self, 0, (self.nbytes // self.dtype.itemsize,), (1,), self.dtype)
 
+    def tensor(self, part: _Window, shape: Shape) -> Stored:
+        """Returns the tensor that is such a part.
 
-@dataclass(frozen=True, slots=True)
+        Raises:
+            BudgetError: It shows the same stored values so often that they are more than the job may hold.
+        """
+        made = Stored(shape, part.dtype, part, self.name, self.place, None, "", self.checksum)
+        if self._first is None:
+            self._first = made
+        else:
+            self._windows = self._windows or {_key(self._first): self._first}
+            known = self._windows.setdefault(_key(made), made)
+            if known is not made:
+                return known
+        more = math.prod(shape) * part.dtype.itemsize - self.nbytes
+        if more > 0 and self.account:
+            self.account.hold(more, _EXPANDED, f"{self.name} in {self.place}")
+        return made
+
+
+@dataclass(slots=True, eq=False)
 class _Window:
-    """What a tensor is of its storage: offset and strides, in elements of `dtype`."""
+    """What a tensor is of its storage: offset and strides, in elements of `dtype`. Called, it reads a block."""
 
-    storage: Storage
-    dtype: DType
-    offset: int
-    stride: Shape
-    conjugate: bool
-    negative: bool
+    storage: Final[Storage]
+    dtype: Final[DType]
+    offset: Final[int]
+    stride: Final[Shape]
+    conjugate: Final[bool]
+    negative: Final[bool]
 
-    def read(self, index: Index) -> Array:
+    def __call__(self, index: Index) -> Array:
         shape = index_shape(index)
         if 0 in shape:
             return np.empty(shape, self.dtype)
@@ -143,9 +166,14 @@ def window(
         CorruptError: An element lies outside the storage.
         BudgetError: It shows the same stored values so often that they are more than the job may hold.
     """
-    plain = len(shape) == len(stride) <= MAX_RANK
-    for n in (offset, *shape, *stride):
-        plain = plain and type(n) is int and 0 <= n < _HUGE
+    plain = len(shape) == len(stride) <= MAX_RANK and type(offset) is int and 0 <= offset < _HUGE
+    size, last = 1, offset
+    for n, step in zip(shape, stride, strict=False):
+        if type(n) is not int or type(step) is not int or not (0 <= n < _HUGE and 0 <= step < _HUGE):
+            plain = False
+            break
+        size *= n
+        last += (n - 1) * step
     if not plain:
         raise FormatError(
             "Offset, shape or strides of a tensor are not possible.",
@@ -153,11 +181,8 @@ def window(
             expected=f"non-negative integers for at most {MAX_RANK} axes",
             found=f"{len(shape)} axes, {len(stride)} strides",
         )
-    size = math.prod(shape)
-    last = offset if size else offset - 1
-    if size:
-        for n, step in zip(shape, stride, strict=True):
-            last += (n - 1) * step
+    if not size:
+        last = offset - 1
     stored = storage.nbytes // dtype.itemsize
     if last >= stored:
         raise CorruptError(
@@ -166,17 +191,14 @@ def window(
             expected=f"an offset of at most {stored} elements, all elements within them",
             found=f"offset {offset}, last element {last}",
         )
-    # As text, which is hashed with a secret: tuples of numbers can be chosen to collide.
-    key = f"{offset} {shape} {stride} {dtype.byteorder}{dtype.num} {conjugate} {negative}"
-    if key not in storage.windows:
-        if size > stored and storage.account:
-            extra = (size - stored) * dtype.itemsize
-            storage.account.hold(extra, _EXPANDED, f"{storage.name} in {storage.place}")
-        part = _Window(storage, dtype, offset, stride, conjugate, negative)
-        storage.windows[key] = Stored(
-            shape, dtype, part.read, storage.name, storage.place, checksum=storage.checksum
-        )
-    return storage.windows[key]
+    return storage.tensor(_Window(storage, dtype, offset, stride, conjugate, negative), shape)
+
+
+def _key(tensor: Stored) -> str:
+    """Returns what a window is, as text, which is hashed with a secret: tuples of numbers can be chosen to collide."""
+    part = cast(_Window, tensor.fetch)
+    dtype = f"{part.dtype.byteorder}{part.dtype.num}"
+    return f"{part.offset} {tensor.shape} {part.stride} {dtype} {part.conjugate} {part.negative}"
 
 
 def dense(

@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from statekit.converters.formats.crc import crc32
 from statekit.converters.formats.decompression import DEFLATE, MOST_OF_ONE, decompressed
@@ -47,8 +47,7 @@ _DESCRIPTOR_MAGIC = 0x08074B50
 _UTF8, _DESCRIPTOR = 0x0800, 0x0008
 
 
-@dataclass(frozen=True, slots=True)
-class Member:
+class Member(NamedTuple):
     """One file in an archive.
 
     Attributes:
@@ -66,8 +65,7 @@ class Member:
     packed: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Entry:
+class _Entry(NamedTuple):
     name: bytes
     header: int
     size: int

@@ -11,7 +11,7 @@ from abc import ABCMeta
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias, runtime_checkable
 
 import ml_dtypes
 import numpy as np
@@ -310,21 +310,21 @@ def _joined(out: Array, values: Array) -> tuple[Array, Array]:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, unsafe_hash=True)
 class Stored:
     """A tensor that lies in a file. `fetch` gets a normal index and returns that block.
 
     `checksum` says which of the format's own covers its values, and is compared when they are read; "" if none does.
     """
 
-    shape: Shape
-    dtype: DType
-    fetch: Callable[[Index], Array] = field(repr=False, compare=False)
-    name: str
-    place: str
-    chunk: Shape | None = None
-    note: str = ""
-    checksum: str = ""
+    shape: Final[Shape]
+    dtype: Final[DType]
+    fetch: Final[Callable[[Index], Array]] = field(repr=False, compare=False)
+    name: Final[str]
+    place: Final[str]
+    chunk: Final[Shape | None] = None
+    note: Final[str] = ""
+    checksum: Final[str] = ""
 
     @property
     def grain(self) -> Shape:

@@ -49,6 +49,8 @@ class Limit:
 
 def is_unicode(text: str) -> bool:
     """Tells whether text can be written down: without the halves of characters that pickles and JSON may hold."""
+    if text.isascii():
+        return True
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -148,12 +150,14 @@ class _Form:
         plural: Several of it.
         faults: Yields what isn't of it, and where, of a value that stands at a place.
         takes: Whether a value is of it on the outside, whatever it holds.
+        is_leaf: Whether that is all that it is.
     """
 
     text: str
     plural: str
     faults: Callable[[Any, Place], _Faults]
     takes: Callable[[Any], bool]
+    is_leaf: bool = False
 
 
 def _leaf(text: str, plural: str, takes: Callable[[Any], bool]) -> _Form:
@@ -161,7 +165,7 @@ def _leaf(text: str, plural: str, takes: Callable[[Any], bool]) -> _Form:
         if not takes(value):
             yield f"is {shown(value)}, expected {text}", place
 
-    return _Form(text, plural, faults, takes)
+    return _Form(text, plural, faults, takes, True)
 
 
 def _is_number(value: Any) -> bool:
@@ -240,7 +244,7 @@ def _either(forms: Sequence[_Form]) -> _Form:
         elif all(next(form.faults(value, place), None) for form in fitting):
             yield from fitting[0].faults(value, place)
 
-    return _Form(text, text, faults, takes)
+    return _Form(text, text, faults, takes, all(form.is_leaf for form in forms))
 
 
 def _of_items(item: _Form, classes: tuple[type, ...]) -> _Form:
@@ -254,7 +258,8 @@ def _of_items(item: _Form, classes: tuple[type, ...]) -> _Form:
             yield f"is {shown(value)}, expected {text}", place
             return
         for i, one in enumerate(value):
-            yield from item.faults(one, (*place, i))
+            if not (item.is_leaf and item.takes(one)):
+                yield from item.faults(one, (*place, i))
 
     return _Form(text, f"lists of {item.plural}", faults, takes)
 
@@ -285,7 +290,7 @@ def _of_entries(key: _Form, item: _Form) -> _Form:
         for name, one in value.items():
             if not key.takes(name):
                 yield f"has the key {shown(name)}, expected {key.text}", place
-            else:
+            elif not (item.is_leaf and item.takes(one)):
                 yield from item.faults(one, (*place, name))
 
     return _Form(text, f"maps of {item.plural}", faults, lambda value: isinstance(value, Mapping))

@@ -83,6 +83,8 @@ def _one(args: tuple[Any, ...], kinds: tuple[type, ...], default: Any) -> Any:
 
 
 def _ordered_dict(args: tuple[Any, ...]) -> dict[Any, Any]:
+    if not args:
+        return {}
     pairs = _one(args, (dict, list, tuple), ())
     if isinstance(pairs, dict):
         return dict(pairs)

@@ -50,6 +50,16 @@ and 8 for each part; a tensor over a storage, with what describes it, 800.
 """
 
 
+_COPIED: Mapping[type, tuple[int, int]] = {
+    tuple: (_SLOT, 1),
+    list: (_SLOT, 1),
+    dict: (_ENTRY, 1),
+    str: (1, _ITEM),
+    bytes: (1, _ITEM),
+}
+"""Bytes for each part of what a call copies, and how many parts are a step of work."""
+
+
 class TruncatedPickle(CorruptError):
     """The bytes end before the pickle does."""
 
@@ -58,8 +68,8 @@ class Machine:
     """The stack machine: bytes, position, stack, marks and memo."""
 
     __slots__ = (
-        "account", "at", "calls", "cost", "data", "final", "grown", "hashes", "keys", "marks", "memo", "mentioned",
-        "notes", "origin", "persistent", "place", "pos", "stack", "work",
+        "account", "at", "calls", "cost", "data", "far", "final", "grown", "hashes", "keys", "marks", "memo",
+        "mentioned", "notes", "origin", "persistent", "place", "pos", "stack", "work",
     )  # fmt: skip
 
     def __init__(
@@ -71,7 +81,8 @@ class Machine:
         self.persistent = persistent
         self.stack: list[Any] = []
         self.marks: list[list[Any]] = []
-        self.memo: dict[int, Any] = {}
+        self.memo: list[Any] = []  # as writers number what they remember; from a gap on `far` has what is new
+        self.far: dict[int, Any] = {}
         self.notes: dict[str, None] = {}
         self.keys: set[str] = set()
         self.hashes: dict[int, int] = {}
@@ -111,16 +122,11 @@ class Machine:
             self.settle()
         cost, work = _ENTRY + _SLOT * len(parts), 0
         for part in parts:
-            kind = part.__class__
-            if kind is tuple or kind is list:
-                cost += _SLOT * len(part)
-                work += len(part)
-            elif kind is dict:
-                cost += _ENTRY * len(part)
-                work += len(part)
-            elif kind is str or kind is bytes:
-                cost += len(part)
-                work += len(part) // _ITEM
+            counted = _COPIED.get(part.__class__)
+            if counted is not None:
+                count = len(part)
+                cost += counted[0] * count
+                work += count // counted[1]
         self.cost += cost
         self.work += work
         if self.cost > LARGE or self.work > BATCH:
@@ -181,7 +187,10 @@ class Machine:
             self.calls[name] = make
         self.copied(args)
         self.cost += _OBJECT if args else 0
-        return self._make(make, args)
+        try:
+            return make(args)
+        except FormatError as error:
+            raise self._placed(error) from None
 
     def new(self, cls: Any, args: Any) -> Any:
         """Returns the inert value of an object made without calling its class."""
@@ -189,21 +198,38 @@ class Machine:
             raise self.broken("an object of something that isn't a class")
         make = self.calls.get(cls.name)
         self.copied(args)
-        return self._make(make, args) if make else Record(cls.name, args)
-
-    def _make(self, make: Call, args: tuple[Any, ...]) -> Any:
         try:
-            return make(args)
+            return make(args) if make else Record(cls.name, args)
         except FormatError as error:
-            if error.place is not None:
-                raise
-            raise type(error)(
-                error.subject,
-                place=self.where(),
-                expected=error.expected,
-                found=error.found,
-                remedy=error.remedy,
-            ) from None
+            raise self._placed(error) from None
+
+    def _placed(self, error: FormatError) -> FormatError:
+        if error.place is not None:
+            return error
+        return type(error)(
+            error.subject,
+            place=self.where(),
+            expected=error.expected,
+            found=error.found,
+            remedy=error.remedy,
+        )
+
+    def remember(self, index: int, value: Any) -> None:
+        """Puts a value into the memo."""
+        if index == len(self.memo) and not self.far:
+            self.memo.append(value)
+        elif index < len(self.memo):
+            self.memo[index] = value
+        else:
+            self.far[index] = value
+
+    def newest(self, value: Record) -> Any:
+        """Returns the newest form of an object that the memo holds, or notes that the unfinished one is mentioned."""
+        complete = self.final.get(id(value))
+        if complete is None:
+            self.mentioned.add(id(value))
+            return value
+        return complete[1]
 
     def become(self, new: Any) -> None:
         """Puts a more complete form of the object in place of the one on top of the stack."""
@@ -318,12 +344,6 @@ def _number(code: str) -> Op:
     return op
 
 
-def _small_number(m: Machine) -> None:
-    m.cost += _SLOT  # CPython has one object for each small integer
-    m.pos = end = m.pos + 1
-    m.stack.append(m.data[end - 1])
-
-
 def _sized(code: str, decode: Callable[[Machine, bytes], Any]) -> Op:
     layout = struct.Struct(code)
     unpack, size = layout.unpack_from, layout.size
@@ -341,13 +361,15 @@ def _sized(code: str, decode: Callable[[Machine, bytes], Any]) -> Op:
 
 
 def _text(m: Machine, raw: bytes) -> str:
-    _widen(m, raw)
+    if len(raw) > LARGE:
+        _widen(m, raw)
     return str(raw, "utf-8", "surrogatepass")
 
 
 def _old_text(m: Machine, raw: bytes) -> str | bytes:
     # Python 2 wrote text and bytes alike; text is what torch.load's default encoding takes them for.
-    _widen(m, raw)
+    if len(raw) > LARGE:
+        _widen(m, raw)
     try:
         return str(raw, "utf-8")
     except UnicodeDecodeError:
@@ -355,9 +377,8 @@ def _old_text(m: Machine, raw: bytes) -> str | bytes:
 
 
 def _widen(m: Machine, raw: bytes) -> None:
-    if len(raw) > LARGE:  # of text that isn't ASCII one character may make four bytes of each
-        m.cost += len(raw) if raw.isascii() else 4 * len(raw)
-        m.settle()
+    m.cost += len(raw) if raw.isascii() else 4 * len(raw)  # one character may make four bytes of each
+    m.settle()
 
 
 def _raw(_: Machine, raw: bytes) -> bytes:
@@ -403,21 +424,9 @@ def _unicode_line(m: Machine) -> None:
     m.stack.append(m.line().decode("raw-unicode-escape"))
 
 
-def _tuple(m: Machine) -> None:
-    m.cost += _ITEM
-    items = tuple(m.cut())
-    m.stack.append(items)
-
-
 def _tuple1(m: Machine) -> None:
     m.cost += _ITEM
     m.stack[-1] = (m.stack[-1],)
-
-
-def _tuple2(m: Machine) -> None:
-    m.cost += _ITEM
-    last = m.stack.pop()
-    m.stack[-1] = (m.stack[-1], last)
 
 
 def _tuple3(m: Machine) -> None:
@@ -486,12 +495,6 @@ def _setitems(m: Machine) -> None:
     _set(m, m.cut())
 
 
-def _mark(m: Machine) -> None:
-    m.cost += _ITEM
-    m.marks.append(m.stack)
-    m.stack = []
-
-
 def _pop(m: Machine) -> None:
     if m.stack:
         m.stack.pop()
@@ -510,35 +513,19 @@ def _pop_mark(m: Machine) -> None:
 
 def _get(m: Machine, index: int) -> None:
     m.cost += _SLOT
-    value = m.memo[index]
-    if value.__class__ is Record:
-        newest = m.final.get(id(value))
-        if newest is None:
-            m.mentioned.add(id(value))
-        else:
-            value = newest[1]
-    m.stack.append(value)
+    value = m.memo[index] if 0 <= index < len(m.memo) else m.far[index]
+    m.stack.append(m.newest(value) if value.__class__ is Record else value)
 
 
 def _put(m: Machine, index: int) -> None:
     if index < 0:
         raise m.broken("a negative place in the memo")
     m.cost += _ENTRY
-    m.memo[index] = m.stack[-1]
-
-
-def _memoize(m: Machine) -> None:
-    m.cost += _ENTRY
-    m.memo[len(m.memo)] = m.stack[-1]
+    m.remember(index, m.stack[-1])
 
 
 def _get_line(m: Machine) -> None:
     _get(m, int(_number_line(m)))
-
-
-def _binget(m: Machine) -> None:
-    m.pos = end = m.pos + 1
-    _get(m, m.data[end - 1])
 
 
 def _long_binget(m: Machine) -> None:
@@ -548,18 +535,6 @@ def _long_binget(m: Machine) -> None:
 
 def _put_line(m: Machine) -> None:
     _put(m, int(_number_line(m)))
-
-
-def _binput(m: Machine) -> None:
-    m.pos = end = m.pos + 1
-    m.cost += _ENTRY
-    m.memo[m.data[end - 1]] = m.stack[-1]
-
-
-def _long_binput(m: Machine) -> None:
-    m.pos = end = m.pos + 4
-    m.cost += _ENTRY
-    m.memo[_WORD(m.data, end - 4)[0]] = m.stack[-1]
 
 
 _WORD = struct.Struct("<I").unpack_from
@@ -588,11 +563,6 @@ def _extension(m: Machine) -> None:
 
 def _buffer(m: Machine) -> None:
     raise m.refused("A pickle keeps bytes outside itself.", "all bytes inside", "an out-of-band buffer")
-
-
-def _reduce(m: Machine) -> None:
-    args = m.stack.pop()
-    m.stack[-1] = m.call(m.stack[-1], args)
 
 
 def _newobj(m: Machine) -> None:
@@ -678,23 +648,23 @@ def _unknown(m: Machine) -> None:
     raise m.broken(f"opcode {m.data[m.at]:#04x}")
 
 
-STOP = ord(".")
-_OPS: dict[str, Op] = {
+_STOP, _BINGET, _LONG_BINGET, _BINPUT, _LONG_BINPUT, _MEMOIZE = b".hjqr\x94"
+_BININT1, _MARK, _REDUCE, _TUPLE, _TUPLE2 = b"K(Rt\x86"
+_OPS: dict[str, Op] = {  # but those that `_batch` does itself
     "N": _constant(None), "\x88": _constant(True), "\x89": _constant(False), ")": _constant(()),
     "]": _fresh(list), "}": _fresh(dict), "\x8f": _fresh(lambda: Record("builtins.set", ([],))),
-    "J": _number("<i"), "K": _small_number, "M": _number("<H"), "G": _number(">d"),
+    "J": _number("<i"), "M": _number("<H"), "G": _number(">d"),
     "I": _int_line, "L": _long_line, "F": _float_line, "S": _string_line, "V": _unicode_line,
     "T": _sized("<i", _old_text), "U": _sized("<B", _old_text),
     "X": _sized("<I", _text), "\x8c": _sized("<B", _text), "\x8d": _sized("<Q", _text),
     "B": _sized("<I", _raw), "C": _sized("<B", _raw), "\x8e": _sized("<Q", _raw), "\x96": _sized("<Q", _raw),
     "\x8a": _sized("<B", _long), "\x8b": _sized("<i", _long),
-    "(": _mark, "t": _tuple, "\x85": _tuple1, "\x86": _tuple2, "\x87": _tuple3,
+    "\x85": _tuple1, "\x87": _tuple3,
     "l": _list, "d": _dict, "\x91": _frozenset, "0": _pop, "1": _pop_mark, "2": _dup,
     "a": _append, "e": _appends, "s": _setitem, "u": _setitems, "\x90": _additems,
-    "g": _get_line, "h": _binget, "j": _long_binget, "p": _put_line, "q": _binput, "r": _long_binput,
-    "\x94": _memoize,
+    "g": _get_line, "j": _long_binget, "p": _put_line,
     "c": _global, "\x93": _stack_global, "\x82": _extension, "\x83": _extension, "\x84": _extension,
-    "R": _reduce, "\x81": _newobj, "\x92": _newobj_ex, "i": _inst, "o": _obj, "b": _build,
+    "\x81": _newobj, "\x92": _newobj_ex, "i": _inst, "o": _obj, "b": _build,
     "P": _persid, "Q": _binpersid, "\x80": _proto, "\x95": _frame, "\x97": _buffer, "\x98": _buffer,
 }  # fmt: skip
 TABLE: list[Op] = [_OPS.get(chr(code), _unknown) for code in range(256)]
@@ -784,15 +754,79 @@ def _run(m: Machine) -> None:
         raise m.broken(f"{type(error).__name__}: {shown(error)}") from None
 
 
-def _batch(m: Machine) -> bool:
-    data, table = m.data, TABLE
-    for _ in range(BATCH):
-        m.at = at = m.pos
-        m.pos = at + 1
-        code = data[at]
-        if code == STOP:
-            return True
-        table[code](m)
+def _batch(m: Machine) -> bool:  # noqa: PLR0912, PLR0915 - a branch for each of them
+    """Runs the next opcodes; those that stand in every tensor, a dozen times or more, without a call for each.
+
+    Returns:
+        Whether that ended at STOP.
+    """
+    data, table, memo, far, marks, stack = m.data, TABLE, m.memo, m.far, m.marks, m.stack
+    at = pos = m.pos
+    cost = 0
+    try:
+        for _ in range(BATCH):
+            at, pos = pos, pos + 1
+            code = data[at]
+            if code > _LONG_BINGET:
+                if code == _LONG_BINPUT:
+                    pos += 4
+                    index = _WORD(data, at + 1)[0]
+                    if index == len(memo) and not far:
+                        memo.append(stack[-1])
+                    else:
+                        m.remember(index, stack[-1])
+                    cost += _ENTRY
+                    continue
+                if code == _MEMOIZE:
+                    m.remember(len(memo) + len(far), stack[-1])
+                    cost += _ENTRY
+                    continue
+                if code == _TUPLE2:
+                    last = stack.pop()
+                    stack[-1] = (stack[-1], last)
+                    cost += _ITEM
+                    continue
+                if code == _TUPLE:
+                    items = tuple(stack)
+                    stack = m.stack = marks.pop()
+                    stack.append(items)
+                    cost += _ITEM + _SLOT * len(items)
+                    continue
+                if code == _BINPUT:
+                    pos += 1
+                    m.remember(data[at + 1], stack[-1])
+                    cost += _ENTRY
+                    continue
+            elif code == _BININT1:
+                pos += 1
+                stack.append(data[at + 1])  # CPython has one object for each small integer
+                cost += _SLOT
+                continue
+            elif code == _BINGET:
+                pos += 1
+                index = data[at + 1]
+                value = memo[index] if index < len(memo) else far[index]
+                stack.append(m.newest(value) if value.__class__ is Record else value)
+                cost += _SLOT
+                continue
+            elif code == _MARK:
+                marks.append(stack)
+                stack = m.stack = []
+                cost += _ITEM
+                continue
+            elif code == _REDUCE:
+                m.at = at
+                args = stack.pop()
+                stack[-1] = m.call(stack[-1], args)
+                continue
+            m.at, m.pos = at, pos
+            if code == _STOP:
+                return True
+            table[code](m)
+            pos, stack = m.pos, m.stack
+    finally:
+        m.at, m.pos = at, max(m.pos, pos)  # an operation that failed has set where it came to
+        m.cost += cost
     return False
 
 

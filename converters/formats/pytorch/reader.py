@@ -494,8 +494,7 @@ def _storage(archive: Archive, root: str, swapped: bool, known: dict[str, Storag
     storage = known.get(key)
     if storage is None:
         fetch, checksum = partial(archive.read, name), ZIP if member.crc else ""
-        account = archive.source.account
-        storage = Storage(f"data/{key}", place, dtype, size, fetch, swapped, checksum, account=account)
+        storage = Storage(f"data/{key}", place, dtype, size, fetch, swapped, checksum, archive.source.account)
         known[key] = storage
     elif storage.dtype != dtype:
         raise FormatError("A storage is described in two ways.", place=f"{name} in {place}")
