@@ -266,8 +266,12 @@ def test_a_fault_of_a_thousandth_is_noticed(
     assert len({path for path, _ in outside}) > len(TABLE) // 2
 
 
+@pytest.mark.parametrize("piece", [5, 2**18])
 @pytest.mark.parametrize("schema", LOOPED)
-def test_loops_run_and_threads_change_no_bit(schema: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_loops_run_and_threads_change_no_bit(
+    schema: str, piece: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(numba_runner, "_PIECE", piece)
     made = with_grads(random_case(schema, variant_of(schema), {}), lambda path, grad: grad)
     alone = moved(made).arrays
     used: list[int] = []
@@ -285,6 +289,26 @@ def test_loops_run_and_threads_change_no_bit(schema: str, monkeypatch: pytest.Mo
     assert sum(used) > 3
     enough = [key for key in alone if key[0].startswith("matrix")]
     assert all(np.array_equal(alone[key], shared[key]) for key in enough)
+
+
+@pytest.mark.parametrize("schema", ["lamb", "lans", "scaled_adam"])
+def test_a_tensor_may_be_cut_for_several_threads(schema: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba_runner, "_PIECE", 5)
+    cut = {size: numba_runner.pieces_of([torch.empty(size)]) for size in (1, 7, 15, 24)}
+    assert cut == {1: 1, 7: 1, 15: 3, 24: 6}, "equal pieces, or one"
+    assert numba_runner.in_reach([[torch.empty(2**17)]], pieces=64), "one tensor for all threads"
+    made = with_grads(random_case(schema, variant_of(schema), {}), lambda path, grad: grad)
+    assert not moved(made).outside
+
+
+def test_the_loops_of_lans_divide_by_no_infinite_reciprocal() -> None:
+    after = []
+    for foreach in (False, True):
+        weight = torch.nn.Parameter(torch.ones(8))
+        weight.grad = torch.arange(8.0) % 2
+        statekit.torch.LANS([("weight", weight)], lr=RATE, epsilon=1e-40, foreach=foreach).step()
+        after.append(weight.detach())
+    assert torch.equal(after[0].isfinite(), after[1].isfinite()), "of 0 / 1e-40"
 
 
 @pytest.mark.parametrize(
@@ -315,7 +339,7 @@ def test_loops_reach_for_no_memory_but_what_they_know() -> None:
     ):
         assert not numba_runner.in_reach([[good, good], [good, other]])
     with pytest.raises(StateError, match="fit"):
-        numba_runner.run(lambda *arguments: None, (3, 4), [[good, good]], torch.ones(1, 3))
+        numba_runner.Items.of([[good, good]], (3, 4)).run(lambda *arguments: None, torch.ones(1, 3))
 
 
 def test_autograd_notices_that_loops_move_parameters() -> None:

@@ -33,7 +33,7 @@ from statekit.torch.fast.batching import (
     squares,
 )
 from statekit.torch.fast.followed import Followed
-from statekit.torch.fast.numba_runner import in_reach, run
+from statekit.torch.fast.numba_runner import Items, in_reach
 
 FOLLOWED = Followed(
     hyper=dict.fromkeys(
@@ -169,12 +169,13 @@ class _Update:
             hyper.epsilon2, math.inf if most is None else most, 1.0 if threshold is None else threshold,
         )  # fmt: skip
         if not self.path.sides:
-            run(numba_kernels.adafactor_vectors, self.path.item, items, *scalars)
+            Items.of(items, self.path.item).run(numba_kernels.adafactor_vectors, *scalars)
             return
         sides = [Stacked([arrays[name] for arrays in slots], len(slots)) for name in self.path.sides]
         left, right = (side.read().view(-1, size) for side, size in zip(sides, self.path.item, strict=True))
         rows_are_left = self.path.sides[0] == "v_row"
-        run(numba_kernels.adafactor_matrices, self.path.item, items, left, right, rows_are_left, *scalars)
+        loops = Items.of(items, self.path.item)
+        loops.run(numba_kernels.adafactor_matrices, left, right, rows_are_left, *scalars)
         for side in sides:
             side.write()
 

@@ -20,7 +20,7 @@ from statekit.state.constants import variant_constants
 from statekit.torch.fast.adamw import Adam, direction
 from statekit.torch.fast.batching import Stacks, Tensors, along, by_name, in_stacks, plain, squares
 from statekit.torch.fast.followed import Followed
-from statekit.torch.fast.numba_runner import in_reach, run
+from statekit.torch.fast.numba_runner import Items, in_reach, pieces_of
 
 FOLLOWED = Followed(
     hyper=dict.fromkeys(
@@ -63,8 +63,9 @@ class FastLamb:
         c1, c2 = map(float, s.corrections)
         moments = by_name(slots, ("m", "v"))
         items = [params, [grad.contiguous() for grad in grads], *moments.values()]
-        if in_reach(items):
-            self._in_loops(s, c1, c2, items)
+        cuts = pieces_of(params)
+        if in_reach(items, cuts):
+            self._in_loops(s, c1, c2, items, cuts)
             return
         adam = Adam(hyper.beta1, hyper.beta2, hyper.epsilon * math.sqrt(c2), math.sqrt(c2) / c1)
         w = hyper.weight_decay_rate or 0.0
@@ -79,20 +80,21 @@ class FastLamb:
 
         in_stacks(kernel, {"param": params, **moments}, {"grad": grads})
 
-    def _in_loops(self, s: Setting, c1: float, c2: float, items: Sequence[Tensors]) -> None:
-        """Moves parameters, their gradients and slots where they lie; c1 and c2 correct the moments."""
+    def _in_loops(self, s: Setting, c1: float, c2: float, items: Sequence[Tensors], cuts: int) -> None:
+        """Moves parameters, their gradients and slots where they lie, in pieces; c1 and c2 correct the moments."""
         from statekit.torch.fast import numba_kernels
 
-        hyper, (params, _, *moments) = s.hyper, items
-        shape = (params[0].numel(),)
-        corrections, (weight, total) = (c1, c2, hyper.epsilon), params[0].new_empty((2, len(params)))
-        w, betas = (
-            hyper.weight_decay_rate or 0.0,
-            (hyper.beta1, 1.0 - hyper.beta1, hyper.beta2, 1.0 - hyper.beta2),
+        hyper, params = s.hyper, items[0]
+        loops, sums = (
+            Items.of(items, (params[0].numel() // cuts,)),
+            params[0].new_empty((len(params), cuts, 2)),
         )
-        run(numba_kernels.lamb_moments, shape, items, weight, total, w, *betas, *corrections)
-        ratio = RATIO[s.form["trust_ratio_fallback"]](s.xp, weight, total, 1.0)
-        run(numba_kernels.lamb_params, shape, [params, *moments], ratio * s.rate, w, *corrections)
+        corrections, w = (1.0 / c1, 1.0 / c2, hyper.epsilon), hyper.weight_decay_rate or 0.0
+        betas = hyper.beta1, 1.0 - hyper.beta1, hyper.beta2, 1.0 - hyper.beta2
+        loops.run(numba_kernels.lamb_moments, sums.view(-1, 2), w, *betas, *corrections)
+        weight, total = sums.sum(1).sqrt_().unbind(1)
+        size = RATIO[s.form["trust_ratio_fallback"]](s.xp, weight, total, 1.0) * s.rate
+        loops.run(numba_kernels.lamb_params, size.repeat_interleave(cuts), w, *corrections)
 
 
 def fast_lamb(variant: str, hyper: AdamHyperparameters, param: torch.Tensor) -> FastLamb | None:

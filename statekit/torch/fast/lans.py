@@ -17,7 +17,7 @@ from statekit.state.constants import variant_constants
 from statekit.torch.fast.adamw import Adam
 from statekit.torch.fast.batching import Stacks, Tensors, by_name, in_stacks, pieces, plain, squares
 from statekit.torch.fast.followed import Followed
-from statekit.torch.fast.numba_runner import in_reach, run
+from statekit.torch.fast.numba_runner import Items, in_reach, pieces_of
 
 FOLLOWED = Followed(
     hyper=dict.fromkeys(
@@ -61,8 +61,10 @@ class FastLans:
         share, root = lans.SECOND_SHARE[constants["second_half_factor"]](s), math.sqrt(c2)
         moments = by_name(slots, ("m", "v"))
         items = [params, [grad.contiguous() for grad in grads], *moments.values()]
-        if in_reach(items):
-            self._in_loops(s, c1, c2, share, items)
+        cuts = pieces_of(params)
+        # Loops divide by taking reciprocals: one of a subnormal epsilon would be infinite.
+        if in_reach(items, cuts) and not 0.0 < hyper.epsilon < torch.finfo(torch.float32).tiny:
+            self._in_loops(s, c1, c2, share, items, cuts)
             return
         # The kernel takes 1 - beta in float64; so it gets the weight that the rule has.
         adam = Adam(1.0 - s.first.new, 1.0 - s.second.new, hyper.epsilon * root, root / c1)
@@ -91,36 +93,28 @@ class FastLans:
         in_stacks(kernel, {"param": params, **moments}, {"grad": grads}, rooms=3)
 
     def _in_loops(
-        self,
-        s: lans.Setting,
-        c1: float,
-        c2: float,
-        share: Value,
-        items: Sequence[Tensors],
+        self, s: lans.Setting, c1: float, c2: float, share: Value, items: Sequence[Tensors], cuts: int
     ) -> None:
-        """Moves parameters, their gradients and slots where they lie; c1 and c2 correct the moments."""
+        """Moves parameters, their gradients and slots where they lie, in pieces; c1 and c2 correct the moments."""
         from statekit.torch.fast import numba_kernels
 
-        params, hyper = items[0], s.hyper
-        shape = (params[0].numel(),)
-        norms, sums = (params[0].new_empty((len(params), width)) for width in (1, 3))
-        scaling, corrections = (hyper.rescale_grad, s.wd), (c1, c2, hyper.epsilon)
-        weights = (s.first.old, s.first.new, s.second.old, s.second.new)
-        run(
-            numba_kernels.lans_moments,
-            shape,
-            items,
-            norms,
-            sums,
-            hyper.normalize_grad,
-            *scaling,
-            *weights,
-            *corrections,
+        hyper, params = s.hyper, items[0]
+        loops, sums = (
+            Items.of(items, (params[0].numel() // cuts,)),
+            params[0].new_empty((len(params), cuts, 3)),
         )
-        weight, first, second = sums.sqrt_().unbind(1)
+        scaling, corrections = (hyper.rescale_grad, s.wd), (1.0 / c1, 1.0 / c2, hyper.epsilon)
+        weights = (s.first.old, s.first.new, s.second.old, s.second.new)
+        by_norm = params[0].new_ones(len(params) * cuts)
+        if hyper.normalize_grad:
+            loops.run(numba_kernels.lans_squares, by_norm, hyper.rescale_grad)
+            by_norm = by_norm.view(-1, cuts).sum(1).sqrt_().reciprocal_().repeat_interleave(cuts)
+        loops.run(numba_kernels.lans_moments, by_norm, sums.view(-1, 3), *scaling, *weights, *corrections)
+        weight, first, second = sums.sum(1).sqrt_().unbind(1)
         weight = lans.bounded(s, weight)
         halves = lans.coefficient(s, weight, first, s.first.old), lans.coefficient(s, weight, second, share)
-        run(numba_kernels.lans_params, shape, items, norms, torch.stack(halves, 1), *scaling, *corrections)
+        sizes = torch.stack(halves, 1).repeat_interleave(cuts, 0)
+        loops.run(numba_kernels.lans_params, by_norm, sizes, *scaling, *corrections)
 
     def _correction(self, s: lans.Setting, beta: float) -> float:
         if not s.hyper.bias_correction:

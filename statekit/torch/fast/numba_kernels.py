@@ -160,106 +160,108 @@ def _size(
 
 
 @_loop
+def lans_squares(
+    start: int, stop: int, shape: tuple[int], ps: Array, gs: Array, ms: Array, vs: Array,
+    squares: Array, rescale: Float,
+) -> None:  # fmt: skip
+    """Sums the squares of gradients g, (item,)."""
+    for item in range(start, stop):
+        g, total = _at(gs[item], shape), F0
+        for i in range(len(g)):
+            total += (rescale * g[i]) * (rescale * g[i])
+        squares[item] = total
+
+
+@_loop
 def lans_moments(
     start: int, stop: int, shape: tuple[int], ps: Array, gs: Array, ms: Array, vs: Array,
-    norms: Array, sums: Array, normalize: bool, rescale: Float, wd: Float,
-    old1: Float, new1: Float, old2: Float, new2: Float, c1: Float, c2: Float, epsilon: Float,
+    by_norms: Array, sums: Array, rescale: Float, wd: Float,
+    old1: Float, new1: Float, old2: Float, new2: Float, by1: Float, by2: Float, epsilon: Float,
 ) -> None:  # fmt: skip
-    """Moves the slots m and v by gradients g, over whose norms, (item, 0), they are divided.
+    """Moves the slots m and v by gradients g, which are multiplied with (item,).
 
     Sums p^2, a^2 and b^2, (item, 0) to (item, 2), of both halves of the update.
     """
     for item in range(start, stop):
         p, g, m, v = _at(ps[item], shape), _at(gs[item], shape), _at(ms[item], shape), _at(vs[item], shape)
-        total = F0
+        by_norm, weight, first, second = by_norms[item], F0, F0, F0
         for i in range(len(g)):
-            total += (rescale * g[i]) * (rescale * g[i])
-        norm = np.sqrt(total) if normalize else F1
-        weight, first, second = F0, F0, F0
-        for i in range(len(g)):
-            x = rescale * g[i] / norm
+            x = rescale * g[i] * by_norm
             m[i] = old1 * m[i] + new1 * x
             v[i] = _moment(v[i], x, old2, new2)
-            root = np.sqrt(v[i] / c2) + epsilon
-            a, b = m[i] / c1 / root + wd * p[i], x / root + wd * p[i]
+            by_root = F1 / (np.sqrt(v[i] * by2) + epsilon)
+            a, b = m[i] * by1 * by_root + wd * p[i], x * by_root + wd * p[i]
             weight += p[i] * p[i]
             first += a * a
             second += b * b
-        norms[item, 0] = norm
         sums[item, 0], sums[item, 1], sums[item, 2] = weight, first, second
 
 
 @_loop
 def lans_params(
     start: int, stop: int, shape: tuple[int], ps: Array, gs: Array, ms: Array, vs: Array,
-    norms: Array, sizes: Array, rescale: Float, wd: Float, c1: Float, c2: Float, epsilon: Float,
+    by_norms: Array, sizes: Array, rescale: Float, wd: Float, by1: Float, by2: Float, epsilon: Float,
 ) -> None:  # fmt: skip
     """Takes both halves of the update off parameters p, each times its size, (item, 0) and (item, 1)."""
     for item in range(start, stop):
         p, g, m, v = _at(ps[item], shape), _at(gs[item], shape), _at(ms[item], shape), _at(vs[item], shape)
-        norm, first, second = norms[item, 0], sizes[item, 0], sizes[item, 1]
+        by_norm, first, second = by_norms[item], sizes[item, 0], sizes[item, 1]
         for i in range(len(g)):
-            root = np.sqrt(v[i] / c2) + epsilon
-            a, b = m[i] / c1 / root + wd * p[i], rescale * g[i] / norm / root + wd * p[i]
+            by_root = F1 / (np.sqrt(v[i] * by2) + epsilon)
+            a, b = m[i] * by1 * by_root + wd * p[i], rescale * g[i] * by_norm * by_root + wd * p[i]
             p[i] -= first * a + second * b
 
 
 @_loop
 def lamb_moments(
     start: int, stop: int, shape: tuple[int], ps: Array, gs: Array, ms: Array, vs: Array,
-    norms: Array, others: Array, w: Float,
-    old1: Float, new1: Float, old2: Float, new2: Float, c1: Float, c2: Float, epsilon: Float,
+    sums: Array, w: Float,
+    old1: Float, new1: Float, old2: Float, new2: Float, by1: Float, by2: Float, epsilon: Float,
 ) -> None:  # fmt: skip
-    """Moves the slots m and v by gradients g; takes the norms of parameters and directions, both (item,)."""
+    """Moves the slots m and v by gradients g; sums p^2 and x^2, (item, 0) and (item, 1), of the direction x."""
     for item in range(start, stop):
         p, g, m, v = _at(ps[item], shape), _at(gs[item], shape), _at(ms[item], shape), _at(vs[item], shape)
         weight, total = F0, F0
         for i in range(len(g)):
             m[i] = old1 * m[i] + new1 * g[i]
             v[i] = old2 * v[i] + new2 * (g[i] * g[i])
-            x = m[i] / c1 / (np.sqrt(v[i] / c2) + epsilon) + w * p[i]
+            x = m[i] * by1 / (np.sqrt(v[i] * by2) + epsilon) + w * p[i]
             weight += p[i] * p[i]
             total += x * x
-        norms[item], others[item] = np.sqrt(weight), np.sqrt(total)
+        sums[item, 0], sums[item, 1] = weight, total
 
 
 @_loop
 def lamb_params(
-    start: int, stop: int, shape: tuple[int], ps: Array, ms: Array, vs: Array,
-    sizes: Array, w: Float, c1: Float, c2: Float, epsilon: Float,
+    start: int, stop: int, shape: tuple[int], ps: Array, gs: Array, ms: Array, vs: Array,
+    sizes: Array, w: Float, by1: Float, by2: Float, epsilon: Float,
 ) -> None:  # fmt: skip
     """Takes the direction off parameters p, times the size, (item,)."""
     for item in range(start, stop):
         p, m, v, size = _at(ps[item], shape), _at(ms[item], shape), _at(vs[item], shape), sizes[item]
         for i in range(len(p)):
-            p[i] -= size * (m[i] / c1 / (np.sqrt(v[i] / c2) + epsilon) + w * p[i])
+            p[i] -= size * (m[i] * by1 / (np.sqrt(v[i] * by2) + epsilon) + w * p[i])
 
 
 @_loop
 def scaled_adam_sums(
-    start: int,
-    stop: int,
-    shape: tuple[int],
-    ps: Array,
-    gs: Array,
-    products: Array,
-    squares: Array,
-    clip: Float,
-) -> None:
-    """Sums the products of p and the clipped gradient g, and p^2, both (item,)."""
+    start: int, stop: int, shape: tuple[int], ps: Array, gs: Array, deltas: Array, vs: Array,
+    sums: Array, clip: Float,
+) -> None:  # fmt: skip
+    """Sums the products of p and the clipped gradient g, and p^2, (item, 0) and (item, 1)."""
     for item in range(start, stop):
         p, g, product, square = _at(ps[item], shape), _at(gs[item], shape), F0, F0
         for i in range(len(g)):
             product += p[i] * (clip * g[i])
             square += p[i] * p[i]
-        products[item], squares[item] = product, square
+        sums[item, 0], sums[item, 1] = product, square
 
 
 @_loop
 def scaled_adam_params(
     start: int, stop: int, shape: tuple[int], ps: Array, gs: Array, deltas: Array, vs: Array,
     sizes: Array, growths: Array, grows: bool, clip: Float,
-    beta1: Float, old: Float, new: Float, correction: Float, epsilon: Float,
+    beta1: Float, old: Float, new: Float, by2: Float, epsilon: Float,
 ) -> None:  # fmt: skip
     """Moves parameters p and their slots by the clipped gradient g, times the size, and by the growth, both (item,)."""
     for item in range(start, stop):
@@ -273,6 +275,6 @@ def scaled_adam_params(
         for i in range(len(g)):
             x = clip * g[i]
             v[i] = _moment(v[i], x, old, new)
-            moved = beta1 * delta[i] + size * (x / (np.sqrt(v[i] / correction) + epsilon))
+            moved = beta1 * delta[i] + size * (x / (np.sqrt(v[i] * by2) + epsilon))
             delta[i] = moved + growth * p[i] if grows else moved
             p[i] += delta[i]

@@ -29,7 +29,7 @@ from statekit.torch.fast.batching import (
     squares,
 )
 from statekit.torch.fast.followed import Followed
-from statekit.torch.fast.numba_runner import in_reach, run
+from statekit.torch.fast.numba_runner import Items, in_reach, pieces_of
 
 SIZES = ("param_rms", "scale_exp_avg_sq", "scale_grads")
 
@@ -79,8 +79,11 @@ class FastScaledAdam:
             [grad.contiguous() for grad in grads],
             *by_name(slots, ("delta", "exp_avg_sq")).values(),
         ]
-        if in_reach(items) and (common is None or s.form["infinite_gradient"] == "spreads" or common > 0.0):
-            self._in_loops(s, items, slots, 1.0 if common is None else float(common))
+        cuts = pieces_of(params)
+        if in_reach(items, cuts) and (
+            common is None or s.form["infinite_gradient"] == "spreads" or common > 0.0
+        ):
+            self._in_loops(s, items, slots, 1.0 if common is None else float(common), cuts)
             return
         (beta1, beta2), correction = self.hyper.betas, _correction(s)
 
@@ -107,14 +110,15 @@ class FastScaledAdam:
         names = ("delta", "exp_avg_sq", *SIZES)
         in_stacks(kernel, {"param": params, **by_name(slots, names)}, {"grad": grads})
 
-    def _in_loops(self, s: Setting, items: Sequence[Tensors], slots: Slots, clip: float) -> None:
-        """Moves parameters and slots where they lie; `clip` is what gradients are multiplied with."""
+    def _in_loops(self, s: Setting, items: Sequence[Tensors], slots: Slots, clip: float, cuts: int) -> None:
+        """Moves parameters and slots where they lie, in pieces; `clip` is what gradients are multiplied with."""
         from statekit.torch.fast import numba_kernels
 
         params, (beta1, beta2) = items[0], self.hyper.betas
         count = params[0].numel()
-        gradient, square = params[0].new_empty((2, len(params)))
-        run(numba_kernels.scaled_adam_sums, (count,), items[:2], gradient, square, clip)
+        loops, sums = Items.of(items, (count // cuts,)), params[0].new_empty((len(params), cuts, 2))
+        loops.run(numba_kernels.scaled_adam_sums, sums.view(-1, 2), clip)
+        gradient, square = sums.sum(1).unbind(1)
         sizes = {name: Stacked(tensors, len(params)) for name, tensors in by_name(slots, SIZES).items()}
         factor, x = _learn(
             s,
@@ -125,10 +129,11 @@ class FastScaledAdam:
         )
         for size in sizes.values():
             size.write()
-        run(
-            numba_kernels.scaled_adam_params, (count,), items,
-            factor.view(-1), x.view(-1), bool(s.size_due), clip if s.form["clip_reaches"] == "everything" else 1.0,
-            beta1, beta2, 1.0 - beta2, _correction(s), self.hyper.eps,
+        loops.run(
+            numba_kernels.scaled_adam_params,
+            *(each.reshape(-1).repeat_interleave(cuts) for each in (factor, x)),
+            bool(s.size_due), clip if s.form["clip_reaches"] == "everything" else 1.0,
+            beta1, beta2, 1.0 - beta2, 1.0 / _correction(s), self.hyper.eps,
         )  # fmt: skip
 
 
