@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import operator
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from importlib import resources
 from numbers import Real
 from typing import Any
@@ -210,15 +211,27 @@ class OptimizerSchema:
 
     def spelling(self, variant: str, name: str) -> Spelling:
         """Returns how a variant's own argument says a hyperparameter; by its canonical name where that differs more."""
-        native = self.hyperparameters[name]["native"].get(variant, {})
-        native_name = name if "note" in native else str(native.get("name", name))
-        argument, _, index = native_name.rstrip("]").partition("[")
-        shared = [
-            other
-            for other, spec in self.hyperparameters.items()
-            if str(spec["native"].get(variant, {}).get("name", "")).startswith(f"{argument}[")
-        ]
-        return Spelling(argument, int(index) if index else None, len(shared), "sign" in native)
+        if variant not in self._spellings:
+            self._spellings[variant] = self._spelled(variant)
+        return self._spellings[variant][name]
+
+    @cached_property
+    def _spellings(self) -> dict[str, Mapping[str, Spelling]]:
+        """How each variant that was asked for says each hyperparameter: recordings ask thousands of times."""
+        return {}
+
+    def _spelled(self, variant: str) -> Mapping[str, Spelling]:
+        native = {name: spec["native"].get(variant, {}) for name, spec in self.hyperparameters.items()}
+        parts = {
+            name: (name if "note" in said else str(said.get("name", name))).rstrip("]").partition("[")
+            for name, said in native.items()
+        }
+        names = [str(said.get("name", "")) for said in native.values()]
+        shared = Counter(one.partition("[")[0] for one in names if "[" in one)
+        return {
+            name: Spelling(argument, int(index) if index else None, shared[argument], "sign" in native[name])
+            for name, (argument, _, index) in parts.items()
+        }
 
     def shown_by(self, slots: Collection[str]) -> dict[str, str]:
         """Returns the hyperparameters that slots prove to be on: name -> the first slot that shows it.
