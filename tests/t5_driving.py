@@ -1,9 +1,10 @@
-"""A T5 that T5X trained goes on in Hugging Face's; run by itself, with Transformers.
+"""T5s that T5X trained go on in Hugging Face's; run by itself, with Transformers.
 
-    python t5_driving.py BUNDLE FOLDER t5|umt5
+    python t5_driving.py FOLDER t5=BUNDLE umt5=BUNDLE ...
 
-Converts the recording's checkpoint of update 8 into `FOLDER`, goes on to update 16 on the recorded batches, and writes
-`FOLDER/result.json`: for each way of going on, how far logits, losses and weights are from those that T5X recorded.
+Converts each recording's checkpoint of update 8 into a folder of its name below `FOLDER`, goes on to update 16 on the
+recorded batches, and writes `result.json` there: for each way of going on, how far logits, losses and weights are from
+those that T5X recorded.
 """
 
 from __future__ import annotations
@@ -236,9 +237,8 @@ def followed_model(lines: list[str], only: str = "model") -> Any:
 
 
 def main(bundle: Path, folder: Path, kind: str) -> None:
-    """Goes on in every way."""
-    transformers.utils.logging.set_verbosity_error()
-    torch.set_num_threads(1)  # which is faster for matrices as small as these
+    """Goes on in every way from one recording."""
+    folder.mkdir()
     run = Run(bundle, kind)
     hparams = run.hparams
     report = statekit.convert(run.checkpoint, folder / "run.pt", map=run.kind[2], hparams=hparams)
@@ -279,4 +279,8 @@ def main(bundle: Path, folder: Path, kind: str) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])
+    transformers.utils.logging.set_verbosity_error()
+    torch.set_num_threads(1)  # which is faster for matrices as small as these
+    for said in sys.argv[2:]:
+        kind, _, bundle = said.partition("=")
+        main(Path(bundle), Path(sys.argv[1]) / Path(bundle).name, kind)

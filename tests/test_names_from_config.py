@@ -18,7 +18,6 @@ import statekit
 import statekit.jax
 from goldens import GOLDEN
 from statekit.cli.main import main
-from statekit.converters.layouts.pytorch.architecture import architecture
 from statekit.errors import FormatError, MissingExtraError, StateError, UsageError
 from statekit.torch import load_optimizer
 
@@ -147,7 +146,6 @@ def test_without_a_configuration_or_transformers_it_says_so(
     monkeypatch.setattr("statekit.converters.layouts.pytorch.architecture.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"statekit\[hf\]"):
         statekit.open(folder, names_from="config")
-    architecture.cache_clear()
     (folder / "config.json").unlink()
     with pytest.raises(StateError, match=r"config\.json"):
         statekit.open(folder, names_from="config")

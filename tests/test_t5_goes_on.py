@@ -25,22 +25,24 @@ conversion exceed both limits, the smallest by six times.
 """
 
 
-@pytest.fixture(scope="module", params=[case for case in CASES if (GOLDEN / "t5x_train" / case).is_dir()])
-def result(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    folder = tmp_path_factory.mktemp(request.param)
-    script = Path(__file__).with_name("t5_driving.py")
+HERE = [case for case in CASES if (GOLDEN / "t5x_train" / case).is_dir()]
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder, script = tmp_path_factory.mktemp("t5"), Path(__file__).with_name("t5_driving.py")
+    said = [f"{CASES[case]}={GOLDEN / 't5x_train' / case}" for case in HERE]
     subprocess.run(
-        [
-            sys.executable,
-            str(script),
-            str(GOLDEN / "t5x_train" / request.param),
-            str(folder),
-            CASES[request.param],
-        ],
+        [sys.executable, str(script), str(folder), *said],
         check=True,
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
     )
-    return json.loads((folder / "result.json").read_text())
+    return {case: json.loads((folder / case / "result.json").read_text()) for case in HERE}
+
+
+@pytest.fixture(params=HERE)
+def result(request: pytest.FixtureRequest, results: dict[str, Any]) -> Any:
+    return results[request.param]
 
 
 def test_every_tensor_is_carried_to_the_bit_and_the_model_gives_the_recorded_logits(result: Any) -> None:

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, make_dataclass, replace
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -181,9 +182,58 @@ def with_grads(made: Case, change: Any, update: int = 2) -> Case:
 
 def random_case(schema: str, variant: str, changes: Mapping[str, Any], seed: int = 0) -> Case:
     """Returns a case over `TABLE`; one whose decay starts at an offset has done as many updates: none is before it."""
-    made = case(schema, variant, table=TABLE, seed=seed, **changes)
-    done = changes.get("step_offset", 0)
+    return _random_case(schema, variant, tuple(changes.items()), seed)
+
+
+@cache
+def _random_case(schema: str, variant: str, changes: tuple[tuple[str, Any], ...], seed: int) -> Case:
+    made = case(schema, variant, table=TABLE, seed=seed, **dict(changes))
+    done = dict(changes).get("step_offset", 0)
     return replace(made, state=replace(made.state, counts=Counts(done, done)))
+
+
+def as_drawn(path: str, grad: Array) -> Array:
+    return grad
+
+
+def of_size(size: float, path: str, grad: Array) -> Array:
+    spread = np.random.default_rng(len(path)).uniform(-6, 6, grad.shape)
+    with np.errstate(all="ignore"):
+        return (grad * size * 10.0**spread).astype(np.float32)
+
+
+def about_as_large(size: float, path: str, grad: Array) -> Array:
+    return np.asarray(np.sign(grad) * (1.0 + np.abs(grad)) * size)
+
+
+def poisoned(poison: float, path: str, grad: Array) -> Array:
+    changed = np.array(grad)
+    changed.flat[grad.size // 2] = poison
+    return changed
+
+
+def tried(
+    schema: str, variant: str, changes: Mapping[str, Any], *gradients: Any, update: int = 2, seed: int = 0
+) -> Case:
+    """Returns a random case with changed gradients, made once: its bound is the same in every way.
+
+    Args:
+        schema: Its schema.
+        variant: Its variant.
+        changes: Hyperparameters that aren't by default.
+        gradients: What is made of the gradients, with its own arguments before those; as they are drawn, if nothing.
+        update: Before which update.
+        seed: Of the parameters and gradients.
+    """
+    return _tried(schema, variant, tuple(changes.items()), gradients or (as_drawn,), update, seed)
+
+
+@cache
+def _tried(
+    schema: str, variant: str, changes: tuple[tuple[str, Any], ...], gradients: Any, update: int, seed: int
+) -> Case:
+    change, *arguments = gradients
+    return with_grads(_random_case(schema, variant, changes, seed), partial(change, *arguments), update)
 
 
 @by_every_way
@@ -192,8 +242,7 @@ def test_every_element_is_within_the_bound_of_the_text(
     schema: str, variant: str, changes: Mapping[str, Any], way: str, update: int
 ) -> None:
     for seed in range(2):
-        made = with_grads(random_case(schema, variant, changes, seed), lambda path, grad: grad, update)
-        result = moved(made)
+        result = moved(tried(schema, variant, changes, update=update, seed=seed))
         assert {path for path, _ in result.arrays} >= {"whole", "vector"}
         assert not result.outside
 
@@ -203,12 +252,7 @@ def test_every_element_is_within_the_bound_of_the_text(
 def test_gradients_may_have_any_size_whose_square_is_finite(
     schema: str, variant: str, changes: Mapping[str, Any], way: str, size: float
 ) -> None:
-    def sized(path: str, grad: Array) -> Array:
-        spread = np.random.default_rng(len(path)).uniform(-6, 6, grad.shape)
-        with np.errstate(all="ignore"):
-            return (grad * size * 10.0**spread).astype(np.float32)
-
-    assert not moved(with_grads(random_case(schema, variant, changes), sized)).outside
+    assert not moved(tried(schema, variant, changes, of_size, size)).outside
 
 
 @by_every_way
@@ -216,10 +260,7 @@ def test_gradients_may_have_any_size_whose_square_is_finite(
 def test_what_overflows_in_the_text_overflows(
     schema: str, variant: str, changes: Mapping[str, Any], way: str, size: float
 ) -> None:
-    made = with_grads(
-        random_case(schema, variant, changes), lambda path, grad: np.sign(grad) * (1.0 + np.abs(grad)) * size
-    )
-    assert not moved(made).outside
+    assert not moved(tried(schema, variant, changes, about_as_large, size)).outside
 
 
 @pytest.mark.parametrize(("schema", "variant"), [("adamw", "mesh_tf"), ("lamb", "optax")])
@@ -237,12 +278,7 @@ def test_the_kernel_alone_would_stay_finite(
 def test_what_is_not_a_number_spreads_as_in_the_text(
     schema: str, variant: str, changes: Mapping[str, Any], way: str, poison: float
 ) -> None:
-    def poisoned(path: str, grad: Array) -> Array:
-        changed = np.array(grad)
-        changed.flat[grad.size // 2] = poison
-        return changed
-
-    assert not moved(with_grads(random_case(schema, variant, changes), poisoned)).outside
+    assert not moved(tried(schema, variant, changes, poisoned, poison)).outside
 
 
 @pytest.mark.parametrize("largest", [5, 2 * 24])
@@ -253,16 +289,14 @@ def test_it_does_not_matter_how_many_share_a_stack(
     monkeypatch.setattr(numba_runner, "_numba_is_there", lambda: False)
     monkeypatch.setitem(batching.STACK, "cpu", largest)
     for update in (0, 1):
-        made = with_grads(random_case(schema, variant, {}), lambda path, grad: grad, update)
-        assert not moved(made).outside
+        assert not moved(tried(schema, variant, {}, update=update)).outside
 
 
 @by_every_way
 def test_a_fault_of_a_thousandth_is_noticed(
     schema: str, variant: str, changes: Mapping[str, Any], way: str
 ) -> None:
-    made = with_grads(random_case(schema, variant, changes), lambda path, grad: grad)
-    outside = moved(made, rate=RATE * 1.001).outside
+    outside = moved(tried(schema, variant, changes), rate=RATE * 1.001).outside
     assert len({path for path, _ in outside}) > len(TABLE) // 2
 
 
@@ -272,7 +306,7 @@ def test_loops_run_and_threads_change_no_bit(
     schema: str, piece: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(numba_runner, "_PIECE", piece)
-    made = with_grads(random_case(schema, variant_of(schema), {}), lambda path, grad: grad)
+    made = with_grads(random_case(schema, variant_of(schema), {}), as_drawn)
     alone = moved(made).arrays
     used: list[int] = []
 
@@ -297,7 +331,7 @@ def test_a_tensor_may_be_cut_for_several_threads(schema: str, monkeypatch: pytes
     cut = {size: numba_runner.pieces_of([torch.empty(size)]) for size in (1, 7, 15, 24)}
     assert cut == {1: 1, 7: 1, 15: 3, 24: 6}, "equal pieces, or one"
     assert numba_runner.in_reach([[torch.empty(2**17)]], pieces=64), "one tensor for all threads"
-    made = with_grads(random_case(schema, variant_of(schema), {}), lambda path, grad: grad)
+    made = with_grads(random_case(schema, variant_of(schema), {}), as_drawn)
     assert not moved(made).outside
 
 
@@ -322,7 +356,7 @@ def test_the_loops_of_lans_divide_by_no_infinite_reciprocal() -> None:
     ],
 )
 def test_a_wrong_step_is_noticed(schema: str, variant: str, changes: Mapping[str, Any]) -> None:
-    made = with_grads(random_case(schema, variant, changes), lambda path, grad: grad)
+    made = with_grads(random_case(schema, variant, changes), as_drawn)
     assert moved(made, step=made.state.counts.updates + 1).outside
 
 
@@ -354,7 +388,7 @@ def test_autograd_notices_that_loops_move_parameters() -> None:
 
 def test_rows_taken_for_columns_are_noticed_in_a_square() -> None:
     square: Table = {"square": ((5, 5), (R, C)), "vector": ((7,), (N,))}
-    made = with_grads(case("adafactor", "t5x", table=square), lambda path, grad: grad)
+    made = with_grads(case("adafactor", "t5x", table=square), as_drawn)
 
     def swapped(move: FastMove) -> FastMove:
         assert isinstance(move, FastAdafactor)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -151,14 +151,26 @@ SAMPLE = ("torch, told", "optax, told", "keras")
 """Those that aren't left to the long run."""
 
 
-def driven(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
-    """Runs trainer_schedule_driving.py, and returns what it found."""
-    (folder / "case.json").write_text(json.dumps(case))
+def driven(root: Path, sources: Sequence[str]) -> dict[str, tuple[Any, Any]]:
+    """Runs trainer_schedule_driving.py; returns for each source what it found, and the rates that are due."""
+    folders, due = {name: root / str(i) for i, name in enumerate(sources)}, {}
+    for name, folder in folders.items():
+        folder.mkdir()
+        case, due[name] = SOURCES[name](folder)
+        (folder / "case.json").write_text(json.dumps(case))
     script = Path(__file__).with_name("trainer_schedule_driving.py")
-    done = subprocess.run([sys.executable, script, folder], capture_output=True, text=True, check=False)
+    line: list[str | Path] = [sys.executable, script, *folders.values()]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr[-4000:]
-    result: dict[str, Any] = json.loads((folder / "result.json").read_text())
-    return result
+    return {
+        name: (json.loads((folder / "result.json").read_text()), due[name])
+        for name, folder in folders.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any]]:
+    return driven(tmp_path_factory.mktemp("sampled"), SAMPLE)
 
 
 @pytest.mark.jax
@@ -168,10 +180,11 @@ def driven(folder: Path, case: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "source", [pytest.param(one, marks=() if one in SAMPLE else pytest.mark.slow) for one in SOURCES]
 )
-def test_trainer_goes_on_at_the_runs_rates(source: str, tmp_path: Path) -> None:
+def test_trainer_goes_on_at_the_runs_rates(
+    source: str, sampled: dict[str, tuple[Any, Any]], tmp_path: Path
+) -> None:
     """They were those of Trainer's arguments, linear to 0 unless these say otherwise, and nothing said so."""
-    case, due = SOURCES[source](tmp_path)
-    result = driven(tmp_path, case)
+    result, due = (sampled if source in SAMPLE else driven(tmp_path, [source]))[source]
     assert result["finite"] and len(result["rates"]) == MORE
     for rates, meant in zip(result["rates"], due, strict=True):
         assert rates == pytest.approx(meant * (len(rates) if len(meant) == 1 else 1), rel=2e-6, abs=1e-9)

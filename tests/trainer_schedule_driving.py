@@ -1,10 +1,10 @@
 """Goes on in Transformers' Trainer from a run with a schedule, by the printed lines; run by itself.
 
-    python trainer_schedule_driving.py FOLDER
+    python trainer_schedule_driving.py FOLDER ...
 
-`FOLDER/case.json` has a source, the layout of the folder of Trainer, and what is told of the source. Trainer goes on
-for ten updates, saves, loads that with the same optimizer and scheduler made anew, and goes on for ten more. Which
-rates each update had, and the lines, go to `FOLDER/result.json`.
+`case.json` in each folder has a source, the layout of the folder of Trainer, and what is told of the source. Trainer
+goes on for ten updates, saves, loads that with the same optimizer and scheduler made anew, and goes on for ten more.
+Which rates each update had, and the lines, go to `result.json` there.
 """
 
 from __future__ import annotations
@@ -57,8 +57,7 @@ def trained(lines: str, folder: Path, out: Path, last: int, **changed: Any) -> A
 
 def main(work: Path) -> None:
     """Goes on from one run."""
-    transformers.utils.logging.set_verbosity_error()
-    transformers.trainer.DEFAULT_CALLBACKS.append(Watch)
+    RATES.clear()
     case = json.loads((work / "case.json").read_text())
     hints = Hints(
         case.get("hparams", {}),
@@ -85,4 +84,7 @@ def main(work: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    transformers.utils.logging.set_verbosity_error()
+    transformers.trainer.DEFAULT_CALLBACKS.append(Watch)
+    for each in sys.argv[1:]:
+        main(Path(each))

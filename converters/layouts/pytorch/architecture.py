@@ -128,7 +128,6 @@ def _fit(names: Sequence[str], shapes: Sequence[Shape | None], model: Mapping[st
     )
 
 
-@lru_cache(maxsize=8)
 def architecture(config: str, place: str, tensors: int) -> Architecture:
     """Builds the architecture of a configuration, and returns what it tells.
 
@@ -166,34 +165,49 @@ def architecture(config: str, place: str, tensors: int) -> Architecture:
                 found=f"{name} isn't installed",
                 remedy="pip install 'statekit[hf]', or give the names: --param-names FILE",
             )
-    code = f"from {print_architecture.__module__} import print_architecture; print_architecture()"
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", code],
-            input=config,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=_SECONDS,
-            env={**os.environ, **_OFFLINE},
-        )
+        record = _built(json.dumps(_without_kernels(document)))
     except subprocess.TimeoutExpired:
         raise FormatError(
             "Building the model's architecture took too long.", place=place, expected=f"{_SECONDS} s"
         ) from None
-    answer = next((line for line in done.stdout.splitlines() if line.startswith(_BEGIN)), None)
-    if answer is None:
-        last_words = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]
+    except ChildProcessError as error:
         raise FormatError(
             "transformers doesn't build the model's architecture.",
             place=place,
-            found=last_words,
+            found=str(error),
             remedy="give the names in the order of the parameters: --param-names FILE, in Python param_names=[...]",
-        )
-    record: dict[str, Any] = json.loads(answer.removeprefix(_BEGIN))
+        ) from None
     return Architecture(
         tuple(tuple(names) for names in record["params"]), frozenset(record["decayed"]), record["made_by"]
     )
+
+
+@lru_cache(maxsize=8)  # every step of a run has the same configuration beside it
+def _built(config: str) -> dict[str, Any]:
+    """Returns what `print_architecture` tells of a configuration, from a process of its own.
+
+    Raises:
+        ChildProcessError: It tells nothing; has its last words.
+        TimeoutExpired: It took too long.
+    """
+    code = f"from {print_architecture.__module__} import print_architecture; print_architecture()"
+    done = subprocess.run(
+        [sys.executable, "-P", "-c", code],
+        input=config,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=_SECONDS,
+        env={**os.environ, **_OFFLINE},
+    )
+    answer = next((line for line in done.stdout.splitlines() if line.startswith(_BEGIN)), None)
+    if answer is None:
+        raise ChildProcessError(
+            (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]
+        )
+    record: dict[str, Any] = json.loads(answer.removeprefix(_BEGIN))
+    return record
 
 
 def _without_kernels(document: Any) -> Any:
@@ -215,7 +229,7 @@ def print_architecture() -> None:
     import torch
     import transformers
 
-    document: dict[str, Any] = _without_kernels(json.load(sys.stdin))
+    document: dict[str, Any] = json.load(sys.stdin)
     kind = document.get("model_type")
     name = next(iter(document.get("architectures") or ()), None)
     model_class: Any = getattr(transformers, name, None) if isinstance(name, str) else None
