@@ -202,3 +202,11 @@ def test_the_longest_name_is_printed_whole_on_lines_of_a_screen(
     said = capsys.readouterr().out
     assert name in said.replace("\n", "").replace(" ", "")
     assert max(map(len, said.splitlines())) <= 240
+
+
+def test_doctor_says_once_why_there_is_no_state(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = weights(tmp_path / "a.safetensors", "w" * 4095)
+    assert main(["doctor", source, "--json"]) == WANTING
+    [one] = json.loads(capsys.readouterr().out)["checkpoints"]
+    [finding] = one["findings"]
+    assert finding["found"] == "The name of a tensor is not usable. 4101 characters"

@@ -17,10 +17,12 @@ import statekit.torch
 from statekit.cli.main import main
 from statekit.conversion.contracts import Hints
 from statekit.conversion.resume import of_plan, resume_lines
+from statekit.converters.layouts.weights.jax_weights import LAYOUT as JAX_WEIGHTS
 from statekit.converters.layouts.weights.tf_weights import LAYOUT as TF_WEIGHTS
-from statekit.errors import StateError, StatekitError, UsageError
+from statekit.errors import FormatError, StateError, StatekitError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.schema import WEIGHTS
+from statekit.state.train_state import Counts, Optimizer, TrainState
 from statekit.tensors.tensor import in_memory
 
 pytestmark = pytest.mark.torch
@@ -263,6 +265,24 @@ def test_what_lies_beside_weights_comes_back(tmp_path: Path) -> None:
     statekit.convert(tmp_path / "there", tmp_path / "back.pt")
     back = torch.load(tmp_path / "back.pt", weights_only=True)
     assert back["epoch"] == 3 and back["state_dict"].keys() == net().state_dict().keys()
+
+
+def weights_of(*names: str) -> TrainState:
+    one = in_memory(np.zeros(1, np.float32))
+    return TrainState(dict.fromkeys(names, one), {}, Optimizer(WEIGHTS, None, ()), Counts(0, 0), {})
+
+
+def test_a_tree_takes_very_many_names_in_one_dict() -> None:
+    """To copy the dict for each of them would take minutes."""
+    names = [f"layer/w{i}" for i in range(100_000)]
+    tree: Any = JAX_WEIGHTS.encode(weights_of(*names)).tree
+    assert [f"layer/{name}" for name in tree["params"]["layer"]] == names
+
+
+@pytest.mark.parametrize("names", [("a", "a/b"), ("a/b", "a")])
+def test_a_name_that_leads_through_another_is_refused_by_a_tree(names: tuple[str, str]) -> None:
+    with pytest.raises(FormatError, match=r"leads through the other(.|\n)*a/b"):
+        JAX_WEIGHTS.encode(weights_of(*names))
 
 
 def test_it_is_said_that_there_is_no_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -171,9 +171,9 @@ def _of_no_state(place: Place, hints: Hints, error: StatekitError) -> tuple[Find
         error, RefusedError
     ):  # an option is the remedy, or nothing may be read
         raise error
-    faults = error.faults or ((error.subject, str(error.place or place.path)),)
-    where = [at for _, at in faults]
-    said = f"{error.subject} {'; '.join(dict.fromkeys(what for what, _ in faults))}"
+    where = [at for _, at in error.faults] or [str(error.place or place.path)]
+    details = "; ".join(dict.fromkeys(what for what, _ in error.faults)) or error.found
+    said = f"{error.subject} {details}" if details else error.subject
     unknown = isinstance(error, UnknownFormatError)
     if isinstance(error, (FormatError, NotFoundError)) and not unknown:
         name = "parts-missing" if isinstance(error, NotFoundError) else "damaged"
@@ -184,5 +184,5 @@ def _of_no_state(place: Place, hints: Hints, error: StatekitError) -> tuple[Find
         if counts:
             return counts
         raise error
-    name = "placeholders" if any(str(PLACEHOLDER) in what for what, _ in faults) else "undecodable"
+    name = "placeholders" if any(str(PLACEHOLDER) in what for what, _ in error.faults) else "undecodable"
     return counts or (fault(name, where, error.expected or "what the optimizer would save", said),)

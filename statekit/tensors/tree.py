@@ -103,7 +103,7 @@ def nested(leaves: Mapping[Path, Any]) -> dict[Any, Tree]:
     """Returns the dicts of dicts that have these leaves under these paths, in order.
 
     Raises:
-        FormatError: A leaf's path leads through another leaf.
+        FormatError: A leaf's path leads through another leaf, or is longer than 512 keys.
 
     Example:
         >>> nested({("a", "b"): 1, ("a", "c"): 2})
@@ -111,6 +111,8 @@ def nested(leaves: Mapping[Path, Any]) -> dict[Any, Tree]:
     """
     root: dict[Any, Tree] = {}
     for path, leaf in leaves.items():
+        if len(path) > MAX_DEPTH:
+            raise _too_deep(path)
         if above := next((path[:i] for i in range(len(path)) if path[:i] in leaves), None):
             raise FormatError(
                 "Two names can't both be in one tree: one leads through the other.",

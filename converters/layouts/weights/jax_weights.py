@@ -16,7 +16,7 @@ from statekit.converters.layouts.weights.state import VARIANTS, not_weights, req
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor
-from statekit.tensors.tree import Tree, put
+from statekit.tensors.tree import nested
 
 PARAMS = "params"
 BESIDE = frozenset({"batch_stats", "step", "epoch", "rng", "metadata"})
@@ -80,11 +80,10 @@ class JaxWeights:
 
         Raises:
             InexactError: The state has an optimizer.
+            FormatError: A parameter's name leads through another's, or over too many levels.
         """
         require_weights(state, self.name)
-        tree: Tree = {}
-        for path, tensor in state.params.items():
-            tree = put(tree, tuple(path.split("/")), tensor)
+        tree = nested({tuple(path.split("/")): tensor for path, tensor in state.params.items()})
         beside = state.extra.get(HOME) or {}
         dropped = dropped_from(state.extra, (HOME,), "the tree")
         return Encoded({PARAMS: tree, **beside}, state.counts.updates, dropped=dropped)
