@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, cast
 
 from statekit import errors
-from statekit.errors import MissingExtraError, StatekitError, UsageError
+from statekit.errors import MissingExtraError, NotFoundError, StatekitError, UsageError
 from statekit.service.records import (
     ENDED,
     Checkpoint,
@@ -72,6 +72,7 @@ class Client:
 
     Raises:
         MissingExtraError: The extra `service` isn't installed.
+        NotFoundError: The token's file can't be read.
     """
 
     def __init__(self, url: str, token: str | Path, *, timeout: float = 60.0) -> None:
@@ -81,7 +82,7 @@ class Client:
             raise MissingExtraError(
                 "The client needs httpx2.", remedy="pip install 'statekit[service]'"
             ) from error
-        said = token.expanduser().read_text(encoding="ascii").strip() if isinstance(token, Path) else token
+        said = _stored(token.expanduser()) if isinstance(token, Path) else token
         self._lost: type[Exception] = httpx2.TransportError
         self._http = httpx2.Client(
             base_url=f"{url.rstrip('/')}/api/v1",
@@ -229,10 +230,10 @@ class Client:
                     for event in _events(answer.iter_lines()):
                         failures, after = 0, event.number
                         yield event
-            except self._lost:
+            except self._lost as error:
                 failures += 1
                 if failures >= TRIES:
-                    raise
+                    raise self._unreachable(error) from error
                 time.sleep(PAUSE_SECONDS * 2**failures)
 
     def wait(self, job: int | Job) -> Job:
@@ -274,18 +275,42 @@ class Client:
         params: Mapping[str, Any] | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> httpx2.Response:
-        """Sends a request, again if no answer comes: each does the same when it is done twice."""
+        """Sends a request, again if no answer comes: each does the same when it is done twice.
+
+        Raises:
+            StatekitError: The answer says so, or none comes.
+        """
         for left in reversed(range(TRIES)):
             try:
                 answer = self._http.request(method, path, json=body, params=params, headers=headers)
-            except self._lost:
+            except self._lost as error:
                 if not left:
-                    raise
+                    raise self._unreachable(error) from error
                 time.sleep(PAUSE_SECONDS * 2 ** (TRIES - left))
             else:
                 _check(answer)
                 return answer
         raise AssertionError("unreachable")
+
+    def _unreachable(self, error: Exception) -> StatekitError:
+        return StatekitError(
+            "The service doesn't answer.",
+            place=self._http.base_url,
+            found=error,
+            remedy="look whether it runs: `statekit serve` prints its address",
+        )
+
+
+def _stored(path: Path) -> str:
+    try:
+        return path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise NotFoundError(
+            "The token can't be read.",
+            place=path,
+            found=error,
+            remedy="name the file `token` of the service's data folder",
+        ) from error
 
 
 def _number(job: int | Job) -> int:

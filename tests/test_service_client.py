@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -124,6 +125,20 @@ def test_a_request_whose_answer_is_lost_is_sent_again_and_done_once(
     assert len(sent) == 2 and len(set(sent)) == 1
     again = [job for job in client.jobs(kind="check", subject=one.id) if job.options.get("budget") == 2**30]
     assert len(again) == 1
+
+
+def test_a_service_or_a_token_that_is_not_there_is_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("statekit.client.PAUSE_SECONDS", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        nobody = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    with Client(nobody, TOKEN) as client:
+        for ask in (client.roots, lambda: next(client.events(1)), lambda: next(client.checkpoints())):
+            with pytest.raises(StatekitError, match=rf"doesn't answer(.|\n)*{nobody}"):
+                ask()
+    with pytest.raises(NotFoundError, match="token can't be read"):
+        Client(nobody, tmp_path / "token")
 
 
 def test_the_examples_run_as_they_stand(

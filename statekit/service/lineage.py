@@ -125,12 +125,11 @@ def _edge(source: str, target: Row[Any], job: Row[Any] | None) -> Edge:
 def _in_order(nodes: list[Node], edges: list[Edge]) -> Iterator[Node]:
     """Yields sources before what was made of them; whatever is in a circle as it comes."""
     left = {node.id: node for node in nodes}
+    sources: dict[str, set[str]] = {node.id: set() for node in nodes}
+    for edge in edges:
+        sources[edge.target].add(edge.source)
     while left:
-        ready = [
-            i
-            for i in left
-            if not any(edge.target == i and edge.source in left and edge.source != i for edge in edges)
-        ]
+        ready = [i for i in left if not (sources[i] - {i}) & left.keys()]
         for i in ready or list(left)[:1]:
             yield left.pop(i)
 

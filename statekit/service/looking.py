@@ -59,10 +59,10 @@ def _is_recording(folder: Path) -> bool:
     from statekit.verify.recording import open_recording
 
     try:
-        open_recording(folder).__exit__(None, None, None)
+        with open_recording(folder):
+            return True
     except StatekitError:
         return False
-    return True
 
 
 def _suffixes() -> tuple[str, ...]:

@@ -15,7 +15,7 @@ class Metrics:
     """The figures of one service.
 
     Args:
-        counts: Returns what is counted when somebody asks: for each state, how many jobs there are.
+        jobs: Returns for each state how many jobs there are; asked whenever somebody reads the figures.
     """
 
     def __init__(self, jobs: Callable[[], Mapping[str, int]]) -> None:
