@@ -1,8 +1,9 @@
 """Runs in JAX with arrays on eight devices that are attested; run by itself, since it needs them before JAX starts.
 
-    python attest_jax_driving.py FOLDER
+    python attest_jax_driving.py FOLDER [all]
 
-writes to `FOLDER/result.json` what was found of honest resumes and of the faults that Orbax and Flax make easy.
+writes to `FOLDER/result.json` what was found of honest resumes and of the faults that Orbax and Flax make easy, and of
+the updates after them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +27,12 @@ import orbax.checkpoint
 import statekit.jax
 
 
+def mesh() -> Any:
+    return jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
+
+
 def params_of(seed: int) -> Any:
-    mesh = jax.sharding.Mesh(np.array(jax.devices()).reshape(4, 2), ("a", "b"))
-    split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("a", "b"))
+    split = jax.sharding.NamedSharding(mesh(), jax.sharding.PartitionSpec("a", "b"))
     keys = jax.random.split(jax.random.PRNGKey(seed), 2)
     u, w = (jax.device_put(jax.random.normal(key, (8, 4)), split) for key in keys)
     return {"enc": {"u": u, "w": w, "b": jnp.ones(4)}}
@@ -41,6 +45,26 @@ OPTIMIZERS: dict[str, Callable[[], Any]] = {
     "adafactor": lambda: optax.adafactor(1e-3, min_dim_size_to_factor=4, momentum=0.9),
     "statekit": lambda: statekit.jax.lamb(1e-2),
 }
+
+
+def by_labels() -> Any:
+    parts = {"matrices": optax.adafactor(1e-3, min_dim_size_to_factor=4), "rest": optax.adamw(1e-2)}
+    return optax.multi_transform(parts, {"enc": {"u": "matrices", "w": "matrices", "b": "rest"}})
+
+
+STEPPED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "adamw": (OPTIMIZERS["adamw"], {
+        "learning_rate": optax.linear_schedule(0.1, 0.0, 10),
+        "hparams": {"global_norm_clip_threshold": 1.0, "clipvalue": None},
+    }),
+    "adafactor": (OPTIMIZERS["adafactor"], {"learning_rate": 1e-3, "hparams": {"beta1": 0.9}}),
+    "statekit": (OPTIMIZERS["statekit"], {"learning_rate": 1e-2, "variant": "optax"}),
+    "several": (by_labels, {"learning_rate": {"adafactor": 1e-3, "adamw": 1e-2}}),
+    "injected": (lambda: optax.inject_hyperparams(optax.adamw)(1e-2, eps=1e-7), {}),
+    "waiting": (lambda: optax.MultiSteps(optax.adamw(1e-2), 2), {"learning_rate": 1e-2}),
+    "skipping": (lambda: optax.apply_if_finite(optax.adamw(1e-2), 3), {"learning_rate": 1e-2}),
+}  # fmt: skip
+"""Optimizers whose updates are attested, and what is said of them, as their states don't."""
 
 
 def tree(change: Callable[[str, Any], Any], node: Any) -> Any:
@@ -96,15 +120,127 @@ FAULTS: dict[str, Callable[[Any, Any], tuple[Any, Any]]] = {
 """What goes wrong with a restored run."""
 
 
-def attested(kind: str, out: Path) -> dict[str, list[str]]:
-    made = OPTIMIZERS[kind]()
+def placed(node: Any) -> Any:
+    """Returns a tree in which what no axis splits lies on all devices."""
+    whole = jax.sharding.NamedSharding(mesh(), jax.sharding.PartitionSpec())
+    return jax.tree.map(lambda x: x if len(x.sharding.device_set) > 1 else jax.device_put(x, whole), node)
+
+
+def grads_of(params: Any, i: int) -> Any:
+    return jax.tree.map(lambda x: x * 0.1 + i, params)
+
+
+def trained(made: Any, updates: int = 3) -> dict[str, Any]:
     params = params_of(0)
     state = made.init(params)
-    for i in range(3):
-        grads = jax.tree.map(lambda x, i=i: x * 0.1 + i, params)
-        updates, state = made.update(grads, state, params)
-        params = optax.apply_updates(params, updates)
-    whole = {"params": params, "opt_state": state}
+    for i in range(updates):
+        updates_of, state = made.update(grads_of(params, i), state, params)
+        params = optax.apply_updates(params, updates_of)
+    return {"params": params, "opt_state": state}
+
+
+Update = Callable[[Any, Any, Any], tuple[Any, Any]]
+Hide = Callable[[Update, Any, Any, Any], tuple[Any, Any]]
+
+
+def counted(change: Callable[[Any], Any], before: Any, after: Any) -> Any:
+    """Returns a state after an update in which the counts are made of those before it."""
+    pairs = (lambda old, new: change(old) if jnp.issubdtype(old.dtype, jnp.integer) else new), before, after
+    return jax.tree.map(*pairs)
+
+
+def powers_cached(update: Update, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    updates, after = update(grads, counts(lambda x: x * 0, state), params)
+    return updates, counted(lambda old: old + 1, state, after)
+
+
+def gradients_changed(update: Update, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    return update(jax.tree.map(lambda x: x.at[0].mul(3), grads), state, params)
+
+
+def state_elsewhere(update: Update, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    return update(grads, floats(lambda x: x * 0, state), params)
+
+
+def another_rate(update: Update, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    updates, after = update(grads, state, params)
+    return jax.tree.map(lambda x: x * 1.001, updates), after
+
+
+def epsilon_moved(update: Update, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    updates, after = optax.apply_if_finite(optax.adamw(1e-2, eps=1e-4), 3).update(grads, state, params)
+    return updates, after
+
+
+def count_left(update: Update, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    updates, after = update(grads, state, params)
+    return updates, counted(lambda old: old, state, after)
+
+
+HIDDEN: dict[str, tuple[str, Hide]] = {
+    hide.__name__: (kind, hide)
+    for kind, hide in (
+        ("several", powers_cached),
+        ("several", gradients_changed),
+        ("injected", state_elsewhere),
+        ("injected", another_rate),
+        ("skipping", epsilon_moved),
+        ("skipping", count_left),
+    )
+}
+"""What a state doesn't show before its update, and of which optimizer it is tried."""
+
+
+def honest(update: Update, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
+    return update(grads, state, params)
+
+
+def stepped(kind: str, out: Path, hide: Hide = honest, calls: int = 1) -> Any:
+    """Attests the update after a run that Orbax restores, jitted and donating what it had."""
+    make, said = STEPPED[kind]
+    made = make()
+    whole = trained(made)
+    with orbax.checkpoint.StandardCheckpointer() as checkpointer:
+        if not out.exists():
+            checkpointer.save(out, whole)
+            checkpointer.wait_until_finished()
+        same = checkpointer.restore(out, whole)
+    params, state = placed(same["params"]), placed(same["opt_state"])
+
+    def train_step(params: Any, state: Any, i: Any) -> Any:
+        grads = grads_of(params, i)
+        updates, state = hide(made.update, grads, state, params)
+        return optax.apply_updates(params, updates), state, grads
+
+    jitted = jax.jit(train_step, donate_argnums=(0, 1))
+    with statekit.jax.attested_step(params, state, out, **said) as step:
+        for i in range(calls):
+            params, state, grads = jitted(params, state, jnp.float32(3 + i))
+            step.check(grads, params, state)
+    assert step.result is not None
+    return step.result
+
+
+FEW = ("adamw", "several", "waiting", "powers_cached", "count_left")
+
+
+def steps_of(work: Path, names: Sequence[str]) -> dict[str, Any]:
+    """Returns what was found of the updates after honest resumes, and of those with something hidden."""
+    result: dict[str, Any] = {}
+    for kind in (name for name in names if name in STEPPED):
+        one = stepped(kind, work / f"step {kind}", calls=2)
+        said = [line for line in (*one.unchecked, *one.assumptions) if "update" in line or "Multi" in line]
+        result[kind] = [*map(str, one.findings), one.stepped, *said]
+    for name in (name for name in names if name in HIDDEN):
+        kind, hide = HIDDEN[name]
+        result[name] = [finding.name for finding in stepped(kind, work / f"step {kind}", hide).findings]
+    return result
+
+
+def attested(kind: str, out: Path) -> dict[str, list[str]]:
+    made = OPTIMIZERS[kind]()
+    whole = trained(made)
+    params, state = whole["params"], whole["opt_state"]
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         checkpointer.save(out, whole)
         checkpointer.wait_until_finished()
@@ -139,11 +275,15 @@ def attested(kind: str, out: Path) -> dict[str, list[str]]:
     }
 
 
-def main(work: Path) -> None:
-    """Runs all."""
-    result = {kind: attested(kind, work / kind) for kind in OPTIMIZERS}
+def main(work: Path, which: str = "") -> None:
+    """Runs all updates, or what is attested before one and a few updates."""
+    if which == "all":
+        result: dict[str, Any] = {"steps": steps_of(work, [*STEPPED, *HIDDEN])}
+    else:
+        result = {kind: attested(kind, work / kind) for kind in OPTIMIZERS}
+        result["steps"] = steps_of(work, FEW)
     (work / "result.json").write_text(json.dumps(result))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("jax")
 
-from statekit.errors import UsageError
-from statekit.jax import live
+from statekit.errors import UnknownRuleError, UsageError
+from statekit.jax import attested_step, live
 from statekit.state.comparison import is_zero
 from statekit.tensors.distance import distance
 from statekit.tensors.tensor import in_memory
@@ -47,13 +47,39 @@ FAULTS = {
     "a weight missing": "broken",
 }
 """What goes wrong, and what is found then, besides what a cast leaves."""
+WAITING = [
+    "Gradients of an update are being accumulated (acc_grads); where they have no place, the run loses them.",
+    "optax.MultiSteps takes the mean of gradients (use_grad_mean), as it usually does: its state doesn't say it.",
+]
+STEPS = {
+    **{kind: [3] for kind in ("adamw", "adafactor", "statekit", "several", "injected", "skipping")},
+    "waiting": [3, *WAITING],
+    "powers_cached": ["update-differs"],
+    "gradients_changed": ["update-differs"],
+    "state_elsewhere": ["update-differs"],
+    "another_rate": ["update-differs"],
+    "epsilon_moved": ["update-differs"],
+    "count_left": ["step"],
+}
+"""Of updates: findings, how many parameters were stepped, and what is said of it."""
+
+
+def driven(work: Path, *which: str) -> Any:
+    script = Path(__file__).with_name("attest_jax_driving.py")
+    done = subprocess.run([sys.executable, script, work, *which], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return json.loads((work / "result.json").read_text())
+
+
+@pytest.mark.slow
+def test_updates_of_optax_are_attested(tmp_path: Path) -> None:
+    assert driven(tmp_path, "all") == {"steps": STEPS}
 
 
 def test_runs_with_optax_and_orbax_are_attested(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("attest_jax_driving.py")
-    done = subprocess.run([sys.executable, script, tmp_path], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    result = json.loads((tmp_path / "result.json").read_text())
+    result = driven(tmp_path)
+    steps = result.pop("steps")
+    assert steps == {name: STEPS[name] for name in steps}
     assert {*result} == {"adamw", "adafactor", "statekit"}
     assert result["adamw"].pop("reset") == ["schedule"]
     for kind, names in result.items():
@@ -91,3 +117,37 @@ def test_parts_that_are_apart_are_compared_and_nothing_between_them(monkeypatch:
     assert is_zero(Squeezed(array, (4, 1, 4)))
     with pytest.raises(UsageError, match="process 1"):
         array.read()
+
+
+def test_a_step_is_told_by_name_what_it_needs(tmp_path: Path) -> None:
+    optax, orbax = pytest.importorskip("optax"), pytest.importorskip("orbax.checkpoint")
+    params = {"w": np.ones((4, 2), np.float32)}
+    made = {"lion": optax.lion(0.1), "clipped": optax.chain(optax.clip(1.0), optax.adamw(0.1))}
+    for kind, optimizer in made.items():
+        with orbax.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / kind, {"params": params, "opt_state": optimizer.init(params)})
+    state = made["clipped"].init(params)
+    with pytest.raises(UsageError, match="learning_rate"), attested_step(params, state, tmp_path / "clipped"):
+        pass
+    said: dict[str, Any] = {"learning_rate": 0.1}
+    with (
+        pytest.raises(UnknownRuleError, match="clipvalue"),
+        attested_step(params, state, tmp_path / "clipped", **said),
+    ):
+        pass
+    said["hparams"] = {"clipvalue": 1.0, "global_norm_clip_threshold": None}
+    with (
+        pytest.raises(UsageError, match="isn't like the parameters"),
+        attested_step(params, state, tmp_path / "clipped", **said) as step,
+    ):
+        step.check({"w": params["w"], "b": params["w"]}, params, state)
+    with (
+        pytest.raises(UsageError, match="without an update"),
+        attested_step(params, state, tmp_path / "clipped", **said) as step,
+    ):
+        pass
+    with attested_step(params, made["lion"].init(params), tmp_path / "lion") as step:
+        step.check(params, params, state)
+    assert step.result is not None
+    assert (step.result.passed, step.result.stepped, step.result.tensors) == (True, 0, 2)
+    assert "no schema has the optimizer" in str(step.result)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from statekit.attestation.attestation import Attestation
-from statekit.errors import StateError
+from statekit.errors import StateError, UsageError
 
 pytestmark = [
     pytest.mark.tensorflow,
@@ -315,3 +315,158 @@ def test_a_resume_from_pytorch_passes_and_one_with_the_wrong_rate_does_not(tmp_p
     fresh = keras.optimizers.AdamW(0.01, weight_decay=0.1)
     fresh.build(here.trainable_variables)
     assert "optimizer-empty" in {one.name for one in st.attest(fresh, here, path, **options).findings}
+
+
+def fitted(net: Any) -> None:
+    net.fit(X, Y, batch_size=8, verbose=0)
+
+
+def by_hand(net: Any) -> None:
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((net(X, training=True) - Y) ** 2)
+    pairs = zip(tape.gradient(loss, net.trainable_variables), net.trainable_variables, strict=True)
+    net.optimizer.apply_gradients(pairs)
+
+
+def on_a_batch(net: Any) -> None:
+    net.train_on_batch(X, Y)
+
+
+def stepped(net: Any, path: Path, update: Callable[[Any], object] = fitted, **options: Any) -> Attestation:
+    with st.attested_step(net.optimizer, net, path, **options) as step:
+        update(net)
+    assert step.result is not None
+    return step.result
+
+
+STEPPED = ("scheduled", "Lamb")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=() if k in STEPPED else pytest.mark.slow) for k in KINDS]
+)
+def test_an_honest_update_passes(kind: str, saved: Callable[..., Path]) -> None:
+    net = loaded(kind, saved(kind))
+    result = stepped(net, saved(kind, "keras"), strict=True)
+    assert (result.updates, result.stepped) == (3, 8), str(result)
+    assert not [one for one in result.unchecked if "update" in one], str(result)
+    assert "apply" not in vars(net.optimizer)
+
+
+def test_so_does_one_by_hand(saved: Callable[..., Path]) -> None:
+    for update in (by_hand, tf.function(by_hand)):
+        assert stepped(loaded("AdamW", saved("AdamW")), saved("AdamW"), update, strict=True).stepped == 8
+
+
+OTHERWISE = ("clipped", "compiled", "begun", "scaled")
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(k, marks=() if k == "scaled" else pytest.mark.slow) for k in OTHERWISE]
+)
+def test_so_does_one_that_is(kind: str, tmp_path: Path) -> None:
+    inner = keras.optimizers.Adam(0.01, global_clipnorm=0.01 if kind == "clipped" else None)
+    net, path = compiled(inner), tmp_path / "run.keras"
+    if kind == "begun":
+        inner.build(net.trainable_variables)
+    else:
+        net.train_on_batch(X, Y)
+    net.save(path)
+    live = {"begun": keras.optimizers.Adam(0.01), "scaled": keras.optimizers.LossScaleOptimizer(inner)}
+    net.compile(live.get(kind, inner), "mse", jit_compile=kind == "compiled")
+    assert stepped(net, path, on_a_batch, strict=True).stepped == 8
+
+
+def patched(optimizer: Any, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    object.__setattr__(optimizer, name, change(getattr(optimizer, name)))
+
+
+def rate_of_the_constructor(optimizer: Any) -> None:
+    patched(optimizer, "_backend_update_step", lambda update: lambda g, v, rate: update(g, v, rate * 1.01))
+
+
+def gradients_changed(optimizer: Any) -> None:
+    patched(
+        optimizer,
+        "_backend_update_step",
+        lambda update: lambda g, v, rate: update([x * 2 for x in g], v, rate),
+    )
+
+
+def state_elsewhere(optimizer: Any) -> None:
+    def change(update: Callable[..., Any]) -> Callable[..., Any]:
+        def moved(*args: Any) -> None:
+            for variable in (v for v in optimizer.variables if "velocity" in v.path):
+                variable.assign(variable * 0)
+            update(*args)
+
+        return moved
+
+    patched(optimizer, "_backend_update_step", change)
+
+
+def powers_cached(optimizer: Any) -> None:
+    def change(update: Callable[..., Any]) -> Callable[..., Any]:
+        def moved(*args: Any) -> None:
+            count = optimizer._iterations
+            object.__setattr__(optimizer, "_iterations", tf.zeros((), tf.int64))
+            update(*args)
+            object.__setattr__(optimizer, "_iterations", count)
+
+        return moved
+
+    patched(optimizer, "_backend_update_step", change)
+
+
+def epsilon_moved(optimizer: Any) -> None:
+    def change(update: Callable[..., Any]) -> Callable[..., Any]:
+        def moved(*args: Any) -> None:
+            kept, optimizer.epsilon = optimizer.epsilon, 1e-3
+            update(*args)
+            optimizer.epsilon = kept
+
+        return moved
+
+    patched(optimizer, "_backend_update_step", change)
+
+
+def count_left(optimizer: Any) -> None:
+    def change(update: Callable[..., Any]) -> Callable[..., Any]:
+        def moved(*args: Any) -> None:
+            update(*args)
+            optimizer._iterations.assign_sub(1)
+
+        return moved
+
+    patched(optimizer, "_backend_update_step", change)
+
+
+HIDDEN = (
+    rate_of_the_constructor, gradients_changed, state_elsewhere, powers_cached, epsilon_moved, count_left
+)  # fmt: skip
+
+
+SEEN = (powers_cached, count_left)
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [pytest.param(one, id=one.__name__, marks=() if one in SEEN else pytest.mark.slow) for one in HIDDEN],
+)
+def test_what_the_state_does_not_show_the_update_does(
+    hide: Callable[[Any], None], saved: Callable[..., Path]
+) -> None:
+    net = loaded("AdamW", saved("AdamW"))
+    hide(net.optimizer)
+    result = stepped(net, saved("AdamW"), on_a_batch)
+    name = "step" if hide is count_left else "update-differs"
+    assert [one.name for one in result.findings] == [name], str(result)
+
+
+def test_updates_that_cannot_be_looked_at_are_refused(saved: Callable[..., Path]) -> None:
+    net = loaded("AdamW", saved("AdamW"))
+    with pytest.raises(UsageError, match="without an update"):
+        stepped(net, saved("AdamW"), lambda net: None)
+    net.compile(net.optimizer, "mse", steps_per_execution=2)
+    with pytest.raises(UsageError, match="Several updates"):
+        stepped(net, saved("AdamW"))

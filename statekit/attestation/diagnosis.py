@@ -140,8 +140,9 @@ FAULTS: Mapping[str, Fault] = {
     ),
     "update-differs": Fault(
         "The update isn't the one that the rule makes of the checkpoint's state and these gradients.",
-        "look for what the optimizer keeps beside its state: powers of betas that were taken when it was made, "
-        "hyperparameters that are used before they are restored, a copy of the state elsewhere",
+        "see first that what is assumed of the checkpoint is so, and say hparams={...} where it isn't; then look for "
+        "what the optimizer keeps beside its state: powers of betas that were taken when it was made, hyperparameters "
+        "that are used before they are restored, a copy of the state elsewhere",
     ),
     "broken": Fault(
         "The live state breaks its own rules.", "check that the state was loaded into the right parameters"

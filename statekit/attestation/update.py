@@ -7,7 +7,7 @@ everything that the rule's arithmetic can return (docs/bounds.md), and what the 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,10 +17,10 @@ from statekit.arrays.backend import Value
 from statekit.arrays.intervals import UNIT, Interval, IntervalBackend
 from statekit.attestation.attestation import Finding
 from statekit.attestation.diagnosis import fault
-from statekit.errors import StatekitError
+from statekit.errors import StatekitError, some
 from statekit.optim.adafactor import COMPOUNDING
 from statekit.optim.gradient_clipping import Limits
-from statekit.optim.run import counts_apart, initial, load, mover
+from statekit.optim.run import counts_apart, initial, load, mover, settled_group, steps_for
 from statekit.state.constants import variant_constants
 from statekit.state.hyperparameters import settled
 from statekit.state.options import stored_rate
@@ -28,6 +28,7 @@ from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import Array, Index, Tensor, in_memory, normal_index, parts_of
 
+ACCUMULATED = "gradient_accumulation_steps"
 LARGEST = 1 << 22
 """Elements: of a larger parameter whose elements move by themselves, so many are stepped."""
 
@@ -39,10 +40,14 @@ class Gradient:
     Attributes:
         value: The gradient; of a sharded parameter, the part that this process has.
         divisor: What the optimizer itself divides it by, as a fused kernel does with a loss scale.
+        waiting: What it first adds it to: the sum, or the mean, of gradients that waited for this update.
+        mean_of: Where that is a running mean, of how many gradients it is one with this; 0 where it is a sum.
     """
 
     value: Array
     divisor: float = 1.0
+    waiting: Array | None = None
+    mean_of: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,7 +63,9 @@ class Chosen:
     unchecked: tuple[str, ...]
 
 
-def chosen_blocks(right: TrainState, live: TrainState, paths: Iterable[str]) -> Chosen:
+def chosen_blocks(
+    right: TrainState, live: TrainState, paths: Iterable[str], unstepped: Mapping[str, str] = {}
+) -> Chosen:
     """Returns which of some parameters can be stepped here, and what is stepped of each.
 
     Where a rule takes the gradients of a group together, all of that group are stepped.
@@ -67,6 +74,10 @@ def chosen_blocks(right: TrainState, live: TrainState, paths: Iterable[str]) -> 
         right: The checkpoint's state, under the live rule.
         live: The live state; its sharded parameters are stepped where this process has them.
         paths: The sample.
+        unstepped: Parameters that the rule alone doesn't move, and why, a phrase each.
+
+    Raises:
+        UnknownRuleError: A rule needs a hyperparameter that the checkpoint doesn't say.
     """
     asked = {*paths}
     said: list[str] = []
@@ -81,10 +92,19 @@ def chosen_blocks(right: TrainState, live: TrainState, paths: Iterable[str]) -> 
                 f"the update of {schema}, variant {variant or 'unknown'}: statekit has no step for it"
             )
             continue
+        steps = steps_for(schema, variant)
+        settled_group(steps, replace(group, paths=tuple(wanted)), right.rules, str(variant))
+        if len(right.optimizer.groups) > 1 and _has_norm(schema, str(variant), group):
+            said.append(
+                f"the update of {some(wanted)}: nothing tells whether the norm that is limited is of this group or all"
+            )
+            continue
         together = _acts_together(schema, str(variant), group)
         alone = schema == "adamw" and not together
         for path in group.paths if together else wanted:
-            index, why = _block(live.params[path], alone)
+            index, why = None, unstepped.get(path, "")
+            if not why:
+                index, why = _block(live.params[path], alone)
             if index is None:
                 said.append(f"the update of {path}: {why}")
             else:
@@ -98,9 +118,22 @@ def _acts_together(schema: str, variant: str, group: Group) -> bool:
     """Tells whether a rule takes a group's gradients together, so that no part of it can be stepped by itself."""
     if schema == "scaled_adam":
         return True
-    constants = variant_constants(schema, variant)
-    compounds = constants.get("lr_source") == COMPOUNDING
-    return compounds or ("gradient_clipping" in constants and settled(Limits, schema, variant, group).any)
+    compounds = variant_constants(schema, variant).get("lr_source") == COMPOUNDING
+    limits = _limits(schema, variant, group)
+    return compounds or (limits is not None and limits.any)
+
+
+def _has_norm(schema: str, variant: str, group: Group) -> bool:
+    """Tells whether the norm of many gradients together is limited."""
+    limits = _limits(schema, variant, group)
+    return limits is not None and bool(limits.global_norm_clip_threshold)
+
+
+def _limits(schema: str, variant: str, group: Group) -> Limits | None:
+    """Returns what limits a group's gradients; None where the rule has no such thing."""
+    if "gradient_clipping" not in variant_constants(schema, variant):
+        return None
+    return settled(Limits, schema, variant, group)
 
 
 def _block(param: Tensor, alone: bool) -> tuple[Index | None, str]:
@@ -132,6 +165,7 @@ def update_findings(
     grads: Mapping[str, Gradient],
     moved: Container[str],
     sqrt_units: float,
+    rate: Callable[[Group], Any] = lambda group: None,
 ) -> tuple[list[Finding], list[str], int]:
     """Returns in what an update isn't that of the rule, what couldn't be stepped, and how many tensors were compared.
 
@@ -142,11 +176,11 @@ def update_findings(
         grads: Gradients of what is stepped, by path.
         moved: The parameters that have a gradient; others aren't moved.
         sqrt_units: How far the framework's square roots may be from the exact ones, in units of 2^-24.
+        rate: Learning rate of a group where the caller says it; None: as the checkpoint has it, or else the live run.
     """
     try:
-        before, said = _restricted(right, after, chosen.blocks)
+        before, rates, said = _restricted(right, after, chosen.blocks, rate)
         bounds = IntervalBackend(True, sqrt_units=sqrt_units)
-        rates = tuple(map(_rate, before.optimizer.groups))
         given = {path: _interval(bounds, grads[path]) for path in before.params if path in grads}
         bound = mover(bounds, before)(load(bounds, before), given, rates)
     except StatekitError as error:
@@ -169,22 +203,29 @@ def update_findings(
 
 
 def _restricted(
-    right: TrainState, after: TrainState, blocks: Mapping[str, Index]
-) -> tuple[TrainState, list[str]]:
-    """Returns the checkpoint's state of what is stepped, with the live rate where the checkpoint says none."""
-    groups, said = [], []
+    right: TrainState, after: TrainState, blocks: Mapping[str, Index], rate: Callable[[Group], Any]
+) -> tuple[TrainState, tuple[Any, ...], list[str]]:
+    """Returns the checkpoint's state of what is stepped, each group's rate, and what was taken from the live run."""
+    groups, rates, said = [], [], []
     for group in right.optimizer.groups:
         paths = tuple(path for path in group.paths if path in blocks)
         if not paths:
             continue
-        hyper = dict(group.hyperparameters)
         live = after.group_of(paths[0])
-        rate = None if live is None else stored_rate(live.hyperparameters)
-        if stored_rate(hyper) is None and rate is not None:
-            hyper["learning_rate"] = rate
+        value = rate(group)
+        if value is None:
+            value = _rate(group)
+        if value is None and live is not None and (value := _rate(live)) is not None:
             said.append(
                 "the learning rate of the update: the checkpoint doesn't say it, the live one is taken"
             )
+        rates.append(value)
+        hyper = {**group.hyperparameters, **_only_live(group, live)}
+        if not hyper.items() <= group.hyperparameters.items():
+            names = ", ".join(name for name in hyper if hyper[name] != group.hyperparameters.get(name))
+            said.append(f"{names} of the update: the checkpoint doesn't say it, the live one is taken")
+        # What waits for an update is part of the gradient that is given.
+        hyper |= dict.fromkeys(hyper.keys() & {ACCUMULATED})
         groups.append(replace(group, paths=paths, hyperparameters=hyper))
     moved = [path for group in groups for path in group.paths]
     params = {path: _read(right.params[path], blocks[path]) for path in moved}
@@ -206,7 +247,18 @@ def _restricted(
     )
     if not right.counts.updates and not any(slots.values()):
         state = initial(state)
-    return state, list(dict.fromkeys(said))
+    return state, tuple(rates), list(dict.fromkeys(said))
+
+
+def _only_live(group: Group, live: Group | None) -> dict[str, Any]:
+    """Returns the hyperparameters that the live run says of a group, where the checkpoint's are assumed."""
+    if live is None:
+        return {}
+    return {
+        name: live.hyperparameters[name]
+        for name, known_from in group.known_from.items()
+        if known_from == "assumed" and live.known_from.get(name, "assumed") != "assumed"
+    }
 
 
 def _read(tensor: Tensor, index: Index | None) -> Tensor:
@@ -220,6 +272,9 @@ def _rate(group: Group) -> Any:
 
 def _interval(bounds: IntervalBackend, grad: Gradient) -> Value:
     value = bounds.asarray(grad.value)
+    if grad.waiting is not None:
+        waiting = bounds.asarray(grad.waiting)
+        value = waiting + ((value - waiting) / grad.mean_of if grad.mean_of else value)
     if grad.divisor == 1.0:
         return value
     ends = value.low / grad.divisor, value.high / grad.divisor

@@ -12,6 +12,7 @@ try:
     from statekit.jax.optimizers import adafactor, adamw, lamb, lans, scaled_adam
     from statekit.jax.sharding import state_shardings
     from statekit.jax.states import AdafactorState, AdamWState, LambState, LansState, ScaledAdamState
+    from statekit.jax.step_attestation import attested_step
 except ModuleNotFoundError as error:
     if error.name in ("jax", "optax"):
         raise MissingExtraError(
@@ -28,6 +29,7 @@ __all__ = [
     "adafactor",
     "adamw",
     "attest",
+    "attested_step",
     "lamb",
     "lans",
     "load_optimizer",

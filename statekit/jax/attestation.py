@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from os import PathLike
 from typing import Any
 
-from statekit.attestation.attest import attest as attested
 from statekit.attestation.attestation import Attestation
+from statekit.attestation.live_run import LiveRun
 from statekit.conversion.contracts import Hints
 from statekit.jax.from_checkpoint import model_of
 from statekit.jax.leaves import leaves_of
-from statekit.jax.live import live_state
+from statekit.jax.live import live_checkpoint, live_state
 from statekit.maps.model_map import maps_of
 from statekit.state.exactness import Level
 
@@ -39,7 +40,8 @@ def attest(
 
     Call it after all is restored and before the first update. Compared are parameters, every slot with its dtype, and
     the counts; hyperparameters where the state has them. Of sharded arrays each process compares what its devices hold,
-    shard by shard.
+    shard by shard. Where no schema has the optimizer's rule, as of Lion, its state is compared by its own names, which
+    is said.
 
     Args:
         params: The parameters; a leaf's name is its keys joined by `/`.
@@ -68,16 +70,56 @@ def attest(
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    hints = Hints.given(hparams, variant, param_names, follow_links=follow_links, budget=budget)
-    return attested(
-        path,
-        lambda opened: live_state(params, opt_state),
+    run = live_run(
+        Live(params, opt_state),
         names=names,
-        maps=maps_of(map, config, builds=False, model=model_of(leaves_of(params), names)),
-        require=require,
+        param_names=param_names,
+        variant=variant,
         step=step,
-        hints=hints,
-        sample=sample,
-        seed=seed,
-        strict=strict,
+        hparams=hparams,
+        map=map,
+        config=config,
+        require=require,
+        follow_links=follow_links,
+        budget=budget,
     )
+    return run.attested(path, sample, seed, strict)
+
+
+@dataclass
+class Live:
+    """What a run has in memory by now.
+
+    Attributes:
+        params: The parameters.
+        opt_state: The optimizer's state.
+    """
+
+    params: Any
+    opt_state: Any
+
+
+def live_run(
+    live: Live,
+    *,
+    names: Mapping[str, str] | None = None,
+    param_names: Sequence[str] | None = None,
+    variant: str | None = None,
+    step: int | None = None,
+    hparams: Mapping[str, Any] | None = None,
+    map: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    require: Level = "rounding",
+    follow_links: bool = False,
+    budget: int | None = None,
+) -> LiveRun:
+    """Returns a run as it is held against a checkpoint, with what it has by then; arguments are those of `attest`."""
+    arguments = {
+        "live": lambda opened: live_state(live.params, live.opt_state),
+        "names": names,
+        "maps": maps_of(map, config, builds=False, model=model_of(leaves_of(live.params), names)),
+        "require": require,
+        "step": step,
+        "hints": Hints.given(hparams, variant, param_names, follow_links=follow_links, budget=budget),
+    }
+    return LiveRun(arguments, lambda: live_checkpoint(live.params, live.opt_state))

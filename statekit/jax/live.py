@@ -123,6 +123,11 @@ def live_tree(node: Any, name: str = "") -> Tree:
     return live_tree(fields, name)
 
 
+def live_checkpoint(params: Any, opt_state: Any) -> Checkpoint:
+    """Returns what is live in the form in which a checkpoint of Orbax is read."""
+    return Checkpoint("orbax", LIVE, live_tree({"params": params, "opt_state": opt_state}))
+
+
 def live_state(params: Any, opt_state: Any) -> TrainState:
     """Returns the canonical state of what is live.
 
@@ -133,6 +138,6 @@ def live_state(params: Any, opt_state: Any) -> TrainState:
     Raises:
         StateError: The state breaks its layout's rules; or no layout knows the optimizer.
     """
-    checkpoint = Checkpoint("orbax", LIVE, live_tree({"params": params, "opt_state": opt_state}))
+    checkpoint = live_checkpoint(params, opt_state)
     layout, _ = registry.detect_layout(checkpoint)
     return registry.decoded(layout, checkpoint, NO_HINTS)

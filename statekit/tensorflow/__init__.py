@@ -17,6 +17,7 @@ require_tensorflow()  # before what follows (hence E402) imports Keras, which se
 from statekit.tensorflow.attestation import AttestCallback, attest  # noqa: E402 - after the backend
 from statekit.tensorflow.from_checkpoint import load_optimizer, load_params  # noqa: E402 - after the backend
 from statekit.tensorflow.optimizers import LAMB, LANS, Adafactor, AdamW, ScaledAdam  # noqa: E402 - after it
+from statekit.tensorflow.step_attestation import attested_step  # noqa: E402 - after the backend
 
 __all__ = [
     "LAMB",
@@ -26,6 +27,7 @@ __all__ = [
     "AttestCallback",
     "ScaledAdam",
     "attest",
+    "attested_step",
     "load_optimizer",
     "load_params",
 ]

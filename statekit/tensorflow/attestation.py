@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
 import keras
 
-from statekit.attestation.attest import attest as attested
 from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.diagnosis import fault
+from statekit.attestation.live_run import LiveRun
 from statekit.attestation.once import AttestsOnce
 from statekit.conversion.contracts import Hints
 from statekit.conversion.open_state import OpenState
@@ -22,7 +22,7 @@ from statekit.maps.model_map import maps_of
 from statekit.state.exactness import Level
 from statekit.state.train_state import TrainState
 from statekit.tensorflow.from_checkpoint import Variables, model_of, order_of, renumbered
-from statekit.tensorflow.live import canonical_names, live_state
+from statekit.tensorflow.live import canonical_names, live_checkpoint, live_state
 from statekit.tensorflow.naming import path_of, twice
 from statekit.tensorflow.optimizer import SchemaOptimizer
 
@@ -80,6 +80,56 @@ def attest(
         NotFoundError: Nothing is there.
         FormatError: The bytes can't be trusted, or no format fits.
     """
+    run = live_run(
+        optimizer,
+        variables,
+        path,
+        names=names,
+        param_names=param_names,
+        variant=variant,
+        step=step,
+        hparams=hparams,
+        map=map,
+        config=config,
+        require=require,
+        follow_links=follow_links,
+        budget=budget,
+    )
+    return run.run.attested(path, sample, seed, strict)
+
+
+@dataclass(frozen=True)
+class KerasRun:
+    """A run in memory, and what it is made of.
+
+    Attributes:
+        optimizer: What makes the updates, without wrappers.
+        named: The variables by the names that the live state has them by; filled when that is read.
+        run: It, as it is held against a checkpoint.
+    """
+
+    optimizer: Any
+    named: Mapping[str, Any]
+    run: LiveRun
+
+
+def live_run(
+    optimizer: Any,
+    variables: Variables,
+    path: str | PathLike[str],
+    *,
+    names: Mapping[str, str] | None = None,
+    param_names: Sequence[str] | None = None,
+    variant: str | None = None,
+    step: int | None = None,
+    hparams: Mapping[str, Any] | None = None,
+    map: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    require: Level = "rounding",
+    follow_links: bool = False,
+    budget: int | None = None,
+) -> KerasRun:
+    """Returns a run as it is held against a checkpoint; arguments are those of `attest`."""
     given = _floating(variables)
     Faults(("is the path of several variables", one) for one in twice(path_of(v) for v in given)).check(
         UsageError, "The variables can't be told apart", remedy="give layers names of their own"
@@ -101,28 +151,29 @@ def attest(
     names = names or {}
     order = [{**remembered, **names}.get(path_of(one), path_of(one)) for one in given if one.trainable]
 
+    named: dict[str, Any] = {}
+
     def live(opened: OpenState) -> TrainState:
         here = {} if names or remembered or map else renumbered(opened, given)
-        return live_state({here.get(path_of(one), path_of(one)): one for one in given}, optimizer)
+        named.update({here.get(path_of(one), path_of(one)): one for one in given})
+        return live_state(named, optimizer)
 
-    return attested(
-        path,
-        live,
-        findings=_strangers(optimizer, given),
-        unchecked=[f"{_PERIODS}: the checkpoint doesn't say it"] if said else (),
-        names=names,
-        remembered=remembered,
-        maps=maps_of(map, config, builds=False, model=model_of(given, {**remembered, **names})),
-        require=require,
-        shows_schedule=True,
-        whole_model=isinstance(variables, keras.Model),
-        step=step,
-        hints=hints,
-        instead=_otherwise(hints, param_names, optimizer, order),
-        sample=sample,
-        seed=seed,
-        strict=strict,
-    )
+    arguments = {
+        "live": live,
+        "findings": _strangers(optimizer, given),
+        "unchecked": [f"{_PERIODS}: the checkpoint doesn't say it"] if said else (),
+        "names": names,
+        "remembered": remembered,
+        "maps": maps_of(map, config, builds=False, model=model_of(given, {**remembered, **names})),
+        "require": require,
+        "shows_schedule": True,
+        "whole_model": isinstance(variables, keras.Model),
+        "step": step,
+        "hints": hints,
+        "instead": _otherwise(hints, param_names, optimizer, order),
+    }
+    by_path = {path_of(one): one for one in given}
+    return KerasRun(optimizer, named, LiveRun(arguments, lambda: live_checkpoint(by_path, optimizer)))
 
 
 class AttestCallback(AttestsOnce, keras.callbacks.Callback):  # type: ignore[misc]  # its base is untyped

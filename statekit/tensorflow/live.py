@@ -62,25 +62,14 @@ class LiveVariable:
         return {"op": "live", "name": self.name, "shape": list(self.shape), "dtype": self.dtype.name}
 
 
-def live_state(variables: Mapping[str, Any], optimizer: Any) -> TrainState:
-    """Returns the canonical state of what is live.
+def live_checkpoint(variables: Mapping[str, Any], optimizer: Any) -> Checkpoint:
+    """Returns what is live in the form in which a file of Keras is read; arguments are those of `live_state`."""
+    return _checkpoint(variables, optimizer, _built(variables, optimizer))
 
-    An optimizer that hasn't been built has no slots, and moves every variable that can be trained.
 
-    Args:
-        variables: The model's variables by name, those that aren't trained too.
-        optimizer: What makes the updates: Keras' own, or statekit's.
-
-    Raises:
-        StateError: The state breaks its layout's rules; or no layout knows the optimizer.
-    """
-    trained = [one for one in variables.values() if one.trainable]
-    built = optimizer if optimizer.built else _begun(optimizer, trained)
-    moved = built._trainable_variables
+def _checkpoint(variables: Mapping[str, Any], optimizer: Any, built: Any) -> Checkpoint:
+    moved, name_of = built._trainable_variables, _names(variables, built)
     ids = {id(one) for one in moved}
-    name_of = {id(one): name for name, one in variables.items()}
-    names = canonical_names(built)
-    name_of |= {id(one): names[path_of(one)] for one in moved if path_of(one) in names}
     rest = [one for one in variables.values() if id(one) not in ids]
     ordered = [one for one in [*moved, *rest] if id(one) in name_of]
     places = [(str(i), "vars", "0") for i in range(len(ordered))]
@@ -97,14 +86,42 @@ def live_state(variables: Mapping[str, Any], optimizer: Any) -> TrainState:
         **{str(i): {"vars": {"0": LiveVariable(one, name_of[id(one)])}} for i, one in enumerate(ordered)},
         "optimizer": {"vars": {key: LiveVariable(one, key) for key, one in _kept(optimizer, built).items()}},
     }
-    checkpoint = Checkpoint("keras", LIVE, tree)
+    return Checkpoint("keras", LIVE, tree)
+
+
+def live_state(variables: Mapping[str, Any], optimizer: Any) -> TrainState:
+    """Returns the canonical state of what is live.
+
+    An optimizer that hasn't been built has no slots, and moves every variable that can be trained.
+
+    Args:
+        variables: The model's variables by name, those that aren't trained too.
+        optimizer: What makes the updates: Keras' own, or statekit's.
+
+    Raises:
+        StateError: The state breaks its layout's rules; or no layout knows the optimizer.
+    """
+    built = _built(variables, optimizer)
+    checkpoint = _checkpoint(variables, optimizer, built)
     layout, _ = registry.detect_layout(checkpoint)
     state = registry.decoded(layout, checkpoint, NO_HINTS)
+    name_of = _names(variables, built)
     mine = {name: name_of[id(one)] for name, one in variables.items() if name_of[id(one)] != name}
     state = renamed(state, mine, LIVE)
-    if isinstance(made["config"]["learning_rate"], Mapping):
+    if isinstance(optimizer.get_config()["learning_rate"], Mapping):
         state = _with_rate(state, optimizer)
     return state if optimizer.built else _without_slots(state)
+
+
+def _built(variables: Mapping[str, Any], optimizer: Any) -> Any:
+    return optimizer if optimizer.built else _begun(optimizer, [v for v in variables.values() if v.trainable])
+
+
+def _names(variables: Mapping[str, Any], built: Any) -> dict[int, str]:
+    """Returns the name of each variable by its `id`: that which an optimizer of statekit has for it, or the given."""
+    names, moved = canonical_names(built), built._trainable_variables
+    given = {id(one): name for name, one in variables.items()}
+    return given | {id(one): names[path_of(one)] for one in moved if path_of(one) in names}
 
 
 def canonical_names(optimizer: Any) -> dict[str, str]:
@@ -138,16 +155,20 @@ def _begun(optimizer: Any, variables: Sequence[Any]) -> Any:
 def _with_rate(state: TrainState, optimizer: Any) -> TrainState:
     """Returns the state with the rate of the next update, which a schedule makes."""
     rate = float(backend("tensorflow").numpy(optimizer.learning_rate))
-    spec = optimizer.spec if isinstance(optimizer, SchemaOptimizer) else None
-    factors = [one.get(FACTOR, 1.0) for one in spec.groups] if spec else []
 
     def said(i: int, group: Group) -> Group:
         name = next((n for n in RATE_NAMES if n in group.hyperparameters), RATE_NAMES[0])
-        value = rate * (factors[i] if i < len(factors) else 1.0)
+        value = rate * rate_factor(optimizer, i)
         return replace(group, hyperparameters={**group.hyperparameters, name: value})
 
     groups = tuple(said(i, group) for i, group in enumerate(state.optimizer.groups))
     return replace(state, optimizer=replace(state.optimizer, groups=groups))
+
+
+def rate_factor(optimizer: Any, group: int) -> float:
+    """Returns what an optimizer multiplies its learning rate by in a group, by the group's number."""
+    groups = optimizer.spec.groups if isinstance(optimizer, SchemaOptimizer) else ()
+    return float(groups[group].get(FACTOR, 1.0)) if group < len(groups) else 1.0
 
 
 def _without_slots(state: TrainState) -> TrainState:

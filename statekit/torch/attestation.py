@@ -6,19 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
-from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 
 from statekit.attestation.attest import ORDERED
-from statekit.attestation.attest import attest as attested
 from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.diagnosis import fault
-from statekit.attestation.unknown_rule import attest_by_names
-from statekit.conversion import registry
+from statekit.attestation.live_run import LiveRun
 from statekit.conversion.contracts import Hints
-from statekit.errors import StateError, StatekitError, UnknownFormatError, UsageError
+from statekit.errors import StateError, StatekitError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.comparison import Rate
 from statekit.state.exactness import Level
@@ -111,69 +108,24 @@ def attest(
         follow_links=follow_links,
         budget=budget,
     )
-    result = run.gathered(lambda: run.attested(path, sample, seed))
-    if strict:
-        result.check()
-    return result
+    return run.run.attested(path, sample, seed, strict)
 
 
 @dataclass(frozen=True)
-class LiveRun:
-    """A run in memory, as it is held against a checkpoint.
+class TorchRun:
+    """A run in memory, and what it is made of.
 
     Attributes:
         params: The model's parameters by name.
         optimizers: What makes the updates, without wrappers.
-        arguments: Those of `statekit.attestation.attest.attest` that are the run's.
         flat: What this process has of parameters that FSDP1 keeps flat, by their `id`.
-        checkpoint: Gives it in the form in which a file is read.
+        run: It, as it is held against a checkpoint.
     """
 
     params: Mapping[str, torch.Tensor]
     optimizers: Sequence[torch.optim.Optimizer]
-    arguments: Mapping[str, Any]
     flat: Mapping[int, FlatPart]
-    checkpoint: Callable[[], Checkpoint]
-
-    def attested(self, path: str | PathLike[str], sample: int | None, seed: int) -> Attestation:
-        """Returns what is found here; where no schema has the rule of an optimizer, by names alone."""
-        try:
-            return attested(path, **self.arguments, sample=sample, seed=seed)
-        except UnknownFormatError:
-            result = self._by_names(Path(path), sample, seed)
-            if result is None:
-                raise
-            return result
-
-    def _by_names(self, path: Path, sample: int | None, seed: int) -> Attestation | None:
-        """Returns what is found by names alone; None where either side doesn't say whose its tensors are."""
-        hints, step, ordered = (self.arguments[name] for name in ("hints", "step", "instead"))
-        if self.arguments["names"] or self.arguments["maps"] or self.arguments["generators"]:
-            return None
-        running = self.checkpoint()
-        with registry.opened(registry.detect_container(path)[0], path, step, hints) as checkpoint:
-            right, said = registry.contents(checkpoint, hints.param_names), ""
-            if right is not None and right.params and not right.slots and ordered:
-                right, said = registry.contents(checkpoint, ordered[0][0].param_names), ordered[0][1]
-            live = registry.contents(running)
-            if right is None or live is None or not right.params or not (right.slots or live.slots):
-                return None
-            return attest_by_names(
-                (checkpoint, right),
-                (running, live),
-                findings=list(self.arguments["findings"]),
-                elsewhere=self.arguments["elsewhere"],
-                assumptions=[said] if said else [],
-                sample=sample,
-                seed=seed,
-            )
-
-    def gathered(self, of_this_process: Callable[[], Attestation]) -> Attestation:
-        """Returns what was found here, or of sharded parameters what all processes found; all of them call it."""
-        sharded = bool(self.flat) or any(is_sharded(param) for param in self.params.values())
-        if sharded and torch.distributed.is_initialized():
-            return _of_all_processes(of_this_process)
-        return of_this_process()
+    run: LiveRun
 
 
 def live_run(
@@ -193,7 +145,7 @@ def live_run(
     require: Level = "rounding",
     follow_links: bool = False,
     budget: int | None = None,
-) -> LiveRun:
+) -> TorchRun:
     """Returns a run as it is held against a checkpoint; arguments are those of `attest`."""
     inner = [_innermost(one, "optimizer", torch.optim.Optimizer) for one in _all(optimizer)]
     flat = flat_parts(named_parameters) if isinstance(named_parameters, torch.nn.Module) else {}
@@ -238,7 +190,10 @@ def live_run(
         "instead": _in_order(hints, inner, every, names or {}),
         "elsewhere": [name for name in every if name not in here],
     }
-    return LiveRun(here, inner, arguments, flat, checkpoint)
+    is_apart = bool(flat) or any(is_sharded(param) for param in here.values())
+    shared = is_apart and torch.distributed.is_initialized()
+    run = LiveRun(arguments, checkpoint, *([_of_all_processes] if shared else []))
+    return TorchRun(here, inner, flat, run)
 
 
 def _of_all_processes(of_this_process: Callable[[], Attestation]) -> Attestation:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
 from os import PathLike
 from typing import Any
 
@@ -12,30 +11,17 @@ import numpy as np
 import torch
 
 from statekit.arrays.backend import backend
-from statekit.attestation.attest import Sides, attesting, sampled
-from statekit.attestation.attestation import Attestation
-from statekit.attestation.update import Chosen, Gradient, chosen_blocks, update_findings
+from statekit.attestation.next_update import NextUpdate, next_update
+from statekit.attestation.update import Gradient
 from statekit.dropin.by_name import path_of
-from statekit.errors import UnknownFormatError, UsageError
 from statekit.tensors.tensor import Array, Index
-from statekit.torch.attestation import LiveRun, live_run, only
+from statekit.torch.attestation import TorchRun, live_run, only
 from statekit.torch.from_checkpoint import NamedParameters
 from statekit.torch.live import LiveSlice, LiveTensor
 from statekit.torch.sharding import FlatPart
 
 SQRT_UNITS = 2.0
 """How far square roots of PyTorch may be from the exact ones, in units of 2^-24 (docs/bounds.md)."""
-
-
-@dataclass
-class AttestedStep:
-    """What came of an attested step.
-
-    Attributes:
-        result: What was found of the state before the update, and of the update; None within the block.
-    """
-
-    result: Attestation | None = None
 
 
 @contextmanager
@@ -48,7 +34,7 @@ def attested_step(
     seed: int = 0,
     strict: bool = False,
     **options: Any,
-) -> Iterator[AttestedStep]:
+) -> Iterator[NextUpdate]:
     """Compares a live run with its checkpoint, as `attest`, and then the run's next update with that of its rule.
 
         with statekit.torch.attested_step(optimizer, model.named_parameters(), "ckpt") as step:
@@ -79,51 +65,28 @@ def attested_step(
     """
     run = live_run(optimizer, named_parameters, **options)
     only(run.optimizers, "optimizer")
-    step = AttestedStep()
-    with ExitStack() as stack:
-        try:
-            sides = stack.enter_context(attesting(path, **run.arguments))
-        except UnknownFormatError:
-            state = run.gathered(
-                lambda: run.attested(path, None, seed)
-            )  # which says that no schema has the rule
-            yield step
-            step.result = state
-            if strict:
-                state.check()
-            return
-        state = run.gathered(lambda: sides.result)
-        watch = _Watch(run, sides, sample, seed)
-        with watch.watching():
-            yield step
-        if watch.result is None:
-            raise UsageError(
-                "The block has ended without an update.",
-                place="statekit.torch.attested_step",
-                expected="a call of optimizer.step() that isn't skipped",
-                remedy="call it in the block; a loss scaler skips updates whose gradients aren't finite: try the next",
-            )
-        made = watch.result
-        step.result = run.gathered(lambda: replace(made, findings=(*state.findings, *made.findings)))
-    if strict:
-        step.result.check()
+    awaited = (
+        "statekit.torch.attested_step",
+        "a call of optimizer.step() that isn't skipped",
+        "call it in the block; a loss scaler skips updates whose gradients aren't finite: try the next",
+    )
+    with (
+        next_update(run.run, path, sample=sample, seed=seed, strict=strict, awaited=awaited) as update,
+        _Watch(run, update).watching(),
+    ):
+        yield update
 
 
 class _Watch:
     """Looks at an optimizer's next update."""
 
-    def __init__(self, run: LiveRun, sides: Sides, sample: int | None, seed: int) -> None:
-        self._run, self._sides = run, sides
+    def __init__(self, run: TorchRun, update: NextUpdate) -> None:
+        self._run, self._update = run, update
         self._optimizer = run.optimizers[0]
         self._params = {path_of(name): param for name, param in run.params.items()}
         self._grads: dict[str, Gradient] = {}
         self._moved: set[str] = set()
         self._depth = 0  # the step of a derived class calls that of its base, and both call the hooks
-        self._chosen = Chosen({}, ("the update: the live state can't be read",))
-        if sides.live is not None:
-            paths = [path for group in sides.right.optimizer.groups for path in group.paths]
-            self._chosen = chosen_blocks(sides.right, sides.live, sampled(paths, sample, seed))
-        self.result: Attestation | None = None
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -141,7 +104,7 @@ class _Watch:
     def _before(self, optimizer: Any, args: Any, kwargs: Any) -> Any:
         """Takes the gradients; where a closure makes them, as soon as it has."""
         self._depth += 1
-        if self.result is not None or self._depth > 1:
+        if not self._update.is_awaited or self._depth > 1:
             return None
         closure = kwargs.get("closure") or next((one for one in args[1:] if callable(one)), None)
         if closure is None:
@@ -164,7 +127,7 @@ class _Watch:
         divisor = 1.0 if scale is None else float(scale)
         self._grads = {
             path: Gradient(_block_of(param.grad, self._run.flat.get(id(param)), index), divisor)
-            for path, index in self._chosen.blocks.items()
+            for path, index in self._update.blocks.items()
             if (param := self._params[path]).grad is not None
         }
         self._moved = {path for path, param in self._params.items() if param.grad is not None}
@@ -172,21 +135,10 @@ class _Watch:
     def _after(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._depth -= 1
         skipped = getattr(optimizer, "found_inf", None)
-        if self.result is not None or self._depth or (skipped is not None and float(skipped)):
+        if not self._update.is_awaited or self._depth or (skipped is not None and float(skipped)):
             return
-        sides, chosen = self._sides, self._chosen
         units = max(SQRT_UNITS, backend("torch").sqrt_units)
-        each, said, tensors = update_findings(
-            sides.right, sides.decode(), chosen, self._grads, self._moved, units
-        )
-        result = sides.result
-        self.result = replace(
-            result,
-            findings=tuple(each),
-            unchecked=(*result.unchecked, *chosen.unchecked, *said),
-            tensors=result.tensors + tensors,
-            stepped=len(chosen.blocks) if tensors else 0,
-        )
+        self._update.judge(self._grads, self._moved, units)
 
 
 def _block_of(grad: Any, part: FlatPart | None, index: Index) -> Array:
