@@ -3,9 +3,10 @@
 One number says it all, bytes of memory; `--budget` raises it. What a job holds (headers, indices, pickles, trees; the
 values of tensors stream) is counted before it is allocated, and given back when the checkpoint is closed. Work is
 counted in steps, which may grow with the bytes that were read, and what decompresses in bytes that come out, which may
-grow with those that are stored, whatever is read first; not with time: an honest file on a slow disk passes. What only
-saves work, as a chunk that is decoded already, is kept while nothing else needs the room. Of disk reading takes
-nothing. Readers ask here and have no limits of their own, so that limits can't multiply.
+grow with those that are stored, whatever is read first; so may small chunks, of which each takes more work than its
+values; not with time: an honest file on a slow disk passes. What only saves work, as a chunk that is decoded already,
+is kept while nothing else needs the room. Of disk reading takes nothing. Readers ask here and have no limits of their
+own, so that limits can't multiply.
 """
 
 from __future__ import annotations
@@ -26,6 +27,12 @@ NODE_BYTES = 128
 """What one value of a tree is taken to need, in bytes: its object, and its place in a dict or list."""
 EXPANSION = 32
 """Bytes that one stored byte may become, over all that a job opens; a byte of zeros becomes a thousand."""
+CHUNK_BYTES, CHUNK_SHARE = 8, 512
+"""Stored bytes that explain a small chunk: in HDF5 and OCDBT one takes 10 to 40, and few files have nothing else."""
+CHUNK_STEPS = 128
+"""Steps of work that a chunk takes which is absent, or of which a block has next to nothing."""
+TINY = 256
+"""Values of a chunk from which on they explain the work themselves."""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
 
@@ -79,6 +86,15 @@ class Limits:
         """
         return 4 * self.held + EXPANSION * stored
 
+    def chunks(self, stored: int, files: int) -> int:
+        """Returns how many small chunks may be read one after the other where so many bytes lie in so many files.
+
+        That is 65 536 by default: of equal ones a compressed index takes next to nothing. To that comes one for each
+        file, one for `CHUNK_BYTES` until that are as many again, and one for `CHUNK_SHARE` of all bytes.
+        """
+        some = self.held // 2**13
+        return some + files + min(stored // CHUNK_BYTES, some) + stored // CHUNK_SHARE
+
 
 class Budget:
     """What a job has taken of its limits. Made once for a job, which may open several checkpoints, by any thread.
@@ -91,9 +107,11 @@ class Budget:
     def __init__(self, limits: Limits | None = None, *, follow_links: bool = False) -> None:
         self.limits = limits or Limits()
         self.follow_links = follow_links
-        self._held = self._steps = self._read = self._decoded = self._stored = 0
+        self._held = self._steps = self._read = self._decoded = self._stored = self._files = 0
+        self._chunks = 0
         self._opened: set[str] = set()
-        self._unmeasured: list[Callable[[], int]] = []
+        self._in_chunks: set[str] = set()
+        self._unmeasured: list[Callable[[], tuple[int, int]]] = []
         self._kept: OrderedDict[tuple[Account, Hashable], tuple[Any, int]] = OrderedDict()
         self._lock = threading.Lock()
         self.listeners: dict[tuple[int, int], Callable[[int, memoryview], None]] = {}
@@ -155,12 +173,13 @@ class Budget:
         with self._lock:
             self._read += count
 
-    def stored(self, place: str, measure: Callable[[], int]) -> None:
+    def stored(self, place: str, measure: Callable[[], tuple[int, int]]) -> None:
         """Notes a checkpoint, whose stored bytes explain what is decoded, also before they are read.
 
         Args:
             place: Where it is; it counts once.
-            measure: Returns how many bytes are stored there; asked once, and only if what was read doesn't explain it.
+            measure: Returns how many bytes are stored there, and in how many files; asked once, and only if what was
+                read doesn't explain it.
         """
         with self._lock:
             if place not in self._opened:
@@ -187,10 +206,7 @@ class Budget:
         count += self._decoded
         if count <= self.limits.decoded(self._stored + self._read):
             return
-        with self._lock:
-            while self._unmeasured:
-                self._stored += self._unmeasured.pop()()
-        explaining = self._stored + self._read
+        explaining = self._measured()[0] + self._read
         most = self.limits.decoded(explaining)
         if count > most:
             raise BudgetError(
@@ -200,6 +216,43 @@ class Budget:
                 found=f"{count} bytes",
                 remedy=_raised(max(2 * self.limits.held, count // 4)),
             )
+
+    def chunks(self, count: int, what: str, place: str) -> None:
+        """Takes the small chunks of an array that are read as a whole, one after the other.
+
+        Args:
+            count: How many the array has.
+            what: What reads them, as an error begins: `Reading an array in chunks`.
+            place: The array; it counts once, however often it is read.
+
+        Raises:
+            BudgetError: There are more than the bytes explain that are stored.
+        """
+        with self._lock:
+            if place in self._in_chunks:
+                return
+            self._in_chunks.add(place)
+            self._chunks += count
+        if self._chunks <= self.limits.chunks(0, 0):
+            return
+        stored, files = self._measured()
+        most = self.limits.chunks(stored, files)
+        if self._chunks > most:
+            raise BudgetError(
+                f"{what} takes more work than its bytes explain.",
+                place=place,
+                expected=f"at most {most} small chunks in {stored} bytes (the budget's limit `chunks`)",
+                found=f"{self._chunks} chunks of less than {TINY} values",
+                remedy=_raised(max(2 * self.limits.held, 2**13 * self._chunks)),
+            )
+
+    def _measured(self) -> tuple[int, int]:
+        """Returns how many bytes all checkpoints of the job have stored, and in how many files."""
+        with self._lock:
+            while self._unmeasured:
+                size, files = self._unmeasured.pop()()
+                self._stored, self._files = self._stored + size, self._files + files
+            return self._stored, self._files
 
     def step(self, count: int, what: str, place: str) -> None:
         """Takes `count` steps of work.
@@ -271,6 +324,10 @@ class Account:
     def step(self, count: int, what: str, place: str) -> None:
         """Takes steps of work, as `Budget.step` does."""
         self.budget.step(count, what, place)
+
+    def chunks(self, count: int, what: str, place: str) -> None:
+        """Takes the small chunks of an array, as `Budget.chunks` does."""
+        self.budget.chunks(count, what, place)
 
     def read(self, count: int) -> None:
         """Notes that so many bytes were read."""

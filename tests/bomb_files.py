@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import h5py
 
@@ -621,6 +621,20 @@ def _h5_attributes(folder: Path) -> Path:
     return path
 
 
+@bomb("HDF5: 500 data sets over the same 8000 chunks of a byte", "stats")
+def _h5_shared(folder: Path) -> Path:
+    path, file = keras_file(folder)
+    with file:
+        for i in range(500):
+            file.create_dataset(f"layers/{i:04d}/vars/0", (8000,), "u1", chunks=(1,), shuffle=True)
+        file["layers/0000/vars/0"][:] = 1
+    data = path.read_bytes()
+    nowhere, layout = b"\xff" * 8, b"\x03\x02\x02"  # version, chunked, two axes; then the address of a tree
+    (where,) = {data[at + 3 : at + 11] for at in _places(data, layout)} - {nowhere}
+    path.write_bytes(data.replace(layout + nowhere, layout + where))
+    return path
+
+
 # zarr: chunks of T5X, shards of Orbax, its database.
 
 
@@ -755,6 +769,28 @@ def _ocdbt_keys(folder: Path) -> Path:
     return orbax_database(folder, {f"{i:06d}": b"x" for i in range(100_000)}, {})
 
 
+@bomb("OCDBT: 300 chunks of 4 values, each the same 8 MB", "stats", quick=True)
+def _ocdbt_shared(folder: Path) -> Path:
+    header: dict[str, object] = {
+        "zarr_format": 2,
+        "shape": [1200],
+        "chunks": [4],
+        "dtype": "<f4",
+        "order": "C",
+    }
+    header |= {"compressor": {"id": "zstd", "level": 1}, "fill_value": None, "filters": None}
+    header["dimension_separator"] = "."
+    skipped = struct.pack("<II", 0x184D2A50, 8_000_000) + bytes(8_000_000)  # a frame that holds nothing
+    values = {"params.w/.zarray": json.dumps(header).encode(), "x": skipped}
+    key = [{"key": "params", "key_type": 2}, {"key": "w", "key_type": 2}]
+    leaf = {"value_type": "jax.Array", "skip_deserialize": False}
+    path = orbax_database(folder, values, {"('params', 'w')": {"key_metadata": key, "value_metadata": leaf}})
+    database = _database(path / "default")
+    for i in range(300):
+        (database / "x").experimental_copy_range_to(database / f"params.w/{i}").result()
+    return path
+
+
 def orbax_tensors(folder: Path, count: int) -> Path:
     """Writes a checkpoint of Orbax with so many arrays in a database."""
     header: dict[str, object] = {"zarr_format": 2, "shape": [1], "chunks": [1], "dtype": "<f4", "order": "C"}
@@ -774,8 +810,7 @@ def orbax_database(folder: Path, values: Mapping[str, bytes], tree: Mapping[str,
 
     item = folder / "1" / "default"
     item.mkdir(parents=True)
-    spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{item}/"}}
-    database = tensorstore.KvStore.open(spec).result()
+    database = _database(item)
     with tensorstore.Transaction() as transaction:
         opened = database.with_transaction(transaction)
         for key, value in values.items():
@@ -783,6 +818,13 @@ def orbax_database(folder: Path, values: Mapping[str, bytes], tree: Mapping[str,
     document = {"tree_metadata": tree, "use_ocdbt": True, "use_zarr3": False}
     (item / "_METADATA").write_text(json.dumps(document))
     return folder / "1"
+
+
+def _database(item: Path) -> Any:
+    import tensorstore
+
+    spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{item}/"}}
+    return tensorstore.KvStore.open(spec).result()
 
 
 # The rest: deflated archives, npz, MXNet's lists, parts of distributed checkpoints, hyperparameters.

@@ -366,9 +366,12 @@ def _leading_out(path: Path, root: str) -> Path:
     return next(filter(leaves, (*reversed(path.parents), path)), path)
 
 
-def _stored_bytes(links: Links, checkpoint: Path) -> int:
-    """Returns how many bytes of a disk the files at a path take, each once; what may not be read counts as nothing."""
-    total, seen, waiting = 0, set[tuple[int, int]](), [checkpoint]
+def _stored_bytes(links: Links, checkpoint: Path) -> tuple[int, int]:
+    """Returns how many bytes of a disk the files at a path take, and how many they are, each once.
+
+    What may not be read counts as nothing.
+    """
+    total, count, seen, waiting = 0, 0, set[tuple[int, int]](), [checkpoint]
     while waiting:
         path = waiting.pop()
         try:
@@ -382,8 +385,9 @@ def _stored_bytes(links: Links, checkpoint: Path) -> int:
         except (OSError, StatekitError):  # reading it says what is wrong
             continue
         if stat.S_ISREG(facts.st_mode):
+            count += 1
             total += min(facts.st_size, 512 * facts.st_blocks)  # the holes of a sparse file explain nothing
-    return total
+    return total, count
 
 
 class _Descriptor:

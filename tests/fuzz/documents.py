@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -139,19 +139,21 @@ _SHARDED = {
 class Values:
     """A store in memory."""
 
-    values: Mapping[str, bytes]
+    stored: Mapping[str, bytes]
     place: str = PLACE
     account: Account = field(default_factory=Account)
-    has_files: bool = False
 
     def value(self, key: str) -> Held | None:
         from statekit.converters.formats.zarr.stores import checked_key
 
         checked_key(key, self.place)
-        return Held(self.values[key], f"{key} in {PLACE}", self.account) if key in self.values else None
+        return Held(self.stored[key], f"{key} in {PLACE}", self.account) if key in self.stored else None
+
+    def values(self, keys: Sequence[str]) -> Iterator[Held | None]:
+        return map(self.value, keys)
 
     def headers(self, keys: Sequence[str]) -> list[bytes | None]:
-        return [self.values.get(key) for key in keys]
+        return [self.stored.get(key) for key in keys]
 
 
 @cache

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.budget import NODE_BYTES
+from statekit.budget import CHUNK_STEPS, NODE_BYTES, TINY
 from statekit.converters.formats.decompression import PIECE, ZLIB, decompress_into, stream_bytes
 from statekit.errors import CorruptError
 from statekit.files.source import Held, Part, Source, byte_of, bytes_at, hold
@@ -24,10 +24,8 @@ from statekit.tensors.tensor import Array, DType, Index, Shape, index_shape, tou
 DEFLATE, SHUFFLE, FLETCHER32 = 1, 2, 3
 """Numbers of the filters that are read."""
 _SUM_BYTES, _SUMMED = 4, 65535
-_CHUNK_STEPS = 128
-"""Steps of work that a chunk takes of which a block has next to nothing."""
-_FEW, _TINY = 256, 256
-"""Chunks of a block, and values of one, up to which their work isn't counted, and from which on they explain it."""
+_FEW = 256
+"""Chunks of a block up to which their work isn't counted."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,23 +65,28 @@ class Chunks:
         account, out = self.source.account, np.empty(index_shape(index), self.dtype)
         places = self._places()
         for number, (position, inner, outer) in enumerate(touched_chunks(self.chunks, index)):
-            if number >= _FEW and math.prod(index_shape(inner)) < _TINY:
-                account.step(_CHUNK_STEPS, "Reading a data set in chunks", self.what)
+            is_last = tuple(cut.stop for cut in inner) == (present := self._present(position))
+            if number >= _FEW and math.prod(index_shape(inner)) < TINY:
+                if index_shape(inner) == present:
+                    account.chunks(len(places), "Reading a data set in chunks", self.what)
+                else:
+                    account.step(CHUNK_STEPS, "Reading a data set in chunks", self.what)
             chunk = account.kept((self, position))
             if chunk is None:
                 if position not in places:
                     raise CorruptError("A chunk is absent.", place=self.what, found=f"none at {position}")
                 chunk = self._decoded(*places[position])
             out[outer] = chunk[inner]
-            if all(
-                cut.stop == min(c, n - i * c)
-                for cut, i, c, n in zip(inner, position, self.chunks, self.shape, strict=True)
-            ):
+            if is_last:
                 account.free(self._size)
             else:
                 account.keep((self, position), chunk, self._size)
         account.keep((self, "places"), places, 2 * NODE_BYTES * len(places))
         return out
+
+    def _present(self, position: tuple[int, ...]) -> Shape:
+        """Returns the shape of what the data set has of a chunk; one at the edge has more."""
+        return tuple(min(c, n - i * c) for i, c, n in zip(position, self.chunks, self.shape, strict=True))
 
     def _places(self) -> dict[tuple[int, ...], tuple[Part, int]]:
         """Returns where each chunk lies, and the mask of filters that were left out."""

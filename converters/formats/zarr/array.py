@@ -21,6 +21,7 @@ from typing import Any, Protocol, SupportsIndex
 
 import numpy as np
 
+from statekit.budget import CHUNK_STEPS, TINY
 from statekit.converters.formats.crc import crc32c
 from statekit.converters.formats.decompression import (
     MOST_OF_ONE,
@@ -33,7 +34,7 @@ from statekit.converters.formats.storage import checked_shape
 from statekit.converters.formats.zarr.stores import Store
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError
 from statekit.files.checksums import OF_COMPRESSORS
-from statekit.files.source import Part, Source, bytes_at, hold
+from statekit.files.source import Held, Part, Source, bytes_at, check_size, hold
 from statekit.pipeline import can_share, each, empty, passage, shared
 from statekit.tensors.tensor import (
     Array,
@@ -53,13 +54,8 @@ SLAB = 8 * 2**20
 AHEAD = 32 * 2**20
 """Bytes of the next chunk that are decoded while one is read: half a chunk of T5X, so that two threads are as busy."""
 
-CHUNK_STEPS = 128
-"""Steps of work that looking for a chunk takes which is absent, or of which a block has next to nothing.
-
-A small chunk that is a file, and is read as a whole, takes none: there can't be more of them than somebody stored.
-"""
-TINY = 256
-"""Values of a chunk from which on they explain the work themselves."""
+LITTLE = 2**16
+"""Bytes of a chunk up to which another thread isn't asked to decode it: asking takes as long."""
 
 
 class Stream(Protocol):
@@ -414,7 +410,7 @@ def open_array(store: Store, prefix: str, header: Header, name: str) -> Stored:
     return Stored(
         header.shape,
         header.dtype,
-        _Reader(store, prefix, header),
+        _Reader(store, prefix, header, name),
         name,
         f"{store.place}/{prefix}",
         header.chunks,
@@ -470,7 +466,8 @@ def _view(array: Array, index: Index) -> Array:
 
 
 _AT_ONCE = 256
-"""Chunks of a block that are looked for before they are decoded."""
+"""Chunks of a block that are looked for before they are decoded, unless they are large."""
+_LEAST_AT_ONCE = 4
 
 
 class _Reader:
@@ -479,40 +476,63 @@ class _Reader:
     What a block took a part of is kept for the next, where it ended: streaming an array decodes each chunk once.
     """
 
-    def __init__(self, store: Store, prefix: str, header: Header) -> None:
-        self._store, self._prefix, self._header = store, prefix, header
+    def __init__(self, store: Store, prefix: str, header: Header, name: str) -> None:
+        self._store, self._prefix, self._header, self._name = store, prefix, header, name
 
     def __call__(self, index: Index) -> Array:
         out: Array | None = None
         values: dict[tuple[int, ...], Source | None] = {}
-        place = f"{self._store.place}/{self._prefix}"
+        place, what = f"{self._store.place}/{self._prefix}", "Reading an array in chunks"
         touched = touched_chunks(self._header.chunks, index)
-        while parts := list(itertools.islice(touched, _AT_ONCE)):
+        count = min(_AT_ONCE, max(_LEAST_AT_ONCE, AHEAD // self._header.chunk_bytes()))
+        while parts := list(itertools.islice(touched, count)):
+            taken = self._look_for([position for position, _, _ in parts], values)
             stored = [self._value(position, values) for position, _, _ in parts]
             values.clear()
             if out is None:  # not before the first chunks were seen to hold what is declared
                 out = empty(index_shape(index), self._header.dtype)
             else:
-                tiny = sum(
-                    math.prod(index_shape(inner)) < TINY and not self._is_explained(position, inner, value)
+                tiny = [
+                    value is not None and index_shape(inner) == self._present(position)
                     for (position, inner, _), value in zip(parts, stored, strict=True)
-                )
-                self._store.account.step(CHUNK_STEPS * tiny, "Reading an array in chunks", place)
+                    if math.prod(index_shape(inner)) < TINY
+                ]
+                if any(tiny):  # what is stored once may have several names
+                    count = math.prod(self._header.grid())
+                    self._store.account.chunks(count, what, f"{self._name} in {place}")
+                self._store.account.step(CHUNK_STEPS * tiny.count(False), what, place)
             jobs = [
                 (position, inner, _view(out, outer), value)
                 for (position, inner, outer), value in zip(parts, stored, strict=True)
             ]
-            if len(jobs) == 1:
-                self._copy(jobs[0])
-            else:
-                for _ in each(self._copy, jobs):
-                    pass
+            is_little = len(jobs) == 1 or self._header.chunk_bytes() <= LITTLE
+            for _ in map(self._copy, jobs) if is_little else each(self._copy, jobs):
+                pass
+            self._store.account.free(taken)
         return np.empty(index_shape(index), self._header.dtype) if out is None else out
 
-    def _is_explained(self, position: tuple[int, ...], index: Index, value: Source | None) -> bool:
-        """Tells whether a file that is there explains the work of reading a chunk: one of its own, read as a whole."""
-        is_file = value is not None and self._store.has_files and self._header.shards is None
-        return is_file and index_shape(index) == self._present(position)
+    def _look_for(
+        self, positions: Sequence[tuple[int, ...]], values: dict[tuple[int, ...], Source | None]
+    ) -> int:
+        """Notes what is stored at positions; returns the bytes of it that are held meanwhile."""
+        wanted = list(dict.fromkeys(self._header.split(position)[0] for position in positions))
+        keys = [f"{self._prefix}/{self._header.value_key(outer)}" for outer in wanted]
+        taken = 0
+        for outer, value in zip(wanted, self._store.values(keys), strict=True):
+            values[outer] = value
+            if isinstance(value, Held):
+                check_size(value, 0, value.size, self._most_stored(), "A chunk")
+                hold(value, 0, value.size, "A chunk")
+                taken += value.size
+        return taken
+
+    def _most_stored(self) -> int:
+        """Returns how many bytes a shard or chunk is stored in at most: none needs twice those of its values."""
+        header = self._header
+        if header.shards is None:
+            return 2 * header.chunk_bytes() + LITTLE
+        values = math.prod(header.shards.shape) * header.dtype.itemsize
+        return 2 * values + header.shards.index_bytes(header.chunks) + LITTLE
 
     def _present(self, position: tuple[int, ...]) -> Shape:
         """Returns the shape of what the array has of a chunk; one at the edge has more."""

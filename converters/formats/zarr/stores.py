@@ -7,7 +7,7 @@ folder and nowhere else.
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,6 +20,9 @@ from statekit.tensors.tensor import Array
 
 _PROBE = 8 * 2**20
 """An OCDBT value up to this size is read at once; a larger one in spans. In bytes."""
+
+_SMALL = 2**16
+"""Values of OCDBT up to this size are read many at once: that takes a fifth of the time of one after the other."""
 
 _CACHED_PART = 8
 """The part of the bytes that a job may hold which an OCDBT database's inner nodes are kept in: 64 MiB by default."""
@@ -38,12 +41,11 @@ class Store(Protocol):
     def account(self) -> Account:
         """What reading it draws on."""
 
-    @property
-    def has_files(self) -> bool:
-        """Whether each value is a file of its own."""
-
     def value(self, key: str) -> Source | None:
         """Returns the value of a key, or None if there is none."""
+
+    def values(self, keys: Sequence[str]) -> Iterator[Source | None]:
+        """Yields the values of many keys in their order; small ones are looked for at once."""
 
     def headers(self, keys: Sequence[str]) -> list[bytes | None]:
         """Reads many small values at once; None where there is none.
@@ -105,7 +107,6 @@ class FolderStore:
 
     folder: Path
     files: Files = field(repr=False, compare=False)
-    has_files: bool = field(default=True, init=False)
 
     @property
     def place(self) -> str:
@@ -121,6 +122,9 @@ class FolderStore:
         except NotFoundError:
             return None
 
+    def values(self, keys: Sequence[str]) -> Iterator[Source | None]:
+        return map(self.value, keys)
+
     def headers(self, keys: Sequence[str]) -> list[bytes | None]:
         values = map(self.value, keys)
         return [None if value is None else read_whole(value) for value in values]
@@ -133,7 +137,6 @@ class OcdbtStore:
     place: str
     database: Any
     files: Files = field(repr=False, compare=False)
-    has_files: bool = field(default=False, init=False)
     _sizes: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -168,20 +171,49 @@ class OcdbtStore:
 
     def value(self, key: str) -> Source | None:
         checked_key(key, self.place)
-        place = f"{key} in {self.place}"
+        place = self._place(key)
         try:
             if key in self._sizes or self._has_byte(key, _PROBE):
                 if key not in self._sizes:
                     self._sizes[key] = self._size(key)
                 return _Spans(self, key, self._sizes[key])
-            result = self.database.read(key).result()
-            data = bytes(result.value)
-            if result.state != "missing" and not data:  # so reads a value whose data file is gone
-                raise ValueError("The value is empty, or the file it lies in is missing.")
+            return self._held(key, self.database.read(key).result())
         except (ValueError, OSError) as error:
             raise _damaged(place, error) from error
+
+    def values(self, keys: Sequence[str]) -> Iterator[Source | None]:
+        for key in keys:
+            checked_key(key, self.place)
+        if len(keys) < 2:
+            yield from map(self.value, keys)
+            return
+        byte = slice(_SMALL, _SMALL + 1)
+        probes = [self.database.read(key, byte_range=byte) for key in keys]  # all under way at once
+        are_large = [self._has(probe, key) for key, probe in zip(keys, probes, strict=True)]
+        reads = [
+            None if is_large else self.database.read(key)
+            for key, is_large in zip(keys, are_large, strict=True)
+        ]
+        for key, read in zip(keys, reads, strict=True):
+            if read is None:
+                yield self.value(key)
+                continue
+            try:
+                value = self._held(key, read.result())
+            except (ValueError, OSError) as error:
+                raise _damaged(self._place(key), error) from error
+            yield value
+
+    def _place(self, key: str) -> str:
+        return f"{key} in {self.place}"
+
+    def _held(self, key: str, result: Any) -> Held | None:
+        """Returns a value that was read; raises ValueError if it is empty, as one reads whose data file is gone."""
+        data = bytes(result.value)
+        if result.state != "missing" and not data:
+            raise ValueError("The value is empty, or the file it lies in is missing.")
         self.files.account.read(len(data))
-        return None if not data else Held(data, place, self.files.account)
+        return None if not data else Held(data, self._place(key), self.files.account)
 
     def headers(self, keys: Sequence[str]) -> list[bytes | None]:
         for key in keys:
@@ -207,12 +239,20 @@ class OcdbtStore:
             raise _damaged(self.place, error) from error
 
     def _has_byte(self, key: str, offset: int) -> bool:
+        return self._has(self.database.read(key, byte_range=slice(offset, offset + 1)), key)
+
+    def _has(self, byte: Any, key: str) -> bool:
+        """Tells whether a byte of a value that is being read is there.
+
+        Raises:
+            CorruptError: tensorstore can't read it.
+        """
         try:
-            return bool(self.database.read(key, byte_range=slice(offset, offset + 1)).result().value)
-        except ValueError as error:
+            return bool(byte.result().value)
+        except (ValueError, OSError) as error:
             if "OUT_OF_RANGE" in str(error):
                 return False
-            raise
+            raise _damaged(self._place(key), error) from error
 
     def _size(self, key: str) -> int:
         """Finds the size of a large value, which tensorstore doesn't tell, by asking for single bytes."""
@@ -237,7 +277,7 @@ class OcdbtStore:
             self.account.read(count)
             return data
         except (ValueError, OSError) as error:
-            raise _damaged(f"{key} in {self.place}", error) from error
+            raise _damaged(self._place(key), error) from error
 
 
 @dataclass(frozen=True)
