@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
@@ -134,12 +134,17 @@ def shared(work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Calla
 def each(work: Callable[[_A], _T], items: Iterable[_A]) -> Iterator[_T]:
     """Yields what work makes of each item, in their order; a few are under way at once."""
     coming: deque[Callable[[], _T]] = deque()
-    for item in items:
-        coming.append(shared(work, item))
-        if len(coming) >= min(threads(), _AT_ONCE):
+    try:
+        for item in items:
+            coming.append(shared(work, item))
+            if len(coming) >= min(threads(), _AT_ONCE):
+                yield coming.popleft()()
+        while coming:
             yield coming.popleft()()
-    while coming:
-        yield coming.popleft()()
+    finally:
+        for result in coming:  # whoever gives up closes the files next, which one of them may be reading
+            with suppress(Exception):
+                result()
 
 
 def lane(name: str, work: Callable[_P, _T], *args: _P.args, **kwargs: _P.kwargs) -> Callable[[], _T]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from statekit.pipeline import ahead, cores, empty, job, lane, passage, passed, threads
+from statekit.pipeline import ahead, cores, each, empty, job, lane, passage, passed, threads
 
 MIB = 2**20
 Array = np.ndarray[Any, np.dtype[Any]]
@@ -84,6 +84,23 @@ def test_who_gives_up_waits_for_the_block_that_is_being_read() -> None:
         begun.wait()
         threading.Timer(0.05, going_on.set).start()
         blocks.close()  # type: ignore[attr-defined]  # it is a generator
+        ends.append("given up")
+    assert ends == ["read", "given up"]
+
+
+def test_who_gives_up_waits_for_the_pieces_that_are_under_way() -> None:
+    going_on, ends = threading.Event(), []
+
+    def work(piece: int) -> None:
+        if piece == 0:
+            threading.Timer(0.05, going_on.set).start()
+            raise ValueError("the first")
+        going_on.wait()
+        ends.append("read")
+
+    with job(2):
+        with pytest.raises(ValueError, match="the first"):
+            list(each(work, range(2)))
         ends.append("given up")
     assert ends == ["read", "given up"]
 
