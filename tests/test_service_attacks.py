@@ -75,6 +75,7 @@ TARGETS = (
     "../out.pt", "..", ".", "", "/etc/out.pt", "run/../../out.pt", "run/../out.pt", "//etc/out.pt", "a\0b.pt",
     "\\..\\..\\out.pt", "./../out.pt", "link/out.pt", "link/../out.pt", "linked.pt", "run/checkpoint_4/../../../out.pt",
     "~/out.pt", "file:///etc/out.pt", "a.pt/../../out.pt", "x" * 300 + "/out.pt", "/".join(["a"] * 2000),
+    "\ud800.pt", "\udcff/out.pt",
 )  # fmt: skip
 
 

@@ -65,9 +65,9 @@ def target_beneath(root: Path, relative: str) -> Path:
     """
     parts = relative.split("/")
     if (
-        any(part in ("", ".", "..") or len(os.fsencode(part)) > _NAME_BYTES for part in parts)
+        not relative.isprintable()  # half a character has no bytes to count
         or "\\" in relative
-        or not relative.isprintable()
+        or any(part in ("", ".", "..") or len(os.fsencode(part)) > _NAME_BYTES for part in parts)
     ):
         raise UsageError(
             "This is no place beneath a root.",
