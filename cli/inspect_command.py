@@ -17,6 +17,7 @@ from statekit.cli import output
 from statekit.cli.arguments import checkpoint_options
 from statekit.cli.output import Cell, Screen, Styled, Table
 from statekit.cli.report_option import report_option, write_report
+from statekit.conversion.agreement import on_trust
 from statekit.conversion.contracts import Hints
 from statekit.conversion.inspection import (
     Choice,
@@ -120,6 +121,7 @@ def _summary(stdout: Screen, inspection: Inspection) -> None:
     elif inspection.step is not None:
         lines += [("step", str(inspection.step)), *_other_steps(inspection)]
     lines.append(("integrity", _proven_by(inspection)))
+    lines += [("", on_trust(inspection.uncounted))] if inspection.uncounted else []
     head = Table(("what", "value"), titled=False)
     for key, value in lines:
         head.add_row(Styled(key, bold=True), value)

@@ -7,6 +7,7 @@ from posixpath import commonpath
 from typing import Any
 
 from statekit.cli.output import Screen, Table
+from statekit.conversion.agreement import on_trust
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.plan import Plan, PlannedTensor
 from statekit.conversion.resume import next_update
@@ -29,6 +30,8 @@ def show_plan(stdout: Screen, plan: Plan, tensors: bool) -> None:
     ):
         head.add_row(name, str(path))
         head.add_row("", f"container {side.container}, layout {side.layout}, step {side.step}")
+        if side is plan.source and plan.uncounted:
+            head.add_row("", on_trust(plan.uncounted))
     head.add_row("tensors", f"{len(plan.entries)}, {size(plan.bytes)}")
     if plan.state["schema"] == WEIGHTS:
         head.add_row("holds", NO_OPTIMIZER)

@@ -89,7 +89,8 @@ SUITES = {
         "A file of another step",
         "A part of step 4 of a run in its place in step 8, of every library that writes several files, without a "
         "manifest; then it is planned and read. Caught: refused, or said under what is odd about the source. Silent: "
-        "nothing in any of the files tells; a manifest does (`statekit seal`). A schedule that steps once an epoch, "
+        "nothing in any of the files tells; `inspect` and `convert` name them, and a manifest does tell (`statekit "
+        "seal`). A schedule that steps once an epoch, "
         "or a name that counts epochs, disagrees as well, and what is said names that too; a schedule that steps with "
         "evaluations (ReduceLROnPlateau), or a number behind a prefix that isn't the library's own, says nothing. "
         "`pytest tests/test_mixed_files.py`.",

@@ -1,6 +1,6 @@
 """A file of one step in the folder of another is refused or said, where anything in the files can tell.
 
-There is no manifest. What nothing in the files can tell is in `UNTOLD`, by name.
+There is no manifest. What nothing in the files can tell is in `UNTOLD`, by name; `inspect` and `convert` name it too.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import struct
 import zipfile
 from collections.abc import Callable
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from click.testing import CliRunner
 from reliability_table import Row, note
 from samples import state_writer
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -25,9 +27,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import statekit.torch
 from goldens import GOLDEN
+from statekit.cli.main import statekit as cli
 from statekit.conversion.convert import plan
 from statekit.conversion.inspection import inspect
 from statekit.conversion.open_state import open_state
+from statekit.converters.containers import dcp_safetensors
 from statekit.errors import StatekitError
 from statekit.files.manifest import is_manifest
 from statekit.state.train_state import Counts, TrainState
@@ -149,6 +153,12 @@ def written(container: str, layout: str, schema: str, variant: str, name: str) -
     return make
 
 
+def in_shards(folder: Path, step: int) -> Path:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dcp_safetensors, "SHARD_BYTES", 200)
+        return written("dcp-safetensors", "torch-fqn-flat", "adamw", "torch", ".")(folder, step)
+
+
 MIXES: dict[str, tuple[Make, str]] = {
     "hf-trainer: optimizer.pt": (hf_trainer, "optimizer.pt"),
     "hf-trainer: scheduler.pt": (hf_trainer, "scheduler.pt"),
@@ -172,6 +182,8 @@ MIXES: dict[str, tuple[Make, str]] = {
     "mxnet: .states": (written("mxnet", "mxnet-lamb", "lamb", "mxnet_fused", "."), "*.states"),
     "tf-bundle: the index": (written("tf-bundle", "tf-adam", "adamw", "tf1", "."), "*.index"),
     "tf-bundle: the data": (written("tf-bundle", "tf-adam", "adamw", "tf1", "."), "*.data-*"),
+    "dcp-safetensors: a shard of slots": (in_shards, "*-00003-of-*.safetensors"),
+    "dcp-safetensors: a shard of weights": (in_shards, "*-00001-of-*.safetensors"),
     "megatron: common.pt": (written("megatron", "megatron", "adamw", "torch", "iter_{step:07}"), "common.pt"),
     "megatron: a rank's file": (
         written("megatron", "megatron", "adamw", "torch", "iter_{step:07}"),
@@ -206,14 +218,20 @@ def mixed(make: Make, part: str, folder: Path) -> Path:
 
 def noticed(checkpoint: Path) -> str:
     """Says how a mixed checkpoint was noticed; "" if it wasn't."""
+    return looked_at(checkpoint)[0]
+
+
+def looked_at(checkpoint: Path) -> tuple[str, tuple[str, ...]]:
+    """Says how a mixed checkpoint was noticed, and which files were said not to count."""
     try:
         planned = plan(checkpoint, checkpoint.parent / "target.statekit", to="statekit")
         with open_state(checkpoint) as opened:
             for tensor in opened.tensors.values():
                 tensor.read()
     except StatekitError as error:
-        return f"refused: {error.subject}"
-    return "; ".join(f"{finding.what}" for finding in planned.findings)
+        return f"refused: {error.subject}", ()
+    assert inspect(checkpoint).uncounted == planned.uncounted
+    return "; ".join(f"{finding.what}" for finding in planned.findings), planned.uncounted
 
 
 UNTOLD = {
@@ -222,6 +240,7 @@ UNTOLD = {
     "accelerate: model.safetensors": "weights without a count",
     "accelerate: random_states_0.pkl": "states of random generators, which don't say when",
     "accelerate: custom_checkpoint_0.pkl": "an object of the user's own",
+    "dcp-safetensors: a shard of weights": "weights without a count",
     "t5x: an array": "weights or a slot without a count",
     "mxnet: .params": "weights without a count; numbers in names may be epochs",
     "mxnet: .states": "slots whose counts nothing beside them has",
@@ -235,11 +254,13 @@ SAME = {"dcp: .metadata": "it says shapes and places, which are those of the oth
 @pytest.mark.parametrize("name", MIXES)
 def test_a_file_of_another_step_is_noticed(name: str, tmp_path: Path) -> None:
     make, part = MIXES[name]
-    seen = noticed(mixed(make, part, tmp_path))
+    seen, uncounted = looked_at(mixed(make, part, tmp_path))
     silent, same = name in UNTOLD, name in SAME
     said = UNTOLD.get(name) or SAME.get(name) or seen.partition(": files of")[0]
     note("mixed", Row(name, 1, caught=int(bool(seen)), harmless=int(same), silent=int(silent), said=said))
     assert bool(seen) != (silent or same), seen
+    file = part.partition("/")[0]
+    assert any(fnmatchcase(one.rstrip("/"), file) for one in uncounted) == silent, uncounted
 
 
 @pytest.mark.parametrize("name", SAME)
@@ -260,6 +281,15 @@ def test_files_of_one_step_are_passed_without_a_word(name: str, tmp_path: Path) 
 def test_an_inspection_says_it_too(tmp_path: Path) -> None:
     place = mixed(hf_trainer, "scheduler.pt", tmp_path)
     assert any("the schedule stands at step 4" in finding.what for finding in inspect(place).findings)
+
+
+def test_what_nothing_tells_is_named_until_a_manifest_does(tmp_path: Path) -> None:
+    place = hf_trainer(tmp_path, 4)
+    for command in (["inspect", place], ["convert", place, tmp_path / "a.statekit", "--dry-run"]):
+        shown = " ".join(CliRunner().invoke(cli, [*map(str, command)]).output.split())
+        assert "not provable to be of this step: model.safetensors, rng_state.pth; `statekit seal`" in shown
+    CliRunner().invoke(cli, ["seal", str(place)], catch_exceptions=False)
+    assert inspect(place).uncounted == ()
 
 
 def test_a_load_warns_of_it(tmp_path: Path) -> None:

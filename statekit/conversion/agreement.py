@@ -3,16 +3,22 @@
 A file of another step fits in shape, and nothing in the bytes of weights tells whose they are. But most files that
 stand beside weights count: a trainer's record its steps, an optimizer its updates, a schedule where it stands, and a
 step's folder is called by its number. Where these disagree, files may be mixed. A run may also have skipped updates or
-begun its optimizer anew, so it is said and not refused. What can't be told is listed in docs/reliability.md.
+begun its optimizer anew, so it is said and not refused. Files that don't count are named (`uncounted`): nothing in them
+tells, unless a manifest does.
 """
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import NamedTuple
 
+from statekit.errors import some
 from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.checksums import stored_in
+from statekit.files.source import listing
 from statekit.state.run import run_of
 from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import TrainState
@@ -43,9 +49,26 @@ RECORDS: Mapping[str, Path] = {
     "torch": ("global_step",),
 }
 """Container -> where the record stands that says the step, beside the optimizer's own."""
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+UNCOUNTED: Mapping[str, tuple[str, ...]] = {
+    "hf-trainer": (*_WEIGHTS, "rng_state*.pth", "scaler.pt"),
+    "accelerate": (*_WEIGHTS, "random_states_*.pkl", "custom_checkpoint_*.pkl", "scaler.pt"),
+    "dcp": ("*.distcp",),
+    "dcp-safetensors": ("*.safetensors",),
+    "megatron": ("*.distcp",),
+    "mxnet": ("*.params", "*.states", "*.npy"),
+    "orbax": ("*/",),
+    "t5x": ("*/",),
+}
+"""Container -> which files hold parts of a step and don't say which, unless a count is among their tensors.
+
+Names below the checkpoint; a folder's, as that of an array of zarr, ends in `/`.
+"""
+_COUNTS = frozenset({"step", "count"})
+"""Names of counts among tensors: PyTorch's of each parameter, Optax' and T5X' of a run."""
 _SKIPPED = ("deepspeed", "skipped_steps")
 _LIGHTNING = "pytorch-lightning_version"
-_BY_RANK = frozenset({"dcp", "deepspeed", "megatron", "fsdp1-ranks"})
+_BY_RANK = frozenset({"dcp", "dcp-safetensors", "deepspeed", "megatron", "fsdp1-ranks"})
 """Containers of which each rank writes a file."""
 _SEVERAL_FILES = frozenset({"hf-trainer", "accelerate"})
 """Containers in which optimizer and schedule lie in files of their own."""
@@ -79,6 +102,38 @@ def disagreements(checkpoint: Checkpoint, state: TrainState) -> tuple[Finding, .
         Finding(what, f"{checkpoint.path}", kind="mixed")
         for what in (*_of_records(checkpoint), *_of_counts(checkpoint, state))
     )
+
+
+def uncounted(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Returns the files that nothing shows to be of a checkpoint's step: they don't count, and no manifest names them.
+
+    Those of another step would go through: names below the checkpoint, sorted; none of one that is a single file.
+    """
+    patterns = UNCOUNTED.get(checkpoint.container, ())
+    if not patterns or checkpoint.proof is not None:
+        return ()
+    top = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+
+    def fits(name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+    places = {f"{file}": False for file in checkpoint.parts or listing(top) if fits(file.name)}
+    for name, tensor in checkpoint.tensors.items():
+        for stored in stored_in(tensor):
+            is_count = name.rpartition("/")[2].rpartition(".")[2] in _COUNTS
+            places[stored.place] = places.get(stored.place, False) or is_count
+    names = {
+        f"{os.path.relpath(place, top)}{'/' * os.path.isdir(place)}": is_counted
+        for place, is_counted in places.items()
+    }
+    silent = sorted(name for name, is_counted in names.items() if not is_counted and fits(name))
+    return tuple(silent) if len(names) > 1 else ()
+
+
+def on_trust(names: Sequence[str]) -> str:
+    """Says of files that don't count what that means; "" of none."""
+    sealing = "`statekit seal` right after saving makes it so"
+    return f"not provable to be of this step: {some(names)}; {sealing}" if names else ""
 
 
 def said_steps(checkpoint: Checkpoint, state: TrainState) -> Iterator[Said]:

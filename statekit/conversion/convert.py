@@ -168,6 +168,7 @@ def outcome(plan: Plan, report: Report | None) -> dict[str, Any]:
         "plan": plan.to_json(),
         "plan_digest": plan.digest,
         "findings": [vars(finding) for finding in plan.findings],
+        "uncounted": list(plan.uncounted),
         "report": report.to_json() if report else None,
         "next_update": [*plan.next_update] or next_update(plan.state, plan.run.schedules),
         "resume": resume_lines(of_plan(plan, report.files if report else ()), plan.state),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.conversion import registry
-from statekit.conversion.agreement import disagreements
+from statekit.conversion.agreement import disagreements, uncounted
 from statekit.conversion.contracts import Contents, Hints
 from statekit.conversion.open_state import chosen_container, chosen_layout
 from statekit.errors import NotFoundError, StateError, StatekitError, UnknownFormatError, printable, some
@@ -98,6 +98,7 @@ class Inspection:
         assumptions: What was assumed because the checkpoint doesn't say.
         findings: What is missing or odd.
         integrity: What it can be proven by.
+        uncounted: Its files that nothing shows to be of this step (statekit/conversion/agreement.py).
         contents: What it holds, in words, where no layout fits, and then slots have their own names; or that weights
             stand alone.
     """
@@ -116,6 +117,7 @@ class Inspection:
     assumptions: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
     integrity: Means = field(default_factory=Means)
+    uncounted: tuple[str, ...] = ()
     contents: str | None = None
 
     def __repr__(self) -> str:
@@ -165,6 +167,7 @@ class Inspection:
             "assumptions": list(self.assumptions),
             "findings": [vars(finding) for finding in self.findings],
             "integrity": self.integrity.to_json(),
+            "uncounted": list(self.uncounted),
             "contents": self.contents,
         }
 
@@ -249,6 +252,7 @@ def inspect(
     with registry.opened(chosen, path, request.step, request.hints, budget) as checkpoint:
         opened = Inspection(checkpoint.path, container, None, checkpoint.step, checkpoint.meta)
         opened = replace(opened, findings=checkpoint.findings, integrity=means_of(checkpoint))
+        opened = replace(opened, uncounted=uncounted(checkpoint))
         if not request.stats:
             return _seen(opened, checkpoint, request, on_progress)
         used = proving(checkpoint, budget, accept=request.hints.accept_damaged)

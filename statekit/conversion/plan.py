@@ -8,6 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from statekit.conversion.agreement import uncounted
 from statekit.conversion.contracts import NO_HINTS, Encoded, Exactness, Hints
 from statekit.conversion.kept import Kept, by_leaf, kept_of
 from statekit.conversion.rule_change import RuleChange
@@ -129,6 +130,8 @@ class Plan:
         rule_change: How the run goes on under another rule; None if the target may follow the source's own.
         mapped: What the maps made of every parameter; empty without one.
         findings: What was odd about the source; not part of the digest, as it names places on this machine.
+        uncounted: Files of the source that nothing shows to be of its step (statekit/conversion/agreement.py); not
+            part of the digest.
         request: What was asked for, with paths; not part of the digest.
         empty: Names of the target's leaves that hold nothing; not part of the digest.
         changed: What was changed of the run as it was asked for.
@@ -152,6 +155,7 @@ class Plan:
     empty: tuple[str, ...] = field(default=(), repr=False, compare=False)
     changed: tuple[Change, ...] = ()
     next_update: tuple[Mapping[str, Any], ...] = field(default=(), repr=False, compare=False)
+    uncounted: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def bytes(self) -> int:
@@ -278,6 +282,7 @@ def build_plan(
         request=request,
         empty=tuple(empty_names(encoded.tree)),
         changed=changed,
+        uncounted=uncounted(checkpoint),
     )
 
 
