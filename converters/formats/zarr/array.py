@@ -34,7 +34,7 @@ from statekit.converters.formats.storage import checked_shape
 from statekit.converters.formats.zarr.stores import Store
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError
 from statekit.files.checksums import OF_COMPRESSORS
-from statekit.files.source import Held, Part, Source, bytes_at, check_size, hold
+from statekit.files.source import Held, Part, Source, bytes_at, hold
 from statekit.pipeline import can_share, each, empty, passage, shared
 from statekit.tensors.tensor import (
     Array,
@@ -521,18 +521,23 @@ class _Reader:
         for outer, value in zip(wanted, self._store.values(keys), strict=True):
             values[outer] = value
             if isinstance(value, Held):
-                check_size(value, 0, value.size, self._most_stored(), "A chunk")
+                self._check_worth(value)
                 hold(value, 0, value.size, "A chunk")
                 taken += value.size
         return taken
 
-    def _most_stored(self) -> int:
-        """Returns how many bytes a shard or chunk is stored in at most: none needs twice those of its values."""
+    def _check_worth(self, value: Source) -> None:
+        """Refuses a shard or chunk that is stored in far more bytes than its values have: no compressor needs twice."""
         header = self._header
-        if header.shards is None:
-            return 2 * header.chunk_bytes() + LITTLE
-        values = math.prod(header.shards.shape) * header.dtype.itemsize
-        return 2 * values + header.shards.index_bytes(header.chunks) + LITTLE
+        values = math.prod(header.shards.shape if header.shards else header.chunks) * header.dtype.itemsize
+        index = header.shards.index_bytes(header.chunks) if header.shards else 0
+        if value.size > 2 * values + index + LITTLE:
+            raise CorruptError(
+                "A chunk is stored in more bytes than its values can need.",
+                place=value.place,
+                expected=f"about {values + index} bytes",
+                found=f"{value.size} bytes",
+            )
 
     def _present(self, position: tuple[int, ...]) -> Shape:
         """Returns the shape of what the array has of a chunk; one at the edge has more."""
