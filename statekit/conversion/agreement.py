@@ -17,11 +17,11 @@ from typing import NamedTuple
 
 from statekit.errors import some
 from statekit.files.checkpoint import Checkpoint, Finding
-from statekit.files.checksums import stored_in
 from statekit.files.source import listing
 from statekit.state.run import run_of
 from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import Stored
 from statekit.tensors.tree import Path, at
 
 NAMES = {
@@ -119,9 +119,9 @@ def uncounted(checkpoint: Checkpoint) -> tuple[str, ...]:
 
     places = {f"{file}": False for file in checkpoint.parts or listing(top) if fits(file.name)}
     for name, tensor in checkpoint.tensors.items():
-        for stored in stored_in(tensor):
+        if isinstance(tensor, Stored):
             is_count = name.rpartition("/")[2].rpartition(".")[2] in _COUNTS
-            places[stored.place] = places.get(stored.place, False) or is_count
+            places[tensor.place] = places.get(tensor.place, False) or is_count
     names = {
         f"{os.path.relpath(place, top)}{'/' * os.path.isdir(place)}": is_counted
         for place, is_counted in places.items()
