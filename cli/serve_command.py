@@ -49,6 +49,13 @@ def _data_folder() -> Path:
     "--name", "names", multiple=True, help="Another name by which browsers reach it. May be repeated."
 )
 @click.option(
+    "--keep-days",
+    type=click.IntRange(1, 36500),
+    default=90,
+    show_default=True,
+    help="After how many days the logs of jobs go, and jobs whose results nothing shows any more.",
+)
+@click.option(
     "--backup",
     metavar="FILE",
     type=click.Path(),
@@ -63,6 +70,7 @@ def command(
     host: str,
     allow_remote: bool,
     names: tuple[str, ...],
+    keep_days: int,
     backup: Path | None,
 ) -> int:
     """Shows the checkpoints below some folders in a browser.
@@ -89,7 +97,7 @@ def command(
         return 0
     if not roots:
         raise click.UsageError("--root is needed: a folder with checkpoints.")
-    return serve(Settings(roots, folder, host, port, workers, allow_remote, names), _announce)
+    return serve(Settings(roots, folder, host, port, workers, allow_remote, names, keep_days), _announce)
 
 
 def _announce(link: str, settings: Settings) -> None:

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, TypeVar, Unpack, cast, overload
 
 from statekit import errors
 from statekit.errors import MissingExtraError, NotFoundError, StatekitError, UsageError
@@ -33,15 +33,29 @@ from statekit.service.records import (
     Root,
     Run,
     Scan,
+    Scanning,
     State,
 )
 
 if TYPE_CHECKING:
     import httpx2
 
+    from statekit.service.options import (
+        CheckOptions,
+        ConvertOptions,
+        DiffOptions,
+        DoctorOptions,
+        InspectOptions,
+        ParameterOptions,
+        SealOptions,
+        ThinOptions,
+        VerifyOptions,
+    )
+
 TRIES = 5
 """How often a request is sent whose answer doesn't arrive; asked for again, nothing is done twice."""
 PAUSE_SECONDS = 0.2
+POLL_SECONDS = 0.1
 T = TypeVar("T")
 
 
@@ -106,8 +120,22 @@ class Client:
         return _read(tuple[Root, ...], self._get("/roots"))
 
     def scan(self) -> Scan:
-        """Has the service look for checkpoints now, and returns what that came to."""
-        return _read(Scan, self._ask("POST", "/scan").json())
+        """Has the service look for checkpoints, and returns what that came to, once it is over.
+
+        Raises:
+            StatekitError: It has failed.
+        """
+        asked = now = _read(Scanning, self._ask("POST", "/scan").json())
+        while now.done < asked.number:
+            time.sleep(POLL_SECONDS)
+            now = self.scanning()
+        if now.problem is not None or now.last is None:
+            raise StatekitError("The scan has failed.", found=now.problem)
+        return now.last
+
+    def scanning(self) -> Scanning:
+        """Returns how far the scan is that runs, or what the last one came to."""
+        return _read(Scanning, self._get("/scan"))
 
     def checkpoints(self, **filters: Unpack[Filters]) -> Iterator[Checkpoint]:
         """Yields the checkpoints that are asked for, all pages of them."""
@@ -168,6 +196,62 @@ class Client:
         """Returns what a checkpoint was made of, and what was made of it."""
         return _read(Lineage, self._get(f"/lineage/{int(number)}"))
 
+    @overload
+    def submit(
+        self,
+        kind: Literal["inspect"],
+        *subjects: int,
+        key: str | None = None,
+        **options: Unpack[InspectOptions],
+    ) -> Job: ...
+    @overload
+    def submit(
+        self,
+        kind: Literal["parameter"],
+        *subjects: int,
+        key: str | None = None,
+        **options: Unpack[ParameterOptions],
+    ) -> Job: ...
+    @overload
+    def submit(
+        self, kind: Literal["check"], *subjects: int, key: str | None = None, **options: Unpack[CheckOptions]
+    ) -> Job: ...
+    @overload
+    def submit(
+        self, kind: Literal["seal"], *subjects: int, key: str | None = None, **options: Unpack[SealOptions]
+    ) -> Job: ...
+    @overload
+    def submit(
+        self,
+        kind: Literal["doctor"],
+        *subjects: int,
+        key: str | None = None,
+        **options: Unpack[DoctorOptions],
+    ) -> Job: ...
+    @overload
+    def submit(
+        self, kind: Literal["diff"], *subjects: int, key: str | None = None, **options: Unpack[DiffOptions]
+    ) -> Job: ...
+    @overload
+    def submit(
+        self,
+        kind: Literal["verify"],
+        *subjects: int,
+        key: str | None = None,
+        **options: Unpack[VerifyOptions],
+    ) -> Job: ...
+    @overload
+    def submit(
+        self,
+        kind: Literal["convert"],
+        *subjects: int,
+        key: str | None = None,
+        **options: Unpack[ConvertOptions],
+    ) -> Job: ...
+    @overload
+    def submit(
+        self, kind: Literal["thin"], *subjects: int, key: str | None = None, **options: Unpack[ThinOptions]
+    ) -> Job: ...
     def submit(self, kind: Kind, *subjects: int, key: str | None = None, **options: Any) -> Job:
         """Asks for work.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -14,6 +16,8 @@ from schemathesis import GenerationMode
 from schemathesis.checks import negative_data_rejection, positive_data_acceptance
 from schemathesis.python.asgi import get_client
 from serving import BEARER, Served
+
+from statekit.service.records import KINDS
 
 API = "/api/v1"
 SEMANTIC = [positive_data_acceptance, negative_data_rejection]
@@ -55,6 +59,35 @@ def test_filters_choose_and_what_cannot_be_read_says_why(served: Served) -> None
     assert broken["path"] == "broken.pt" and broken["unreadable"]
     assert got(served, "/checkpoints", text="a.pt")["total"] == 1
     assert got(served, "/facets")["container"] == {"t5x": 1, "torch": 3}
+
+
+def test_a_scan_is_begun_at_once_and_says_how_far_it_is(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, catalogue = threading.Event(), served.service.catalogue
+    scan = catalogue._scan
+    monkeypatch.setattr(catalogue, "_scan", lambda: (may_end.wait(30), scan())[1])
+    asked = served.client.post(f"{API}/scan")
+    assert asked.status_code == 202 and asked.json()["running"]
+    now = got(served, "/scan")
+    assert now["running"] and now["done"] < asked.json()["number"]
+    assert "Scanning:" in served.client.get("/").text
+    may_end.set()
+    while (now := got(served, "/scan"))["done"] < asked.json()["number"]:
+        time.sleep(0.01)
+    assert now["last"]["seen"] == 4 and now["entries"] > 4 and now["problem"] is None
+
+
+def test_the_description_says_which_options_each_kind_of_job_takes(served: Served) -> None:
+    forms = {
+        one["properties"]["kind"]["const"]: one
+        for one in got(served, "/openapi.json")["components"]["schemas"]["JobBody"]["oneOf"]
+    }
+    assert [*forms] == [*KINDS]
+    convert = forms["convert"]["properties"]
+    assert convert["options"]["required"] == ["target"] and "options" in forms["convert"]["required"]
+    assert convert["options"]["properties"]["require"]["anyOf"][0]["enum"][0] == "bitwise"
+    assert forms["diff"]["properties"]["subjects"]["minItems"] == 2
 
 
 def test_tags_and_notes_are_written_down(served: Served) -> None:

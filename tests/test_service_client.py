@@ -67,7 +67,7 @@ def test_an_error_is_the_librarys(client: Client, address: str) -> None:
         client.checkpoint(10**6)
     assert caught.value.place == "checkpoint 1000000"
     with pytest.raises(UsageError, match="no option"):
-        client.submit("check", 1, nothing=True)
+        client.submit("check", 1, nothing=True)  # type: ignore[call-overload]  # a type checker says so too
     with pytest.raises(UsageError, match="who asks"), Client(address, "x") as stranger:
         stranger.roots()
     with pytest.raises(errors.StatekitError):

@@ -69,11 +69,10 @@ def _day(client: Client, run: Path) -> None:
     assert [one.path for one in client.checkpoints(verdict="findings")] == [BAD]
 
     good = entry(GOOD)
-    target = {"root": good.root, "path": "hf.pt"}
     moved = client.submit(
         "convert",
         good.id,
-        target=target,
+        target={"root": good.root, "path": "hf.pt"},
         layout="statekit-torch",
         map="t5x-t5:hf-t5",
         config={"num_heads": 4},
@@ -92,6 +91,7 @@ def _day(client: Client, run: Path) -> None:
     promised = client.result(client.wait(client.submit("thin", old.id, dry_run=True)))["freed"]
     assert promised > 0 and (run / "step-9.pt").exists()
     thinned = client.result(client.wait(client.submit("thin", old.id)))
+    assert thinned["freed"] == promised
     assert not (run / "step-9.pt").exists()
     assert statekit.inspect(thinned["target"]).totals()["slots"] == 0
     with pytest.raises(RefusedError, match="last step"):

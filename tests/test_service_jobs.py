@@ -15,6 +15,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from jsonschema import Draft202012Validator
 
 import statekit
 from goldens import GOLDEN
@@ -25,6 +26,7 @@ from statekit.service.child import Child
 from statekit.service.database import Database, Ownership
 from statekit.service.jobs import LEASE_SECONDS, MOST_ATTEMPTS, Jobs, Lease, Lost
 from statekit.service.lineage import lineage_of
+from statekit.service.options import MAP, OPTIONS, REAL, VALUES, WORDS, schema
 from statekit.service.records import ENDED, Job, Query
 from statekit.service.task import Listener
 from statekit.service.thinning import thin
@@ -59,6 +61,7 @@ class Lab:
         return self.jobs.job(made.id)
 
     def close(self) -> None:
+        self.worker.close()
         self.database.close()
         self.owner.close()
 
@@ -263,6 +266,55 @@ def test_a_list_of_what_shall_go_names_nothing_elsewhere(tmp_path: Path) -> None
             container="torch", to=None, hints=Hints(), dry_run=False, listener=Listener(io.StringIO()),
         )  # fmt: skip
     assert (tmp_path / "victim").read_text() == "kept"
+
+
+def test_what_nothing_shows_any_more_is_pruned_and_what_pages_and_lineages_show_is_kept(lab: Lab) -> None:
+    number, other = lab.number("run/checkpoint_4"), lab.number("run/checkpoint_8")
+    again, looked = lab.do("inspect", [number]), lab.do("inspect", [number])
+    gone, cancelled = lab.do("check", [other]), lab.jobs.cancel(lab.jobs.submit("check", [number]).id)
+    target = {"root": lab.catalogue.roots()[0].id, "path": "made"}
+    made = lab.do("convert", [number], target=target, to="statekit", verify=True, hparams={"beta1": 0.9})
+    assert made.state == "done", made.problem
+    result = lab.jobs.result(made.id)
+    assert result["passed"] and result["certificate"]
+    unproven = lab.do("convert", [other], target={**target, "path": "unproven"}, to="statekit", verify=True)
+    said = lab.jobs.result(unproven.id)
+    assert not said["passed"] and "not proven" in said["verdict"] and "hyperparameters" in said["verdict"]
+    shutil.rmtree(lab.root / "run" / "checkpoint_8")
+    shutil.rmtree(lab.root / "unproven")
+    lab.catalogue.scan()
+    (edge,) = lineage_of(lab.database, number).edges
+    assert (edge.job, edge.verdict, edge.certificate) == (made.id, result["verdict"], result["digest"])
+    waiting = lab.jobs.submit("check", [number])
+    assert lab.jobs.prune(1) == 0 and lab.jobs.events(looked.id)
+    with lab.database.writing() as connection:
+        connection.exec_driver_sql("UPDATE jobs SET ended = ended - 100000")
+    assert lab.jobs.prune(1) == 3
+    kept = {job.id for job in lab.jobs.jobs(limit=500).items}
+    assert kept == {looked.id, made.id, unproven.id, waiting.id} and not kept & {
+        again.id,
+        gone.id,
+        cancelled.id,
+    }
+    assert lab.jobs.result(looked.id)["totals"] and lab.jobs.result(made.id) == result
+    assert not lab.jobs.events(looked.id) and lab.jobs.events(waiting.id)
+    assert lab.jobs.prune(1) == 0
+
+
+def test_options_are_described_as_they_are_checked() -> None:
+    samples: list[Any] = [
+        True, 0, 1, -1, 300, 2**20, 2**60, 0.5, "keep", "rounding", "x" * 5000, "config", [], ["a"], [1], {},
+        {"a": "b"}, {"a": 1}, {"root": 1, "path": "a"}, {"root": 1}, {"root": "1", "path": "a"},
+    ]  # fmt: skip
+    for kind, known in OPTIONS.items():
+        Draft202012Validator.check_schema(schema(kind))
+        for name, option in known.items():
+            described = Draft202012Validator(option.schema)
+            for value in samples:
+                if option.fits(value):
+                    assert described.is_valid(value), (kind, name, value)
+                elif option not in (VALUES, MAP, WORDS, REAL):
+                    assert not described.is_valid(value), (kind, name, value)
 
 
 class Leases(RuleBasedStateMachine):

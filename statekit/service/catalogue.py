@@ -9,6 +9,8 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,9 @@ from typing import Any
 from sqlalchemy import Connection, Row, Select, and_, func, or_, select, tuple_, update
 from sqlalchemy.sql import ColumnElement
 
-from statekit.errors import NotFoundError, UsageError, printable
+from statekit.errors import NotFoundError, RefusedError, StatekitError, UsageError, printable
 from statekit.service.database import Database
-from statekit.service.records import SORTS, Checkpoint, Job, Page, Query, Root, Run, Scan
+from statekit.service.records import SORTS, Checkpoint, Job, Page, Query, Root, Run, Scan, Scanning
 from statekit.service.roots import path_beneath, target_beneath
 from statekit.service.scanning import Scanner, Seen
 from statekit.service.tables import CHECKPOINTS, ROOTS, RUNS, SUBJECTS, TAGS
@@ -60,6 +62,10 @@ class Catalogue:
     def __init__(self, database: Database, roots: Sequence[Path] | Sequence[int]) -> None:
         self._database = database
         self._scanning = threading.Lock()
+        self._asking = threading.Lock()
+        self._asked: threading.Thread | None = None
+        self._begun = self._done = self._wanted = 0
+        self._problem: str | None = None
         paths = [root for root in roots if isinstance(root, Path)]
         if paths:
             self._roots = self._registered(paths)
@@ -67,7 +73,8 @@ class Catalogue:
             with database.reading() as connection:
                 rows = connection.execute(select(ROOTS).where(ROOTS.c.id.in_(list(roots))))
                 self._roots = {row.id: Path(os.fsdecode(row.place)) for row in rows}
-        self._scanners = {number: Scanner(path) for number, path in self._roots.items()}
+        hidden = os.path.realpath(database.folder)
+        self._scanners = {number: Scanner(path, hidden) for number, path in self._roots.items()}
         self.last_scan: Scan | None = None
 
     def _registered(self, roots: Sequence[Path]) -> dict[int, Path]:
@@ -107,21 +114,63 @@ class Catalogue:
         One scan runs at a time: who asks for one meanwhile waits, and gets one that began later.
         """
         with self._scanning:
-            began = time.monotonic()
-            counts = Counter[str]()
-            for number, scanner in self._scanners.items():
-                if not scanner.root.is_dir():  # not mounted just now: that says nothing of what lies there
-                    continue
-                seen = list(scanner.scan())
-                counts["looked"] += scanner.looked
-                with self._database.writing() as connection:
-                    counts.update(_reconciled(connection, number, seen))
-                    _group_runs(connection, number)
-            names = ("looked", "seen", "new", "changed", "gone", "unreadable")
-            self.last_scan = Scan(
-                **{name: counts[name] for name in names}, seconds=round(time.monotonic() - began, 3)
-            )
+            self._begun += 1
+            try:
+                self.last_scan = self._scan()
+            except StatekitError as error:
+                self._problem = error.line
+                raise
+            else:
+                self._problem = None
+            finally:
+                self._done = self._begun
             return self.last_scan
+
+    def _scan(self) -> Scan:
+        began = time.monotonic()
+        counts = Counter[str]()
+        for number, scanner in self._scanners.items():
+            if not scanner.root.is_dir():  # not mounted just now: that says nothing of what lies there
+                continue
+            seen = list(scanner.scan())
+            counts["looked"] += scanner.looked
+            with self._database.writing() as connection:
+                counts.update(_reconciled(connection, number, seen))
+                _group_runs(connection, number)
+        names = ("looked", "seen", "new", "changed", "gone", "unreadable")
+        return Scan(**{name: counts[name] for name in names}, seconds=round(time.monotonic() - began, 3))
+
+    def rescan(self) -> Scanning:
+        """Has the roots scanned by a thread of its own, unless that is about to begin; returns at once."""
+        with self._asking:
+            wanted = self._wanted = self._begun + 1
+            if self._asked is None:
+                self._asked = threading.Thread(target=self._scan_wanted, name="asked scans", daemon=True)
+                self._asked.start()
+        return replace(self.scanning(), number=wanted)
+
+    def _scan_wanted(self) -> None:
+        while True:
+            with self._asking:
+                if self._begun >= self._wanted:
+                    self._asked = None
+                    return
+            with suppress(StatekitError):  # `scanning` says it
+                self.scan()
+
+    def scanning(self) -> Scanning:
+        """Returns how far the scan is that runs, or what the last one came to."""
+        is_running = max(self._begun, self._wanted) > self._done
+        each = self._scanners.values()
+        return Scanning(
+            number=self._begun,
+            done=self._done,
+            running=is_running,
+            entries=sum(one.entries for one in each),
+            looked=sum(one.looked for one in each),
+            last=self.last_scan,
+            problem=self._problem,
+        )
 
     def checkpoints(
         self, query: Query = _ALL, cursor: str | None = None, limit: int = 50
@@ -305,6 +354,33 @@ class Catalogue:
             RefusedError: The way leads out of the root, or over a link.
         """
         return target_beneath(self._root(root), relative)
+
+    def root_above(self, path: Path) -> Path:
+        """Returns the root that something is, or lies beneath.
+
+        Raises:
+            RefusedError: It is no root's.
+        """
+        for root in self._roots.values():
+            if path.is_relative_to(root):
+                return root
+        raise RefusedError("It doesn't lie beneath a root.", place=path)
+
+    def folder_of(self, path: Path) -> tuple[str, str]:
+        """Returns the folder in which something lies that is beneath a root: the root, and the place below it.
+
+        Raises:
+            RefusedError: It is no root's, or is one itself: the folder that it lies in is none of the service's.
+        """
+        root = self.root_above(path)
+        if path == root:
+            raise RefusedError(
+                "Nothing is written beside a root.",
+                place=path,
+                remedy="name a target beneath a root, or make the folder above it the root",
+            )
+        place = os.path.relpath(path.parent, root)
+        return str(root), "" if place == "." else place
 
     def _root(self, number: int) -> Path:
         if number not in self._roots:

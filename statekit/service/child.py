@@ -6,15 +6,24 @@ import json
 import os
 import selectors
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from io import FileIO
 from typing import Any, Literal, NamedTuple
 
 _BLOCK = 1 << 20
 _LAST_BYTES = 4000
+_WORD = 64
+_FORK_SECONDS = 60.0
+"""How long a zygote may take to import what it imports, and to fork."""
+_END_SECONDS = 5.0
+"""How long a task that has closed its answers may take to end."""
 
 
 class Answer(NamedTuple):
@@ -28,37 +37,112 @@ class Died(Exception):
     """A task's process has ended without an answer; says how."""
 
 
-class Child:
-    """A process of `statekit.service.task`.
+class Zygote:
+    """A process that has imported what tasks need, and forks each of them from itself; it opens no checkpoint.
 
-    Whoever starts it has to live as long as it shall: on Linux it ends with the thread that made it.
+    So a task begins in milliseconds, and with nothing that another has left. It is started when it is needed, ends with
+    whoever has started it, and its tasks end with it.
     """
 
     def __init__(self) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "statekit.service.task", str(os.getpid())],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", "MALLOC_ARENA_MAX": "2"},
-        )
-        assert self._process.stdin and self._process.stdout and self._process.stderr
-        self._input, self._output, self._errors = (
-            self._process.stdin,
-            self._process.stdout,
-            self._process.stderr,
-        )
+        self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._end: Callable[[], object] = _nothing
+
+    def start(self) -> None:
+        """Starts the process, unless it is there."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        self._control, theirs = socket.socketpair()
+        self._control.settimeout(_FORK_SECONDS)
+        # One thread, or what others hold while it forks is lost to the fork; frameworks make theirs after it.
+        settings = {"PYTHONUNBUFFERED": "1", "MALLOC_ARENA_MAX": "2", "OPENBLAS_NUM_THREADS": "1"}
+        # It ends when nobody can ask any more; at once, where its parent is a process and not one of its threads.
+        parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "statekit.service.task", str(parent)],
+                stdin=theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                env={**os.environ, **settings},
+                start_new_session=True,
+            )
+        self._end = weakref.finalize(self, _ended, self._process, self._control)
+
+    def fork(self) -> Child:
+        """Returns a new task, which waits to be asked.
+
+        Raises:
+            Died: It can't be begun.
+        """
+        for is_last in (False, True):
+            self.start()
+            pipes = [os.pipe() for _ in range(3)]
+            (their_input, our_input), (our_output, their_output), (our_errors, their_errors) = pipes
+            theirs, ours = (their_input, their_output, their_errors), (our_input, our_output, our_errors)
+            try:
+                assert self._control is not None  # it was started
+                socket.send_fds(self._control, [b"fork"], theirs)
+                return Child(self, int(self._control.recv(_WORD)), ours)
+            except (OSError, ValueError) as error:  # something has ended it
+                self.close()
+                for file in ours:
+                    os.close(file)
+                if is_last:
+                    raise Died("could not be begun: what forks tasks has ended") from error
+            finally:
+                for file in theirs:
+                    os.close(file)
+        raise AssertionError("unreachable")
+
+    def ended(self, pid: int, seconds: float) -> int | None:
+        """Waits for a task's end, and returns how it ended; None if it had to be ended after some seconds."""
+        if self._control is None:
+            return -signal.SIGKILL
+        try:
+            self._control.sendall(f"wait {pid} {seconds}".encode())
+            code, _, was_ended = self._control.recv(_WORD).decode().partition(" ")
+            return None if was_ended else int(code)
+        except (OSError, ValueError):
+            return -signal.SIGKILL  # it went with the process that forked it
+
+    def close(self) -> None:
+        """Ends the process, and its tasks with it."""
+        self._end()
+        self._process = self._control = None
+
+
+def _nothing() -> None:
+    """Ends what was never started."""
+
+
+def _ended(process: subprocess.Popen[bytes], control: socket.socket) -> None:
+    process.kill()
+    process.wait()
+    control.close()
+
+
+class Child:
+    """A process of `statekit.service.task`, forked from a zygote.
+
+    Args:
+        zygote: Where it was forked.
+        pid: The number of the process.
+        files: The ends of its input, its answers and its errors.
+    """
+
+    def __init__(self, zygote: Zygote, pid: int, files: tuple[int, int, int]) -> None:
+        self.pid = pid
+        self._zygote, self._is_over = zygote, False
+        self._input = os.fdopen(files[0], "wb")
+        self._output, self._errors = FileIO(files[1]), FileIO(files[2])
         self._waiting = selectors.DefaultSelector()
         for stream in (self._output, self._errors):
             os.set_blocking(stream.fileno(), False)
             self._waiting.register(stream, selectors.EVENT_READ)
         self._part = bytearray()
         self._said = b""
-
-    @property
-    def pid(self) -> int:
-        """The number of the process."""
-        return self._process.pid
 
     def ask(self, request: Mapping[str, Any]) -> None:
         """Sends a request.
@@ -123,11 +207,8 @@ class Child:
             self._waiting.unregister(stream)
 
     def _death(self) -> Died:
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(5)
-        code = self._process.poll()
+        code, self._is_over = self._zygote.ended(self.pid, _END_SECONDS), True
         if code is None:
-            self.kill()
             return Died("closed its answers")
         with suppress(OSError, ValueError):
             self._said = (self._said + (self._errors.read() or b""))[-_LAST_BYTES:]
@@ -141,18 +222,22 @@ class Child:
     def stop(self) -> None:
         """Asks the process to end by itself."""
         with suppress(ProcessLookupError):
-            self._process.terminate()
+            os.kill(self.pid, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Ends the process, at once."""
-        with suppress(ProcessLookupError):
-            self._process.kill()
-        self._process.wait()
+        """Ends the process and those that it has started, at once."""
+        if self._is_over:
+            return
+        for end in (os.killpg, os.kill):  # no other has its number before the zygote has heard of its end
+            with suppress(ProcessLookupError, PermissionError):
+                end(self.pid, signal.SIGKILL)
+        self._zygote.ended(self.pid, _END_SECONDS)
+        self._is_over = True
 
     def close(self) -> None:
         """Ends the process, and closes what leads to it."""
         self.kill()
         self._waiting.close()
-        for stream in (self._input, self._output, self._errors):
-            with suppress(OSError):
+        for stream in (self._output, self._errors, self._input):
+            with suppress(OSError):  # what nobody has taken can't be written any more
                 stream.close()

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
 
-from sqlalchemy import Connection, Row, and_, func, or_, select, update
+from sqlalchemy import Connection, Row, and_, exists, func, not_, or_, select, update
 from sqlalchemy.sql import ColumnElement
 
 from statekit.errors import NotFoundError, UsageError, printable
@@ -44,6 +44,10 @@ MOST_LOGS = 2000
 """Lines of a job's log; what comes after them is left out."""
 WRITING = ("seal", "convert", "thin")
 """Kinds after which there are other files than before."""
+LASTING = (*WRITING, "verify")
+"""Kinds that a lineage is made of: of them only the events go with time."""
+_PRUNED = 200
+"""Jobs that are pruned in one transaction: nobody waits long for it."""
 
 
 @dataclass(frozen=True)
@@ -406,6 +410,39 @@ class Jobs:
 
     def _is_over(self, row: Row[Any]) -> bool:
         return row.lease_boot != self._boot() or (row.lease_until or 0) < self._clock()
+
+    def prune(self, days: float) -> int:
+        """Removes what nobody needs of jobs that ended some days ago; returns how many jobs are gone wholly.
+
+        Their events go. They go themselves, with their results, unless pages or lineages show what they found: those
+        that wrote or proved something stay, and the latest of equal work about checkpoints that are there still.
+        """
+        before = time.time() - days * 86400
+        ended = and_(JOBS.c.state.in_(ENDED), JOBS.c.ended < before)
+        gone = CHECKPOINTS.c.status != "present"
+        about_gone = (
+            select(SUBJECTS.c.job).join(CHECKPOINTS, SUBJECTS.c.checkpoint == CHECKPOINTS.c.id).where(gone)
+        )
+        later = JOBS.alias()
+        is_again = exists().where(
+            later.c.cache_key == JOBS.c.cache_key, later.c.id > JOBS.c.id, later.c.state == "done"
+        )
+        useless = or_(JOBS.c.state != "done", JOBS.c.id.in_(about_gone), is_again)
+        lasts = and_(JOBS.c.kind.in_(LASTING), JOBS.c.state == "done")
+        whole = select(JOBS.c.id).where(ended, not_(lasts), useless).order_by(JOBS.c.id)
+        logged = select(EVENTS.c.job).distinct().where(EVENTS.c.job.in_(select(JOBS.c.id).where(ended)))
+        count = 0
+        while True:
+            with self._database.writing() as connection:
+                numbers = connection.execute(whole.limit(_PRUNED)).scalars().all()
+                said = connection.execute(logged.limit(_PRUNED)).scalars().all()
+                connection.execute(EVENTS.delete().where(EVENTS.c.job.in_({*numbers, *said})))
+                for table in (RESULTS, SUBJECTS):
+                    connection.execute(table.delete().where(table.c.job.in_(numbers)))
+                connection.execute(JOBS.delete().where(JOBS.c.id.in_(numbers)))
+            count += len(numbers)
+            if len(numbers) < _PRUNED and len(said) < _PRUNED:
+                return count
 
     def last_written(self) -> float:
         """Returns when the last job ended after which there are other files, in seconds since 1970; 0 of none."""

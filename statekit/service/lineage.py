@@ -119,6 +119,7 @@ def _edge(source: str, target: Row[Any], job: Row[Any] | None) -> Edge:
         made.get("tool"),
         made.get("options") or {},
         made.get("plan"),
+        *(() if job is None else (job.data.get("verdict"), job.data.get("digest"))),
     )
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Collection, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypedDict, get_type_hints
 
 from statekit.errors import Faults, UsageError, meant
 from statekit.service.records import KINDS, Kind
@@ -22,10 +22,12 @@ class Option(NamedTuple):
     Attributes:
         expected: The form in words.
         fits: Whether a value has it.
+        schema: The form as JSON Schema, as far as that goes.
     """
 
     expected: str
     fits: Callable[[Any], bool]
+    schema: Mapping[str, Any]
 
 
 def _is_text(value: Any) -> bool:
@@ -67,101 +69,241 @@ def _is_map(value: Any) -> bool:
 
 
 def _one_of(*names: str) -> Option:
-    return Option(f"one of {', '.join(names)}", lambda value: value in names)
+    return Option(f"one of {', '.join(names)}", lambda value: value in names, {"enum": list(names)})
 
 
-FLAG = Option("true or false", lambda value: isinstance(value, bool))
-TEXT = Option("text of at most 4000 characters", _is_text)
-NUMBER = Option("a whole number", _is_number)
-COUNT = Option("a whole number from 0 on", lambda value: _is_number(value) and value >= 0)
+_MOST = 2**53
+_TEXT: Mapping[str, Any] = {"type": "string", "maxLength": 4000}
+_WHOLE: Mapping[str, Any] = {"type": "integer", "minimum": -_MOST, "maximum": _MOST}
+_OBJECT: Mapping[str, Any] = {"type": "object"}
+_LIST: Mapping[str, Any] = {"type": "array", "items": _TEXT, "maxItems": 100_000}
+
+FLAG = Option("true or false", lambda value: isinstance(value, bool), {"type": "boolean"})
+TEXT = Option("text of at most 4000 characters", _is_text, _TEXT)
+NUMBER = Option("a whole number", _is_number, _WHOLE)
+COUNT = Option(
+    "a whole number from 0 on", lambda value: _is_number(value) and value >= 0, {**_WHOLE, "minimum": 0}
+)
 REAL = Option(
     "a number",
     lambda value: not isinstance(value, bool) and isinstance(value, int | float) and _is_plain(value),
+    {"type": "number"},
 )
 TEXTS = Option(
     "a list of texts",
     lambda value: isinstance(value, list | tuple) and len(value) <= 100_000 and all(map(_is_text, value)),
+    _LIST,
 )
-VALUES = Option("names with plain values", lambda value: isinstance(value, Mapping) and _is_plain(value))
+VALUES = Option(
+    "names with plain values", lambda value: isinstance(value, Mapping) and _is_plain(value), _OBJECT
+)
 WORDS = Option(
     "text, a list of texts, or names with texts",
     lambda value: _is_text(value) or TEXTS.fits(value) or VALUES.fits(value),
+    {"anyOf": [_TEXT, _LIST, _OBJECT]},
 )
 RENAMING = Option(
     "patterns with replacements",
     lambda value: isinstance(value, Mapping) and all(_is_text(a) and _is_text(b) for a, b in value.items()),
+    {**_OBJECT, "additionalProperties": _TEXT},
 )
-STEP = Option("keep, reset or a whole number", lambda value: value in ("keep", "reset") or _is_number(value))
-TARGET = Option('{"root": number, "path": relative path}', _is_target)
-CHECKPOINT = Option("the number of a checkpoint", lambda value: _is_number(value) and value > 0)
-MAP = Option("the name of a map that `statekit maps` lists, or a map as data", _is_map)
+STEP = Option(
+    "keep, reset or a whole number",
+    lambda value: value in ("keep", "reset") or _is_number(value),
+    {"anyOf": [{"enum": ["keep", "reset"]}, _WHOLE]},
+)
+TARGET = Option(
+    '{"root": number, "path": relative path}',
+    _is_target,
+    {
+        **_OBJECT,
+        "properties": {"root": _WHOLE, "path": _TEXT},
+        "required": ["root", "path"],
+        "additionalProperties": False,
+    },
+)
+CHECKPOINT = Option(
+    "the number of a checkpoint", lambda value: _is_number(value) and value > 0, {**_WHOLE, "minimum": 1}
+)
+MAP = Option(
+    "the name of a map that `statekit maps` lists, or a map as data", _is_map, {"anyOf": [_TEXT, _OBJECT]}
+)
 BYTES = Option(
     f"a number of bytes from 1 MiB to {BUDGET_BYTES}",
     lambda value: _is_number(value) and 2**20 <= value <= BUDGET_BYTES,
+    {"type": "integer", "minimum": 2**20, "maximum": BUDGET_BYTES},
+)
+THREADS = Option(
+    "a whole number from 1 to 256",
+    lambda value: _is_number(value) and 1 <= value <= 256,
+    {"type": "integer", "minimum": 1, "maximum": 256},
 )
 
-_HINTS: Mapping[str, Option] = {
-    "hparams": VALUES,
-    "variant": TEXT,
-    "param_names": TEXTS,
-    "names_from": _one_of("config"),
-    "schedule": TEXT,
-    "model_key": TEXT,
-    "optimizer_key": TEXT,
-    "accept_damaged": FLAG,
-    "budget": BYTES,
-}
-_EXACTNESS = _one_of("bitwise", "rounding", "statistics", "estimate", "lossy")
 
-OPTIONS: Mapping[Kind, Mapping[str, Option]] = {
-    "inspect": {**_HINTS, "layout": TEXT, "filter": TEXT, "stats": FLAG},
-    "parameter": {**_HINTS, "layout": TEXT, "path": TEXT},
-    "check": {"budget": BYTES},
-    "seal": {"renew": TEXTS, "budget": BYTES},
-    "doctor": {**_HINTS, "ignore": TEXTS},
-    "diff": {**_HINTS, "map": MAP, "config": VALUES, "path": TEXT, "slot": TEXT},
-    "verify": {
-        **_HINTS,
-        "steps": COUNT,
-        "gradients": _one_of("all", "random", "adversarial"),
-        "backend": _one_of("numpy", "torch", "jax", "tensorflow"),
-        "everything": FLAG,
-        "seed": NUMBER,
-        "require": _EXACTNESS,
-        "map": MAP,
-        "config": VALUES,
-        "step_offset": STEP,
-    },
-    "convert": {
-        **_HINTS,
-        "target": TARGET,
-        "to": TEXT,
-        "layout": TEXT,
-        "step_offset": STEP,
-        "require": _EXACTNESS,
-        "like": CHECKPOINT,
-        "map": MAP,
-        "config": VALUES,
-        "rename": RENAMING,
-        "schedule_step": STEP,
-        "slot_policy": WORDS,
-        "params_only": FLAG,
-        "state_only": FLAG,
-        "drop_slots_of": WORDS,
-        "param_dtype": TEXT,
-        "slot_dtype": WORDS,
-        "loss_scale": REAL,
-        "init_missing": CHECKPOINT,
-        "replace": FLAG,
-        "replace_foreign": FLAG,
-        "threads": Option(
-            "a whole number from 1 to 256", lambda value: _is_number(value) and 1 <= value <= 256
-        ),
-        "dry_run": FLAG,
-    },
-    "thin": {**_HINTS, "target": TARGET, "to": TEXT, "dry_run": FLAG},
+class Target(TypedDict):
+    """Where a job writes: beneath which root, and the path relative to it."""
+
+    root: int
+    path: str
+
+
+class HintOptions(TypedDict, total=False):
+    """What a checkpoint doesn't say."""
+
+    hparams: Annotated[Mapping[str, Any], VALUES]
+    variant: Annotated[str, TEXT]
+    param_names: Annotated[Sequence[str], TEXTS]
+    names_from: Annotated[Literal["config"], _one_of("config")]
+    schedule: Annotated[str, TEXT]
+    model_key: Annotated[str, TEXT]
+    optimizer_key: Annotated[str, TEXT]
+    accept_damaged: Annotated[bool, FLAG]
+    budget: Annotated[int, BYTES]
+
+
+class InspectOptions(HintOptions, total=False):
+    """Options of `inspect`."""
+
+    layout: Annotated[str, TEXT]
+    filter: Annotated[str, TEXT]
+    stats: Annotated[bool, FLAG]
+
+
+class _Parameter(TypedDict):
+    path: Annotated[str, TEXT]
+
+
+class ParameterOptions(_Parameter, HintOptions, total=False):
+    """Options of `parameter`."""
+
+    layout: Annotated[str, TEXT]
+
+
+class CheckOptions(TypedDict, total=False):
+    """Options of `check`."""
+
+    budget: Annotated[int, BYTES]
+
+
+class SealOptions(TypedDict, total=False):
+    """Options of `seal`."""
+
+    renew: Annotated[Sequence[str], TEXTS]
+    budget: Annotated[int, BYTES]
+
+
+class DoctorOptions(HintOptions, total=False):
+    """Options of `doctor`."""
+
+    ignore: Annotated[Sequence[str], TEXTS]
+
+
+class _MapOptions(TypedDict, total=False):
+    map: Annotated[str | Mapping[str, Any], MAP]
+    config: Annotated[Mapping[str, Any], VALUES]
+
+
+class DiffOptions(_MapOptions, HintOptions, total=False):
+    """Options of `diff`."""
+
+    path: Annotated[str, TEXT]
+    slot: Annotated[str, TEXT]
+
+
+_Exactness: TypeAlias = Annotated[
+    Literal["bitwise", "rounding", "statistics", "estimate", "lossy"],
+    _one_of("bitwise", "rounding", "statistics", "estimate", "lossy"),
+]
+_Step: TypeAlias = Annotated[int | Literal["keep", "reset"], STEP]
+_Words: TypeAlias = Annotated[str | Sequence[str] | Mapping[str, Any], WORDS]
+
+
+class VerifyOptions(_MapOptions, HintOptions, total=False):
+    """Options of `verify`."""
+
+    steps: Annotated[int, COUNT]
+    gradients: Annotated[Literal["all", "random", "adversarial"], _one_of("all", "random", "adversarial")]
+    backend: Annotated[
+        Literal["numpy", "torch", "jax", "tensorflow"], _one_of("numpy", "torch", "jax", "tensorflow")
+    ]
+    everything: Annotated[bool, FLAG]
+    seed: Annotated[int, NUMBER]
+    require: _Exactness
+    step_offset: _Step
+
+
+class _Convert(TypedDict):
+    target: Annotated[Target, TARGET]
+
+
+class ConvertOptions(_Convert, _MapOptions, HintOptions, total=False):
+    """Options of `convert`."""
+
+    to: Annotated[str, TEXT]
+    layout: Annotated[str, TEXT]
+    step_offset: _Step
+    require: _Exactness
+    like: Annotated[int, CHECKPOINT]
+    rename: Annotated[Mapping[str, str], RENAMING]
+    schedule_step: _Step
+    slot_policy: _Words
+    params_only: Annotated[bool, FLAG]
+    state_only: Annotated[bool, FLAG]
+    drop_slots_of: _Words
+    param_dtype: Annotated[str, TEXT]
+    slot_dtype: _Words
+    loss_scale: Annotated[float, REAL]
+    init_missing: Annotated[int, CHECKPOINT]
+    replace: Annotated[bool, FLAG]
+    replace_foreign: Annotated[bool, FLAG]
+    threads: Annotated[int, THREADS]
+    dry_run: Annotated[bool, FLAG]
+    verify: Annotated[bool, FLAG]
+
+
+class ThinOptions(HintOptions, total=False):
+    """Options of `thin`."""
+
+    target: Annotated[Target, TARGET]
+    to: Annotated[str, TEXT]
+    dry_run: Annotated[bool, FLAG]
+
+
+FORMS: Mapping[Kind, Any] = {
+    "inspect": InspectOptions,
+    "parameter": ParameterOptions,
+    "check": CheckOptions,
+    "seal": SealOptions,
+    "doctor": DoctorOptions,
+    "diff": DiffOptions,
+    "verify": VerifyOptions,
+    "convert": ConvertOptions,
+    "thin": ThinOptions,
 }
-NEEDED: Mapping[Kind, tuple[str, ...]] = {"convert": ("target",), "parameter": ("path",)}
+"""The options of each kind, as a client's type checker knows them; what follows is read off them."""
+OPTIONS: Mapping[Kind, Mapping[str, Option]] = {
+    kind: {name: said.__metadata__[0] for name, said in get_type_hints(form, include_extras=True).items()}
+    for kind, form in FORMS.items()
+}
+NEEDED: Mapping[Kind, tuple[str, ...]] = {
+    kind: tuple(sorted(form.__required_keys__)) for kind, form in FORMS.items()
+}
+
+
+def schema(kind: Kind) -> dict[str, Any]:
+    """Returns the options of a kind of job as JSON Schema; one that is null says nothing."""
+    return {
+        "type": "object",
+        "description": f"Options of `{kind}`.",
+        "properties": {
+            name: {"description": one.expected, **one.schema}
+            if name in NEEDED[kind]
+            else {"description": one.expected, "anyOf": [one.schema, {"type": "null"}]}
+            for name, one in OPTIONS[kind].items()
+        },
+        "required": list(NEEDED[kind]),
+        "additionalProperties": False,
+    }
 
 
 def checked(kind: str, subjects: Collection[int], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -197,6 +339,8 @@ def checked(kind: str, subjects: Collection[int], options: Mapping[str, Any]) ->
     for key in NEEDED.get(name, ()):
         if key not in given:
             faults.add(f"is missing: {known[key].expected}", key)
+    if given.get("verify") and given.get("dry_run"):
+        faults.add("goes with what is written, not with dry_run", "verify")
     if not faults and len(json.dumps(given)) > MOST_BYTES:
         faults.add(f"are longer than {MOST_BYTES} bytes", "options")
     faults.check(

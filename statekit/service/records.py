@@ -349,3 +349,26 @@ class Scan(_Record):
     gone: int
     unreadable: int
     seconds: float
+
+
+@dataclass(frozen=True)
+class Scanning(_Record):
+    """How far the service is in looking for checkpoints.
+
+    Attributes:
+        number: The number of the scan that was asked for, or of the last that was begun.
+        done: The number of the last that has ended: one that was asked for is over when this has reached its number.
+        running: Whether one runs now.
+        entries: How many files and folders it has listed, or the last had.
+        looked: How many of them it has looked into; those that haven't changed are passed over.
+        last: What the last one came to; None before the first.
+        problem: Why the last one has failed.
+    """
+
+    number: int
+    done: int
+    running: bool
+    entries: int
+    looked: int
+    last: Scan | None
+    problem: str | None

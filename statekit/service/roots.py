@@ -44,11 +44,8 @@ def path_beneath(root: Path, place: bytes) -> Path:
     """
     if place == b"":
         return root
-    if b"\0" in place:
-        raise NotFoundError("No file has such a name.", place=root, found=repr(place[:200]))
-    path = Path(os.fsdecode(os.path.join(os.fsencode(root), place)))
-    os.close(_opened(root, place, path))
-    return path
+    os.close(opened_beneath(root, place))
+    return Path(os.fsdecode(os.path.join(os.fsencode(root), place)))
 
 
 def target_beneath(root: Path, relative: str) -> Path:
@@ -83,12 +80,26 @@ def target_beneath(root: Path, relative: str) -> Path:
     return target
 
 
-def _opened(root: Path, place: bytes, path: Path) -> int:
-    """Opens what lies beneath a root, without reading it: its number among the open files."""
+def opened_beneath(root: Path, place: bytes) -> int:
+    """Opens what lies beneath a root, without reading it; returns its number among the open files.
+
+    Args:
+        root: The root, without links.
+        place: Where it lies, relative to the root, as bytes of the system; none is the root itself.
+
+    Raises:
+        NotFoundError: Nothing is there.
+        RefusedError: The way leads out of the root, or over a link.
+    """
+    if b"\0" in place:
+        raise NotFoundError("No file has such a name.", place=root, found=repr(place[:200]))
+    path = Path(os.fsdecode(os.path.join(os.fsencode(root), place)))
     try:
         base = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError as error:
         raise NotFoundError("The root isn't there.", place=root, found=error.strerror) from error
+    if place == b"":
+        return base
     try:
         if _has_openat2():
             return _openat2(base, place)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any
 
 from statekit.errors import StatekitError, printable
 from statekit.files.manifest import FILE, beside, is_manifest
-from statekit.service.child import Child, Died
+from statekit.service.child import Child, Died, Zygote
+from statekit.service.confinement import Reach
 
 LOOK_SECONDS = 120
 """How long looking into one file or folder may take."""
@@ -49,6 +51,10 @@ class Folder:
     modified: int = 0
     proof: str = ""
 
+    def count(self) -> int:
+        """Returns how many files and folders lie below."""
+        return sum(1 + one.count() for one in (self.inside or {}).values())
+
     def child(self, relative: str) -> Folder | None:
         """Returns what lies below, by names joined by `/`."""
         node: Folder | None = self
@@ -65,11 +71,12 @@ def listed(root: Path) -> Folder:
     """
     left = MOST_FILES
 
-    def node(path: str, depth: int) -> Folder:
+    def node(path: str, opened: int, depth: int) -> Folder:
         nonlocal left
         inside: dict[str, Folder] = {}
         try:
-            entries = sorted(os.scandir(path), key=lambda entry: entry.name)
+            with os.scandir(opened) as listing:
+                entries = sorted(listing, key=lambda entry: entry.name)
         except OSError:
             entries = []
         for entry in entries:
@@ -81,15 +88,19 @@ def listed(root: Path) -> Folder:
                     expected=f"at most {MOST_FILES}",
                     remedy="name the folders below it that hold checkpoints",
                 )
+            name, place = entry.name, os.path.join(path, entry.name)
             try:
-                if entry.is_symlink():
-                    continue
-                if entry.is_dir():
-                    if depth < DEEPEST and not entry.name.startswith("."):
-                        inside[entry.name] = node(entry.path, depth + 1)
-                elif entry.is_file():
+                if entry.is_dir(follow_symlinks=False):
+                    if depth < DEEPEST and not name.startswith("."):
+                        # By its name in the folder that is open: what is put in its place meanwhile isn't followed.
+                        try:
+                            with _opened(name, opened) as below:
+                                inside[name] = node(place, below, depth + 1)
+                        except PermissionError:
+                            inside[name] = Folder(place, {}, print=_digest(()))
+                elif entry.is_file(follow_symlinks=False):
                     facts = entry.stat(follow_symlinks=False)
-                    inside[entry.name] = _file(entry.path, (facts.st_size, facts.st_mtime_ns, facts.st_ino))
+                    inside[name] = _file(place, (facts.st_size, facts.st_mtime_ns, facts.st_ino))
             except OSError:  # it went meanwhile
                 continue
         files = [
@@ -109,7 +120,20 @@ def listed(root: Path) -> Folder:
             _digest(proofs) if proofs else "",
         )
 
-    return node(str(root), 0)
+    try:
+        with _opened(str(root), None) as top:
+            return node(str(root), top, 0)
+    except OSError as error:
+        raise StatekitError("The root can't be listed.", place=root, found=error.strerror) from error
+
+
+@contextmanager
+def _opened(name: str, folder: int | None) -> Iterator[int]:
+    opened = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=folder)
+    try:
+        yield opened
+    finally:
+        os.close(opened)
 
 
 def _file(path: str, facts: tuple[int, int, int]) -> Folder:
@@ -156,12 +180,16 @@ class Scanner:
 
     Args:
         root: The root, without links.
+        hidden: A folder that what looks into files mustn't read: the service's data.
     """
 
     root: Path
+    hidden: str = ""
     looked: int = 0
+    entries: int = 0
     _known: dict[tuple[Any, ...], _Looked] = field(default_factory=dict)
     _before: dict[tuple[Any, ...], _Looked] = field(default_factory=dict)
+    _zygote: Zygote = field(default_factory=Zygote)
     _child: Child | None = None
     _looks: int = 0
 
@@ -177,12 +205,16 @@ class Scanner:
             )
         self.looked, self._before, self._known = 0, self._known, {}
         top = listed(self.root)
+        self.entries = top.count()
         try:
             yield from self._visit(top, top)
         finally:
-            if self._child is not None:
-                self._child.close()
-                self._child = None
+            self._close()
+
+    def _close(self) -> None:
+        if self._child is not None:
+            self._child.close()
+            self._child = None
 
     def _visit(self, node: Folder, top: Folder) -> Iterator[Seen]:
         answer = self._look({"kind": "places", "path": node.path}, (node.print, node.proof))
@@ -291,15 +323,18 @@ class Scanner:
     def _asked(self, request: Mapping[str, Any]) -> Mapping[str, Any]:
         self.looked += 1
         self._looks += 1
-        if self._child is not None and self._looks % LOOKS == 0:
-            self._child.close()
-            self._child = None
-        child = self._child = self._child or Child()
+        if self._looks % LOOKS == 0:
+            self._close()
+        asked = {
+            **request,
+            "limits": LOOK_LIMITS,
+            "reach": Reach((str(self.root),), (), self.hidden)._asdict(),
+        }
         try:
-            answer = child.result({**request, "limits": LOOK_LIMITS}, LOOK_SECONDS)
+            self._child = self._child or self._zygote.fork()
+            answer = self._child.result(asked, LOOK_SECONDS)
         except Died as end:
-            child.close()
-            self._child = None
+            self._close()
             return {"unreadable": f"Looking into it has ended the process: it {end}."}
         if answer.kind == "problem":
             parts = [str(answer.data[name]) for name in ("subject", "found") if answer.data.get(name)]

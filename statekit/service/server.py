@@ -26,6 +26,7 @@ import structlog
 import uvicorn
 
 from statekit.errors import StatekitError, UsageError
+from statekit.service import confinement
 from statekit.service.catalogue import Catalogue
 from statekit.service.database import Database, Ownership
 from statekit.service.jobs import Jobs
@@ -44,6 +45,8 @@ SCAN_SECONDS = 30.0
 """How long the roots are left alone between two scans, at least."""
 SCAN_SHARE = 20
 """How many times as long as a scan took they are left alone."""
+KEEP_DAYS = 90
+_PRUNE_SECONDS = 3600.0
 _LOOK_SECONDS = 0.5
 _REAP_SECONDS = 2.0
 _FASTEST_RESTART = 1.0
@@ -63,6 +66,7 @@ class Settings:
         workers: How many jobs run at a time.
         allow_remote: Whether others may reach it over a network.
         names: Under which names, beside the machine's own.
+        keep_days: After how many days jobs that have ended are pruned.
     """
 
     roots: Sequence[Path]
@@ -72,6 +76,7 @@ class Settings:
     workers: int = 2
     allow_remote: bool = False
     names: Sequence[str] = ()
+    keep_days: int = KEEP_DAYS
 
 
 def serve(settings: Settings, announce: Callable[[str, Settings], object]) -> int:
@@ -105,6 +110,10 @@ def serve(settings: Settings, announce: Callable[[str, Settings], object]) -> in
         with _signals(server.handle_exit):
             workers = threading.Thread(target=_look_after_workers, args=(service, settings), name="workers")
             scans = threading.Thread(target=_scan, args=(service,), name="scans", daemon=True)
+            if not confinement.version():
+                _LOG.warning(
+                    "this kernel has no Landlock: tasks have limits, but nothing keeps them to the roots"
+                )
             workers.start()
             scans.start()
             try:
@@ -200,7 +209,7 @@ def _start_worker(service: Service) -> subprocess.Popen[bytes]:
     roots = [root.id for root in service.catalogue.roots()]
     said = {"parent": os.getpid(), "data": str(service.data), "roots": roots}
     return subprocess.Popen(
-        [sys.executable, "-m", "statekit.service.worker", json.dumps(said)], stdin=subprocess.DEVNULL
+        [sys.executable, "-P", "-m", "statekit.service.worker", json.dumps(said)], stdin=subprocess.DEVNULL
     )
 
 
@@ -208,6 +217,7 @@ def _look_after_workers(service: Service, settings: Settings) -> None:
     """Keeps as many workers as were asked for, and takes back what dead ones had; ends when they have."""
     workers: list[subprocess.Popen[bytes]] = []
     started = reaped = 0.0
+    pruned: float | None = None
     while not service.draining.is_set():
         alive = [worker for worker in workers if worker.poll() is None]
         now = time.monotonic()
@@ -216,6 +226,10 @@ def _look_after_workers(service: Service, settings: Settings) -> None:
         if died or now - reaped > _REAP_SECONDS:
             reaped = now
             _tried("reap", service.jobs.reap)
+        if pruned is None or now - pruned > _PRUNE_SECONDS:
+            pruned = now
+            if gone := _tried("prune", lambda: service.jobs.prune(settings.keep_days)):
+                _LOG.info("pruned", jobs=gone)
         if died:
             _LOG.warning("a worker has died", alive=len(workers))
         if len(workers) < settings.workers and (now - started > _FASTEST_RESTART or not died):
@@ -234,18 +248,17 @@ def _look_after_workers(service: Service, settings: Settings) -> None:
 
 
 def _scan(service: Service) -> None:
-    """Scans the roots: at once, from time to time, when somebody asks, and after jobs that have written."""
+    """Scans the roots: at once, from time to time, and after jobs that have written."""
     due, begun = 0.0, 0.0
     while not service.draining.is_set():
         written = _tried("look for what was written", service.jobs.last_written) or 0.0
-        if service.rescan.is_set() or time.monotonic() >= due or written >= begun:
-            service.rescan.clear()
+        if time.monotonic() >= due or written >= begun:
             begun, clock = time.time(), time.monotonic()
             made = _tried("scan", service.catalogue.scan)
             if made is not None and (made.new or made.changed or made.gone):
                 _LOG.info("scanned", **made.to_json())
             due = time.monotonic() + max(SCAN_SECONDS, SCAN_SHARE * (time.monotonic() - clock))
-        service.rescan.wait(_LOOK_SECONDS)
+        service.draining.wait(_LOOK_SECONDS)
 
 
 def _tried(what: str, do: Callable[[], T]) -> T | None:

@@ -27,14 +27,12 @@ class Service:
         catalogue: The checkpoints.
         jobs: The work.
         draining: Set once the service was asked to end: nothing new is begun.
-        rescan: Set by whoever wants a scan soon; the service's own thread makes it.
     """
 
     database: Database
     catalogue: Catalogue
     jobs: Jobs
     draining: threading.Event = field(default_factory=threading.Event)
-    rescan: threading.Event = field(default_factory=threading.Event)
 
     @property
     def data(self) -> Path:

@@ -1,8 +1,9 @@
-"""The process in which checkpoints are opened: `python -m statekit.service.task`, which has limits.
+"""Tasks, the processes in which checkpoints are opened, and what forks them: `python -m statekit.service.task`.
 
-Requests come in as lines of JSON, one after the other; out go lines with `type`: `progress`, `log`, and last either
-`result` or `problem`, which has the parts of an error. Whatever a checkpoint does to this process, the service only
-sees it end; and it ends with the service. What has to be imported is imported before the limits count.
+Importing takes far longer than most tasks: so it is done once, by a process of one thread that opens nothing, and
+each task is a fork of it, with limits and confined. Requests come to a task as lines of JSON, one after the other; out
+go lines with `type`: `progress`, `log`, and last either `result` or `problem`, which has the parts of an error.
+Whatever a checkpoint does to this process, the service only sees it end; and it ends with the service.
 """
 
 from __future__ import annotations
@@ -11,18 +12,29 @@ import gc
 import json
 import os
 import resource
+import shutil
+import signal
+import socket
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Mapping
-from typing import Any, TextIO
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn, TextIO
 
+from statekit.conversion import registry
 from statekit.errors import StatekitError
 from statekit.service import looking, work
+from statekit.service.confinement import Reach, confine
 from statekit.service.processes import end_with
 
 ANSWER_BYTES = 256 * 2**20
 """How long an answer may be."""
+NICE = 5
+"""By how much tasks stand behind what answers requests, in Unix' levels."""
 _PROGRESS_SECONDS = 0.25
+_WAIT_SECONDS = 0.002
 
 
 class Listener:
@@ -95,24 +107,121 @@ def limit(limits: Mapping[str, int]) -> None:
 def answer(request: Mapping[str, Any], listener: Listener) -> None:
     """Does what a request says, and says what came of it."""
     try:
-        limit(request.get("limits", {}))
         result = KINDS[request["kind"]](request, listener)
         listener.say("result", result)
     except (Exception, KeyboardInterrupt) as error:
         listener.say("problem", problem_of(error))
 
 
-def main() -> int:
-    """Answers requests until there are no more."""
-    end_with(int(sys.argv[1]))
-    gc.freeze()
-    answers = os.fdopen(os.dup(1), "w", encoding="ascii", errors="strict")
-    os.dup2(2, 1)  # what a library prints is no answer
-    listener = Listener(answers)
+def _work(files: Sequence[int], scratch: Path) -> None:
+    """Answers requests until there are no more, confined and with limits by the first."""
+    read, written, errors = files
+    os.dup2(read, 0)  # it was the way to the parent
+    os.dup2(errors, 1)  # what a library prints is no answer
+    os.dup2(errors, 2)
+    listener = Listener(os.fdopen(os.dup(written), "w", encoding="ascii", errors="strict"))
+    for file in files:
+        os.close(file)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    tempfile.tempdir = os.environ["TMPDIR"] = str(scratch)
+    is_confined = False
     for line in sys.stdin:
-        answer(json.loads(line), listener)
-    return 0
+        request = json.loads(line)
+        try:
+            limit(request.get("limits", {}))
+            if not is_confined and "reach" in request:
+                confine(Reach(**request["reach"]), scratch)
+                is_confined = True
+        except (StatekitError, OSError) as error:
+            listener.say("problem", problem_of(error))
+        else:
+            answer(request, listener)
+
+
+class Forks:
+    """The tasks that were forked here and whose end nobody has asked for, each with its temporary folder."""
+
+    def __init__(self) -> None:
+        self._scratches: dict[int, Path] = {}
+
+    def fork(self, files: Sequence[int]) -> int:
+        """Forks a task, and returns its number."""
+        scratch, parent = Path(tempfile.mkdtemp(prefix="statekit-task-")), os.getpid()
+        pid = os.fork()
+        if pid:
+            for file in files:
+                os.close(file)
+            self._scratches[pid] = scratch
+            return pid
+        code = 1
+        try:
+            os.setpgid(0, 0)
+            end_with(parent)
+            _work(files, scratch)
+            code = 0
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+        finally:
+            sys.stderr.flush()
+            os._exit(code)  # what it would do at an end is the parent's
+
+    def ended(self, pid: int, seconds: float) -> tuple[int, bool]:
+        """Waits for a task's end; returns its code, negative of a signal, and whether it was ended for being late."""
+        until, is_late = time.monotonic() + seconds, False
+        while not os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+            if not is_late and time.monotonic() > until:
+                is_late = True
+                os.kill(pid, signal.SIGKILL)
+            time.sleep(_WAIT_SECONDS)
+        with suppress(OSError):
+            os.killpg(pid, signal.SIGKILL)  # what it has started goes with it; its number is still taken
+        _, status = os.waitpid(pid, 0)
+        shutil.rmtree(self._scratches.pop(pid), ignore_errors=True)
+        return os.waitstatus_to_exitcode(status), is_late
+
+
+def main() -> NoReturn:
+    """Forks a task whenever it is asked to over its input, a socket, until nobody can ask any more."""
+    if parent := int(sys.argv[1]):
+        end_with(parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _give_way()
+    _warm()
+    forks = Forks()
+    control = socket.socket(fileno=0)
+    gc.collect()
+    gc.freeze()
+    while True:
+        message, files, _, _ = socket.recv_fds(control, 64, 3, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+        if not message:
+            os._exit(0)  # at once: its tasks end with it
+        if message == b"fork":
+            control.sendall(str(forks.fork(files)).encode())
+        else:
+            pid, seconds = message.split()[1:]
+            code, is_late = forks.ended(int(pid), float(seconds))
+            control.sendall(f"{code}{' late' * is_late}".encode())
+
+
+def _warm() -> None:
+    """Imports what most tasks would import each for itself, and no framework."""
+    for name in registry.container_names():
+        registry.container(name)
+    for name in registry.layout_names():
+        registry.layout(name)
+    import statekit.verify.verification  # noqa: F401  # only that it is there
+
+
+def _give_way() -> None:
+    """Lets whoever reads the catalogue go first: also where the system shares by sessions rather than by processes."""
+    os.nice(NICE)
+    if sys.platform == "linux":
+        os.sched_setscheduler(
+            0, os.SCHED_BATCH, os.sched_param(0)
+        )  # it doesn't interrupt others by waking up
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(NICE), encoding="ascii")  # Source: sched(7).
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

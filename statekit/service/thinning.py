@@ -20,6 +20,7 @@ from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.plan import Plan
 from statekit.errors import CorruptError, Faults, RefusedError, StatekitError, UsageError, some
+from statekit.files.durable import beside as temporary_beside
 from statekit.files.durable import sync_folder, writing
 from statekit.files.integrity import files_of
 from statekit.files.manifest import beside, inside
@@ -53,12 +54,12 @@ def thin(
         container: The source's container.
         to: The target's; the source's, or statekit's own where that has no place for weights alone, if None.
         hints: What the source doesn't say.
-        dry_run: Whether it is only said what would be done.
+        dry_run: Whether it is only said what would be done: the weights are written, measured and removed.
         listener: Told how far it is.
 
     Returns:
-        `freed`: bytes that are free now, or would be; `bytes_before`, `bytes_after`; `removed`: names of files;
-        `target` with its container.
+        `freed`: bytes of the disk that are free now, or would be; `bytes_before` and `bytes_after` that are taken;
+        `removed`: names of files; `target` with its container.
 
     Raises:
         RefusedError: The source has no manifest of its own, or holds files that it doesn't name.
@@ -89,8 +90,8 @@ def thin(
             remedy="move them elsewhere, or seal the checkpoint with them",
         )
     planned = _planned(source, target, container, to, hints)
-    before = sum(file.stat().st_size for file in files)
-    shared = sum(file.stat().st_size for file in files if file.stat().st_nlink > 1)
+    going = [*tops, *(one for one in map(beside, tops) if one.is_file())]
+    before = _allocated(going)
     said = {
         "target": str(target),
         "container": planned.target.container,
@@ -99,12 +100,15 @@ def thin(
         "exactness": planned.exactness.name.lower(),
     }
     if dry_run:
-        return {
-            **said,
-            "dry_run": True,
-            "bytes_after": planned.bytes,
-            "freed": before - shared - planned.bytes,
-        }
+        listener.progress(None, "writing the weights, to see what they take")
+        with temporary_beside(target) as folder:
+            place = folder / target.name
+            convert(
+                _planned(source, place, container, to, hints),
+                on_progress=lambda one: _tell(listener, one, 0.0, 1.0),
+            )
+            after = _allocated([place, beside(place)])
+        return {**said, "dry_run": True, "bytes_after": after, "freed": before - after}
     facts = _facts(files)
     listener.progress(None, "checking every byte of the checkpoint")
     report = check(source, container=container, on_progress=lambda one: _tell(listener, one, 0.0, 0.4))
@@ -119,12 +123,8 @@ def thin(
             place=source,
             remedy="thin it when nobody writes to it any more",
         )
-    after = _size(target)
-    _remove(
-        trash,
-        [*tops, *(one for one in map(beside, tops) if one.is_file())],
-        {**said, "bytes_after": after, "freed": before - shared - after},
-    )
+    after = _allocated([target, beside(target)])
+    _remove(trash, going, {**said, "bytes_after": after, "freed": before - after})
     return _go_on(trash, target, listener)
 
 
@@ -172,10 +172,11 @@ def _facts(files: Sequence[Path]) -> list[tuple[int, int, int]]:
     return [(facts.st_size, facts.st_mtime_ns, facts.st_ino) for facts in (file.stat() for file in files)]
 
 
-def _size(target: Path) -> int:
-    if target.is_dir():
-        return sum(file.stat().st_size for file in target.rglob("*") if file.is_file())
-    return sum(one.stat().st_size for one in (target, beside(target)) if one.is_file())
+def _allocated(places: Sequence[Path]) -> int:
+    """Returns how many bytes of the disk files and folders take; what has another name too isn't theirs to give."""
+    each = [file for place in places for file in (place, *(place.rglob("*") if place.is_dir() else ()))]
+    facts = [file.lstat() for file in each if file.is_file()]
+    return sum(one.st_blocks * 512 for one in facts if one.st_nlink == 1)
 
 
 def _remove(trash: Path, tops: Sequence[Path], said: Mapping[str, Any]) -> None:

@@ -31,6 +31,7 @@ from statekit.state.schedules.call_text import parse_call
 
 if TYPE_CHECKING:
     from statekit.service.task import Listener
+    from statekit.verify.certificate import Certificate
 
 PHASES = {"check": "checking the source", "write": "writing", "verify": "reading again"}
 _HINTS = ("model_key", "optimizer_key", "names_from", "accept_damaged", "budget")
@@ -206,6 +207,10 @@ def _verify(request: Mapping[str, Any], listener: Listener) -> Any:
             map=name,
             **asked,
         )
+    return _verdict(made)
+
+
+def _verdict(made: Certificate) -> dict[str, Any]:
     return {
         "verdict": made.verdict,
         "passed": made.passed,
@@ -239,19 +244,49 @@ def _convert(request: Mapping[str, Any], listener: Listener) -> Any:
     options, target = request["options"], Path(request["target"])
     with _map(options) as name:
         planned = _plan(request, name)
-    if options.get("dry_run"):
-        return outcome(planned, None)
-    if request.get("attempt", 1) > 1 and _is_written(target, planned):
-        listener.log("an earlier attempt has written the target; it was ended before it could say so")
-        return outcome(planned, None)
-    report = convert(
-        planned,
-        replace=options.get("replace", False),
-        replace_foreign=options.get("replace_foreign", False),
-        threads=options.get("threads"),
-        on_progress=told_by(listener),
-    )
-    return outcome(planned, report)
+        if options.get("dry_run"):
+            return outcome(planned, None)
+        report = None
+        if request.get("attempt", 1) > 1 and _is_written(target, planned):
+            listener.log("an earlier attempt has written the target; it was ended before it could say so")
+        else:
+            report = convert(
+                planned,
+                replace=options.get("replace", False),
+                replace_foreign=options.get("replace_foreign", False),
+                threads=options.get("threads"),
+                on_progress=told_by(listener),
+            )
+        done: dict[str, Any] = {**outcome(planned, report)}
+        if options.get("verify"):
+            done |= _proven(planned, name, options, listener)
+    return done
+
+
+def _proven(
+    planned: Plan, name: str | None, options: Mapping[str, Any], listener: Listener
+) -> dict[str, Any]:
+    """Returns what holding a target against its source comes to, as `statekit convert --verify` does."""
+    from statekit.verify.verification import verify
+
+    asked = planned.request
+    try:
+        made = verify(
+            asked.source,
+            asked.target,
+            hints=asked.hints,
+            on_progress=lambda phase, what, size: listener.progress(None, f"{phase} {what}"),
+            require=asked.require,
+            step=asked.step,
+            map=name,
+            config=options.get("config"),
+            step_offset=asked.step_offset,
+        )
+    except StatekitError as error:  # the target is written, and stays
+        said = f"not proven: {error.line}"
+        listener.log(said)
+        return {"verdict": said, "passed": False, "digest": None, "certificate": None}
+    return _verdict(made)
 
 
 def _is_written(target: Path, planned: Plan) -> bool:

@@ -17,7 +17,8 @@ from typing import Any
 
 from statekit.errors import NotFoundError, StatekitError
 from statekit.service.catalogue import Catalogue, checkpoint_of
-from statekit.service.child import Answer, Child, Died
+from statekit.service.child import Answer, Child, Died, Zygote
+from statekit.service.confinement import Reach
 from statekit.service.database import Database
 from statekit.service.jobs import LEASE_SECONDS, Jobs, Lease, Lost, crash
 from statekit.service.lineage import check_thinning
@@ -53,7 +54,7 @@ class Worker:
     def __init__(self, database: Database, catalogue: Catalogue, jobs: Jobs) -> None:
         self._database, self._catalogue, self._jobs = database, catalogue, jobs
         self._holder = holder_name()
-        self._spare: Child | None = None
+        self._zygote = Zygote()
         self._stopped_at: float | None = None
 
     def stop(self, number: int = 0, frame: FrameType | None = None) -> None:
@@ -63,7 +64,7 @@ class Worker:
     def work(self) -> None:
         """Does jobs until it is asked to end."""
         while self._stopped_at is None:
-            self._spare = self._spare or Child()
+            self._zygote.start()
             try:
                 lease = self._jobs.lease(self._holder)
                 if lease is not None:
@@ -72,8 +73,11 @@ class Worker:
             except StatekitError as error:  # the database can't be written just now
                 print(error.line, file=sys.stderr)
             time.sleep(IDLE_SECONDS)
-        if self._spare is not None:
-            self._spare.close()
+        self.close()
+
+    def close(self) -> None:
+        """Ends what tasks are forked from."""
+        self._zygote.close()
 
     def _do(self, lease: Lease) -> None:
         try:
@@ -81,7 +85,11 @@ class Worker:
         except StatekitError as error:
             self._finish(lease, "failed", problem=problem_of(error))
             return
-        child, self._spare = self._spare or Child(), None
+        try:
+            child = self._zygote.fork()
+        except Died as end:
+            self._finish(lease, "crashed", problem=crash(f"it {end}"))
+            return
         try:
             self._follow(lease, child, request)
         except Lost:
@@ -185,13 +193,26 @@ class Worker:
             "attempt": job.attempts,
             "bytes": size,
             "seconds": WALL_SECONDS + size / BYTES_A_SECOND,
-            "limits": _limits(job.kind, size, options.get("budget", 0)),
+            "limits": _limits(job.kind, size, options.get("budget", 0), options.get("verify", False)),
         }
+        writes = [self._catalogue.folder_of(path) for path in paths if job.kind == "thin"]
+        writes += [self._beside(path) for path in paths if job.kind == "seal"]
         if job.kind in ("convert", "thin"):
             said = job.options.get("target")
             target = self._catalogue.target(said["root"], said["path"]) if said else beside_source(paths[0])
             request["target"] = str(target)
+            writes.append(self._catalogue.folder_of(target))
+        reads = sorted(
+            {str(self._catalogue.root_above(path)) for path in (*paths, *map(Path, files.values()))}
+        )
+        hidden = os.path.realpath(self._database.folder)
+        request["reach"] = Reach(tuple(reads), tuple(writes), hidden)._asdict()
         return request
+
+    def _beside(self, path: Path) -> tuple[str, str]:
+        """Returns where the manifest of a checkpoint lies: beside it, or in it."""
+        root = self._catalogue.root_above(path)
+        return (str(root), "") if path == root else self._catalogue.folder_of(path)
 
     def _path(self, one: Checkpoint, may_be_gone: bool) -> Path:
         try:
@@ -215,14 +236,14 @@ def beside_source(path: Path) -> Path:
     return path.with_name(f"{path.stem}-weights{path.suffix}")
 
 
-def _limits(kind: str, size: int, budget: int) -> dict[str, int]:
+def _limits(kind: str, size: int, budget: int, proves: bool) -> dict[str, int]:
     """Returns what a task may take, by what it works on; sizes are in bytes, time is in seconds of work."""
     memory = MEMORY + 3 * size + 2 * budget
     written = (
         2 * size + 2**30 if kind in ("convert", "thin") else size // 4 + 2**28 if kind == "seal" else 2**24
     )
     return {
-        "memory": memory + (FRAMEWORKS if kind == "verify" else 0),
+        "memory": memory + (FRAMEWORKS if kind == "verify" or proves else 0),
         "files": 4096,
         "written": written,
         "cpu": round(WALL_SECONDS + size / BYTES_A_SECOND),

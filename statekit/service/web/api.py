@@ -13,7 +13,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from statekit.errors import Faults, UsageError, meant
 from statekit.service.catalogue import MOST_ITEMS, NOTE_LENGTH, TAG_LENGTH, Catalogue
-from statekit.service.records import SORTS, Checkpoint, Page, Root, Run, Scan
+from statekit.service.records import SORTS, Checkpoint, Page, Root, Run, Scanning
 from statekit.service.records import Query as Wanted
 from statekit.service.web.problems import MEDIA_TYPE
 
@@ -66,7 +66,7 @@ def plain_text(text: str) -> str:
 _SORT = f"^-?({'|'.join(SORTS)})$"
 
 
-def _said_once(request: Request) -> None:
+async def _said_once(request: Request) -> None:
     """Refuses parameters that there aren't, and those said twice: a misspelt filter would choose everything."""
     known = _parameters(request.scope["route"].dependant)
     faults = Faults()
@@ -126,7 +126,7 @@ class NoteBody(Body):
     note: Annotated[str, Field(max_length=NOTE_LENGTH), AfterValidator(plain_text)]
 
 
-def _wanted(
+async def _wanted(
     text: Annotated[Text, Query(description="Words of the path, the note or a tag.")] = "",
     root: Number | None = None,
     run: Number | None = None,
@@ -159,10 +159,15 @@ def catalogue_routes(catalogue: Catalogue) -> APIRouter:
         """The folders that are scanned."""
         return list(catalogue.roots())
 
-    @routes.post("/scan")
-    def scan() -> Scan:
-        """Looks for checkpoints below all roots, and says what is new, changed or gone."""
-        return catalogue.scan()
+    @routes.post("/scan", status_code=HTTPStatus.ACCEPTED)
+    async def begin_scan() -> Scanning:
+        """Has all roots looked through for checkpoints, from now on; it is over when `done` has reached `number`."""
+        return catalogue.rescan()
+
+    @routes.get("/scan")
+    async def read_scan() -> Scanning:
+        """How far the scan is that runs, or what the last one came to: what was new, changed or gone."""
+        return catalogue.scanning()
 
     @routes.get("/checkpoints")
     def list_checkpoints(wanted: Which, cursor: Cursor = None, limit: Limit = 50) -> Page[Checkpoint]:

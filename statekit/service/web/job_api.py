@@ -9,12 +9,13 @@ from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Header
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
-from statekit.service.records import ENDED, Job, Kind, Page, State
+from statekit.service.options import schema as options_schema
+from statekit.service.records import ENDED, KINDS, Job, Kind, Page, State
 from statekit.service.service import Service
 from statekit.service.web.api import EVERYWHERE, PREFIX, PROBLEMS, Body, Cursor, Id, Limit, Number
 from statekit.service.web.problems import Problem
@@ -33,8 +34,32 @@ _EVENT = {"type": "object", "properties": {"id": _TEXT, "event": _TEXT, "data": 
 """An event of a stream, for the description of the interface; `data` is a record `Event` as JSON."""
 
 
+def _by_kind(schema: dict[str, Any]) -> None:
+    """Has the description say for each kind of job which options it takes."""
+    numbers = schema["properties"]["subjects"]
+    forms = []
+    for kind, (least, most) in KINDS.items():
+        subjects = {**numbers, "minItems": least, "maxItems": most or MOST_SUBJECTS}
+        said = {"kind": {"const": kind}, "subjects": subjects, "options": options_schema(kind)}
+        needed = ["kind", "subjects", *(["options"] if said["options"]["required"] else [])]
+        forms.append(
+            {
+                "title": kind,
+                "type": "object",
+                "properties": said,
+                "required": needed,
+                "additionalProperties": False,
+            }
+        )
+    described = {"title": schema["title"], "description": schema["description"], "oneOf": forms}
+    schema.clear()
+    schema.update(described)
+
+
 class JobBody(Body):
     """Work to ask for."""
+
+    model_config = ConfigDict(extra="forbid", json_schema_extra=_by_kind)
 
     kind: Kind
     subjects: Annotated[list[Number], Field(min_length=1, max_length=MOST_SUBJECTS)]

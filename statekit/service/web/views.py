@@ -267,7 +267,7 @@ def _catalogue(routes: APIRouter, of: Screens) -> None:
             "roots": of.catalogue.roots(),
             "address": partial(address, query),
             "data_url": address(query, cursor).replace("/", "/checkpoints.json", 1),
-            "is_scanned": of.catalogue.last_scan is not None,
+            "scanning": of.catalogue.scanning(),
         }
         page_itself = of.drawn(request, "catalogue.html", said)
         page_itself.headers["hx-replace-url"] = address(
@@ -276,8 +276,8 @@ def _catalogue(routes: APIRouter, of: Screens) -> None:
         return page_itself
 
     @routes.post("/scan")
-    def scan() -> Response:
-        of.catalogue.scan()
+    async def scan() -> Response:
+        of.catalogue.rescan()
         return _next("/")
 
 

@@ -1,0 +1,246 @@
+"""What a task can reach: its roots, and nothing outside, however fast links are put into the places of folders."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from goldens import GOLDEN
+from statekit.errors import NotFoundError, RefusedError
+from statekit.service import confinement, roots
+from statekit.service.child import Zygote
+from statekit.service.confinement import Reach
+from statekit.service.scanning import Folder, listed
+
+TORCH = GOLDEN / "torch_formats" / "adamw_legacy" / "checkpoint" / "checkpoint.pt"
+CONFINED = pytest.mark.skipif(not confinement.version(), reason="this kernel has no Landlock")
+PROBE = """
+import json, os, socket, sys
+from pathlib import Path
+from statekit.service.confinement import Reach, confine
+said = json.loads(sys.argv[1])
+assert confine(Reach(*said["reach"]), Path(said["scratch"]))
+tried = {
+    "read": lambda: open(said["root"] + "/inside").read(),
+    "write": lambda: open(said["root"] + "/writable/new", "w").close(),
+    "scratch": lambda: open(said["scratch"] + "/new", "w").close(),
+    "library": lambda: __import__("statekit.verify.replay"),
+    "write beside": lambda: open(said["root"] + "/new", "w").close(),
+    "read outside": lambda: open(said["outside"]).read(),
+    "read over a link": lambda: open(said["root"] + "/link").read(),
+    "list outside": lambda: os.listdir(os.path.dirname(said["outside"])),
+    "write outside": lambda: open(said["outside"], "a").close(),
+    "read the data": lambda: open(said["root"] + "/data/token").read(),
+    "signal": lambda: os.kill(os.getppid(), 0),
+    "connect": lambda: socket.create_connection(("127.0.0.1", said["port"]), 5).close(),
+}
+for name, do in tried.items():
+    try:
+        do()
+        print(name)
+    except PermissionError:
+        pass
+"""
+
+
+@CONFINED
+def test_a_confined_process_reaches_its_roots_and_the_system_alone(tmp_path: Path) -> None:
+    root = tmp_path / "root"
+    for folder in ("root/writable", "root/data", "scratch"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("root/inside", "root/data/token", "outside"):
+        (tmp_path / file).write_text("swordfish")
+    (root / "link").symlink_to(tmp_path / "outside")
+    reach = Reach((str(root),), ((str(root), "writable"),), str(root / "data"))
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        said = {
+            "root": str(root), "outside": str(tmp_path / "outside"), "scratch": str(tmp_path / "scratch"),
+            "port": listening.getsockname()[1], "reach": reach,
+        }  # fmt: skip
+        line = [sys.executable, "-P", "-c", PROBE, json.dumps(said)]
+        done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    newer = {"signal"} if confinement.version() < 6 else set()
+    newer |= {"connect"} if confinement.version() < 4 else set()
+    assert set(done.stdout.splitlines()) == {"read", "write", "scratch", "library"} | newer
+
+
+@pytest.fixture(scope="module")
+def zygote() -> Iterator[Zygote]:
+    made = Zygote()
+    yield made
+    made.close()
+
+
+def test_tasks_are_forked_from_one_thread_without_frameworks_and_open_nothing_of_it(zygote: Zygote) -> None:
+    child = zygote.fork()
+    assert zygote._process is not None
+    parent, task = Path(f"/proc/{zygote._process.pid}"), Path(f"/proc/{child.pid}")
+    try:
+        assert child.result({"kind": "places", "path": str(TORCH)}, 60).kind == "result"
+        assert len(list((parent / "task").iterdir())) == 1
+        loaded = (parent / "maps").read_text()
+        assert not [one for one in ("libtorch", "jaxlib", "tensorflow", "tensorstore") if one in loaded]
+        assert sorted(int(one.name) for one in (task / "fd").iterdir())[:3] == [0, 1, 2]
+        assert not [one for one in (task / "fd").iterdir() if "socket" in os.readlink(one)]
+        nice = (task / "stat").read_text().rpartition(")")[2].split()[16]
+        assert int(nice) > os.nice(0)
+    finally:
+        child.close()
+    assert not task.exists()
+
+
+def test_no_module_is_taken_from_the_folder_in_which_a_service_is_started(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "numpy.py").write_text("raise SystemExit('code of a checkpoint was run')")
+    monkeypatch.chdir(tmp_path)
+    made = Zygote()
+    child = made.fork()
+    child.close()
+    made.close()
+
+
+def test_after_what_forks_tasks_has_died_another_is_started() -> None:
+    made = Zygote()
+    made.fork().close()
+    assert made._process is not None
+    made._process.kill()
+    made._process.wait()
+    child = made.fork()
+    assert child.result({"kind": "places", "path": str(TORCH)}, 60).kind == "result"
+    child.close()
+    made.close()
+
+
+EXCHANGE = """
+import ctypes, os, sys
+libc, (one, other), i = ctypes.CDLL(None, use_errno=True), map(os.fsencode, sys.argv[1:]), 0
+while True:
+    assert libc.renameat2(-100, one, -100, other, 2) == 0, os.strerror(ctypes.get_errno())
+    if not i:
+        print("begun", flush=True)
+    i += 1
+"""
+
+
+@contextmanager
+def exchanging(one: Path, other: Path) -> Iterator[None]:
+    """Has another process exchange two names meanwhile, as fast as it goes."""
+    line = [sys.executable, "-S", "-c", EXCHANGE, str(one), str(other)]
+    with subprocess.Popen(line, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"begun\n"
+        try:
+            yield
+            assert process.poll() is None
+        finally:
+            process.kill()
+
+
+class Attack:
+    """A root in which a folder is now itself, now a link to one outside with a checkpoint of the same name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root, self.secret = folder / "root", folder / "secret"
+        self.run, self.link = self.root / "run", folder / "link"
+        self.run.mkdir(parents=True)
+        self.secret.mkdir()
+        shutil.copy(TORCH, self.run / "a.pt")
+        shutil.copy(GOLDEN / "torch_adafactor/adafactor_bf16/checkpoint/checkpoint.pt", self.secret / "a.pt")
+        (self.secret / "swordfish.pt").write_bytes(b"")
+        self.link.symlink_to(self.secret)
+
+
+@pytest.fixture
+def attack(tmp_path: Path) -> Attack:
+    return Attack(tmp_path)
+
+
+ROUNDS = [20, pytest.param(1000, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_a_scan_lists_nothing_outside_while_a_folder_is_exchanged_for_a_link(
+    attack: Attack, rounds: int
+) -> None:
+    def names(node: Folder) -> set[str]:
+        inside = node.inside or {}
+        return {*inside}.union(*(names(one) for one in inside.values()))
+
+    with exchanging(attack.run, attack.link):
+        seen = set().union(*(names(listed(attack.root)) for _ in range(10 * rounds)))
+    assert "swordfish.pt" not in seen
+
+
+@pytest.mark.parametrize("way", ["openat2", "step by step"])
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_no_name_leads_outside_while_a_folder_is_exchanged_for_a_link(
+    attack: Attack, rounds: int, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if way == "step by step":
+        monkeypatch.setattr(roots, "_has_openat2", lambda: False)
+    outside = os.stat(attack.secret / "a.pt").st_ino
+    ways = set[str]()
+    with exchanging(attack.run, attack.link):
+        for i in count():
+            if i > rounds and len(ways) > 1:
+                break
+            try:
+                opened = roots.opened_beneath(attack.root, b"run/a.pt")
+            except (RefusedError, NotFoundError) as error:
+                ways.add(type(error).__name__)
+                continue
+            assert os.fstat(opened).st_ino != outside
+            os.close(opened)
+            ways.add("opened")
+
+
+@CONFINED
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_no_task_reads_outside_while_a_folder_is_exchanged_for_a_link(
+    attack: Attack, rounds: int, zygote: Zygote
+) -> None:
+    request = {
+        "kind": "describe", "container": "torch", "path": str(attack.run / "a.pt"), "step": None,
+        "reach": Reach((str(attack.root),))._asdict(),
+    }  # fmt: skip
+    seen: list[Any] = []
+    with exchanging(attack.run, attack.link):
+        for _ in range(rounds):
+            child = zygote.fork()
+            seen.append(child.result(request, 60).data)
+            child.close()
+    assert {one.get("optimizer") for one in seen} <= {"adamw/torch", None}
+
+
+@CONFINED
+@pytest.mark.parametrize("rounds", ROUNDS)
+def test_no_task_writes_outside_while_a_folder_is_exchanged_for_a_link(
+    attack: Attack, rounds: int, zygote: Zygote
+) -> None:
+    shutil.copy(TORCH, attack.root / "source.pt")
+    before = {file.name: file.read_bytes() for file in attack.secret.iterdir()}
+    written = 0
+    with exchanging(attack.run, attack.link):
+        for i in range(rounds):
+            child = zygote.fork()
+            request = {
+                "kind": "convert", "paths": [str(attack.root / "source.pt")], "container": "torch",
+                "options": {"to": "statekit"}, "target": str(attack.run / f"made-{i}"),
+                "reach": Reach((str(attack.root),), ((str(attack.root), "run"),))._asdict(),
+            }  # fmt: skip
+            written += child.result(request, 60).kind == "result"
+            child.close()
+    assert {file.name: file.read_bytes() for file in attack.secret.iterdir()} == before
+    assert written <= rounds
