@@ -202,8 +202,9 @@ def check_blocks(tensor: Tensor, whole: Array) -> None:
 
 def adam(schema: str, **settings: Any) -> Piece:
     slots = {name: in_memory(np.ones((4, 2))) for name in ("m", "v")}
-    usual = {**load_schema(schema).settings(load_schema(schema).data["reference"]), **settings}
-    return Piece(schema, in_memory(np.ones((4, 2))), slots, over=load_schema(schema).over_tensor(usual))
+    reference = load_schema(schema).data["reference"]
+    over = load_schema(schema).over_tensor(reference, {**load_schema(schema).settings(reference), **settings})
+    return Piece(schema, in_memory(np.ones((4, 2))), slots, over=over)
 
 
 @pytest.mark.parametrize(

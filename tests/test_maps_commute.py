@@ -142,7 +142,7 @@ def test_a_map_commutes_with_an_update_or_says_that_it_does_not(
     said = {name: require(made(schema, variant, name, full), name) for name in MAPS}
     if not full:
         axes = ("transposed", "parted", "merged", "reordered")
-        assert {said[name] for name in axes} == {Exactness.BITWISE}
+        assert {said[name] for name in axes} in ({Exactness.BITWISE}, {None})
     if schema == "adamw":
         assert {*said.values()} <= {Exactness.BITWISE, None}
 

@@ -147,7 +147,7 @@ class Split(OfEach):
             _check_known(rule, f"is split along axis {self.axis}")
 
     def _labelled(self, piece: Piece) -> Piece:
-        piece = piece.shared().regrouped(self.axis, "the parts together", "each part")
+        piece = piece.shared().regrouped(piece.is_batch(self.axis), "the parts together", "each part")
         if (slot := averaged_over(piece, self.axis)) is None:
             return piece
         return piece.labelled(
@@ -212,7 +212,7 @@ class Concatenate(Operation):
         lengths = tuple(piece.param.shape[self.axis] for piece in pieces)
         of_parts = self.runs(lengths)
         worst = max(pieces, key=lambda piece: piece.exactness).regrouped(
-            self.axis, "each part", "the parts together"
+            first.is_batch(self.axis), "each part", "the parts together"
         )
         slots: dict[str, Tensor] = {}
         for name in first.slots:

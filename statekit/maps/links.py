@@ -245,7 +245,7 @@ def _piece(state: TrainState, group: Group | None, path: str) -> Piece:
     schema = load_schema(name)
     usual = {} if variant is None else schema.settings(variant)
     said = {key: _of_path(value, path) for key, value in group.hyperparameters.items() if key in BY_NAME}
-    over = schema.over_tensor({**usual, **group.hyperparameters, **said})
+    over = schema.over_tensor(variant, {**usual, **group.hyperparameters, **said})
     return replace(piece, schema=name, over=over)
 
 

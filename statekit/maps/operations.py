@@ -60,6 +60,10 @@ class Piece:
         said = "; ".join(dict.fromkeys([*before, *reasons]))
         return replace(self, exactness=max(self.exactness, exactness), reason=said)
 
+    def is_batch(self, axis: int) -> bool:
+        """Tells whether an axis is a BATCH one of its rule."""
+        return self.rule is not None and self.rule.axes[axis] is Axis.BATCH
+
     def shared(self) -> Piece:
         """Returns it labelled for numbers of it that can't be told apart for its parts."""
         numbers = [name for name in self.slots if self.kept(name) is None]
@@ -68,21 +72,21 @@ class Piece:
         said = f"{', '.join(numbers)}: of each part as if the parts were alike"
         return self.labelled(Exactness.ESTIMATE, said)
 
-    def regrouped(self, axis: int | None, before: str, after: str) -> Piece:
+    def regrouped(self, along_batch: bool, before: str, after: str) -> Piece:
         """Returns it labelled for what its update computes over a whole tensor, once that is another.
 
         Args:
-            axis: The axis along which it is; along a BATCH axis each place has always gone by itself.
+            along_batch: Whether it is along a BATCH axis of the rule, where some of that goes by itself at each place.
             before: What that was computed over.
             after: What it will be.
         """
-        rule = self.rule
-        if not self.slots or (rule is not None and axis is not None and rule.axes[axis] is Axis.BATCH):
-            return self
-        schema, over = load_schema(self.schema), self.over
+        over = self.over
         if over is None:
-            over = schema.over_tensor(schema.settings(schema.data["reference"]))
-        if not over:
+            schema = load_schema(self.schema)
+            reference = schema.data["reference"]
+            over = schema.over_tensor(reference, schema.settings(reference))
+        over = tuple(one for one in over if not (along_batch and one.but_for_batch))
+        if not self.slots or not over:
             return self
         entered = [f"{one.what}, in {slot}" for one in over for slot in one.enters if slot in self.slots]
         said = f"{', '.join(one.what for one in over)}: so far over {before}, from now on over {after}"
@@ -242,9 +246,9 @@ class Part(OfEach):
 class Unstack(OfEach):
     """One of the tensors that were stacked along an axis.
 
-    Bitwise along a BATCH axis, which the rule treats so that every tensor goes on by itself. Along a NONE axis each
-    value is kept, but what the update computes over the whole parameter was computed over the stack: statistics. What
-    was averaged away along the axis can't be told apart.
+    Bitwise along a BATCH axis where the update treats it so that every tensor goes on by itself, as that of T5X does.
+    Else each value is kept, but what the update computes over the whole parameter was computed over the stack:
+    statistics. What was averaged away along the axis can't be told apart.
 
     Attributes:
         axis: The axis.
@@ -271,7 +275,7 @@ class Unstack(OfEach):
             )
 
     def _labelled(self, piece: Piece) -> Piece:
-        return piece.shared().regrouped(self.axis, "the stack", "each by itself")
+        return piece.shared().regrouped(piece.is_batch(self.axis), "the stack", "each by itself")
 
     def _number(self, piece: Piece, name: str) -> Tensor:
         share = 1 / max(1, piece.param.shape[self.axis])
@@ -289,7 +293,7 @@ class Unstack(OfEach):
 
 @dataclass(frozen=True)
 class Stack(Operation):
-    """Tensors of one shape along a new axis, a BATCH one of the rule, so that each goes on by itself; undoes `Unstack`.
+    """Tensors of one shape along a new axis, a BATCH one of the rule, as exactly as `Unstack`, which it undoes.
 
     Attributes:
         axis: The new axis.
@@ -313,8 +317,7 @@ class Stack(Operation):
             raise StateError(f"has shape {first.param.shape}, and can't be stacked along axis {self.axis}")
         slots = {}
         worst = max(pieces, key=lambda piece: piece.exactness)
-        if first.rule is None:
-            worst = worst.regrouped(None, "each by itself", "the stack")
+        worst = worst.regrouped(first.rule is not None, "each by itself", "the stack")
         for name in first.slots:
             if (kept := first.kept(name)) is None:
                 number = fused_number(pieces, name)

@@ -44,8 +44,8 @@ class Replicate(OfEach):
     def _labelled(self, piece: Piece) -> Piece:
         if not piece.slots:
             return piece
-        if self.axis is not None and piece.rule is None:
-            piece = piece.regrouped(None, "each by itself", "the copies together")
+        if self.axis is not None:
+            piece = piece.regrouped(piece.rule is not None, "each by itself", "the copies together")
         return piece.labelled(
             Exactness.ESTIMATE, "each copy has the slots of the one, and gradients of its own"
         )
@@ -157,10 +157,14 @@ class Resize(OfEach):
             return piece
         if self.after < self.before:
             said = f"places {self.after} to {self.before - 1} of axis {self.axis} are left out"
-            return piece.regrouped(self.axis, "all places", "those that stay").labelled(Exactness.LOSSY, said)
+            return piece.regrouped(piece.is_batch(self.axis), "all places", "those that stay").labelled(
+                Exactness.LOSSY, said
+            )
         said = f"{self.after - self.before} new places along axis {self.axis}: {self.param} in the parameter"
         said += f", {self.slots} in slots" if piece.slots else ""
-        return piece.regrouped(self.axis, "the old places", "all places").labelled(Exactness.ESTIMATE, said)
+        return piece.regrouped(piece.is_batch(self.axis), "the old places", "all places").labelled(
+            Exactness.ESTIMATE, said
+        )
 
     def _labels(self, labels: tuple[Axis, ...]) -> tuple[Axis, ...]:
         return labels

@@ -55,10 +55,12 @@ class OverTensor:
     Attributes:
         what: What that is, in words.
         enters: Averages of gradients that have taken it in.
+        but_for_batch: Whether each place along BATCH axes goes by itself.
     """
 
     what: str
     enters: tuple[str, ...]
+    but_for_batch: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,17 +127,26 @@ class OptimizerSchema:
             for name, spec in self.hyperparameters.items()
         }
 
-    def over_tensor(self, settings: Mapping[str, Any]) -> tuple[OverTensor, ...]:
+    def over_tensor(self, variant: str | None, settings: Mapping[str, Any]) -> tuple[OverTensor, ...]:
         """Returns what an update computes over a whole parameter, as far as hyperparameters don't rule it out.
+
+        Args:
+            variant: Whose update; where nobody knows, BATCH axes may be as any other.
+            settings: Hyperparameters.
 
         Example:
             >>> settings = {"clipnorm": None, "clipping_threshold": None}
-            >>> [one.what for one in load_schema("adafactor").over_tensor(settings)]
-            ['the parameter scale']
+            >>> load_schema("adafactor").over_tensor("t5x", settings)
+            (OverTensor(what='the parameter scale', enters=(), but_for_batch=True),)
         """
+        constants = {} if variant is None else self.variant(variant)["constants"]
         steps = (step["over_tensor"] for step in self.data.get("steps", ()) if "over_tensor" in step)
         return tuple(
-            OverTensor(one["what"], tuple(one["enters"]))
+            OverTensor(
+                one["what"],
+                tuple(one["enters"]),
+                any(constants.get(key) in forms for key, forms in one.get("but_for_batch", {}).items()),
+            )
             for one in steps
             if not any(settings.get(name, ...) in values for name, values in one.get("unless", {}).items())
         )
