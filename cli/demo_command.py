@@ -23,6 +23,7 @@ from statekit.cli.loss_plot import Curve, Panel, picture
 from statekit.cli.output import Screen, Table
 from statekit.cli.replay_command import BOUND
 from statekit.errors import MissingExtraError, NotFoundError
+from statekit.files.durable import replace_file
 from statekit.optim.adafactor import defaults
 from statekit.optim.run import Live, Move, Rates, store
 from statekit.optim.steps import Arrays, Execution
@@ -117,7 +118,7 @@ def _as_t5(stdout: Screen, run: demo_t5.Run, out: Path) -> int:
     stdout.show(grid)
     stdout.say()
     plot = out / "losses.svg"
-    plot.write_text(t5_picture(run, ways), encoding="utf-8")
+    replace_file(plot, t5_picture(run, ways).encode("utf-8"))
     stdout.say(f"In parentheses: how far from T5X's loss, relatively. The curves are in {plot}.")
     loss, weights = max(apart[demo_t5.GOES_ON].values()), ways[demo_t5.GOES_ON].weights
     passed = loss <= demo_t5.WITHIN_LOSS and weights <= demo_t5.WITHIN_WEIGHTS

@@ -46,8 +46,8 @@ MAX_ROWS = 40
     metavar="all|random|adversarial|FILE",
     default="all",
     show_default=True,
-    help="What both sides are stepped on; FILE: safetensors with <update>/<parameter>, or <parameter> for one set that "
-    "each update takes, by the target's names.",
+    help="What both sides are stepped on; FILE: safetensors, or torch.save's, with <update>/<parameter>, or with "
+    "<parameter> for one set that each update takes, by the target's names.",
 )
 @click.option(
     "--backend",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -14,12 +15,16 @@ from blake3 import blake3
 from safetensors.numpy import load_file, save_file
 
 from goldens import COMPACT
+from statekit.budget import Budget, Limits
 from statekit.cli.main import DONE, main
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import convert, plan
-from statekit.errors import FormatError, StateError
+from statekit.conversion.open_state import open_state
+from statekit.errors import BudgetError, CommitError, FormatError, StateError
 from statekit.verify.certificate import Certificate, read_certificate
+from statekit.verify.probes import gradients_of
 from statekit.verify.repetition import repeated
+from statekit.verify.sampling import sampled
 from statekit.verify.verification import verify
 
 T5X = COMPACT / "t5x/momentum_f32/checkpoint/checkpoint_4"
@@ -138,6 +143,45 @@ def test_one_set_of_gradients_is_taken_for_every_update(neutral: Path, tmp_path:
     assert replays[0]["probes"] == replays[1]["probes"]
     assert replays[0]["tensors"] == replays[1]["tensors"]
     assert [each["gradients_file"]["sets"] for each in replays] == [1, 3]
+
+
+def test_gradients_of_a_torch_file_are_read_and_all_on_the_job_s_budget(
+    neutral: Path, tmp_path: Path
+) -> None:
+    torch = pytest.importorskip("torch")
+    pickled, plain = tmp_path / "grads.pt", tmp_path / "grads.safetensors"
+    torch.save({path: torch.from_numpy(grad) for path, grad in recorded(5).items()}, pickled)
+    save_file(recorded(5), plain)
+    with open_state(neutral) as opened:
+        sample = sampled(opened.state, 0, True)
+        for path in (pickled, plain):
+            with gradients_of(path, opened.state, sample, 1, opened.budget) as given:
+                (grads,) = given.sets
+                assert {name: grad.read().tobytes() for name, grad in grads.items()} == {
+                    name: grad.tobytes() for name, grad in recorded(5).items()
+                }
+            with (
+                pytest.raises(BudgetError),
+                gradients_of(path, opened.state, sample, 1, Budget(Limits(held=100))),
+            ):
+                pass
+
+
+def test_a_certificate_that_cannot_be_written_leaves_the_earlier(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "cert.json"
+    Certificate({"made": 1}).save(path)
+    before = path.read_bytes()
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("statekit.files.durable.sync", full)
+    with pytest.raises(CommitError):
+        Certificate({"made": 2}).save(path)
+    assert path.read_bytes() == before
+    assert [one.name for one in tmp_path.iterdir()] == ["cert.json"]
 
 
 NORM, WI = "encoder/encoder_norm/scale", "encoder/layers_0/mlp/wi_0/kernel"

@@ -17,11 +17,12 @@ from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
-from statekit.optim.run import load, store
+from statekit.optim.run import load, mover, store
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import in_memory
-from statekit.verify.side_by_side import SideBySide
+from statekit.verify.side_by_side import SideBySide, _as_loaded
+from statekit.verify.stepping import Side
 from statekit.verify.verification import verify
 
 LATE = 1000
@@ -163,3 +164,34 @@ def test_a_late_run_is_converted_and_back(tmp_path: Path) -> None:
         made = verify(source, target, steps=1, gradients="random")
         assert made.passed, made.data["verdict"]["because"]
         assert made.verdict == "within the rounding bound"
+
+
+@pytest.mark.parametrize(("number", "is_named"), [(0.5, False), (0.1, True)])
+def test_a_number_of_a_group_in_another_width_is_a_cast_where_it_is_another_number(
+    number: float, is_named: bool
+) -> None:
+    def of_group(dtype: type) -> TrainState:
+        slots = {"threshold": in_memory(np.asarray(number, dtype), "threshold")}
+        groups = tuple(replace(group, slots=slots) for group in adamw().optimizer.groups)
+        return replace(adamw(), optimizer=replace(adamw().optimizer, groups=groups))
+
+    def native(state: TrainState, updates: Any, rates: Any) -> TrainState:
+        return of_group(np.float32)
+
+    said_of = _as_loaded(Side(of_group(np.float64), "a class", native), (1e-3,))
+    assert [*said_of] == [("groups/0", "threshold")] * is_named
+    assert all("from float64 to float32" in line for line in said_of.values())
+
+
+@pytest.mark.parametrize("variant", ["t2t_late", "t5x"])
+def test_a_nan_goes_as_far_as_the_schema_says(variant: str) -> None:
+    state, xp = under(variant, adafactor()), NumpyBackend()
+    path = next(path for path, rule in state.rules.items() if rule.factored)
+    grads = {name: np.full(param.shape, 1e-3, np.float32) for name, param in state.params.items()}
+    grads[path].flat[0] = np.nan
+    after = store(xp, mover(xp, state)(load(xp, state), grads, 1e-3), state)
+    lost = {name: bool(np.isnan(slot.read()).all()) for name, slot in after.slots[path].items()}
+    rules = load_schema("adafactor")
+    spreads = rules.variant(variant)["constants"]["xla_perturbation"]
+    assert lost == {"m": True, "v_col": spreads, "v_row": spreads}
+    assert "where a gradient has a NaN" in rules.data["differences"]["xla_perturbation"]["meaning"]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.errors import FormatError, printable
+from statekit.files.durable import replace_file
 from statekit.files.source import read_small
 from statekit.tensors.digest import json_digest
 from statekit.tensors.tree import strict_json
@@ -64,8 +65,12 @@ class Certificate:
         return _laid_out(self.to_json()) + "\n"
 
     def save(self, path: Path) -> None:
-        """Writes it to a file."""
-        path.write_text(self.text(), encoding="utf-8")
+        """Writes it to a file; what was there stays until all of it is on the disk.
+
+        Raises:
+            CommitError: It can't be written.
+        """
+        replace_file(path, self.text().encode("utf-8"))
 
     def __repr__(self) -> str:
         asked = self.data["asked"]

@@ -14,6 +14,9 @@ from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
+from statekit.budget import Budget
+from statekit.conversion import registry
+from statekit.conversion.contracts import NO_HINTS
 from statekit.errors import Faults, NotFoundError, StateError
 from statekit.files.safetensors import open_safetensors
 from statekit.files.source import Files, source_digest
@@ -182,14 +185,19 @@ class GradientsFile:
 
 
 @contextmanager
-def gradients_of(path: Path, state: TrainState, sample: Sample, updates: int) -> Iterator[GradientsFile]:
-    """Opens a file of gradients: safetensors of `<update>/<parameter>`, as recordings have it, or of `<parameter>`.
+def gradients_of(
+    path: Path, state: TrainState, sample: Sample, updates: int, budget: Budget | None = None
+) -> Iterator[GradientsFile]:
+    """Opens a file of gradients by `<update>/<parameter>`, as recordings have it, or by `<parameter>`.
+
+    It is one of safetensors, or of torch.save.
 
     Args:
         path: The file.
         state: Whose parameters it has gradients of, all of them.
         sample: Which of them move: these need one.
         updates: How many are made.
+        budget: The job's; a new one if None.
 
     Raises:
         NotFoundError: There is no such file.
@@ -203,8 +211,8 @@ def gradients_of(path: Path, state: TrainState, sample: Sample, updates: int) ->
             expected="all, random, adversarial or a file",
             remedy="check --gradients",
         )
-    with closing(Files()) as files:
-        tensors, source = open_safetensors(path, files).tensors, files.source(path)
+    with closing(Files(budget)) as files, _tensors(path, files, budget) as tensors:
+        source = files.source(path)
         is_one = {*tensors} <= {*state.params} or not any(_update_of(name) for name in tensors)
         sets: dict[str, dict[str, Tensor]] = {"": {}} if is_one else {}
         for name, tensor in tensors.items():
@@ -227,6 +235,16 @@ def gradients_of(path: Path, state: TrainState, sample: Sample, updates: int) ->
             )
         ordered = tuple(sets[number] for number in sorted(sets, key=lambda number: int(number or 0)))
         yield GradientsFile(ordered, is_one, source_digest(source), source.size)
+
+
+@contextmanager
+def _tensors(path: Path, files: Files, budget: Budget | None) -> Iterator[Mapping[str, Tensor]]:
+    """Opens what a file has by name."""
+    if path.suffix == ".safetensors":
+        yield open_safetensors(path, files).tensors
+        return
+    with registry.opened(registry.container("torch"), path, None, NO_HINTS, budget) as checkpoint:
+        yield checkpoint.tensors
 
 
 def _update_of(name: str) -> str:

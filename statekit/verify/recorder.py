@@ -23,6 +23,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from statekit.errors import TargetExistsError, UsageError
+from statekit.files.durable import replace_file
 from statekit.files.safetensors import save_safetensors
 from statekit.optim.steps import USUAL, Execution
 from statekit.state.constants import variant_constants
@@ -156,7 +157,7 @@ class Recorder:
         self._grads.write(self.folder / GRADS)
         self._states.write(self.folder / TRAJECTORY)
         text = json.dumps(to_json(recording), indent=1, sort_keys=True)
-        (self.folder / DESCRIPTION).write_text(text + "\n", encoding="utf-8")
+        replace_file(self.folder / DESCRIPTION, f"{text}\n".encode())
 
     def _state(self, params: Mapping[str, Array], slots: Mapping[str, Mapping[str, Array]]) -> None:
         for path, value in params.items():

@@ -12,6 +12,7 @@ import numpy as np
 
 from statekit.arrays.backend import Backend
 from statekit.arrays.numpy_backend import NumpyBackend
+from statekit.budget import Budget
 from statekit.errors import StatekitError
 from statekit.optim.run import store
 from statekit.state.exactness import Exactness
@@ -118,8 +119,9 @@ class SideBySide:
         seed: int,
         everything: bool,
         tell: Callable[[str], object],
+        budget: Budget | None = None,
     ) -> tuple[dict[str, Any], dict[str, tuple[Verdict, str]], list[dict[str, Any]]]:
-        """Steps both sides.
+        """Steps both sides; a file of gradients is read on the job's budget.
 
         Returns:
             The replay as a certificate has it; the verdict and the reason of each tensor, by canonical name; and what
@@ -141,7 +143,8 @@ class SideBySide:
         seen: dict[str, dict[str, Any]] = {}
         worst = {key: Worst(faults=(why,)) for key, why in _as_loaded(sides[1], rates).items()}
         rows = []
-        with _probes(gradients, (self._states[1], right), sample, updates, seed) as (probes, of_file):
+        states = self._states[1], right
+        with _probes(gradients, states, sample, updates, seed, budget) as (probes, of_file):
             for probe in probes:
                 tell(probe.name)
                 ran, bound = self._probe(probe, xp, sides, before, right, rates)
@@ -433,7 +436,12 @@ def _classes(ulps: Any) -> list[int]:
 
 @contextmanager
 def _probes(
-    gradients: str, states: tuple[TrainState, TrainState], sample: Sample, updates: int, seed: int
+    gradients: str,
+    states: tuple[TrainState, TrainState],
+    sample: Sample,
+    updates: int,
+    seed: int,
+    budget: Budget | None,
 ) -> Iterator[tuple[Iterator[Probe], dict[str, Any]]]:
     """Gives the probes, and what a certificate says of the file that they are from, if they are.
 
@@ -443,12 +451,13 @@ def _probes(
         sample: What that is.
         updates: How many are made.
         seed: Of the draws.
+        budget: The job's; a new one if None.
     """
     whole, stepped = states
     if gradients in KINDS:
         yield drawn(stepped, KINDS[gradients], updates, seed), {}
         return
-    with gradients_of(Path(gradients), whole, sample, updates) as given:
+    with gradients_of(Path(gradients), whole, sample, updates, budget) as given:
         yield iter([given.probe(sample, stepped, updates)]), {"gradients_file": given.to_json()}
 
 

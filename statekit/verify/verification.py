@@ -399,6 +399,7 @@ class _Verification:
                 asked.seed,
                 asked.everything,
                 lambda name: self._tell("stepping", name, 0),
+                self._target.budget,
             )
         )
 
