@@ -15,6 +15,7 @@ from statekit.errors import InexactError, StateError
 from statekit.maps.along_axis import REST, Concatenate, Reorder, Split
 from statekit.maps.links import Carried, Link, carried
 from statekit.maps.operations import Merge, Operation, Part, Permute, Piece, Stack, Unstack
+from statekit.maps.sizes import Recast
 from statekit.optim.run import load, mover, store
 from statekit.state.exactness import Exactness
 from statekit.state.schema import load_schema, schema_names
@@ -52,6 +53,7 @@ MAPS: Mapping[str, tuple[Parameters, list[Link]]] = {
     "split along columns": (MATRIX, [Link(("a",), f"a{i}", (Split(1, (1, 1), i, REST),)) for i in range(2)]),
     "split in stacks": (STACK, [Link(("a",), f"a{i}", (Split(0, (1, 1), i),)) for i in range(2)]),
 }  # fmt: skip
+WIDENED = of_each(Recast("bfloat16", "float32"), "a")
 UPDATE = 2
 """The update that is made before the map, and after it: slots have seen two gradients by then."""
 
@@ -145,6 +147,18 @@ def test_a_map_commutes_with_an_update_or_says_that_it_does_not(
         assert {said[name] for name in axes} in ({Exactness.BITWISE}, {None})
     if schema == "adamw":
         assert {*said.values()} <= {Exactness.BITWISE, None}
+
+
+@pytest.mark.parametrize(
+    ("schema", "variant"), [("adafactor", "t5x"), ("adamw", "optax"), ("adamw", "torch")]
+)
+def test_a_wider_parameter_is_no_more_the_same_run_to_the_bit(schema: str, variant: str) -> None:
+    result, outside, _ = apart(made(schema, variant, "transposed", False, "bfloat16"), WIDENED)
+    assert ("a", "param") in outside
+    assert {one.target: one.exactness for one in result.mapped} == {
+        "a": Exactness.ROUNDING,
+        "beside": Exactness.BITWISE,
+    }
 
 
 def test_a_label_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

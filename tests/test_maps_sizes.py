@@ -180,7 +180,9 @@ def test_another_dtype_is_the_parameters_alone_and_said_where_it_rounds() -> Non
     assert (narrow.param.dtype.name, dtypes["average"]) == ("bfloat16", "bfloat16")
     assert {dtypes[name] for name in ("m", "v", "master")} == {"float32"}
     (wide,) = Recast("bfloat16", "float32").of([replace_exactness(narrow)])
-    assert wide.exactness is Exactness.BITWISE
+    assert wide.exactness is Exactness.ROUNDING and "from now on, so far to bfloat16" in wide.reason
+    (alone,) = Recast("bfloat16", "float32").of([Piece("adamw", narrow.param, {})])
+    assert alone.exactness is Exactness.BITWISE
     with pytest.raises(StateError, match="is float32, and not bfloat16"):
         Recast("bfloat16", "float32").of([piece])
 

@@ -211,7 +211,8 @@ class Recast(OfEach):
 
     def _labelled(self, piece: Piece) -> Piece:
         if widens(DTYPES[self.before], DTYPES[self.after]):
-            return piece
+            said = f"its updates are rounded to {self.after} from now on, so far to {self.before}"
+            return piece.labelled(Exactness.ROUNDING, said) if piece.slots else piece
         return piece.labelled(Exactness.LOSSY, f"rounded from {self.before} to {self.after}")
 
     def _labels(self, labels: tuple[Axis, ...]) -> tuple[Axis, ...]:
