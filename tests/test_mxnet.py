@@ -192,10 +192,12 @@ def test_where_no_parameters_fit_or_several_do_the_error_names_each(tmp_path: Pa
     (tmp_path / "both").mkdir()
     folder = in_folder(tmp_path / "both", net=PARAMS, teacher_file=PARAMS)
     for path in (folder, folder / "trainer.states"):
-        with pytest.raises(NotFoundError, match=r"nothing tells which(?s:.*)teacher\.params, net"):
+        with pytest.raises(NotFoundError, match=r"nothing tells which(?s:.*)teacher\.params, net") as caught:
             open_state(path)
-    with open_state(folder / "net") as opened:  # naming it tells
-        assert opened.state.counts.updates == 4
+        assert f"as {folder / 'teacher.params'}, which is then read with trainer.states" in str(caught.value)
+    for name in ("net", "teacher.params"):  # naming it tells
+        with open_state(folder / name) as opened:
+            assert opened.state.counts.updates == 4
     (folder / "net" / "c.bias.npy").write_bytes(b"\x93NUMPY no more")
     with pytest.raises(StatekitError, match=r"c\.bias"):
         open_state(folder / "net")

@@ -183,7 +183,7 @@ def _params_beside(states: Path) -> tuple[Path | None, str]:
         return None, f"no {PARAMS} beside it"
     if len(candidates) == 1:
         return candidates[0], _beside(candidates[0], [*every, *folders], "")
-    chosen = _only(_fitting(states, candidates), folder, PARAMS, _is_gluon)
+    chosen = _only(_fitting(states, candidates), folder, PARAMS, _is_gluon, states)
     return chosen, _beside(chosen, [*every, *folders], "of Gluon" if chosen.is_file() else "by its shapes")
 
 
@@ -257,8 +257,18 @@ def _found(folder: Path, suffix: str, fits: Callable[[Path], bool]) -> list[Path
     return [p for p in listing(folder, suffix) if p.is_file() and fits(p)]
 
 
-def _only(candidates: Iterable[Path], folder: Path, suffix: str, better: Callable[[Path], bool]) -> Path:
-    """Returns the only file, or the only one of those that are better than the others."""
+def _only(
+    candidates: Iterable[Path],
+    folder: Path,
+    suffix: str,
+    better: Callable[[Path], bool],
+    partner: Path | None = None,
+) -> Path:
+    """Returns the only file, or the only one of those that are better than the others.
+
+    Raises:
+        NotFoundError: There are several; `partner` is what each of them would be read with.
+    """
     every = list(candidates)
     best = every if len(every) == 1 else [p for p in every if better(p)]
     if len(best) != 1:
@@ -266,7 +276,8 @@ def _only(candidates: Iterable[Path], folder: Path, suffix: str, better: Callabl
             f"Several {suffix} files lie in the folder, and nothing tells which is meant.",
             place=folder,
             found=", ".join(p.name for p in every),
-            remedy="name the file, or move the others away",
+            remedy=f"name the one that is meant, as {every[0]}"
+            f"{f', which is then read with {partner.name}' if partner else ''}",
         )
     return best[0]
 
