@@ -235,10 +235,14 @@ def reading(place: object) -> Iterator[None]:
 def looking(place: Path) -> Iterator[None]:
     """Turns whatever the system refuses to a container into an error of ours: a look at a name, a list of names.
 
+    Python 3.14's `Path.is_file` takes what may not be looked at for absent; so a folder is entered first.
+
     Raises:
         NotFoundError, FormatError: As `reading`, of what was looked at.
     """
     try:
+        if os.path.isdir(place):
+            os.stat(os.path.join(place, os.curdir))
         yield
     except StatekitError:
         raise
