@@ -102,6 +102,9 @@ class Recording(AbstractContextManager["Recording"]):
     numbered_from: int = 0
     gradients_per_update: int = 1
     _opened: dict[str, OpenFile] = field(default_factory=dict, repr=False, compare=False)
+    _numbered: dict[str, dict[str, dict[str, Tensor]]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @property
     def name(self) -> str:
@@ -114,6 +117,7 @@ class Recording(AbstractContextManager["Recording"]):
         for opened in self._opened.values():
             opened.close()
         self._opened.clear()
+        self._numbered.clear()
 
     def states(self, trajectory: Trajectory) -> Mapping[str, Tensor]:
         """Returns all tensors of a trajectory, by `{step}/...`."""
@@ -123,6 +127,16 @@ class Recording(AbstractContextManager["Recording"]):
         if file not in self._opened:
             self._opened[file] = open_safetensors(self.folder / file)
         return self._opened[file].tensors
+
+    def _below(self, file: str, number: int) -> Mapping[str, Tensor]:
+        """Returns the tensors of a file whose names begin with a number, by what follows it."""
+        if file not in self._numbered:
+            parts = self._numbered[file] = {}
+            for name, tensor in self._tensors(file).items():
+                first, slash, rest = name.partition("/")
+                if slash:
+                    parts.setdefault(first, {})[rest] = tensor
+        return self._numbered[file].get(f"{number}", {})
 
     def phase(self, update: int) -> Phase:
         """Returns the phase of an update (first+1 .. last).
@@ -143,7 +157,7 @@ class Recording(AbstractContextManager["Recording"]):
         """Returns the number that a state, or the update that makes it, has in the names of tensors."""
         return (step - self.first) * self.gradients_per_update + self.numbered_from
 
-    def gradients(self, update: int) -> dict[str, Tensor]:
+    def gradients(self, update: int) -> Mapping[str, Tensor]:
         """Returns the gradients of one update, by path."""
         xp, parts = NumpyBackend(), self._parts(update)
         if len(parts) == 1:
@@ -155,9 +169,9 @@ class Recording(AbstractContextManager["Recording"]):
         parts = self._parts(update)
         return {path: running_mean(xp, [xp.asarray(p[path].read()) for p in parts]) for path in parts[0]}
 
-    def _parts(self, update: int) -> list[dict[str, Tensor]]:
+    def _parts(self, update: int) -> list[Mapping[str, Tensor]]:
         first, last = self.number(update - 1) + 1, self.number(update)
-        return [_below(self._tensors(GRADS), f"{number}/") for number in range(first, last + 1)]
+        return [self._below(GRADS, number) for number in range(first, last + 1)]
 
     def state(self, step: int, trajectory: Trajectory, update: int) -> TrainState:
         """Returns a recorded state, with the hyperparameters of an update."""
@@ -170,7 +184,7 @@ class Recording(AbstractContextManager["Recording"]):
         return self._state(file, update, update)
 
     def _state(self, file: str, step: int, update: int) -> TrainState:
-        tensors = _below(self._tensors(file), f"{self.number(step)}/")
+        tensors = self._below(file, self.number(step))
         if not tensors:
             raise FormatError("A recording lacks a state.", place=self.folder / file, found=f"step {step}")
         return system(self.system).decode(tensors, step, self.phase(update))
@@ -191,10 +205,6 @@ def running_mean(xp: Backend, gradients: Sequence[Value]) -> Value:
     for done, gradient in enumerate(gradients[1:], start=1):
         mean = mean + (xp.widen(gradient) - mean) / float(done + 1)
     return xp.narrow(mean, xp.dtype(gradients[0]))
-
-
-def _below(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}
 
 
 def system(name: str) -> System:
