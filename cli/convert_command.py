@@ -248,31 +248,19 @@ def _proven(
     planned: Plan, map_name: str | None, config: tuple[str, ...], certificate: Path | None
 ) -> Certificate:
     """Returns what verifying the target shows; it is written to a file if one is named."""
-    from statekit.converters.formats.hparams import read_hparams
-    from statekit.files.source import Files
-    from statekit.verify.verification import verify
+    from statekit.cli.verify_command import verified
 
     request = planned.request
-    with Files(request.hints.job_budget()) as files:
-        said = read_hparams(config, files=files).values
-    with output.progress() as bar:
-        task, done = bar.add_task("verifying", total=None), [0]
-
-        def tell(phase: str, name: str, size: int) -> None:
-            done[0] += size
-            bar.update(task, description=f"{phase} {name}", completed=done[0])
-
-        made = verify(
-            request.source,
-            request.target,
-            hints=request.hints,
-            on_progress=tell,
-            require=request.require,
-            step=request.step,
-            map=map_name,
-            config=said or None,
-            step_offset=request.step_offset,
-        )
+    made = verified(
+        request.source,
+        request.target,
+        config,
+        hints=request.hints,
+        require=request.require,
+        step=request.step,
+        map=map_name,
+        step_offset=request.step_offset,
+    )
     if certificate is not None:
         made.save(certificate)
     return made

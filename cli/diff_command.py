@@ -52,14 +52,7 @@ def command(
     two runs' folders all steps that both have are compared up to the first that differs. What is said of the files is
     of both, but for what begins with --left or --right. The exit code is 1 if anything differs.
     """
-    with output.progress() as bar:
-        task = bar.add_task("reading", total=None)
-        done = [0]
-
-        def tell(name: str, size: int) -> None:
-            bar.update(task, description=name, completed=done[0])
-            done[0] += size
-
+    with output.reading() as tell:
         result = diff(left, right, step=step, map=map_name, hints=hints, on_tensor=tell)
     write_report(report, "diff", result.to_json())
     if as_json:

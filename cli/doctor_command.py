@@ -50,14 +50,7 @@ def command(
     were lost or rounded; files of several steps, damaged or with parts missing; groups that have each other's options,
     and hyperparameters that changed. Every value is read once. The exit code is 1 if anything was found.
     """
-    with output.progress() as bar:
-        task = bar.add_task("reading", total=None)
-        done = [0]
-
-        def tell(name: str, size: int) -> None:
-            bar.update(task, description=name, completed=done[0])
-            done[0] += size
-
+    with output.reading() as tell:
         each = doctor(
             *checkpoints, container=container, step=step, hints=hints, ignore=ignore, on_tensor=tell
         )

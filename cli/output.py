@@ -8,8 +8,8 @@ import re
 import shutil
 import sys
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -306,6 +306,27 @@ def progress(unit: str = "bytes", needed: bool = True) -> AbstractContextManager
         console=Console(stderr=True, markup=False, emoji=False, highlight=False),
         transient=True,
     )
+
+
+@contextmanager
+def reading(what: str = "reading") -> Iterator[Callable[[str, int], None]]:
+    """Shows on stderr what is read, and how many bytes were.
+
+    Args:
+        what: What is shown before anything is told.
+
+    Yields:
+        What is told a name, and how many bytes are read of it.
+    """
+    with progress() as bar:
+        task, done = bar.add_task(what, total=None), 0
+
+        def tell(name: str, size: int) -> None:
+            nonlocal done
+            bar.update(task, description=name, completed=done)
+            done += size
+
+        yield tell
 
 
 def print_json(kind: str, data: dict[str, Any]) -> None:

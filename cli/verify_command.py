@@ -126,42 +126,55 @@ def command(
         raise UsageError(
             "Two checkpoints or a certificate are needed.", expected="SRC DST, or --repeat CERT [SRC DST]"
         )
-    from statekit.converters.formats.hparams import read_hparams
-    from statekit.files.source import Files
-
-    with Files(hints.job_budget()) as files:
-        said = read_hparams(config, files=files).values
-    with output.progress() as bar:
-        task, done = bar.add_task("reading", total=None), [0]
-
-        def tell(phase: str, name: str, size: int) -> None:
-            done[0] += size
-            bar.update(task, description=f"{phase} {name}", completed=done[0])
-
-        if repeat is not None:
-            return _repeat(repeat, source, target, tell, as_json, report)
-        assert source is not None and target is not None  # said above
-        made = verify(
-            source,
-            target,
-            hints=hints,
-            on_progress=tell,
-            steps=steps,
-            gradients=gradients,
-            backend=backend,
-            everything=everything,
-            seed=seed,
-            require=Exactness[require.upper()],
-            step=step,
-            map=map_name,
-            config=said or None,
-            step_offset=step_offset,
-        )
+    if repeat is not None:
+        return _repeat(repeat, source, target, as_json, report)
+    assert source is not None and target is not None  # said above
+    made = verified(
+        source,
+        target,
+        config,
+        hints=hints,
+        steps=steps,
+        gradients=gradients,
+        backend=backend,
+        everything=everything,
+        seed=seed,
+        require=Exactness[require.upper()],
+        step=step,
+        map=map_name,
+        step_offset=step_offset,
+    )
     if to is not None:
         made.save(to)
     write_report(report, "verify", made.to_json())
     show(made, to, as_json)
     return DONE if made.passed else WANTING
+
+
+def verified(source: Path, target: Path, config: Sequence[str], *, hints: Hints, **asked: Any) -> Certificate:
+    """Verifies two checkpoints while it is shown how far that is.
+
+    Args:
+        source: The source.
+        target: What was made of it.
+        config: What `--config` says.
+        hints: What the source doesn't say.
+        asked: What else `statekit.verify.verification.verify` takes.
+    """
+    from statekit.converters.formats.hparams import read_hparams
+    from statekit.files.source import Files
+
+    with Files(hints.job_budget()) as files:
+        said = read_hparams(config, files=files).values
+    with output.reading() as tell:
+        return verify(
+            source,
+            target,
+            hints=hints,
+            config=said or None,
+            on_progress=lambda phase, name, size: tell(f"{phase} {name}", size),
+            **asked,
+        )
 
 
 def show(made: Certificate, to: Path | None = None, as_json: bool = False) -> None:
@@ -174,12 +187,11 @@ def show(made: Certificate, to: Path | None = None, as_json: bool = False) -> No
         output.screen().say(f"The certificate is {to}, digest {made.digest}.")
 
 
-def _repeat(
-    path: Path, source: Path | None, target: Path | None, tell: Any, as_json: bool, report: Path | None
-) -> int:
+def _repeat(path: Path, source: Path | None, target: Path | None, as_json: bool, report: Path | None) -> int:
     from statekit.verify.repetition import repeated
 
-    done = repeated(path, source, target, tell)
+    with output.reading() as tell:
+        done = repeated(path, source, target, lambda phase, name, size: tell(f"{phase} {name}", size))
     result = {"repeats": done.same, "differs": list(done.differs), **done.again.to_json()}
     write_report(report, "verify", result)
     if as_json:
