@@ -12,6 +12,8 @@ from statekit.service.records import KINDS, Kind
 
 MOST_BYTES = 256 * 1024
 """Bytes of JSON that the options of a job take at most."""
+MOST_SUBJECTS = 1000
+"""Checkpoints that a job is about, at most."""
 BUDGET_BYTES = 8 * 2**30
 """What `budget` may be at most."""
 
@@ -322,11 +324,11 @@ def checked(kind: str, subjects: Collection[int], options: Mapping[str, Any]) ->
         )
     name: Kind = kind  # type: ignore[assignment]  # that is what was just checked
     least, most = KINDS[name]
-    if len(subjects) < least or (most is not None and len(subjects) > most) or len(subjects) > 1000:
+    if len(subjects) < least or (most is not None and len(subjects) > most) or len(subjects) > MOST_SUBJECTS:
         raise UsageError(
             f"A job of the kind {kind} is about another number of checkpoints.",
             place="subjects",
-            expected=f"{least}" if least == most else f"{least} or more",
+            expected=f"{least}" if least == most else f"{least} to {MOST_SUBJECTS}",
             found=len(subjects),
         )
     known, faults = OPTIONS[name], Faults()

@@ -113,7 +113,7 @@ def thin(
     listener.progress(None, "checking every byte of the checkpoint")
     report = check(source, container=container, on_progress=lambda one: _tell(listener, one, 0.0, 0.4))
     _refuse_damage(report.to_json()["checkpoints"], source)
-    if not (os.path.lexists(target) and _is_written(target, planned)):
+    if not is_of_plan(target, planned):
         convert(planned, on_progress=lambda one: _tell(listener, one, 0.4, 0.8))
     written = check(target, on_progress=lambda one: _tell(listener, one, 0.8, 1.0))
     _refuse_damage(written.to_json()["checkpoints"], target)
@@ -143,8 +143,10 @@ def _planned(source: Path, target: Path, container: str, to: str | None, hints: 
         return to_container(NEUTRAL)
 
 
-def _is_written(target: Path, planned: Plan) -> bool:
-    """Tells whether these weights lie there already, from an attempt that was ended."""
+def is_of_plan(target: Path, planned: Plan) -> bool:
+    """Tells whether what lies at a target was written by this very plan, in an attempt that was ended."""
+    if not os.path.lexists(target):
+        return False
     try:
         container, _ = registry.detect_container(target)
         with registry.opened(container, target, None, Hints()) as written:

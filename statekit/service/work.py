@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -11,7 +10,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from statekit.attestation.doctor import Examination, doctor
-from statekit.conversion import registry
 from statekit.conversion.changing.changes import Changes
 from statekit.conversion.check import check
 from statekit.conversion.closer import difference, over_steps, parameter
@@ -26,7 +24,7 @@ from statekit.conversion.seal import seal
 from statekit.errors import StateError, StatekitError, UnknownFormatError
 from statekit.files.stage import Progress
 from statekit.maps.model_map import maps_of
-from statekit.service.thinning import thin
+from statekit.service.thinning import is_of_plan, thin
 from statekit.state.schedules.call_text import parse_call
 
 if TYPE_CHECKING:
@@ -291,13 +289,8 @@ def _proven(
 
 def _is_written(target: Path, planned: Plan) -> bool:
     """Tells whether a plan was carried out before, and what was written then is whole."""
-    if not os.path.lexists(target):
-        return False
     try:
-        container, _ = registry.detect_container(target)
-        with registry.opened(container, target, None, Hints()) as written:
-            manifest = written.manifest
-        return manifest is not None and manifest.get("plan") == planned.digest and check(target).passed
+        return is_of_plan(target, planned) and check(target).passed
     except StatekitError:
         return False
 

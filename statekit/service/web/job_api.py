@@ -14,13 +14,13 @@ from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
+from statekit.service.options import MOST_SUBJECTS
 from statekit.service.options import schema as options_schema
 from statekit.service.records import ENDED, KINDS, Job, Kind, Page, State
 from statekit.service.service import Service
 from statekit.service.web.api import EVERYWHERE, PREFIX, PROBLEMS, Body, Cursor, Id, Limit, Number
 from statekit.service.web.problems import Problem
 
-MOST_SUBJECTS = 1000
 MOST_STREAMS = 200
 """Streams of events at a time."""
 POLL_SECONDS = 0.5
