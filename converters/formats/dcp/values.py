@@ -84,7 +84,8 @@ def _object(part: Part, known: dict[bytes, Tree]) -> Tree:
 
 def _tensor(entry: Entry, sources: Mapping[str, File], place: str) -> Stored:
     boxes = tuple(_Box(chunk, entry, _part(sources, chunk.piece)) for chunk in entry.chunks)
-    grain = tuple(max(n, 1) for n in entry.chunks[0].box[1]) if boxes else None
+    # What lies in one piece streams as it lies in its file.
+    grain = tuple(max(n, 1) for n in entry.chunks[0].box[1]) if len(boxes) > 1 else None
     files = {box.part.place for box in boxes}
     place = files.pop() if len(files) == 1 else place
     return Stored(entry.shape, entry.dtype, _Joined(entry, boxes).read, "", place, grain, checksum=ZIP)

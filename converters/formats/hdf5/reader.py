@@ -28,10 +28,11 @@ from statekit.budget import Account
 from statekit.converters.formats.decompression import MOST_OF_ONE, ZLIB
 from statekit.converters.formats.hdf5.chunks import DEFLATE, FLETCHER32, SHUFFLE, Chunks
 from statekit.converters.formats.hdf5.heaps import Watched
+from statekit.converters.formats.storage import dense
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError
 from statekit.files.checkpoint import ATTRIBUTES
 from statekit.files.checksums import OF_FILTERS
-from statekit.files.source import Source, as_file
+from statekit.files.source import Part, Source, as_file
 from statekit.tensors.tensor import DTYPES, Array, DType, Index, Shape, Stored
 from statekit.tensors.tree import MAX_DEPTH
 
@@ -300,8 +301,18 @@ class _Reader:
             raise FormatError("A dataset has no usable shape.", place=place, found=dataset.shape)
         shape = tuple(map(int, dataset.shape))
         chunk, checksum, chunks = self._layout(dataset, shape, wide, place)
+        start = self._start(dataset)
+        if start is not None:
+            size = math.prod(shape) * wide.itemsize
+            return dense(name, self._place, wide, shape, size, Part(self._source, start, size).read)
         fetch = _Fetch(dataset, wide, place, chunks).read
         return Stored(shape, wide, fetch, name, self._place, chunk, checksum=checksum)
+
+    def _start(self, dataset: Any) -> int | None:
+        """Returns where values begin that lie in one run as NumPy has them, so that the library needn't read them."""
+        as_here = dataset.dtype.kind == "V" or (dataset.dtype.isnative and _stored_as(dataset))
+        start = None if dataset.chunks or self._file.userblock_size else dataset.id.get_offset()
+        return None if start is None or not as_here else int(start)
 
     def _layout(
         self, dataset: Any, shape: Shape, dtype: DType, place: str
