@@ -5,7 +5,8 @@
 The target is called NAME, which says its container. Options: `replace` needs the `statekit` one; with `empty` an empty
 folder has the name already.
 `persistent` faults fail every call from the point on; `plain` does without renameat2; `sample=N` takes every fifth
-point, from N on; `careless` writes the final folder file by file, to show that the sweep notices.
+point, from N on; `large` takes every file for a large one, whose digest is filled in once it has been read again;
+`careless` writes the final folder file by file, to show that the sweep notices.
 
 Each point is a fork of one process, so that a sweep costs milliseconds a point.
 """
@@ -35,7 +36,7 @@ from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.layouts.own.statekit_torch import LAYOUT as TORCH_LAYOUT
 from statekit.converters.layouts.t5x.layout import LAYOUT as T5X_LAYOUT
 from statekit.errors import StatekitError
-from statekit.files import durable, stage
+from statekit.files import durable, integrity, stage
 from statekit.tensors.digest import tensor_digest
 
 CALLS = ("open", "write", "fsync", "mkdir", "rmdir", "unlink", "link", "rename")
@@ -192,6 +193,9 @@ def main(how: str, source: Path, parent: Path, name: str, options: list[str]) ->
     convert(plan(source, parent / "warm.statekit"))  # imports what every child would; starts no thread
     if "plain" in options:
         durable._renameat2 = lambda *_: False
+    if "large" in options:
+        for module in (stage, integrity):
+            setattr(module, "SMALL_BYTES", 0)  # noqa: B010  # mypy refuses =, it is a constant
     if "careless" in options:
         for name_giver in ("rename_new", "rename_over_empty"):
             setattr(stage, name_giver, carelessly)

@@ -20,10 +20,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from statekit.conversion import registry
+from statekit.conversion.contracts import Encoded
 from statekit.errors import CommitError, FormatError, NotFoundError, TargetExistsError, UsageError
-from statekit.files import durable, manifest
+from statekit.files import durable, manifest, whole_file
 from statekit.files import stage as commit
 from statekit.files.checkpoint import Checkpoint
+from statekit.files.file_changes import SMALL_BYTES
 from statekit.files.stage import Progress, Stage, staged
 from statekit.tensors.digest import bytes_digest
 from statekit.tensors.tensor import Stored, Tensor, in_memory
@@ -585,3 +588,43 @@ def test_nothing_else_is_ever_swept(tmp_path: Path) -> None:
     file.write_text(owner)
     assert durable.sweep(tmp_path) == []
     alone(tmp_path, *names, link.name, file.name, "elsewhere")
+
+
+LARGE = in_memory(np.arange(SMALL_BYTES // 3, dtype=np.float32))
+PLACES = [0, 5, 30, 200, 1000, SMALL_BYTES // 2, SMALL_BYTES, -3000, -1200, -700, -300, -100, -22, -4, -1]
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("name", ["keras-h5", "torch"])
+def test_a_byte_that_changes_before_it_is_read_again_is_seen_wherever_it_is(
+    name: str, place: int, tmp_path: Path
+) -> None:
+    """The values of tensors are compared by their digests, all that is written around them by another."""
+    container = registry.container(name)
+
+    def damaged(path: Path) -> Checkpoint:
+        data = bytearray(path.read_bytes())
+        data[place] ^= 16
+        path.write_bytes(data)
+        return container.open(path)
+
+    with pytest.raises(CommitError), staged(tmp_path / "target", "file") as stage:
+        container.write(Encoded({"model": {"a": LARGE, "b": TENSOR}}, 1), stage)
+        stage.commit(damaged)
+    alone(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["keras-h5", "torch"])
+def test_what_is_written_into_a_proven_file_is_read_again_too(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    container, put_whole = registry.container(name), whole_file._put
+
+    def damaging(output: Any, put: Any) -> None:
+        put_whole(output, {start: data.replace(b'"', b"'", 1) for start, data in put.items()})
+
+    monkeypatch.setattr(whole_file, "_put", damaging)
+    with pytest.raises(CommitError, match="manifest"), staged(tmp_path / "target", "file") as stage:
+        container.write(Encoded({"model": {"a": LARGE}}, 1), stage)
+        stage.commit(container.open)
+    alone(tmp_path)

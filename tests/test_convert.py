@@ -509,14 +509,14 @@ def test_a_layout_that_doesnt_find_its_state_again_is_caught(
 
 SWEEPS = {
     "kill": ["kill", "x.statekit"],
-    "kill while writing a torch file": ["kill", "x.pt"],
+    "kill while writing a large torch file": ["kill", "x.pt", "large"],
     "kill while writing a T5X folder": ["kill", "t5x-ckpt", "sample=1"],
     "kill while writing an Orbax folder": ["kill", "t5x-orbax", "sample=1"],
     "kill while replacing": ["kill", "x.statekit", "replace", "sample=1"],
     "kill over an empty folder": ["kill", "x.statekit", "empty", "sample=2"],
     "kill without renameat2": ["kill", "x.statekit", "plain", "sample=3"],
     "disk error": ["EIO", "x.statekit", "sample=4"],
-    "disk error while writing a torch file": ["EIO", "x.pt"],
+    "disk error while writing a large torch file": ["EIO", "x.pt", "large"],
     "disk error while replacing": ["EIO", "x.statekit", "replace", "sample=5"],
     "disk error over an empty folder": ["EIO", "x.statekit", "empty", "sample=1"],
     "disk full": ["ENOSPC", "x.statekit", "sample=2"],

@@ -126,7 +126,7 @@ def test_a_power_cut_leaves_all_or_nothing(what: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(bool(missing()), reason=missing())
-@pytest.mark.parametrize("options", [[], ["replace"]], ids=["new", "replaced"])
+@pytest.mark.parametrize("options", [["large"], ["replace"]], ids=["new", "replaced"])
 def test_every_sync_that_is_left_out_is_seen(options: list[str], tmp_path: Path) -> None:
     journal = recorded(tmp_path, "statekit", "torch", *options)
     for name in ("statekit", "torch"):

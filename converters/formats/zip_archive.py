@@ -37,8 +37,8 @@ _NODES = 3
 """Values of a tree that a member counts for, with its entry in the directory."""
 WIDE_FROM = FULL32
 """Sizes and offsets from here on are written in 64 bits."""
-GATHERED = 2**20
-"""Bytes that are gathered before they are written."""
+GATHERED, _ALONE = 2**20, 2**16
+"""Bytes that are gathered before they are written, and of which so many are written by themselves."""
 _NEAR = 4096
 """Bytes from one header to the next, up to which both are read at once: a disk gives no less."""
 _AT_ONCE = 2**18
@@ -460,7 +460,9 @@ class ZipWriter:
 
     def _put(self, data: bytes | bytearray | memoryview) -> None:
         self._at += len(data)
-        if len(self._pending) + len(data) < GATHERED:  # each write of a stage's file is a system call
+        if (
+            len(data) < _ALONE and len(self._pending) + len(data) < GATHERED
+        ):  # each write of a stage's file is a system call
             self._pending += data
         else:
             self._file.write(self._pending)

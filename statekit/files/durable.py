@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from statekit.errors import CommitError, StatekitError
-from statekit.pipeline import lane, working
+from statekit.pipeline import working
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
@@ -54,18 +54,17 @@ class _Output(io.FileIO):
 
     _pending = 0
     taken: Callable[[int, memoryview], object] | None = None
-    """Is given all bytes that are written, and where they stand, while they are."""
+    """Is given all bytes before they are written, and where."""
 
     def write(self, data: ReadableBuffer, /) -> int:
         view = memoryview(data).cast("B")
         done = 0
         with writing(self.name):
-            is_taken = lane("digest", self.taken, self.tell(), view) if self.taken else None
+            if self.taken is not None:
+                self.taken(self.tell(), view)
             with working("write"):
                 while done < len(view):
                     done += os.write(self.fileno(), view[done:])
-            if is_taken is not None:
-                is_taken()
             self._pending += done
             if self._pending >= _WRITTEN_BACK:
                 _write_back(self.fileno())
@@ -82,7 +81,7 @@ def new_file(
     Args:
         path: The file.
         synced: False where it is written to once more, and synced then.
-        taken: Is given all bytes that are written, and where they stand, while they are.
+        taken: Is given all bytes before they are written, and where.
 
     Raises:
         CommitError: Making, writing, syncing or closing it failed; also if it exists.

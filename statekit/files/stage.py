@@ -15,6 +15,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeAlias
 
@@ -62,6 +63,8 @@ from statekit.files.manifest import (
 )
 from statekit.files.source import Files, read_small, walked
 from statekit.files.whole_file import (
+    Around,
+    Completed,
     FindChecked,
     Passing,
     complete,
@@ -143,7 +146,9 @@ class Stage:
     _done: int = 0
     _following: Mapping[str, tuple[str, Tensor]] = field(default_factory=dict)
     _begun: str | None = None
-    _written: Passing | None = None
+    _streamed: object = None
+    _around: Around = field(default_factory=Around)
+    _completing: Callable[[Passing | None], Completed] | None = None
     _rest: dict[str, Any] | None = None
 
     @contextmanager
@@ -168,10 +173,13 @@ class Stage:
                 expected="a relative name below the folder" if self.kind == "folder" else "no name",
                 found=repr(relative),
             )
-        self._written = None if synced else Passing()
-        taken = self._written.take if self._written else None
+        taken = None if synced else self._take
         with new_file(self.path / relative if relative else self.path, synced, taken) as output:
             yield output
+
+    def _take(self, start: int, data: memoryview) -> None:
+        if data.obj is not self._streamed:  # the values of tensors have digests of their own
+            self._around.take(start, data)
 
     def stream(self, name: str, tensor: Tensor) -> Iterator[memoryview]:
         """Yields the bytes of a tensor in C order, little-endian, block by block, and digests them under its name.
@@ -192,7 +200,9 @@ class Stage:
             begin(following)  # while this one is streamed
         for block in tensor_bytes(tensor):
             digested = lane("digest", _digest, hasher, block)  # while it is written
+            self._streamed = block.obj
             yield block
+            self._streamed = None
             digested()
             self._done += len(block)
             self._on_progress(Progress("write", name, self._done, self._total))
@@ -221,9 +231,14 @@ class Stage:
         encode: Callable[[Mapping[str, Any]], bytes],
         checked: FindChecked = nothing_checked,
     ) -> None:
-        """Fills the digest of the whole file into the manifest in it, which `manifest` made; as `whole_file` has it."""
-        with writing(self.target):
-            self._rest = complete(self.path, manifest, encode, checked, self._written)
+        """Has the whole file's digest filled into the manifest in it, which `manifest` made; as `whole_file` has it.
+
+        It is filled in when the file has been read again; at once where the file is so small that opening digests it.
+        """
+        self._completing = partial(complete, self.path, manifest, encode, checked, self._around)
+        if self.path.stat().st_size <= SMALL_BYTES:
+            with writing(self.target):
+                self._rest, self._completing = self._completing(None).rest, None
 
     def commit(self, reopen: Callable[[Path], Checkpoint]) -> Entries:
         """Proves what was written, gives it the target's name, and syncs.
@@ -303,12 +318,22 @@ class Stage:
                             for name, (file, passing) in read.items()
                             if (what := whole_file_fault(file, self._rest, passing))
                         ]
-                digests = (each if len(read) > 1 else map)(lambda one: one[1].digest(one[0]), read.values())
+                since = None
+                if self._completing is not None and not faults:
+                    ((_, passing),) = read.values()
+                    with writing(self.target):
+                        since = self._completing(passing).first
+                digests = (each if len(read) > 1 else map)(
+                    lambda one: one[1].digest(one[0], since=since), read.values()
+                )
                 entries = {
                     name: {"bytes": file.size, "blake3": digest}
                     for (name, (file, _)), digest in zip(read.items(), digests, strict=True)
                 }
-        except InexactError:  # what was written is as meant, but the format can't hold what was asked for
+        except (
+            CommitError,
+            InexactError,
+        ):  # or what was written is as meant, but the format can't hold what was asked for
             raise
         except (StatekitError, OSError) as error:
             reason = error.line if isinstance(error, StatekitError) else error

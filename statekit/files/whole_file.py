@@ -34,8 +34,37 @@ _KEPT = 4
 Spans = Sequence[tuple[int, int]]
 
 
+class Around:
+    """What is written to a file around the values of tensors: runs of bytes, digested in the order of their writing.
+
+    Tensors have digests of their own; with these, every byte that was written is compared when it is read again.
+    """
+
+    def __init__(self) -> None:
+        self._hasher = blake3()
+        self._runs: list[tuple[int, int]] = []
+
+    def take(self, start: int, data: memoryview) -> None:
+        """Takes bytes that are written, and where."""
+        self._hasher.update(data)
+        first, size = self._runs[-1] if self._runs else (0, -1)
+        if first + size == start:
+            self._runs[-1] = first, size + len(data)
+        else:
+            self._runs.append((start, len(data)))
+
+    def fault(self, file: File) -> str:
+        """Reads them again; returns what is wrong, "" if they are what was written."""
+        hasher = blake3()
+        for start, size in self._runs:
+            for at in range(start, start + size, BLOCK_BYTES):
+                hasher.update(file.read(at, min(BLOCK_BYTES, start + size - at)).data)
+        same = hasher.digest() == self._hasher.digest()
+        return "" if same else "has other bytes around its tensors than were written"
+
+
 class Passing:
-    """The BLAKE3 digest of a file, taken from its bytes as they pass by, read or written, in order.
+    """The BLAKE3 digest of a file, taken from its bytes as they are read, in order.
 
     What passes in another order is read once more at the end.
     """
@@ -69,9 +98,15 @@ class Passing:
             del listeners[file.identity]
             self._file = None
 
-    def digest(self, file: File, spans: Spans = ()) -> str:
-        """Returns the digest of a file, reading what hasn't passed; the bytes of some runs count as zeros."""
-        first = min((start for start, _ in spans), default=file.size)
+    def digest(self, file: File, spans: Spans = (), since: int | None = None) -> str:
+        """Returns the digest of a file, reading what hasn't passed.
+
+        Args:
+            file: The file.
+            spans: Runs of bytes that count as zeros.
+            since: The first byte that has been written to since it passed; None if none has.
+        """
+        first = min((start for start, _ in spans), default=file.size if since is None else since)
         with self._lock:
             states = [(0, blake3()), *self._before, (self._at, self._hasher)]
         at, hasher = next((at, state.copy()) for at, state in reversed(states) if at <= first)
@@ -130,46 +165,68 @@ def complete(
     manifest: Mapping[str, Any],
     encode: Callable[[Mapping[str, Any]], bytes],
     checked: FindChecked,
-    written: Passing | None = None,
-) -> dict[str, Any]:
-    """Fills in the digest of a file that was written with a manifest which lacks it, and syncs the file.
+    around: Around,
+    passing: Passing | None = None,
+) -> Completed:
+    """Fills in the digest of a file that was written with a manifest which lacks it, syncs it, and reads that again.
 
     Args:
         path: The file.
         manifest: The manifest in it.
         encode: Gives a manifest's bytes as they stand in the file.
         checked: Finds the CRC-32 that depends on the manifest.
-        written: What took the file's bytes as they were written.
-
-    Returns:
-        What the manifest now says of the file.
+        around: What was written around tensors, which is compared before.
+        passing: What took the file's bytes as they were read again.
 
     Raises:
-        CommitError: The manifest isn't in the file, or isn't alone in it.
+        CommitError: The manifest isn't in the file, or isn't alone in it, or what was written isn't there.
     """
     text = encode(manifest)
     with Files() as files:
         file = files.source(path)
+        if what := around.fault(file):
+            raise CommitError(f"What was written isn't what was meant: it {what}.", place=path)
         at = _only(file, text)
         run = checked(file, at)
         spans = [(at, len(text)), *((field, 4) for field in (run.fields if run else ()))]
-        digest = (written or Passing()).digest(file, spans)
+        digest = (passing or Passing()).digest(file, spans)
         fields = {key: value for key, value in manifest.items() if key != "digest"}
         rest = _field(digest, file.size, spans)
         new = encode(sealed({**fields, REST: rest}))
     if len(new) != len(text):
         raise CommitError("A manifest doesn't fit its place.", place=path)
     with path.open("r+b", buffering=0) as raw:
-        output = cast(BinaryIO, raw)
-        output.seek(at)
-        output.write(new)
+        output, put = cast(BinaryIO, raw), {at: new}
+        _put(output, put)
         if run is not None:
-            crc = _crc(output, run)
-            for field in run.fields:
-                output.seek(field)
-                output.write(crc.to_bytes(4, "little"))
+            crc = _crc(output, run).to_bytes(4, "little")
+            put |= dict.fromkeys(run.fields, crc)
+            _put(output, put)
         sync(output.fileno())
-    return rest
+        for start, data in put.items():
+            output.seek(start)
+            if output.read(len(data)) != data:
+                raise CommitError("What was written isn't what was meant: the manifest in it.", place=path)
+    return Completed(rest, min(put))
+
+
+class Completed(NamedTuple):
+    """A file whose manifest has its digest.
+
+    Attributes:
+        rest: What the manifest now says of the file.
+        first: The first byte that was written to for that.
+    """
+
+    rest: dict[str, Any]
+    first: int
+
+
+def _put(output: BinaryIO, put: Mapping[int, bytes]) -> None:
+    """Writes bytes to their places."""
+    for start, data in put.items():
+        output.seek(start)
+        output.write(data)
 
 
 def whole_file_fault(file: File, rest: Mapping[str, Any], passing: Passing | None = None) -> str:

@@ -4,7 +4,7 @@
 
 Each has a folder of its own, and stands in the journal between the folders `begin <name>` and `end <name>`. Options:
 the names of containers, all if there are none; `replace` puts the target in the place of something else, `empty` of an
-empty folder; `plain` does without renameat2.
+empty folder; `plain` does without renameat2; `large` takes every file for a large one.
 """
 
 from __future__ import annotations
@@ -16,15 +16,18 @@ from samples import target_name, writable
 
 from statekit.conversion import registry
 from statekit.conversion.convert import convert, plan
-from statekit.files import durable
+from statekit.files import durable, integrity, stage
 
-OPTIONS = {"replace", "empty", "plain"}
+OPTIONS = {"replace", "empty", "plain", "large"}
 
 
 def main(folder: Path, sources: Path, options: set[str]) -> None:
     rows = writable()
     if "plain" in options:
         durable._renameat2 = lambda *_: False
+    if "large" in options:
+        for module in (stage, integrity):
+            setattr(module, "SMALL_BYTES", 0)  # noqa: B010  # mypy refuses =, it is a constant
     for name in sorted(options - OPTIONS) or rows:
         card, row = registry.container_card(name), rows[name]
         if "empty" in options and card.target_kind == "file":
