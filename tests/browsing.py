@@ -7,17 +7,29 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, Request, sync_playwright
+from playwright.sync_api import (
+    Browser,
+    BrowserContext,
+    ConsoleMessage,
+    Locator,
+    Page,
+    Request,
+    expect,
+    sync_playwright,
+)
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium: apt-get install chromium")
 START_SECONDS = 60
+SOON = 30_000
+"""Milliseconds after which a job or a scan is taken to hang."""
 LINK = re.compile(rb"http://\S+/sign-in\?code=\S+")
 
 
@@ -108,3 +120,36 @@ def axe(page: Page) -> list[str]:
         if one["impact"] in {"serious", "critical"}
         for node in one["nodes"]
     ]
+
+
+def data(page: Page) -> Any:
+    """Returns what the page shows as data, by the link that it has to that."""
+    answer = page.request.get(
+        page.url.partition("//")[0]
+        + "//"
+        + page.url.split("/")[2]
+        + str(page.get_by_role("link", name="JSON", exact=True).first.get_attribute("href"))
+    )
+    assert answer.ok, answer.text()
+    return answer.json()
+
+
+def row(page: Page, name: str) -> Locator:
+    """Returns the row of a table that begins with a link of this name."""
+    return page.locator("tr[data-row]").filter(has=page.get_by_role("link", name=name, exact=True))
+
+
+def opened(page: Page, name: str) -> None:
+    """Opens a checkpoint from the catalogue, and waits until its parameters are there."""
+    page.get_by_role("link", name=name, exact=True).click()
+    expect(page.locator(".tree")).to_be_visible(timeout=SOON)
+
+
+def until(page: Page, again: Callable[[], object], there: Locator) -> None:
+    """Looks again until something is there: the service scans by itself after a job that wrote."""
+    for _ in range(60):
+        again()
+        if there.count():
+            return
+        page.wait_for_timeout(250)
+    raise AssertionError("it never came")

@@ -8,13 +8,18 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import uvicorn
 from fastapi import FastAPI
 from starlette.testclient import TestClient
 
 from goldens import GOLDEN
+from statekit.conversion import registry
+from statekit.conversion.open_state import open_state
+from statekit.files.stage import staged
 from statekit.service.catalogue import Catalogue
 from statekit.service.database import Database
 from statekit.service.jobs import Jobs
@@ -27,6 +32,8 @@ from statekit.service.web.job_api import job_routes
 from statekit.service.web.security import LOOPBACK, Hosts, Keys
 from statekit.service.web.views import screens
 from statekit.service.worker import Worker
+from statekit.state.train_state import Counts
+from statekit.tensors.tensor import Tensor, in_memory
 
 TOKEN = "t" * 43
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -95,3 +102,33 @@ class Served:
     def close(self) -> None:
         """Closes the database."""
         self.database.close()
+
+
+def write_step(
+    source: Path, step: int, target: Path, container: str, layout: str, times: int = 1, still: bool = False
+) -> None:
+    """Writes another step of a run: values and slots are `step / 7` times as large, and `times` times as many.
+
+    With `still`, slots stay as they are.
+    """
+
+    def scaled(one: Tensor) -> Tensor:
+        values = (one.read() * np.float32(step / 7)).astype(one.dtype)
+        return in_memory(np.concatenate([values] * times) if values.ndim else values)
+
+    target.parent.mkdir(parents=True, exist_ok=True)
+    home = registry.container(container)
+    assert home.target_kind is not None
+    with open_state(source) as opened, staged(target, home.target_kind) as stage:
+        state = opened.state
+        later = replace(
+            state,
+            params={path: scaled(one) for path, one in state.params.items()},
+            slots={
+                path: {name: one if still else scaled(one) for name, one in slots.items()}
+                for path, slots in state.slots.items()
+            },
+            counts=Counts(step, step),
+        )
+        home.write(registry.layout(layout).encode(later), stage)
+        stage.commit(home.open)

@@ -17,6 +17,7 @@ from goldens import COMPACT
 from statekit.cli.main import DONE, FAILED, WANTING, main
 from statekit.pages import charts
 from statekit.pages.environment import environment, script
+from statekit.pages.layers import by_layer
 from statekit.pages.listing import listing
 from statekit.pages.report import MARK, report
 from statekit.tensors.stats import measure
@@ -201,3 +202,50 @@ def test_thousands_of_parameters_are_folded_into_modules() -> None:
     check_alone(page)
     assert listing(each).deepest == 0
     assert "l49/" in page and len(page.replace(re.findall(r'data:text/csv[^"]*', page)[0], "")) < 150_000
+
+
+def measured(path: str, value: float, **slots: float) -> dict[str, Any]:
+    """Returns what `inspect --stats` says of a parameter of four equal values, and of slots of one value."""
+
+    def one(value: float, count: int) -> dict[str, Any]:
+        stats = measure(in_memory(np.full(count, value, np.float32))).to_json()
+        return {"shape": [count], "dtype": "float32", "bytes": 4 * count, "stats": stats}
+
+    each = {name: one(slot, 1) for name, slot in slots.items()}
+    return {"path": path, **one(value, 4), "group": 0, "rule": None, "slots": each}
+
+
+def test_curves_by_layer_are_of_each_stack_and_of_the_outer_number() -> None:
+    layers = by_layer(
+        [
+            measured("encoder/layers_0/wi/kernel", 1.0, v=2.0),
+            measured("encoder/layers_0/wo/kernel", 2.0, v=1.0),
+            measured("encoder/layers_1/wi/kernel", 3.0, v=5.0),
+            measured("decoder.block.10.layer.0.q", 1.0),
+            measured("decoder.block.2.layer.1.q", 2.0),
+            measured("head/dense_1/kernel", 7.0),
+            measured("token_embedder/embedding", 9.0),
+        ]
+    )
+    assert layers.to_json() == {
+        "values": {
+            "encoder/layers": {"0": np.sqrt(20), "1": 6.0},
+            "decoder/block": {"2": 4.0, "10": 2.0},
+        },
+        "v": {"encoder/layers": {"0": np.sqrt(5), "1": 5.0}},
+    }
+    assert layers.to_json("rms")["values"]["encoder/layers"] == {"0": np.sqrt(20 / 8), "1": 3.0}
+    assert layers.parts == ("wi/kernel", "wo/kernel", "layer/0/q", "layer/1/q")
+    values, v = layers.plots()
+    assert values.columns == ("layer", "encoder/layers", "decoder/block")
+    assert [row[0] for row in values.rows] == [0, 1, 2, 10]
+    assert v.rows == ((0, np.sqrt(5)), (1, 5.0)) and by_layer([measured("a/b", 1.0)]).plots() == []
+
+
+def test_steps_and_rows_have_ticks_at_whole_numbers_alone() -> None:
+    plot = charts.lines("x", "x", "x", {"x": [1.0, 2.0, 3.0]}, [8, 9, 10])
+    said = re.findall(r">([0-9.]+)</text>", str(plot.picture).partition("updates done")[0])
+    assert {"8", "9", "10"} <= {*said} and "8.5" not in said
+    near = charts.lines("x", "x", "x", {"x": [0.999991, 0.999998]}, [8, 9])
+    ticks = [text for text in re.findall(r">([0-9.]+)</text>", str(near.picture)) if text.startswith("0.99")]
+    assert len(ticks) == len({*ticks}) > 2

@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
+from playwright.sync_api import Browser, BrowserContext, Page, expect
+from serving import write_step
 
-from browsing import CHROMIUM, Watched, axe, chromium, needs_chromium, served
+from browsing import (
+    CHROMIUM,
+    SOON,
+    Watched,
+    axe,
+    chromium,
+    data,
+    needs_chromium,
+    opened,
+    row,
+    served,
+    until,
+)
 from goldens import COMPACT
-from statekit.conversion import registry
-from statekit.conversion.open_state import open_state
 from statekit.errors import size
 from statekit.files.manifest import beside
-from statekit.files.stage import staged
-from statekit.state.train_state import Counts
-from statekit.tensors.tensor import Tensor, in_memory
 
 pytestmark = needs_chromium
 
@@ -33,8 +38,6 @@ SCRIPT = "<img src=x onerror=alert(1)>.pt"
 TURNED = "turned \u202egnp.pt"
 LONG = "long-" * 48 + ".pt"
 """255 bytes is the most that a file's name may have; these are 243."""
-SOON = 30_000
-"""Milliseconds after which a job or a scan is taken to hang."""
 
 
 class Session:
@@ -68,31 +71,6 @@ class Session:
         )
 
 
-def write_step(source: Path, step: int, target: Path, container: str, layout: str, times: int = 1) -> None:
-    """Writes another step of a run: values and slots are `step / 7` times as large, and `times` times as many."""
-
-    def scaled(one: Tensor) -> Tensor:
-        values = (one.read() * np.float32(step / 7)).astype(one.dtype)
-        return in_memory(np.concatenate([values] * times) if values.ndim else values)
-
-    target.parent.mkdir(parents=True, exist_ok=True)
-    home = registry.container(container)
-    assert home.target_kind is not None
-    with open_state(source) as opened, staged(target, home.target_kind) as stage:
-        state = opened.state
-        later = replace(
-            state,
-            params={path: scaled(one) for path, one in state.params.items()},
-            slots={
-                path: {name: scaled(one) for name, one in slots.items()}
-                for path, slots in state.slots.items()
-            },
-            counts=Counts(step, step),
-        )
-        home.write(registry.layout(layout).encode(later), stage)
-        stage.commit(home.open)
-
-
 @pytest.fixture(scope="module")
 def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     folder = tmp_path_factory.mktemp("screens")
@@ -117,28 +95,6 @@ def page(session: Session) -> Iterator[Page]:
     yield watched.page
     context.close()
     assert watched.complaints == []
-
-
-def data(page: Page) -> Any:
-    """Returns what the page shows as data, by the link that it has to that."""
-    answer = page.request.get(
-        page.url.partition("//")[0]
-        + "//"
-        + page.url.split("/")[2]
-        + str(page.get_by_role("link", name="JSON", exact=True).first.get_attribute("href"))
-    )
-    assert answer.ok, answer.text()
-    return answer.json()
-
-
-def row(page: Page, name: str) -> Locator:
-    return page.locator("tr[data-row]").filter(has=page.get_by_role("link", name=name, exact=True))
-
-
-def opened(page: Page, name: str) -> None:
-    """Opens a checkpoint from the catalogue, and waits until its parameters are there."""
-    page.get_by_role("link", name=name, exact=True).click()
-    expect(page.locator(".tree")).to_be_visible(timeout=SOON)
 
 
 def test_a_link_signs_in_once(session: Session) -> None:
@@ -244,7 +200,7 @@ def test_a_conversion_with_a_map_is_planned_followed_and_found_in_the_lineage(pa
     form.get_by_role("button", name="Convert", exact=True).click()
     expect(page.get_by_text("Written, read again and compared")).to_be_visible(timeout=SOON)
     made = page.locator("tr[data-row]").filter(has_text="hf-t5")
-    _until(page, lambda: page.goto("/".join(page.url.split("/")[:3]) + "/?q=hf-t5"), made)
+    until(page, lambda: page.goto("/".join(page.url.split("/")[:3]) + "/?q=hf-t5"), made)
     made.get_by_role("link").first.click()
     page.get_by_role("link", name="Lineage").click()
     expect(page.locator("svg").get_by_text("convert")).to_be_visible()
@@ -342,7 +298,7 @@ def test_an_older_step_is_checked_and_thinned_and_the_lineage_shows_it(page: Pag
     assert promised == freed == size(really)
     lineage = address.replace("/checkpoints/", "/lineage/")
     made = page.locator("svg a").filter(has_text="step-4-weights.pt")
-    _until(page, lambda: page.goto(lineage), made)
+    until(page, lambda: page.goto(lineage), made)
     expect(page.locator("svg").get_by_text("thin", exact=True)).to_be_visible()
     said = page.locator("tr[data-row]").filter(has_text="step-4-weights.pt")
     expect(said).to_contain_text("thin")
@@ -362,17 +318,10 @@ def _thinned(page: Page, address: str, button: str, said: str) -> str:
     return match[1]
 
 
-def _until(page: Page, again: Callable[[], object], there: Locator) -> None:
-    """Looks again until something is there: the service scans by itself after a job that wrote."""
-    for _ in range(60):
-        again()
-        if there.count():
-            return
-        page.wait_for_timeout(250)
-    raise AssertionError("it never came")
-
-
-SCREENS = ("/", "/?q=nothing-fits", "/jobs", "/diff", "/checkpoints/1", "/lineage/1", "/checkpoints/999999")
+SCREENS = (
+    "/", "/?q=nothing-fits", "/jobs", "/diff", "/checkpoints/1", "/checkpoints/1/layers", "/lineage/1", "/runs/1",
+    "/checkpoints/999999", "/nowhere",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -447,10 +396,103 @@ def test_a_parameter_is_followed_over_the_steps_of_its_run(page: Page) -> None:
     plot = page.locator("#slots figure").filter(has_text="rms(values)")
     expect(plot).to_be_visible(timeout=SOON)
     plot.get_by_text("Numbers").click()
-    (first, before), (second, after) = (line.split() for line in plot.locator("tbody tr").all_inner_texts())
+    (first, before), (second, after) = (
+        line.split() for line in plot.locator("details tbody tr").all_inner_texts()
+    )
     assert (first, second) == ("8", "9")
     assert data(page)["updates"] == [8, 9]
     assert float(after) == pytest.approx(float(before) * 9 / 7, rel=1e-3)
+
+
+def test_a_run_is_held_against_itself_and_a_slot_followed_alone(page: Page) -> None:
+    page.get_by_role("link", name="run", exact=True).click()
+    expect(page.get_by_role("heading", name="Run run")).to_be_visible()
+    page.get_by_role("button", name="Look for faults over all steps").click()
+    expect(page.locator("#between .verdict")).to_contain_text(re.compile("finding|Nothing"), timeout=SOON)
+    assert axe(page) == []
+    assert data(page)["steps"] == 2
+    page.locator("#between").get_by_role("link", name=re.compile(r"^\d+$")).click()
+    expect(page.get_by_role("heading", name="Result")).to_be_visible()
+    page.go_back()
+    row(page, "checkpoint_9").get_by_role("link", name="Compare").click()
+    page.get_by_role("link", name=f"slots/{EMBEDDING}/v_row", exact=True).click()
+    page.get_by_role("link", name="Over all steps of the run").click()
+    expect(page.locator("#difference figure").filter(has_text="How far from the step before")).to_be_visible(
+        timeout=SOON
+    )
+    _before, after = data(page)["changes"]["v_row"]["relative"]
+    assert after == pytest.approx(2 / 7, rel=1e-5)  # 9/7 of it, in float32
+    assert row(page, "8 to 9").locator("td").nth(1).inner_text() == "0.2857"
+    assert axe(page) == []
+
+
+def test_curves_are_read_off_and_zoomed_into_by_keys(page: Page) -> None:
+    opened(page, "checkpoint_8")
+    page.get_by_role("link", name="Layers").click()
+    measure = page.get_by_role("button", name="Measure norms")
+    plot = page.locator("figure").filter(has_text="Slot v_row by layer").locator(".curves")
+    expect(measure.or_(plot)).to_be_visible(timeout=SOON)
+    if measure.count():
+        measure.click()
+    expect(plot.locator("canvas")).to_be_visible(timeout=SOON)
+    plot.focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("ArrowRight")
+    said = plot.locator("[aria-live]").inner_text()
+    (curves,) = [data(page)["curves"]["v_row"]]
+    assert said.startswith("layer 1: decoder/layers ")
+    assert float(said.split()[3].rstrip(",")) == pytest.approx(curves["decoder/layers"]["1"], rel=1e-5)
+    page.get_by_label("Of each layer").select_option("mlp/wo/kernel")
+    page.get_by_role("button", name="Show").click()
+    assert "part=mlp%2Fwo%2Fkernel" in page.url
+    assert data(page)["curves"]["v_row"]["encoder/layers"]["0"] < curves["encoder/layers"]["0"]
+    assert axe(page) == []
+    page.get_by_role("button", name="Light or dark").click()
+    expect(plot.locator("canvas")).to_be_visible()
+    assert axe(page) == []
+
+
+def test_a_part_of_a_matrix_is_zoomed_into_by_keys(page: Page) -> None:
+    opened(page, "checkpoint_8")
+    page.locator(".tree").get_by_role("link", name=EMBEDDING).click()
+    page.get_by_role("link", name="Zoom into the parameter").click(timeout=SOON)
+    part = page.get_by_role("link", name="rows 64 to 127, columns 16 to 31")
+    expect(part).to_be_visible(timeout=SOON)
+    part.focus()
+    page.keyboard.press("Enter")
+    expect(page.get_by_text("rows 64 to 127 of 256, columns 16 to 31 of 64")).to_be_visible()
+    picture = page.locator("#region figure").filter(has_text="Where p is large")
+    expect(picture).to_be_visible(timeout=SOON)
+    seen = data(page)["tiles"]
+    assert (seen["shape"], seen["each"]) == ([64, 16], [1, 1])
+    assert axe(page) == []
+    page.get_by_role("link", name="Out", exact=True).click()
+    expect(page.get_by_text("rows 0 to 255 of 256")).to_be_visible()
+
+
+def test_modules_that_stand_open_stand_in_the_address(page: Page) -> None:
+    opened(page, "checkpoint_9")
+    page.locator(".tree summary").filter(has_text="decoder").first.click()
+    page.locator(".tree summary").filter(has_text="layers_1").first.click()
+    inner = page.locator(".tree summary").filter(has_text="mlp").first
+    expect(inner).to_be_visible()
+    assert page.url.endswith("?open=decoder&open=decoder%2Flayers_1")
+    page.reload()
+    expect(inner).to_be_visible()
+    page.locator(".tree summary").filter(has_text="decoder").first.click()
+    page.wait_for_url(lambda url: "open=decoder&" not in url)
+
+
+def test_an_address_that_there_is_not_is_a_page(session: Session) -> None:
+    context = session.context()
+    page = context.new_page()
+    for address in ("/nowhere", "/checkpoints/x", "/jobs/1/2", "/runs/999"):
+        answer = page.goto(session.origin + address)
+        assert answer is not None and answer.status in {404, 422}
+        expect(page.get_by_role("heading", name="That didn't work")).to_be_visible()
+    page.get_by_role("link", name="To the catalogue").click()
+    expect(page.get_by_role("heading", name="Catalogue")).to_be_visible()
+    context.close()
 
 
 def test_a_field_without_a_name_is_noticed(page: Page) -> None:

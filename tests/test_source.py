@@ -290,7 +290,7 @@ ALLOWED: dict[str, tuple[str, set[str]]] = {
     "statekit/service/roots.py": ("folders, on the way to what lies beneath one", {"os.open"}),
     "statekit/service/thinning.py": ("makes its list of what shall go", {"open"}),
     "statekit/service/web/security.py": ("the service's own token", {"os.open"}),
-    "statekit/service/web/views.py": ("scripts and styles of the package", {"path.read_bytes"}),
+    "statekit/service/web/screens.py": ("scripts and styles of the package", {"path.read_bytes"}),
     "statekit/client.py": ("a service's token, which the user names", {"token.expanduser().read_text"}),
     "cli/main.py": ("/dev/null in the place of a closed stdout", {"os.open"}),
 }  # fmt: skip

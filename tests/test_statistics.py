@@ -11,13 +11,14 @@ import numpy as np
 import pytest
 
 from goldens import COMPACT
-from statekit.conversion.closer import difference, over_steps, parameter
+from statekit.conversion.closer import difference, over_steps, parameter, region
 from statekit.errors import NotFoundError
 from statekit.pages import parameter as pages
 from statekit.pages.environment import environment
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.statistics import pictures
+from statekit.statistics.change import change
 from statekit.statistics.parameter import QUANTILES, parameter_statistics
 from statekit.statistics.pictures import BINS, Grid, picture
 from statekit.tensors import stats
@@ -277,7 +278,12 @@ def test_of_a_checkpoint_over_its_run_and_of_another(tmp_path: Path) -> None:
     assert run["updates"] == [4] and run["curves"]["rms(m)"] == [record["tensors"]["m"]["stats"]["rms"]]
     same = difference(file, file, "a/kernel", "v")
     assert same["stats"]["norm"] == 0 and same["stats"]["zeros"] == 54
-    page = environment().from_string(source).render(r=record, s=run, d=same)
+    part = region(file, "a/kernel", "v", (0, 2, 1, 3))
+    assert part["shape"] == [6, 9] and np.shape(part["tiles"]["cells"]) == (2, 2)
+    with pytest.raises(NotFoundError, match="no such columns"):
+        region(file, "a/kernel", None, (0, 6, 0, 10))
+    source += "{{ p.region(g, '<a>') }}"
+    page = environment().from_string(source).render(r=record, s=run, d=same, g=part)
     assert page.count("<figure") == page.count("</figure>") > 12
     for figure in record["figures"]:
         plot = pages.of_figure(figure)
@@ -292,3 +298,48 @@ def test_a_cell_that_is_put_in_the_wrong_row_is_noticed() -> None:
     wrong.take(wide(array[:100]))
     wrong.take(wide(array[200:]))
     assert right.done() != wrong.done()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize(
+    ("shape", "within"),
+    [
+        ((40, 30), (3, 37, 5, 30)),
+        ((3, 4, 5), (2, 11, 1, 4)),
+        ((2, 3, 4, 300), (5, 23, 0, 300)),
+        ((700,), (0, 1, 9, 640)),
+    ],
+    ids=["matrix", "three axes", "four axes", "vector"],
+)
+def test_a_region_is_what_numpy_cuts_out(
+    dtype: str, shape: tuple[int, ...], within: tuple[int, int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "BLOCK_BYTES", 100)
+    array = normal(1, shape).astype(dtype)
+    top, bottom, left, right = within
+    matrix = wide(array).reshape(-1, shape[-1])[top:bottom, left:right]
+    seen = pictures.region(in_memory(array), (top, bottom), (left, right))
+    whole = pictures.of_array(matrix if len(shape) > 1 else matrix[0])
+    assert seen["stats"]["norm"] == pytest.approx(float(np.linalg.norm(matrix)), rel=RTOL)
+    for name in ("tiles", "bars"):
+        assert (name in seen) == (name in whole)
+    if "bars" in seen:
+        assert seen["bars"] == whole["bars"]
+    else:
+        np.testing.assert_allclose(seen["tiles"]["cells"], whole["tiles"]["cells"], rtol=RTOL)
+
+
+def test_a_change_is_what_numpy_says_and_nan_is_nan(monkeypatch: pytest.MonkeyPatch) -> None:
+    before, after = normal(1), normal(2)
+    after[3] = before[3]
+    after[0, 0] = before[0, 0] = np.nan
+    after[5, 5] = np.inf
+    x, y = wide(after), wide(before)
+    good = np.isfinite(x) & np.isfinite(y)
+    figures = change(in_memory(before), in_memory(after))
+    a, b = x[good], y[good]
+    assert figures["relative"] == pytest.approx(np.linalg.norm(a - b) / np.linalg.norm(b), rel=RTOL)
+    assert figures["cosine"] == pytest.approx(a @ b / np.linalg.norm(a) / np.linalg.norm(b), rel=RTOL)
+    assert figures["moved"] == (x.size - SHAPE[1] - 1) / x.size
+    zeros = in_memory(np.zeros(3, np.float32))
+    assert change(zeros, zeros) == {"relative": None, "cosine": None, "moved": 0.0}

@@ -13,8 +13,8 @@ import re
 import struct
 import zlib
 from base64 import b64encode
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -47,6 +47,7 @@ class Plot:
         rows: Its numbers.
         image: The same as PNG, of a heat map: a pixel for each cell.
         note: What else has to be known of it.
+        curves: Of curves, what a script needs to draw them anew, to be read off and zoomed into: as JSON has it.
     """
 
     name: str
@@ -58,6 +59,7 @@ class Plot:
     rows: tuple[tuple[Cell, ...], ...]
     image: bytes | None = None
     note: str = ""
+    curves: Mapping[str, Any] | None = None
 
     def csv(self) -> str:
         """Returns its numbers as CSV, with all their digits; no cell begins a formula of a spreadsheet."""
@@ -106,12 +108,13 @@ def _raised(exponent: int) -> str:
     return str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
-def _short_number(value: float) -> str:
-    """Returns a number of few digits, as ticks have it: 20k, 3M."""
+def _short_number(value: float, step: float = 0.0) -> str:
+    """Returns a number of few digits, as ticks have it: 20k, 3M; of as many as tell it from another a step away."""
+    digits = 4 if not step or not value else max(4, math.floor(math.log10(abs(value) / step)) + 2)
     for unit, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if unit <= abs(value) < 1e12:
-            return f"{value / unit:.4g}{name}"
-    return f"{value:.4g}"
+            return f"{value / unit:.{digits}g}{name}"
+    return f"{value:.{digits}g}"
 
 
 def slug(text: str) -> str:
@@ -135,6 +138,7 @@ class Axis:
         start: The pixel of the least.
         end: The pixel of the greatest.
         base: Numbers are powers of it: low and high are exponents. None: they are the numbers themselves.
+        whole: It counts things: there is nothing between two whole numbers.
     """
 
     title: str
@@ -143,6 +147,7 @@ class Axis:
     start: float
     end: float
     base: int | None = None
+    whole: bool = False
 
     def at(self, value: float) -> float:
         """Returns the pixel of a number, or of the exponent of a power."""
@@ -155,14 +160,14 @@ class Axis:
             return [(self.low, self._called(self.low))]
         step = 10.0 ** math.floor(math.log10(span / 4))
         step *= next(n for n in (1, 2, 5, 10) if span / (step * n) <= 5)
-        if self.base is not None:
+        if self.base is not None or self.whole:
             step = max(1.0, round(step))
         first = math.ceil(self.low / step - 1e-9)
         values = [n * step for n in range(first, first + 12) if n * step <= self.high + step * 1e-9]
-        return [(value, self._called(value)) for value in values]
+        return [(value, self._called(value, step)) for value in values]
 
-    def _called(self, value: float) -> str:
-        return _short_number(value) if self.base is None else f"{self.base}{_raised(round(value))}"
+    def _called(self, value: float, step: float = 0.0) -> str:
+        return _short_number(value, step) if self.base is None else f"{self.base}{_raised(round(value))}"
 
 
 def histogram(
@@ -219,7 +224,14 @@ def magnitudes(title: str, formula: str, binned: Mapping[str, Any] | None) -> Pl
 
 
 def bars(
-    title: str, formula: str, unit: str, index: str, values: Sequence[float | None], *, each: int = 1
+    title: str,
+    formula: str,
+    unit: str,
+    index: str,
+    values: Sequence[float | None],
+    *,
+    each: int = 1,
+    first: int = 0,
 ) -> Plot:
     """Draws a number for each of a row of things, as bars from zero.
 
@@ -230,17 +242,18 @@ def bars(
         index: What the width counts.
         values: The numbers; None where there is none.
         each: How many things one bar stands for.
+        first: The number of the first thing.
     """
     good = [value for value in values if value is not None and math.isfinite(value)]
     low, high = min([0.0, *good]), max([0.0, *good])
-    across = Axis(index, 0.0, float(len(values) * each), _LEFT, WIDTH - _RIGHT)
+    across = Axis(index, first, first + len(values) * each, _LEFT, WIDTH - _RIGHT, whole=True)
     up = Axis(unit, low, high if high > low else low + 1, HEIGHT - _BOTTOM, _TOP)
     drawn = [
-        _bar(across.at(i * each), across.at((i + 1) * each), up.at(value), up.at(0.0))
+        _bar(across.at(first + i * each), across.at(first + (i + 1) * each), up.at(value), up.at(0.0))
         for i, value in enumerate(values)
         if value is not None and math.isfinite(value) and value != 0
     ]
-    rows = tuple((i * each, value) for i, value in enumerate(values))
+    rows = tuple((first + i * each, value) for i, value in enumerate(values))
     summary = (
         f"{len(values)} bars from {number(min(good, default=None))} to {number(max(good, default=None))}"
     )
@@ -280,7 +293,10 @@ def lines(
         low, high = math.floor(low), max(math.ceil(high), math.floor(low) + 1)
     elif low == high:
         low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
-    across = Axis(index, min(steps, default=0), max(steps, default=1), _LEFT, WIDTH - _RIGHT)
+    whole = all(isinstance(step, int) for step in steps)
+    if powers and any(value == 0 for values in curves.values() for value in values):
+        note = f"{note}; zeros aren't drawn" if note else "zeros aren't drawn"
+    across = Axis(index, min(steps, default=0), max(steps, default=1), _LEFT, WIDTH - _RIGHT, whole=whole)
     up = Axis(unit, low, high, HEIGHT - _BOTTOM, _TOP, 10 if powers else None)
     drawn: list[str] = []
     for i, (name, each) in enumerate(heights.items()):
@@ -303,14 +319,23 @@ def lines(
         if h is not None:
             y = up.at(h)
             drawn.append(_rule(across.start, y, across.end, y))
-            drawn.append(_text(across.end - 4, y - 5, name, "end"))
+            drawn.append(_text(across.end - 4, y - 5, name, "end", halo=True))
     rows = tuple((step, *(values[i] for values in curves.values())) for i, step in enumerate(steps))
     ends = "; ".join(
         f"{name}: {number(values[0])} first, {number(values[-1])} last"
         for name, values in curves.items()
         if values
     )
-    return _plot(title, formula, (across, up), drawn, ends, (index, *curves), rows, note)
+    made = _plot(title, formula, (across, up), drawn, ends, (index, *curves), rows, note)
+    again = {
+        "index": index, "unit": unit, "powers": powers, "whole": whole, "at": list(steps),
+        "curves": {
+            name: [value if _height(value, powers) is not None else None for value in values]
+            for name, values in curves.items()
+        },
+        "guides": dict(guides or {}),
+    }  # fmt: skip
+    return replace(made, curves=again)
 
 
 def heat_map(
@@ -320,6 +345,7 @@ def heat_map(
     cells: Sequence[Sequence[float | None]],
     shape: tuple[int, int],
     *,
+    first: tuple[int, int] = (0, 0),
     axes: tuple[str, str] = ("rows", "columns"),
     powers: bool = True,
 ) -> Plot:
@@ -330,7 +356,8 @@ def heat_map(
         formula: What a cell is of its tile.
         unit: What the colours count.
         cells: The cells, row by row; None where no value is finite.
-        shape: Rows and columns of the matrix itself.
+        shape: Rows and columns that the cells are of.
+        first: The first row and column of them, where they are a region of a larger matrix.
         axes: What these are.
         powers: Whether colours count powers of ten of magnitudes; zeros then have the colour of the least.
     """
@@ -346,15 +373,16 @@ def heat_map(
     pixels = _coloured(shade)
     image = png(pixels)
     rows, columns = shape
-    across = Axis(f"{axes[1]} ({columns})", 0, columns, _LEFT, WIDTH - _RIGHT - 80)
-    down = Axis(f"{axes[0]} ({rows})", 0, rows, _TOP, HEIGHT - _BOTTOM)
+    (top, left), (low_end, right) = first, (first[0] + rows, first[1] + columns)
+    across = Axis(_counted(axes[1], left, right), left, right, _LEFT, WIDTH - _RIGHT - 80, whole=True)
+    down = Axis(_counted(axes[0], top, low_end), top, low_end, _TOP, HEIGHT - _BOTTOM, whole=True)
     legend = Axis(unit, low, high, HEIGHT - _BOTTOM, _TOP, None)
     drawn = [_image(image, (across.start, down.start), (across.end, down.end))]
     ramp = png(_coloured(np.linspace(1, 0, 64)[:, None]))
-    left = WIDTH - _RIGHT - 66
-    drawn.append(_image(ramp, (left, _TOP), (left + 12, HEIGHT - _BOTTOM)))
+    beside = WIDTH - _RIGHT - 66
+    drawn.append(_image(ramp, (beside, _TOP), (beside + 12, HEIGHT - _BOTTOM)))
     for value, called in legend.ticks():
-        drawn.append(_text(left + 16, legend.at(value) + 4, _short_number(10**value) if powers else called))
+        drawn.append(_text(beside + 16, legend.at(value) + 4, _short_number(10**value) if powers else called))
     drawn.append(_text(WIDTH - _RIGHT, HEIGHT - _BOTTOM + 34, unit, "end"))
     numbers = tuple((i, *row) for i, row in enumerate(cells))
     said = tuple(str(i) for i in range(len(cells[0]) if cells else 0))
@@ -373,6 +401,10 @@ def heat_map(
         image=image,
         grid=False,
     )
+
+
+def _counted(name: str, first: int, end: int) -> str:
+    return f"{name} ({end})" if not first else f"{name} {first} to {end - 1}"
 
 
 def sparkline(binned: Mapping[str, Any] | None, axis: tuple[int, int] | None = None) -> Markup:
@@ -458,6 +490,56 @@ def lineage(
     )
 
 
+def of_lineage(
+    nodes: Mapping[str, tuple[str, str, str]], edges: Sequence[tuple[str, str, str]], now: str | None = None
+) -> Plot:
+    """Returns what was made of what as a plot, with a row for each edge; its arguments are those of `lineage`."""
+    called = {key: name for key, (name, _below, _href) in nodes.items()}
+    rows = tuple(
+        (called[end], called[start], said) for start, end, said in edges if {start, end} <= {*called}
+    )
+    summary = f"{len(nodes)} checkpoints and what was made of them"
+    return Plot(
+        "lineage",
+        "Who was made of whom",
+        "",
+        lineage(nodes, edges, now),
+        summary,
+        ("made", "of", "how"),
+        rows,
+    )
+
+
+def zoom_grid(
+    parts: Sequence[tuple[int, int, int, int]],
+    region: tuple[int, int, int, int],
+    address: Callable[[tuple[int, int, int, int]], str],
+) -> Markup:
+    """Returns links over the picture of a region (`heat_map`, or `bars` of a single row), one for each part of it.
+
+    Args:
+        parts: First row, row behind the last, first column, column behind the last of each.
+        region: The same of what the picture shows.
+        address: Where a part is shown.
+    """
+    top, bottom, left, right = region
+    is_row = (top, bottom) == (0, 1)
+    across = Axis("", left, right, _LEFT, WIDTH - _RIGHT - (0 if is_row else 80))
+    down = Axis("", top, bottom, _TOP, HEIGHT - _BOTTOM)
+    drawn = []
+    for part in parts:
+        first, end, start, stop = part
+        x, y = across.at(start), down.at(first)
+        rows = "" if is_row else f"rows {first} to {end - 1}, "
+        drawn.append(
+            f'<a href="{escape(address(part))}" aria-label="{rows}columns {start} to {stop - 1}"><rect x="{x:.1f}" '
+            f'y="{y:.1f}" width="{across.at(stop) - x:.1f}" height="{down.at(end) - y:.1f}"/></a>'
+        )
+    return Markup(
+        f'<svg class="grid" viewBox="0 0 {WIDTH} {HEIGHT}" role="group" aria-label="Zoom in">{"".join(drawn)}</svg>'
+    )
+
+
 def png(pixels: Array) -> bytes:
     """Returns an image as PNG.
 
@@ -527,7 +609,7 @@ def _marks(across: Axis, up: Axis, marks: Mapping[str, float]) -> Iterable[str]:
         x = across.at(value)
         yield _rule(x, up.start, x, up.end)
         late = x > (across.start + across.end) / 2
-        yield _text(x + (-5 if late else 5), up.end + 12, name, "end" if late else "start")
+        yield _text(x + (-5 if late else 5), up.end + 12, name, "end" if late else "start", halo=True)
 
 
 def _rule(x: float, y: float, to_x: float, to_y: float) -> str:
@@ -545,10 +627,13 @@ def _short(text: str, most: int) -> str:
     return text if len(text) <= most else f"…{text[1 - most :]}"
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start", turn: str = "") -> str:
+def _text(x: float, y: float, text: str, anchor: str = "start", turn: str = "", halo: bool = False) -> str:
     turned = f' transform="{turn}"' if turn else ""
+    if halo:  # it may lie over bars
+        turned += f' stroke="{_PAPER}" stroke-width="4" paint-order="stroke"'
     return (
-        f'<text class="ink" fill="{_INK}" font-family="system-ui, sans-serif" font-size="13" x="{x:.1f}" y="{y:.1f}" '
+        f'<text class="ink{" halo" if halo else ""}" fill="{_INK}" font-family="system-ui, sans-serif" '
+        f'font-size="13" x="{x:.1f}" y="{y:.1f}" '
         f'text-anchor="{anchor}"{turned}>{_safe(text)}</text>'
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from functools import cache
 from importlib import resources
@@ -14,6 +15,7 @@ from markupsafe import Markup, escape
 from statekit.errors import plural, printable, size, some
 from statekit.pages import charts, parameter
 from statekit.pages.charts import number
+from statekit.pages.layers import by_layer
 from statekit.pages.listing import all_numbers, inside, listing, total_magnitudes
 
 PACKAGE = "statekit.pages"
@@ -26,6 +28,11 @@ def _shown(value: object) -> object:
 
 def _escaped(value: object) -> Markup:
     return escape(_shown(value))
+
+
+def wrapped(path: str) -> Markup:
+    """Returns a path whose lines may end behind its slashes, before they end within a name."""
+    return Markup("<wbr>").join(Markup(f"{_escaped(part)}") for part in re.split(r"(?<=/)", path))
 
 
 def number_or_text(value: float | str | Mapping[str, str] | None) -> str:
@@ -43,7 +50,8 @@ def shown(value: object) -> str:
 def environment(*folders: Path, shared: Mapping[str, Any] | None = None) -> Environment:
     """Returns an environment with the templates of this room.
 
-    Its filters are `size` (of bytes), `number` and `plural` (`count | plural("slot")`). An unknown name is an error.
+    Its filters are `size` (of bytes), `number`, `wrapped` (of a path) and `plural` (`count | plural("slot")`). An
+    unknown name is an error.
 
     Args:
         folders: Further templates, looked for first.
@@ -58,7 +66,13 @@ def environment(*folders: Path, shared: Mapping[str, Any] | None = None) -> Envi
         lstrip_blocks=True,
     )
     made.filters.update(
-        size=size, number=number, plural=plural, number_or_text=number_or_text, e=_escaped, escape=_escaped
+        wrapped=wrapped,
+        size=size,
+        number=number,
+        plural=plural,
+        number_or_text=number_or_text,
+        e=_escaped,
+        escape=_escaped,
     )
     made.globals.update(
         shown=shown,
@@ -71,6 +85,8 @@ def environment(*folders: Path, shared: Mapping[str, Any] | None = None) -> Envi
         plots_of_tensor=parameter.of_tensor,
         plot_of_figure=parameter.of_figure,
         plots_of_run=parameter.of_run,
+        plots_of_region=parameter.of_region,
+        by_layer=by_layer,
         plots_of_difference=parameter.of_difference,
     )
     made.globals.update(shared or {})

@@ -1,4 +1,4 @@
-"""Plots of one parameter and its slots, of its numbers over a run, and of where two checkpoints differ in it.
+"""Plots of one parameter and its slots, of a region, of its numbers over a run, and of where two checkpoints differ.
 
 In go the records of `statekit.statistics` and `statekit.conversion.closer`, as JSON has them.
 """
@@ -11,11 +11,12 @@ from typing import Any
 
 from statekit.pages import charts
 from statekit.pages.charts import Plot, number
+from statekit.statistics.change import FIGURES
 
 
 def of_tensor(name: str, tensor: Mapping[str, Any]) -> list[Plot]:
     """Returns the plots of a parameter's values or of one of its slots."""
-    called = "p" if name == "values" else name
+    called = _called(name)
     plots = []
     span = tensor["linear"]
     if span is not None:
@@ -32,20 +33,26 @@ def of_tensor(name: str, tensor: Mapping[str, Any]) -> list[Plot]:
     return plots + _cells(called, f"|{called}|", tensor)
 
 
-def _cells(called: str, unit: str, record: Mapping[str, Any], formula: str = "") -> list[Plot]:
+def _cells(
+    called: str, unit: str, record: Mapping[str, Any], formula: str = "", first: tuple[int, int] = (0, 0)
+) -> list[Plot]:
     if "tiles" in record:
         tiles = record["tiles"]
         tall, wide = tiles["each"]
         rows, columns = tiles["shape"]
         mean = f"mean {unit} of each {tall} by {wide} values" if tall * wide > 1 else unit
         made = f"{formula}; {mean}" if formula else mean
-        return [charts.heat_map(f"Where {called} is large", made, unit, tiles["cells"], (rows, columns))]
+        return [
+            charts.heat_map(
+                f"Where {called} is large", made, unit, tiles["cells"], (rows, columns), first=first
+            )
+        ]
     each, values = record["bars"]["each"], record["bars"]["values"]
-    unit = unit.strip("|")
+    unit = called if unit == f"|{called}|" else unit
     mean = f"mean of each {each} values" if each > 1 else unit
     made = f"{formula}; {mean}" if formula else mean
     return (
-        [charts.bars(f"{called}, value by value", made, unit, "index", values, each=each)]
+        [charts.bars(f"{called}, value by value", made, unit, "index", values, each=each, first=first[1])]
         if len(values) > 1
         else []
     )
@@ -74,13 +81,18 @@ def of_figure(figure: Mapping[str, Any]) -> Plot | None:
     return None
 
 
-def of_run(record: Mapping[str, Any]) -> list[Plot]:
-    """Returns what became of a parameter over the steps of its run."""
+def of_run(record: Mapping[str, Any], tensor: str = "") -> list[Plot]:
+    """Returns what became of a parameter over the steps of its run.
+
+    Args:
+        record: What `over_steps` says.
+        tensor: `values` or a slot, to see it alone; all, with what the rule makes of them, if it is empty.
+    """
     steps, curves = record["updates"], record["curves"]
     updates = {name: values for name, values in curves.items() if name.startswith("update_")}
     others = {name: values for name, values in curves.items() if name not in updates}
     plots = []
-    if updates:
+    if updates and not tensor:
         said = {"update_at_zero": "g = 0", "update_at_scale": "g = sqrt(v̂)"}
         plots.append(
             charts.lines(
@@ -93,15 +105,44 @@ def of_run(record: Mapping[str, Any]) -> list[Plot]:
                 guides={number(record["guide"]): record["guide"]},
             )
         )
+    changes = {name: one for name, one in record["changes"].items() if tensor in ("", name)}
+    for figure, (title, powers) in _CHANGES.items() if len(steps) > 1 else ():
+        each = {_called(name): one[figure] for name, one in changes.items()}
+        plots.append(charts.lines(title, FIGURES[figure], figure, each, steps, powers=powers))
     plots += [
-        charts.lines(name, name, name, {name: values}, steps, powers=True) for name, values in others.items()
+        charts.lines(name, name, name, {name: values}, steps, powers=True)
+        for name, values in others.items()
+        if tensor in ("", name.removeprefix("rms(").removesuffix(")"))
     ]
     return plots
 
 
+_CHANGES = {
+    "relative": ("How far from the step before", True),
+    "cosine": ("How much it points where it did a step before", False),
+    "moved": ("Elements that moved since the step before", False),
+}
+"""Titles of the figures of a change, and whether their heights are powers of ten."""
+
+
+def _called(name: str) -> str:
+    """Returns what a tensor is called in formulas."""
+    return "p" if name == "values" else name
+
+
+def of_region(record: Mapping[str, Any]) -> list[Plot]:
+    """Returns what a region of a parameter or slot looks like: its picture, and the histogram of its magnitudes."""
+    called = _called(record["slot"] or "values")
+    top, _bottom, left, _right = record["region"]
+    plots = _cells(called, f"|{called}|", record, first=(top, left))
+    binned = record["stats"]["magnitudes"]
+    title = f"Magnitudes of this region of {called}"
+    return [*plots, charts.magnitudes(title, f"|{called}|, every finite value of the region", binned)]
+
+
 def of_difference(record: Mapping[str, Any]) -> list[Plot]:
     """Returns where a tensor of one checkpoint isn't that of another."""
-    called = record["slot"] or "p"
+    called = _called(record["slot"] or "values")
     binned = record["stats"]["magnitudes"]
     plots = [charts.magnitudes(f"How far {called} is apart", "|A - B|, in float64", binned)]
     return plots + _cells(f"|A - B| of {called}", "|A - B|", record)

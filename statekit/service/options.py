@@ -135,6 +135,17 @@ BYTES = Option(
     lambda value: _is_number(value) and 2**20 <= value <= BUDGET_BYTES,
     {"type": "integer", "minimum": 2**20, "maximum": BUDGET_BYTES},
 )
+REGION = Option(
+    "first row, row behind the last, first column, column behind the last",
+    lambda value: (
+        isinstance(value, list | tuple)
+        and len(value) == 4
+        and all(_is_number(one) for one in value)
+        and 0 <= value[0] < value[1]
+        and 0 <= value[2] < value[3]
+    ),
+    {"type": "array", "items": {**_WHOLE, "minimum": 0}, "minItems": 4, "maxItems": 4},
+)
 THREADS = Option(
     "a whole number from 1 to 256",
     lambda value: _is_number(value) and 1 <= value <= 256,
@@ -179,6 +190,8 @@ class ParameterOptions(_Parameter, HintOptions, total=False):
     """Options of `parameter`."""
 
     layout: Annotated[str, TEXT]
+    slot: Annotated[str, TEXT]
+    region: Annotated[Sequence[int], REGION]
 
 
 class CheckOptions(TypedDict, total=False):
@@ -343,6 +356,10 @@ def checked(kind: str, subjects: Collection[int], options: Mapping[str, Any]) ->
             faults.add(f"is missing: {known[key].expected}", key)
     if given.get("verify") and given.get("dry_run"):
         faults.add("goes with what is written, not with dry_run", "verify")
+    if kind == "parameter" and "slot" in given and "region" not in given:
+        faults.add("says nothing without a region: all slots are looked at", "slot")
+    if kind == "parameter" and "region" in given and len(subjects) > 1:
+        faults.add("is of one checkpoint alone", "region")
     if not faults and len(json.dumps(given)) > MOST_BYTES:
         faults.add(f"are longer than {MOST_BYTES} bytes", "options")
     faults.check(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from statekit.attestation.doctor import Examination, doctor
 from statekit.conversion.changing.changes import Changes
 from statekit.conversion.check import check
-from statekit.conversion.closer import difference, over_steps, parameter
+from statekit.conversion.closer import difference, over_steps, parameter, region
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import convert, outcome, plan
 from statekit.conversion.diff import diff
@@ -96,7 +96,7 @@ def _going_on(request: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parameter(request: Mapping[str, Any], listener: Listener) -> Any:
-    """Looks at one parameter; of several checkpoints, which are steps of a run, at its numbers over the updates."""
+    """Looks at one parameter, or a region of it or a slot; in several steps of a run, at its numbers at each."""
     options, name = request["options"], request["options"]["path"]
     if len(request["paths"]) > 1:
         return over_steps(
@@ -105,14 +105,15 @@ def _parameter(request: Mapping[str, Any], listener: Listener) -> Any:
             hints=_hints(options),
             on_step=lambda done, total: listener.progress(done / total, f"reading {name}"),
         )
-    return parameter(
-        _path(request),
-        name,
-        container=request.get("container"),
-        layout=options.get("layout"),
-        hints=_hints(options),
-        on_read=lambda size: listener.progress(None, f"reading {name}"),
-    )
+    asked = {
+        "container": request.get("container"),
+        "layout": options.get("layout"),
+        "hints": _hints(options),
+        "on_read": lambda size: listener.progress(None, f"reading {name}"),
+    }
+    if "region" in options:
+        return region(_path(request), name, options.get("slot"), options["region"], **asked)
+    return parameter(_path(request), name, **asked)
 
 
 def _check(request: Mapping[str, Any], listener: Listener) -> Any:
@@ -163,12 +164,14 @@ def _doctor(request: Mapping[str, Any], listener: Listener) -> Any:
 
 
 def _of(path: str, each: Sequence[Examination]) -> dict[str, Any]:
-    """Returns how many findings there are of a path, which may be one of the checkpoint's files."""
-    mine = [one for one in each if f"{one.path}" == path or path.startswith((f"{one.path}.", f"{one.path}/"))]
-    return {
-        "findings": sum(len(one.findings) for one in mine),
-        "names": sorted({f.name for o in mine for f in o.findings}),
-    }
+    """Returns which checkpoints are at a path, which may be one of their files, and how many findings they have."""
+    at = [
+        i
+        for i, one in enumerate(each)
+        if f"{one.path}" == path or path.startswith((f"{one.path}.", f"{one.path}/"))
+    ]
+    findings = [finding for i in at for finding in each[i].findings]
+    return {"findings": len(findings), "names": sorted({one.name for one in findings}), "checkpoints": at}
 
 
 def _diff(request: Mapping[str, Any], listener: Listener) -> Any:

@@ -308,10 +308,10 @@ def _cells(name: str, title: str, formula: str, unit: str, values: Array) -> dic
     }
 
 
-def at_step(record: Mapping[str, Any]) -> dict[str, float | None]:
-    """Returns the numbers of a parameter that are drawn over a run's steps."""
+def at_step(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the numbers of a parameter that are drawn over a run's steps, as JSON has them."""
     by_name = {one["name"]: one for one in record["figures"]}
-    numbers: dict[str, float | None] = {}
+    numbers: dict[str, Any] = {}
     for name in ("update_at_zero", "update_at_scale"):
         if name in by_name:
             numbers[name] = by_name[name]["values"]["rms(u) / rms(p)"]

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
+from statekit.errors import NotFoundError
 from statekit.tensors.stats import BLOCK_BYTES, Stats, measure
-from statekit.tensors.tensor import Array, Shape, Tensor, chunks, dtype_name, float_info, nbytes
+from statekit.tensors.tensor import Array, Shape, Tensor, chunks, dtype_name, float_info, in_memory, nbytes
 
 BINS = 64
 """Bins of a linear histogram."""
@@ -48,6 +49,69 @@ def of_array(values: Array) -> dict[str, Any]:
     grid = Grid(values.shape)
     grid.take(np.asarray(values, np.float64))
     return grid.done()
+
+
+def shape_of_matrix(shape: Shape) -> tuple[int, int]:
+    """Returns the rows and columns of a tensor as pictures have it: its last axis are the columns.
+
+    Example:
+        >>> shape_of_matrix((3, 4, 5)), shape_of_matrix((7,)), shape_of_matrix(())
+        ((12, 5), (1, 7), (1, 1))
+    """
+    return math.prod(shape[:-1]), shape[-1] if shape else 1
+
+
+def region(
+    tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int], on_read: OnRead = lambda size: None
+) -> dict[str, Any]:
+    """Reads a region of a matrix, or a stretch of a vector, once, and returns what it looks like, as close as fits.
+
+    Args:
+        tensor: The tensor, as a matrix (`shape_of_matrix`).
+        rows: Its first row and the one behind its last.
+        columns: The same of its columns.
+        on_read: Told the bytes of each block that was read.
+
+    Returns:
+        `stats` of the region, and its `tiles` or `bars`, as `picture` has them.
+
+    Raises:
+        NotFoundError: The tensor has no such rows or columns.
+    """
+    for name, (first, end), count in zip(
+        ("rows", "columns"), (rows, columns), shape_of_matrix(tensor.shape), strict=True
+    ):
+        if not 0 <= first < end <= count:
+            raise NotFoundError(
+                f"There are no such {name}.", expected=f"from 0 to {count}", found=f"{first} to {end}"
+            )
+    wide = columns[1] - columns[0]
+    grid, stats = Grid((rows[1] - rows[0], wide) if len(tensor.shape) > 1 else (wide,)), Stats()
+    for block in _rows(tensor, rows, columns):
+        stats += measure(in_memory(block))
+        grid.take(np.asarray(np.abs(block) if block.dtype.kind == "c" else block, np.float64))
+        on_read(block.nbytes)
+    return {"stats": stats.to_json(), **grid.done()}
+
+
+def _rows(tensor: Tensor, rows: tuple[int, int], columns: tuple[int, int]) -> Iterator[Array]:
+    """Reads a region of a matrix some rows at a time, or a part of one where a row is large, in C order."""
+    shape = tensor.shape if len(tensor.shape) > 1 else (1, math.prod(tensor.shape))
+    item = tensor.dtype.itemsize
+    wide = columns[1] - columns[0]
+    most = max(1, BLOCK_BYTES // (wide * item))
+    step = wide if most > 1 else max(1, BLOCK_BYTES // item)
+    row = rows[0]
+    while row < rows[1]:
+        lead, at = divmod(row, shape[-2])
+        count = min(shape[-2] - at, rows[1] - row, most)
+        head = tuple(slice(int(i), int(i) + 1) for i in np.unravel_index(lead, shape[:-2]))
+        for start in range(columns[0], columns[1], step):
+            across = slice(start, min(start + step, columns[1]))
+            index = (*head, slice(at, at + count), across)[-len(tensor.shape) or 2 :]
+            block = tensor.read(index if tensor.shape else None)
+            yield np.ascontiguousarray(block).reshape(count, -1)
+        row += count
 
 
 class Grid:

@@ -9,11 +9,12 @@ from fastapi import APIRouter, FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.exceptions import HTTPException
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import PlainTextResponse, Response
 
 from statekit import __version__
 from statekit.errors import StatekitError
 from statekit.service.web import sign_in
+from statekit.service.web.drawing import answered
 from statekit.service.web.metrics import Metrics
 from statekit.service.web.problems import Problem, problem_of, problem_of_input
 from statekit.service.web.requests import Requests
@@ -74,21 +75,22 @@ def create_app(
 
 def _failed(request: Request, error: Exception) -> Response:
     assert isinstance(error, StatekitError)
-    return problem_of(error).response()
+    return answered(problem_of(error), request)
 
 
 def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     if isinstance(error, Refused):
-        return error.problem.response()
-    return Problem(
+        return answered(error.problem, request)
+    problem = Problem(
         error.status_code,
         error.detail if error.status_code != HTTPStatus.NOT_FOUND else "There is nothing at this address.",
         place=request.url.path[:500],
         headers=dict(error.headers or {}),
-    ).response()
+    )
+    return answered(problem, request)
 
 
-def _not_understood(request: Request, error: Exception) -> JSONResponse:
+def _not_understood(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
-    return problem_of_input(error.errors()).response()
+    return answered(problem_of_input(error.errors()), request)

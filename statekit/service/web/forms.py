@@ -24,6 +24,9 @@ def options(form: FormData) -> dict[str, Any]:
     said: dict[str, Any] = {name: text for name in _TEXTS if (text := _text(form, name))}
     said |= {name: True for name in _TICKS if _text(form, name)}
     said |= {name: pairs for name in _PAIRS if (pairs := _pairs(_text(form, name), name))}
+    region = [_text(form, name) for name in ("top", "bottom", "left", "right")]
+    if any(region):
+        said["region"] = [int(one) if one.isdecimal() else one for one in region]
     root, path = _text(form, "target_root"), _text(form, "target_path")
     if root or path:
         if not root.isdecimal():

@@ -7,9 +7,11 @@ import time
 from typing import Any
 
 import structlog
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from statekit.errors import printable
+from statekit.service.web.drawing import answered
 from statekit.service.web.metrics import Metrics
 from statekit.service.web.problems import unexpected
 from statekit.service.web.security import dressed
@@ -50,7 +52,7 @@ class Requests:
             _LOG.exception("failed", incident=incident, **_said(scope))
             if status is not None:
                 raise
-            await unexpected(incident).response()(scope, receive, dressed(send_seen))
+            await answered(unexpected(incident), Request(scope))(scope, receive, dressed(send_seen))
         finally:
             self.metrics.running.dec()
             route = _route(scope)

@@ -26,9 +26,11 @@ from typing import Literal
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from statekit.errors import FormatError, NotFoundError, printable
+from statekit.service.web.drawing import answered
 from statekit.service.web.problems import Problem
 
 TOKEN_FILE = "token"
@@ -355,13 +357,14 @@ class Guard:
 
 async def answer(problem: Problem, scope: Scope, send: Send) -> None:
     """Sends a problem to whoever asked: a person at a browser is led to where they sign in."""
-    wants_page = "text/html" in Headers(scope=scope).get("accept", "")
+    request = Request(scope)
+    wants_page = "text/html" in request.headers.get("accept", "")
     if problem.status == HTTPStatus.UNAUTHORIZED and wants_page and scope["method"] in HARMLESS:
         from statekit.service.web.sign_in import form
 
         await form(HTTPStatus.UNAUTHORIZED)(scope, _nothing, send)
     else:
-        await problem.response()(scope, _nothing, send)
+        await answered(problem, request)(scope, _nothing, send)
 
 
 async def _nothing() -> Message:

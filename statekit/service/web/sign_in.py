@@ -16,21 +16,25 @@ _PAGE = """<!doctype html>
 <meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 {head}<title>statekit: sign in</title>
+<link rel="icon" href="/static/icon.svg" type="image/svg+xml">
 <link rel="stylesheet" href="/static/statekit.css">
+<link rel="stylesheet" href="/static/screens.css">
 </head>
 <body>
+<header class="top">
+<span class="brand"><img src="/static/icon.svg" alt="" width="20" height="20"> statekit</span>
+</header>
 <main>
-<h1>statekit</h1>
+<h1>Sign in</h1>
 {body}
 </main>
 </body>
 </html>
 """
 _FORM = f"""<p>{{said}}</p>
-<form method="post" action="/sign-in" autocomplete="off">
-<label for="token">Token</label>
-<input id="token" name="token" type="password" required autofocus>
-<button type="submit">Sign in</button>
+<form method="post" action="/sign-in" autocomplete="off" class="filters">
+<label for="token" class="wide">Token<input id="token" name="token" type="password" required autofocus></label>
+<button type="submit" class="main">Sign in</button>
 </form>
 <p>The token is in the file <code>{TOKEN_FILE}</code> of the service's data folder.
 Who starts the service sees a link, too, that signs in once.</p>

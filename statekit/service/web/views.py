@@ -2,50 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterable, Mapping
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import partial
 from http import HTTPStatus
-from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Request
+from fastapi import Query as Param
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
 from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import FormData
-from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.responses import RedirectResponse, Response
 
 from statekit.conversion import registry
 from statekit.errors import NotFoundError, StatekitError
 from statekit.maps.model_map import map_names
 from statekit.pages import charts
-from statekit.pages.environment import environment, script, stylesheet
-from statekit.pages.listing import listing
 from statekit.pages.verdicts import VERDICTS
-from statekit.service.records import ENDED, KINDS, Checkpoint, Job, Node, Query, Run
+from statekit.service.records import ENDED, KINDS, Checkpoint, Node, Query, Run
 from statekit.service.service import Service
-from statekit.service.web import wording
 from statekit.service.web.addresses import WHOLE, address, asked, filters
-from statekit.service.web.branches import branch, tree_of
-from statekit.service.web.forms import options
+from statekit.service.web.branches import Branch, branch
+from statekit.service.web.closer_views import closer_screens, over_run
+from statekit.service.web.drawing import drawn
 from statekit.service.web.problems import problem_of, problem_of_input
+from statekit.service.web.screens import Contents, Screens, as_data, result_as_data, tensor_of
 
 ROWS = 50
 """Rows of a table on one page."""
-MOST_RECENT = 50
-"""Jobs about a checkpoint that its page looks at."""
-MOST_STEPS = 50
-"""Steps of a run that a parameter is followed over."""
+MOST_OPEN = 100
+"""Modules of a tree that stand open from the beginning."""
 MOST_LINES = 500
 """Lines of a log that are shown: its last."""
 MOST_CHOICES = 500
 """Checkpoints that can be chosen from a list."""
-_HERE = Path(__file__).parent
-_TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".txt": "text/plain"}
-_HEADERS = {"referrer-policy": "same-origin"}
-"""Under no-referrer a browser says no origin of a form that it posts, and the guard refuses that."""
+NONE: list[str] = []
+"""What a list in an address is if it isn't there."""
 _SEAL_SAID = {
     "sealed": "Its manifest fits as far as names, sizes and times show. A check reads every byte.",
     "unsealed": "It has no manifest: nothing shows whether its bytes are still those that were written.",
@@ -77,127 +72,23 @@ def grouped(checkpoints: tuple[Checkpoint, ...], runs: Callable[[int], Run]) -> 
     return [Group(_run_of(runs, some[0]), tuple(some)) for some in groups.values()]
 
 
-class Screens:
-    """What all screens need: the service, the templates, and what is looked up for several of them.
+class Readable(APIRoute):
+    """A route whose errors are pages: people read them."""
 
-    Args:
-        service: What they show.
-    """
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """Returns what answers."""
+        handler = super().get_route_handler()
 
-    def __init__(self, service: Service) -> None:
-        self.service, self.catalogue, self.jobs = service, service.catalogue, service.jobs
-        self.static = {
-            path.name: (path.read_bytes(), _TYPES[path.suffix])
-            for path in sorted((_HERE / "static").iterdir())
-        }
-        self.static["statekit.css"] = (stylesheet().encode(), _TYPES[".css"])
-        self.static["statekit.js"] = (script().encode(), _TYPES[".js"])
-        self._pages = environment(_HERE / "templates", shared={"is_ended": lambda job: job.state in ENDED})
-        self._pages.filters.update(age=wording.age, duration=wording.duration, count=wording.count)
-        # A job that has ended stays as it is, and the tree of a large checkpoint takes a while.
-        self._read = lru_cache(maxsize=4)(lambda job: Contents(self.jobs.result(job)))
+        async def answered(request: Request) -> Response:
+            try:
+                return await handler(request)
+            except StatekitError as error:
+                problem = problem_of(error)
+            except RequestValidationError as error:
+                problem = problem_of_input(error.errors())
+            return drawn(request, "problem.html", {"problem": problem}, problem.status)
 
-    def drawn(
-        self, request: Request, name: str, said: Mapping[str, Any], status: int = HTTPStatus.OK
-    ) -> Response:
-        """Returns a page."""
-        theme = request.cookies.get("theme")
-        known = {"theme": theme if theme in {"light", "dark"} else None, "here": request.url.path}
-        return HTMLResponse(self._pages.get_template(name).render({**known, **said}), status, _HEADERS)
-
-    def readable(self) -> type[APIRoute]:
-        """Returns the kind of routes whose errors are pages: people read them."""
-        screens = self
-
-        class Readable(APIRoute):
-            def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-                handler = super().get_route_handler()
-
-                async def answered(request: Request) -> Response:
-                    try:
-                        return await handler(request)
-                    except StatekitError as error:
-                        problem = problem_of(error)
-                    except RequestValidationError as error:
-                        problem = problem_of_input(error.errors())
-                    return screens.drawn(request, "problem.html", {"problem": problem}, problem.status)
-
-                return answered
-
-        return Readable
-
-    def latest(self, number: int) -> dict[str, Job]:
-        """Returns the youngest job of each kind about a checkpoint."""
-        recent = self.jobs.jobs(subject=number, limit=MOST_RECENT).items
-        return {job.kind: job for job in reversed(recent)}
-
-    def result_of(self, job: Job | None) -> Mapping[str, Any] | None:
-        """Returns what came of a job, if anything did."""
-        return self.jobs.result(job.id) if job is not None and job.has_result else None
-
-    def contents_of(self, number: int) -> Contents | None:
-        """Returns what the last look into a checkpoint came to, one with statistics before one without."""
-        looks = self.jobs.jobs(subject=number, kind="inspect", state="done", limit=MOST_RECENT).items
-        whole = [job for job in looks if not job.options.get("filter")]
-        chosen = next((job for job in whole if job.options.get("stats")), next(iter(whole), None))
-        return None if chosen is None else self._read(chosen.id)
-
-    def submit(self, form: FormData, subjects: tuple[int, ...]) -> Job:
-        """Asks for the job that a form describes."""
-        kind = form.get("kind")
-        named = kind if isinstance(kind, str) else ""
-        return self.jobs.submit(named, subjects, options(form), requested_by="browser")
-
-    def about(self, number: int) -> dict[str, Any]:
-        """Returns what every part of a checkpoint's page knows."""
-        checkpoint = self.catalogue.checkpoint(number)
-        address = f"/checkpoints/{number}"
-        return {"checkpoint": checkpoint, "is_present": checkpoint.status == "present", "here_url": address}
-
-    def steps(self, checkpoint: Checkpoint) -> tuple[int, ...]:
-        """Returns the numbers of the resumable steps of a checkpoint's run, the youngest `MOST_STEPS`, in order."""
-        if checkpoint.run is None:
-            return ()
-        page = self.catalogue.checkpoints(
-            Query(run=checkpoint.run, readable=True, sort="-step"), None, MOST_STEPS
-        )
-        return tuple(one.id for one in reversed(page.items) if one.resumable)
-
-    def about_parameter(self, subjects: tuple[int, ...], path: str) -> Job | None:
-        """Returns the job that has looked at a parameter, or the last that was asked to."""
-        known = self.jobs.known("parameter", subjects, {"path": path})
-        if known is not None:
-            return known
-        recent = self.jobs.jobs(subject=subjects[0], kind="parameter", limit=MOST_RECENT).items
-        return next(
-            (job for job in recent if job.subjects == subjects and job.options.get("path") == path), None
-        )
-
-    def compared(self, subjects: tuple[int, int], tensor: tuple[str, str]) -> Job | None:
-        """Returns the youngest job that compares two checkpoints, as a whole or in one tensor."""
-        recent = self.jobs.jobs(subject=subjects[0], kind="diff", limit=MOST_RECENT).items
-        alike = (one for one in recent if one.subjects == subjects)
-        return next((one for one in alike if _tensor_of(one) == tensor), None)
-
-    def parameters(self, number: int, index: int) -> list[dict[str, Any]]:
-        """Returns the parameters of a checkpoint, one of which has this index."""
-        contents = self.contents_of(number)
-        parameters: list[dict[str, Any]] = contents.result["parameters"] if contents else []
-        if not 0 <= index < len(parameters):
-            raise NotFoundError(
-                "There is no such parameter.", place=f"checkpoint {number}", found=str(index)[:30]
-            )
-        return parameters
-
-    def followed(self, checkpoint: Checkpoint, over: str) -> tuple[int, ...]:
-        """Returns the checkpoints in which a parameter is shown: this, or with `over=run` the steps of its run."""
-        steps = self.steps(checkpoint) if over == "run" else ()
-        return steps if len(steps) > 1 else (checkpoint.id,)
-
-    def named(self, some: Iterable[Job]) -> dict[int, Checkpoint]:
-        """Returns the checkpoints that jobs are about, by their numbers."""
-        numbers = {number for job in some for number in job.subjects}
-        return {number: self.catalogue.checkpoint(number) for number in numbers}
+        return answered
 
 
 def screens(service: Service) -> APIRouter:
@@ -207,8 +98,8 @@ def screens(service: Service) -> APIRouter:
         service: What they show.
     """
     of = Screens(service)
-    routes = APIRouter(include_in_schema=False, route_class=of.readable())
-    for add in (_data, _catalogue, _checkpoint, _parameter, _jobs):
+    routes = APIRouter(include_in_schema=False, route_class=Readable)
+    for add in (_data, _catalogue, _checkpoint, closer_screens, _jobs):
         add(routes, of)
     return routes
 
@@ -217,33 +108,36 @@ def _data(routes: APIRouter, of: Screens) -> None:
     """Adds the way from every page to the same as data, which the interface for programs has."""
 
     @routes.get("/diff.json")
-    def show_difference(a: int, b: int, path: str = "", slot: str = "") -> Response:
+    def show_difference(
+        a: int = 0, b: int = 0, path: str = "", slot: str = "", run: int | None = None
+    ) -> Response:
+        if run is not None:
+            job = of.about_parameter(of.steps(run), path)
+            return result_as_data(job, f"run {run}: {path}", "parameter")
         first, second = of.catalogue.checkpoint(a), of.catalogue.checkpoint(b)
         job = of.compared((first.id, second.id), (path, slot))
-        return _result_as_data(job, f"checkpoints {a} and {b}", "diff")
+        return result_as_data(job, f"checkpoints {a} and {b}", "diff")
 
     @routes.get("/checkpoints/{number}/parameters/{index}.json")
     def show_slots(number: int, index: int, over: str = "") -> Response:
         path = of.parameters(number, index)[index]["path"]
         subjects = of.followed(of.catalogue.checkpoint(number), over)
-        return _result_as_data(
-            of.about_parameter(subjects, path), f"checkpoint {number}: {path}", "parameter"
-        )
+        return result_as_data(of.about_parameter(subjects, path), f"checkpoint {number}: {path}", "parameter")
 
     @routes.get("/checkpoints.json")
     def show_catalogue(request: Request) -> Response:
         said = {name: value for name, value in request.query_params.items() if value}
         if "q" in said:
             said["text"] = said.pop("q")
-        return _as_data("checkpoints", request.url.path, urlencode(said))
+        return as_data("checkpoints", request.url.path, urlencode(said))
 
     @routes.get("/{kind}.json")
     def show_data(request: Request, kind: str) -> Response:
-        return _as_data(kind, request.url.path, request.url.query)
+        return as_data(kind, request.url.path, request.url.query)
 
     @routes.get("/{kind}/{number}.json")
-    def show_one_as_data(request: Request, kind: str, number: int) -> Response:
-        return _as_data(f"{kind}/{number}", request.url.path, request.url.query)
+    def show_oneas_data(request: Request, kind: str, number: int) -> Response:
+        return as_data(f"{kind}/{number}", request.url.path, request.url.query)
 
 
 def _catalogue(routes: APIRouter, of: Screens) -> None:
@@ -269,7 +163,7 @@ def _catalogue(routes: APIRouter, of: Screens) -> None:
             "data_url": address(query, cursor).replace("/", "/checkpoints.json", 1),
             "scanning": of.catalogue.scanning(),
         }
-        page_itself = of.drawn(request, "catalogue.html", said)
+        page_itself = drawn(request, "catalogue.html", said)
         page_itself.headers["hx-replace-url"] = address(
             query, cursor
         )  # without the filters that choose nothing
@@ -283,7 +177,13 @@ def _catalogue(routes: APIRouter, of: Screens) -> None:
 
 def _checkpoint(routes: APIRouter, of: Screens) -> None:
     @routes.get("/checkpoints/{number}")
-    def show_checkpoint(request: Request, number: int, layout: str | None = None) -> Response:
+    def show_checkpoint(
+        request: Request,
+        number: int,
+        layout: str | None = None,
+        unfolded: Annotated[list[str], Param(alias="open")] = NONE,
+    ) -> Response:
+        """Shows a checkpoint; `open` are the modules of its tree that stand open."""
         known, recent, contents = of.about(number), of.latest(number), of.contents_of(number)
         checkpoint = known["checkpoint"]
         examined = of.result_of(recent.get("doctor"))
@@ -296,10 +196,11 @@ def _checkpoint(routes: APIRouter, of: Screens) -> None:
             "examined": examined and examined["checkpoints"][0],
             "contents": contents,
             "branch": contents and branch(contents.tree),
+            "below": partial(_below, contents, frozenset(unfolded[:MOST_OPEN])),
             "roots": of.catalogue.roots(),
             **_targets(checkpoint, layout),
         }
-        return of.drawn(request, "checkpoint.html", said)
+        return drawn(request, "checkpoint.html", said)
 
     @routes.get("/checkpoints/{number}/tree")
     def show_branch(request: Request, number: int, at: str = "", after: int = 0) -> Response:
@@ -310,15 +211,16 @@ def _checkpoint(routes: APIRouter, of: Screens) -> None:
             **of.about(number),
             "contents": contents,
             "branch": branch(contents.tree, at, max(after, 0)),
+            "below": lambda at: None,
         }
-        return of.drawn(request, "branch.html", said)
+        return drawn(request, "branch.html", said)
 
     @routes.post("/checkpoints/{number}/jobs")
     async def begin(request: Request, number: int) -> Response:
         form = await request.form()
         job = await run_in_threadpool(of.submit, form, (number,))
         stays = job.kind in {"inspect", "check", "seal", "doctor"}
-        return _next(f"/checkpoints/{number}" if stays else f"/jobs/{job.id}")
+        return _next(_then(form) or (f"/checkpoints/{number}" if stays else f"/jobs/{job.id}"))
 
     @routes.post("/checkpoints/{number}/tags")
     async def change_tags(request: Request, number: int) -> Response:
@@ -344,36 +246,13 @@ def _checkpoint(routes: APIRouter, of: Screens) -> None:
             **of.about(number),
             "lineage": lineage,
             "edges": [(nodes[edge.source], nodes[edge.target], edge) for edge in lineage.edges],
-            "graph": charts.lineage(
+            "graph": charts.of_lineage(
                 {node.id: _of_node(node) for node in lineage.nodes},
                 [(edge.source, edge.target, edge.kind) for edge in lineage.edges],
                 f"checkpoint-{number}",
             ),
         }
-        return of.drawn(request, "lineage.html", said)
-
-
-def _parameter(routes: APIRouter, of: Screens) -> None:
-    @routes.get("/checkpoints/{number}/parameters/{index}")
-    def show_parameter(request: Request, number: int, index: int, over: str = "") -> Response:
-        """Shows a parameter with its slots or, `over=run`, what they were over the steps of its run."""
-        known, parameters = of.about(number), of.parameters(number, index)
-        one, checkpoint = parameters[index], known["checkpoint"]
-        subjects = of.followed(checkpoint, over)
-        job = of.about_parameter(subjects, one["path"])
-        said = {
-            **known,
-            "here_url": f"/checkpoints/{number}/parameters/{index}{'?over=run' if len(subjects) > 1 else ''}",
-            "index": index,
-            "one": one,
-            "neighbours": [i for i in (index - 1, index + 1) if 0 <= i < len(parameters)],
-            "parameters": parameters,
-            "subjects": subjects,
-            "steps": of.steps(checkpoint),
-            "job": job,
-            "record": of.result_of(job),
-        }
-        return of.drawn(request, "slots.html", said)
+        return drawn(request, "lineage.html", said)
 
 
 def _jobs(routes: APIRouter, of: Screens) -> None:
@@ -393,7 +272,7 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
             "next_page": page.next_cursor
             and f"/jobs?{urlencode({key: value for key, value in further.items() if value})}",
         }
-        return of.drawn(request, "jobs.html", said)
+        return drawn(request, "jobs.html", said)
 
     @routes.post("/jobs")
     async def begin_about_several(request: Request) -> Response:
@@ -402,17 +281,14 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
             int(one) for one in form.getlist("subject") if isinstance(one, str) and one.isdecimal()
         )
         job = await run_in_threadpool(of.submit, form, numbers)
-        if job.kind == "parameter" and str(form.get("then", "")).startswith("/checkpoints/"):
-            return _next(str(form["then"]))
-        if job.kind == "diff" and len(numbers) == 2:
-            tensor = {name: job.options[name] for name in ("path", "slot") if name in job.options}
-            return _next(f"/diff?{urlencode({'a': numbers[0], 'b': numbers[1], **tensor})}")
-        return _next(f"/jobs/{job.id}")
+        return _next(_then(form) or f"/jobs/{job.id}")
 
     @routes.get("/jobs/{number}")
     def show_job(request: Request, number: int) -> Response:
         job = of.jobs.job(number)
         result = of.result_of(job)
+        if result and job.kind == "verify":
+            result = result["certificate"]
         lines = [str(event.data.get("line", "")) for event in of.jobs.events(number) if event.kind == "log"]
         said = {
             "job": job,
@@ -421,19 +297,23 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
             "result": result,
             "verdict": result
             and job.kind in VERDICTS
-            and not _tensor_of(job)[0]
+            and not tensor_of(job)[0]
             and VERDICTS[job.kind](result),
             "log": lines[-MOST_LINES:],
         }
-        return of.drawn(request, "job.html", said)
+        return drawn(request, "job.html", said)
 
     @routes.post("/jobs/{number}/cancel")
     def cancel(number: int) -> Response:
         return _next(f"/jobs/{of.jobs.cancel(number).id}")
 
     @routes.get("/diff")
-    def compare(request: Request, a: str = "", b: str = "", path: str = "", slot: str = "") -> Response:
-        """Shows in what two checkpoints differ or, `path` and `slot`, how far they are apart in one tensor."""
+    def compare(
+        request: Request, a: str = "", b: str = "", path: str = "", slot: str = "", run: str = ""
+    ) -> Response:
+        """Shows in what two checkpoints differ; `path` and `slot`: in one tensor; `run`: over its steps instead."""
+        if run.isdecimal() and path:
+            return over_run(request, of, int(run[:18]), path, slot)
         chosen = [of.catalogue.checkpoint(int(one)) if one.isdecimal() else None for one in (a, b)]
         first, second = chosen
         job = None
@@ -451,44 +331,23 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
             "path": path,
             "slot": slot,
             "whole_url": f"/diff?{whole}",
+            "run_url": _over_run(first, second, path, slot),
             "choices": of.catalogue.checkpoints(Query(sort="path", readable=True), None, MOST_CHOICES).items,
             "here_url": f"/diff?{urlencode({'a': a, 'b': b, **tensor})}",
         }
-        return of.drawn(request, "compare.html", said)
+        return drawn(request, "compare.html", said)
 
 
-def _tensor_of(job: Job) -> tuple[str, str]:
-    """Returns the parameter and the slot that a comparison is of; empty of one of whole checkpoints."""
-    return str(job.options.get("path", "")), str(job.options.get("slot", ""))
+def _below(contents: Contents | None, unfolded: frozenset[str], at: str) -> Branch | None:
+    """Returns what stands in a module that is open; None of any other."""
+    return branch(contents.tree, at) if contents is not None and at in unfolded else None
 
 
-def _as_data(address: str, place: str, query: str) -> Response:
-    """Returns the way to the same as data."""
-    if address.partition("/")[0] not in {"checkpoints", "jobs", "lineage", "runs"}:
-        raise NotFoundError("There is nothing at this address.", place=place[:500])
-    return RedirectResponse(f"/api/v1/{address}{f'?{query}' if query else ''}", HTTPStatus.TEMPORARY_REDIRECT)
-
-
-def _result_as_data(job: Job | None, place: str, kind: str) -> Response:
-    if job is None or not job.has_result:
-        raise NotFoundError(
-            "Nobody has looked at it yet.", place=place, remedy=f"ask for a job of the kind {kind}"
-        )
-    return _as_data(f"jobs/{job.id}/result", place, "")
-
-
-class Contents:
-    """What looking into a checkpoint came to: its parameters as a tree, and where it resumes.
-
-    Args:
-        result: What the job `inspect` came to.
-    """
-
-    def __init__(self, result: Mapping[str, Any]) -> None:
-        self.result = result
-        self.tree = tree_of(result["parameters"])
-        self.axes = listing(result["parameters"]).axes
-        self.measured = any("stats" in one for one in result["parameters"])
+def _over_run(first: Checkpoint | None, second: Checkpoint | None, path: str, slot: str) -> str | None:
+    """Returns where a tensor is shown over the steps of a run; None unless two steps of one are compared in it."""
+    if first is None or second is None or not path or first.run is None or first.run != second.run:
+        return None
+    return f"/diff?{urlencode({'run': first.run, 'path': path, 'slot': slot})}"
 
 
 def _of_node(node: Node) -> tuple[str, str, str]:
@@ -520,6 +379,12 @@ def _targets(checkpoint: Checkpoint, layout: str | None) -> dict[str, Any]:
         "chosen_layout": chosen.name if chosen else "",
         "chosen_container": usual,
     }
+
+
+def _then(form: FormData) -> str | None:
+    """Returns the screen that a form says to go on with, which is one of ours; None if it says none."""
+    said = str(form.get("then", ""))
+    return said if said.startswith(("/checkpoints/", "/runs/", "/diff?")) else None
 
 
 def _next(address: str) -> Response:

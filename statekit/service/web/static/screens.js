@@ -14,7 +14,7 @@ function chooseTheme() {
 
 // Rows: j and k move, enter opens, as the row's link is what has the focus.
 function moveRow(by) {
-  const links = all("[data-row] a[data-open]").filter((link) => link.offsetParent !== null);
+  const links = all("[data-row] [data-open]").filter((link) => link.offsetParent !== null);
   if (!links.length) return;
   const at = links.indexOf(document.activeElement);
   const next = at < 0 ? (by > 0 ? 0 : links.length - 1) : Math.min(Math.max(at + by, 0), links.length - 1);
@@ -44,6 +44,18 @@ document.addEventListener("keydown", (event) => {
   event.preventDefault();
   keys[event.key]();
 });
+
+// Modules that are open stand in the address, so that the view can be kept. `toggle` doesn't bubble: it is caught on its way.
+document.addEventListener("toggle", (event) => {
+  const tree = event.target.closest?.(".tree");
+  if (!tree || !event.target.matches("details[data-at]")) return;
+  const here = new URL(location);
+  here.searchParams.delete("open");
+  for (const module of all("details[data-at][open]", tree)) {
+    if (here.search.length < 6000) here.searchParams.append("open", module.dataset.at);
+  }
+  if (here.href !== location.href) history.replaceState(history.state, "", here);
+}, true);
 
 document.addEventListener("click", async (event) => {
   const button = event.target.closest("button");
@@ -94,7 +106,8 @@ function follow(place) {
     events.close();
     // What the job came to is the server's to draw: the part is read again, and where it lies nothing else moves.
     const target = place.dataset.select ? one(place.dataset.select) : place;
-    htmx.ajax("GET", place.dataset.then, { target, swap: "outerHTML", select: place.dataset.select });
+    const same = new URL(place.dataset.then, location).pathname === location.pathname;
+    htmx.ajax("GET", same ? location.pathname + location.search : place.dataset.then, { target, swap: "outerHTML", select: place.dataset.select });
   });
   addEventListener("pagehide", () => events.close());
 }

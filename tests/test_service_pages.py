@@ -1,0 +1,138 @@
+"""Pages without a browser: every kind of job has one, and so has what isn't there; programs get data in their place."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from serving import Served, write_step
+
+from statekit.service.records import ENDED, KINDS, Job
+
+PAGE = {"Accept": "text/html"}
+EMBEDDING = "token_embedder/embedding"
+ASKED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "inspect": (("checkpoint_4",), {"stats": True}),
+    "parameter": (("checkpoint_4",), {"path": EMBEDDING}),
+    "check": (("a.pt",), {}),
+    "doctor": (("a.pt", "b.pt"), {}),
+    "diff": (("a.pt", "b.pt"), {}),
+    "verify": (("a.pt", "b.pt"), {"steps": 0}),
+    "convert": (("a.pt",), {"dry_run": True, "to": "torch"}),
+    "seal": (("b.pt",), {}),
+    "thin": (("a.pt",), {}),
+}
+"""What each kind of job is asked for here; a thinning of a checkpoint that isn't sealed is refused."""
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    service = Served(tmp_path_factory.mktemp("service"))
+    with service.working():
+        yield service
+    service.close()
+
+
+def number(served: Served, name: str) -> int:
+    (one,) = [
+        each for each in served.client.get("/api/v1/checkpoints").json()["items"] if each["name"] == name
+    ]
+    return int(one["id"])
+
+
+def ended(served: Served, kind: str, subjects: tuple[str, ...], options: dict[str, Any]) -> Job:
+    """Asks for a job, and returns it once it has ended."""
+    if kind == "convert":
+        options = {**options, "target": {"root": served.service.catalogue.roots()[0].id, "path": "made.pt"}}
+    numbers = tuple(number(served, name) for name in subjects)
+    job = served.service.jobs.submit(kind, numbers, options)
+    with served.client.stream("GET", f"/api/v1/jobs/{job.id}/events") as events:
+        for _ in events.iter_lines():
+            pass
+    return served.service.jobs.job(job.id)
+
+
+@pytest.mark.parametrize("kind", sorted(set(ASKED) - {"thin"}))
+def test_what_a_job_came_to_has_a_page(kind: str, served: Served) -> None:
+    job = ended(served, kind, *ASKED[kind])
+    assert job.state == "done", job.problem
+    page = served.client.get(f"/jobs/{job.id}", headers=PAGE)
+    assert page.status_code == 200 and '<h2 id="result-title">Result</h2>' in page.text
+
+
+def test_a_run_says_which_slots_stand_still_while_weights_move(served: Served) -> None:
+    before = served.root / "run" / "checkpoint_4"
+    write_step(before, 5, served.root / "run" / "checkpoint_5", "t5x", "t5x", still=True)
+    served.service.catalogue.scan()
+    (run,) = served.client.get("/api/v1/runs").json()["items"]
+    address = f"/runs/{run['id']}"
+    page = served.client.get(address, headers=PAGE).text
+    assert "Nobody has held the steps against each other yet" in page and "<th" in page
+    job = ended(served, "doctor", ("checkpoint_4", "checkpoint_5"), {})
+    page = served.client.get(address, headers=PAGE).text.partition("The same bits as at the step before")[2]
+    assert "moments-stale" in page and f"slots/{EMBEDDING}" in page and f"/jobs/{job.id}" not in page
+
+
+def test_every_kind_of_job_was_asked_for() -> None:
+    assert ASKED.keys() == KINDS.keys() and "done" in ENDED
+
+
+def test_a_region_has_a_page_and_what_lies_outside_is_refused(served: Served) -> None:
+    one = number(served, "checkpoint_4")
+    ended(served, "inspect", ("checkpoint_4",), {})
+    listed = served.client.get(f"/api/v1/checkpoints/{one}/parameters?limit=500").json()["items"]
+    index = next(i for i, each in enumerate(listed) if each["path"] == EMBEDDING)
+    rows, columns = listed[index]["shape"]
+    address = f"/checkpoints/{one}/parameters/{index}/region"
+    assert "Look at it" in served.client.get(address, headers=PAGE).text
+    job = ended(served, "parameter", ("checkpoint_4",), {"path": EMBEDDING, "region": [0, 2, 0, columns]})
+    assert f"/jobs/{job.id}/result" in served.client.get(f"{address}?rows=0:2", headers=PAGE).text
+    for said in (
+        f"rows=0:{rows + 1}",
+        "rows=2:2",
+        "rows=-1:1",
+        f"columns={columns}:0",
+        "slot=none",
+        "rows=x",
+    ):
+        page = served.client.get(f"{address}?{said}", headers=PAGE)
+        assert page.status_code in {404, 422} and "That didn't work" in page.text, said
+
+
+def test_a_region_that_says_nothing_is_refused(served: Served) -> None:
+    for subjects, options, why in (
+        (("checkpoint_4",), {"slot": "v_row"}, "without a region"),
+        (("a.pt", "b.pt"), {"region": [0, 1, 0, 1]}, "one checkpoint alone"),
+        (("checkpoint_4",), {"region": [1, 1, 0, 1]}, "row behind the last"),
+    ):
+        body = {
+            "kind": "parameter",
+            "subjects": [number(served, name) for name in subjects],
+            "options": {"path": EMBEDDING, **options},
+        }
+        answer = served.client.post("/api/v1/jobs", json=body)
+        assert answer.status_code == 422 and why in answer.text
+
+
+@pytest.mark.parametrize("address", ["/nowhere", "/runs/7", "/jobs/999", "/static/none.js", "/checkpoints/x"])
+def test_what_is_not_there_is_a_page_for_people_and_data_for_programs(address: str, served: Served) -> None:
+    page = served.client.get(address, headers=PAGE)
+    assert page.status_code in {404, 422} and "<h1>That didn't work</h1>" in page.text
+    assert page.headers["content-type"].startswith("text/html")
+
+
+@pytest.mark.parametrize(
+    ("address", "headers"), [("/nowhere", {"Accept": "*/*"}), ("/api/v1/nowhere", PAGE)], ids=["other", "api"]
+)
+def test_programs_get_data_for_what_is_not_there(
+    address: str, headers: dict[str, str], served: Served
+) -> None:
+    answer = served.client.get(address, headers=headers)
+    assert answer.status_code == 404 and answer.headers["content-type"] == "application/problem+json"
+
+
+def test_what_is_refused_at_the_door_is_a_page_too(served: Served) -> None:
+    page = served.client.post("/scan", headers={**PAGE, "Origin": "http://evil.example"})
+    assert page.status_code == 403 and "comes from another site" in page.text
+    assert page.headers["content-type"].startswith("text/html")
