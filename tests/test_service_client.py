@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
+import shutil
 import socket
+import subprocess
 from collections.abc import Iterator
+from importlib.metadata import metadata
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +40,55 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 def client(address: str) -> Iterator[Client]:
     with Client(address, TOKEN) as made:
         yield made
+
+
+SHELL = {
+    page: [
+        line
+        for block in re.findall(r"```sh\n(.*?)```", (ROOT / page).read_text("utf-8"), re.DOTALL)
+        for line in block.splitlines()
+        if "statekit serve" in line or "[service]" in line or "TOKEN" in line
+    ]
+    for page in PAGES
+}
+"""The lines of the shell that are about the service."""
+
+
+def test_the_lines_of_the_shell_work_as_they_stand(address: str, tmp_path: Path) -> None:
+    from statekit.cli.serve_command import command
+
+    token = tmp_path / ".local" / "share" / "statekit" / "token"
+    token.parent.mkdir(parents=True)
+    token.write_text(TOKEN + "\n")
+    asked = []
+    for line in [line for lines in SHELL.values() for line in lines] + [_made_by("serve")]:
+        if line.startswith("pip install"):
+            assert line == "pip install 'statekit[service]'" and "service" in extras()
+        elif "statekit serve" in line:  # that it starts is seen in a browser
+            words = line.replace("/data/runs", str(tmp_path)).replace("$(ROOT)", str(tmp_path)).split()
+            said = command.make_context("serve", words[words.index("serve") + 1 :]).params
+            assert said["port"] == 8642 and said["roots"] == (tmp_path,)
+        else:
+            asked.append(line.replace("http://127.0.0.1:8642", address))
+    if shutil.which("curl"):
+        environment = {"HOME": str(tmp_path), "PATH": os.environ["PATH"]}
+        answer = subprocess.run(
+            ["sh", "-c", "\n".join(asked)], env=environment, capture_output=True, text=True, check=True
+        )
+        assert json.loads(answer.stdout)["total"] == 0
+    assert len(asked) == 2 and sum(map(len, SHELL.values())) == 6
+
+
+def _made_by(goal: str) -> str:
+    """Returns the line of the Makefile that makes a goal."""
+    makefile = (ROOT / "Makefile").read_text("utf-8")
+    (line,) = re.findall(rf"^{goal}: .*\n\t@(.*)$", makefile, re.MULTILINE)
+    return str(line)
+
+
+def extras() -> set[str]:
+    """Returns the extras that can be installed."""
+    return {*metadata("statekit").get_all("Provides-Extra", [])}
 
 
 def test_records_come_page_by_page(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
