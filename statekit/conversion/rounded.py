@@ -66,10 +66,10 @@ def measured_in(tensors: Iterable[Tensor]) -> tuple[Measured, ...]:
 
 
 def _rounded_in(tensor: Any) -> Iterator[Narrowed | Scaled]:
-    """Yields what changes rounded among all that a tensor is made of."""
+    """Yields what changes rounded among all that a tensor is made of; how one is read isn't part of that."""
     if isinstance(tensor, (Narrowed, Scaled)):
         yield tensor
-    if is_dataclass(tensor):
+    if is_dataclass(tensor) and not callable(tensor):
         for one in fields(tensor):
             part = getattr(tensor, one.name)
             for inner in part if isinstance(part, (list, tuple)) else (part,):
