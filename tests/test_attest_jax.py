@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("jax")
 
 from statekit.errors import UnknownRuleError, UsageError
-from statekit.jax import attested_step, live
+from statekit.jax import attest, attested_step, live
 from statekit.state.comparison import is_zero
 from statekit.tensors.distance import distance
 from statekit.tensors.tensor import in_memory
@@ -151,3 +151,37 @@ def test_a_step_is_told_by_name_what_it_needs(tmp_path: Path) -> None:
     assert step.result is not None
     assert (step.result.passed, step.result.stepped, step.result.tensors) == (True, 0, 2)
     assert "no schema has the optimizer" in str(step.result)
+
+
+def test_keys_are_compared_by_name_and_those_that_are_not_are_said(tmp_path: Path) -> None:
+    jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
+    orbax, serialization = pytest.importorskip("orbax.checkpoint"), pytest.importorskip("flax.serialization")
+    params = {"w": np.ones((4, 2), np.float32)}
+    state = optax.adamw(0.1).init(params)
+    keys = {
+        "rng": jax.random.key(3),
+        "rngs": {"dropout": jax.random.PRNGKey(4), "params": jax.random.PRNGKey(5)},
+    }
+    with orbax.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "orbax", {"params": params, "opt_state": state, **keys})
+    raw = {"rng": jax.random.PRNGKey(3), "rngs": keys["rngs"]}
+    (tmp_path / "checkpoint_0").write_bytes(
+        serialization.to_bytes({"params": params, "opt_state": state, **raw})
+    )
+    for path in (tmp_path / "orbax", tmp_path / "checkpoint_0"):
+        for same in (keys, raw):
+            result = attest(params, state, path, generators=same, strict=True)
+            assert not [line for line in result.unchecked if "random" in line], str(result)
+        drawn = {"rng": jax.random.split(keys["rng"])[0], "rngs": {"dropout": keys["rngs"]["params"]}}
+        (finding,) = attest(params, state, path, generators=drawn).findings
+        assert (finding.name, finding.where) == ("random", ("rng", "rngs/dropout"))
+        said = attest(params, state, path, generators={"noise": keys["rng"]}).unchecked
+        assert [line for line in said if line.startswith("random: ")] == [
+            f"random: noise: the checkpoint ({'orbax' if path.name == 'orbax' else 'flax'}) keeps no such key",
+            "random: extra/optax/tree/rng: no live key was given for it",
+            "random: extra/optax/tree/rngs/dropout: no live key was given for it",
+            "random: extra/optax/tree/rngs/params: no live key was given for it",
+        ]
+        assert [line for line in attest(params, state, path).unchecked if line.startswith("random")]
+    with pytest.raises(UsageError, match="JAX has no generators of its own"):
+        attest(params, state, tmp_path / "orbax", generators=True)

@@ -274,6 +274,15 @@ def test_a_fault_is_found_by_its_name(
     assert name in {one.name for one in result.findings}, str(result)
 
 
+def test_generators_that_no_file_of_keras_keeps_are_named(saved: Callable[..., Path]) -> None:
+    path = saved("AdamW", "keras")
+    result = attested(keras.models.load_model(path), path, generators=True, strict=True)
+    assert [line for line in result.unchecked if line.startswith("random: ")] == [
+        "random: the seed generator of drop: Keras keeps it in no file",
+        "random: generators that are no layer's: no file of Keras keeps them",
+    ]
+
+
 def test_an_optimizer_of_another_model_and_a_model_given_in_part(saved: Callable[..., Path]) -> None:
     path = saved("AdamW")
     net, other = loaded("AdamW", path), loaded("AdamW", path)

@@ -11,6 +11,7 @@ from statekit.attestation.attestation import Attestation
 from statekit.attestation.live_run import LiveRun
 from statekit.conversion.contracts import Hints
 from statekit.jax.from_checkpoint import model_of
+from statekit.jax.generators import compare_generators
 from statekit.jax.leaves import leaves_of
 from statekit.jax.live import live_checkpoint, live_state
 from statekit.maps.model_map import maps_of
@@ -22,6 +23,7 @@ def attest(
     opt_state: Any,
     path: str | PathLike[str],
     *,
+    generators: Any = None,
     strict: bool = False,
     sample: int | None = None,
     seed: int = 0,
@@ -47,6 +49,7 @@ def attest(
         params: The parameters; a leaf's name is its keys joined by `/`.
         opt_state: The optimizer's state: of Optax, chained and wrapped as it may be, or of `statekit.jax`.
         path: Anything statekit reads: an Orbax or T5X run, a torch file.
+        generators: The run's PRNG keys in a tree, by the names that the checkpoint has them by: `{"rng": key}`.
         strict: Whether to raise what is wrong.
         sample: How many parameters are compared by value, drawn with `seed`; all if None.
         seed: Of the sample.
@@ -72,6 +75,7 @@ def attest(
     """
     run = live_run(
         Live(params, opt_state),
+        generators=generators,
         names=names,
         param_names=param_names,
         variant=variant,
@@ -102,6 +106,7 @@ class Live:
 def live_run(
     live: Live,
     *,
+    generators: Any = None,
     names: Mapping[str, str] | None = None,
     param_names: Sequence[str] | None = None,
     variant: str | None = None,
@@ -116,6 +121,7 @@ def live_run(
     """Returns a run as it is held against a checkpoint, with what it has by then; arguments are those of `attest`."""
     arguments = {
         "live": lambda opened: live_state(live.params, live.opt_state),
+        "generators": compare_generators(generators),
         "names": names,
         "maps": maps_of(map, config, builds=False, model=model_of(leaves_of(live.params), names)),
         "require": require,

@@ -74,8 +74,13 @@ def leaves_of(params: Any) -> Leaves:
     return Leaves(names, tuple(leaf for _, leaf in pairs), treedef)
 
 
+def key_names(path: Sequence[Any]) -> list[str]:
+    """Returns the keys of a leaf's path in a tree of JAX."""
+    return [_key(key) for key in path]
+
+
 def _name(path: Sequence[Any]) -> str:
-    keys = [_key(key) for key in path]
+    keys = key_names(path)
     boxed = len(path) > 1 and isinstance(path[-1], GetAttrKey) and path[-1].name == "value"
     return path_of("/".join(keys[:-1] if boxed else keys))
 

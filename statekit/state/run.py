@@ -198,6 +198,8 @@ PLACES: tuple[tuple[str, Part], ...] = (
     ("*/ema", "averages"),
     ("*/model_avg", "averages"),
     ("*/rng", "random"),
+    ("*/rngs", "random"),
+    ("*/*_rng", "random"),
     ("*rng_state*", "random"),
     ("*/random_states_*", "random"),
     ("*/sampler", "data"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,7 @@ def attest(
     variables: Variables,
     path: str | PathLike[str],
     *,
+    generators: bool = False,
     strict: bool = False,
     sample: int | None = None,
     seed: int = 0,
@@ -55,6 +57,8 @@ def attest(
         optimizer: What makes the updates: Keras' own, or one of `statekit.tensorflow`; built or not.
         variables: The model, or its variables; those that aren't trained are compared where they are given.
         path: Anything statekit reads: a `.keras` or `.weights.h5` file, one of `tf.train.Checkpoint`, a torch file.
+        generators: Whether to name the random generators that can't be compared: Keras keeps none in its files, so that
+            dropout goes on otherwise than it would have.
         strict: Whether to raise what is wrong.
         sample: How many variables are compared by value, drawn with `seed`; all if None.
         seed: Of the sample.
@@ -84,6 +88,7 @@ def attest(
         optimizer,
         variables,
         path,
+        generators=generators,
         names=names,
         param_names=param_names,
         variant=variant,
@@ -118,6 +123,7 @@ def live_run(
     variables: Variables,
     path: str | PathLike[str],
     *,
+    generators: bool = False,
     names: Mapping[str, str] | None = None,
     param_names: Sequence[str] | None = None,
     variant: str | None = None,
@@ -161,6 +167,7 @@ def live_run(
     arguments = {
         "live": live,
         "findings": _strangers(optimizer, given),
+        "generators": partial(_generators, variables) if generators else None,
         "unchecked": [f"{_PERIODS}: the checkpoint doesn't say it"] if said else (),
         "names": names,
         "remembered": remembered,
@@ -244,6 +251,20 @@ def _floating(variables: Variables) -> list[Any]:
     """Returns what is compared: of a model its weights, without the seeds of random generators."""
     every = variables.weights if isinstance(variables, keras.Model) else list(variables)
     return [one for one in every if "float" in str(getattr(one.dtype, "name", one.dtype))]
+
+
+def _generators(variables: Variables, opened: OpenState) -> tuple[list[Finding], list[str]]:
+    """Says of each random generator of a model that it isn't compared: Keras keeps none.
+
+    Source: keras-team/keras keras/src/random/seed_generator.py, `SeedGenerator`, which is no `KerasSaveable`.
+    """
+    layers = list(variables._flatten_layers()) if isinstance(variables, keras.Model) else []
+    kinds = keras.random.SeedGenerator
+    live = [one.name for one in layers if isinstance(getattr(one, "seed_generator", None), kinds)]
+    kept = [name for name in opened.checkpoint.tensors if "seed_generator" in name]
+    unsaid = [f"random: the seed generator of {name}: Keras keeps it in no file" for name in live]
+    unsaid += [f"random: {name}: nothing tells whose generator's state it is" for name in kept]
+    return [], [*unsaid, "random: generators that are no layer's: no file of Keras keeps them"]
 
 
 def _strangers(optimizer: Any, variables: Sequence[Any]) -> list[Finding]:
