@@ -84,6 +84,7 @@ def stored(path: Path, data: bytes, **filters: Any) -> None:
         (zlib.compress(bytes(256))[:-1], {"compression": "gzip"}, "damaged"),
         (zlib.compress(bytes(256)) + b"x", {"compression": "gzip"}, "damaged"),
         (b"no stream of deflate", {"compression": "gzip"}, "damaged"),
+        (b"\x88\x1c" + zlib.compress(bytes(256))[2:], {"compression": "gzip"}, "invalid window size"),
         (bytes(range(256)) + bytes(4), {"fletcher32": True}, "checksum"),
         (bytes(259), {"fletcher32": True}, "wrong size"),
     ],
