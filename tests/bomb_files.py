@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import h5py
+import numpy as np
 
 from statekit.converters.formats.crc import crc32c
 
@@ -621,6 +622,15 @@ def _h5_attributes(folder: Path) -> Path:
     return path
 
 
+@bomb("HDF5: 100 000 deflated chunks of a value", "stats", reads=True)
+def _h5_small(folder: Path) -> Path:
+    path, file = keras_file(folder)
+    with file:
+        values = np.random.default_rng(0).standard_normal(100_000, np.float32)
+        file.create_dataset("layers/dense/vars/0", data=values, chunks=(1,), compression="gzip")
+    return path
+
+
 @bomb("HDF5: 500 data sets over the same 8000 chunks of a byte", "stats")
 def _h5_shared(folder: Path) -> Path:
     path, file = keras_file(folder)
@@ -767,6 +777,24 @@ def _zarr_shard(folder: Path) -> Path:
 @bomb("OCDBT: 100 000 keys without a tree", reads=True)
 def _ocdbt_keys(folder: Path) -> Path:
     return orbax_database(folder, {f"{i:06d}": b"x" for i in range(100_000)}, {})
+
+
+@bomb("OCDBT: 100 000 chunks of a value", "stats", reads=True)
+def _ocdbt_small(folder: Path) -> Path:
+    header: dict[str, object] = {
+        "zarr_format": 2,
+        "shape": [100_000],
+        "chunks": [1],
+        "dtype": "<f4",
+        "order": "C",
+    }
+    header |= {"compressor": None, "fill_value": None, "filters": None, "dimension_separator": "."}
+    values = np.random.default_rng(0).standard_normal(100_000, np.float32)
+    stored = {f"params.w/{i}": value.tobytes() for i, value in enumerate(values)}
+    stored["params.w/.zarray"] = json.dumps(header).encode()
+    key = [{"key": "params", "key_type": 2}, {"key": "w", "key_type": 2}]
+    leaf = {"value_type": "jax.Array", "skip_deserialize": False}
+    return orbax_database(folder, stored, {"('params', 'w')": {"key_metadata": key, "value_metadata": leaf}})
 
 
 @bomb("OCDBT: 300 chunks of 4 values, each the same 8 MB", "stats", quick=True)
@@ -927,6 +955,21 @@ def _legacy_memo(folder: Path) -> Path:
     rest = b"\x80\x02M\xe9\x03.\x80\x02}."
     (folder / "a.pt").write_bytes(magic + rest + b"\x80\x04N" + b"\x94" * 6_000_000 + b".\x80\x02].")
     return folder / "a.pt"
+
+
+@bomb("torch: 1000 tensors over one storage of 64 MiB", "stats", quick=True)
+def _over_one_storage(folder: Path) -> Path:
+    count = 2**24
+    key = text("0")
+    storage = b"(" + text("storage") + b"ctorch\nFloatStorage\n" + key + text("cpu") + number(count) + b"tQ"
+    size = b"J" + count.to_bytes(4, "little") + b"\x85"
+    made = b"ctorch._utils\n_rebuild_tensor_v2\n(" + storage + b"K\0" + size + b"K\1\x85\x89}tR"
+    entries = b"".join(text(f"w{i}") + made for i in range(1000))
+    path = folder / "a.pt"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in (("data.pkl", b"\x80\x02}(" + entries + b"u."), ("data/0", bytes(4 * count))):
+            archive.writestr(zipfile.ZipInfo(f"archive/{name}"), data)
+    return path
 
 
 @bomb("torch: a tensor of 2^27 elements over one number", quick=True)

@@ -43,6 +43,7 @@ from statekit.files.source import first_bytes, listing, looking, reading, walked
 from statekit.state.schema import load_schema
 from statekit.state.told_schedule import told_schedule, with_own_rate
 from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import nbytes
 
 CONTAINERS = "statekit.containers"
 LAYOUTS = "statekit.layouts"
@@ -249,12 +250,27 @@ def opened(
             checkpoint = hints.keyed(proven(checkpoint, budget))
         count = len(checkpoint.tensors)
         account.hold(TENSOR_BYTES * count, f"What is known of {count} tensors", f"{path}")
+        total = sum(map(nbytes, checkpoint.tensors.values()))
+        if total > budget.limits.decoded(0):  # what is stored once may have any number of names
+            with looking(path):
+                account.explain(total - _file_bytes(checkpoint), f"What {count} tensors show", f"{path}")
         if not hints.accept_damaged:
             check_undamaged(checkpoint)
     except BaseException:
         checkpoint.close()
         raise
     return checkpoint
+
+
+def _file_bytes(checkpoint: Checkpoint) -> int:
+    """Returns how many bytes the files of a checkpoint have, and those beside it, whatever of them is stored."""
+    top = checkpoint.path
+    files = (
+        {Path(folder, name) for folder, _, names in walked(top) for name in names}
+        if top.is_dir()
+        else {*checkpoint.parts, *listing(top.parent)}
+    )
+    return sum(file.stat().st_size for file in files if file.is_file())
 
 
 def contents(checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Contents | None:
