@@ -7,6 +7,7 @@ import filecmp
 import os
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,31 @@ def test_the_map_and_the_links_say_the_same() -> None:
     for link, home in LINKS.items():
         assert (ROOT / link).is_symlink(), f"{link} is no symbolic link; check out with core.symlinks=true"
         assert os.readlink(ROOT / link) == home
+
+
+MOST_MODULES = 25
+"""How many one looks over in a folder."""
+
+
+def crowded(root: Path) -> dict[str, int]:
+    """Returns the folders of the package with more modules than that."""
+    folders = Counter(
+        f"{path.parent.relative_to(root)}"
+        for top in ("statekit", *HOMES.values())
+        for path in (root / top).rglob("*.py")
+    )
+    return {folder: count for folder, count in folders.items() if count > MOST_MODULES}
+
+
+def test_no_folder_has_more_modules_than_one_looks_over() -> None:
+    assert crowded(ROOT) == {}
+
+
+def test_a_folder_that_has_is_noticed(tmp_path: Path) -> None:
+    (tmp_path / "cli").mkdir()
+    for number in range(MOST_MODULES + 1):
+        (tmp_path / "cli" / f"m{number}.py").touch()
+    assert crowded(tmp_path) == {"cli": MOST_MODULES + 1}
 
 
 UNSAYING = {"own", "found", "held", "told"}
