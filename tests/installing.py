@@ -63,6 +63,16 @@ optimizer = statekit.jax.adafactor(0.1)
 updates, _ = jax.jit(optimizer.update)(params, optimizer.init(params), params)
 assert float(jnp.abs(updates["w"]).min()) > 0
 """,
+    "service": """
+import pathlib
+from statekit.client import Client
+from statekit.service.server import Settings, opened
+root, data = pathlib.Path("root"), pathlib.Path("data")
+root.mkdir(), data.mkdir()
+with opened(Settings([root], data)) as service:
+    assert service.catalogue.scan().seen == 0
+Client("http://127.0.0.1:1", "token").close()
+""",
     "tensorflow": """
 import keras, statekit.tensorflow
 variable = keras.Variable([[1.0, 2.0], [3.0, 4.0]], name="w")
