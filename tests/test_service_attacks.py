@@ -209,6 +209,28 @@ def test_a_page_shows_names_with_script_as_text_and_has_no_script_of_its_own(ser
         served.service.catalogue.untag(number, script)
 
 
+MANY, TOO_MANY = "9" * 20, "9" * 5000
+"""Digits of more than a record's number can be, and of more than Python makes a number of."""
+
+
+@pytest.mark.parametrize("digits", [MANY, TOO_MANY], ids=["many", "too many"])
+def test_numbers_that_no_record_can_have_are_the_clients_fault(digits: str, served: Served) -> None:
+    addresses = [f"/diff?a={digits}&b=1", f"/?run={digits}", f"/diff.json?a={digits}&b=1"]
+    if digits == MANY:  # of the others the whole address is too long
+        addresses += [f"/{kind}/{digits}" for kind in ("checkpoints", "lineage", "jobs")]
+        addresses += [f"{API}/checkpoints/{digits}", f"/checkpoints/1/parameters/{digits}"]
+    forms: list[dict[str, str]] = [
+        {"kind": "check", "subject": digits},
+        {"kind": "convert", "subject": "1", "target_root": digits, "target_path": "x"},
+        {"kind": "diff", "subject": "1", "config": f"a={digits}"},
+        {"kind": "diff", "subject": "1", "config": f"a={'[' * 5000}"},
+    ]
+    ours = {"Origin": "http://localhost:8642"}
+    answers = {address[:40]: served.client.get(address) for address in addresses}
+    answers |= {f"{form}"[:60]: served.client.post("/jobs", data=form, headers=ours) for form in forms}
+    assert {asked: one.status_code for asked, one in answers.items() if one.status_code >= 500} == {}
+
+
 def test_a_file_named_with_script_is_listed_as_text(served: Served) -> None:
     name = "<img src=x onerror=alert(1)>\u202e\x1b[2J.pt"
     (served.root / name).write_bytes(TORCH.read_bytes())

@@ -212,11 +212,14 @@ def _explained(place: Path) -> Iterator[None]:
     """Makes errors of the database ours.
 
     Raises:
+        UsageError: A number was asked for that is larger than a database's can be.
         CorruptError: The file is no database, or damaged.
         CommitError: The disk is full, or the file can't be written or read.
     """
     try:
         yield
+    except OverflowError as error:
+        raise UsageError("No record has a number as large as this.", expected="less than 2^63") from error
     except (DBAPIError, sqlite3.Error) as error:
         original: Any = error.orig if isinstance(error, DBAPIError) else error
         name = getattr(original, "sqlite_errorname", "") or ""

@@ -52,13 +52,23 @@ verdict=None, status='present', readable=None, sort='-modified')
     """
     fields: dict[str, Any] = {name: said[name] for name in _FILTERS if said.get(name)}
     for name in ("run", "root"):
-        if said.get(name, "").isdecimal() and len(said[name]) < 19:
-            fields[name] = int(said[name])
+        if (number := record_number(said.get(name, ""))) is not None:
+            fields[name] = number
     if said.get("sort", "").removeprefix("-") in SORTS:
         fields["sort"] = said["sort"]
     if said.get("readable") in {"yes", "no"}:
         fields["readable"] = said["readable"] == "yes"
     return Query(text=said.get("q", "")[:MOST_TEXT], **fields)
+
+
+def record_number(text: str) -> int | None:
+    """Returns the number of a record that somebody writes; None of what no record's can be.
+
+    Example:
+        >>> record_number("12"), record_number("-1"), record_number("9" * 5000)
+        (12, None, None)
+    """
+    return int(text) if text.isdecimal() and len(text) < 19 else None
 
 
 def address(query: Query, cursor: str | None = None, **changes: Any) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 from starlette.datastructures import FormData
 
 from statekit.errors import UsageError
+from statekit.service.web.addresses import record_number
 
 _TEXTS = ("to", "layout", "map", "require", "step_offset", "path", "slot")
 _TICKS = ("params_only", "dry_run", "stats")
@@ -26,12 +27,13 @@ def options(form: FormData) -> dict[str, Any]:
     said |= {name: pairs for name in _PAIRS if (pairs := _pairs(_text(form, name), name))}
     region = [_text(form, name) for name in ("top", "bottom", "left", "right")]
     if any(region):
-        said["region"] = [int(one) if one.isdecimal() else one for one in region]
+        said["region"] = [one if (number := record_number(one)) is None else number for one in region]
     root, path = _text(form, "target_root"), _text(form, "target_path")
     if root or path:
-        if not root.isdecimal():
+        number = record_number(root)
+        if number is None:
             raise UsageError("That is no root's number.", place="target_root", found=root[:100])
-        said["target"] = {"root": int(root), "path": path}
+        said["target"] = {"root": number, "path": path}
     return said
 
 
@@ -59,5 +61,5 @@ def _value(text: str) -> Any:
     """Returns what JSON has as a number, a list, ...; anything else is text."""
     try:
         return json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text

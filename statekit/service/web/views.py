@@ -24,7 +24,7 @@ from statekit.pages import charts
 from statekit.pages.verdicts import VERDICTS
 from statekit.service.records import ENDED, KINDS, Checkpoint, Node, Query, Run
 from statekit.service.service import Service
-from statekit.service.web.addresses import WHOLE, address, asked, filters
+from statekit.service.web.addresses import WHOLE, address, asked, filters, record_number
 from statekit.service.web.branches import Branch, branch
 from statekit.service.web.closer_views import closer_screens, over_run
 from statekit.service.web.drawing import drawn
@@ -277,9 +277,8 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
     @routes.post("/jobs")
     async def begin_about_several(request: Request) -> Response:
         form = await request.form()
-        numbers = tuple(
-            int(one) for one in form.getlist("subject") if isinstance(one, str) and one.isdecimal()
-        )
+        said = [record_number(one) for one in form.getlist("subject") if isinstance(one, str)]
+        numbers = tuple(number for number in said if number is not None)
         job = await run_in_threadpool(of.submit, form, numbers)
         return _next(_then(form) or f"/jobs/{job.id}")
 
@@ -312,10 +311,10 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
         request: Request, a: str = "", b: str = "", path: str = "", slot: str = "", run: str = ""
     ) -> Response:
         """Shows in what two checkpoints differ; `path` and `slot`: in one tensor; `run`: over its steps instead."""
-        if run.isdecimal() and path:
-            return over_run(request, of, int(run[:18]), path, slot)
-        chosen = [of.catalogue.checkpoint(int(one)) if one.isdecimal() else None for one in (a, b)]
-        first, second = chosen
+        if path and (run_number := record_number(run)) is not None:
+            return over_run(request, of, run_number, path, slot)
+        numbers = record_number(a), record_number(b)
+        first, second = (None if number is None else of.catalogue.checkpoint(number) for number in numbers)
         job = None
         if first is not None and second is not None:
             job = of.compared((first.id, second.id), (path, slot))
