@@ -12,10 +12,12 @@ from statekit.service.catalogue import Catalogue
 from statekit.service.database import Database
 from statekit.service.jobs import Jobs
 from statekit.service.lineage import lineage_of
-from statekit.service.records import Lineage
+from statekit.service.records import Job, Lineage
 
 FREE_BYTES = 2**18
 """How much room a job needs to be written down, with its events."""
+MOST_LOOKS = 50
+"""Looks into a checkpoint that are asked for what is in it, the last ones."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,12 @@ class Service:
             NotFoundError: There is no such checkpoint.
         """
         return lineage_of(self.database, checkpoint)
+
+    def last_look(self, checkpoint: int) -> Job | None:
+        """Returns the job that has looked into a whole checkpoint last, one with statistics before one without."""
+        looks = self.jobs.jobs(subject=checkpoint, kind="inspect", state="done", limit=MOST_LOOKS).items
+        whole = [job for job in looks if not job.options.get("filter")]
+        return next((job for job in whole if job.options.get("stats")), next(iter(whole), None))
 
     def ready(self) -> str | None:
         """Returns why the service can't work now; None if it can."""

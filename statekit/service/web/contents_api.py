@@ -68,9 +68,7 @@ def contents_routes(service: Service) -> APIRouter:
     def looked(number: int) -> tuple[int, Mapping[str, Any]]:
         """Returns the latest job that has looked into a checkpoint, and what it found."""
         service.catalogue.checkpoint(number)
-        done = jobs.jobs(subject=number, kind="inspect", state="done", limit=20).items
-        whole = [job for job in done if not job.options.get("filter")]
-        chosen = next((job for job in whole if job.options.get("stats")), next(iter(whole), None))
+        chosen = service.last_look(number)
         if chosen is None:
             raise NotFoundError(
                 "Nobody has looked into the checkpoint yet.",

@@ -69,10 +69,8 @@ class Screens:
         return self.jobs.result(job.id) if job is not None and job.has_result else None
 
     def contents_of(self, number: int) -> Contents | None:
-        """Returns what the last look into a checkpoint came to, one with statistics before one without."""
-        looks = self.jobs.jobs(subject=number, kind="inspect", state="done", limit=MOST_RECENT).items
-        whole = [job for job in looks if not job.options.get("filter")]
-        chosen = next((job for job in whole if job.options.get("stats")), next(iter(whole), None))
+        """Returns what the last look into a checkpoint came to."""
+        chosen = self.service.last_look(number)
         return None if chosen is None else self._read(chosen.id)
 
     def submit(self, form: FormData, subjects: tuple[int, ...]) -> Job:
