@@ -68,7 +68,12 @@ class Served:
             screens(self.service),
         ]
         self.app: FastAPI = create_app(
-            self.keys, HOSTS, self.service.ready, self.service.jobs.counts, self.routers
+            self.keys,
+            HOSTS,
+            self.service.ready,
+            self.service.jobs.counts,
+            self.routers,
+            self.database.change,
         )
         self.client = TestClient(
             self.app, base_url="http://localhost:8642", headers=BEARER, raise_server_exceptions=False

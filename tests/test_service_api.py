@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 import threading
 import time
 from collections.abc import Iterator
@@ -76,6 +77,31 @@ def test_a_scan_is_begun_at_once_and_says_how_far_it_is(
     while (now := got(served, "/scan"))["done"] < asked.json()["number"]:
         time.sleep(0.01)
     assert now["last"]["seen"] == 4 and now["entries"] > 4 and now["problem"] is None
+
+
+def test_an_answer_is_remembered_until_anybody_changes_the_catalogue(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    catalogue = served.service.catalogue
+    listed = catalogue.checkpoints
+    monkeypatch.setattr(catalogue, "checkpoints", lambda *said: (asked.append(said), listed(*said))[1])
+    first = got(served, "/checkpoints", sort="-name")
+    assert got(served, "/checkpoints", sort="-name") == first and len(asked) == 1
+    number = first["items"][0]["id"]
+    with sqlite3.connect(served.database.path) as another:
+        another.execute("UPDATE checkpoints SET verdict = 'clean' WHERE id = ?", (number,))
+    another.close()
+    assert got(served, "/checkpoints", sort="-name")["items"][0]["verdict"] == "clean" and len(asked) == 2
+    assert got(served, f"/checkpoints/{number}")["tags"] == []
+    catalogue.tag(number, "seen")
+    assert got(served, f"/checkpoints/{number}")["tags"] == ["seen"]
+    catalogue.untag(number, "seen")
+    assert got(served, f"/checkpoints/{number}")["tags"] == []
+    assert served.client.get(f"{API}/checkpoints/{number}", headers={"Authorization": "x"}).status_code == 401
+    with served.database.writing():  # somebody writes: nothing waits for that
+        assert served.database.change() is not None
+    assert 'route="/api/v1/checkpoints"' in served.client.get("/metrics").text
 
 
 def test_the_description_says_which_options_each_kind_of_job_takes(served: Served) -> None:

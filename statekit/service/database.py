@@ -62,6 +62,7 @@ class Database:
         self.folder = folder
         self.path = folder / FILE
         self._writing = threading.Lock()
+        self._changes: sqlite3.Connection | None = None
         self.engine = _engine(self.path)
         try:
             with _explained(self.path):
@@ -165,8 +166,26 @@ class Database:
         finally:
             part.unlink(missing_ok=True)
 
+    def change(self) -> int | None:
+        """Returns the number of the catalogue's last change; None where somebody writes just now.
+
+        It waits for nobody, and is called by one thread.
+        """
+        try:
+            if self._changes is None:
+                self._changes = sqlite3.connect(
+                    self.path, timeout=0, isolation_level=None, check_same_thread=False
+                )
+            (number,) = self._changes.execute("SELECT number FROM changes").fetchone()
+        except sqlite3.Error:
+            return None
+        return int(number)
+
     def close(self) -> None:
         """Closes all connections."""
+        if self._changes is not None:
+            self._changes.close()
+            self._changes = None
         self.engine.dispose()
 
 

@@ -104,7 +104,7 @@ def serve(settings: Settings, announce: Callable[[str, Settings], object]) -> in
             job_routes(service),
             screens(service),
         )
-        app = create_app(keys, hosts, service.ready, service.jobs.counts, routers)
+        app = create_app(keys, hosts, service.ready, service.jobs.counts, routers, service.database.change)
         server = _Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5, **UVICORN))
         server.asked = service.draining.set
         with _signals(server.handle_exit):

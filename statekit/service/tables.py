@@ -88,6 +88,13 @@ TAGS = Table(
     Index("tags_tag", "tag"),
 )
 
+CHANGES = Table(
+    "changes",
+    METADATA,
+    Column("id", Integer, primary_key=True),
+    Column("number", Integer, nullable=False),  # triggers count it: checkpoints, runs and tags were changed
+)
+
 JOBS = Table(
     "jobs",
     METADATA,

@@ -17,6 +17,7 @@ from statekit.service.web import sign_in
 from statekit.service.web.drawing import answered
 from statekit.service.web.metrics import Metrics
 from statekit.service.web.problems import Problem, problem_of, problem_of_input
+from statekit.service.web.remembered import Remembered
 from statekit.service.web.requests import Requests
 from statekit.service.web.security import Guard, Hosts, Keys, Refused
 
@@ -27,6 +28,7 @@ def create_app(
     ready: Callable[[], str | None] = lambda: None,
     jobs: Callable[[], Mapping[str, int]] = dict,
     routers: Sequence[APIRouter] = (),
+    change: Callable[[], int | None] = lambda: None,
 ) -> FastAPI:
     """Returns the application.
 
@@ -36,6 +38,7 @@ def create_app(
         ready: Returns why the service can't work now; None if it can.
         jobs: Returns for each state how many jobs there are.
         routers: What is answered behind the guard: the API, the screens.
+        change: Returns the number of the catalogue's last change; None where nobody knows.
     """
     app = FastAPI(
         title="statekit",
@@ -46,6 +49,7 @@ def create_app(
         redirect_slashes=False,
     )
     metrics = Metrics(jobs)
+    app.add_middleware(Remembered, change=change)
     app.add_middleware(Guard, keys=keys, hosts=hosts)
     app.add_middleware(Requests, metrics=metrics)
     app.add_exception_handler(StatekitError, _failed)
