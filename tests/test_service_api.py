@@ -85,7 +85,12 @@ def test_an_answer_is_remembered_until_anybody_changes_the_catalogue(
     asked: list[Any] = []
     catalogue = served.service.catalogue
     listed = catalogue.checkpoints
-    monkeypatch.setattr(catalogue, "checkpoints", lambda *said: (asked.append(said), listed(*said))[1])
+
+    def checkpoints(*said: Any) -> Any:
+        asked.append(said)
+        return listed(*said)
+
+    monkeypatch.setattr(catalogue, "checkpoints", checkpoints)
     first = got(served, "/checkpoints", sort="-name")
     assert got(served, "/checkpoints", sort="-name") == first and len(asked) == 1
     number = first["items"][0]["id"]

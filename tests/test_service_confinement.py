@@ -19,7 +19,7 @@ import pytest
 from goldens import GOLDEN
 from statekit.errors import NotFoundError, RefusedError
 from statekit.service import confinement, roots
-from statekit.service.child import Zygote
+from statekit.service.child import Died, Zygote
 from statekit.service.confinement import Reach
 from statekit.service.scanning import Folder, listed
 
@@ -133,6 +133,21 @@ while True:
         print("begun", flush=True)
     i += 1
 """
+
+
+def test_where_no_process_can_be_started_that_is_said_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuse(*said: Any, **named: Any) -> Any:
+        raise BlockingIOError("too many processes")
+
+    made = Zygote()
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", refuse)
+        with pytest.raises(Died, match="could not be begun"):
+            made.fork()
+    made.fork().close()
+    made.close()
 
 
 @contextmanager

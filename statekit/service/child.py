@@ -12,7 +12,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
 from typing import Any, Literal, NamedTuple
@@ -54,21 +54,26 @@ class Zygote:
         if self._process is not None and self._process.poll() is None:
             return
         self.close()
-        self._control, theirs = socket.socketpair()
-        self._control.settimeout(_FORK_SECONDS)
         # One thread, or what others hold while it forks is lost to the fork; frameworks make theirs after it.
         settings = {"PYTHONUNBUFFERED": "1", "MALLOC_ARENA_MAX": "2", "OPENBLAS_NUM_THREADS": "1"}
         # It ends when nobody can ask any more; at once, where its parent is a process and not one of its threads.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "statekit.service.task", str(parent)],
-                stdin=theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                env={**os.environ, **settings},
-                start_new_session=True,
-            )
-        self._end = weakref.finalize(self, _ended, self._process, self._control)
+        control, theirs = socket.socketpair()
+        control.settimeout(_FORK_SECONDS)
+        try:
+            with theirs:
+                process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", "statekit.service.task", str(parent)],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    env={**os.environ, **settings},
+                    start_new_session=True,
+                )
+        except BaseException:
+            control.close()
+            raise
+        self._process, self._control = process, control
+        self._end = weakref.finalize(self, _ended, process, control)
 
     def fork(self) -> Child:
         """Returns a new task, which waits to be asked.
@@ -76,25 +81,34 @@ class Zygote:
         Raises:
             Died: It can't be begun.
         """
-        for is_last in (False, True):
-            self.start()
-            pipes = [os.pipe() for _ in range(3)]
-            (their_input, our_input), (our_output, their_output), (our_errors, their_errors) = pipes
-            theirs, ours = (their_input, their_output, their_errors), (our_input, our_output, our_errors)
-            try:
-                assert self._control is not None  # it was started
-                socket.send_fds(self._control, [b"fork"], theirs)
-                return Child(self, int(self._control.recv(_WORD)), ours)
-            except (OSError, ValueError) as error:  # something has ended it
-                self.close()
-                for file in ours:
-                    os.close(file)
-                if is_last:
-                    raise Died("could not be begun: what forks tasks has ended") from error
-            finally:
-                for file in theirs:
-                    os.close(file)
-        raise AssertionError("unreachable")
+        try:
+            return self._forked()
+        except (OSError, ValueError):  # something has ended the process since
+            self.close()
+        try:
+            return self._forked()
+        except (OSError, ValueError) as error:
+            self.close()
+            raise Died("could not be begun: what forks tasks has ended") from error
+
+    def _forked(self) -> Child:
+        self.start()
+        assert self._control is not None  # it was started
+        theirs, ours = list[int](), list[int]()
+        try:
+            for is_input in (True, False, False):
+                read, written = os.pipe()
+                theirs.append(read if is_input else written)
+                ours.append(written if is_input else read)
+            socket.send_fds(self._control, [b"fork"], theirs)
+            return Child(self, int(self._control.recv(_WORD)), ours)
+        except BaseException:
+            for file in ours:
+                os.close(file)
+            raise
+        finally:
+            for file in theirs:
+                os.close(file)
 
     def ended(self, pid: int, seconds: float) -> int | None:
         """Waits for a task's end, and returns how it ended; None if it had to be ended after some seconds."""
@@ -132,7 +146,7 @@ class Child:
         files: The ends of its input, its answers and its errors.
     """
 
-    def __init__(self, zygote: Zygote, pid: int, files: tuple[int, int, int]) -> None:
+    def __init__(self, zygote: Zygote, pid: int, files: Sequence[int]) -> None:
         self.pid = pid
         self._zygote, self._is_over = zygote, False
         self._input = os.fdopen(files[0], "wb")

@@ -29,6 +29,7 @@ from statekit.service.catalogue import (
     utc,
 )
 from statekit.service.database import Database
+from statekit.service.failures import crash
 from statekit.service.lineage import check_thinning
 from statekit.service.options import checked
 from statekit.service.records import ENDED, Event, EventKind, Job, Page, State
@@ -449,15 +450,6 @@ class Jobs:
         with self._database.reading() as connection:
             wanted = and_(JOBS.c.kind.in_(WRITING), or_(JOBS.c.state == "done", JOBS.c.state == "crashed"))
             return float(connection.scalar(select(func.max(JOBS.c.ended)).where(wanted)) or 0)
-
-
-def crash(why: str) -> dict[str, Any]:
-    """Returns the problem of a job whose process has ended without an answer."""
-    return {
-        "kind": "Crash", "subject": "The job's process has ended without an answer.", "place": None, "expected": None,
-        "found": why, "remedy": "ask for it again; a checkpoint that ends it each time is damaged or hostile",
-        "faults": [],
-    }  # fmt: skip
 
 
 def _wait_again(connection: Connection, row: Row[Any], why: str, attempts: int) -> None:

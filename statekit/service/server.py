@@ -234,7 +234,10 @@ def _look_after_workers(service: Service, settings: Settings) -> None:
             _LOG.warning("a worker has died", alive=len(workers))
         if len(workers) < settings.workers and (now - started > _FASTEST_RESTART or not died):
             started = now
-            workers += [_start_worker(service) for _ in range(settings.workers - len(workers))]
+            missing = range(settings.workers - len(workers))
+            workers += filter(
+                None, [_tried("start a worker", lambda: _start_worker(service)) for _ in missing]
+            )
         service.draining.wait(_LOOK_SECONDS)
     for worker in workers:
         worker.terminate()
@@ -265,8 +268,9 @@ def _tried(what: str, do: Callable[[], T]) -> T | None:
     """Does something that may fail without ending the service, as where the disk is full; says it in the log."""
     try:
         return do()
-    except StatekitError as error:
-        _LOG.error("failed", what=what, problem=error.line)
+    except (StatekitError, OSError) as error:
+        problem = error.line if isinstance(error, StatekitError) else str(error)
+        _LOG.error("failed", what=what, problem=problem)
         return None
 
 

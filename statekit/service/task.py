@@ -27,6 +27,7 @@ from statekit.conversion import registry
 from statekit.errors import StatekitError
 from statekit.service import looking, work
 from statekit.service.confinement import Reach, confine
+from statekit.service.failures import problem_of
 from statekit.service.processes import end_with
 
 ANSWER_BYTES = 256 * 2**20
@@ -70,25 +71,6 @@ class Listener:
 
 
 KINDS: Mapping[str, Callable[[Mapping[str, Any], Listener], Any]] = {**looking.KINDS, **work.KINDS}
-
-
-def problem_of(error: BaseException) -> dict[str, Any]:
-    """Returns an error as plain data: its kind, its parts, and its faults one by one."""
-    if not isinstance(error, StatekitError):
-        said = "There is not enough memory for this job." if isinstance(error, MemoryError) else str(error)
-        expected = isinstance(error, OSError | MemoryError)
-        subject = (
-            said if expected and said else f"statekit itself has failed: {type(error).__name__}: {error}"
-        )
-        error_kind = "MemoryError" if isinstance(error, MemoryError) else "StatekitError"
-        return {"kind": error_kind, "subject": subject[:2000], "place": None, "expected": None, "found": None,
-                "remedy": None, "faults": []}  # fmt: skip
-    parts = {name: getattr(error, name) for name in ("subject", "place", "expected", "found", "remedy")}
-    return {
-        "kind": error.kind,
-        **{name: None if value in (None, "") else str(value)[:8000] for name, value in parts.items()},
-        "faults": [{"what": what, "place": place} for what, place in error.faults[:1000]],
-    }
 
 
 def limit(limits: Mapping[str, int]) -> None:
@@ -192,15 +174,18 @@ def main() -> NoReturn:
     gc.collect()
     gc.freeze()
     while True:
-        message, files, _, _ = socket.recv_fds(control, 64, 3, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+        try:
+            message, files, _, _ = socket.recv_fds(control, 64, 3, getattr(socket, "MSG_CMSG_CLOEXEC", 0))
+            if message == b"fork":
+                control.sendall(str(forks.fork(files)).encode())
+            elif message:
+                pid, seconds = message.split()[1:]
+                code, is_late = forks.ended(int(pid), float(seconds))
+                control.sendall(f"{code}{' late' * is_late}".encode())
+        except (BrokenPipeError, ConnectionError):
+            message = b""
         if not message:
-            os._exit(0)  # at once: its tasks end with it
-        if message == b"fork":
-            control.sendall(str(forks.fork(files)).encode())
-        else:
-            pid, seconds = message.split()[1:]
-            code, is_late = forks.ended(int(pid), float(seconds))
-            control.sendall(f"{code}{' late' * is_late}".encode())
+            os._exit(0)  # nobody is there who asks; its tasks end with it
 
 
 def _warm() -> None:

@@ -20,11 +20,11 @@ from statekit.service.catalogue import Catalogue, checkpoint_of
 from statekit.service.child import Answer, Child, Died, Zygote
 from statekit.service.confinement import Reach
 from statekit.service.database import Database
-from statekit.service.jobs import LEASE_SECONDS, Jobs, Lease, Lost, crash
+from statekit.service.failures import crash, problem_of
+from statekit.service.jobs import LEASE_SECONDS, Jobs, Lease, Lost
 from statekit.service.lineage import check_thinning
 from statekit.service.processes import end_with, holder_name
 from statekit.service.records import Checkpoint, State
-from statekit.service.task import problem_of
 
 IDLE_SECONDS = 0.2
 """How long a worker waits before it looks for a job again."""
@@ -64,14 +64,17 @@ class Worker:
     def work(self) -> None:
         """Does jobs until it is asked to end."""
         while self._stopped_at is None:
-            self._zygote.start()
             try:
+                self._zygote.start()
                 lease = self._jobs.lease(self._holder)
                 if lease is not None:
                     self._do(lease)
                     continue
-            except StatekitError as error:  # the database can't be written just now
-                print(error.line, file=sys.stderr)
+            except (
+                StatekitError,
+                OSError,
+            ) as error:  # the database can't be written just now, or no process begun
+                print(error.line if isinstance(error, StatekitError) else error, file=sys.stderr)
             time.sleep(IDLE_SECONDS)
         self.close()
 
