@@ -6,6 +6,7 @@ catalogue doesn't know is a node by its digest alone.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -101,12 +102,20 @@ def _made(connection: Connection, source: Checkpoint, target: Row[Any]) -> Edge:
     jobs = select(JOBS.c.id, JOBS.c.kind, RESULTS.c.data).join(RESULTS, RESULTS.c.job == JOBS.c.id)
     done = and_(JOBS.c.kind.in_(("convert", "thin")), JOBS.c.state == "done", JOBS.c.id.in_(about))
     rows: Sequence[Any] = connection.execute(jobs.where(done).order_by(JOBS.c.id.desc())).all()
+    name = os.fsdecode(target.place.rpartition(b"/")[2])
     for job in rows:
-        path = job.data["target"] if job.kind == "thin" else (job.data.get("report") or {}).get("target")
-        same = job.data.get("plan_digest") == target.made.get("plan") if job.kind == "convert" else True
-        if path is not None and same and path.endswith(target.path.split("/")[-1]):
+        path = _written(job, target.made.get("plan"))
+        if path is not None and os.path.basename(path) == name:
             return _edge(_name(source), target, job)
     return _edge(_name(source), target, None)
+
+
+def _written(job: Row[Any], plan: str | None) -> str | None:
+    """Returns where a job has written a checkpoint; None of one that has not, or by another plan."""
+    if job.kind == "thin":
+        return None if job.data["dry_run"] else str(job.data["target"])
+    report = job.data.get("report")
+    return report["target"] if report and job.data.get("plan_digest") == plan else None
 
 
 def _edge(source: str, target: Row[Any], job: Row[Any] | None) -> Edge:
