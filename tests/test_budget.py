@@ -6,7 +6,7 @@ import ast
 import json
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -169,6 +169,23 @@ def test_small_chunks_explain_the_work_of_reading_each_as_a_whole(tmp_path: Path
         absent = open_array(store, "nowhere", replace(stated, fill=0.0), "array")
         with pytest.raises(BudgetError, match="in chunks takes more work"):
             absent.read()
+
+
+def test_chunks_are_looked_for_a_few_at_once_to_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_array(tmp_path / "array", np.arange(900, dtype=np.float32), (1,), None)
+    asked = list[int]()
+
+    def values(self: FolderStore, keys: Sequence[str]) -> Iterator[Any]:
+        asked.append(len(keys))
+        return map(self.value, keys)
+
+    monkeypatch.setattr(FolderStore, "values", values)
+    with Files(Budget(), tmp_path) as files:
+        stated = parse_zarray((tmp_path / "array" / ".zarray").read_bytes(), "array")
+        open_array(FolderStore(tmp_path, files), "array", stated, "array").read()
+    assert asked == [256, 256, 256, 132]
 
 
 def test_what_is_stored_once_explains_one_name_of_it(tmp_path: Path) -> None:

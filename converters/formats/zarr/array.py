@@ -498,8 +498,8 @@ class _Reader:
                     if math.prod(index_shape(inner)) < TINY
                 ]
                 if any(tiny):  # what is stored once may have several names
-                    count = math.prod(self._header.grid())
-                    self._store.account.chunks(count, what, f"{self._name} in {place}")
+                    named = f"{self._name} in {place}"
+                    self._store.account.chunks(math.prod(self._header.grid()), what, named)
                 self._store.account.step(CHUNK_STEPS * tiny.count(False), what, place)
             jobs = [
                 (position, inner, _view(out, outer), value)
