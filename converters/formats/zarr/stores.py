@@ -189,11 +189,12 @@ class OcdbtStore:
             return
         byte = slice(_SMALL, _SMALL + 1)
         probes = [self.database.read(key, byte_range=byte) for key in keys]  # all under way at once
-        are_large = [self._has(probe, key) for key, probe in zip(keys, probes, strict=True)]
-        reads = [
-            None if is_large else self.database.read(key)
-            for key, is_large in zip(keys, are_large, strict=True)
-        ]
+        reads = list[Any]()
+        for key, probe in zip(keys, probes, strict=True):
+            try:
+                reads.append(None if _is_there(probe) else self.database.read(key))
+            except (ValueError, OSError) as error:
+                raise _damaged(self._place(key), error) from error
         for key, read in zip(keys, reads, strict=True):
             if read is None:
                 yield self.value(key)
@@ -239,20 +240,7 @@ class OcdbtStore:
             raise _damaged(self.place, error) from error
 
     def _has_byte(self, key: str, offset: int) -> bool:
-        return self._has(self.database.read(key, byte_range=slice(offset, offset + 1)), key)
-
-    def _has(self, byte: Any, key: str) -> bool:
-        """Tells whether a byte of a value that is being read is there.
-
-        Raises:
-            CorruptError: tensorstore can't read it.
-        """
-        try:
-            return bool(byte.result().value)
-        except (ValueError, OSError) as error:
-            if "OUT_OF_RANGE" in str(error):
-                return False
-            raise _damaged(self._place(key), error) from error
+        return _is_there(self.database.read(key, byte_range=slice(offset, offset + 1)))
 
     def _size(self, key: str) -> int:
         """Finds the size of a large value, which tensorstore doesn't tell, by asking for single bytes."""
@@ -278,6 +266,16 @@ class OcdbtStore:
             return data
         except (ValueError, OSError) as error:
             raise _damaged(self._place(key), error) from error
+
+
+def _is_there(byte: Any) -> bool:
+    """Tells whether a byte of a value that is being read is there; raises what tensorstore raises."""
+    try:
+        return bool(byte.result().value)
+    except ValueError as error:
+        if "OUT_OF_RANGE" in str(error):
+            return False
+        raise
 
 
 @dataclass(frozen=True)
