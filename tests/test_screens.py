@@ -472,7 +472,11 @@ def test_a_part_of_a_matrix_is_zoomed_into_by_keys(page: Page) -> None:
 
 def test_modules_that_stand_open_stand_in_the_address(page: Page) -> None:
     opened(page, "checkpoint_9")
-    page.locator(".tree summary").filter(has_text="decoder").first.click()
+    page.keyboard.press("k")  # the last row
+    expect(page.get_by_role("link", name=EMBEDDING)).to_be_focused()
+    page.keyboard.press("k")
+    page.keyboard.press("k")
+    page.keyboard.press("Enter")
     page.locator(".tree summary").filter(has_text="layers_1").first.click()
     inner = page.locator(".tree summary").filter(has_text="mlp").first
     expect(inner).to_be_visible()
