@@ -83,6 +83,10 @@ def test_a_region_has_a_page_and_what_lies_outside_is_refused(served: Served) ->
     ended(served, "inspect", ("checkpoint_4",), {})
     listed = served.client.get(f"/api/v1/checkpoints/{one}/parameters?limit=500").json()["items"]
     index = next(i for i, each in enumerate(listed) if each["path"] == EMBEDDING)
+    lines = served.client.get(f"/checkpoints/{one}/parameters.csv").text.splitlines()
+    assert lines[0].startswith("parameter,slot,shape") and len(lines) == 1 + sum(
+        1 + len(each["slots"]) for each in listed
+    )
     rows, columns = listed[index]["shape"]
     address = f"/checkpoints/{one}/parameters/{index}/region"
     assert "Look at it" in served.client.get(address, headers=PAGE).text

@@ -48,8 +48,8 @@ def listing(parameters: Sequence[Mapping[str, Any]], most: int = MAX_LISTED) -> 
     return Listing(root, max((row.depth for row in shown), default=0), axes)
 
 
-def all_numbers(parameters: Sequence[Mapping[str, Any]]) -> str:
-    """Returns a link with a CSV of every parameter and slot that `inspect` lists."""
+def numbers(parameters: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a CSV of every parameter and slot that `inspect` lists."""
     stats = ("norm", "rms", "min", "max", "zeros", "nan", "inf")
     table = charts.Plot(
         "parameters", "", "", Markup(""), "", ("parameter", "slot", "shape", "dtype", "bytes", *stats),
@@ -60,7 +60,12 @@ def all_numbers(parameters: Sequence[Mapping[str, Any]]) -> str:
             for slot, t in (("", one), *one["slots"].items())
         ),
     )  # fmt: skip
-    return f"data:text/csv;base64,{b64encode(table.csv().encode()).decode()}"
+    return table.csv()
+
+
+def all_numbers(parameters: Sequence[Mapping[str, Any]]) -> str:
+    """Returns a link that holds the CSV of `numbers`."""
+    return f"data:text/csv;base64,{b64encode(numbers(parameters).encode()).decode()}"
 
 
 def inside(module: Module[Mapping[str, Any]]) -> dict[str, int]:

@@ -9,11 +9,12 @@ from typing import Any
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, Response
+from starlette.responses import JSONResponse, PlainTextResponse, Response
 
 from statekit.errors import NotFoundError, UsageError
 from statekit.pages import charts
 from statekit.pages.layers import MEASURES, by_layer
+from statekit.pages.listing import numbers
 from statekit.service.records import Checkpoint, Job, Query
 from statekit.service.web.drawing import drawn
 from statekit.service.web.screens import Screens
@@ -155,6 +156,13 @@ def _step_by_step(
 
 
 def _layers(routes: APIRouter, of: Screens) -> None:
+    @routes.get("/checkpoints/{number}/parameters.csv")
+    def all_numbers(number: int) -> Response:
+        contents = of.contents_of(number)
+        if contents is None:
+            raise NotFoundError("Nobody has looked into it yet.", place=f"checkpoint {number}")
+        return PlainTextResponse(numbers(contents.result["parameters"]), media_type="text/csv")
+
     @routes.get("/checkpoints/{number}/layers.json")
     def layers_as_data(number: int, part: str = "", measure: str = "norm") -> Response:
         contents = of.contents_of(number)
