@@ -90,6 +90,7 @@ package: $(READY)
 
 bench: $(READY)
 	@$(BIN)/python tests/benchmarks/limit.py --page
+	@$(BIN)/python tests/benchmarks/memory.py
 	@$(BIN)/python tests/benchmarks/convert.py
 	@$(BIN)/python tests/benchmarks/opening.py
 	@$(BIN)/python tests/benchmarks/transposes.py

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -26,8 +27,8 @@ STOPPED = 128
 """Exit code of a verb that a signal stopped, less the signal's number: 143 after SIGTERM. Source: bash(1)."""
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end a verb with nothing left behind: Ctrl-C, and what a scheduler that preempts a job sends."""
-_NEW_OBJECTS = 50_000
-"""Objects between two searches for cycles."""
+_NEW_OBJECTS = 1_000_000
+"""Objects between two searches for cycles: of a checkpoint of 10 000 tensors stay 300 000."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -74,14 +75,21 @@ def stoppable() -> Iterator[None]:
 
 
 @contextmanager
-def _collecting_rarely() -> Iterator[None]:
-    """Has Python look for cycles less often: what a checkpoint's names become stays, and is looked at in vain."""
+def _collecting_rarely(for_good: bool) -> Iterator[None]:
+    """Has Python look for cycles less often: what a checkpoint's names become stays, and is looked at in vain.
+
+    Args:
+        for_good: Whether the process ends with the verb, before which Python would look through all once more.
+    """
     usual = gc.get_threshold()
+    if for_good:
+        atexit.register(gc.freeze)
     gc.set_threshold(_NEW_OBJECTS, *usual[1:])
     try:
         yield
     finally:
-        gc.set_threshold(*usual)
+        if not for_good:
+            gc.set_threshold(*usual)
 
 
 class Verb(NamedTuple):
@@ -170,7 +178,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if sys.stdout is None:  # whoever called us closed it
         sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
-        with stoppable(), _collecting_rarely(), statekit.make_context("statekit", line) as context:
+        with (
+            stoppable(),
+            _collecting_rarely(arguments is None),
+            statekit.make_context("statekit", line) as context,
+        ):
             debug = context.params["debug"]
             code = statekit.invoke(context)
             sys.stdout.flush()

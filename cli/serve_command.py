@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,6 +14,10 @@ from statekit.errors import MissingExtraError
 
 if TYPE_CHECKING:
     from statekit.service.server import Settings
+
+
+_USUAL = 700, 10, 10
+"""Python's thresholds of its search for cycles, which verbs that end soon put off: this one lives long."""
 
 
 def _data_folder() -> Path:
@@ -97,6 +102,7 @@ def command(
         return 0
     if not roots:
         raise click.UsageError("--root is needed: a folder with checkpoints.")
+    gc.set_threshold(*_USUAL)
     return serve(Settings(roots, folder, host, port, workers, allow_remote, names, keep_days), _announce)
 
 

@@ -30,6 +30,7 @@ from statekit.converters.formats.zarr.writer import chunk_shape, encoded_chunks,
 from statekit.errors import BudgetError, CorruptError, FormatError, RefusedError, StatekitError, UsageError
 from statekit.files.source import Files, Held, bytes_at
 from statekit.pipeline import job
+from statekit.tensors import digest
 from statekit.tensors.digest import tensor_bytes
 from statekit.tensors.tensor import DTYPES, Array, Stored, begin, chunks, in_memory
 
@@ -124,6 +125,28 @@ def test_a_tensor_that_was_begun_is_decoded_once(tmp_path: Path) -> None:
         assert files.account.budget.held
         assert b"".join(map(bytes, tensor_bytes(tensor))) == values.tobytes()
         assert files.account.budget._decoded == values.nbytes
+
+
+def test_chunks_that_are_decoded_ahead_are_those_that_come_next(
+    tmp_path: Path, small_slabs: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest, "BLOCK_BYTES", 512)
+    begun: list[tuple[int, ...]] = []
+    start = zarr_array._Reader._start
+
+    def noted(reader: Any, position: tuple[int, ...], compressor: str) -> None:
+        begun.append(position)
+        start(reader, position, compressor)
+
+    monkeypatch.setattr(zarr_array._Reader, "_start", noted)
+    values = array(40, 32)
+    write_array(tmp_path / "a", values, (8, 32), "gzip")
+    stated = parse_zarray((tmp_path / "a" / ".zarray").read_bytes(), "a")
+    with Files(Budget(), tmp_path) as files, job(2):
+        tensor = open_array(FolderStore(tmp_path, files), "a", stated, "a")
+        assert b"".join(map(bytes, tensor_bytes(tensor))) == values.tobytes()
+        assert files.account.budget._decoded == values.nbytes
+    assert {(1, 0), (2, 0), (3, 0), (4, 0)} == {*begun}
 
 
 def test_a_block_of_a_large_chunk_needs_little_memory(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ from statekit.files.whole_file import (
     unknown_rest,
     whole_file_fault,
 )
-from statekit.pipeline import each, lane, working
+from statekit.pipeline import each, give_back, lane, working
 from statekit.tensors.digest import tensor_bytes, tensor_digests
 from statekit.tensors.tensor import Tensor, begin
 from statekit.tensors.typed import is_unicode
@@ -253,6 +253,7 @@ class Stage:
             CommitError: What was written can't be read, isn't what was meant, or can't be synced or renamed.
             TargetExistsError: The target came into being meanwhile.
         """
+        give_back()  # reading begins anew, on other threads
         with writing(self.target):
             if (
                 self.kind == "folder"

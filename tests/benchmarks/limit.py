@@ -71,7 +71,7 @@ os.remove(os.path.join(folder, "warm"))
 CONVERSION = f"""
 import json, pathlib, re, resource, sys, time
 from statekit.conversion.convert import convert, plan
-import statekit.cli.convert_command, msgpack, safetensors, zstandard, concurrent.futures
+import statekit.cli.convert_command, msgpack, safetensors, zstandard, concurrent.futures, h5py, tensorstore
 source, target, container, layout, folder, size = sys.argv[1:]
 from statekit.conversion import registry
 registry.container(container), registry.layout(layout)
