@@ -15,6 +15,7 @@ import h5py
 import numpy as np
 import pytest
 from bomb_files import orbax_database, orbax_tensors, zarr_of, zstd_zeros
+from safetensors.numpy import save_file
 from zarr_files import write_array
 
 import statekit
@@ -26,7 +27,7 @@ from statekit.conversion.contracts import NO_HINTS
 from statekit.converters.formats.zarr.array import open_array
 from statekit.converters.formats.zarr.headers import parse_zarray
 from statekit.converters.formats.zarr.stores import FolderStore
-from statekit.errors import BudgetError, StatekitError
+from statekit.errors import BudgetError, FormatError, StatekitError
 from statekit.files.source import Files
 
 
@@ -169,6 +170,20 @@ def test_small_chunks_explain_the_work_of_reading_each_as_a_whole(tmp_path: Path
         absent = open_array(store, "nowhere", replace(stated, fill=0.0), "array")
         with pytest.raises(BudgetError, match="in chunks takes more work"):
             absent.read()
+
+
+def test_files_explain_what_their_tensors_show_also_in_a_folder_that_may_not_be_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file({"w": np.zeros(20_000, np.float32)}, tmp_path / "a.safetensors")
+    container, hints = registry.container("safetensors"), NO_HINTS
+
+    def refuse(folder: Path, ends: str = "") -> list[Path]:
+        raise FormatError("It may not be listed.", place=folder)
+
+    monkeypatch.setattr(registry, "listing", refuse)
+    with registry.opened(container, tmp_path / "a.safetensors", None, hints, Budget(Limits(2**14))) as opened:
+        assert [tensor.read().size for tensor in opened.tensors.values()] == [20_000]
 
 
 def test_chunks_are_looked_for_a_few_at_once_to_the_end(

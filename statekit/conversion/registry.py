@@ -264,13 +264,15 @@ def opened(
 
 def _file_bytes(checkpoint: Checkpoint) -> int:
     """Returns how many bytes the files of a checkpoint have, and those beside it, whatever of them is stored."""
-    top = checkpoint.path
-    files = (
-        {Path(folder, name) for folder, _, names in walked(top) for name in names}
-        if top.is_dir()
-        else {*checkpoint.parts, *listing(top.parent)}
-    )
-    return sum(file.stat().st_size for file in files if file.is_file())
+    top, total = checkpoint.path, 0
+    files = {top, *checkpoint.parts}
+    with suppress(StatekitError):  # a folder that may not be listed may be entered
+        inside = (Path(folder, name) for folder, _, names in walked(top) for name in names)
+        files.update(inside if top.is_dir() else listing(top.parent))
+    for file in files:
+        with suppress(OSError):  # reading it says what is wrong
+            total += file.stat().st_size
+    return total
 
 
 def contents(checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Contents | None:
