@@ -103,6 +103,27 @@ def test_a_failing_call_ends_all_stages_in_the_same_words(
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize(("container", "times"), [("dcp", 2), ("keras-h5", 4), ("torch", 2)])
+def test_the_source_and_what_was_written_are_read_once(
+    container: str, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Keras the target once more, whose manifest stands at its beginning, and to find it."""
+    neutral, source = tmp_path / "neutral", tmp_path / "source"
+    write_neutral(neutral, made_state((container, "statekit"), 0, SIDE))
+    convert(plan(neutral, source, to=container, layout=LAYOUTS[container]))
+    count, preadv = 0, os.preadv
+
+    def counted(number: int, buffers: Any, start: int) -> int:
+        nonlocal count
+        count += (got := preadv(number, buffers, start))
+        return got
+
+    monkeypatch.setattr(os, "preadv", counted)
+    report = convert(plan(source, tmp_path / "target", to=container, layout=LAYOUTS[container]))
+    assert times <= count / report.plan.bytes < times + 0.1
+
+
+@pytest.mark.torch
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs /proc")
 @pytest.mark.parametrize("container", ["flax", "keras-h5", "mxnet", "statekit", "t5x", "torch"])
 def test_every_file_is_synced_with_what_it_holds_in_the_end(

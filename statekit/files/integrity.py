@@ -38,7 +38,7 @@ from statekit.files.manifest import (
     tensor_faults,
 )
 from statekit.files.source import File, Files, read_small
-from statekit.files.whole_file import Passing, whole_file_fault
+from statekit.files.whole_file import Passing, stated_spans, whole_file_fault
 from statekit.tensors.digest import records_digest
 from statekit.tensors.tensor import Stored, Tensor
 
@@ -251,6 +251,14 @@ def means_of(checkpoint: Checkpoint) -> Means:
     return Means(None if proof is None else proof.place, is_sealed, dict(sorted(tensors.items())))
 
 
+def _apart(proof: Proof) -> list[tuple[int, int]]:
+    """Returns the runs of bytes that a manifest inside leaves out of its file's digest; none if it doesn't say."""
+    try:
+        return stated_spans(proof.manifest.get(REST) or {"apart": ()})
+    except ValueError:
+        return []
+
+
 def _rest_faults(proof: Proof, file: File, passing: Passing | None = None) -> list[tuple[str, str]]:
     """Reads a file and compares it with what the manifest inside says of all its bytes, if it does."""
     rest = proof.manifest.get(REST)
@@ -330,7 +338,7 @@ def proving_files(
         return
     if proof.is_inside:
         with Files(budget, checkpoint.path) as files:
-            file, passing = files.source(proof.place), Passing()
+            file, passing = files.source(proof.place), Passing(_apart(proof))
             with passing.read(file):
                 yield lambda: Faults(_rest_faults(proof, file, passing) if file.size > SMALL_BYTES else ())
         return

@@ -15,7 +15,6 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeAlias
 
@@ -64,11 +63,11 @@ from statekit.files.manifest import (
 from statekit.files.source import Files, read_small, walked
 from statekit.files.whole_file import (
     Around,
-    Completed,
     FindChecked,
     Passing,
-    complete,
+    Unfinished,
     nothing_checked,
+    unfinished,
     unknown_rest,
     whole_file_fault,
 )
@@ -148,7 +147,7 @@ class Stage:
     _begun: str | None = None
     _streamed: object = None
     _around: Around = field(default_factory=Around)
-    _completing: Callable[[Passing | None], Completed] | None = None
+    _unfinished: Unfinished | None = None
     _rest: dict[str, Any] | None = None
 
     @contextmanager
@@ -235,10 +234,10 @@ class Stage:
 
         It is filled in when the file has been read again; at once where the file is so small that opening digests it.
         """
-        self._completing = partial(complete, self.path, manifest, encode, checked, self._around)
-        if self.path.stat().st_size <= SMALL_BYTES:
-            with writing(self.target):
-                self._rest, self._completing = self._completing(None).rest, None
+        with writing(self.target):
+            self._unfinished = unfinished(self.path, manifest, encode, checked, self._around)
+            if self.path.stat().st_size <= SMALL_BYTES:
+                self._rest, self._unfinished = self._unfinished.finish(Passing()), None
 
     def commit(self, reopen: Callable[[Path], Checkpoint]) -> Entries:
         """Proves what was written, gives it the target's name, and syncs.
@@ -303,7 +302,8 @@ class Stage:
         """
         try:
             with Files(self._budget) as files, ExitStack() as stack:
-                read = {name: (files.source(path), Passing()) for name, path in paths.items()}
+                spans = self._unfinished.spans if self._unfinished else ()
+                read = {name: (files.source(path), Passing(spans)) for name, path in paths.items()}
                 for file, passing in read.values():
                     stack.enter_context(passing.read(file))
                 with reopen(self.path) as written:
@@ -319,14 +319,11 @@ class Stage:
                             for name, (file, passing) in read.items()
                             if (what := whole_file_fault(file, self._rest, passing))
                         ]
-                since = None
-                if self._completing is not None and not faults:
+                if self._unfinished is not None and not faults:
                     ((_, passing),) = read.values()
                     with writing(self.target):
-                        since = self._completing(passing).first
-                digests = (each if len(read) > 1 else map)(
-                    lambda one: one[1].digest(one[0], since=since), read.values()
-                )
+                        self._unfinished.finish(passing)
+                digests = (each if len(read) > 1 else map)(lambda one: one[1].digest(one[0]), read.values())
                 entries = {
                     name: {"bytes": file.size, "blake3": digest}
                     for (name, (file, _)), digest in zip(read.items(), digests, strict=True)

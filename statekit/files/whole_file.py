@@ -12,8 +12,9 @@ from __future__ import annotations
 import threading
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -67,9 +68,13 @@ class Passing:
     """The BLAKE3 digest of a file, taken from its bytes as they are read, in order.
 
     What passes in another order is read once more at the end.
+
+    Args:
+        spans: Runs of bytes that count as zeros.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, spans: Spans = ()) -> None:
+        self._spans = frozenset(spans)
         self._hasher, self._at = blake3(), 0
         self._before: deque[tuple[int, blake3]] = deque(maxlen=_KEPT)
         self._lock = threading.RLock()
@@ -84,7 +89,7 @@ class Passing:
                 return
             self._before.append((self._at, self._hasher.copy()))
             with working("digest"):
-                self._hasher.update(data[self._at - start :])
+                self._hasher.update(_blanked(data[self._at - start :], self._at, self._spans))
             self._at = start + len(data)
 
     @contextmanager
@@ -98,15 +103,9 @@ class Passing:
             del listeners[file.identity]
             self._file = None
 
-    def digest(self, file: File, spans: Spans = (), since: int | None = None) -> str:
-        """Returns the digest of a file, reading what hasn't passed.
-
-        Args:
-            file: The file.
-            spans: Runs of bytes that count as zeros.
-            since: The first byte that has been written to since it passed; None if none has.
-        """
-        first = min((start for start, _ in spans), default=file.size if since is None else since)
+    def digest(self, file: File, spans: Spans = ()) -> str:
+        """Returns the digest of a file, reading what hasn't passed; the bytes of some runs count as zeros."""
+        first = min((start for start, _ in self._spans.symmetric_difference(spans)), default=file.size)
         with self._lock:
             states = [(0, blake3()), *self._before, (self._at, self._hasher)]
         at, hasher = next((at, state.copy()) for at, state in reversed(states) if at <= first)
@@ -119,9 +118,18 @@ class Passing:
 def _blocks(file: File, at: int, spans: Spans) -> Iterator[memoryview]:
     for start in range(at, file.size, BLOCK_BYTES):
         block = file.read(start, min(BLOCK_BYTES, file.size - start))
-        for begin, count in spans:
-            block[max(begin - start, 0) : max(begin + count - start, 0)] = 0
-        yield block.data
+        yield _blanked(block.data, start, spans)
+
+
+def _blanked(data: memoryview, at: int, spans: Iterable[tuple[int, int]]) -> memoryview:
+    """Returns bytes of a file, of which the first is its byte `at`, with zeros for those of some runs."""
+    is_copied = False
+    for begin, count in spans:
+        low, high = max(begin - at, 0), min(begin + count - at, len(data))
+        if low < high:
+            data, is_copied = data if is_copied else memoryview(bytearray(data)), True
+            data[low:high] = bytes(high - low)
+    return data
 
 
 class Checked(NamedTuple):
@@ -160,66 +168,90 @@ def _field(digest: str, size: int, spans: Spans) -> dict[str, Any]:
     return {"bytes": f"{size:0{_WIDTH}}", "blake3": digest, "apart": wide}
 
 
-def complete(
+@dataclass(frozen=True)
+class Unfinished:
+    """A file that was written with a manifest in it which lacks the file's digest.
+
+    Attributes:
+        path: The file.
+        manifest: The manifest in it.
+        encode: Gives a manifest's bytes as they stand in the file.
+        around: What was written around tensors.
+        at: Where the manifest stands.
+        run: The bytes whose CRC-32 depends on it, if there are such.
+    """
+
+    path: Path
+    manifest: Mapping[str, Any]
+    encode: Callable[[Mapping[str, Any]], bytes]
+    around: Around
+    at: int
+    run: Checked | None
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The runs of bytes that the digest leaves out."""
+        fields = self.run.fields if self.run else ()
+        return [(self.at, len(self.encode(self.manifest))), *((field, 4) for field in fields)]
+
+    def finish(self, passing: Passing) -> dict[str, Any]:
+        """Fills in the digest, syncs the file, and reads that again; returns what the manifest now says of the file.
+
+        Args:
+            passing: What took the file's bytes as they were read again.
+
+        Raises:
+            CommitError: What was written isn't there.
+        """
+        spans = self.spans
+        with Files() as files:
+            file = files.source(self.path)
+            if what := self.around.fault(file):
+                raise CommitError(f"What was written isn't what was meant: it {what}.", place=self.path)
+            rest = _field(passing.digest(file, spans), file.size, spans)
+        new = self.encode(sealed({**{k: v for k, v in self.manifest.items() if k != "digest"}, REST: rest}))
+        if len(new) != spans[0][1]:
+            raise CommitError("A manifest doesn't fit its place.", place=self.path)
+        with self.path.open("r+b", buffering=0) as raw:
+            output, put = cast(BinaryIO, raw), {self.at: new}
+            _put(output, put)
+            if self.run is not None:
+                crc = _crc(output, self.run).to_bytes(4, "little")
+                put |= dict.fromkeys(self.run.fields, crc)
+                _put(output, put)
+            sync(output.fileno())
+            for start, data in put.items():
+                output.seek(start)
+                if output.read(len(data)) != data:
+                    raise CommitError(
+                        "What was written isn't what was meant: the manifest in it.", place=self.path
+                    )
+        return rest
+
+
+def unfinished(
     path: Path,
     manifest: Mapping[str, Any],
     encode: Callable[[Mapping[str, Any]], bytes],
     checked: FindChecked,
     around: Around,
-    passing: Passing | None = None,
-) -> Completed:
-    """Fills in the digest of a file that was written with a manifest which lacks it, syncs it, and reads that again.
+) -> Unfinished:
+    """Finds where a manifest stands in a file that was written, and what depends on it.
 
     Args:
         path: The file.
         manifest: The manifest in it.
         encode: Gives a manifest's bytes as they stand in the file.
         checked: Finds the CRC-32 that depends on the manifest.
-        around: What was written around tensors, which is compared before.
-        passing: What took the file's bytes as they were read again.
+        around: What was written around tensors.
 
     Raises:
-        CommitError: The manifest isn't in the file, or isn't alone in it, or what was written isn't there.
+        CommitError: The manifest isn't in the file.
     """
-    text = encode(manifest)
     with Files() as files:
         file = files.source(path)
-        if what := around.fault(file):
-            raise CommitError(f"What was written isn't what was meant: it {what}.", place=path)
-        at = _only(file, text)
-        run = checked(file, at)
-        spans = [(at, len(text)), *((field, 4) for field in (run.fields if run else ()))]
-        digest = (passing or Passing()).digest(file, spans)
-        fields = {key: value for key, value in manifest.items() if key != "digest"}
-        rest = _field(digest, file.size, spans)
-        new = encode(sealed({**fields, REST: rest}))
-    if len(new) != len(text):
-        raise CommitError("A manifest doesn't fit its place.", place=path)
-    with path.open("r+b", buffering=0) as raw:
-        output, put = cast(BinaryIO, raw), {at: new}
-        _put(output, put)
-        if run is not None:
-            crc = _crc(output, run).to_bytes(4, "little")
-            put |= dict.fromkeys(run.fields, crc)
-            _put(output, put)
-        sync(output.fileno())
-        for start, data in put.items():
-            output.seek(start)
-            if output.read(len(data)) != data:
-                raise CommitError("What was written isn't what was meant: the manifest in it.", place=path)
-    return Completed(rest, min(put))
-
-
-class Completed(NamedTuple):
-    """A file whose manifest has its digest.
-
-    Attributes:
-        rest: What the manifest now says of the file.
-        first: The first byte that was written to for that.
-    """
-
-    rest: dict[str, Any]
-    first: int
+        at = _only(file, encode(manifest))
+        return Unfinished(path, manifest, encode, around, at, checked(file, at))
 
 
 def _put(output: BinaryIO, put: Mapping[int, bytes]) -> None:
@@ -227,6 +259,16 @@ def _put(output: BinaryIO, put: Mapping[int, bytes]) -> None:
     for start, data in put.items():
         output.seek(start)
         output.write(data)
+
+
+def stated_spans(rest: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Returns the runs of bytes that a manifest inside says are apart.
+
+    Raises:
+        ValueError: It doesn't say any.
+    """
+    pairs = [one.split("+") for one in rest["apart"]]
+    return sorted((int(start), int(count)) for start, count in pairs)
 
 
 def whole_file_fault(file: File, rest: Mapping[str, Any], passing: Passing | None = None) -> str:
@@ -238,9 +280,7 @@ def whole_file_fault(file: File, rest: Mapping[str, Any], passing: Passing | Non
         passing: What took its bytes as they were read, so that they needn't be again.
     """
     try:
-        size = int(rest["bytes"])
-        pairs = [one.split("+") for one in rest["apart"]]
-        spans = sorted((int(start), int(count)) for start, count in pairs)
+        size, spans = int(rest["bytes"]), stated_spans(rest)
     except ValueError:
         return "the manifest inside has no digest of its file"
     if size != file.size:
