@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sqlite3
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, cast
 
@@ -19,6 +21,7 @@ from schemathesis.python.asgi import get_client
 from serving import BEARER, Served
 
 from statekit.service.records import KINDS
+from statekit.service.web.remembered import Remembered
 
 API = "/api/v1"
 SEMANTIC = [positive_data_acceptance, negative_data_rejection]
@@ -107,6 +110,46 @@ def test_an_answer_is_remembered_until_anybody_changes_the_catalogue(
     with served.database.writing():  # somebody writes: nothing waits for that
         assert served.database.change() is not None
     assert 'route="/api/v1/checkpoints"' in served.client.get("/metrics").text
+
+
+def test_what_many_ask_at_a_time_is_looked_up_once_and_a_failure_is_not_remembered() -> None:
+    calls, change = Counter[str](), [1]
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        calls[scope["path"]] += 1
+        await asyncio.sleep(0.01)
+        status = 404 if scope["path"].endswith("9") else 200
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": str(change[0]).encode()})
+
+    busy = iter([None, None])
+    layer = Remembered(app, lambda: next(busy, change[0]))
+
+    async def ask(path: str) -> bytes:
+        sent: list[Any] = []
+
+        async def receive() -> Any:
+            raise AssertionError("nobody reads what isn't sent")
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        scope = {"type": "http", "method": "GET", "path": f"{API}{path}", "query_string": b""}
+        await layer(scope, receive, send)
+        return bytes(sent[-1]["body"])
+
+    async def many(path: str) -> set[bytes]:
+        return {*await asyncio.gather(*(ask(path) for _ in range(20)))}
+
+    async def all_of_it() -> None:
+        assert await many("/checkpoints") == {b"1"} and calls[f"{API}/checkpoints"] == 1
+        change[0] = 2
+        assert await many("/checkpoints") == {b"2"} and calls[f"{API}/checkpoints"] == 2
+        assert await many("/checkpoints/9") == {b"2"} and calls[f"{API}/checkpoints/9"] == 20
+        assert await many("/jobs") == {b"2"} and calls[f"{API}/jobs"] == 20
+        assert not layer._asked
+
+    asyncio.run(all_of_it())
 
 
 def test_the_description_says_which_options_each_kind_of_job_takes(served: Served) -> None:

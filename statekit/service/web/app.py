@@ -28,7 +28,7 @@ def create_app(
     ready: Callable[[], str | None] = lambda: None,
     jobs: Callable[[], Mapping[str, int]] = dict,
     routers: Sequence[APIRouter] = (),
-    change: Callable[[], int | None] = lambda: None,
+    change: Callable[[], int | None] | None = None,
 ) -> FastAPI:
     """Returns the application.
 
@@ -38,7 +38,8 @@ def create_app(
         ready: Returns why the service can't work now; None if it can.
         jobs: Returns for each state how many jobs there are.
         routers: What is answered behind the guard: the API, the screens.
-        change: Returns the number of the catalogue's last change; None where nobody knows.
+        change: Returns the number of the catalogue's last change, None while somebody writes; without it nothing is
+            remembered.
     """
     app = FastAPI(
         title="statekit",
@@ -49,7 +50,8 @@ def create_app(
         redirect_slashes=False,
     )
     metrics = Metrics(jobs)
-    app.add_middleware(Remembered, change=change)
+    if change is not None:
+        app.add_middleware(Remembered, change=change)
     app.add_middleware(Guard, keys=keys, hosts=hosts)
     app.add_middleware(Requests, metrics=metrics)
     app.add_exception_handler(StatekitError, _failed)
