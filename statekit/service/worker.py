@@ -166,7 +166,7 @@ class Worker:
         elif stopping == "drained":
             self._jobs.release(lease)
         else:
-            self._jobs.finish(
+            self._finish(
                 lease, "crashed", problem=crash("it took longer than its files explain, and was ended")
             )
 
