@@ -208,3 +208,41 @@ def test_sharded_parameters_move_within_the_bound() -> None:
         [sys.executable, str(script)], env=env, capture_output=True, text=True, timeout=300, check=False
     )
     assert done.stdout.strip() == "5 within the bound", done.stderr[-3000:]
+
+
+LARGE = (260, 256)
+"""The shape of a parameter that isn't stacked with others."""
+
+
+def _large(count: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns parameters and gradients, among which are what a product with 1 could lose."""
+    random = np.random.default_rng(0)
+    params = {f"layer_{i}": random.normal(size=LARGE).astype(np.float32) for i in range(count)}
+    grads = {name: random.normal(size=LARGE).astype(np.float32) for name in params}
+    for name, value in zip(grads, (-0.0, np.nan, 1e-42, np.inf), strict=False):
+        grads[name][3, 5] = value
+    return params, grads
+
+
+@pytest.mark.parametrize("make", [sj.lamb, sj.lans])
+def test_what_large_parameters_need_is_not_there_for_all_at_once(make: Callable[..., Any]) -> None:
+    def room(count: int) -> int:
+        params, grads = _large(count)
+        transformation = make(RATE)
+        lowered = jax.jit(transformation.update).lower(grads, transformation.init(params), params)
+        return int(lowered.compile().memory_analysis().temp_size_in_bytes)
+
+    assert room(6) < room(2) + np.prod(LARGE) * 4
+
+
+@pytest.mark.parametrize("make", [sj.lamb, sj.lans])
+def test_large_parameters_in_turn_move_as_each_alone(make: Callable[..., Any]) -> None:
+    params, grads = _large(4)
+    empty = {"empty": np.zeros((0, 3), np.float32)}
+    transformation = make(RATE)
+    update = jax.jit(transformation.update)
+    together, _ = update({**empty, **grads}, transformation.init({**empty, **params}), {**empty, **params})
+    for name, param in params.items():
+        single = {name: param}
+        alone, _ = update({name: grads[name]}, transformation.init(single), single)
+        assert np.array_equal(together[name], alone[name], equal_nan=True)

@@ -1,4 +1,4 @@
-"""Parameters of one kind in one computation, in a form that XLA compiles in the time of one.
+"""Small parameters of one kind in one computation, in a form that XLA compiles in the time of one; large ones in turn.
 
 XLA fuses a stack into whatever reads it, and compiles a kernel for each offset that it takes a part from: for hundreds
 of parameters that takes minutes. So the stack is walked by a loop, which nothing is fused into, and the offsets are
@@ -29,9 +29,16 @@ PARTS = 128
 """The most parameters in a stack: what XLA needs to compile one grows faster than they do."""
 
 
-def parts(grads: Arrays, stacks: Stacks) -> Iterator[tuple[Arrays, Stacks | None]]:
-    """Yields gradients by path that are moved in one go, and how they are stacked if they are."""
-    yield {path: grad for path, grad in grads.items() if not 0 < grad.size <= STACK}, None
+def parts(grads: Arrays, stacks: Stacks, in_turn: bool) -> Iterator[tuple[Arrays, Stacks | None]]:
+    """Yields gradients by path that are moved in one go, and how they are stacked if they are.
+
+    Args:
+        grads: Gradients by path.
+        stacks: How small ones are stacked.
+        in_turn: Whether each of the others is moved by itself.
+    """
+    large = {path: grad for path, grad in grads.items() if not 0 < grad.size <= STACK}
+    yield from (({path: grad}, None) for path, grad in large.items()) if in_turn else ((large, None),)
     kinds: dict[tuple[Any, ...], list[str]] = {}
     for path, grad in grads.items():
         if 0 < grad.size <= STACK:
@@ -39,6 +46,26 @@ def parts(grads: Arrays, stacks: Stacks) -> Iterator[tuple[Arrays, Stacks | None
     for paths in kinds.values():
         for start in range(0, len(paths), PARTS):
             yield {path: grads[path] for path in paths[start : start + PARTS]}, stacks
+
+
+def awaiting(grad: Any, last: Any, count: jax.Array) -> Any:
+    """Returns a gradient as it is, which a computation on a CPU has only when another array is there.
+
+    XLA begins all parameters at once there, and keeps what each needs until its norms are known: memory that the
+    system gives anew in every update, at a cost above the update's. The gradient is multiplied with 1, which the
+    compiler can't know.
+
+    Args:
+        grad: The gradient; one that isn't a single array stays as it is.
+        last: The other array.
+        count: The count of updates: an array of which only we know that it isn't negative.
+    """
+    if not isinstance(grad, jax.Array):
+        return grad
+    one = jnp.ones((), grad.dtype)
+    return grad * jax.lax.platform_dependent(
+        cpu=lambda: jnp.where(count < 0, jnp.max(last).astype(grad.dtype), one), default=lambda: one
+    )
 
 
 class Stacks:

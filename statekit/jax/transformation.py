@@ -15,7 +15,7 @@ import optax
 from statekit.dropin.by_name import by_name, factor_rules, refuse_by_name
 from statekit.dropin.options import refuse_options
 from statekit.errors import Faults, UnknownRuleError, UsageError
-from statekit.jax.batches import Stacks, parts
+from statekit.jax.batches import Stacks, awaiting, parts
 from statekit.jax.leaves import Leaves, leaves_of
 from statekit.jax.sharding import laid_out
 from statekit.jax.states import STATES, State
@@ -23,6 +23,7 @@ from statekit.jax.traced import Traced, TracedBackend, static_remedy
 from statekit.optim.keras_averages import follow_average
 from statekit.optim.run import moves, settled_group, steps_for
 from statekit.optim.steps import Arrays, Scene, Steps
+from statekit.state.constants import variant_constants
 from statekit.state.options import FACTOR_MAP, LOGICAL, RATE, RATE_NAMES, is_rate, rate_needed, read_options
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
@@ -276,13 +277,21 @@ def _updated(
     behind = {missed: state.count - missed for missed in set(spec.missed.values())}
     counts = {path: behind[missed] for path, missed in spec.missed.items() if missed}
     reached, whole, common = spec.steps.prepare(scene, group, params, grads, slots, own_slots)
-    rule, updates = Differences(spec.steps), {}
-    for part, batching in parts(reached, Stacks(state.count)):
+    rule, updates, last = Differences(spec.steps), {}, None
+    in_turn = isinstance(state.count, jax.core.Tracer) and _keeps_directions(spec)
+    for part, batching in parts(reached, Stacks(state.count), in_turn):
+        alone = in_turn and batching is None
+        used = (
+            part
+            if last is None or not alone
+            else {p: awaiting(g, last, state.count) for p, g in part.items()}
+        )
         moved = moves(
-            rule, scene, plan.configs, params, part, slots, common, counts=counts, batching=batching
+            rule, scene, plan.configs, params, used, slots, common, counts=counts, batching=batching
         )
         for name, change, arrays in moved:
             updates[name], slots[name] = change, {**slots[name], **arrays}
+            last = params[name] + change if alone and change.size else last
     for name, arrays in slots.items():
         if "average" in arrays:
             after = optax.apply_updates(params[name], updates[name])
@@ -290,6 +299,11 @@ def _updated(
             updates[name] = difference(after, params[name])
     count = optax.safe_increment(state.count)
     return leaves.tree(updates), state_of(spec.schema, leaves, count, slots, whole)
+
+
+def _keeps_directions(spec: OptimizerSpec) -> bool:
+    """Tells whether the rule has a trust ratio: a whole direction is kept until its norm is known."""
+    return "trust_ratio_fallback" in variant_constants(spec.schema, spec.variant)
 
 
 def _rate(spec: OptimizerSpec, count: jax.Array) -> Any:
