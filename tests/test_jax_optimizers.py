@@ -21,6 +21,7 @@ from jax_judging import Moment, faults, in_float32, spec_by
 
 import statekit.jax as sj
 from statekit.errors import UnknownRuleError, UsageError
+from statekit.jax import batches
 
 OPTIMIZERS: list[tuple[Callable[..., Any], dict[str, Any]]] = [
     (sj.adafactor, {"min_dim_size_to_factor": 4, "beta1": 0.9}),
@@ -214,11 +215,11 @@ LARGE = (260, 256)
 """The shape of a parameter that isn't stacked with others."""
 
 
-def _large(count: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _params(count: int, shape: tuple[int, int] = LARGE) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns parameters and gradients, among which are what a product with 1 could lose."""
     random = np.random.default_rng(0)
-    params = {f"layer_{i}": random.normal(size=LARGE).astype(np.float32) for i in range(count)}
-    grads = {name: random.normal(size=LARGE).astype(np.float32) for name in params}
+    params = {f"layer_{i}": random.normal(size=shape).astype(np.float32) for i in range(count)}
+    grads = {name: random.normal(size=shape).astype(np.float32) for name in params}
     for name, value in zip(grads, (-0.0, np.nan, 1e-42, np.inf), strict=False):
         grads[name][3, 5] = value
     return params, grads
@@ -227,7 +228,7 @@ def _large(count: int) -> tuple[dict[str, Any], dict[str, Any]]:
 @pytest.mark.parametrize("make", [sj.lamb, sj.lans])
 def test_what_large_parameters_need_is_not_there_for_all_at_once(make: Callable[..., Any]) -> None:
     def room(count: int) -> int:
-        params, grads = _large(count)
+        params, grads = _params(count)
         transformation = make(RATE)
         lowered = jax.jit(transformation.update).lower(grads, transformation.init(params), params)
         return int(lowered.compile().memory_analysis().temp_size_in_bytes)
@@ -237,7 +238,7 @@ def test_what_large_parameters_need_is_not_there_for_all_at_once(make: Callable[
 
 @pytest.mark.parametrize("make", [sj.lamb, sj.lans])
 def test_large_parameters_in_turn_move_as_each_alone(make: Callable[..., Any]) -> None:
-    params, grads = _large(4)
+    params, grads = _params(4)
     empty = {"empty": np.zeros((0, 3), np.float32)}
     transformation = make(RATE)
     update = jax.jit(transformation.update)
@@ -246,3 +247,14 @@ def test_large_parameters_in_turn_move_as_each_alone(make: Callable[..., Any]) -
         single = {name: param}
         alone, _ = update({name: grads[name]}, transformation.init(single), single)
         assert np.array_equal(together[name], alone[name], equal_nan=True)
+
+
+def test_stacks_move_alike_one_after_the_other_and_as_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    params, grads = _params(4, (8, 8))
+    moved = []
+    for most in (2, 4):
+        monkeypatch.setattr(batches, "PARTS", most)
+        transformation = sj.adamw(RATE)
+        moved.append(jax.jit(transformation.update)(grads, transformation.init(params), params)[0])
+    for name in params:
+        assert np.array_equal(moved[0][name], moved[1][name], equal_nan=True)

@@ -48,23 +48,23 @@ def parts(grads: Arrays, stacks: Stacks, in_turn: bool) -> Iterator[tuple[Arrays
             yield {path: grads[path] for path in paths[start : start + PARTS]}, stacks
 
 
-def awaiting(grad: Any, last: Any, count: jax.Array) -> Any:
-    """Returns a gradient as it is, which a computation on a CPU has only when another array is there.
+def awaiting(array: Any, last: Any, count: jax.Array) -> Any:
+    """Returns an array as it is, which a computation on a CPU has only when another is there.
 
     XLA begins all parameters at once there, and keeps what each needs until its norms are known: memory that the
-    system gives anew in every update, at a cost above the update's. The gradient is multiplied with 1, which the
+    system gives anew in every update, at a cost above the update's. The array is multiplied with 1, which the
     compiler can't know.
 
     Args:
-        grad: The gradient; one that isn't a single array stays as it is.
+        array: The array; what isn't a single one stays as it is.
         last: The other array.
         count: The count of updates: an array of which only we know that it isn't negative.
     """
-    if not isinstance(grad, jax.Array):
-        return grad
-    one = jnp.ones((), grad.dtype)
-    return grad * jax.lax.platform_dependent(
-        cpu=lambda: jnp.where(count < 0, jnp.max(last).astype(grad.dtype), one), default=lambda: one
+    if not isinstance(array, jax.Array):
+        return array
+    one = jnp.ones((), array.dtype)
+    return array * jax.lax.platform_dependent(
+        cpu=lambda: jnp.where(count < 0, jnp.max(last).astype(array.dtype), one), default=lambda: one
     )
 
 
@@ -75,10 +75,12 @@ class Stacks:
         """Takes the count of updates: an array of which only we know that it isn't negative."""
         self._count = count
         self._places: dict[int, tuple[jax.Array, ...]] = {}
+        self._last: jax.Array | None = None
 
     def stack(self, values: Sequence[jax.Array]) -> jax.Array:
-        """Returns arrays of one shape and dtype along a new first axis."""
-        return jnp.stack(values)
+        """Returns arrays of one shape and dtype along a new first axis, after the stack before has been taken apart."""
+        first, *others = values
+        return jnp.stack([first if self._last is None else awaiting(first, self._last, self._count), *others])
 
     def unstack(self, value: jax.Array) -> Sequence[jax.Array]:
         """Returns the parts along the first axis."""
@@ -94,7 +96,9 @@ class Stacks:
                 shape
             )
 
-        return list(map(part, self._places[parts]))
+        values = list(map(part, self._places[parts]))
+        self._last = values[-1] if isinstance(self._count, jax.core.Tracer) else None
+        return values
 
     def batched(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Returns a function that takes all its arrays, and returns all of its own, with one more first axis."""
