@@ -28,6 +28,7 @@ from typing import NamedTuple
 sys.path.insert(0, str(Path(__file__).parent))
 
 from blake3 import blake3
+from page import fill
 from rich.console import Console
 from synthetic import moments, state, write_neutral
 
@@ -37,8 +38,6 @@ from statekit.state.train_state import TrainState
 GB, MIB = 1e9, 2**20
 BLOCK = 8 * MIB
 SIDE = 4096
-PAGE = Path(__file__).parents[2] / "docs" / "performance.md"
-BEGIN, END = "<!-- limit -->\n", "<!-- /limit -->\n"
 
 LAYOUTS = {
     "torch": "torch-optim",
@@ -247,9 +246,7 @@ def main() -> None:
             table += (line := row((source, target), taken))
             out.print(line, markup=False, end="")
     if arguments.page:
-        page = PAGE.read_text(encoding="utf-8")
-        before, _, rest = page.partition(BEGIN)
-        PAGE.write_text(before + BEGIN + table + "\n" + END + rest.partition(END)[2], encoding="utf-8")
+        fill("limit", table)
 
 
 if __name__ == "__main__":

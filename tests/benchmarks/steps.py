@@ -1,11 +1,16 @@
 """`make bench`: how fast optimizers step, ours and their peers, interleaved in the same process.
 
-    python tests/benchmarks/steps.py [--framework torch] [--updates 9]
+    python tests/benchmarks/steps.py [--framework torch] [--updates 9] [--only 48] [--processor] [--page]
 
 Each framework runs in a process of its own. Speed is the median over updates, the first two left out, in million
-parameters per second; a ratio is that of the medians. Parameters, gradients and slots are float32. `of the copy` is a
-share of the machine's own copy of as many tensors, in the same run on as many threads: the bytes that the rule must
-read and write in its passes (traffic.py), a second, over those that the copy reads and writes.
+parameters per second; a ratio is that of the medians, with the least and the most of single rounds. Parameters,
+gradients and slots are float32. `of the copy` is a share of the machine's own copy of as many tensors, in the same run
+on as many threads: the bytes that the rule must read and write in its passes (traffic.py), a second, over those that
+the copy reads and writes.
+
+`--processor` takes seconds of the processor, of all threads together: for a machine that others use too, where threads
+of torch should be one (OMP_NUM_THREADS=1), which otherwise wait by spinning. `--page` writes the tables into
+docs/performance.md.
 """
 
 from __future__ import annotations
@@ -21,14 +26,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from operator import truediv
 from pathlib import Path
 from typing import TypeAlias
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import numpy as np
-from rich.console import Console
-from rich.table import Table
+from page import fill
 from traffic import TRAFFIC
 
 FRAMEWORKS = ("torch", "jax", "tensorflow")
@@ -96,49 +101,55 @@ def _copy(count: int, side: int) -> Callable[[], object]:
     return lambda: [*pool.map(share, shares)]
 
 
-def speeds(entrants: Entrants, size: Size, updates: int) -> dict[str, float]:
-    """Returns the median speed of each, in million parameters per second."""
+def speeds(
+    entrants: Entrants, size: Size, updates: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Returns the speeds of each, update after update, in million parameters per second."""
     fitting = {name: entrant for name, entrant in entrants.items() if size.count <= entrant.most}
     steps = {name: entrant.make(size.count, size.side) for name, entrant in fitting.items()}
     steps[COPY] = _copy(size.count, size.side)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(WARM + updates):
         for name, step in steps.items():
-            start = time.perf_counter()
+            start = clock()
             step()
-            seconds[name].append(time.perf_counter() - start)
-    return {name: size.millions / statistics.median(taken[WARM:]) for name, taken in seconds.items()}
+            seconds[name].append(clock() - start)
+    return {name: [size.millions / each for each in taken[WARM:]] for name, taken in seconds.items()}
 
 
-def rows(entrants: Entrants, updates: int) -> Iterator[tuple[str, ...]]:
-    """Yields the lines of a table: name, and for each size the speed, and its share of the roof's."""
-    measured = [speeds(entrants, size, updates) for size in SIZES]
-    roof = next(iter(entrants))
+def rows(measured: list[dict[str, list[float]]], entrants: Entrants) -> Iterator[tuple[str, ...]]:
+    """Yields the lines of a table: name, and for each size the speed, and its share of the roof's and the copy's."""
+    roof, median = next(iter(entrants)), statistics.median
     for name, entrant in entrants.items():
         traffic, cells = TRAFFIC[entrant.rule], list[str]()
         for by_name in measured:
-            speed = by_name.get(name)
-            if speed is None:
+            if name not in by_name:
                 cells += ["-"] * 3
-            else:
-                share = speed * traffic.passes / (by_name[COPY] * _COPIED)
-                cells += [f"{speed:.0f}", f"{speed / by_name[roof]:.2f}", f"{share:.2f}"]
+                continue
+            speed, ratios = median(by_name[name]), list(map(truediv, by_name[name], by_name[roof]))
+            spread = "" if name == roof else f" ({min(ratios):.2f} to {max(ratios):.2f})"
+            share = speed * traffic.passes / (median(by_name[COPY]) * _COPIED)
+            cells += [f"{speed:.0f}", f"{speed / median(by_name[roof]):.2f}{spread}", f"{share:.2f}"]
         yield (
             f"statekit {name}" if entrant.ours else name,
             f"{traffic.passes} ({traffic.least})",
             *cells,
         )
-    yield COPY, f"{_COPIED}", *(cell for one in measured for cell in (f"{one[COPY]:.0f}", "", "1"))
+    yield COPY, f"{_COPIED}", *(cell for one in measured for cell in (f"{median(one[COPY]):.0f}", "", "1"))
 
 
-def report(framework: str, updates: int) -> None:
-    """Prints one framework's table."""
+def report(framework: str, arguments: argparse.Namespace) -> None:
+    """Prints one framework's table, and writes it into the page if that is asked for."""
     entrants: Entrants = importlib.import_module(f"steps_{framework}").ENTRANTS
-    heads = [head for size in SIZES for head in (f"{size.title}, M/s", "of the first", "of the copy")]
-    table = Table(f"updates in {framework}", "bytes in passes (at once)", *heads)
-    for row in rows(entrants, updates):
-        table.add_row(*row)
-    Console(width=160).print(table)
+    sizes = [size for size in SIZES if arguments.only in (None, size.count)]
+    clock = time.process_time if arguments.processor else time.perf_counter
+    measured = [speeds(entrants, size, arguments.updates, clock) for size in sizes]
+    heads = [head for size in sizes for head in (f"{size.title}, M/s", "of the first", "of the copy")]
+    lines = [(framework, "bytes in passes (at once)", *heads), ("---",) * (2 + len(heads))]
+    table = "".join(f"| {' | '.join(line)} |\n" for line in (*lines, *rows(measured, entrants)))
+    print(table)
+    if arguments.page:
+        fill(f"steps-{framework}", table)
 
 
 def main() -> None:
@@ -146,21 +157,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--framework", choices=FRAMEWORKS)
     parser.add_argument("--updates", type=int, default=9)
+    parser.add_argument("--only", type=int, choices=[size.count for size in SIZES], help="one size")
+    parser.add_argument("--processor", action="store_true", help="seconds of the processor, not of the clock")
+    parser.add_argument("--page", action="store_true", help="write the tables into docs/performance.md")
     arguments = parser.parse_args()
     if arguments.framework:
-        report(arguments.framework, arguments.updates)
+        report(arguments.framework, arguments)
         return
     for framework in FRAMEWORKS:
         if importlib.util.find_spec(framework) and importlib.util.find_spec(f"steps_{framework}"):
-            command = (
-                sys.executable,
-                __file__,
-                "--framework",
-                framework,
-                "--updates",
-                str(arguments.updates),
-            )
-            subprocess.run(command, check=True)
+            subprocess.run([sys.executable, *sys.argv, "--framework", framework], check=True)
 
 
 if __name__ == "__main__":
