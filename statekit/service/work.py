@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,10 +34,7 @@ if TYPE_CHECKING:
 
 PHASES = {"check": "checking the source", "write": "writing", "verify": "reading again"}
 _HINTS = ("model_key", "optimizer_key", "names_from", "accept_damaged", "budget")
-_CHANGES = (
-    "schedule_step", "slot_policy", "params_only", "state_only", "drop_slots_of", "param_dtype", "slot_dtype",
-    "loss_scale", "init_missing",
-)  # fmt: skip
+_CHANGES = tuple(field.name for field in fields(Changes))
 
 
 def _hints(options: Mapping[str, Any]) -> Hints:
