@@ -11,6 +11,7 @@ from zarr_files import PlainStage, plain_stage
 
 from goldens import GOLDEN, bundles
 from statekit.conversion.contracts import Container, Encoded, Hints
+from statekit.converters.containers.orbax import writer as orbax_writer
 from statekit.converters.containers.orbax.container import CONTAINER as ORBAX
 from statekit.converters.containers.t5x import CONTAINER as T5X
 from statekit.converters.formats.zarr import writer
@@ -243,6 +244,42 @@ def test_a_database_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.M
         open = staticmethod(lambda spec: Full())
 
     monkeypatch.setattr(ts, "KvStore", Store)
+    with pytest.raises(CommitError, match="No space left"):
+        write(ORBAX, tree(a=1.0), tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_commit_that_fails_while_the_next_is_compressed_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import tensorstore as ts
+
+    class Taking:
+        def with_transaction(self, transaction: object) -> Taking:
+            return self
+
+        def write(self, key: str, value: bytes) -> Taking:
+            return self
+
+        def result(self) -> Taking:
+            return self
+
+    class Failing:
+        def commit_async(self) -> Failing:
+            return self
+
+        def commit_sync(self) -> None:
+            pass
+
+        def result(self) -> None:
+            raise ValueError("RESOURCE_EXHAUSTED: No space left on device")
+
+    class Store:
+        open = staticmethod(lambda spec: Taking())
+
+    monkeypatch.setattr(ts, "KvStore", Store)
+    monkeypatch.setattr(ts, "Transaction", Failing)
+    monkeypatch.setattr(orbax_writer, "_COMMIT_BYTES", 1)
     with pytest.raises(CommitError, match="No space left"):
         write(ORBAX, tree(a=1.0), tmp_path / "run")
     assert list(tmp_path.iterdir()) == []
