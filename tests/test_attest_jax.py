@@ -14,6 +14,8 @@ import pytest
 
 pytest.importorskip("jax")
 
+from statekit.arrays.intervals import IntervalBackend
+from statekit.attestation.update import Gradient, _interval
 from statekit.errors import UnknownRuleError, UsageError
 from statekit.jax import attest, attested_step, live
 from statekit.state.comparison import is_zero
@@ -185,3 +187,13 @@ def test_keys_are_compared_by_name_and_those_that_are_not_are_said(tmp_path: Pat
         assert [line for line in attest(params, state, path).unchecked if line.startswith("random")]
     with pytest.raises(UsageError, match="JAX has no generators of its own"):
         attest(params, state, tmp_path / "orbax", generators=True)
+
+
+def test_a_gradient_may_be_used_before_it_is_rounded_where_it_is_compiled_with_the_update() -> None:
+    third = np.asarray([1 / 3], np.float32)
+    for fused in (True, False):
+        bound = _interval(IntervalBackend(True), Gradient(third, fused=fused))
+        assert (
+            bool(bound.encloses(np.asarray([1 / 3]))[0]) is fused
+        )  # what a factor that follows is applied to
+        assert not bound.encloses(np.asarray([1 / 3 * (1 + 2**-21)]))[0]

@@ -26,7 +26,16 @@ from statekit.state.hyperparameters import settled
 from statekit.state.options import stored_rate
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.train_state import Group, TrainState
-from statekit.tensors.tensor import Array, Index, Tensor, in_memory, normal_index, parts_of
+from statekit.tensors.tensor import (
+    DTYPES,
+    Array,
+    Index,
+    Tensor,
+    float_info,
+    in_memory,
+    normal_index,
+    parts_of,
+)
 
 ACCUMULATED = "gradient_accumulation_steps"
 LARGEST = 1 << 22
@@ -42,12 +51,15 @@ class Gradient:
         divisor: What the optimizer itself divides it by, as a fused kernel does with a loss scale.
         waiting: What it first adds it to: the sum, or the mean, of gradients that waited for this update.
         mean_of: Where that is a running mean, of how many gradients it is one with this; 0 where it is a sum.
+        fused: Whether the update was compiled with what made the gradient, and may have used it before it was rounded:
+            XLA makes one factor of two that follow each other, and keeps what is converted there and back.
     """
 
     value: Array
     divisor: float = 1.0
     waiting: Array | None = None
     mean_of: int = 0
+    fused: bool = False
 
 
 @dataclass(frozen=True)
@@ -272,6 +284,10 @@ def _rate(group: Group) -> Any:
 
 def _interval(bounds: IntervalBackend, grad: Gradient) -> Value:
     value = bounds.asarray(grad.value)
+    if grad.fused:  # its own rounding, and that of the one factor
+        room = float(float_info(DTYPES[grad.value.dtype.name]).eps) / 2 + UNIT
+        ends = value.low - np.abs(value.low) * room, value.high + np.abs(value.high) * room
+        value = Interval(*ends, value.dtype, True)
     if grad.waiting is not None:
         waiting = bounds.asarray(grad.waiting)
         value = waiting + ((value - waiting) / grad.mean_of if grad.mean_of else value)

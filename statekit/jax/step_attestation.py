@@ -71,7 +71,10 @@ class AttestedStep:
         (waiting, calls), blocks = self._waiting, self._update.blocks
         taken = {
             path: Gradient(
-                np.array(present[path].read(index)), 1.0, waiting.get(path), calls + 1 if waiting else 0
+                np.array(present[path].read(index)),
+                waiting=waiting.get(path),
+                mean_of=calls + 1 if waiting else 0,
+                fused=True,
             )
             for path, index in blocks.items()
             if path in present

@@ -242,5 +242,5 @@ class _Watch:
         grads = {}
         for path, left in self._left.items():
             value, *waiting = (np.array(part) for part in left)
-            grads[path] = Gradient(value, float(steps), waiting[0] if waiting else None)
+            grads[path] = Gradient(value, float(steps), waiting[0] if waiting else None, fused=True)
         self._update.judge(grads, self._moved, backend("tensorflow").sqrt_units)
