@@ -253,7 +253,7 @@ def opened(
         total = sum(map(nbytes, checkpoint.tensors.values()))
         if total > budget.limits.decoded(0):  # what is stored once may have any number of names
             with looking(path):
-                account.explain(total - _file_bytes(checkpoint), f"What {count} tensors show", f"{path}")
+                account.explain(total - _file_bytes(checkpoint), "What its tensors show", f"{path}")
         if not hints.accept_damaged:
             check_undamaged(checkpoint)
     except BaseException:
