@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,17 @@ def test_a_task_that_dies_ends_its_job_and_nothing_else(shared: Lab, monkeypatch
         crashed = shared.do("check", [shared.number("run/checkpoint_4")])
     assert crashed.state == "crashed" and "SIGKILL" in str(crashed.problem)
     assert shared.do("check", [shared.number("run/checkpoint_4")]).state == "done"
+
+
+def test_a_job_that_outlasts_the_end_of_the_service_waits_for_its_next_start(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(Child, "ask", lambda child, request: None)  # it works for ever
+        patch.setattr("statekit.service.worker.BEAT_SECONDS", 0.05)
+        lab.worker._stopped_at = time.monotonic() - 60
+        stopped = lab.do("check", [lab.number("run/checkpoint_4")])
+    assert (stopped.state, stopped.attempts) == ("queued", 0)
 
 
 def test_a_task_has_no_more_memory_than_its_files_explain(

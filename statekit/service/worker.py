@@ -56,6 +56,7 @@ class Worker:
         self._holder = holder_name()
         self._zygote = Zygote()
         self._stopped_at: float | None = None
+        self._stopping = ""
 
     def stop(self, number: int = 0, frame: FrameType | None = None) -> None:
         """Asks the worker to end: after its job, or without it once that takes too long."""
@@ -98,7 +99,9 @@ class Worker:
         except Lost:
             pass  # whoever has the job now ends it; what this one has written there is whole or not there
         except Died as end:
-            if self._jobs.job(lease.job.id).cancelling:  # it was asked to end, and did before it could say so
+            if self._stopping:  # it has ended as it was asked to, and had no time to say so
+                self._give_up(lease, self._stopping)
+            elif self._jobs.job(lease.job.id).cancelling:
                 self._finish(lease, "cancelled")
             else:
                 self._finish(lease, "crashed", problem=crash(f"it {end}"))
@@ -107,6 +110,7 @@ class Worker:
 
     def _follow(self, lease: Lease, child: Child, request: Mapping[str, Any]) -> None:
         """Passes on what a task says, until it has ended or is ended."""
+        self._stopping = ""
         child.ask(request)
         until = time.monotonic() + request["seconds"]
         fraction: float | None = None
@@ -137,6 +141,7 @@ class Worker:
             elif now > until:
                 stopping = "late"
             if stopping:
+                self._stopping = stopping
                 child.stop()
 
     def _end(self, lease: Lease, answer: Answer, stopping: str) -> None:
