@@ -1,11 +1,12 @@
 """`make bench`: conversions beside the least that any must do: copy, sync, and digest both sides, on two threads.
 
-    python tests/benchmarks/limit.py [--gigabytes 1] [--pairs torch:torch,torch:orbax] [--rounds 5] [--page]
+    python tests/benchmarks/limit.py [--gigabytes 1] [--pairs torch:torch,torch:orbax] [--rounds 5] [--transposed] [--page]
 
 In each round one copies a checkpoint (`cp -r`, and `sync` of what came), then takes the BLAKE3 of both with a thread
 for each; then, in a process of its own, the same checkpoint is converted. Figures are medians of the rounds; imports
 aren't counted, as those of the peer aren't. Both begin with memory that was free a moment before: what a virtual
 machine has free for two seconds goes back to its host, and a file written after that takes up to five times as long.
+`--transposed` converts through a map that transposes every matrix.
 `--page` writes the table into docs/performance.md. No pair is begun after `--minutes` are over, which is said.
 """
 
@@ -30,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from blake3 import blake3
 from page import fill
 from rich.console import Console
-from synthetic import moments, state, write_neutral
+from synthetic import KERNEL, moments, state, write_neutral
 
 from statekit.conversion import registry
 from statekit.state.train_state import TrainState
@@ -56,6 +57,13 @@ LAYOUTS = {
     "t5x": "t5x",
 }
 """Containers, each with a layout that is at home in it."""
+TRANSPOSED = {
+    "title": "Matrices and the same, transposed",
+    "facts": ["this benchmark's parameters"],
+    "source": {"title": "matrices"},
+    "target": {"title": "matrices, transposed"},
+    "parameters": [{"source": KERNEL, "target": KERNEL, "operations": [{"op": "permute", "order": [1, 0]}]}]
+}
 MAIN = "torch:torch,safetensors:torch,torch:statekit,statekit:torch,torch:orbax,orbax:torch,statekit:t5x,t5x:statekit"
 
 WARMING = """
@@ -71,15 +79,17 @@ CONVERSION = f"""
 import json, pathlib, re, resource, sys, time
 from statekit.conversion.convert import convert, plan
 import statekit.cli.convert_command, msgpack, safetensors, zstandard, concurrent.futures, h5py, tensorstore
-source, target, container, layout, folder, size = sys.argv[1:]
+source, target, container, layout, map, folder, size = sys.argv[1:]
 from statekit.conversion import registry
+from statekit.maps.model_map import maps_of
 registry.container(container), registry.layout(layout)
 def peak():
     return int(re.search(r"VmHWM:\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1]) / 1024
 {WARMING}
 before, start = peak(), time.perf_counter()
 cpu = sum(resource.getrusage(resource.RUSAGE_SELF)[:2])
-report = convert(plan(pathlib.Path(source), pathlib.Path(target), to=container, layout=layout))
+maps = maps_of(map or None)
+report = convert(plan(pathlib.Path(source), pathlib.Path(target), to=container, layout=layout, maps=maps))
 seconds = time.perf_counter() - start
 cpu = sum(resource.getrusage(resource.RUSAGE_SELF)[:2]) - cpu
 taken = dict(seconds=seconds, cpu=cpu, peak=peak() - before)
@@ -134,10 +144,14 @@ def _processor() -> float:
     return sum(sum(resource.getrusage(who)[:2]) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
 
 
-def converted(source: Path, target: Path, container: str, layout: str) -> Taken:
-    """Converts in a process of its own."""
-    memory = [str(target.parent), str(size_of(source))]
-    command = [sys.executable, "-c", CONVERSION, str(source), str(target), container, layout, *memory]
+def converted(source: Path, target: Path, container: str, layout: str, transposed: bool = False) -> Taken:
+    """Converts in a process of its own; through a map that transposes every matrix, if asked for."""
+    given = [str(source), str(target), container, layout, ""]
+    if transposed:
+        map_file = target.parent / "transposed.json"
+        map_file.write_text(json.dumps(TRANSPOSED), encoding="utf-8")
+        given[-1] = str(map_file)
+    command = [sys.executable, "-c", CONVERSION, *given, str(target.parent), str(size_of(source))]
     made = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     return Taken(**json.loads(made.stdout))
 
@@ -173,7 +187,7 @@ def layout_of(container: str, pair: Sequence[str]) -> str:
 
 
 def measured(
-    work: Path, pair: tuple[str, str], gigabytes: float, rounds: int, side: int
+    work: Path, pair: tuple[str, str], gigabytes: float, rounds: int, side: int, transposed: bool = False
 ) -> list[tuple[Taken, Taken]]:
     """Returns what the peer and the conversion took, in turn."""
     made = source = neutral(work, pair, gigabytes, side)
@@ -184,7 +198,8 @@ def measured(
     for _ in range(rounds):
         peer = copied(source, work / "copy")
         removed(work / "copy")
-        ours = converted(source, work / f"target-{pair[1]}", pair[1], layout_of(pair[1], pair))
+        layout = layout_of(pair[1], pair)
+        ours = converted(source, work / f"target-{pair[1]}", pair[1], layout, transposed)
         removed(work / f"target-{pair[1]}")
         taken.append((peer, ours))
     if source != made:
@@ -225,6 +240,7 @@ def main() -> None:
     parser.add_argument("--pairs", default=MAIN, help="SOURCE:TARGET,...; 'all' for each container to itself")
     parser.add_argument("--side", type=int, default=SIDE, help="of each matrix; 32768 makes one of 4.3 GB")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--transposed", action="store_true", help="through a map that transposes every matrix")
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--folder", help="where to put the files (default: a temporary folder)")
     parser.add_argument("--page", action="store_true", help="write the table into docs/performance.md")
@@ -241,7 +257,12 @@ def main() -> None:
                 break
             source, _, target = text.partition(":")
             taken = measured(
-                Path(folder), (source, target), arguments.gigabytes, arguments.rounds, arguments.side
+                Path(folder),
+                (source, target),
+                arguments.gigabytes,
+                arguments.rounds,
+                arguments.side,
+                arguments.transposed,
             )
             table += (line := row((source, target), taken))
             out.print(line, markup=False, end="")

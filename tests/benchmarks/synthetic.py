@@ -15,6 +15,8 @@ from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Array, DType, Index, Shape, Tensor, index_shape, normal_index
 
+KERNEL = "encoder/layers_{n}/mlp/wi/kernel"
+"""The name of parameter n."""
 MATRIX = Rule((Axis.ROW, Axis.COLUMN), "given")
 
 
@@ -55,7 +57,7 @@ def state(matrices: int, rows: int, columns: int) -> TrainState:
     params: dict[str, Tensor] = {}
     slots: dict[str, dict[str, Tensor]] = {}
     for i in range(matrices):
-        path = f"encoder/layers_{i}/mlp/wi/kernel"
+        path = KERNEL.format(n=i)
         params[path] = Noise((rows, columns), 4 * i)
         small, large = sorted((rows, columns))
         slots[path] = {
@@ -80,7 +82,7 @@ def moments(schema: str, variant: str, matrices: int, side: int) -> TrainState:
     params: dict[str, Tensor] = {}
     slots: dict[str, dict[str, Tensor]] = {}
     for i in range(matrices):
-        path = f"encoder/layers_{i}/mlp/wi/kernel"
+        path = KERNEL.format(n=i)
         params[path] = Noise((side, side), 3 * i)
         slots[path] = {"m": Noise((side, side), 3 * i + 1), "v": Noise((side, side), 3 * i + 2)}
     values = {**load_schema(schema).variant(variant)["defaults"], "learning_rate": 1e-3}
