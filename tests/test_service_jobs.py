@@ -23,7 +23,7 @@ from goldens import GOLDEN
 from statekit.conversion.contracts import Hints
 from statekit.errors import NotFoundError, RefusedError, UsageError
 from statekit.service.catalogue import Catalogue
-from statekit.service.child import Child
+from statekit.service.child import Child, Died, Zygote
 from statekit.service.database import Database, Ownership
 from statekit.service.jobs import LEASE_SECONDS, MOST_ATTEMPTS, Jobs, Lease, Lost
 from statekit.service.lineage import lineage_of
@@ -126,6 +126,33 @@ def test_a_task_that_dies_ends_its_job_and_nothing_else(shared: Lab, monkeypatch
         crashed = shared.do("check", [shared.number("run/checkpoint_4")])
     assert crashed.state == "crashed" and "SIGKILL" in str(crashed.problem)
     assert shared.do("check", [shared.number("run/checkpoint_4")]).state == "done"
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        (b"x" * 60_000, "more than a task may"),
+        (b"[" * 40_000 + b"\n", "no task says"),
+        (b"7\n", "no task says"),
+    ],
+    ids=["endless", "deep", "number"],
+)
+def test_a_task_that_says_what_none_says_is_ended(
+    monkeypatch: pytest.MonkeyPatch, answers: bytes, said: str
+) -> None:
+    """As one may in which a checkpoint has the word."""
+    monkeypatch.setattr("statekit.service.child.ANSWER_BYTES", 50_000)
+    zygote, ended = Zygote(), list[int]()
+    monkeypatch.setattr(zygote, "ended", lambda pid, seconds: ended.append(pid))
+    pipes = [os.pipe() for _ in range(3)]
+    child = Child(zygote, 2**30, (pipes[0][1], pipes[1][0], pipes[2][0]))  # a number that no process has
+    os.write(pipes[1][1], answers)
+    with pytest.raises(Died, match=said):
+        list(child.answers(5.0))
+    assert ended == [2**30]
+    child.close()
+    for file in (pipes[0][0], pipes[1][1], pipes[2][1]):
+        os.close(file)
 
 
 def test_a_job_that_outlasts_the_end_of_the_service_waits_for_its_next_start(

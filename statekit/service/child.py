@@ -17,6 +17,8 @@ from contextlib import suppress
 from io import FileIO
 from typing import Any, Literal, NamedTuple
 
+ANSWER_BYTES = 1 << 28
+"""How long an answer may be."""
 _BLOCK = 1 << 20
 _LAST_BYTES = 4000
 _WORD = 64
@@ -155,7 +157,7 @@ class Child:
         for stream in (self._output, self._errors):
             os.set_blocking(stream.fileno(), False)
             self._waiting.register(stream, selectors.EVENT_READ)
-        self._part = bytearray()
+        self._part, self._searched = bytearray(), 0
         self._said = b""
 
     def ask(self, request: Mapping[str, Any]) -> None:
@@ -199,15 +201,20 @@ class Child:
         raise Died(f"took longer than {seconds:.0f} s, and was ended")
 
     def _lines(self) -> Iterator[Answer]:
-        while (end := self._part.find(b"\n")) >= 0:
+        while (end := self._part.find(b"\n", self._searched)) >= 0:
             line = bytes(self._part[:end])
             del self._part[: end + 1]
+            self._searched = 0
             try:
                 read = json.loads(line)
                 yield Answer(read["type"], read["data"])
-            except (ValueError, KeyError, TypeError) as error:
+            except (ValueError, KeyError, TypeError, RecursionError) as error:
                 self.kill()
                 raise Died("said what no task says") from error
+        self._searched = len(self._part)
+        if self._searched > ANSWER_BYTES:
+            self.kill()
+            raise Died("said more than a task may")
 
     def _read(self, stream: Any) -> None:
         block = os.read(stream.fileno(), _BLOCK)

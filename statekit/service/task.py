@@ -26,12 +26,11 @@ from typing import Any, NoReturn, TextIO
 from statekit.conversion import registry
 from statekit.errors import StatekitError
 from statekit.service import looking, work
+from statekit.service.child import ANSWER_BYTES
 from statekit.service.confinement import Reach, confine
 from statekit.service.failures import problem_of
 from statekit.service.processes import end_with
 
-ANSWER_BYTES = 256 * 2**20
-"""How long an answer may be."""
 NICE = 5
 """By how much tasks stand behind what answers requests, in Unix' levels."""
 _PROGRESS_SECONDS = 0.25

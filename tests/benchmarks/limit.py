@@ -1,6 +1,6 @@
 """`make bench`: conversions beside the least that any must do: copy, sync, and digest both sides, on two threads.
 
-    python tests/benchmarks/limit.py [--gigabytes 1] [--pairs torch:torch,torch:orbax] [--rounds 5] [--transposed] [--page]
+    python tests/benchmarks/limit.py [--gigabytes 1] [--pairs torch:torch,torch:orbax] [--rounds 5] [--page]
 
 In each round one copies a checkpoint (`cp -r`, and `sync` of what came), then takes the BLAKE3 of both with a thread
 for each; then, in a process of its own, the same checkpoint is converted. Figures are medians of the rounds; imports
@@ -62,7 +62,7 @@ TRANSPOSED = {
     "facts": ["this benchmark's parameters"],
     "source": {"title": "matrices"},
     "target": {"title": "matrices, transposed"},
-    "parameters": [{"source": KERNEL, "target": KERNEL, "operations": [{"op": "permute", "order": [1, 0]}]}]
+    "parameters": [{"source": KERNEL, "target": KERNEL, "operations": [{"op": "permute", "order": [1, 0]}]}],
 }
 MAIN = "torch:torch,safetensors:torch,torch:statekit,statekit:torch,torch:orbax,orbax:torch,statekit:t5x,t5x:statekit"
 
@@ -240,7 +240,9 @@ def main() -> None:
     parser.add_argument("--pairs", default=MAIN, help="SOURCE:TARGET,...; 'all' for each container to itself")
     parser.add_argument("--side", type=int, default=SIDE, help="of each matrix; 32768 makes one of 4.3 GB")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--transposed", action="store_true", help="through a map that transposes every matrix")
+    parser.add_argument(
+        "--transposed", action="store_true", help="through a map that transposes every matrix"
+    )
     parser.add_argument("--minutes", type=float, default=8.0)
     parser.add_argument("--folder", help="where to put the files (default: a temporary folder)")
     parser.add_argument("--page", action="store_true", help="write the table into docs/performance.md")
