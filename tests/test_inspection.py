@@ -134,7 +134,7 @@ def test_json_is_plain_and_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert list(data) == [
         "path", "container", "layout", "step", "meta", "optimizer", "parameters", "others", "extra", "run",
-        "totals", "assumptions", "findings", "integrity", "uncounted", "contents",
+        "totals", "assumptions", "findings", "integrity", "contents",
     ]  # fmt: skip
     kernel = data["parameters"][0]
     assert kernel["rule"] == {"axes": ["ROW", "COLUMN"], "known_from": "assumed"}

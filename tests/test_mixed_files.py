@@ -288,6 +288,10 @@ def test_what_nothing_tells_is_named_until_a_manifest_does(tmp_path: Path) -> No
     for command in (["inspect", place], ["convert", place, tmp_path / "a.statekit", "--dry-run"]):
         shown = " ".join(CliRunner().invoke(cli, [*map(str, command)]).output.split())
         assert "not provable to be of this step: model.safetensors, rng_state.pth; `statekit seal`" in shown
+    names = ["model.safetensors", "rng_state.pth"]
+    assert inspect(place).to_json()["integrity"]["uncounted"] == names
+    made = statekit.convert(statekit.plan(place, tmp_path / "there", to="hf-trainer"))
+    assert made.to_json()["uncounted"] == names
     CliRunner().invoke(cli, ["seal", str(place)], catch_exceptions=False)
     assert inspect(place).uncounted == ()
 

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
-from statekit.errors import some
+from statekit.errors import plural, some
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.source import listing
 from statekit.state.run import run_of
@@ -132,8 +132,11 @@ def uncounted(checkpoint: Checkpoint) -> tuple[str, ...]:
 
 def on_trust(names: Sequence[str]) -> str:
     """Says of files that don't count what that means; "" of none."""
+    files = [name for name in names if not name.endswith("/")]
+    arrays = len(names) - len(files)  # whose names are long, and which are alike
+    shown = ", ".join([*([plural(arrays, "array")] if arrays else []), *([some(files)] if files else [])])
     sealing = "`statekit seal` right after saving makes it so"
-    return f"not provable to be of this step: {some(names)}; {sealing}" if names else ""
+    return f"not provable to be of this step: {shown}; {sealing}" if names else ""
 
 
 def said_steps(checkpoint: Checkpoint, state: TrainState) -> Iterator[Said]:

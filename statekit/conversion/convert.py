@@ -94,6 +94,7 @@ class Report:
             "verified": self.verified,
             "source_digest": self.source_digest,
             "source_proven": self.source_proven,
+            **({"uncounted": list(self.plan.uncounted)} if self.plan.uncounted else {}),
             **({"measured": [vars(one) for one in self.measured]} if self.measured else {}),
         }
 
@@ -168,7 +169,6 @@ def outcome(plan: Plan, report: Report | None) -> dict[str, Any]:
         "plan": plan.to_json(),
         "plan_digest": plan.digest,
         "findings": [vars(finding) for finding in plan.findings],
-        "uncounted": list(plan.uncounted),
         "report": report.to_json() if report else None,
         "next_update": [*plan.next_update] or next_update(plan.state, plan.run.schedules),
         "resume": resume_lines(of_plan(plan, report.files if report else ()), plan.state),

@@ -166,8 +166,7 @@ class Inspection:
             "totals": self.totals(),
             "assumptions": list(self.assumptions),
             "findings": [vars(finding) for finding in self.findings],
-            "integrity": self.integrity.to_json(),
-            "uncounted": list(self.uncounted),
+            "integrity": {**self.integrity.to_json(), "uncounted": list(self.uncounted)},
             "contents": self.contents,
         }
 
