@@ -269,7 +269,7 @@ ALLOWED: dict[str, tuple[str, set[str]]] = {
     "converters/containers/orbax/writer.py": ("tensorstore makes the target's database", {"ts.KvStore.open"}),
     "converters/containers/keras_zip.py": ("members of an archive, which reads the source", {"archive.open"}),
     "statekit/files/checksums.py": ("members of an archive, which reads the source", {"archive.open"}),
-    "statekit/files/whole_file.py": ("fills the digest into the target that was written", {"self.path.open"}),
+    "statekit/files/whole_file.py": ("fills the digest into the target that was written", {"path.open"}),
     "statekit/testing/containers.py": (
         "compares and damages files, as anybody would",
         {"file.read_bytes", "(first / name).read_bytes", "(second / name).read_bytes",

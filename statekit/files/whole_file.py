@@ -203,16 +203,16 @@ class Unfinished:
         Raises:
             CommitError: What was written isn't there.
         """
-        spans = self.spans
+        spans, path = self.spans, self.path
         with Files() as files:
-            file = files.source(self.path)
+            file = files.source(path)
             if what := self.around.fault(file):
-                raise CommitError(f"What was written isn't what was meant: it {what}.", place=self.path)
+                raise CommitError(f"What was written isn't what was meant: it {what}.", place=path)
             rest = _field(passing.digest(file, spans), file.size, spans)
         new = self.encode(sealed({**{k: v for k, v in self.manifest.items() if k != "digest"}, REST: rest}))
         if len(new) != spans[0][1]:
-            raise CommitError("A manifest doesn't fit its place.", place=self.path)
-        with self.path.open("r+b", buffering=0) as raw:
+            raise CommitError("A manifest doesn't fit its place.", place=path)
+        with path.open("r+b", buffering=0) as raw:
             output, put = cast(BinaryIO, raw), {self.at: new}
             _put(output, put)
             if self.run is not None:
@@ -224,7 +224,7 @@ class Unfinished:
                 output.seek(start)
                 if output.read(len(data)) != data:
                     raise CommitError(
-                        "What was written isn't what was meant: the manifest in it.", place=self.path
+                        "What was written isn't what was meant: the manifest in it.", place=path
                     )
         return rest
 
