@@ -116,6 +116,29 @@ def test_what_a_verb_refuses_is_a_problem_with_its_parts(shared: Lab) -> None:
     assert job.problem["remedy"]
 
 
+def test_a_scan_that_began_before_a_seal_takes_nothing_back(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def seal() -> str:
+        return lab.catalogue.checkpoint(number).seal
+
+    number = lab.number("run/checkpoint_4")
+    (scanner,) = lab.catalogue._scanners.values()
+    before = {path for path in lab.root.rglob("*") if path.is_file()}
+    seen = list(scanner.scan())
+    assert lab.do("seal", [number]).state == "done"
+    with monkeypatch.context() as patch:
+        patch.setattr(scanner, "scan", lambda: iter(seen))
+        lab.catalogue.scan()
+    assert seal() == "sealed"
+    lab.catalogue.scan()
+    assert seal() == "sealed"
+    for made in {path for path in lab.root.rglob("*") if path.is_file()} - before:
+        made.unlink()
+    lab.catalogue.scan()
+    assert seal() == "unsealed"
+
+
 def test_a_task_that_dies_ends_its_job_and_nothing_else(shared: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = Child.ask
 

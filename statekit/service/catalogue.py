@@ -589,12 +589,21 @@ def _reconciled(connection: Connection, root: int, seen: Sequence[Seen]) -> Coun
     return counts
 
 
+_JUST_SEALED = "just sealed"
+"""Stands for the manifests of a checkpoint that a job has sealed since a scan last wrote it down."""
+
+
 def _kept(values: dict[str, Any], before: Row[Any]) -> dict[str, Any]:
     """Returns a row's values with what jobs have found of the same files and looking at them doesn't show."""
     if values["digest"] is None:
         values = {**values, "digest": before.digest}
     if before.seal == "damaged" and values["proof"] == before.proof:
         values = {**values, "seal": "damaged"}
+    if before.proof == _JUST_SEALED and values["seal"] == "unsealed":
+        values = {
+            **values,
+            "seal": "sealed",
+        }  # whoever looked may have begun before it was; the next look tells
     return values
 
 
@@ -645,7 +654,7 @@ def learned(connection: Connection, job: Job, result: Any) -> None:
         seal: dict[str, Any] = {"seal": "damaged"} if faults else {"seal": "sealed"} if sealed else {}
         note(job.subjects[0], checked=None if faults else time.time(), **seal)
     elif job.kind == "seal":
-        note(job.subjects[0], seal="sealed")
+        note(job.subjects[0], seal="sealed", proof=_JUST_SEALED)
     elif job.kind == "doctor":
         for number, one in zip(job.subjects, result["by_subject"], strict=True):
             note(number, verdict="findings" if one["findings"] else "clean")
