@@ -112,10 +112,13 @@ def test_who_has_not_signed_in_sees_nothing(session: Session) -> None:
 
 def test_by_keys_alone_a_checkpoint_is_found_opened_and_read(page: Page) -> None:
     expect(row(page, "a.pt")).to_be_visible(timeout=SOON)
+    expect(page.locator("#list[hx-trigger]")).to_have_count(
+        0, timeout=SOON
+    )  # while a scan runs it is drawn anew
     page.keyboard.press("/")
     page.keyboard.type("trainer")
     expect(page.locator("tr[data-row]")).to_have_count(1)
-    assert page.url.endswith("/?q=trainer")
+    expect(page).to_have_url(re.compile(r"/\?q=trainer$"))
     page.keyboard.press("Escape")
     page.keyboard.press("j")
     page.keyboard.press("Enter")
