@@ -17,6 +17,7 @@ SAMPLE = (
     "keras-h5/keras/functional",
     "keras-h5/keras/functional by path",
     "tf-bundle/tf2-keras/sequential",
+    "tf-bundle/tf2-statekit/sequential",
     "keras/statekit-keras/functional",
     "torch/statekit-torch/groups, LambdaLR",
     "torch/torch-optim/lightning: tied and frozen",

@@ -160,7 +160,9 @@ def live_run(
     named: dict[str, Any] = {}
 
     def live(opened: OpenState) -> TrainState:
-        here = {} if names or remembered or map else renumbered(opened, given)
+        # The optimizer remembers the names of what it moves; batch statistics aren't among that.
+        here = {} if names or map else renumbered(opened, given)
+        here = {path: name for path, name in here.items() if path not in remembered}
         named.update({here.get(path_of(one), path_of(one)): one for one in given})
         return live_state(named, optimizer)
 
