@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import json
 from collections.abc import Callable
@@ -244,3 +245,46 @@ def test_all_steps_every_element_and_a_sample_says_what_it_leaves_out(
     sample, elements, whole = stepped("--all")
     assert elements == whole and len(sample["stepped"]) == 6
     assert (sample["windows"], sample["stands_for"]) == ({}, {})
+
+
+BESIDE: dict[str, Callable[[dict[str, Any]], object]] = {
+    "buffers/1.running_mean": lambda run: run["model"]["1.running_mean"].add_(1),
+    "buffers/1.running_var": lambda run: run["model"].pop("1.running_var"),
+    "buffers/2.bias": lambda run: run["model"]["2.bias"].add_(1),
+    "extra/torch/ema/0.weight": lambda run: run["ema"]["0.weight"].add_(1),
+    "schedule/0/at": lambda run: run["scheduler"].update(last_epoch=77),
+    "scaler": lambda run: run["scaler"].update(scale=7.0),
+}
+
+
+@pytest.mark.torch
+def test_what_lies_beside_parameters_and_slots_is_compared_too(tmp_path: Path) -> None:
+    import torch
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 3))
+    optimizer = torch.optim.AdamW([*model.named_parameters()][:-1])  # none moves the last: it is frozen
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 100)
+    model(torch.ones(6, 4)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+
+    def saved(name: str, change: Callable[[dict[str, Any]], object] = lambda run: None) -> Path:
+        run = {
+            "model": model.state_dict(),
+            "optimizer": optimizer.state_dict(),
+            "scheduler": scheduler.state_dict(),
+            "scaler": {"scale": 1024.0, "growth_factor": 2.0, "_growth_tracker": 5},
+            "ema": {key: value.clone() for key, value in model.state_dict().items()},
+        }
+        run = copy.deepcopy(run)
+        change(run)
+        torch.save(run, tmp_path / name)
+        return tmp_path / name
+
+    source = saved("source.pt")
+    assert verify(source, saved("target.pt"), steps=0).data["verdict"]["because"] == []
+    for place, change in BESIDE.items():
+        made = verify(source, saved("target.pt", change), steps=0)
+        assert (made.verdict, made.passed) == ("refuted", False), place
+        assert [one.partition(":")[0] for one in made.data["verdict"]["because"]] == [place]
+        jsonschema.validate(json.loads(made.text()), SCHEMA)

@@ -23,7 +23,7 @@ from statekit.conversion.changing.changes import Changes
 from statekit.conversion.contracts import NO_HINTS, Exactness, Hints
 from statekit.conversion.open_state import OpenState, open_state
 from statekit.conversion.plan import Plan, Request
-from statekit.conversion.prepared import Prepared, carried_out, prepare
+from statekit.conversion.prepared import SCHEDULE, Prepared, carried_out, prepare
 from statekit.conversion.rule_change import Bridge, Compared, RuleChange
 from statekit.errors import StatekitError, UsageError, some
 from statekit.maps.links import StateMap
@@ -31,6 +31,7 @@ from statekit.maps.model_map import Renaming, load
 from statekit.state.comparison import Difference, compare_states
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape, swapped
+from statekit.state.run import BUFFERS
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.stored_params import as_params
 from statekit.state.train_state import StepOffset, TrainState
@@ -280,9 +281,13 @@ class _Verification:
         pairs = bijection(rows, self._expected, self._source.checkpoint, self._target.checkpoint)
         there_and_back = self._round_trip(reader)
         differences = compare_states(
-            self._expected, self._actual, by_value=lambda path: False, sides=("the source", "the target")
+            self._expected,
+            self._actual,
+            by_value=lambda path: path not in self._expected.params,
+            on_tensor=lambda name, size: self._tell("reading", name, size),
+            sides=("the source", "the target"),
         )
-        beside = [one for one in differences.differences if _is_beside(one)]
+        beside, alone = _beside(differences.differences, plan)
         replayed = self._replay(reader)
         verdict, tensors = self._verdict(rows, beside, pairs, there_and_back, replayed)
         data = {
@@ -319,7 +324,7 @@ class _Verification:
             },
             "replay": dict(replayed.data),
             "controls": list(replayed.controls),
-            "not_compared": [*differences.unsaid, *self._unsaid],
+            "not_compared": [*differences.unsaid, *alone, *self._unsaid],
             "assumptions": list(dict.fromkeys((*plan.assumptions, *self._said))),
         }
         return Certificate(_plain(data))
@@ -430,9 +435,9 @@ class _Verification:
             if worst == "refuted":
                 because.append(f"{row.name}: {reason}")
         for one in beside:
-            because.append(
-                f"{one.place}: {_shown(one.actual)} in the target, {_shown(one.expected)} by the source"
-            )
+            values = f"{_shown(one.actual)} in the target, {_shown(one.expected)} by the source"
+            apart = f"other values than the source: {one.distance}"
+            because.append(f"{one.place}: {apart if one.what == 'values' else values}")
         because += [
             f"back in the source's form {name} is another" for name in there_and_back.get("differ", ())
         ]
@@ -458,12 +463,31 @@ class _Verification:
         return data, tensors
 
 
-def _is_beside(one: Difference) -> bool:
-    """Tells whether a difference isn't in a tensor of the state, which is compared by its digest."""
-    in_tensor = one.what in ("missing", "extra", "shape", "dtype", "values")
-    return one.what in ("updates", "option", "moved", "rule") or (
-        in_tensor and one.place.startswith("extra/")
-    )
+def _beside(differences: Sequence[Difference], plan: Plan) -> tuple[list[Difference], list[str]]:
+    """Returns what differs beside parameters and slots, whose digests are compared, and what one side alone has.
+
+    What the target has no place for isn't among it: that stands in the plan.
+    """
+    wrong, alone = list[Difference](), list[str]()
+    for one in differences:
+        is_buffer = one.place.startswith(f"{BUFFERS}/")
+        if one.what in ("schedule", "part"):
+            has = one.expected is not None, one.actual is not None
+            if not all(has):
+                alone.append(
+                    f"the {one.item or one.what}: only the {'source' if has[0] else 'target'} has it"
+                )
+            elif one.place != "schedule/count" or SCHEDULE not in plan.dropped:
+                wrong.append(one)
+        elif is_buffer and one.what == "extra":
+            alone.append(f"{one.place}: only the target has it")
+        elif is_buffer and one.what == "missing" and f"extra/{one.place}" in plan.dropped:
+            continue
+        elif (
+            is_buffer or one.place.startswith("extra/") or one.what in ("updates", "option", "moved", "rule")
+        ):
+            wrong.append(one)
+    return wrong, alone
 
 
 def _completed(actual: TrainState, expected: TrainState) -> tuple[TrainState, list[str]]:
