@@ -94,7 +94,7 @@ bench: $(READY)
 	@$(BIN)/python tests/benchmarks/convert.py
 	@$(BIN)/python tests/benchmarks/opening.py
 	@$(BIN)/python tests/benchmarks/transposes.py
-	@$(BIN)/python tests/benchmarks/steps.py
+	@$(BIN)/python tests/benchmarks/steps.py --page
 	@$(BIN)/python tests/benchmarks/tpu_bytes.py
 	@$(BIN)/python tests/benchmarks/verify.py
 

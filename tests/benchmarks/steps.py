@@ -145,7 +145,8 @@ def report(framework: str, arguments: argparse.Namespace) -> None:
     clock = time.process_time if arguments.processor else time.perf_counter
     measured = [speeds(entrants, size, arguments.updates, clock) for size in sizes]
     heads = [head for size in sizes for head in (f"{size.title}, M/s", "of the first", "of the copy")]
-    lines = [(framework, "bytes in passes (at once)", *heads), ("---",) * (2 + len(heads))]
+    timed = "the processor's time" if arguments.processor else "by the clock"
+    lines = [(f"{framework}, {timed}", "bytes in passes (at once)", *heads), ("---",) * (2 + len(heads))]
     table = "".join(f"| {' | '.join(line)} |\n" for line in (*lines, *rows(measured, entrants)))
     print(table)
     if arguments.page:
