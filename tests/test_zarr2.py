@@ -326,6 +326,19 @@ def test_every_flipped_bit_of_a_checksummed_chunk_is_seen(tmp_path: Path, compre
     assert seen > 0.9 * 8 * (len(good) - 10)
 
 
+@pytest.mark.usefixtures("small_slabs")
+@pytest.mark.parametrize("cut", [(16, 4), (10, 4), (10, 3)])
+def test_the_checksum_of_a_large_chunk_at_the_edge_is_compared(tmp_path: Path, cut: tuple[int, int]) -> None:
+    folder = write_array(tmp_path / "a", array(24, 4), cut)  # the last chunk has more than the array
+    last = max(folder.glob("[0-9]*"))
+    assert opened(folder).read().shape == (24, 4)
+    damaged = bytearray(last.read_bytes())
+    damaged[-6] ^= 1  # in the checksum
+    last.write_bytes(damaged)
+    with pytest.raises(CorruptError):
+        list(chunks(opened(folder), 64))
+
+
 @pytest.mark.parametrize("bit", [5, 6, 7])
 def test_reserved_flags_of_gzip_are_refused_by_whatever_inflates(tmp_path: Path, bit: int) -> None:
     folder = write_array(tmp_path / "a", array(4, 4), (4, 4), "gzip")

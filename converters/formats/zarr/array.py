@@ -622,9 +622,10 @@ class _Reader:
             stream = open_stream(value, compressor, size)
         self._begin_next(position, compressor)
         copy_block(stream, header.chunks, index, out)
-        if stream.position == size:
+        is_last = self._ends(position, index)
+        if is_last or stream.position == size:  # one at the edge goes on behind the array's last value
             stream.finish()
-        if self._ends(position, index):
+        if is_last:
             account.free(stream.needs)
         else:
             account.keep((self, position), stream, stream.needs)
