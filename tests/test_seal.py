@@ -6,10 +6,12 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy
 import torch
 from samples import ROWS, Row
 
@@ -23,6 +25,7 @@ from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
 from statekit.conversion.seal import seal
 from statekit.errors import CorruptError, StatekitError, TargetExistsError
+from statekit.files import file_changes, integrity
 from statekit.files.manifest import FILE, is_manifest
 from statekit.testing.container_trials import Contents
 
@@ -244,6 +247,23 @@ def test_a_changed_manifest_is_not_written_over_unless_named(tmp_path: Path) -> 
         seal(step)
     assert seal(step, renew=[FILE]).checkpoints[0].done == "sealed"
     assert check(step).passed
+
+
+@pytest.mark.parametrize("link", [os.link, os.symlink])
+def test_a_file_with_two_names_is_proven_under_both(
+    link: Callable[[Path, Path], None], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(integrity, "SMALL_BYTES", 0)
+    monkeypatch.setattr(file_changes, "SMALL_BYTES", 0)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    weights = folder / "model.safetensors"
+    weights.write_bytes(safetensors.numpy.save({"w": np.ones(4, np.float32)}))
+    link(weights, folder / "again.safetensors")
+    seal(folder)
+    assert check(folder).passed
+    flip(weights, 8 * weights.stat().st_size - 1)
+    assert {Path(place).name for _, place in faults(check(folder))} >= {weights.name, "again.safetensors"}
 
 
 def test_what_the_formats_own_checksum_contradicts_is_not_sealed(tmp_path: Path) -> None:

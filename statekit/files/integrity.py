@@ -354,15 +354,19 @@ def proving_files(
         tell(path.name, done, total)
 
     with Files(budget, checkpoint.path) as files, ExitStack() as stack:
-        passings = {path: Passing() for path in large}
-        for path, passing in passings.items():
+        passings = dict[tuple[int, int], Passing]()
+        for path in large:
             with suppress(StatekitError):  # which comparing it says
-                stack.enter_context(passing.read(files.source(path)))
+                file = files.source(path)
+                if file.identity not in passings:  # a file may have several names
+                    passing = passings[file.identity] = Passing()
+                    stack.enter_context(passing.read(file))
+
+        def digest(file: File) -> str:
+            return passings.get(file.identity, Passing()).digest(file)
 
         def compare() -> Faults:
-            faults = file_faults(
-                proof.files, proof.place, files, large, count, lambda file: passings[file.path].digest(file)
-            )
+            faults = file_faults(proof.files, proof.place, files, large, count, digest)
             return Faults((fault.what, f"{fault.path}") for fault in faults if f"{fault.path}" not in known)
 
         yield compare
