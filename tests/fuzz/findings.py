@@ -9,6 +9,8 @@ from fuzz import documents, pickles
 from fuzz.binaries import dcp_tree, npz_of, torch_files, torch_tree
 from fuzz.changing import at, put
 from fuzz.readers import READERS
+from statekit.converters.formats.tensor_bundle.entries import field_of, header
+from statekit.converters.formats.tensor_bundle.table import write_table
 from statekit.tensors.tree import Record
 
 
@@ -52,7 +54,17 @@ def _storage_in_a_key() -> bytes:
     return torch_files(pickles.pickled({(torch_tree()["loose"], 0): 1}))
 
 
+def _index_of_slices(*extents: bytes) -> list[bytes]:
+    """Returns indices of a tensor of shape (4,) that says of its one slice these bytes of a protocol buffer."""
+    shape = field_of(2, field_of(2, field_of(1, 4)))
+    entries = (field_of(1, 1) + shape + field_of(7, field_of(1, extent)) for extent in extents)
+    return [write_table({b"": header(1), b"w": entry}) for entry in entries]
+
+
 BYTES: dict[str, list[bytes]] = {
+    "tf index": _index_of_slices(
+        field_of(1, b"1") + field_of(2, 2), field_of(1, 1) + field_of(2, b"2"), field_of(2, b"")
+    ),
     "torch zip": [_storage_in_a_key()],
     "mxnet params": [_npy(f"b'{'x' * 3000}'"), _npy(f"({'9, ' * 3000})")],
     "hdf5": [_endless_heap()],

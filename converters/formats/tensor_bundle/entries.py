@@ -154,6 +154,8 @@ def _extent(data: Any, shape: Shape, place: object) -> Extent:
     if len(parts) != len(shape):
         raise FormatError("A slice has another rank than its tensor.", place=place, found=len(parts))
     extent = tuple((part.get(1, 0), part[2]) if 2 in part else (0, FULL) for part in parts)
+    if not all(isinstance(number, int) for axis in extent for number in axis):
+        raise FormatError("An entry of an index breaks the format.", place=place)
     for axis, size in zip(bounds(extent, shape), shape, strict=True):
         if not 0 <= axis.start <= axis.stop <= size:
             raise FormatError("A slice leaves its tensor.", place=place, expected=shape, found=extent)
