@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +123,35 @@ def test_streaming_decodes_a_chunk_once_while_the_budget_has_room_for_a_row_of_t
         assert np.array_equal(np.concatenate(blocks), values)
         opened.close()
     assert (len(blocks), count) == (32, decoded)
+
+
+def test_chunks_are_listed_once_though_blocks_are_read_side_by_side(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("a", data=np.arange(64), chunks=(8,), compression="gzip")
+    inflated, listed, inner = hdf5_chunks._inflated, 0, list[Any]()
+
+    def meanwhile(*arguments: Any) -> Any:
+        if not inner:
+            inner.append(None)
+            inner.append(one.read((slice(32, 64),)))
+        return inflated(*arguments)
+
+    def visit(function: Callable[[Any], None]) -> None:
+        nonlocal listed
+        listed += 1
+        chunks.visit(function)
+
+    monkeypatch.setattr(hdf5_chunks, "_inflated", meanwhile)
+    with Files() as files:
+        opened = open_hdf5(files.source(tmp_path / "a.h5"), "a.h5")
+        chunks = opened.tree["a"].fetch.__self__.chunks
+        one = replace(chunks, visit=visit)
+        assert np.array_equal(one.read((slice(0, 32),)), np.arange(32))
+        assert np.array_equal(inner[1], np.arange(32, 64))
+        opened.close()
+    assert (listed, files.account.budget.held) == (1, 0)
 
 
 def test_a_chunk_larger_than_the_budget_is_refused_by_its_place(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ the library's H5Zshuffle.c and H5checksum.c (`H5_checksum_fletcher32`).
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -50,6 +51,7 @@ class Chunks:
     dtype: DType
     filters: tuple[tuple[int, int], ...]
     what: str
+    _listing: threading.Lock = field(default_factory=threading.Lock, init=False, repr=False)
 
     @property
     def _size(self) -> int:
@@ -81,7 +83,6 @@ class Chunks:
                 account.free(self._size)
             else:
                 account.keep((self, position), chunk, self._size)
-        account.keep((self, "places"), places, 2 * NODE_BYTES * len(places))
         return out
 
     def _present(self, position: tuple[int, ...]) -> Shape:
@@ -91,10 +92,14 @@ class Chunks:
     def _places(self) -> dict[tuple[int, ...], tuple[Part, int]]:
         """Returns where each chunk lies, and the mask of filters that were left out."""
         account = self.source.account
-        known: dict[tuple[int, ...], tuple[Part, int]] | None = account.kept((self, "places"))
-        if known is not None:
-            return known
-        places: dict[tuple[int, ...], tuple[Part, int]] = {}
+        with self._listing:  # blocks that are read side by side have one list
+            known: dict[tuple[int, ...], tuple[Part, int]] | None = account.kept((self, "places"))
+            places = self._listed() if known is None else known
+            account.keep((self, "places"), places, 2 * NODE_BYTES * len(places))
+        return places
+
+    def _listed(self) -> dict[tuple[int, ...], tuple[Part, int]]:
+        account, places = self.source.account, dict[tuple[int, ...], tuple[Part, int]]()
 
         def note(chunk: Any) -> None:
             account.nodes(2, "The list of a data set's chunks", self.what)
