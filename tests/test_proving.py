@@ -4,24 +4,29 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from blake3 import blake3
 from test_integrity import FILES, changed_value, files_of, flip, written
 
 import statekit.torch
+from statekit.budget import Budget
 from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.inspection import Request, inspect
 from statekit.conversion.open_state import open_state
 from statekit.errors import CorruptError
 from statekit.files import file_changes, integrity
-from statekit.files.manifest import FILE, RECORDS, sealed, to_text
-from statekit.files.proving import Reading
-from statekit.files.source import File
+from statekit.files.checkpoint import Checkpoint, Proof
+from statekit.files.manifest import FILE, RECORDS, sealed, tensor_entry, to_text
+from statekit.files.proving import Reading, proving
+from statekit.files.source import File, Files
+from statekit.files.whole_file import MOST_APART, whole_file_fault
 from statekit.tensors.digest import records_digest, tensor_digest
 from statekit.tensors.tensor import Array, Stored, in_memory
 from statekit.tensors.tree import Record
@@ -267,6 +272,34 @@ def test_what_nobody_reads_is_not_read_to_be_proven() -> None:
     tensor, blamed = reading(VALUES, changed=True)
     tensor.finish()
     assert not blamed
+
+
+@pytest.mark.parametrize(("apart", "fits"), [(MOST_APART, True), (MOST_APART + 1, False)])
+def test_a_manifest_inside_cannot_make_each_read_take_long(apart: int, fits: bool, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"a")
+    stated = {"bytes": "1", "blake3": blake3(b"a").hexdigest(), "apart": ["1+0"] * apart}
+    with Files() as files:
+        assert (whole_file_fault(files.source(tmp_path / "file"), stated) == "") == fits
+
+
+def test_tensors_that_read_the_same_bytes_are_each_held_to_their_own_digest(tmp_path: Path) -> None:
+    first = in_memory(VALUES, "first")
+    tree = {"first": first, "second": first.called("second")}
+    entries = {name: tensor_entry(tensor, tensor_digest(tensor)) for name, tensor in tree.items()}
+    for is_tied in (True, False):
+        if not is_tied:
+            entries["second"] = tensor_entry(first, tensor_digest(in_memory(VALUES + 1)))
+        document = {"target": {"container": "torch", "step": None}, "tensors": entries, "files": {}}
+        checkpoint = Checkpoint("torch", tmp_path, tree)
+        document |= integrity.records_of(checkpoint)
+        proof = Proof(tmp_path, document, {}, entries, is_inside=True)
+        read = proving(replace(checkpoint, proof=proof), Budget()).checkpoint.tensors
+        assert np.array_equal(read["first"].read(), VALUES)
+        if is_tied:
+            assert np.array_equal(read["second"].read(), VALUES)
+        else:
+            with pytest.raises(CorruptError, match="other values than when it was written @ second"):
+                read["second"].read()
 
 
 def test_other_records_have_another_digest() -> None:

@@ -158,7 +158,9 @@ def proving(checkpoint: Checkpoint, budget: Budget, *, accept: bool = False) -> 
         name = names.get(id(leaf))
         if name is None or name not in proof.tensors:
             return leaf
-        reading = readings.setdefault(bytes_of(leaf), Reading(leaf, name, proof.tensors[name], blame))
+        entry = proof.tensors[name]  # tied tensors have one digest, or the manifest contradicts the tie
+        key = bytes_of(leaf), entry["blake3"]
+        reading = readings.setdefault(key, Reading(leaf, name, entry, blame))
         if isinstance(leaf, Stored):
             return replace(leaf, fetch=reading.fetch)
         checksum = of_tensor(leaf)

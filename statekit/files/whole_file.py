@@ -32,6 +32,8 @@ _BLOCK = 2**20
 _GAP = 2**16
 """Bytes that nobody has read, up to which they are read in between."""
 _KEPT = 4
+MOST_APART = 16
+"""Runs of bytes that a digest leaves out at most, as each block that is read is compared with all; we write three."""
 Spans = Sequence[tuple[int, int]]
 
 
@@ -265,8 +267,10 @@ def stated_spans(rest: Mapping[str, Any]) -> list[tuple[int, int]]:
     """Returns the runs of bytes that a manifest inside says are apart.
 
     Raises:
-        ValueError: It doesn't say any.
+        ValueError: It doesn't say any, or more than anybody writes.
     """
+    if len(rest["apart"]) > MOST_APART:
+        raise ValueError(f"{len(rest['apart'])} runs of bytes are apart")
     pairs = [one.split("+") for one in rest["apart"]]
     return sorted((int(start), int(count)) for start, count in pairs)
 
