@@ -11,7 +11,7 @@ import pytest
 import statekit
 from goldens import GOLDEN
 from statekit.cli.main import FAILED, main
-from statekit.errors import RefusedError
+from statekit.errors import NotFoundError, RefusedError
 from statekit.files.source import Files, Links
 
 TRAINER = GOLDEN / "torch_formats/adamw_trainer/checkpoint/checkpoint-4"
@@ -50,6 +50,26 @@ def test_every_verb_follows_links_when_that_is_said(verb: str, linked: Path, tmp
         line += ["--dry-run"] * (verb == "plan")
     assert main(line) == FAILED
     assert main([*line, "--follow-links"]) == 0
+
+
+def test_a_link_out_is_not_sealed_nor_looked_into(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere.txt").write_text("secret")
+    (run / "checkpoint-4" / "notes.txt").symlink_to(tmp_path / "elsewhere.txt")
+    with pytest.raises(RefusedError, match="leads out"):
+        statekit.seal(run / "checkpoint-4")
+    [one] = statekit.check(run / "checkpoint-4").checkpoints
+    assert [place for what, place in one.faults if "leads out" in what] == [
+        str(run / "checkpoint-4" / "notes.txt")
+    ]
+    statekit.seal(run / "checkpoint-4", follow_links=True)
+    assert statekit.check(run / "checkpoint-4", follow_links=True).passed
+
+
+def test_a_link_that_leads_nowhere_is_named_by_who_seals(run: Path) -> None:
+    (run / "checkpoint-4" / "notes.txt").symlink_to("nowhere")
+    with pytest.raises(NotFoundError, match="missing") as caught:
+        statekit.seal(run / "checkpoint-4")
+    assert caught.value.place == run / "checkpoint-4" / "notes.txt"
 
 
 @pytest.mark.parametrize("verb", ["open", "inspect", "plan", "convert"])

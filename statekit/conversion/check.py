@@ -188,14 +188,13 @@ def _read_files(
     """Yields the files that hold records, which no tensor's row is about."""
     base = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     for path in paths:
-        by = of_file(path)
-        if by != ZIP and _is_held(path, places, checkpoint.path):
-            continue
-        fault = ""
-        if by == ZIP:
-            with Files(budget, checkpoint.path) as files:
-                fault = zip_fault(files.source(path))
-        yield Proven("file", _relative(path, base), path.stat().st_size, by, fault)
+        with Files(budget, checkpoint.path) as files:
+            source = files.source(path)
+            by = of_file(source)
+            if by != ZIP and _is_held(path, places, checkpoint.path):
+                continue
+            fault = zip_fault(source) if by == ZIP else ""
+        yield Proven("file", _relative(path, base), source.size, by, fault)
 
 
 def _relative(path: Path, base: Path) -> str:

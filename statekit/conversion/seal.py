@@ -23,7 +23,7 @@ from statekit.files.durable import replace_file
 from statekit.files.file_changes import Change, FileFault, file_faults
 from statekit.files.integrity import files_of, manifest_place, records_of, top_of, value_fault
 from statekit.files.manifest import CHECKPOINT, RECORDS, SEALED, file_entry, sealed, tensor_entry, to_text
-from statekit.files.source import Files
+from statekit.files.source import Files, reading
 from statekit.files.stage import Entries, OnProgress, Progress, permissions, silent, unknown_fields
 from statekit.tensors.digest import tensor_digest
 from statekit.tensors.tensor import nbytes
@@ -107,7 +107,9 @@ def _sealed(place: Place, renew: Collection[str], hints: Hints, tell: OnProgress
             return _report(checkpoint, proof.place, "proven", proof.manifest)
         _check_renewed(checkpoint, changed, renew)
         target = manifest_place(checkpoint) if proof is None or proof.is_inside else proof.place
-        tensors, files = _tensor_entries(checkpoint, tell), _file_entries(paths, target.parent, tell)
+        tensors = _tensor_entries(checkpoint, tell)
+        with Files(budget, checkpoint.path) as opened:
+            files = _file_entries(paths, target.parent, opened, tell)
         if _facts(paths) != before:
             raise CorruptError(
                 "The checkpoint was written to while it was sealed.",
@@ -192,9 +194,12 @@ def _name(path: Path, base: Path) -> str:
 
 def _facts(paths: Sequence[Path]) -> dict[Path, tuple[int, int, int]]:
     """Returns size, time of change and number of files: what tells whether somebody writes to them meanwhile."""
-    return {
-        path: (facts.st_size, facts.st_mtime_ns, facts.st_ino) for path in paths for facts in (path.stat(),)
-    }
+    facts = {}
+    for path in paths:
+        with reading(path):
+            one = path.stat()
+        facts[path] = one.st_size, one.st_mtime_ns, one.st_ino
+    return facts
 
 
 def _tensor_entries(checkpoint: Checkpoint, tell: OnProgress) -> dict[str, dict[str, Any]]:
@@ -211,11 +216,13 @@ def _tensor_entries(checkpoint: Checkpoint, tell: OnProgress) -> dict[str, dict[
     return entries
 
 
-def _file_entries(paths: Sequence[Path], base: Path, tell: OnProgress) -> dict[str, dict[str, Any]]:
+def _file_entries(
+    paths: Sequence[Path], base: Path, files: Files, tell: OnProgress
+) -> dict[str, dict[str, Any]]:
     total, done, entries = sum(path.stat().st_size for path in paths), 0, {}
     for path in paths:
         name = path.relative_to(base).as_posix()
-        entries[name] = file_entry(path)
+        entries[name] = file_entry(path, files)
         done += entries[name]["bytes"]
         tell(Progress("check", name, done, total))
     return entries

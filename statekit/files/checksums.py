@@ -15,10 +15,9 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
-from pathlib import Path
 from typing import IO, Any, cast
 
-from statekit.files.source import File, as_file, first_bytes, last_bytes
+from statekit.files.source import File, as_file, bytes_at
 from statekit.tensors.tensor import BLOCK_BYTES, Stored, Tensor
 
 ZIP = "CRC-32 of a zip archive"
@@ -37,13 +36,14 @@ _END = {bytes.fromhex("57fb808b247547db"): BUNDLE}
 """The last bytes of a table of TensorFlow, each of whose blocks has a checksum."""
 
 
-def of_file(path: Path) -> str:
+def of_file(source: File) -> str:
     """Returns the checksum that covers a file's records, told by its first or last bytes; "" if none does.
 
     Raises:
         FormatError: It can't be read.
     """
-    head, tail = first_bytes(path, 4), last_bytes(path, 8)
+    size = source.size
+    head, tail = bytes_at(source, 0, min(4, size)), bytes_at(source, max(0, size - 8), min(8, size))
     of_head = next((name for mark, name in _BEGIN.items() if head.startswith(mark)), "")
     return of_head or next((name for mark, name in _END.items() if tail.endswith(mark)), "")
 

@@ -206,10 +206,15 @@ def tensor_entry(tensor: Tensor, digest: str) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "blake3": digest}
 
 
-def file_entry(path: Path) -> dict[str, Any]:
-    """Returns a file's entry in a manifest."""
-    with Files() as files:
-        source = files.source(path)
+def file_entry(path: Path, files: Files | None = None) -> dict[str, Any]:
+    """Returns a file's entry in a manifest.
+
+    Args:
+        path: The file.
+        files: Those of the checkpoint that it belongs to, by whose links it may be reached; None if it is ours.
+    """
+    with Files() as opened:
+        source = (files or opened).source(path)
         return {"bytes": source.size, "blake3": source_digest(source)}
 
 
