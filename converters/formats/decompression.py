@@ -155,8 +155,9 @@ def _unzstd_into(target: memoryview, value: Source, what: str) -> int:
 def _zstd_reader(value: Source, what: str) -> Iterator[Any]:
     import zstandard
 
-    decompressor = zstandard.ZstdDecompressor(max_window_size=max(_zstd_window(value), 2**10))
+    window = max(_zstd_window(value), 2**10)
     try:
+        decompressor = zstandard.ZstdDecompressor(max_window_size=window)  # refuses 2 GiB and more
         yield decompressor.stream_reader(cast(IO[bytes], as_file(value)), read_size=PIECE)
     except zstandard.ZstdError as error:
         raise _damaged(value, what, str(error)) from error
