@@ -335,6 +335,27 @@ def test_frozen_parameters_are_compared_too(sample: int | None, tmp_path: Path) 
     assert names_and_places() == [("parameter-differs", ("buffers/1.weight",))]
 
 
+@pytest.mark.parametrize("alone", [False, True], ids=["a run", "weights alone"])
+def test_batch_statistics_are_compared_where_the_model_is_given(alone: bool, tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.randn(5, 4)).sum().backward()
+    if not alone:
+        optimizer.step()
+    path = tmp_path / "run.pt"
+    run = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(run["model"] if alone else run, path)
+    assert statekit.torch.attest(optimizer, model, path).findings == ()
+    unsaid = statekit.torch.attest(optimizer, model.named_parameters(), path, strict=True).unchecked
+    assert any("none was given" in one for one in unsaid)
+    model[1].running_mean.add_(1)
+    (finding,) = statekit.torch.attest(optimizer, model, path).findings
+    assert (finding.name, [one.rpartition("/")[0] for one in finding.where]) == (
+        "parameter-differs",
+        ["params/1"] if alone else ["buffers"],
+    )
+
+
 def side_by_side() -> tuple[Any, list[Any], list[Any]]:
     """A model whose matrices and vectors have optimizers of their own, each with its schedule."""
     model = network()

@@ -301,3 +301,21 @@ def test_numbers_that_are_equal_as_float32_are_said_and_no_difference() -> None:
     compared = compare_states(one, other)
     assert compared.differences == ()
     assert compared.normalised == ("learning_rate: 0.1 and 0.10000000149011612 are equal as float32",)
+
+
+def test_what_no_optimizer_moves_is_compared_wherever_it_lies() -> None:
+    def state(frozen: float, is_buffer: bool) -> TrainState:
+        one, other = (in_memory(np.full(4, value, np.float32)) for value in (1.0, frozen))
+        return TrainState(
+            {"a": one} if is_buffer else {"a": one, "b/stats": other},
+            {"a": {"m": one, "v": one}},
+            Optimizer("adamw", "torch", (Group(("a",), {}),)),
+            Counts(1, 1),
+            {},
+            {"buffers": {"b.stats": other}} if is_buffer else {},
+        )
+
+    for right, live in ((True, False), (False, True)):
+        assert compare_states(state(2, right), state(2, live)).differences == ()
+        (wrong,) = compare_states(state(2, right), state(3, live)).differences
+        assert (wrong.what, wrong.place) == ("values", "params/b/stats")

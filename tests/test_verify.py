@@ -6,6 +6,7 @@ import copy
 import errno
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from blake3 import blake3
 from safetensors.numpy import load_file, save_file
+from samples import state_writer
 
 from goldens import COMPACT
 from statekit.budget import Budget, Limits
@@ -22,6 +24,8 @@ from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
 from statekit.errors import BudgetError, CommitError, FormatError, StateError
+from statekit.tensors.tensor import in_memory
+from statekit.testing.layouts import made_state
 from statekit.verify.certificate import Certificate, read_certificate
 from statekit.verify.probes import gradients_of
 from statekit.verify.repetition import repeated
@@ -288,3 +292,14 @@ def test_what_lies_beside_parameters_and_slots_is_compared_too(tmp_path: Path) -
         assert (made.verdict, made.passed) == ("refuted", False), place
         assert [one.partition(":")[0] for one in made.data["verdict"]["because"]] == [place]
         jsonschema.validate(json.loads(made.text()), SCHEMA)
+
+
+def test_a_frozen_parameter_that_the_target_cannot_tell_from_a_buffer_is_no_fault(tmp_path: Path) -> None:
+    made = made_state("adamw", "torch")
+    frozen = in_memory(np.ones(4, np.float32))
+    state = replace(made, params={**made.params, "frozen/stats": frozen})
+    source = state_writer("statekit", "statekit", lambda: state)(tmp_path)
+    convert(plan(source, tmp_path / "target.pt", layout="torch-optim"))
+    result = verify(source, tmp_path / "target.pt", steps=1, gradients="random")
+    assert (result.passed, result.data["verdict"]["because"]) == (True, [])
+    assert result.tensors["params/frozen/stats"] == "bit-exact"

@@ -47,7 +47,7 @@ def attest(
     require: Level = "rounding",
     shows_schedule: bool = False,
     live_rates: Mapping[int, Rate] = {},
-    whole_model: bool = True,
+    whole_model: bool = False,
     step: int | None = None,
     hints: Hints,
     instead: Sequence[tuple[Hints, str]] = (),
@@ -146,7 +146,7 @@ def attesting(
     require: Level = "rounding",
     shows_schedule: bool = False,
     live_rates: Mapping[int, Rate] = {},
-    whole_model: bool = True,
+    whole_model: bool = False,
     step: int | None = None,
     hints: Hints,
     instead: Sequence[tuple[Hints, str]] = (),
@@ -182,7 +182,6 @@ def attesting(
             each += more
             has_weights_alone = right.optimizer.kinds[0][0] == WEIGHTS != state.optimizer.kinds[0][0]
             if has_weights_alone:
-                right = _with_frozen_as(right, state)
                 if is_new(state):
                     said.append("the optimizer: the checkpoint has weights alone")
                 else:
@@ -285,18 +284,6 @@ def _without(state: TrainState, paths: Collection[str]) -> TrainState:
         optimizer=replace(state.optimizer, groups=groups),
         counts=replace(state.counts, behind=behind),
     )
-
-
-def _with_frozen_as(right: TrainState, live: TrainState) -> TrainState:
-    """Returns a state of weights alone with those beside its parameters that the live run doesn't train."""
-    frozen = {path_of(name): name for name in _buffers(live)}
-    beside = {
-        frozen[path]: param for path, param in right.params.items() if path in frozen.keys() - live.params
-    }
-    buffers = right.extra.get(BUFFERS)
-    kept = dict(buffers) if isinstance(buffers, Mapping) else {}
-    rest = _without(right, {path_of(name) for name in beside})
-    return replace(rest, extra={**right.extra, BUFFERS: {**kept, **beside}})
 
 
 def _buffers(state: TrainState) -> list[str]:

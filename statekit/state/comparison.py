@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Literal, TypeAlias
 
@@ -136,7 +136,8 @@ class _States:
         sides: tuple[str, str],
         rates: Mapping[int, Rate],
     ) -> None:
-        self._right, self._other, self._by_value, self._on_tensor = right, other, by_value, on_tensor
+        self._right, self._other = with_still(right, other), with_still(other, right)
+        self._by_value, self._on_tensor = by_value, on_tensor
         self._read, self._sides = _Read(), sides
         self._runs = run_of(right.extra), run_of(other.extra)
         self._forms = _forms(right, other, self._runs, rates)
@@ -366,6 +367,26 @@ class _States:
             self._unsaid["the schedule: its two forms can't be compared"] = None
             return True
         return False
+
+
+def with_still(state: TrainState, like: TrainState) -> TrainState:
+    """Returns a state with those of its buffers among the parameters that no optimizer moves in another.
+
+    Where nothing tells frozen parameters from batch statistics, a layout calls both buffers.
+    """
+    kept = state.extra.get(BUFFERS)
+    buffers: Mapping[str, Any] = kept if isinstance(kept, Mapping) else {}
+    moved = {path for group in like.optimizer.groups for path in group.paths}
+    still = {
+        path: name
+        for name in buffers
+        if (path := str(name).replace(".", "/")) in like.params and path not in {*moved, *state.params}
+    }
+    if not still:
+        return state
+    rest = {name: one for name, one in buffers.items() if name not in still.values()}
+    params = {**state.params, **{path: buffers[name] for path, name in still.items()}}
+    return replace(state, params=params, extra={**state.extra, BUFFERS: rest})
 
 
 @dataclass(frozen=True)

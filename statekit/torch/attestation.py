@@ -61,7 +61,8 @@ def attest(
     Args:
         optimizer: What makes the updates, wrapped or not: torch.optim's, transformers' Adafactor, statekit's; of a run
             that has several all of them, in the order in which they are saved.
-        named_parameters: `model.named_parameters()`; or the model, which FSDP1 (`use_orig_params=True`) needs.
+        named_parameters: `model.named_parameters()`; or the model, of which the buffers are compared too, and which
+            FSDP1 (`use_orig_params=True`) needs.
         path: Anything statekit reads: a Trainer's folder, a torch file, a T5X run.
         scheduler: What moves the learning rate, if something does; all of them, if several do.
         scaler: The `torch.amp.GradScaler`, if there is one.
@@ -175,7 +176,7 @@ def live_run(
         beside["scaler"] = state
 
     def checkpoint() -> Checkpoint:
-        return live_checkpoint(here, inner, beside, flat)
+        return live_checkpoint(here, inner, beside, flat, _buffers(named_parameters) if is_model else {})
 
     arguments = {
         "live": lambda opened: live_state(checkpoint()),
@@ -185,6 +186,7 @@ def live_run(
         "names": names,
         "maps": maps,
         "require": require,
+        "whole_model": is_model,
         "step": step,
         "hints": hints,
         "instead": _in_order(hints, inner, every, names or {}),
@@ -243,6 +245,17 @@ def unwrapped(model: Any) -> Any:
     while (inside := _WRAPPERS.get(type(model).__name__)) is not None:
         model = getattr(model, inside)
     return model
+
+
+def _buffers(model: Any) -> dict[str, torch.Tensor]:
+    """Returns the tensors of a model that are no parameters and that its `state_dict` has, such as batch statistics."""
+    modules = unwrapped(model).named_modules(remove_duplicate=False)
+    return {
+        f"{around}.{name}".removeprefix(".").replace(FLAT_PREFIX, ""): buffer
+        for around, module in modules
+        for name, buffer in module._buffers.items()
+        if buffer is not None and name not in module._non_persistent_buffers_set
+    }
 
 
 def only(parts: Sequence[Any], what: str) -> Any:

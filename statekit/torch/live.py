@@ -144,6 +144,7 @@ def live_checkpoint(
     optimizers: Sequence[torch.optim.Optimizer],
     beside: Mapping[str, Any],
     flat: Mapping[int, FlatPart] = {},
+    buffers: Mapping[str, torch.Tensor] = {},
 ) -> Checkpoint:
     """Returns what is live in the form in which a file of PyTorch is read.
 
@@ -153,6 +154,7 @@ def live_checkpoint(
             aren't among the parameters are left out.
         beside: What else the run has, by the name that it has in checkpoints: states of a scheduler, a scaler.
         flat: What this process has of parameters that FSDP1 keeps flat, by their `id`.
+        buffers: The model's other tensors by name, as its `state_dict` has them.
     """
     names = {id(param): name for name, param in params.items()}
     model = {
@@ -161,7 +163,7 @@ def live_checkpoint(
     }
     states = [named_state(one, names, flat) for one in optimizers]
     parts = {"optimizer": states[0]} if len(states) == 1 else {"optimizers": states}
-    tree = live_tree({"model": model, **parts, **beside})
+    tree = live_tree({"model": {**model, **buffers}, **parts, **beside})
     return Checkpoint("torch", LIVE, tree)
 
 

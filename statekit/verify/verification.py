@@ -28,7 +28,7 @@ from statekit.conversion.rule_change import Bridge, Compared, RuleChange
 from statekit.errors import StatekitError, UsageError, some
 from statekit.maps.links import StateMap
 from statekit.maps.model_map import Renaming, load
-from statekit.state.comparison import Difference, compare_states
+from statekit.state.comparison import Difference, compare_states, with_still
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape, swapped
 from statekit.state.run import BUFFERS
@@ -269,9 +269,10 @@ class _Verification:
         self._source, self._target = prepared.opened, target
         assert prepared.carried is not None  # `prepare` made it
         self._carried = as_params(prepared.carried)[0]
-        self._expected = as_params(prepared.state)[0]
+        expected, actual = as_params(prepared.state)[0], as_params(target.state)[0]
+        self._expected = with_still(expected, actual)
         self._said = said
-        self._actual, self._unsaid = _completed(as_params(target.state)[0], self._expected)
+        self._actual, self._unsaid = _completed(with_still(actual, expected), self._expected)
 
     def certificate(self) -> Certificate:
         asked, plan = self._asked, self._plan
@@ -344,7 +345,7 @@ class _Verification:
             with _back(self._plan.request, self._asked, source, self._target) as prepared:
                 state = as_params(prepared.state)[0]
                 origin = as_params(source.state)[0]
-                rows = compared(origin, state, self._plan, reader)
+                rows = compared(with_still(origin, state), with_still(state, origin), self._plan, reader)
         except StatekitError as error:
             return {"done": False, "because": error.line}
         wrong = [row.name for row in rows if row.verdict == "refuted"]
