@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ import click
 
 from statekit.budget import bytes_of
 from statekit.conversion.contracts import Hints
-from statekit.errors import printable
+from statekit.errors import Faults, NotFoundError, TargetExistsError, UsageError, printable
 from statekit.state.train_state import StepOffset
 
 if TYPE_CHECKING:  # entered only where an option names a file
@@ -396,6 +397,73 @@ def _schedule(text: str, files: Files) -> Mapping[str, Any]:
     from statekit.state.schedules.call_text import parse_call
 
     return parse_call(text)
+
+
+def read_config(arguments: tuple[str, ...], name: str | None, files: Files) -> dict[str, Any]:
+    """Returns what `--config` says of a model, by the names of the map; later ones win.
+
+    Raises:
+        UsageError: It isn't of that map's model, or can't be read; lists every fault.
+    """
+    from statekit.converters.formats.hparams import read_gin, read_hparams, read_text
+    from statekit.maps.model_map import settings_in
+
+    settings, faults = settings_in(name, files), Faults()
+    values: dict[str, Any] = {}
+    unread: dict[str, str] = {}
+    for argument in arguments:
+        if not argument.endswith(".gin") or "=" in argument:
+            values |= settings.translated(read_hparams([argument], files=files).values, faults)
+            continue
+        path = Path(argument)
+        text = read_text(path, files)
+        bound = {one: vars(read_gin(text, path, one, files.account)) for one in settings.gin}
+        read, others = settings.of_gin(bound, faults)
+        if not read and not others:
+            faults.add(f"binds nothing of {' or '.join(settings.gin) or 'a model of the map'}", argument)
+        values, unread = values | read, unread | others
+    faults += [
+        (f"is {one:.80}, which is no plain value", key) for key, one in unread.items() if key not in values
+    ]
+    remedy = "say it: --config KEY=VALUE"
+    faults.check(UsageError, "The configuration can't be taken", place="--config", remedy=remedy)
+    return values
+
+
+def place_of(what: str, is_one: Callable[[Path], bool]) -> Callable[..., Path | None]:
+    """Returns a callback for click that refuses, before any work, a path at which a file can't be written.
+
+    Args:
+        what: What the file is called: `report`.
+        is_one: Whether a file is such a one, which a new one may replace.
+    """
+
+    def check(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
+        if value is None:
+            return None
+        if not value.parent.is_dir():
+            raise NotFoundError(
+                f"The {what}'s folder isn't there.", place=value.parent, remedy=f"mkdir -p {value.parent}"
+            )
+        if os.path.lexists(value) and (value.is_symlink() or not value.is_file() or not is_one(value)):
+            raise TargetExistsError(
+                f"There is something else in the {what}'s place.",
+                place=value,
+                expected=f"nothing, or a {what}",
+                remedy="choose another name",
+            )
+        return value
+
+    return check
+
+
+def _is_certificate(path: Path) -> bool:
+    from statekit.verify.certificate import is_certificate
+
+    return is_certificate(path)
+
+
+certificate_place = place_of("certificate", _is_certificate)
 
 
 def local_file(ctx: click.Context, param: click.Parameter, value: str | None) -> Path | None:

@@ -20,7 +20,9 @@ MAX_ROWS = 40
 @click.option(
     "--updates", type=int, metavar="K", default=UPDATES, show_default=True, help="How many are looked at."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the sample and the gradients.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the sample and the gradients."
+)
 @click.option(
     "--all", "everything", is_flag=True, help="Step every element of every parameter, not a sample."
 )

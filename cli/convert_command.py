@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from statekit.cli import output
 from statekit.cli.arguments import (
+    certificate_place,
     changes_options,
     complete_layouts,
     complete_maps,
@@ -16,6 +17,7 @@ from statekit.cli.arguments import (
     from_option,
     hints_options,
     local_file,
+    read_config,
     read_step,
     step_option,
 )
@@ -25,14 +27,13 @@ from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import Report, convert, outcome, plan
 from statekit.conversion.plan import Plan
 from statekit.conversion.resume import of_plan, resume_lines, unsaid
-from statekit.errors import Faults, UsageError, size
+from statekit.errors import UsageError, size
 from statekit.files.stage import Progress
 from statekit.maps.links import StateMap
 from statekit.state.train_state import StepOffset
 
 if TYPE_CHECKING:  # entered only where something is asked for
     from statekit.conversion.changing.changes import Changes
-    from statekit.files.source import Files
     from statekit.verify.certificate import Certificate
 
 PHASES = {"check": "checking the source", "write": "writing", "verify": "reading again"}
@@ -57,35 +58,8 @@ def _maps(
     from statekit.maps.model_map import maps_of
 
     with Files(hints.job_budget()) as files:
-        said = _config(config, name, files)
+        said = read_config(config, name, files)
     return maps_of(name, said, rename, budget=hints.job_budget())
-
-
-def _config(arguments: tuple[str, ...], name: str | None, files: Files) -> dict[str, Any]:
-    """Returns what `--config` says, by the map's names; later ones win."""
-    from statekit.converters.formats.hparams import read_gin, read_hparams, read_text
-    from statekit.maps.model_map import settings_in
-
-    settings, faults = settings_in(name, files), Faults()
-    values: dict[str, Any] = {}
-    unread: dict[str, str] = {}
-    for argument in arguments:
-        if not argument.endswith(".gin") or "=" in argument:
-            values |= settings.translated(read_hparams([argument], files=files).values, faults)
-            continue
-        path = Path(argument)
-        text = read_text(path, files)
-        bound = {one: vars(read_gin(text, path, one, files.account)) for one in settings.gin}
-        read, others = settings.of_gin(bound, faults)
-        if not read and not others:
-            faults.add(f"binds nothing of {' or '.join(settings.gin) or 'a model of the map'}", argument)
-        values, unread = values | read, unread | others
-    faults += [
-        (f"is {one:.80}, which is no plain value", key) for key, one in unread.items() if key not in values
-    ]
-    remedy = "say it: --config KEY=VALUE"
-    faults.check(UsageError, "The configuration can't be taken", place="--config", remedy=remedy)
-    return values
 
 
 @click.command("convert")
@@ -172,6 +146,7 @@ def _config(arguments: tuple[str, ...], name: str | None, files: Files) -> dict[
     "--certificate",
     metavar="FILE.json",
     type=click.Path(path_type=Path),
+    callback=certificate_place,
     help="Write what --verify shows here.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -205,6 +180,13 @@ def command(
     """
     if (dry_run and proves) or (certificate is not None and not proves):
         raise click.UsageError("--certificate goes with --verify, and --verify with what is written.")
+    if proves and changes is not None and (changes.state_only or changes.init_missing is not None):
+        raise UsageError(
+            "--verify can't prove what is made so.",
+            place="--state-only" if changes.state_only else "--init-missing",
+            expected="parameters that are the source's, in both",
+            remedy="leave --verify out",
+        )
     planned = plan(
         source,
         target,

@@ -2,39 +2,18 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import click
 
-from statekit.errors import NotFoundError, TargetExistsError
+from statekit.cli.arguments import place_of
 
 _FIRST_LINE = 200
 
 
-def _place(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
-    """Refuses, before any work, what a report can't be written to."""
-    if value is None:
-        return None
-    if not value.parent.is_dir():
-        raise NotFoundError(
-            "The report's folder isn't there.", place=value.parent, remedy=f"mkdir -p {value.parent}"
-        )
-    if os.path.lexists(value) and not _is_report(value):
-        raise TargetExistsError(
-            "There is something else in the report's place.",
-            place=value,
-            expected="nothing, or a report",
-            remedy="choose another name",
-        )
-    return value
-
-
 def _is_report(path: Path) -> bool:
-    if path.is_symlink() or not path.is_file():
-        return False
     from statekit.pages.report import MARK
 
     with path.open("rb") as file:
@@ -47,7 +26,7 @@ def report_option(command: Callable[..., Any]) -> Callable[..., Any]:
         "--report",
         metavar="FILE.html",
         type=click.Path(path_type=Path),
-        callback=_place,
+        callback=place_of("report", _is_report),
         help="Write it as a page too, which needs nothing beside it; takes the place of an earlier report.",
     )(command)
 

@@ -10,7 +10,15 @@ import click
 
 from statekit.arrays.backend import BACKEND_NAMES
 from statekit.cli import output
-from statekit.cli.arguments import complete_maps, hints_options, local_file, read_step, step_option
+from statekit.cli.arguments import (
+    certificate_place,
+    complete_maps,
+    hints_options,
+    local_file,
+    read_config,
+    read_step,
+    step_option,
+)
 from statekit.cli.main import DONE, WANTING
 from statekit.cli.output import Screen, Table
 from statekit.cli.report_option import report_option, write_report
@@ -59,7 +67,9 @@ MAX_ROWS = 40
 @click.option(
     "--all", "everything", is_flag=True, help="Step every element of every parameter, not a sample."
 )
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the sample and the gradients.")
+@click.option(
+    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the sample and the gradients."
+)
 @click.option(
     "--require",
     type=click.Choice([e.name.lower() for e in Exactness if e < Exactness.REFUSED]),
@@ -88,6 +98,7 @@ MAX_ROWS = 40
     "to",
     metavar="FILE.json",
     type=click.Path(path_type=Path),
+    callback=certificate_place,
     help="Write the certificate here.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -127,7 +138,8 @@ def command(
             "Two checkpoints or a certificate are needed.", expected="SRC DST, or --repeat CERT [SRC DST]"
         )
     if repeat is not None:
-        return _repeat(repeat, source, target, as_json, report)
+        _refuse_said_again()
+        return _repeat(repeat, source, target, hints, as_json, report)
     assert source is not None and target is not None  # said above
     made = verified(
         source,
@@ -151,7 +163,9 @@ def command(
     return DONE if made.passed else WANTING
 
 
-def verified(source: Path, target: Path, config: Sequence[str], *, hints: Hints, **asked: Any) -> Certificate:
+def verified(
+    source: Path, target: Path, config: tuple[str, ...], *, hints: Hints, **asked: Any
+) -> Certificate:
     """Verifies two checkpoints while it is shown how far that is.
 
     Args:
@@ -161,11 +175,10 @@ def verified(source: Path, target: Path, config: Sequence[str], *, hints: Hints,
         hints: What the source doesn't say.
         asked: What else `statekit.verify.verification.verify` takes.
     """
-    from statekit.converters.formats.hparams import read_hparams
     from statekit.files.source import Files
 
     with Files(hints.job_budget()) as files:
-        said = read_hparams(config, files=files).values
+        said = read_config(config, asked.get("map"), files) if config else None
     with output.reading() as tell:
         return verify(
             source,
@@ -187,11 +200,42 @@ def show(made: Certificate, to: Path | None = None, as_json: bool = False) -> No
         output.screen().say(f"The certificate is {to}, digest {made.digest}.")
 
 
-def _repeat(path: Path, source: Path | None, target: Path | None, as_json: bool, report: Path | None) -> int:
+_IN_CERTIFICATE = (
+    "steps", "gradients", "backend", "everything", "seed", "require", "step", "map_name", "config", "step_offset",
+    "hparams", "variant", "to",
+)  # fmt: skip
+"""What a certificate says itself, and nobody may say otherwise where it is repeated; and where it would be written."""
+
+
+def _refuse_said_again() -> None:
+    """Refuses what was said beside --repeat and is said by the certificate.
+
+    Raises:
+        UsageError: Names every such option.
+    """
+    context = click.get_current_context()
+    said = [
+        one.opts[0]
+        for one in context.command.params
+        if one.name in _IN_CERTIFICATE
+        and context.get_parameter_source(one.name) is click.core.ParameterSource.COMMANDLINE
+    ]
+    if said:
+        raise UsageError(
+            "A certificate is repeated as it was asked for.",
+            place="--repeat",
+            found=f"{', '.join(said)} too",
+            remedy="leave it out, or verify SRC and DST anew",
+        )
+
+
+def _repeat(
+    path: Path, source: Path | None, target: Path | None, hints: Hints, as_json: bool, report: Path | None
+) -> int:
     from statekit.verify.repetition import repeated
 
     with output.reading() as tell:
-        done = repeated(path, source, target, lambda phase, name, size: tell(f"{phase} {name}", size))
+        done = repeated(path, source, target, lambda phase, name, size: tell(f"{phase} {name}", size), hints)
     result = {"repeats": done.same, "differs": list(done.differs), **done.again.to_json()}
     write_report(report, "verify", result)
     if as_json:

@@ -19,11 +19,12 @@ from samples import state_writer
 
 from goldens import COMPACT
 from statekit.budget import Budget, Limits
-from statekit.cli.main import DONE, main
+from statekit.cli.main import DONE, FAILED, USAGE, main
+from statekit.conversion.changing.changes import Changes
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
-from statekit.errors import BudgetError, CommitError, FormatError, StateError
+from statekit.errors import BudgetError, CommitError, FormatError, StateError, UsageError
 from statekit.tensors.tensor import in_memory
 from statekit.testing.layouts import made_state
 from statekit.verify.certificate import Certificate, read_certificate
@@ -303,3 +304,77 @@ def test_a_frozen_parameter_that_the_target_cannot_tell_from_a_buffer_is_no_faul
     result = verify(source, tmp_path / "target.pt", steps=1, gradients="random")
     assert (result.passed, result.data["verdict"]["because"]) == (True, [])
     assert result.tensors["params/frozen/stats"] == "bit-exact"
+
+
+def test_what_was_changed_as_asked_refutes_nothing_and_is_named(tmp_path: Path) -> None:
+    """Half the loss makes a quarter of the second moment, bit by bit: taken back it isn't the source's."""
+    for i, said in enumerate(({"loss_scale": 0.5}, {"schedule_step": 0})):
+        target = tmp_path / f"{i}.pt"
+        convert(plan(T5X, target, hints=SAID, changes=Changes.of(said)))
+        made = verify(T5X, target, steps=0)
+        assert made.verdict != "refuted", made.data["verdict"]["because"]
+        (option,) = said
+        named = f"changed, as was asked for: --{option.replace('_', '-')}: "
+        assert [one for one in made.data["assumptions"] if one.startswith(named)], option
+
+
+def test_what_a_map_was_told_is_said_again_as_it_was_in_convert(tmp_path: Path) -> None:
+    run = next((COMPACT / "t5x_checkpoints/unscanned/msgpack_v3").glob("checkpoint_*"))
+    name, target, map_ = tmp_path / "renamed", tmp_path / "back.pt", ["--map", "t5x-t5:hf-t5"]
+    assert main(["convert", str(run), str(name), "--to", "statekit", "--rename", "^encoder/=enc/"]) == DONE
+    words = [str(name), str(target), *map_]
+    assert main(["convert", *words, "--rename", "^enc/=encoder/"]) == DONE
+    heads = verify(name, target, map="t5x-t5:hf-t5", steps=0)
+    assert heads.passed  # the manifest alone says how names were changed before the map
+    (tmp_path / "model.gin").write_text("network.T5Config.num_layers = 7", encoding="utf-8")
+    for config in ([str(tmp_path / "model.gin")], ["num_layers=7"]):
+        assert main(["verify", *words, "--steps", "0", "--config", *config]) != DONE
+    with pytest.raises(UsageError, match="no map"):
+        verify(T5X, target, config={"num_heads": 4}, steps=0)
+
+
+def test_a_certificate_takes_no_other_file_s_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It was written over whatever lay there, the target too; or failed once all the work was done."""
+    target = tmp_path / "a.pt"
+    words = ["convert", str(T5X), str(target), "--verify", "--certificate"]
+    assert main([*words, str(tmp_path / "nowhere" / "cert.json")]) == FAILED
+    assert "mkdir -p" in capsys.readouterr().err
+    (tmp_path / "mine.json").write_text('{"format": "mine"}', encoding="utf-8")
+    assert main([*words, str(tmp_path / "mine.json")]) == FAILED
+    assert "something else" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["mine.json"]
+    convert(plan(T5X, target, hints=SAID))
+    again = ["verify", str(T5X), str(target), "--steps", "0", "--certificate"]
+    assert main([*again, str(target)]) == FAILED
+    assert [main([*again, str(tmp_path / "cert.json")]) for _ in range(2)] == [DONE, DONE]
+
+
+def test_verify_is_refused_before_a_conversion_that_it_can_t_prove(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for words in (["--state-only"], ["--init-missing", str(T5X)]):
+        assert main(["convert", str(T5X), str(tmp_path / "a.pt"), "--verify", *words]) == USAGE
+        assert words[0] in capsys.readouterr().err
+    assert not (tmp_path / "a.pt").exists()
+
+
+def test_a_seed_below_zero_is_refused(neutral: Path) -> None:
+    with pytest.raises(UsageError, match="seed"):
+        verify(T5X, neutral, steps=1, seed=-1)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        ["--seed", "1"], ["--config", "a=1"], ["--hparams", "beta1=0.9"], ["--require", "bitwise"],
+        ["--certificate", "other.json"], ["--step-offset", "reset"],
+    ],
+    ids=lambda said: said[0],
+)  # fmt: skip
+def test_what_a_certificate_says_is_not_said_otherwise(
+    said: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", "--repeat", str(tmp_path / "cert.json"), *said]) == USAGE
+    assert said[0] in capsys.readouterr().err

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from statekit.errors import FormatError, printable
+from statekit.errors import FormatError, StatekitError, printable
 from statekit.files.durable import replace_file
 from statekit.files.source import read_small
 from statekit.tensors.digest import json_digest
@@ -75,6 +75,15 @@ class Certificate:
     def __repr__(self) -> str:
         asked = self.data["asked"]
         return printable(f"<Certificate {asked['source']} -> {asked['target']}: {self.verdict}>")
+
+
+def is_certificate(path: Path) -> bool:
+    """Tells whether a file is a certificate, of whatever version, changed or not."""
+    try:
+        data = strict_json(read_small(path), path)
+    except StatekitError:
+        return False
+    return isinstance(data, dict) and data.get("format") == FORMAT
 
 
 def read_certificate(path: Path) -> Certificate:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from statekit.conversion.contracts import NO_HINTS, Hints
 from statekit.errors import FormatError
 from statekit.verify.certificate import Certificate, read_certificate
 from statekit.verify.verification import Asked, OnProgress, certificate
@@ -39,6 +40,7 @@ def repeated(
     source: Path | None = None,
     target: Path | None = None,
     on_progress: OnProgress = lambda phase, name, size: None,
+    hints: Hints = NO_HINTS,
 ) -> Repetition:
     """Does again what a certificate says.
 
@@ -47,6 +49,7 @@ def repeated(
         source: Where its source lies now; as it says if None.
         target: Where its target lies now.
         on_progress: As in `verify`.
+        hints: What neither checkpoint says, and the certificate doesn't either: all but hyperparameters and variant.
 
     Raises:
         NotFoundError, FormatError: It can't be read, or was changed.
@@ -63,7 +66,7 @@ def repeated(
             found=f"{type(error).__name__}: {error}",
         ) from None
     asked = replace(asked, source=source or asked.source, target=target or asked.target)
-    again = certificate(asked, on_progress=on_progress)
+    again = certificate(asked, hints, on_progress)
     return Repetition(again, tuple(differences(old, again)), tuple(_notes(old.data, again.data)))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from statekit.errors import UsageError
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Index, Shape, Tensor, in_memory
@@ -82,7 +83,12 @@ def sampled(state: TrainState, seed: int = 0, everything: bool = False) -> Sampl
         state: The state.
         seed: Of the draw.
         everything: Whether to take every element of every parameter.
+
+    Raises:
+        UsageError: The seed is below 0.
     """
+    if seed < 0:
+        raise UsageError("A seed is a number from 0.", place="--seed", found=seed)
     moved = {path: i for i, group in enumerate(state.optimizer.groups) for path in group.paths}
     paths = [path for path in state.params if path in moved and 0 not in state.params[path].shape]
     if everything:

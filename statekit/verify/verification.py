@@ -186,8 +186,11 @@ def _request(asked: Asked, hints: Hints, target: OpenState) -> tuple[Request, li
     options: Mapping[str, Any] = (target.checkpoint.manifest or {}).get("options") or {}
     maps, offset, changes = _maps(asked, hints), asked.step_offset, None
     if options:
-        if not maps:
-            maps = tuple(_map_of(one) for one in options.get("maps", ()))
+        made = options.get("maps", ())
+        if maps:  # said again; how names were changed before, the manifest alone says
+            maps = (*(_map_of(one) for one in made if "rename" in one), *maps)
+        else:
+            maps = tuple(_map_of(one) for one in made)
         if offset == "keep":
             offset = (options.get("step_offset") or {}).get("asked", "keep")
         if (record := options.get("changes")) is not None:
@@ -229,7 +232,7 @@ def _names(stored: Sequence[str] | None) -> tuple[str, ...] | None:
 
 
 def _maps(asked: Asked, hints: Hints) -> tuple[StateMap, ...]:
-    if asked.map is None:
+    if asked.map is None and not asked.config:
         return ()
     from statekit.maps.model_map import maps_of
 
@@ -271,7 +274,7 @@ class _Verification:
         self._carried = as_params(prepared.carried)[0]
         expected, actual = as_params(prepared.state)[0], as_params(target.state)[0]
         self._expected = with_still(expected, actual)
-        self._said = said
+        self._said = [*said, *(f"changed, as was asked for: {one}" for one in plan.changed)]
         self._actual, self._unsaid = _completed(with_still(actual, expected), self._expected)
 
     def certificate(self) -> Certificate:
@@ -341,6 +344,8 @@ class _Verification:
             }
         if registry.container_card(source.checkpoint.container).target_kind is None:
             return {"done": False, "because": f"statekit only reads {source.checkpoint.container}"}
+        if self._plan.changed:
+            return {"done": False, "because": "what was changed, as was asked for, isn't changed back"}
         try:
             with _back(self._plan.request, self._asked, source, self._target) as prepared:
                 state = as_params(prepared.state)[0]
