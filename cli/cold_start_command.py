@@ -66,15 +66,22 @@ def command(
 def _show(screen: Screen, result: ColdStart, updates: int) -> None:
     first, last = result.median(0), result.median(updates - 1)
     screen.say(
-        f"Without its optimizer's state the run's first update is off by {first:.0%} of its size, the {updates}th by "
+        f"Without its optimizer's state the run's first update is off by {first:.0%} of its size, update {updates} by "
         f"{last:.0%} (median of the layers).",
         bold=True,
     )
     screen.say(f"{result.path}, {plural(result.updates, 'update')} done")
     screen.say()
     table = Table(
-        ("layer", "first: off by", "cosine", "size", f"{updates}th: off by", f"alike ({ALIKE:.0%}) from"),
-        right=("first: off by", "cosine", "size", f"{updates}th: off by", f"alike ({ALIKE:.0%}) from"),
+        (
+            "layer",
+            "first: off by",
+            "cosine",
+            "size",
+            f"update {updates}: off by",
+            f"alike ({ALIKE:.0%}) from",
+        ),
+        right=("first: off by", "cosine", "size", f"update {updates}: off by", f"alike ({ALIKE:.0%}) from"),
         drop=("size", "cosine"),
     )
     for one in result.layers[:MAX_ROWS]:

@@ -88,6 +88,8 @@ def command(
         raise UsageError(
             "--checkpoint is the start of one recording.", expected="one BUNDLE", found=len(bundles)
         )
+    if checkpoint and start == "init":
+        raise UsageError("--checkpoint is what the replay starts from, and --start init is another start.")
     missing = [path for path in (*bundles, *([checkpoint] if checkpoint else [])) if not path.exists()]
     if missing:
         raise NotFoundError(

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from statekit.cli.arguments import local_file, local_files
-from statekit.errors import MissingExtraError
+from statekit.errors import MissingExtraError, NotFoundError
 
 if TYPE_CHECKING:
     from statekit.service.server import Settings
@@ -85,7 +85,7 @@ def command(
     catalogue.sqlite while no server runs.
     """
     try:
-        from statekit.service.database import Database
+        from statekit.service.database import FILE, Database
         from statekit.service.server import Settings, serve
     except ImportError as error:
         raise MissingExtraError(
@@ -95,6 +95,12 @@ def command(
         ) from error
     folder = data or _data_folder()
     if backup is not None:
+        if not (folder / FILE).is_file():  # opening it would make an empty one
+            raise NotFoundError(
+                "There is no catalogue.",
+                place=folder / FILE,
+                remedy="name the folder that has one: --data DIR",
+            )
         database = Database(folder)
         database.backup(backup)
         database.close()

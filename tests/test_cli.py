@@ -229,6 +229,31 @@ def test_the_shell_completes(line: str, position: int, expected: set[str]) -> No
     assert {entry.partition(",")[2] for entry in done.split()} == expected
 
 
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["schemas", "adafactor", "--json", "--variant", "t5x"], "--variant"),
+        (["replay", str(RUN.parent), "--start", "init", "--checkpoint", str(RUN)], "--checkpoint"),
+        (["convert", str(RUN), "never.pt", "--params-only", "--step-offset", "reset"], "--step-offset"),
+        (["cold-start", str(RUN), "--seed", "-1"], "--seed"),
+        (["verify", str(RUN), str(RUN), "--seed", "-1"], "--seed"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_options_that_would_be_passed_over_are_refused(
+    words: list[str], named: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main.main(words) == main.USAGE
+    assert named in capsys.readouterr().err
+
+
+def test_no_catalogue_is_made_by_a_backup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["serve", "--data", str(tmp_path), "--backup", str(tmp_path / "copy.sqlite")]
+    assert main.main(words) == main.FAILED
+    assert "There is no catalogue" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
 def test_the_shell_is_told_how_to_complete(shell: str) -> None:
     assert "_STATEKIT_COMPLETE" in completion(f"{shell}_source")

@@ -24,7 +24,7 @@ from statekit.conversion.contracts import NO_HINTS
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
 from statekit.conversion.seal import seal
-from statekit.errors import CorruptError, StatekitError, TargetExistsError
+from statekit.errors import CorruptError, NotFoundError, StatekitError, TargetExistsError, UsageError
 from statekit.files import file_changes, integrity
 from statekit.files.manifest import FILE, is_manifest
 from statekit.testing.container_trials import Contents
@@ -137,6 +137,9 @@ def test_all_steps_of_a_run_are_sealed_and_checked(tmp_path: Path) -> None:
     report = check(run)
     assert [one.step for one in report.checkpoints if one.faults] == [3]
     assert [one.step for one in check(run, step=4).checkpoints] == [4]
+    for step, path in ((7, run), (7, run / "checkpoint-4")):  # which isn't damage
+        with pytest.raises(NotFoundError, match="step"):
+            check(path, step=step)
     (run / "checkpoint-4" / "optimizer.pt").write_bytes(b"")  # the newest can't be opened any more
     report = check(run)
     assert [one.path.name for one in report.checkpoints] == [f"checkpoint-{n}" for n in (2, 3, 4)]
@@ -234,7 +237,10 @@ def test_what_was_written_to_since_is_renewed_and_damage_is_not_covered_up(tmp_p
     assert caught.value.faults[0][1] == f"{model}" and "--renew" in caught.value.remedy
     with pytest.raises(CorruptError, match="cover up"):
         seal(step, renew=["optimizer.pt"])
-    assert seal(step, renew=["model.safetensors"]).checkpoints[0].changed == ("model.safetensors",)
+    with pytest.raises(UsageError, match="is no file of the checkpoint"):
+        seal(step, renew=["model.safetensors", "model.safetensor"])  # it was passed over
+    from_here = os.path.relpath(model)
+    assert seal(step, renew=[from_here]).checkpoints[0].changed == ("model.safetensors",)
     assert check(step).passed
     model.write_bytes(before)
 

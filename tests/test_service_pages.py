@@ -119,6 +119,12 @@ def test_a_region_that_says_nothing_is_refused(served: Served) -> None:
         assert answer.status_code == 422 and why in answer.text
 
 
+def test_what_is_no_checkpoints_number_is_said_and_not_left_out(served: Served) -> None:
+    form = {"kind": "check", "subject": [f"{number(served, 'a.pt')}", "x"]}
+    answer = served.client.post("/jobs", data=form, headers={**PAGE, "Origin": "http://localhost:8642"})
+    assert answer.status_code == 422 and "no checkpoint&#39;s number" in answer.text
+
+
 @pytest.mark.parametrize("address", ["/nowhere", "/runs/7", "/jobs/999", "/static/none.js", "/checkpoints/x"])
 def test_what_is_not_there_is_a_page_for_people_and_data_for_programs(address: str, served: Served) -> None:
     page = served.client.get(address, headers=PAGE)

@@ -308,12 +308,11 @@ def test_a_frozen_parameter_that_the_target_cannot_tell_from_a_buffer_is_no_faul
 
 def test_what_was_changed_as_asked_refutes_nothing_and_is_named(tmp_path: Path) -> None:
     """Half the loss makes a quarter of the second moment, bit by bit: taken back it isn't the source's."""
-    for i, said in enumerate(({"loss_scale": 0.5}, {"schedule_step": 0})):
-        target = tmp_path / f"{i}.pt"
-        convert(plan(T5X, target, hints=SAID, changes=Changes.of(said)))
+    for option, value in (("loss_scale", 0.5), ("schedule_step", 0)):
+        target = tmp_path / f"{option}.pt"
+        convert(plan(T5X, target, hints=SAID, changes=Changes.of({option: value})))
         made = verify(T5X, target, steps=0)
         assert made.verdict != "refuted", made.data["verdict"]["because"]
-        (option,) = said
         named = f"changed, as was asked for: --{option.replace('_', '-')}: "
         assert [one for one in made.data["assumptions"] if one.startswith(named)], option
 

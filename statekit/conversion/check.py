@@ -6,6 +6,7 @@ so that the checksums of its format are compared. What neither covers is listed 
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from typing import Any
 from statekit.budget import Budget
 from statekit.conversion.checkpoints_at import OneReport, PathReport, Place, checkpoints_at
 from statekit.conversion.contracts import Hints
-from statekit.errors import BudgetError, StatekitError, printable
+from statekit.errors import BudgetError, NotFoundError, StatekitError, printable
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.checksums import HEADERS, ZIP, of_file, of_tensor, stored_in, zip_fault
 from statekit.files.integrity import files_of, prove_files, value_fault
@@ -126,10 +127,11 @@ def check(
     """
     hints, tell = Hints(follow_links=follow_links, budget=budget), on_progress or silent
     places = checkpoints_at(Path(path), container, step, hints)
-    return CheckReport(Path(path), tuple(_checked(place, hints, tell) for place in places))
+    return CheckReport(Path(path), tuple(_checked(place, hints, tell, step is not None) for place in places))
 
 
-def _checked(place: Place, hints: Hints, tell: OnProgress) -> CheckedCheckpoint:
+def _checked(place: Place, hints: Hints, tell: OnProgress, asked: bool) -> CheckedCheckpoint:
+    """Checks one checkpoint; `asked` is whether somebody named its step, which may not be there."""
     budget = hints.job_budget()
     try:
         with place.opened(hints, budget) as checkpoint:
@@ -137,6 +139,8 @@ def _checked(place: Place, hints: Hints, tell: OnProgress) -> CheckedCheckpoint:
     except BudgetError:  # what can't be read with this budget isn't damaged
         raise
     except StatekitError as error:
+        if asked and isinstance(error, NotFoundError) and _same(error.place, place.path):
+            raise  # no such step: none of its files has been looked at
         where = f"{error.place or place.path}"
         return CheckedCheckpoint(
             place.path,
@@ -145,6 +149,10 @@ def _checked(place: Place, hints: Hints, tell: OnProgress) -> CheckedCheckpoint:
             None,
             faults=((f"can't be read: {error.line}", where),),
         )
+
+
+def _same(place: object, path: Path) -> bool:
+    return os.path.abspath(f"{place}") == os.path.abspath(path)
 
 
 def _proven(checkpoint: Checkpoint, budget: Budget, tell: OnProgress) -> CheckedCheckpoint:

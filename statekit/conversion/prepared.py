@@ -303,6 +303,13 @@ def _offset(state: TrainState, asked: StepOffset) -> int | None:
 
 def _changed(opened: OpenState, request: Request) -> tuple[TrainState, tuple[Change, ...]]:
     """Returns a source's state with what was asked to be changed, and what that was."""
+    if request.changes is not None and request.changes.params_only and request.step_offset != "keep":
+        raise UsageError(
+            "Without its slots nothing can be changed of an optimizer.",
+            place="--params-only",
+            found="--step-offset",
+            remedy="leave it out",
+        )
     state = opened.state.with_step_offset(request.step_offset)
     if request.changes is None:
         return state, ()

@@ -7,7 +7,8 @@ names.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import os
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -16,7 +17,7 @@ from typing import Any, Literal
 from statekit.budget import Budget
 from statekit.conversion.checkpoints_at import OneReport, PathReport, Place, checkpoints_at
 from statekit.conversion.contracts import Hints
-from statekit.errors import CorruptError, Faults
+from statekit.errors import CorruptError, Faults, UsageError
 from statekit.files.checkpoint import Checkpoint, Proof
 from statekit.files.checksums import of_tensor
 from statekit.files.durable import replace_file
@@ -87,6 +88,7 @@ def seal(
 
     Raises:
         NotFoundError: Nothing is there, or no such step.
+        UsageError: `renew` names what is no file of any of them; nothing was sealed.
         FormatError: A checkpoint can't be read.
         CorruptError: A checksum of the format contradicts it, or an earlier manifest does; the checkpoints before it
             have been sealed.
@@ -94,7 +96,37 @@ def seal(
     """
     hints, tell = Hints(follow_links=follow_links, budget=budget), on_progress or silent
     places = list(checkpoints_at(Path(path), container, step, hints))
+    if renew:
+        _check_names(places, renew, hints)
     return SealReport(Path(path), tuple(_sealed(place, renew, hints, tell) for place in places))
+
+
+def _check_names(places: Iterable[Place], renew: Collection[str], hints: Hints) -> None:
+    """Refuses names that are no file of any checkpoint, there or stated, so that none of them is passed over.
+
+    Raises:
+        UsageError: Lists them.
+    """
+    known: set[str] = set()
+    for place in places:
+        with place.opened(hints, hints.job_budget()) as checkpoint:
+            proof = checkpoint.proof
+            base = (manifest_place(checkpoint) if proof is None else proof.place).parent
+            damaged = [Path(finding.place) for finding in checkpoint.findings if finding.damage]
+            paths = [*files_of(checkpoint), *(() if proof is None else proof.files), *damaged]
+            known.update(name for path in paths for name in _names(path, base))
+    Faults(("is no file of the checkpoint", name) for name in renew if not _is_one(name, known)).check(
+        UsageError, "There is nothing to take as it is now", place="--renew"
+    )
+
+
+def _is_one(name: str, known: Collection[str]) -> bool:
+    return name in known or os.path.abspath(name) in known
+
+
+def _names(path: Path, base: Path) -> tuple[str, str, str]:
+    """Returns how a file may be named: as it is said of it, from anywhere, or as the manifest has it."""
+    return f"{path}", os.path.abspath(path), _name(path, base)
 
 
 def _sealed(place: Place, renew: Collection[str], hints: Hints, tell: OnProgress) -> SealedCheckpoint:
@@ -179,7 +211,8 @@ def _check_renewed(checkpoint: Checkpoint, changed: Sequence[FileFault], renew: 
         faults = [fault for fault in changed if fault.change is not Change.REWRITTEN]
         remedy = "restore these files from a copy; if they are as they shall be, name them: --renew FILE"
     base = (manifest_place(checkpoint) if proof is None else proof.place).parent
-    left = [fault for fault in faults if not {f"{fault.path}", _name(fault.path, base)} & {*renew}]
+    named = {*renew, *map(os.path.abspath, renew)}
+    left = [fault for fault in faults if not {*_names(fault.path, base)} & named]
     Faults((fault.what, f"{fault.path}") for fault in left).check(
         CorruptError,
         "A new manifest would cover up that the checkpoint isn't what was written",

@@ -37,6 +37,20 @@ def options(form: FormData) -> dict[str, Any]:
     return said
 
 
+def subjects_of(form: FormData) -> tuple[int, ...]:
+    """Returns the numbers of the checkpoints that a form is about.
+
+    Raises:
+        UsageError: One is none.
+    """
+    said = form.getlist("subject")
+    numbers = [record_number(one) if isinstance(one, str) else None for one in said]
+    for one, number in zip(said, numbers, strict=True):
+        if number is None:
+            raise UsageError("That is no checkpoint's number.", place="subject", found=f"{one}"[:100])
+    return tuple(number for number in numbers if number is not None)
+
+
 def _text(form: FormData, name: str) -> str:
     value = form.get(name)
     return value.strip() if isinstance(value, str) else ""

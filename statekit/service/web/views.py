@@ -28,6 +28,7 @@ from statekit.service.web.addresses import WHOLE, address, asked, filters, recor
 from statekit.service.web.branches import Branch, branch
 from statekit.service.web.closer_views import closer_screens, over_run
 from statekit.service.web.drawing import drawn
+from statekit.service.web.forms import subjects_of
 from statekit.service.web.problems import problem_of, problem_of_input
 from statekit.service.web.screens import Contents, Screens, as_data, result_as_data, tensor_of
 
@@ -277,9 +278,7 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
     @routes.post("/jobs")
     async def begin_about_several(request: Request) -> Response:
         form = await request.form()
-        said = [record_number(one) for one in form.getlist("subject") if isinstance(one, str)]
-        numbers = tuple(number for number in said if number is not None)
-        job = await run_in_threadpool(of.submit, form, numbers)
+        job = await run_in_threadpool(of.submit, form, subjects_of(form))
         return _next(_then(form) or f"/jobs/{job.id}")
 
     @routes.get("/jobs/{number}")
