@@ -40,12 +40,12 @@ def command(name: str | None, variants: tuple[str, ...], as_json: bool) -> None:
     if name is None:
         _list(as_json)
         return
-    if as_json and variants:
-        raise click.UsageError("--json prints a schema's whole file, with all variants: leave --variant out.")
     schema = load_schema(check_name("schema", name, schema_names(), "NAME"))
     chosen = list(dict.fromkeys(variants)) or list(schema.variants)
     for variant in chosen:
         check_name("variant", variant, schema.variants, "--variant")
+    if as_json and variants:
+        raise click.UsageError("--json prints a schema's whole file, with all variants: leave --variant out.")
     if as_json:
         _print_json(schema.data)
     else:

@@ -23,7 +23,14 @@ from statekit.conversion import registry
 from statekit.conversion.contracts import Container, Encoded, Evidence, Exactness, Hints, Layout
 from statekit.converters.containers.statekit_dir import CONTAINER as FOLDER
 from statekit.converters.layouts.own.statekit_canonical import LAYOUT as CANONICAL
-from statekit.errors import CorruptError, InexactError, RefusedError, StateError, UnknownFormatError
+from statekit.errors import (
+    CorruptError,
+    InexactError,
+    NotFoundError,
+    RefusedError,
+    StateError,
+    UnknownFormatError,
+)
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.source import Files, read_small
 from statekit.files.stage import Stage
@@ -164,6 +171,8 @@ class Toy:
             pickle.loads(path.read_bytes())
         if not _is_toy(path):
             raise UnknownFormatError("No toy.", place=path)
+        if step is not None and self.flaw != "any step":
+            raise NotFoundError("A toy holds one step.", place=path)
         data = path.read_bytes() if self.flaw == "reads all" else _head(path)
         size, crc = struct.unpack_from("<QI", data + bytes(12), 4)
         record = data[16 : 16 + size]
@@ -262,6 +271,7 @@ FLAWS = {
     "is_told_from_others": "no reason",
     "passes_over_what_is_not_its": "takes all",
     "describes_what_it_holds": "restless",
+    "refuses_a_step_that_is_not_there": "any step",
     "blocks_are_parts_of_the_whole": "first block",
     "opens_without_values": "checks all",
     "opens_large_in_little": "reads all",

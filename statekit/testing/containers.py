@@ -26,7 +26,7 @@ import numpy as np
 
 from statekit.budget import Budget
 from statekit.conversion.contracts import Container
-from statekit.errors import StatekitError
+from statekit.errors import NotFoundError, StatekitError
 from statekit.files.checkpoint import Checkpoint
 from statekit.tensors.tensor import DTYPES, Index, Tensor, chunks, in_memory, nbytes, whole
 from statekit.tensors.tree import Tree, mapped, to_json, walk
@@ -43,6 +43,8 @@ THOROUGH = 24
 """At how many places a file is damaged when no effort is spared."""
 SMALL_BLOCK = 64
 """Bytes of the blocks in which tensors are read, to see that blocks are parts of a whole."""
+ABSENT = 987_654_321
+"""A step that no sample has."""
 
 
 Law: TypeAlias = Callable[[Trial], None]
@@ -97,6 +99,16 @@ def describes_what_it_holds(trial: Trial) -> None:
             assert len(tensor.grain) == len(tensor.shape), f"{name} has a grain of another rank"
             json.dumps(tensor.to_json(), allow_nan=False)
     assert trial.read() == trial.contents, "holds something else when it is opened again"
+
+
+def refuses_a_step_that_is_not_there(trial: Trial) -> None:
+    """Neither the newest step nor the only one stands for a step that was asked for."""
+    try:
+        with trial.container.open(trial.path, ABSENT) as opened:
+            took = opened.path.name
+    except NotFoundError:
+        return
+    raise AssertionError(f"takes {took} for step {ABSENT}")
 
 
 def blocks_are_parts_of_the_whole(trial: Trial) -> None:
@@ -341,6 +353,7 @@ LAWS: Mapping[str, Law] = {
         is_told_from_others,
         passes_over_what_is_not_its,
         describes_what_it_holds,
+        refuses_a_step_that_is_not_there,
         blocks_are_parts_of_the_whole,
         opens_without_values,
         opens_large_in_little,

@@ -431,8 +431,7 @@ class HuggingFaceFolder:
         with opening(path, budget) as files:
             tree, meta, findings = _opened(folder.path, files)
             number = _global_step(tree) if self.step_folder else None
-            if number is not None:
-                check_step(step, number, folder.path)
+            check_step(step, _named(folder.path) if number is None else number, folder.path)
         meta = {**meta, STEPS: list(folder.steps)}
         missing = () if alone else tuple(self._missing(folder.path))
         findings = (*folder.findings, *findings, *missing)
@@ -535,7 +534,7 @@ class HuggingFaceFolder:
             return None
         if self.fits(path):
             return _Folder(path)
-        entries = [(int(m[1]), entry) for entry in listing(path) if (m := _STEP.fullmatch(entry.name))]
+        entries = [(n, entry) for entry in listing(path) if (n := _named(entry)) is not None]
         steps = {number: entry for number, entry in sorted(entries) if entry.is_dir() and self.fits(entry)}
         if not steps:
             return None
@@ -618,6 +617,12 @@ def _opened(path: Path, files: Files) -> tuple[Tree, dict[str, Any], tuple[Findi
     _check_single(folder)
     beside = open_beside(folder, taken, files)
     return named({**tree, **beside.tree}), meta, beside.findings
+
+
+def _named(folder: Path) -> int | None:
+    """Returns the step in a folder's name; None if it has none there."""
+    match = _STEP.fullmatch(folder.name)
+    return None if match is None else int(match[1])
 
 
 def _global_step(tree: Tree) -> int | None:
