@@ -819,6 +819,16 @@ def _ocdbt_shared(folder: Path) -> Path:
     return path
 
 
+@bomb("OCDBT: 700 arrays, each with the same header of 1 MB")
+def _ocdbt_headers(folder: Path) -> Path:
+    path = orbax_tensors(folder, 700)
+    database = _database(path / "default")
+    database["x"] = b"{" + b" " * 1_000_000
+    for i in range(700):
+        (database / "x").experimental_copy_range_to(database / f"params.{i}/.zarray").result()
+    return path
+
+
 def orbax_tensors(folder: Path, count: int) -> Path:
     """Writes a checkpoint of Orbax with so many arrays in a database."""
     header: dict[str, object] = {"zarr_format": 2, "shape": [1], "chunks": [1], "dtype": "<f4", "order": "C"}

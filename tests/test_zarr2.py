@@ -7,6 +7,7 @@ import os
 import tracemalloc
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -557,6 +558,24 @@ def test_an_ocdbt_database_gives_values_of_any_size(tmp_path: Path, monkeypatch:
         assert value is not None
         assert (value.size, bytes_at(value, 0, len(data))) == (len(data), data)
         assert bytes_at(value, len(data) // 3, len(data) // 2) == data[len(data) // 3 :][: len(data) // 2]
+
+
+def test_headers_of_a_database_are_read_within_the_budget(tmp_path: Path) -> None:
+    folder = ocdbt(tmp_path / "a", {f"{i}/.zarray": bytes(2**17) for i in range(64)})
+    read = list[str]()
+
+    class Counted:
+        def read(self, key: str, **options: Any) -> Any:
+            read.extend([key] if not options else [])
+            return store.database.read(key, **options)
+
+    with Files(Budget(Limits(2**20)), folder) as files:
+        store = OcdbtStore.of(folder, files)
+        keys = [f"{i}/.zarray" for i in range(64)]
+        assert store.headers([keys[0], "none", keys[1]]) == [bytes(2**17), None, bytes(2**17)]
+        with pytest.raises(BudgetError, match="A header is more"):
+            replace(store, database=Counted()).headers(keys)
+    assert len(read) == 7  # with those before, one more than a MiB holds
 
 
 def damaged_manifest(folder: Path) -> None:
