@@ -229,6 +229,7 @@ def test_the_format_of_arrays_is_that_which_is_said(tmp_path: Path) -> None:
         ),
         (entries(leaf("a/b"), leaf("a/b/c", "None", True)), "has children"),
         ({"x": leaf("a/b"), "y": leaf("a/b", "None", True)}, "stands twice"),
+        ({"x": {**leaf("a/b", "None", True), "key_metadata": []}, "y": leaf("a/b")}, "stands twice"),
         (entries(leaf("a/b", "None")), "can't be read"),
         (entries(leaf("a/b", skip=True)), "can't be read"),
         (entries(leaf("a/b"), leaf("lost", "string")), "Strings"),

@@ -144,8 +144,10 @@ def tree_of(entries: tuple[LeafMetadata, ...], leaves: Mapping[int, Any], place:
         FormatError: A leaf has children, or stands twice.
     """
     values = [leaves[i] if i in leaves else _EMPTY[entry.kind] for i, entry in enumerate(entries)]
-    if not entries or entries[0].path == ():
-        return values[0] if len(values) == 1 else {}
+    if not entries:
+        return {}
+    if len(entries) == 1 and entries[0].path == ():
+        return values[0]
     root: dict[str | int, Any] = {}
     inner = {id(root)}
     for entry, leaf in zip(entries, values, strict=True):
