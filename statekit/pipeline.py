@@ -23,6 +23,8 @@ from typing import TYPE_CHECKING, Any, Literal, ParamSpec, TypeAlias, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from statekit.errors import UsageError
+
 if TYPE_CHECKING:
     from concurrent.futures import Future, ThreadPoolExecutor
 
@@ -89,8 +91,19 @@ os.register_at_fork(after_in_child=_lanes.clear)  # a fork has none of its paren
 
 @contextmanager
 def job(threads: int | None = None) -> Iterator[Times]:
-    """Measures a job, and says how many threads it may use: as many as there are cores if None."""
-    times = Times(threads or cores())
+    """Measures a job, and says how many threads it may use: as many as there are cores if None.
+
+    Raises:
+        UsageError: That is no number of threads.
+    """
+    if threads is not None and (type(threads) is not int or threads < 1):
+        raise UsageError(
+            "This is no number of threads.",
+            place="threads",
+            expected="a whole number from 1 on",
+            found=threads,
+        )
+    times = Times(cores() if threads is None else threads)
     _jobs.append(times)
     try:
         yield times

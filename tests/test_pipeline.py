@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from statekit.errors import UsageError
 from statekit.pipeline import ahead, cores, each, empty, job, lane, passage, passed, threads
 
 MIB = 2**20
@@ -142,3 +143,9 @@ def test_a_job_has_as_many_threads_as_it_is_given() -> None:
     with job(3) as times:
         assert (threads(), times.threads) == (3, 3)
     assert threads() == cores()
+
+
+@pytest.mark.parametrize("count", [0, -1, True, 1.5, "2"])
+def test_what_is_no_number_of_threads_is_refused(count: Any) -> None:
+    with pytest.raises(UsageError, match="no number of threads"), job(count):
+        pass
