@@ -299,12 +299,6 @@ class _Database:
     def __init__(self, kept: dict[str, Any]) -> None:
         self._kept = kept
 
-    def result(self) -> list[bytes]:
-        return [key.encode("utf-8", "surrogatepass") for key in self._kept]
-
-    def list(self) -> Any:
-        return self
-
     def read(self, key: str, byte_range: slice | None = None) -> Any:
         stated = self._kept.get(key)
         ending, text = stated if isinstance(stated, list) and len(stated) == 2 else ("missing", "")
@@ -361,7 +355,6 @@ def _read_ocdbt(data: bytes) -> object:
     entries = metadata.entries()
     with Files() as files:
         store = OcdbtStore(PLACE, _Database(database if isinstance(database, dict) else {}), files)
-        store.keys()
         arrays = {i: entry for i, entry in enumerate(entries) if entry.is_array}
         places = [
             ArrayPlace("/".join(map(str, one.path)), one.array, written=one.written)

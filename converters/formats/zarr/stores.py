@@ -230,13 +230,6 @@ class OcdbtStore:
                     headers.append(None if value is None else read_whole(value))
         return headers
 
-    def keys(self) -> list[str]:
-        """Returns all keys."""
-        try:
-            return sorted(key.decode("utf-8", "surrogateescape") for key in self.database.list().result())
-        except (ValueError, OSError) as error:
-            raise _damaged(self.place, error) from error
-
     def _has_byte(self, key: str, offset: int) -> bool:
         return _is_there(self.database.read(key, byte_range=slice(offset, offset + 1)))
 
