@@ -445,6 +445,22 @@ def test_random_generators_are_compared_where_that_is_asked_for(tmp_path: Path) 
     assert "random: the checkpoint has no generator's state" in unsaid
 
 
+def test_options_that_an_earlier_release_had_not_are_said_and_no_finding(tmp_path: Path) -> None:
+    def built() -> Run:
+        model = network()
+        optimizer = torch.optim.NAdam(model.parameters())
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 0.5, 1.0, 10)
+        return Run(model, optimizer, scheduler, torch.amp.GradScaler("cpu"))
+
+    run = trained(built())
+    older = run.optimizer.state_dict()
+    for group in older["param_groups"]:
+        del group["decoupled_weight_decay"]
+    path = saved(run, tmp_path / "run.pt", optimizer=older)
+    result = attested(loaded(path, built()), path, strict=True)
+    assert "decoupled_weight_decay: the checkpoint doesn't say it" in result.unchecked
+
+
 class Signed(torch.optim.Optimizer):  # type: ignore[misc,name-defined]  # torch is Any here
     """An optimizer that nobody knows: a momentum, and a count that is no tensor."""
 

@@ -218,3 +218,36 @@ def test_a_sample_is_stepped_and_what_has_no_step_is_said(tmp_path: Path) -> Non
     assert (result.stepped, result.passed) == (2, True)
     assert result.to_json()["stepped"] == 2
     assert "The next update of 2 parameters was compared." in str(result)
+
+
+def test_a_parameter_that_never_had_a_gradient_leaves_the_others_to_be_judged(tmp_path: Path) -> None:
+    def begun() -> Run:
+        model = network()
+        model.register_parameter("spare", torch.nn.Parameter(torch.ones(3)))
+        return made(model=model)
+
+    def used(run: Run) -> None:
+        backward(run)
+        run.model.spare.grad = torch.ones(3)
+        run.optimizer.step()
+
+    def wrong(run: Run) -> None:
+        backward(run)
+        run.optimizer.param_groups[0]["betas"] = (0.5, 0.999)
+        run.optimizer.step()
+        run.optimizer.param_groups[0]["betas"] = (0.9, 0.999)
+
+    path = saved(trained(begun()), tmp_path / "run.pt")
+    for update in (plain, used):
+        result = stepped(loaded(path, begun()), path, update, strict=True)
+        assert (result.stepped, [one for one in result.unchecked if "update" in one]) == (7, [])
+    assert [one.name for one in stepped(loaded(path, begun()), path, wrong).findings] == ["update-differs"]
+
+
+def test_a_state_that_breaks_its_rules_is_a_finding_and_stops_no_run(tmp_path: Path) -> None:
+    path = saved(trained(made()), tmp_path / "run.pt")
+    run = loaded(path, made())
+    run.optimizer.param_groups[0]["eps"] = -1.0
+    result = stepped(run, path)
+    assert [one.name for one in result.findings] == ["broken"]
+    assert "the update: the live state can't be read" in result.unchecked

@@ -292,6 +292,40 @@ def test_two_biases_that_are_added_have_the_same_moments_honestly(tmp_path: Path
     assert "slots-duplicated" not in [finding.name for finding in one.findings]
 
 
+@pytest.mark.torch
+def test_biases_of_a_shortcut_and_a_cycled_momentum_are_no_findings(tmp_path: Path) -> None:
+    import torch
+
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.main, self.skip = torch.nn.Linear(4, 8), torch.nn.Linear(4, 8)
+
+        def forward(self, x: Any) -> Any:
+            return self.main(torch.tanh(x)) + self.skip(x)
+
+    model = Block()
+    optimizer = torch.optim.AdamW(model.named_parameters())
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=20)
+    paths = [tmp_path / f"{i}.pt" for i in range(2)]
+    for path in paths:
+        optimizer.zero_grad()
+        (model(torch.randn(3, 4)) ** 2).sum().backward()
+        optimizer.step()
+        scheduler.step()
+        parts: dict[str, Any] = {"model": model, "optimizer": optimizer, "scheduler": scheduler}
+        torch.save({name: part.state_dict() for name, part in parts.items()}, path)
+    for one in doctor(*paths):
+        assert one.findings == ()
+        (said,) = [note for note in one.notes if "the same bits" in note]
+        assert "slots/main/bias/m, slots/skip/bias/m" in said
+    saved = torch.load(paths[1])
+    saved["optimizer"]["state"][0]["exp_avg"] = saved["optimizer"]["state"][2]["exp_avg"]
+    saved["optimizer"]["param_groups"][0]["weight_decay"] = 0.5
+    torch.save(saved, paths[1])
+    assert found(doctor(*paths)) == {"slots-duplicated", "hyperparameter-changed"}
+
+
 def base(tensor: Any) -> Any:
     while hasattr(tensor, "source"):
         tensor = tensor.source

@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 
 from statekit.attestation.attestation import Attestation, Finding
-from statekit.attestation.diagnosis import diagnosed, fault, is_new
+from statekit.attestation.diagnosis import broken, diagnosed, fault, is_new
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.model_settings import with_beside
 from statekit.conversion.open_state import OpenState, open_state
@@ -173,9 +173,7 @@ def attesting(
         try:
             state = _by_path(live(opened))
         except StatekitError as error:
-            each += [fault("broken", [where], "a valid state", what) for what, where in error.faults] or [
-                fault("broken", ["the live run"], "a valid state", error.line)
-            ]
+            each += broken(error)
             result = Attestation(place, right.counts.updates, tuple(each), tuple(said), (), 0, 0, 0)
         else:
             right, more = _under_rule_of(right, state)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from statekit.attestation.attestation import Finding
+from statekit.errors import StatekitError
 from statekit.state.comparison import Difference, is_zero
 from statekit.state.hyperparameters import alike
 from statekit.state.options import RATE_NAMES
@@ -155,6 +156,12 @@ def fault(name: str, where: Iterable[str], expected: object, found: object) -> F
     """Returns a finding of a known kind."""
     kind = FAULTS[name]
     return Finding(name, kind.subject, tuple(where), str(expected), str(found), kind.remedy)
+
+
+def broken(error: StatekitError) -> list[Finding]:
+    """Returns the findings of a live state that can't be read."""
+    each = [fault("broken", [where], "a valid state", what) for what, where in error.faults]
+    return each or [fault("broken", ["the live run"], "a valid state", error.line)]
 
 
 def diagnosed(right: TrainState, live: TrainState, differences: Sequence[Difference]) -> list[Finding]:

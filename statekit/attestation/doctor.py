@@ -132,7 +132,7 @@ def _examined(
 ) -> Examination:
     kept = tuple(one for one in findings if one.name not in ignore)
     ignored = [f"ignored: {one.name}: {one.subject}" for one in findings if one.name in ignore]
-    notes = (*odd(opened), *ignored)
+    notes = (*odd(opened, now.read), *ignored)
     updates = opened.state.counts.updates
     return Examination(opened.checkpoint.path, updates, kept, notes, now.read.bytes_read)
 

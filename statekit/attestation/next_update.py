@@ -15,10 +15,11 @@ import numpy as np
 
 from statekit.arrays.intervals import UNIT, Interval
 from statekit.attestation.attest import Sides, attesting, sampled
-from statekit.attestation.attestation import Attestation
+from statekit.attestation.attestation import Attestation, Finding
+from statekit.attestation.diagnosis import broken
 from statekit.attestation.live_run import LiveRun
 from statekit.attestation.update import Chosen, Gradient, chosen_blocks, update_findings
-from statekit.errors import UnknownFormatError, UsageError
+from statekit.errors import StatekitError, UnknownFormatError, UsageError
 from statekit.state.train_state import Group
 from statekit.tensors.tensor import Index
 
@@ -103,9 +104,15 @@ class NextUpdate:
         """
         assert self._sides is not None
         chosen, before = self._chosen, self._sides.result
-        each, said, tensors = update_findings(
-            self._sides.right, self._sides.decode(), chosen, grads, moved, sqrt_units, self._rate
-        )
+        each, said, tensors = list[Finding](), list[str](), 0
+        try:
+            after = self._sides.decode()
+        except StatekitError as error:
+            each = broken(error) if self._sides.live is not None else []  # else it was before, which is said
+        else:
+            each, said, tensors = update_findings(
+                self._sides.right, after, chosen, grads, moved, sqrt_units, self._rate
+            )
         self._made = replace(
             before,
             findings=tuple(each),

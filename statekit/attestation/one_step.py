@@ -52,8 +52,13 @@ def of_one_step(opened: OpenState, read: Readings) -> Iterator[Finding]:
     yield from _counts(opened)
 
 
-def odd(opened: OpenState) -> Iterator[str]:
-    """Yields what is odd about a checkpoint and may be right, or can't be told from it, a sentence each."""
+def odd(opened: OpenState, read: Readings) -> Iterator[str]:
+    """Yields what is odd about a checkpoint and may be right, or can't be told from it, a sentence each.
+
+    Args:
+        opened: The checkpoint.
+        read: What its values are like.
+    """
     for one in opened.checkpoint.findings:
         if not one.damage and not one.kind:
             yield f"{one.what} @ {one.place}"
@@ -70,6 +75,13 @@ def odd(opened: OpenState) -> Iterator[str]:
     moved = {path for group in state.optimizer.groups for path in group.paths}
     if moved and (still := [path for path in state.params if path not in moved]):
         yield f"{some(still)}: in no group and without slots, so taken as frozen"
+    trained = [part for part in state.parts() if part.optimizer.schema != WEIGHTS]
+    alike = [place(key) for part in trained for key in _alike(part, read.tensors, True)]
+    if alike:
+        yield (
+            f"{some(alike)}: the same bits in several vectors, which are added in the model and have one gradient, or "
+            "one of them was saved in the place of several"
+        )
     square = [path for path, rule in state.rules.items() if is_ambiguous(rule, state.params[path].shape)]
     if square and any(FACTORED[0] in state.slots.get(path, {}) for path in square):
         yield (
@@ -200,25 +212,37 @@ def _schema(state: TrainState, path: str) -> str:
 
 
 def _duplicated(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
-    by_digest: dict[tuple[str, str], list[str]] = {}
-    for path, name, one in _keys(state, read):
-        if not one.is_zero and nbytes(state.slots[path][name]) >= SMALL:
-            by_digest.setdefault((name, one.digest), []).append(path)
-    same = [
-        place((path, name))
-        for (name, _), paths in by_digest.items()
-        if len({read[path, ""].digest for path in paths}) > 1 and not _are_added(state, paths)
-        for path in paths
-    ]
+    same = [place(key) for key in _alike(state, read, False)]
     if same:
         yield fault("slots-duplicated", same, "its own of each parameter", "the same bits")
 
 
-def _are_added(state: TrainState, paths: Sequence[str]) -> bool:
-    """Tells whether these may be vectors of one module that are added, as an LSTM's biases: their gradients are one."""
-    return all(len(state.params[path].shape) == 1 for path in paths) and (
-        len({path.rpartition("/")[0] for path in paths}) == 1
-    )
+def _alike(state: TrainState, read: Mapping[Key, Reading], added: bool) -> Iterator[tuple[str, str]]:
+    """Yields slots that several parameters of other values have to the bit, by path and name.
+
+    Vectors that are added have one gradient: an LSTM's biases, or a shortcut's and what it goes round.
+
+    Args:
+        state: The state.
+        read: What its values are like.
+        added: Whether those of vectors that may be added, or of all others: these are of one module, or each stands
+            beside a matrix of its own, as biases do.
+    """
+    by_digest: dict[tuple[str, str], list[str]] = {}
+    for path, name, one in _keys(state, read):
+        if not one.is_zero and nbytes(state.slots[path][name]) >= SMALL:
+            by_digest.setdefault((name, one.digest), []).append(path)
+    around = {_module(path) for path, param in state.params.items() if len(param.shape) > 1}
+    for (name, _), paths in by_digest.items():
+        modules = {_module(path) for path in paths}
+        are_vectors = all(len(state.params[path].shape) == 1 for path in paths)
+        may_be_added = are_vectors and (len(modules) == 1 or modules <= around)
+        if may_be_added is added and len({read[path, ""].digest for path in paths}) > 1:
+            yield from ((path, name) for path in paths)
+
+
+def _module(path: str) -> str:
+    return path.rpartition("/")[0]
 
 
 def _missing(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from statekit.attestation.file_faults import fault
 from statekit.attestation.one_step import SMALL
 from statekit.attestation.reading import Key, Readings, place
 from statekit.state.comparison import compare_states
+from statekit.state.run import run_of
 from statekit.state.schema import WEIGHTS
 from statekit.state.stored_params import MASTER
 from statekit.state.stored_slots import FACTORED
@@ -21,6 +22,8 @@ from statekit.tensors.tensor import Array, nbytes
 
 _PER_UPDATE = ("learning_rate", "rescale_grad")
 """Hyperparameters that may be others with every update."""
+_CYCLED = ("beta1", "momentum")
+"""Hyperparameters that a schedule may move together with the learning rate."""
 _LAGGING = frozenset({"param_rms", "scale_exp_avg_sq", "average", "v_max", MASTER})
 """Slots that don't move with every update, or with their parameter alone."""
 _LEAST_SKETCH = 16
@@ -181,8 +184,9 @@ def _apart(one: Array, other: Array) -> float:
 
 def _options(earlier: TrainState, later: TrainState) -> Iterator[Finding]:
     options: dict[str, list[Any]] = {}
+    moving = {*_PER_UPDATE, *(_CYCLED if any(one.cycles for one in run_of(later.extra).schedules) else ())}
     for one in compare_states(earlier, later, by_value=lambda path: False).differences:
-        if one.what == "option" and one.item not in _PER_UPDATE:
+        if one.what == "option" and one.item not in moving:
             options.setdefault(one.item, []).append(one)
     for item, each in options.items():
         where = [one.place for one in each]

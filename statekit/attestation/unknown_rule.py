@@ -59,7 +59,7 @@ def attest_by_names(
     each += compared.findings("parameter", _named("params", expected.params), _named("params", actual.params))
     each += compared.findings("slot", _slots(expected), _slots(actual))
     each += _options(expected.options, actual.options)
-    said = [_RULE.format(what=expected.what.partition(";")[0])]
+    said = [_RULE.format(what=expected.what.partition(";")[0]), *_unsaid(expected.options, actual.options)]
     said += [f"the params/{path}: the checkpoint has it, and none was given" for path in lacking]
     if expected.others:
         said.append(f"{some(sorted(expected.others))}: no parameters and no slots")
@@ -179,8 +179,34 @@ def _options(
         yield fault("frozen", [f"groups/{path}" for path in moved], "moved by both or none", "by one alone")
     both = [path for path in right if path in live]
     for name in dict.fromkeys(name for path in both for name in {**right[path], **live[path]}):
-        where = [path for path in both if to_json(right[path].get(name)) != to_json(live[path].get(name))]
+        said = [
+            path for path in both if name.startswith(_STATE) or (name in right[path] and name in live[path])
+        ]
+        where = [path for path in said if to_json(right[path].get(name)) != to_json(live[path].get(name))]
         if where:
             values = [f"{name} {to_json(each[where[0]].get(name))!r}" for each in (right, live)]
             kind = {"lr": "learning-rate", "state/step": "step"}.get(name, "hyperparameter")
             yield fault(kind, [f"groups/{path}/{name}" for path in where], *values)
+
+
+_STATE = "state/"
+"""What options are called that an update leaves behind: a side that has none has lost it."""
+
+
+def _unsaid(
+    right: Mapping[str, Mapping[str, object]], live: Mapping[str, Mapping[str, object]]
+) -> Iterator[str]:
+    """Yields options that one side doesn't say, as a file of an earlier release with fewer of them."""
+    for side, one, other in (("the live run", right, live), ("the checkpoint", live, right)):
+        if one and not other:
+            yield f"options: {side} has none"
+        names = {
+            name: None
+            for path, said in one.items()
+            if path in other
+            for name in said
+            if name not in other[path]
+        }
+        for name in names:
+            if not name.startswith(_STATE):
+                yield f"{name}: {side} doesn't say it"

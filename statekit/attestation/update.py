@@ -259,6 +259,9 @@ def _restricted(
     )
     if not right.counts.updates and not any(slots.values()):
         state = initial(state)
+    elif unmade := [path for path in moved if not slots[path] and not right.counts.behind.get(path, 1)]:
+        begun = initial(state).slots  # what had no gradient yet gets its slots with its first update
+        state = replace(state, slots={**slots, **{path: begun[path] for path in unmade}})
     return state, tuple(rates), list(dict.fromkeys(said))
 
 

@@ -376,15 +376,16 @@ def with_still(state: TrainState, like: TrainState) -> TrainState:
     """
     kept = state.extra.get(BUFFERS)
     buffers: Mapping[str, Any] = kept if isinstance(kept, Mapping) else {}
-    moved = {path for group in like.optimizer.groups for path in group.paths}
+    others = {path for group in like.optimizer.groups for path in group.paths} | state.params.keys()
     still = {
         path: name
         for name in buffers
-        if (path := str(name).replace(".", "/")) in like.params and path not in {*moved, *state.params}
+        if (path := str(name).replace(".", "/")) in like.params and path not in others
     }
     if not still:
         return state
-    rest = {name: one for name, one in buffers.items() if name not in still.values()}
+    names = {*still.values()}
+    rest = {name: one for name, one in buffers.items() if name not in names}
     params = {**state.params, **{path: buffers[name] for path, name in still.items()}}
     return replace(state, params=params, extra={**state.extra, BUFFERS: rest})
 

@@ -78,6 +78,14 @@ class Schedule:
         each = (row.get("base_lrs") for row in rows if isinstance(row, Mapping))
         return next((tuple(one) for one in each if isinstance(one, (list, tuple))), ())
 
+    @property
+    def cycles(self) -> bool:
+        """Whether it moves momentum, or Adam's first beta, against the learning rate.
+
+        Source: pytorch/pytorch torch/optim/lr_scheduler.py, `OneCycleLR`, `CyclicLR`.
+        """
+        return bool(self.parameters.get("cycle_momentum"))
+
     def moves(self, number: int) -> bool:
         """Tells whether it moves a group, by its number."""
         return not self.groups or number in self.groups
