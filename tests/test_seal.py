@@ -331,6 +331,20 @@ def test_a_file_of_ours_that_was_saved_again_with_its_manifest_is_sealed_over_it
     statekit.convert(path, tmp_path / "again.pt")
 
 
+@pytest.mark.parametrize("limit", [0, file_changes.SMALL_BYTES], ids=["large", "small"])
+def test_a_file_of_ours_in_which_no_tensor_changed_is_sealed_over(
+    limit: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(integrity, "SMALL_BYTES", limit)
+    path = statekit.convert(RUN, tmp_path / "run.pt").target
+    kept = torch.load(path)
+    kept["note"] = "saved again"
+    torch.save(kept, path)
+    assert not check(path).passed
+    assert seal(path).checkpoints[0].done == "renewed"
+    assert check(path).passed
+
+
 def test_a_neutral_folder_cannot_be_made_anew(tmp_path: Path) -> None:
     target = statekit.convert(RUN, tmp_path / "run.statekit").target
     assert seal(target).checkpoints[0].done == "proven"

@@ -22,7 +22,14 @@ from statekit.files.checkpoint import Checkpoint, Proof
 from statekit.files.checksums import of_tensor
 from statekit.files.durable import replace_file
 from statekit.files.file_changes import Change, FileFault, file_faults
-from statekit.files.integrity import files_of, manifest_place, records_of, top_of, value_fault
+from statekit.files.integrity import (
+    files_of,
+    manifest_place,
+    proving_files,
+    records_of,
+    top_of,
+    value_fault,
+)
 from statekit.files.manifest import CHECKPOINT, RECORDS, SEALED, file_entry, sealed, tensor_entry, to_text
 from statekit.files.source import Files, reading
 from statekit.files.stage import Entries, OnProgress, Progress, permissions, silent, unknown_fields
@@ -174,22 +181,24 @@ def _changed(checkpoint: Checkpoint, paths: Sequence[Path], budget: Budget) -> l
         damage = [finding for finding in checkpoint.findings if finding.damage]
         return [FileFault(Path(finding.place), Change.DAMAGED, finding.what) for finding in damage]
     if proof.is_inside:
-        return _changed_inside(checkpoint, proof)
+        return _changed_inside(checkpoint, proof, budget)
     with Files(budget, checkpoint.path) as files:
         faults = file_faults(proof.files, proof.place, files, proof.files)
     lacking = [path for path in paths if path not in proof.files]
     return [*faults, *(FileFault(path, Change.REWRITTEN, "isn't in the manifest") for path in lacking)]
 
 
-def _changed_inside(checkpoint: Checkpoint, proof: Proof) -> list[FileFault]:
-    """Returns the file, if its tensors aren't what the manifest inside says.
+def _changed_inside(checkpoint: Checkpoint, proof: Proof, budget: Budget) -> list[FileFault]:
+    """Returns the file, if its tensors, or other bytes, aren't what the manifest inside says.
 
     Where checksums of the format fit nevertheless, somebody wrote them with the values.
     """
     faults = [(finding.what, finding.place) for finding in checkpoint.findings if finding.damage]
-    for name, tensor in checkpoint.tensors.items():
-        if what := value_fault(tensor, proof.tensors.get(name), tensor_digest(tensor)):
-            faults.append((what, name))
+    with proving_files(checkpoint, budget) as rest:
+        for name, tensor in checkpoint.tensors.items():
+            if what := value_fault(tensor, proof.tensors.get(name), tensor_digest(tensor)):
+                faults.append((what, name))
+        faults += rest()
     if not faults:
         return []
     has_checksums = all(map(of_tensor, checkpoint.tensors.values()))
