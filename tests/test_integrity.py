@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 import statekit
 from goldens import GOLDEN
@@ -17,7 +18,7 @@ from statekit.conversion.convert import convert, plan
 from statekit.conversion.inspection import Request, inspect
 from statekit.conversion.open_state import open_state
 from statekit.errors import CorruptError, StatekitError
-from statekit.files import file_changes, integrity, manifest
+from statekit.files import file_changes, integrity, manifest, stage
 
 ADAMW = GOLDEN / "torch_formats/adamw_legacy/checkpoint/checkpoint.pt"
 TRAINER = GOLDEN / "torch_formats/adamw_trainer/checkpoint/checkpoint-4"
@@ -148,6 +149,22 @@ def test_values_that_changed_in_a_file_with_its_manifest_inside(to: str, tmp_pat
     with pytest.raises(CorruptError):
         convert(plan(target, tmp_path / "again.statekit"))
     assert not (tmp_path / "again.statekit").exists()
+
+
+def test_a_large_file_of_another_size_than_the_manifest_in_it_says_is_seen_when_it_is_opened(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in (integrity, stage):
+        monkeypatch.setattr(module, "SMALL_BYTES", 0)
+    target = written("torch", tmp_path / "written")
+    assert statekit.check(target).passed
+    saved = torch.load(target)
+    saved["note"] = "saved again, with the manifest"
+    torch.save(saved, target)
+    with pytest.raises(CorruptError, match=r"has \d+ bytes, expected \d+"):
+        statekit.open(target)
+    [fault] = statekit.check(target).checkpoints[0].faults
+    assert "bytes, expected" in fault[0]
 
 
 def test_a_consumers_next_step_beside_ours_is_none_of_the_manifests_business(tmp_path: Path) -> None:

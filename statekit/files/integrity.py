@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from statekit.files.manifest import (
     tensor_faults,
 )
 from statekit.files.source import File, Files, read_small
-from statekit.files.whole_file import Passing, stated_spans, whole_file_fault
+from statekit.files.whole_file import Passing, size_fault, stated_spans, whole_file_fault
 from statekit.tensors.digest import records_digest
 from statekit.tensors.tensor import Stored, Tensor
 
@@ -194,8 +195,9 @@ def _faults(
         return faults
     tensors = {name: one for name, one in checkpoint.tensors.items() if not _is_bytes_of(one, later)}
     faults += tensor_faults(proof.manifest, tensors)
-    if proof.is_inside and (file := files.source(proof.place)).size <= SMALL_BYTES:
-        faults += _rest_faults(proof, file)
+    if proof.is_inside:
+        file = files.source(proof.place)
+        faults += _rest_faults(proof, file, whole_file_fault if file.size <= SMALL_BYTES else size_fault)
     stated = proof.manifest["target"].get("step")
     if checkpoint.is_numbered and None not in (checkpoint.step, stated) and checkpoint.step != stated:
         faults.append((f"is of step {checkpoint.step}, in the manifest {stated}", f"{checkpoint.path}"))
@@ -259,10 +261,12 @@ def _apart(proof: Proof) -> list[tuple[int, int]]:
         return []
 
 
-def _rest_faults(proof: Proof, file: File, passing: Passing | None = None) -> list[tuple[str, str]]:
-    """Reads a file and compares it with what the manifest inside says of all its bytes, if it does."""
+def _rest_faults(
+    proof: Proof, file: File, fault: Callable[[File, Mapping[str, Any]], str]
+) -> list[tuple[str, str]]:
+    """Compares a file with what the manifest inside says of all its bytes, if it does."""
     rest = proof.manifest.get(REST)
-    what = whole_file_fault(file, rest, passing) if rest is not None else ""
+    what = fault(file, rest) if rest is not None else ""
     return [(what, f"{file.path}")] if what else []
 
 
@@ -339,8 +343,14 @@ def proving_files(
     if proof.is_inside:
         with Files(budget, checkpoint.path) as files:
             file, passing = files.source(proof.place), Passing(_apart(proof))
+            known_faults = {(finding.what, finding.place) for finding in checkpoint.findings}
+
+            def compare_whole() -> Faults:
+                faults = _rest_faults(proof, file, partial(whole_file_fault, passing=passing))
+                return Faults(fault for fault in faults if fault not in known_faults)
+
             with passing.read(file):
-                yield lambda: Faults(_rest_faults(proof, file, passing) if file.size > SMALL_BYTES else ())
+                yield compare_whole if file.size > SMALL_BYTES else Faults
         return
     known = {finding.place for finding in checkpoint.findings if finding.damage}
     large = [
