@@ -24,7 +24,7 @@ from statekit.cli.main import FAILED, STOPPED, STOPPING, Stopped, main, stoppabl
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.plan import Plan
-from statekit.errors import CommitError, FormatError, RefusedError, TargetExistsError
+from statekit.errors import CommitError, FormatError, InexactError, RefusedError, TargetExistsError
 from statekit.files.manifest import FILE
 from statekit.files.stage import Stage, staged
 from statekit.state.schema import WEIGHTS
@@ -286,3 +286,25 @@ def named(name: str) -> TrainState:
     """Returns a state of one parameter, of a name."""
     params = {name: in_memory(np.ones(3, np.float32))}
     return TrainState(params, {}, Optimizer(WEIGHTS, None, ()), Counts(0, 0))
+
+
+@pytest.mark.parametrize(
+    ("layout", "to"),
+    [
+        ("mxnet-adam", "megatron"),
+        ("mxnet-adam", "statekit"),
+        ("mxnet-adam", "t5x"),
+        ("mxnet-adam", "tf-bundle"),
+        ("optax", "mxnet"),
+        ("statekit-torch", "flax"),
+        ("torch-optim", "flax"),
+    ],
+)
+def test_a_layout_that_cannot_be_told_again_in_a_container_is_refused(
+    layout: str, to: str, source: Path, tmp_path: Path
+) -> None:
+    """These failed by statekit's own error; MXNet's in statekit's files was written, and then no layout fitted."""
+    with pytest.raises(InexactError, match=f"{layout} doesn't go into the container {to}") as caught:
+        convert(plan(source, tmp_path / "target", to=to, layout=layout, require=Exactness.LOSSY))
+    assert f"{caught.value.expected}".startswith("a container in which it is at home")
+    assert [one.name for one in tmp_path.iterdir()] == ["source.pt"]

@@ -240,7 +240,8 @@ def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgres
                 rest.update(_digest_rest(checkpoint, passed, tell))
                 judge(_changed(checkpoint, rest))
                 stage.expect(tensor_names(tree))
-                with writing(stage.target):  # a container may make files by other means than the stage's
+                # A container may make files by other means than the stage's.
+                with writing(stage.target), prepared.joining():
                     prepared.container.write(prepared.encoded, stage)
             except CommitError:
                 raise

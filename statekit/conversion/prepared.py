@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
@@ -111,12 +111,41 @@ class Prepared(AbstractContextManager["Prepared"]):
         assert self.container.target_kind is not None  # choose_container saw to it
         return self.container.target_kind
 
+    @contextmanager
+    def joining(self) -> Iterator[None]:
+        """Says what is wrong where a layout isn't at home in a container, and one of them meets a tree it can't take.
+
+        Raises:
+            InexactError: It can't.
+        """
+        try:
+            yield
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            of_another_kind = isinstance(error, StatekitError) and not isinstance(error, StateError)
+            if self.container.name in self.layout.containers or of_another_kind:
+                raise
+            said = error.line if isinstance(error, StatekitError) else f"{type(error).__name__}: {error}"
+            raise self._unfit(said) from error
+
+    def _unfit(self, found: str) -> InexactError:
+        layout, container = self.layout, self.container.name
+        return InexactError(
+            f"The layout {layout.name} doesn't go into the container {container}.",
+            place="--layout",
+            expected=f"a container in which it is at home: {', '.join(layout.containers)}",
+            found=found,
+            remedy="leave --layout out, or choose another container with --to",
+        )
+
     def reopen(self, path: Path) -> Checkpoint:
         """Opens what was written, and checks that it decodes to the same step and params."""
         written = self.container.open(path, budget=self.opened.budget)
         try:
             written = proven(written, self.opened.budget)
-            back = self.layout.decode(written, self.reads)
+            if self.reads == NO_HINTS and self.layout.detect(written) is None:
+                raise self._unfit("names there that aren't told to be its own")
+            with self.joining():
+                back = self.layout.decode(written, self.reads)
             # Where nothing else tells, what no optimizer moves is a buffer, as a frozen parameter is.
             stored, meant = (_outline(one) | _buffers(one) for one in (back, self.state))
             left = {"step"} if UPDATES in self.encoded.dropped else set()
