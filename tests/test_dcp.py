@@ -30,6 +30,7 @@ from statekit.converters.formats.dcp.metadata import read_metadata
 from statekit.converters.layouts.pytorch.parts import with_names
 from statekit.errors import NotFoundError, RefusedError, UsageError
 from statekit.files import source
+from statekit.files.checksums import ZIP, of_tensor
 from statekit.state.train_state import TrainState
 from statekit.tensors.boxes import Box, tiling_fault
 from statekit.tensors.tensor import BLOCK_BYTES, Filled, chunks, in_memory, same_values
@@ -217,6 +218,25 @@ def test_pieces_go_to_several_files(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         with CONTAINER.open(there) as again:
             assert plain(again.tree) == plain(checkpoint.tree)
     assert _same(torch_read(folder(DCP[0])), torch_read(there))
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("computed", [True, False])
+def test_values_that_were_saved_without_checksums_are_not_said_to_have_some(
+    computed: bool, tmp_path: Path
+) -> None:
+    import torch
+    from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+    torch.serialization.set_crc32_options(computed)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp_save({"w": torch.ones(3), "epoch": 3}, checkpoint_id=tmp_path / "it", no_dist=True)
+    finally:
+        torch.serialization.set_crc32_options(True)
+    with CONTAINER.open(tmp_path / "it") as checkpoint:
+        assert of_tensor(checkpoint.tensors["w"]) == (ZIP if computed else "")
 
 
 @pytest.mark.torch

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from statekit.converters.formats.dcp.metadata import Chunk, Contents, Entry, Piece
-from statekit.converters.formats.pytorch.reader import read_object
+from statekit.converters.formats.pytorch.reader import Opened, read_object
 from statekit.errors import CorruptError, Faults
 from statekit.files.checksums import ZIP
 from statekit.files.source import File, Files, Part, byte_of, bytes_at
@@ -59,13 +59,16 @@ def read_values(contents: Contents, folder: Path, files: Files) -> dict[str, Tre
         FormatError: Pieces lie outside their files, or objects can't be trusted.
     """
     sources = read_sources(contents, folder, files)
-    known: dict[bytes, Tree] = {}
+    known: dict[bytes, Opened] = {}
+    objects = {key: _object(_part(sources, piece), known) for key, piece in contents.objects.items()}
+    # Tensors' pieces aren't looked into yet; who saved them computes checksums for all pieces or for none.
+    checksum = ZIP if all(one.is_checked for one in objects.values()) else ""
     values: dict[str, Tree] = {}
     for key in contents.paths:
-        if key in contents.objects:
-            values[key] = _object(_part(sources, contents.objects[key]), known)
+        if key in objects:
+            values[key] = objects[key].tree
         else:
-            values[key] = _tensor(contents.tensors[key], sources, f"{folder}")
+            values[key] = _tensor(contents.tensors[key], sources, f"{folder}", checksum)
     return values
 
 
@@ -73,22 +76,22 @@ def _part(sources: Mapping[str, File], piece: Piece) -> Part:
     return Part(sources[piece.file], piece.start, piece.size)
 
 
-def _object(part: Part, known: dict[bytes, Tree]) -> Tree:
+def _object(part: Part, known: dict[bytes, Opened]) -> Opened:
     if part.size > _REPEATED:
-        return read_object(part).tree
+        return read_object(part)
     raw = bytes_at(part, 0, part.size)
     if raw not in known:
-        known[raw] = read_object(part).tree
+        known[raw] = read_object(part)
     return known[raw]
 
 
-def _tensor(entry: Entry, sources: Mapping[str, File], place: str) -> Stored:
+def _tensor(entry: Entry, sources: Mapping[str, File], place: str, checksum: str) -> Stored:
     boxes = tuple(_Box(chunk, entry, _part(sources, chunk.piece)) for chunk in entry.chunks)
     # What lies in one piece streams as it lies in its file.
     grain = tuple(max(n, 1) for n in entry.chunks[0].box[1]) if len(boxes) > 1 else None
     files = {box.part.place for box in boxes}
     place = files.pop() if len(files) == 1 else place
-    return Stored(entry.shape, entry.dtype, _Joined(entry, boxes).read, "", place, grain, checksum=ZIP)
+    return Stored(entry.shape, entry.dtype, _Joined(entry, boxes).read, "", place, grain, checksum=checksum)
 
 
 @dataclass(frozen=True)

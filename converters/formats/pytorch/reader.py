@@ -360,11 +360,19 @@ _TAR_MEMBERS = (b"sys_info\0", b"pickle\0", b"storages\0", b"tensors\0")
 
 @dataclass(frozen=True)
 class Opened:
-    """A saved object: its tree, whose tensors have no names yet, what is known of the file, and what was odd."""
+    """A saved object.
+
+    Attributes:
+        tree: Its tree, whose tensors have no names yet.
+        meta: What is known of the file.
+        findings: What was odd.
+        is_checked: Whether all of its bytes have checksums, as far as its generation has some.
+    """
 
     tree: Tree
     meta: Mapping[str, Any]
     findings: tuple[Finding, ...]
+    is_checked: bool = True
 
 
 def generation(source: Source) -> str | None:
@@ -446,7 +454,7 @@ def _open_zip(source: Source) -> Opened:
         "version": _record(archive, f"{root}/version", ""),
         "storages": len(storages),
     }
-    return Opened(pickled_tree.value, meta, tuple(findings))
+    return Opened(pickled_tree.value, meta, tuple(findings), not bare)
 
 
 def _root(archive: Archive, place: str) -> str:
