@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from goldens import GOLDEN
 from statekit.cli.main import FAILED, STOPPED, STOPPING, Stopped, main, stoppable
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
 from statekit.conversion.plan import Plan
 from statekit.errors import CommitError, FormatError, InexactError, RefusedError, TargetExistsError
 from statekit.files.manifest import FILE
@@ -30,6 +32,7 @@ from statekit.files.stage import Stage, staged
 from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import Counts, Optimizer, TrainState
 from statekit.tensors.tensor import in_memory
+from statekit.testing.layouts import made_state
 
 ADAMW = GOLDEN / "torch_formats/adamw_legacy/checkpoint/checkpoint.pt"
 
@@ -308,3 +311,43 @@ def test_a_layout_that_cannot_be_told_again_in_a_container_is_refused(
         convert(plan(source, tmp_path / "target", to=to, layout=layout, require=Exactness.LOSSY))
     assert f"{caught.value.expected}".startswith("a container in which it is at home")
     assert [one.name for one in tmp_path.iterdir()] == ["source.pt"]
+
+
+def test_a_layout_whose_names_are_told_to_be_another_s_is_written(source: Path, tmp_path: Path) -> None:
+    convert(plan(source, tmp_path / "named.pt", layout="torch-fqn"))
+    with open_state(tmp_path / "named.pt") as opened:
+        assert opened.layout == "torch-optim"
+
+
+def missed(schema: str, variant: str, folder: Path) -> tuple[Path, str]:
+    """Writes a state in which one parameter has missed an update; returns where, and which."""
+    state = made_state(schema, variant)
+    path = next(iter(state.slots))
+    state = replace(state, counts=replace(state.counts, behind={path: state.counts.updates - 1}))
+    return state_writer("statekit", "statekit", lambda: state)(folder), path
+
+
+@pytest.mark.parametrize(
+    ("schema", "variant", "layout", "to"),
+    [
+        ("adafactor", "t2t_late", "t2t", "tf-bundle"),
+        ("adafactor", "t5x", "t5x", "t5x"),
+        ("adamw", "keras", "keras", "keras-h5"),
+        ("scaled_adam", "gptsovits", "icefall", "torch"),
+    ],
+)
+def test_an_update_that_a_parameter_missed_is_not_lost_unsaid(
+    schema: str, variant: str, layout: str, to: str, tmp_path: Path
+) -> None:
+    """It was, and called bitwise: the parameter's second moment went on as if it had made all updates."""
+    source, path = missed(schema, variant, tmp_path)
+    with pytest.raises(InexactError, match=f"(?s)missed updates.*{path}: 1"):
+        convert(plan(source, tmp_path / "target", to=to, layout=layout, require=Exactness.LOSSY))
+    assert [one.name for one in tmp_path.iterdir()] == [source.name]
+
+
+def test_a_manifest_says_what_a_file_of_keras_weights_cannot(tmp_path: Path) -> None:
+    source, path = missed("adamw", "torch", tmp_path)
+    convert(plan(source, tmp_path / "target.weights.h5", layout="statekit-keras"))
+    with open_state(tmp_path / "target.weights.h5") as opened:
+        assert opened.counts.behind == {path: opened.counts.updates - 1}

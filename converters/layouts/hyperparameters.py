@@ -107,6 +107,7 @@ class ManifestRecord:
     groups: tuple[OptimizerSpec, ...]
     rules: Mapping[str, RuleRecord]
     assumptions: tuple[str, ...]
+    behind: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -134,5 +135,6 @@ def manifest_state(checkpoint: Checkpoint, *schemas: str) -> ManifestRecord | No
         )
         for g in state["groups"]
     )
-    schedule, assumptions = state["counts"]["schedule"], tuple(state["assumptions"])
-    return ManifestRecord(state["variant"], schedule, groups, state["rules"], assumptions)
+    counts, assumptions = state["counts"], tuple(state["assumptions"])
+    behind = counts.get("behind", {})
+    return ManifestRecord(state["variant"], counts["schedule"], groups, state["rules"], assumptions, behind)

@@ -36,7 +36,15 @@ from statekit.conversion.rule_change import (
     joined_rule_change,
 )
 from statekit.conversion.target import check_apart, choose_container, layouts_for, written_as
-from statekit.errors import Faults, InexactError, StateError, StatekitError, UnknownFormatError, UsageError
+from statekit.errors import (
+    Faults,
+    InexactError,
+    StateError,
+    StatekitError,
+    UnknownFormatError,
+    UsageError,
+    some,
+)
 from statekit.files.checkpoint import PRETRAINED, Checkpoint
 from statekit.files.integrity import files_of, proven
 from statekit.files.stage import TargetKind
@@ -54,6 +62,8 @@ SCHEDULE = "counts/schedule"
 """Canonical name of where a run's schedule stands."""
 UPDATES = "counts/updates"
 """Canonical name of how many updates were made."""
+_COUNTED = "step_scope"
+"""The schemas' difference in whose updates are counted: each parameter's, or all together."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +80,7 @@ class Prepared(AbstractContextManager["Prepared"]):
         reads: What has to be said of the target to read it again: the model's parameters, where it has none.
         beside: The file of the target's model, if parameters are taken from it; it is closed too.
         carried: The state under the target's names as the source's rule still has it.
+        rule_change: How the target's rule isn't the source's; None where it is.
     """
 
     opened: OpenState
@@ -81,6 +92,7 @@ class Prepared(AbstractContextManager["Prepared"]):
     reads: Hints = NO_HINTS
     beside: tuple[OpenState, ...] = ()
     carried: TrainState | None = None
+    rule_change: RuleChange | None = None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -127,6 +139,36 @@ class Prepared(AbstractContextManager["Prepared"]):
             said = error.line if isinstance(error, StatekitError) else f"{type(error).__name__}: {error}"
             raise self._unfit(said) from error
 
+    def _check_told(self, written: Checkpoint) -> None:
+        """Refuses names that tell no layout what they mean; another than the target's may have the same.
+
+        Raises:
+            InexactError: They don't.
+        """
+        try:
+            registry.detect_layout(written)
+        except UnknownFormatError as error:
+            raise self._unfit(error.line) from error
+
+    def _check_counts(self, back: TrainState) -> None:
+        """Refuses a target that has lost counts of parameters by themselves, unless the change of the rule says so.
+
+        Raises:
+            InexactError: Names them.
+        """
+        if self.rule_change is not None and any(one.what == _COUNTED for one in self.rule_change.differences):
+            return
+        counts, now = self.state.counts, back.counts.behind
+        lost = [f"{path}: {n}" for path, n in counts.behind.items() if now.get(path) != n]
+        if lost:
+            raise InexactError(
+                "The target counts the updates of all parameters together, and some have missed updates.",
+                place=f"layout {self.layout.name}, container {self.container.name}",
+                expected=f"{counts.updates} of each",
+                found=some(lost),
+                remedy="choose statekit-torch or another layout that counts for each, such as torch-optim",
+            )
+
     def _unfit(self, found: str) -> InexactError:
         layout, container = self.layout, self.container.name
         return InexactError(
@@ -143,9 +185,10 @@ class Prepared(AbstractContextManager["Prepared"]):
         try:
             written = proven(written, self.opened.budget)
             if self.reads == NO_HINTS and self.layout.detect(written) is None:
-                raise self._unfit("names there that aren't told to be its own")
+                self._check_told(written)
             with self.joining():
                 back = self.layout.decode(written, self.reads)
+            self._check_counts(back)
             # Where nothing else tells, what no optimizer moves is a buffer, as a frozen parameter is.
             stored, meant = (_outline(one) | _buffers(one) for one in (back, self.state))
             left = {"step"} if UPDATES in self.encoded.dropped else set()
@@ -230,7 +273,9 @@ def prepare(request: Request) -> Plan:
         for one in (opened, *beside):
             one.close()
         raise
-    _WAITING[id(plan)] = Prepared(opened, state, container, layout, encoded, files, reads, beside, carried)
+    _WAITING[id(plan)] = Prepared(
+        opened, state, container, layout, encoded, files, reads, beside, carried, rule_change
+    )
     finalize(plan, _close, id(plan))
     return plan
 

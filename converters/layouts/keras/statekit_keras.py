@@ -204,7 +204,10 @@ def own_state(
     assert iteration is not None  # it would be a fault
     calls = int(iteration.read())
     updates = calls // (optimizer.said("gradient_accumulation_steps") or 1)
-    behind = {path: updates - int(n) for path, n in optimizer.said("missed", {}).items() if path in moved}
+    missed = {path: int(n) for path, n in optimizer.said("missed", {}).items()}
+    if known and not missed:  # files of weights alone have no config that says it
+        missed = {path: updates - n for path, n in known.behind.items()}
+    behind = {path: updates - n for path, n in missed.items() if path in moved}
     home = {**extra.get(HOME, {}), "class": optimizer.kind, "iteration": calls, "beside": beside}
     home |= {"iteration_dtype": iteration.dtype.name, "schedule": rate is None}
     first, base = _first_rate(groups), float(rate.read()) if rate is not None else 0.0
