@@ -226,6 +226,14 @@ def test_an_index_that_lies_is_refused(lie: Mapping[bytes, bytes], tmp_path: Pat
         CONTAINER.open(crafted(tmp_path, lie))
 
 
+def test_each_of_two_entries_that_begin_at_one_byte_is_held_to_its_own_checksum(tmp_path: Path) -> None:
+    wrong = entry_bytes(BundleEntry(1, (4,), 0, 0, 16, masked(crc32c(bytes(32)))))
+    with CONTAINER.open(crafted(tmp_path, {b"": header(1), b"a": GOOD, b"b": wrong})) as opened:
+        assert opened.tree["a"].read().tolist() == [0] * 8
+        with pytest.raises(CorruptError, match="checksum"):
+            opened.tree["b"].read()
+
+
 BLOCKS: dict[str, Callable[[bytes], bytes]] = {
     "compressed": lambda block: block + b"\x01",
     "restarts beyond the block": lambda block: block[:-4] + struct.pack("<I", 2**30) + b"\0",

@@ -118,7 +118,7 @@ class _Shards:
         self.count, self._prefix, self._files = count, prefix, files
         self.account = files.account
         self._found: dict[int, File] = {}
-        self._checked: set[tuple[int, int]] = set()
+        self._checked: set[tuple[int, int, int, int]] = set()
 
     def path(self, shard: int) -> Path:
         return self._prefix.with_name(f"{self._prefix.name}.data-{shard:05d}-of-{self.count:05d}")
@@ -146,7 +146,7 @@ class _Shards:
 
     def read(self, entry: BundleEntry, place: str, start: int, count: int) -> Array:
         """Reads bytes of an entry, all of which are checked first."""
-        file, key = self.file(entry.shard), (entry.shard, entry.offset)
+        file, key = self.file(entry.shard), (entry.shard, entry.offset, entry.size, entry.crc)
         if key not in self._checked:
             self._check(file, entry, place)
             self._checked.add(key)
