@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tracemalloc
 import warnings
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -232,11 +233,19 @@ def test_values_that_were_saved_without_checksums_are_not_said_to_have_some(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            dcp_save({"w": torch.ones(3), "epoch": 3}, checkpoint_id=tmp_path / "it", no_dist=True)
+            odd = OrderedDict(a=1)
+            odd.version = 2  # type: ignore[attr-defined]
+            saved = {"w": torch.ones(3), "epoch": 3, "odd": (odd,)}
+            dcp_save(saved, checkpoint_id=tmp_path / "it", no_dist=True)
     finally:
         torch.serialization.set_crc32_options(True)
     with CONTAINER.open(tmp_path / "it") as checkpoint:
         assert of_tensor(checkpoint.tensors["w"]) == (ZIP if computed else "")
+        notes = [finding.what for finding in checkpoint.findings]
+    assert (
+        "attribute version of a dict has no place in the tree" in notes
+    )  # what else an object says is said too
+    assert any("carry no checksum" in note for note in notes) != computed
 
 
 @pytest.mark.torch

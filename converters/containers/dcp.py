@@ -39,11 +39,12 @@ _STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})", re.DOTALL)
 
 @dataclass(frozen=True)
 class Folder:
-    """An opened folder of pieces: where it is, what it holds, the same by path, and its open files."""
+    """An opened folder of pieces: where it is, what it holds, the same by path, what was odd, and its open files."""
 
     path: Path
     contents: Contents
     values: Mapping[str, Tree]
+    findings: tuple[Finding, ...]
     files: Files
 
     def checkpoint(
@@ -63,11 +64,12 @@ class Folder:
             steps: Those of the run's folder.
             others: Names of the container's files that aren't the folder's own.
         """
-        notes = tuple(Finding(note, f"{self.path / METADATA}") for note in self.contents.notes)
+        notes = [Finding(note, f"{self.path / METADATA}") for note in self.contents.notes]
         beside = files_beside(self.path, self._names | {*others}, self.files)
         meta = {**self._meta, STEPS: steps, FILES_BESIDE: beside}
+        findings = (*notes, *self.findings)
         return Checkpoint(
-            container, self.path, named(tree), meta, step, notes, self.files.close, is_numbered=False
+            container, self.path, named(tree), meta, step, findings, self.files.close, is_numbered=False
         )
 
     @property
@@ -98,7 +100,7 @@ def open_folder(path: Path, files: Files) -> Folder:
     """
     place = path / METADATA
     contents = read_metadata(read_small(place, files), f"{place}", files.account)
-    return Folder(path, contents, read_values(contents, path, files), files)
+    return Folder(path, contents, *read_values(contents, path, files), files)
 
 
 def steps_below(run: Path, mark: str) -> dict[int, Path]:

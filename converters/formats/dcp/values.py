@@ -11,6 +11,7 @@ import numpy as np
 from statekit.converters.formats.dcp.metadata import Chunk, Contents, Entry, Piece
 from statekit.converters.formats.pytorch.reader import Opened, read_object
 from statekit.errors import CorruptError, Faults
+from statekit.files.checkpoint import Finding
 from statekit.files.checksums import ZIP
 from statekit.files.source import File, Files, Part, byte_of, bytes_at
 from statekit.tensors.boxes import overlap
@@ -51,8 +52,10 @@ def read_sources(contents: Contents, folder: Path, files: Files) -> dict[str, Fi
     return sources
 
 
-def read_values(contents: Contents, folder: Path, files: Files) -> dict[str, Tree]:
-    """Returns the tensor or object of every key; tensors are read when asked for.
+def read_values(
+    contents: Contents, folder: Path, files: Files
+) -> tuple[dict[str, Tree], tuple[Finding, ...]]:
+    """Returns the tensor or object of every key, and what was odd; tensors are read when asked for.
 
     Raises:
         NotFoundError: A file isn't there.
@@ -69,7 +72,7 @@ def read_values(contents: Contents, folder: Path, files: Files) -> dict[str, Tre
             values[key] = objects[key].tree
         else:
             values[key] = _tensor(contents.tensors[key], sources, f"{folder}", checksum)
-    return values
+    return values, tuple(dict.fromkeys(finding for one in objects.values() for finding in one.findings))
 
 
 def _part(sources: Mapping[str, File], piece: Piece) -> Part:
