@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -275,6 +276,19 @@ def test_models_in_torch_files_are_read_too(tmp_path: Path) -> None:
     for name in ("one", "two"):
         assert container_of(tmp_path / name) == "hf-trainer"
         assert_paired(tmp_path / name)
+
+
+def test_what_has_no_place_in_the_tree_is_said_of_every_part(tmp_path: Path) -> None:
+    tree = made(DIFFERENT)
+    save(tmp_path / "pytorch_model.bin", tree["model"])
+    save(tmp_path / "optimizer.pt", tree["optimizer"])
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 5}')
+    schedule = OrderedDict(last_epoch=5)
+    schedule.version = 2  # type: ignore[attr-defined]
+    torch_zip(tmp_path / "scheduler.pt", pickle.dumps(schedule, 2))
+    with registry.opened(hf_trainer.CONTAINER, tmp_path, None, Hints()) as opened:
+        said = [(finding.what, Path(finding.place).name) for finding in opened.findings]
+    assert ("attribute version of a dict has no place in the tree", "scheduler.pt") in said
 
 
 def test_of_a_run_the_newest_step_is_taken(tmp_path: Path) -> None:

@@ -79,7 +79,7 @@ class DcpSafetensors:
             tree = named({"model": model, "optimizer": {**_options(path, files), **slots}})
             beside = files_beside(path, {OPTIONS, *whole.files}, files)
         meta = {SORTED: whole.is_sorted, FILES_BESIDE: beside}
-        return Checkpoint(self.name, path, tree, meta, on_close=files.close)
+        return Checkpoint(self.name, path, tree, meta, findings=whole.findings, on_close=files.close)
 
     def fitted(self, encoded: Encoded) -> Encoded:
         """Returns a state of tensors alone, with options that JSON can hold; all else has no place here."""

@@ -66,12 +66,14 @@ class FsdpRanks:
             )
         entries = sorted((entry for entry in listing(path) if _RANK.fullmatch(entry.name)), key=_number)
         with opening(path, budget) as files:
-            ranks = [open_torch(file, files).tree for file in entries]
+            opened = [open_torch(file, files) for file in entries]
+            ranks = [one.tree for one in opened]
             _check(path, [_number(file) for file in entries], ranks)
             tree = named(_joined(path, ranks))
             beside = files_beside(path, {file.name for file in entries}, files)
         meta = {"ranks": len(ranks), FILES_BESIDE: beside}
-        return Checkpoint(self.name, path, tree, meta, on_close=files.close)
+        findings = tuple(finding for one in opened for finding in one.findings)
+        return Checkpoint(self.name, path, tree, meta, findings=findings, on_close=files.close)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Refuses: only FSDP itself knows how it cuts."""

@@ -91,7 +91,7 @@ class Beside:
 
     Attributes:
         tree: Parts by key, and carried files under `files`.
-        findings: What wasn't carried, and why.
+        findings: What wasn't carried, and why; and what was odd about the rest.
     """
 
     tree: dict[str, Tree]
@@ -110,20 +110,22 @@ def open_beside(folder: Path, taken: Collection[str], files: Files) -> Beside:
         FormatError: The optimizer's state, or another part, can't be trusted.
     """
     tree: dict[str, Tree] = {}
-    read, passed = {*taken}, set[str]()
+    read, passed, odd = {*taken}, set[str](), list[Finding]()
     for key, names in PARTS.items():
         name = next((one for one in names if (folder / one).is_file()), None)
-        part = None if name is None else _open_part(folder / name, files)
+        part, notes = (None, ()) if name is None else _open_part(folder / name, files)
         # What `torch.load(weights_only=True)` would refuse is carried as it is.
         if name is not None and (key == "optimizer" or not holds_records(part)):
             tree[key] = part
+            odd += notes
             read.add(name)
             passed |= {*names} - {name}
     if (folder / REST).is_file():
-        rest = _open_part(folder / REST, files)
+        rest, notes = _open_part(folder / REST, files)
         if not isinstance(rest, Mapping):
             raise FormatError("This isn't what statekit writes.", place=folder / REST, expected="a dict")
         tree = {**rest, **tree}
+        odd += notes
         read.add(REST)
     carried, findings = _carried(folder, read, passed, files)
     if TRAINING_ARGS in carried and TRAINER_ARGUMENTS not in tree:
@@ -131,7 +133,7 @@ def open_beside(folder: Path, taken: Collection[str], files: Files) -> Beside:
             open_torch(folder / TRAINING_ARGS, files).tree, tree.get("trainer_state")
         )
         tree |= {TRAINER_ARGUMENTS: arguments} if arguments else {}
-    return Beside({**tree, **({FILES: carried} if carried else {})}, findings)
+    return Beside({**tree, **({FILES: carried} if carried else {})}, (*odd, *findings))
 
 
 _OF_SCHEDULES = (
@@ -208,15 +210,17 @@ def are_files(part: Any) -> bool:
     )
 
 
-def _open_part(path: Path, files: Files) -> Tree:
+def _open_part(path: Path, files: Files) -> tuple[Tree, tuple[Finding, ...]]:
+    """Returns what a file holds, and what was odd about it."""
     if not path.name.endswith(_JSON):
-        return open_torch(path, files).tree
+        opened = open_torch(path, files)
+        return opened.tree, opened.findings
     part = loose_json(
         read_small(path, files), path, files.account
     )  # Trainer writes a loss that is NaN as NaN
     if not isinstance(part, dict):
         raise FormatError("A state isn't a JSON object.", place=path, found=type(part).__name__)
-    return part
+    return part, ()
 
 
 def _carried(
@@ -607,16 +611,17 @@ def _opened(path: Path, files: Files) -> tuple[Tree, dict[str, Any], tuple[Findi
     tree: dict[str, Tree] = {}
     meta: dict[str, Any] = {}
     taken: tuple[str, ...] = ()
+    odd: tuple[Finding, ...] = ()
     if name is not None:
         model = open_model(folder, name, files) if not alone else open_alone(path, files)
-        tree["model"], taken = dict(model.tensors), model.files
+        tree["model"], taken, odd = dict(model.tensors), model.files, model.findings
         tree |= {TIES: ties} if (ties := ties_in(model)) else {}
         meta = {"model": list(taken), SORTED: model.is_sorted, "metadata": dict(model.metadata)}
     if alone:
         return named(tree), meta, ()
     _check_single(folder)
     beside = open_beside(folder, taken, files)
-    return named({**tree, **beside.tree}), meta, beside.findings
+    return named({**tree, **beside.tree}), meta, (*odd, *beside.findings)
 
 
 def _named(folder: Path) -> int | None:

@@ -19,6 +19,7 @@ from typing import Any, NotRequired, TypeAlias, TypedDict
 
 from statekit.converters.containers.torch_file import open_torch
 from statekit.errors import CorruptError, Faults, FormatError
+from statekit.files.checkpoint import Finding
 from statekit.files.manifest import inside
 from statekit.files.safetensors import open_safetensors, save_safetensors, sharded
 from statekit.files.source import Files, listing, read_small
@@ -54,12 +55,14 @@ class Model:
         files: Names of the files that it lies in.
         is_sorted: Whether the order is that of the alphabet, which says nothing about the parameters.
         metadata: What the files say of themselves.
+        findings: What was odd about them.
     """
 
     tensors: Mapping[str, Tensor]
     files: tuple[str, ...]
     is_sorted: bool
     metadata: Mapping[str, Any]
+    findings: tuple[Finding, ...] = ()
 
 
 def find_model(folder: Path) -> str | None:
@@ -93,8 +96,8 @@ def open_model(folder: Path, name: str, files: Files) -> Model:
     if name.endswith(_SAFE):
         return open_alone(folder / name, files)
     if not name.endswith(INDEX):
-        tensors, metadata = _open_file(folder / name, files)
-        return Model(tensors, (name,), False, metadata)
+        tensors, metadata, findings = _open_file(folder / name, files)
+        return Model(tensors, (name,), False, metadata, findings)
     place = folder / name
     document = strict_json(read_small(place, files), place, files.account)
     index = typed(document, Index, place, "An index of shards has no map from names to files")
@@ -105,7 +108,7 @@ def open_model(folder: Path, name: str, files: Files) -> Model:
     )
     foreign.check(FormatError, "An index names files elsewhere", place=place)
     opened = {file: _open_file(folder / file, files) for file in names}
-    shards = {file: tensors for file, (tensors, _) in opened.items()}
+    shards = {file: tensors for file, (tensors, _, _) in opened.items()}
     faults = Faults((f"isn't in {file}", one) for one, file in weights.items() if one not in shards[file])
     faults += [
         (f"is in {file}, not by the index", one)
@@ -115,9 +118,10 @@ def open_model(folder: Path, name: str, files: Files) -> Model:
     ]
     faults.check(CorruptError, "Index and shards contradict each other", place=place)
     whole = {one: shards[file][one] for one, file in weights.items()}
-    metadata = {key: value for _, file_metadata in opened.values() for key, value in file_metadata.items()}
+    metadata = {key: value for _, said, _ in opened.values() for key, value in said.items()}
     metadata |= index.get("metadata", {})
-    return Model(whole, (name, *names), list(whole) == sorted(whole), metadata)
+    odd = tuple(finding for _, _, findings in opened.values() for finding in findings)
+    return Model(whole, (name, *names), list(whole) == sorted(whole), metadata, odd)
 
 
 def open_alone(path: Path, files: Files) -> Model:
@@ -189,11 +193,15 @@ def save_model(
     return (f"{stem}{_SAFE}",)
 
 
-def _open_file(path: Path, files: Files) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+def _open_file(
+    path: Path, files: Files
+) -> tuple[Mapping[str, Tensor], Mapping[str, Any], tuple[Finding, ...]]:
+    """Returns a file's tensors, what it says of itself, and what was odd."""
     if path.name.endswith(_SAFE):
         file = open_safetensors(path, files)
-        return file.tensors, file.metadata
-    tree = open_torch(path, files).tree
+        return file.tensors, file.metadata, ()
+    opened = open_torch(path, files)
+    tree = opened.tree
     if not isinstance(tree, Mapping) or not all(isinstance(leaf, Tensor) for leaf in tree.values()):
         raise FormatError("A model's file isn't a dict of tensors.", place=path, expected="a state_dict")
-    return tree, {}
+    return tree, {}, opened.findings
