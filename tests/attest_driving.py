@@ -55,7 +55,7 @@ class RewritesRate(transformers.Trainer):  # type: ignore[misc]  # its base is u
         inner = getattr(made.optimizer, "optimizer", made.optimizer)
         for group in inner.param_groups:
             group["initial_lr"] = group["lr"]
-        made.lr_scheduler = transformers.get_linear_schedule_with_warmup(inner, 2, 8)
+        made.lr_scheduler = transformers.get_linear_schedule_with_warmup(inner, 2, made.args.max_steps)
         made.lr_scheduler.load_state_dict(state)
 
 

@@ -418,6 +418,39 @@ def test_a_schedule_in_another_form_is_held_to_what_it_does(tmp_path: Path) -> N
     assert unknown[0] == "schedule"
 
 
+def test_a_turn_of_a_schedule_is_held_wherever_it_is_and_a_function_to_the_rate_that_is(
+    tmp_path: Path,
+) -> None:
+    schedules = torch.optim.lr_scheduler
+
+    def findings(saved_by: Callable[[Any], Any], live: Callable[[Any], Any]) -> list[tuple[str, str]]:
+        run = made()
+        run.scheduler = saved_by(run.optimizer)
+        path = saved(trained(run), tmp_path / "run.pt")
+        stored = torch.load(path)
+        run.scheduler = live(run.optimizer)
+        run.scheduler.__dict__.update(
+            {key: stored["scheduler"][key] for key in ("last_epoch", "base_lrs", "_last_lr")}
+        )
+        run.optimizer.load_state_dict(stored["optimizer"])
+        return [(one.name, one.found) for one in attested(run, path).findings]
+
+    def at_once(turn: int) -> Callable[[Any], Any]:
+        return lambda optimizer: schedules.LambdaLR(optimizer, lambda n: 1.0 if n < turn else 0.5)
+
+    def until(end: int) -> Callable[[Any], Any]:
+        return lambda optimizer: schedules.LambdaLR(optimizer, lambda n: 1 - n / end)
+
+    def by_torch(optimizer: Any) -> Any:
+        return schedules.MultiStepLR(optimizer, [30_000], 0.5)
+
+    assert findings(by_torch, at_once(30_000)) == []
+    assert findings(by_torch, at_once(60_000)) == [("schedule", "rate after 30000 updates 0.1")]
+    assert [name for name, _ in findings(by_torch, at_once(29_999))] == ["schedule"]
+    assert findings(until(10), until(10)) == []
+    assert findings(until(10), until(20)) == [("schedule", "rate after 3 updates 0.085")]
+
+
 def test_random_generators_are_compared_where_that_is_asked_for(tmp_path: Path) -> None:
     run = trained(made())
     states = {"python": random.getstate(), "numpy": np.random.get_state(), "torch": [torch.get_rng_state()]}

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import zip_longest
 from typing import Any, Literal, TypeAlias
 
@@ -40,11 +41,15 @@ _UNMADE = (
 _SAID: Mapping[Alike, str] = {"off": "both switch it off", "as float32": "are equal as float32"}
 """What is said of hyperparameters that are alike, but not equal."""
 _COUNTS = (0, 1, 2, 3, 5, 10, 20, 50, 100, 1000, 10_000, 100_000, 1_000_000)
-"""Updates done at which two schedules of other forms are held against each other."""
+"""Updates done at which two schedules of other forms are held against each other first."""
+_BETWEEN = frozenset(round(1.1**i) for i in range(146))
+"""Those at which they are then, beside the turns of both: each a tenth more, up to a million."""
 
 Rate: TypeAlias = Callable[[int], float]
 """The learning rate of the update after so many."""
 _OTHER_FORM = "schedules of other forms: they give the same rates but for how their formulas round"
+
+_CALLED = "the schedule's function, of which a state has the rate alone that it gave last"
 
 
 @dataclass(frozen=True)
@@ -140,7 +145,7 @@ class _States:
         self._by_value, self._on_tensor = by_value, on_tensor
         self._read, self._sides = _Read(), sides
         self._runs = run_of(right.extra), run_of(other.extra)
-        self._forms = _forms(right, other, self._runs, rates)
+        self._forms, self._rates = _forms(right, other, self._runs, rates), rates
         self._unsaid: dict[str, None] = {}
         self._normalised: dict[str, None] = {}
 
@@ -314,6 +319,7 @@ class _States:
         if self._forms:
             yield from _parted(self._forms)
             return
+        yield from self._called()
         for i, (theirs, mine) in enumerate(zip_longest(right, other)):
             place = f"schedule/{i}"
             if theirs is None or mine is None:
@@ -340,6 +346,27 @@ class _States:
                 elif values[0] != values[1] and not self._is_otherwise_said(item, theirs, mine):
                     yield _differing("schedule", f"{place}/{item}", values, item=item)
 
+    def _called(self) -> Iterator[Difference]:
+        """Yields where a function that no state holds gives another rate than the right schedule gave last."""
+        each = [one.schedules for one in self._runs]
+        if not self._rates or any(len(one) != 1 for one in each):
+            return
+        ((theirs,), (mine,)) = each
+        if theirs.at is None or theirs.at != mine.at:
+            return
+        self._unsaid[_CALLED] = None
+        numbers = {path: i for i, group in enumerate(self._right.optimizer.groups) for path in group.paths}
+        for number, group in enumerate(self._other.optimizer.groups):
+            path = next((path for path in group.paths if path in numbers), None)
+            rate = None if path is None else theirs.last_of(numbers[path])
+            if path is None or rate is None or number not in self._rates:
+                continue
+            form = _Form((_always(rate), self._rates[number]), (theirs.at, mine.at))
+            if form.is_told() and not form.is_same(rate, actual := form.rates[1](theirs.at)):
+                item = f"rate after {theirs.at} updates"
+                yield _differing("schedule", f"schedule/{path}/rate", (rate, actual), path, item)
+                return
+
     def _parts(self, right: RunState, other: RunState) -> Iterator[Difference]:
         parts = [_numbered(one.parts) for one in (right, other)]
         for what, i in _both(*parts):
@@ -360,8 +387,8 @@ class _States:
             return len(rates[0]) == len(rates[1]) and all(
                 alike({}, mine.rate(count), theirs.rate(count)) is not None
                 for mine, theirs in zip(*rates, strict=True)
-                for count in _COUNTS
                 if not isinstance(mine, str) and not isinstance(theirs, str)
+                for count in (*_COUNTS, *mine.turns, *theirs.turns)
             )
         if right.kind != other.kind and {right.place, other.place} & {KERAS_SCHEDULE, f"extra/{CALLED}"}:
             self._unsaid["the schedule: its two forms can't be compared"] = None
@@ -397,15 +424,29 @@ class _Form:
     Attributes:
         rates: What each does.
         at: Steps that each has made; None where it doesn't count.
+        turns: Numbers of updates done at which another formula may hold.
     """
 
     rates: tuple[Rate, Rate]
     at: tuple[int | None, int | None]
+    turns: frozenset[int] = frozenset()
+
+    @property
+    def counts(self) -> list[int]:
+        """Numbers of updates done at which they are held against each other, in this order."""
+        first = {*_COUNTS, *(one for one in self.at if one is not None)}
+        return [*sorted(first), *sorted((_BETWEEN | self.turns) - first)]
+
+    def is_told(self) -> bool:
+        """Tells whether both are finite numbers there."""
+        try:
+            return all(math.isfinite(rate(count)) for rate in self.rates for count in self.counts)
+        except Exception:  # whatever a user's function raises of counts to which the run never comes
+            return False
 
     def apart(self) -> tuple[int, float, float] | None:
         """Returns after how many updates the two give other rates, and these; None if they give the same."""
-        at = [one for one in self.at if one is not None]
-        for count in sorted({*_COUNTS, *at}):
+        for count in self.counts:
             first, second = (rate(count) for rate in self.rates)
             if not self.is_same(first, second):
                 return count, first, second
@@ -419,9 +460,14 @@ class _Form:
         """
         if not isinstance(right, float) or not isinstance(other, float):
             return bool(right == other)
-        highest = max(abs(rate(count)) for rate in self.rates for count in _COUNTS)
         roundings = 16 + 4 * max(one or 0 for one in self.at)
-        return alike({}, right, other) is not None or abs(right - other) <= roundings * 2.0**-53 * highest
+        return (
+            alike({}, right, other) is not None or abs(right - other) <= roundings * 2.0**-53 * self._highest
+        )
+
+    @cached_property
+    def _highest(self) -> float:
+        return max(abs(rate(count)) for rate in self.rates for count in _COUNTS)
 
 
 def _forms(
@@ -429,43 +475,51 @@ def _forms(
 ) -> dict[str, _Form]:
     """Returns each parameter's schedule where two states have it in other forms; none where one isn't told."""
     kinds = [[one.kind for one in run.schedules] for run in runs]
-    if kinds[0] == kinds[1] or not all(kinds):
+    if not all(kinds) or (kinds[0] == kinds[1] and not rates):
         return {}
     groups = [
         {path: i for i, group in enumerate(one.optimizer.groups) for path in group.paths}
         for one in (right, other)
     ]
     forms: dict[str, _Form] = {}
-    for path in groups[0].keys() & groups[1]:
-        theirs = _rate_of(right.optimizer.groups, runs[0].schedules, groups[0][path], {})
-        mine = _rate_of(other.optimizer.groups, runs[1].schedules, groups[1][path], rates)
-        if theirs is None or mine is None:
-            return {}
-        forms[path] = _Form((theirs[0], mine[0]), (theirs[1], mine[1]))
+    made: dict[tuple[int, int], _Form] = {}
+    for path in [path for path in groups[0] if path in groups[1]]:
+        pair = groups[0][path], groups[1][path]
+        if pair not in made:
+            theirs = _rate_of(right.optimizer.groups, runs[0].schedules, pair[0], {})
+            mine = _rate_of(other.optimizer.groups, runs[1].schedules, pair[1], rates)
+            if theirs is None or mine is None:
+                return {}
+            made[pair] = _Form((theirs[0], mine[0]), (theirs[1], mine[1]), theirs[2] | mine[2])
+            if not made[pair].is_told():
+                return {}
+        forms[path] = made[pair]
     return forms
 
 
 def _rate_of(
     groups: Sequence[Group], schedules: Sequence[Schedule], number: int, rates: Mapping[int, Rate]
-) -> tuple[Rate, int | None] | None:
-    """Returns what a group's schedule does, and where it stands; None where that isn't told."""
+) -> tuple[Rate, int | None, frozenset[int]] | None:
+    """Returns what a group's schedule does, where it stands, and its turns; None where that isn't told."""
     schedule = next((one for one in schedules if one.moves(number)), None)
     if schedule is None:
         options = groups[number].hyperparameters
         rate = next((_plain(options[name]) for name in RATE_NAMES if name in options), None)
-        return None if not isinstance(rate, float) else ((lambda updates: rate), None)
+        return (_always(rate), None, frozenset()) if isinstance(rate, float) else None
     stated = schedule.of_group(number)
     rate_of = rates.get(number) if isinstance(stated, str) else stated.rate
-    try:
-        if rate_of is None or not all(math.isfinite(rate_of(count)) for count in _COUNTS):
-            return None
-    except Exception:  # whatever a user's function raises of counts to which the run never comes
-        return None
-    return rate_of, schedule.at
+    turns = frozenset[int]() if isinstance(stated, str) else stated.turns
+    return None if rate_of is None else (rate_of, schedule.at, turns)
+
+
+def _always(rate: float) -> Rate:
+    return lambda updates: rate
 
 
 def _parted(forms: Mapping[str, _Form]) -> Iterator[Difference]:
     """Yields where schedules of other forms stand elsewhere, or give other rates; of each kind the first."""
+    first = {id(form): path for path, form in reversed([*forms.items()])}
+    forms = {path: form for path, form in forms.items() if first[id(form)] == path}
     for path, form in forms.items():
         if None not in form.at and form.at[0] != form.at[1]:
             yield _differing("schedule", f"schedule/{path}/at", form.at, path, "at")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
@@ -136,9 +136,25 @@ class Rates:
         """Returns the learning rate of the update after so many."""
         return self.at(updates).rate(updates)
 
+    @property
+    def turns(self) -> frozenset[int]:
+        """Numbers of updates done at which another formula holds, or one takes its first turn, and those beside."""
+        ends = {int(end) for one in self.pieces for end in _ends(one) if math.isfinite(end)}
+        return frozenset(max(end + by, 0) for end in ends for by in (-1, 0, 1))
+
     def to_json(self) -> list[dict[str, Any]]:
         """Returns the pieces as plain data."""
         return [one.to_json() for one in self.pieces]
+
+
+def _ends(one: Piece) -> Iterator[float]:
+    yield one.begins
+    for name in ("steps", "every"):
+        if name in one.numbers:
+            yield one.origin + one.numbers[name]
+    yield from (one.origin + count for count in one.numbers.get("at", ()))
+    for part in one.numbers.get("of", ()):
+        yield from _ends(part)
 
 
 Told: TypeAlias = Rates | str

@@ -97,6 +97,14 @@ class Schedule:
         number = self.groups.index(number) if self.groups else number
         return self.rates[number] if number < len(self.rates) else self.rates[0]
 
+    def last_of(self, number: int) -> float | None:
+        """Returns the rate that it gave a group last, by the group's number; None if nothing says it."""
+        if not self.moves(number):
+            return None
+        number = self.groups.index(number) if self.groups else number
+        rate = self.last[number] if number < len(self.last) else None
+        return rate if isinstance(rate, float) else None
+
     def to_json(self) -> dict[str, Any]:
         """Returns the schedule as plain data."""
         rates = [one if isinstance(one, str) else one.to_json() for one in self.rates]

@@ -325,10 +325,13 @@ def _driven(scheduler: Any) -> Any:
 
 
 def _rates(schedulers: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer]) -> dict[int, Rate]:
-    """Returns what schedules do to groups, by their numbers, where no state says it: those that call a function."""
+    """Returns what schedules do to groups, by their numbers, where no state says it: those that call a function.
+
+    Source: pytorch/pytorch torch/optim/lr_scheduler.py, `LambdaLR`; `MultiplicativeLR` keeps functions too, of factors.
+    """
     numbers = {id(group): i for i, group in enumerate(_groups(optimizers))}
     rates: dict[int, Rate] = {}
-    for scheduler in schedulers:
+    for scheduler in (one for one in schedulers if isinstance(one, torch.optim.lr_scheduler.LambdaLR)):
         bases, functions = getattr(scheduler, "base_lrs", ()), getattr(scheduler, "lr_lambdas", ())
         groups = getattr(_driven(scheduler), "param_groups", ())
         for group, base, function in zip(groups, bases, functions, strict=False):
