@@ -36,6 +36,7 @@ from statekit.service.thinning import thin
 from statekit.service.worker import Worker
 
 T5X = GOLDEN / "t5x" / "momentum_f32" / "checkpoint" / "checkpoint_4"
+TORCH = GOLDEN / "torch_formats" / "adamw_legacy" / "checkpoint" / "checkpoint.pt"
 
 
 class Lab:
@@ -333,6 +334,38 @@ def test_a_list_of_what_shall_go_names_nothing_elsewhere(tmp_path: Path) -> None
             container="torch", to=None, hints=Hints(), dry_run=False, listener=Listener(io.StringIO()),
         )  # fmt: skip
     assert (tmp_path / "victim").read_text() == "kept"
+
+
+def test_a_thinning_that_was_ended_goes_on_only_if_the_same_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, target = tmp_path / "run" / "step.pt", tmp_path / "run" / "weights.pt"
+    source.parent.mkdir()
+    shutil.copy(TORCH, source)
+    statekit.seal(source)
+
+    def thinned(to: Path, *, dry_run: bool = False) -> Any:
+        return thin(
+            source, to, container="torch", to=None, hints=Hints(), dry_run=dry_run,
+            listener=Listener(io.StringIO()),
+        )  # fmt: skip
+
+    def end(trash: Path, *said: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("statekit.service.thinning._go_on", end)
+        with pytest.raises(KeyboardInterrupt):
+            thinned(target)
+    for to, dry_run in ((target, True), (tmp_path / "run" / "other.pt", False)):
+        to.exists() or to.write_bytes(b"something else")
+        with pytest.raises(RefusedError, match="has begun to remove") as refused:
+            thinned(to, dry_run=dry_run)
+        assert str(target) in str(refused.value) and source.exists()
+    removed, whole = list[set[str]](), shutil.rmtree
+    monkeypatch.setattr(shutil, "rmtree", lambda path: (removed.append({*os.listdir(path)}), whole(path)))
+    assert not thinned(target)["dry_run"]
+    assert removed == [{"removed.json"}] and not source.exists() and target.exists()
 
 
 def test_what_nothing_shows_any_more_is_pruned_and_what_pages_and_lineages_show_is_kept(lab: Lab) -> None:

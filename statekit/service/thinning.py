@@ -62,13 +62,22 @@ def thin(
         `removed`: names of files; `target` with its container.
 
     Raises:
-        RefusedError: The source has no manifest of its own, or holds files that it doesn't name.
+        RefusedError: The source has no manifest of its own, or holds files that it doesn't name; or an earlier job has
+            begun to remove it, and something else is asked now.
         CorruptError: It isn't what its manifest says, or it was written to meanwhile.
         CommitError: The weights can't be written, or it can't be removed.
     """
     trash = source.with_name(f"{_REMOVED}{source.name}")
-    if (trash / _LIST).is_file() and os.path.lexists(target):
-        return _go_on(trash, target, listener)
+    record = _listed(trash)
+    if record is not None and os.path.lexists(weights := record["said"]["target"]):
+        if dry_run or str(target) != weights:
+            raise RefusedError(
+                "An earlier job has begun to remove the checkpoint.",
+                place=source,
+                found=f"its weights are in {weights}",
+                remedy="thin it to that target: this goes on; or remove what is there, if the checkpoint is whole",
+            )
+        return _go_on(trash, record, listener)
     with registry.opened(registry.container(container), source, None, hints) as checkpoint:
         proof, files = checkpoint.proof, files_of(checkpoint)
         tops = (
@@ -124,8 +133,8 @@ def thin(
             remedy="thin it when nobody writes to it any more",
         )
     after = _allocated([target, beside(target)])
-    _remove(trash, going, {**said, "bytes_after": after, "freed": before - after})
-    return _go_on(trash, target, listener)
+    record = _remove(trash, going, {**said, "bytes_after": after, "freed": before - after})
+    return _go_on(trash, record, listener)
 
 
 def _planned(source: Path, target: Path, container: str, to: str | None, hints: Hints) -> Plan:
@@ -181,12 +190,12 @@ def _allocated(places: Sequence[Path]) -> int:
     return sum(one.st_blocks * 512 for one in facts if one.st_nlink == 1)
 
 
-def _remove(trash: Path, tops: Sequence[Path], said: Mapping[str, Any]) -> None:
-    """Writes down what shall go, and takes it away from its names."""
+def _remove(trash: Path, tops: Sequence[Path], said: Mapping[str, Any]) -> dict[str, Any]:
+    """Writes down what shall go, and returns that."""
+    record = {"tops": [top.name for top in tops], "said": dict(said)}
     with writing(trash):
         shutil.rmtree(trash, ignore_errors=True)
         trash.mkdir()
-        record = {"tops": [top.name for top in tops], "said": dict(said)}
         with open(trash / f"{_LIST}.new", "x", encoding="utf-8") as file:
             json.dump(record, file)
             file.flush()
@@ -194,26 +203,45 @@ def _remove(trash: Path, tops: Sequence[Path], said: Mapping[str, Any]) -> None:
         os.rename(trash / f"{_LIST}.new", trash / _LIST)
         sync_folder(trash)
         sync_folder(trash.parent)
+    return record
 
 
-def _go_on(trash: Path, target: Path, listener: Listener) -> dict[str, Any]:
-    """Removes what is written down to go, from wherever an earlier attempt has come to."""
+def _listed(trash: Path) -> dict[str, Any] | None:
+    """Returns what is written down to go; None if nothing is.
+
+    Raises:
+        RefusedError: Somebody else has written it, or it names what lies elsewhere.
+    """
+    if not (trash / _LIST).is_file():
+        return None
     # Whoever may write into the folder could leave a list there too.
     if trash.lstat().st_uid != os.geteuid() or trash.is_symlink():
         raise RefusedError("This list of what shall go was written by somebody else.", place=trash)
-    record = json.loads(read_small(trash / _LIST))
-    said: dict[str, Any] = record["said"]
+    record: dict[str, Any] = json.loads(read_small(trash / _LIST))
     if any(not inside(name) or "/" in name for name in record["tops"]):
         raise RefusedError("What shall go doesn't lie beside the list.", place=trash)
+    return record
+
+
+def _go_on(trash: Path, record: Mapping[str, Any], listener: Listener) -> dict[str, Any]:
+    """Removes what is written down to go, from wherever an earlier attempt has come to."""
+    said: dict[str, Any] = record["said"]
     with writing(trash):
         for name in record["tops"]:
             if os.path.lexists(trash.parent / name):
                 os.rename(trash.parent / name, trash / name)
         sync_folder(trash)
         sync_folder(trash.parent)
+        for name in record["tops"]:  # what is written down goes last: whoever is ended meanwhile is followed
+            gone = trash / name
+            if gone.is_dir() and not gone.is_symlink():
+                shutil.rmtree(gone)
+            else:
+                gone.unlink(missing_ok=True)
         shutil.rmtree(trash)
         sync_folder(trash.parent)
     listener.log(
-        f"removed {some(said['removed'])}; {said['freed']} bytes are free now; the weights are in {target.name}"
+        f"removed {some(said['removed'])}; {said['freed']} bytes are free now; the weights are in "
+        f"{Path(said['target']).name}"
     )
     return {**said, "dry_run": False}
