@@ -25,7 +25,7 @@ from goldens import GOLDEN
 from statekit.conversion.contracts import Hints
 from statekit.errors import NotFoundError, RefusedError, UsageError
 from statekit.service.catalogue import Catalogue
-from statekit.service.child import Child, Died, Zygote
+from statekit.service.child import Answer, Child, Died, Zygote
 from statekit.service.database import Database, Ownership
 from statekit.service.jobs import LEASE_SECONDS, MOST_ATTEMPTS, Jobs, Lease, Lost
 from statekit.service.lineage import lineage_of
@@ -152,6 +152,45 @@ def test_a_task_that_dies_ends_its_job_and_nothing_else(shared: Lab, monkeypatch
         crashed = shared.do("check", [shared.number("run/checkpoint_4")])
     assert crashed.state == "crashed" and "SIGKILL" in str(crashed.problem)
     assert shared.do("check", [shared.number("run/checkpoint_4")]).state == "done"
+
+
+def answering(patch: pytest.MonkeyPatch, *answers: Answer | Exception) -> None:
+    """Has each task say just this, all at once."""
+
+    def said(child: Child, seconds: float) -> Iterator[Answer]:
+        for one in answers:
+            if isinstance(one, Exception):
+                raise one
+            yield one
+
+    patch.setattr(Child, "ask", lambda child, request: None)
+    patch.setattr(Child, "answers", said)
+
+
+def test_what_a_job_logs_before_its_end_is_kept(shared: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It comes with the result, and no beat lies between them."""
+    line, ended = Answer("log", {"line": "not proven"}), list[tuple[str, list[str]]]()
+    for end in (Answer("result", {}), Answer("problem", {}), Died("was ended")):
+        with monkeypatch.context() as patch:
+            answering(patch, line, end)
+            job = shared.do("inspect", [shared.number("run/checkpoint_4")], filter="of this test")
+        kinds = [event.kind for event in shared.jobs.events(job.id)]
+        assert kinds.index("log") < len(kinds) - 1
+        ended.append((job.state, shared.jobs.log(job.id)))
+    assert ended == [(state, ["not proven"]) for state in ("done", "failed", "crashed")]
+
+
+def test_progress_takes_no_lines_of_the_log_away(shared: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("statekit.service.jobs.MOST_LOGS", 3)
+    job = shared.jobs.submit("check", [shared.number("run/checkpoint_4")])
+    lease = shared.jobs.lease("test")
+    assert lease is not None and lease.job.id == job.id
+    for i in range(5):
+        shared.jobs.heartbeat(lease, i / 5, f"{i}")
+    shared.jobs.heartbeat(lease, 1.0, "", ["a", "b"])
+    shared.jobs.finish(lease, "failed", lines=["c", "d"])
+    assert shared.jobs.log(job.id) == ["a", "b", "c"]
+    assert shared.jobs.log(job.id, 2) == ["b", "c"]
 
 
 @pytest.mark.parametrize(

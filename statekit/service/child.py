@@ -19,6 +19,8 @@ from typing import Any, Literal, NamedTuple
 
 ANSWER_BYTES = 1 << 28
 """How long an answer may be."""
+LINE_LENGTH = 4000
+"""Characters of a line of the log."""
 _BLOCK = 1 << 20
 _LAST_BYTES = 4000
 _WORD = 64

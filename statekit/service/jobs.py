@@ -269,6 +269,13 @@ class Jobs:
             rows = connection.execute(chosen.limit(limit)).all()
         return [Event(row.job, row.number, row.kind, row.data, utc(row.time)) for row in rows]
 
+    def log(self, number: int, limit: int = MOST_ITEMS) -> list[str]:
+        """Returns the last lines of a job's log, in order; none of a job that there isn't."""
+        lines = select(EVENTS.c.data).where(EVENTS.c.job == number, EVENTS.c.kind == "log")
+        with self._database.reading() as connection:
+            rows = connection.execute(lines.order_by(EVENTS.c.number.desc()).limit(limit)).scalars().all()
+        return [str(data["line"]) for data in reversed(rows)]
+
     def cancel(self, number: int) -> Job:
         """Ends a job that waits, and asks for the end of one that runs; one that has ended stays as it is.
 
@@ -339,13 +346,16 @@ class Jobs:
                 _add_event(
                     connection, lease.job.id, "progress", {"fraction": fraction, "text": values["text"]}
                 )
-            for line in lines:
-                if row.last_event < MOST_LOGS:
-                    _add_event(connection, lease.job.id, "log", {"line": printable(line)})
+            _add_lines(connection, lease.job.id, lines)
             return bool(row.cancelling)
 
     def finish(
-        self, lease: Lease, state: State, result: Any = None, problem: Mapping[str, Any] | None = None
+        self,
+        lease: Lease,
+        state: State,
+        result: Any = None,
+        problem: Mapping[str, Any] | None = None,
+        lines: Sequence[str] = (),
     ) -> bool:
         """Ends a job; returns False, and changes nothing, if the lease is over.
 
@@ -354,21 +364,24 @@ class Jobs:
             state: How it has ended.
             result: What came of it.
             problem: Why it failed.
+            lines: What the job's log gets before that.
         """
         with self._database.writing() as connection:
             if self._held(connection, lease) is None:
                 return False
+            _add_lines(connection, lease.job.id, lines)
             _end(connection, lease.job.id, state, result, problem)
             if state == "done":
                 learned(connection, lease.job, result)
             return True
 
-    def release(self, lease: Lease) -> bool:
+    def release(self, lease: Lease, lines: Sequence[str] = ()) -> bool:
         """Lets a job wait again that was begun and not done, as if it hadn't been; False if the lease is over."""
         with self._database.writing() as connection:
             row = self._held(connection, lease)
             if row is None:
                 return False
+            _add_lines(connection, lease.job.id, lines)
             _wait_again(connection, row, "the service ends", row.attempts - 1)
             return True
 
@@ -474,6 +487,14 @@ def _end(
     if result is not None:
         connection.execute(RESULTS.insert().values(job=number, data=result))
     _add_event(connection, number, "state", {"state": state, "problem": problem})
+
+
+def _add_lines(connection: Connection, number: int, lines: Sequence[str]) -> None:
+    if not lines:
+        return
+    logged = select(func.count()).select_from(EVENTS).where(EVENTS.c.job == number, EVENTS.c.kind == "log")
+    for line in lines[: max(MOST_LOGS - (connection.scalar(logged) or 0), 0)]:
+        _add_event(connection, number, "log", {"line": printable(line)})
 
 
 def _add_event(connection: Connection, number: int, kind: EventKind, data: Mapping[str, Any]) -> None:

@@ -26,7 +26,7 @@ from typing import Any, NoReturn, TextIO
 from statekit.conversion import registry
 from statekit.errors import StatekitError
 from statekit.service import looking, work
-from statekit.service.child import ANSWER_BYTES
+from statekit.service.child import ANSWER_BYTES, LINE_LENGTH
 from statekit.service.confinement import Reach, confine
 from statekit.service.failures import problem_of
 from statekit.service.processes import end_with
@@ -56,7 +56,7 @@ class Listener:
 
     def log(self, line: str) -> None:
         """Says something that is worth keeping."""
-        self.say("log", {"line": line[:4000]})
+        self.say("log", {"line": line[:LINE_LENGTH]})
 
     def say(self, kind: str, data: Any) -> None:
         """Writes a line."""

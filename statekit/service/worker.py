@@ -17,11 +17,11 @@ from typing import Any
 
 from statekit.errors import NotFoundError, StatekitError
 from statekit.service.catalogue import Catalogue, checkpoint_of
-from statekit.service.child import Answer, Child, Died, Zygote
+from statekit.service.child import LINE_LENGTH, Answer, Child, Died, Zygote
 from statekit.service.confinement import Reach
 from statekit.service.database import Database
 from statekit.service.failures import crash, problem_of
-from statekit.service.jobs import LEASE_SECONDS, Jobs, Lease, Lost
+from statekit.service.jobs import LEASE_SECONDS, MOST_LOGS, Jobs, Lease, Lost
 from statekit.service.lineage import check_thinning
 from statekit.service.processes import end_with, holder_name
 from statekit.service.records import Checkpoint, State
@@ -57,6 +57,7 @@ class Worker:
         self._zygote = Zygote()
         self._stopped_at: float | None = None
         self._stopping = ""
+        self._lines: list[str] = []
 
     def stop(self, number: int = 0, frame: FrameType | None = None) -> None:
         """Asks the worker to end: after its job, or without it once that takes too long."""
@@ -84,6 +85,7 @@ class Worker:
         self._zygote.close()
 
     def _do(self, lease: Lease) -> None:
+        self._stopping, self._lines = "", []
         try:
             request = self._request(lease)
         except StatekitError as error:
@@ -110,23 +112,23 @@ class Worker:
 
     def _follow(self, lease: Lease, child: Child, request: Mapping[str, Any]) -> None:
         """Passes on what a task says, until it has ended or is ended."""
-        self._stopping = ""
         child.ask(request)
         until = time.monotonic() + request["seconds"]
         fraction: float | None = None
         text, stopping, cancelling = "", "", False
         while True:
-            lines: list[str] = []
             for answer in child.answers(BEAT_SECONDS):
                 if answer.kind in ("result", "problem"):
                     self._end(lease, answer, stopping)
                     return
                 if answer.kind == "log":
-                    lines.append(answer.data["line"])
+                    if len(self._lines) < MOST_LOGS:
+                        self._lines.append(answer.data["line"][:LINE_LENGTH])
                 else:
                     fraction, text = answer.data["fraction"], answer.data["text"]
             try:
-                cancelling = self._jobs.heartbeat(lease, fraction, text, lines)
+                cancelling = self._jobs.heartbeat(lease, fraction, text, self._lines)
+                self._lines = []
             except StatekitError as error:  # it may be written again before the lease is over
                 print(error.line, file=sys.stderr)
             now = time.monotonic()
@@ -157,7 +159,7 @@ class Worker:
         until = time.monotonic() + LEASE_SECONDS
         while True:
             try:
-                self._jobs.finish(lease, state, **said)
+                self._jobs.finish(lease, state, lines=self._lines, **said)
                 return
             except StatekitError as error:
                 print(error.line, file=sys.stderr)
@@ -169,7 +171,7 @@ class Worker:
         if stopping == "cancelled":
             self._finish(lease, "cancelled")
         elif stopping == "drained":
-            self._jobs.release(lease)
+            self._jobs.release(lease, self._lines)
         else:
             self._finish(
                 lease, "crashed", problem=crash("it took longer than its files explain, and was ended")

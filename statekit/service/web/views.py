@@ -287,7 +287,6 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
         result = of.result_of(job)
         if result and job.kind == "verify":
             result = result["certificate"]
-        lines = [str(event.data.get("line", "")) for event in of.jobs.events(number) if event.kind == "log"]
         said = {
             "job": job,
             "kind": job.kind,
@@ -297,7 +296,7 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
             and job.kind in VERDICTS
             and not tensor_of(job)[0]
             and VERDICTS[job.kind](result),
-            "log": lines[-MOST_LINES:],
+            "log": of.jobs.log(number, MOST_LINES),
         }
         return drawn(request, "job.html", said)
 

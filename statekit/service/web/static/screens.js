@@ -84,6 +84,7 @@ function follow(place) {
   if (place.dataset.followed) return;
   place.dataset.followed = "yes";
   const events = new EventSource(place.dataset.events);
+  if (one("[data-log]", place)) one("[data-log]", place).textContent = ""; // they come again, from the first on
   const data = (event) => JSON.parse(event.data).data;
   events.addEventListener("progress", (event) => {
     const { fraction, text } = data(event);
