@@ -402,7 +402,12 @@ def test_a_thinning_that_was_ended_goes_on_only_if_the_same_is_asked_again(
             thinned(to, dry_run=dry_run)
         assert str(target) in str(refused.value) and source.exists()
     removed, whole = list[set[str]](), shutil.rmtree
-    monkeypatch.setattr(shutil, "rmtree", lambda path: (removed.append({*os.listdir(path)}), whole(path)))
+
+    def remove(folder: Path) -> None:
+        removed.append({*os.listdir(folder)})
+        whole(folder)
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
     assert not thinned(target)["dry_run"]
     assert removed == [{"removed.json"}] and not source.exists() and target.exists()
 
