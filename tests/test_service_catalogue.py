@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +24,16 @@ from sqlalchemy import text
 
 import statekit
 from goldens import GOLDEN
-from statekit.errors import CorruptError, NotFoundError, RefusedError, StatekitError, UsageError
+from statekit.errors import CommitError, CorruptError, NotFoundError, RefusedError, StatekitError, UsageError
 from statekit.service import roots
 from statekit.service.catalogue import Catalogue
-from statekit.service.child import Child
+from statekit.service.child import Child, Died, Zygote
 from statekit.service.database import FILE, OWNER, Database, Ownership
+from statekit.service.lineage import lineage_of
 from statekit.service.records import Query
+from statekit.service.server import _tried
 from statekit.service.tables import METADATA
+from statekit.tensors.digest import json_digest
 
 T5X = GOLDEN / "t5x" / "momentum_f32" / "checkpoint" / "checkpoint_4"
 TORCH = GOLDEN / "torch_formats" / "adamw_legacy" / "checkpoint" / "checkpoint.pt"
@@ -141,6 +149,117 @@ def test_what_ends_the_process_that_looks_is_listed_and_the_scan_goes_on(
     (hostile,) = catalogue.checkpoints(Query(readable=False)).items
     assert hostile.path == "torch/a.pt"
     assert hostile.unreadable == "Looking into it has ended the process: it was ended by SIGKILL."
+
+
+def test_what_could_not_be_read_is_looked_into_again_though_it_is_the_same(
+    database: Database, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was the machine's fault, as where its memory was full."""
+    catalogue = Catalogue(database, [root])
+    asked = Child.ask
+
+    def ask(child: Child, request: Mapping[str, Any]) -> None:
+        asked(child, request)
+        if request["path"].endswith("a.pt"):
+            os.kill(child.pid, signal.SIGKILL)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Child, "ask", ask)
+        assert catalogue.scan().unreadable == 1
+    (failed,) = catalogue.checkpoints(Query(readable=False)).items
+    again = catalogue.scan()
+    assert (again.looked, again.unreadable) == (0, 1)
+    for scanner in catalogue._scanners.values():
+        for looked in scanner._known.values():
+            looked.again = 0.0
+    assert catalogue.scan().unreadable == 0
+    assert catalogue.checkpoint(failed.id).unreadable is None
+
+
+def test_what_cannot_be_listed_or_looked_into_now_is_not_taken_for_gone(
+    database: Database, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    catalogue = Catalogue(database, [root, other])
+    catalogue.scan()
+    before = catalogue.checkpoints().items
+    shutil.copy(TORCH, other / "b.pt")
+    scandir, within = os.scandir, [os.path.realpath(root)]
+
+    def fails(folder: Any) -> Any:
+        if os.path.realpath(f"/proc/self/fd/{folder}").startswith(within[0] + "/"):
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return scandir(folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "scandir", fails)
+        with pytest.raises(StatekitError, match="can't be listed"):
+            catalogue.scan()
+    assert catalogue.scanning().problem is not None
+    assert catalogue.checkpoints(Query(root=before[0].root)).items == before
+    assert catalogue.checkpoints().total == 3  # the other root was scanned
+    assert catalogue.scan().looked == 0 and catalogue.scanning().problem is None
+
+    def refuse(zygote: Zygote) -> Child:
+        raise Died("could not be begun")
+
+    shutil.copy(TORCH, root / "torch" / "c.pt")
+    with monkeypatch.context() as patch:
+        patch.setattr(Zygote, "fork", refuse)
+        with pytest.raises(StatekitError, match="No process can be begun"):
+            catalogue.scan()
+    assert catalogue.checkpoints(Query(readable=False)).total == 0
+    assert catalogue.scan().new == 1
+
+
+def test_a_scan_that_fails_as_nobody_foresaw_says_so_and_can_be_asked_for_again(
+    database: Database, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    catalogue = Catalogue(database, [root])
+
+    def fail() -> Any:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(threading, "excepthook", lambda said: None)
+    with monkeypatch.context() as patch:
+        patch.setattr(catalogue, "_scan", fail)
+        first = catalogue.rescan()
+        while (thread := catalogue._asked) is not None:
+            thread.join(60)
+        assert "a fault of ours" in str(catalogue.scanning().problem)
+        assert _tried("scan", catalogue.scan) is None
+    again = catalogue.rescan()
+    while catalogue.scanning().done < again.number:
+        time.sleep(0.01)
+    assert again.number > first.number and catalogue.scanning().problem is None
+
+
+def test_what_a_manifest_says_that_no_column_takes_is_left_out(database: Database, root: Path) -> None:
+    """Anybody can write one, with a digest that fits."""
+    statekit.convert(root / "run" / "checkpoint_4", root / "made", to="statekit")
+    manifest = json.loads((root / "made" / "statekit.json").read_text())
+    manifest.pop("digest")
+    manifest |= {"source": {**manifest["source"], "digest": "\ud800"}, "tool": {"a": 1}, "plan": [1]}
+    (root / "made" / "statekit.json").write_text(json.dumps({**manifest, "digest": json_digest(manifest)}))
+    catalogue = Catalogue(database, [root])
+    assert catalogue.scan().seen == 3
+    (made,) = catalogue.checkpoints(Query(text="made")).items
+    assert made.seal == "sealed"
+    (edge,) = lineage_of(database, made.id).edges
+    assert (edge.tool, edge.plan) == (None, None)
+
+
+def test_a_catalogue_that_another_program_keeps_is_an_error_of_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("statekit.service.database.BUSY_SECONDS", 0.05)
+    kept = Database(tmp_path, migrate=True)
+    with closing(sqlite3.connect(tmp_path / FILE, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        with pytest.raises(CommitError, match="whatever other program"), kept.writing():
+            pass
+    kept.close()
 
 
 def test_pages_follow_each_other_in_every_order(database: Database, root: Path) -> None:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,6 +19,7 @@ from sqlalchemy.sql import ColumnElement
 
 from statekit.errors import NotFoundError, RefusedError, StatekitError, UsageError, printable
 from statekit.service.database import Database
+from statekit.service.failures import problem_of
 from statekit.service.records import SORTS, Checkpoint, Job, Page, Query, Root, Run, Scan, Scanning
 from statekit.service.roots import path_beneath, target_beneath
 from statekit.service.scanning import Scanner, Seen
@@ -112,13 +112,18 @@ class Catalogue:
         """Looks for checkpoints below all roots, and writes down what is new, changed or gone.
 
         One scan runs at a time: who asks for one meanwhile waits, and gets one that began later.
+
+        Raises:
+            StatekitError: A root can't be listed, or looked into: of that nothing is written down.
         """
         with self._scanning:
             self._begun += 1
             try:
                 self.last_scan = self._scan()
-            except StatekitError as error:
-                self._problem = error.line
+            except Exception as error:
+                self._problem = (
+                    error.line if isinstance(error, StatekitError) else problem_of(error)["subject"]
+                )
                 raise
             else:
                 self._problem = None
@@ -128,15 +133,21 @@ class Catalogue:
 
     def _scan(self) -> Scan:
         began = time.monotonic()
-        counts = Counter[str]()
+        counts, failures = Counter[str](), list[StatekitError]()
         for number, scanner in self._scanners.items():
             if not scanner.root.is_dir():  # not mounted just now: that says nothing of what lies there
                 continue
-            seen = list(scanner.scan())
+            try:
+                seen = list(scanner.scan())
+            except StatekitError as error:
+                failures.append(error)
+                continue
             counts["looked"] += scanner.looked
             with self._database.writing() as connection:
                 counts.update(_reconciled(connection, number, seen))
                 _group_runs(connection, number)
+        if failures:
+            raise failures[0]
         names = ("looked", "seen", "new", "changed", "gone", "unreadable")
         return Scan(**{name: counts[name] for name in names}, seconds=round(time.monotonic() - began, 3))
 
@@ -155,8 +166,13 @@ class Catalogue:
                 if self._begun >= self._wanted:
                     self._asked = None
                     return
-            with suppress(StatekitError):  # `scanning` says it
+            try:
                 self.scan()
+            except StatekitError:
+                pass  # `scanning` says it
+            except BaseException:
+                self._asked = None  # whoever asks next begins another
+                raise
 
     def scanning(self) -> Scanning:
         """Returns how far the scan is that runs, or what the last one came to."""

@@ -233,7 +233,7 @@ def _explained(place: Path) -> Iterator[None]:
     Raises:
         UsageError: A number was asked for that is larger than a database's can be.
         CorruptError: The file is no database, or damaged.
-        CommitError: The disk is full, or the file can't be written or read.
+        CommitError: The disk is full, another program keeps it, or the file can't be written or read.
     """
     try:
         yield
@@ -248,6 +248,8 @@ def _explained(place: Path) -> Iterator[None]:
             ) from error
         remedies = {
             "SQLITE_FULL": "make room on the disk; what was there before is there still",
+            "SQLITE_BUSY": "close it in whatever other program has it open",
+            "SQLITE_LOCKED": "close it in whatever other program has it open",
             "SQLITE_IOERR": "make room on the disk, or look whether it is sound; what was there before is there still",
             "SQLITE_READONLY": "let this user write to the folder, or name another: --data DIR",
             "SQLITE_CANTOPEN": "let this user write to the folder, or name another: --data DIR",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 _NAMED = (".ckpt", ".pth", ".msgpack")
 """Ends of names, beside those that containers give their files, by which a file says that it is a checkpoint."""
 _GREATEST = 2**63 - 1
+_LINE = 200
 
 
 def places(request: Mapping[str, Any], listener: Listener) -> dict[str, Any]:
@@ -120,14 +121,20 @@ def _sealed(checkpoint: Checkpoint) -> dict[str, Any]:
     if not proof.is_whole:
         return {"seal": "sealed"}
     manifest = proof.manifest
-    source = manifest.get("source") or {}
-    made = {name: manifest.get(name) for name in ("tool", "source", "target", "plan", "options")}
+    source = manifest["source"]
+    made = {name: manifest[name] for name in ("source", "target", "options")}
+    made |= {name: _text(manifest.get(name)) for name in ("tool", "plan")}
     return {
         "seal": "sealed",
         "digest": json_digest(manifest["tensors"]),
         "made": made if source.get("container") else None,
-        "source_digest": source.get("digest") if isinstance(source.get("digest"), str) else None,
+        "source_digest": _text(source.get("digest")),
     }
+
+
+def _text(value: object) -> str | None:
+    """Returns what a manifest has in a field that is a line of text; None of anything else, which no column takes."""
+    return value if isinstance(value, str) and value.isascii() and len(value) <= _LINE else None
 
 
 KINDS: Mapping[str, Callable[[Mapping[str, Any], Listener], Any]] = {"places": places, "describe": describe}

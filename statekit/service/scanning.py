@@ -6,7 +6,10 @@ read, with how it ended.
 
 from __future__ import annotations
 
+import errno
+import math
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +30,12 @@ LOOKS = 2000
 MOST_FILES = 2_000_000
 DEEPEST = 64
 """Folders below each other at most."""
+AGAIN_SECONDS = 60.0
+"""When what couldn't be read is looked into again, though it hasn't changed: memory, disk or network may have failed
+it. Each time after twice as long, up to `LATEST_SECONDS`."""
+LATEST_SECONDS = 86400.0
+_GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM})
+"""Of a folder that isn't there any more, or is no folder, or not for us to see; anything else says nothing of it."""
 
 
 @dataclass
@@ -77,7 +86,8 @@ def listed(root: Path) -> Folder:
         try:
             with os.scandir(opened) as listing:
                 entries = sorted(listing, key=lambda entry: entry.name)
-        except OSError:
+        except OSError as error:
+            _check_gone(error, path)
             entries = []
         for entry in entries:
             left -= 1
@@ -101,7 +111,8 @@ def listed(root: Path) -> Folder:
                 elif entry.is_file(follow_symlinks=False):
                     facts = entry.stat(follow_symlinks=False)
                     inside[name] = _file(place, (facts.st_size, facts.st_mtime_ns, facts.st_ino))
-            except OSError:  # it went meanwhile
+            except OSError as error:  # it went meanwhile
+                _check_gone(error, place)
                 continue
         files = [
             (name, one) for name, one in inside.items() if one.inside is not None or not is_manifest(name)
@@ -125,6 +136,21 @@ def listed(root: Path) -> Folder:
             return node(str(root), top, 0)
     except OSError as error:
         raise StatekitError("The root can't be listed.", place=root, found=error.strerror) from error
+
+
+def _check_gone(error: OSError, path: str) -> None:
+    """Passes over what is gone; what merely can't be listed now isn't taken for gone, with all that lies below.
+
+    Raises:
+        StatekitError: It can't be listed.
+    """
+    if error.errno not in _GONE:
+        raise StatekitError(
+            "A folder can't be listed: nothing that lies below the root is taken for gone.",
+            place=path,
+            found=error.strerror,
+            remedy="look whether the disk is sound, and the service may open enough files",
+        ) from error
 
 
 @contextmanager
@@ -170,8 +196,28 @@ class Seen:
 
 @dataclass
 class _Looked:
+    """What looking into something came to.
+
+    Attributes:
+        stamp: What it was then.
+        answer: What was said.
+        again: When to look again though it is the same, in seconds of the machine.
+        pause: How long that was after the last look.
+    """
+
     stamp: tuple[str, str]
     answer: Mapping[str, Any]
+    again: float = math.inf
+    pause: float = 0.0
+
+
+def _remembered(stamp: tuple[str, str], answer: Mapping[str, Any], before: _Looked | None) -> _Looked:
+    """Returns an answer as it is remembered: for as long as its files stay the same, if they could be read."""
+    if answer.get("unreadable") is None:
+        return _Looked(stamp, answer)
+    last = before.pause if before is not None and before.stamp == stamp else 0.0
+    pause = min(max(2 * last, AGAIN_SECONDS), LATEST_SECONDS)
+    return _Looked(stamp, answer, time.monotonic() + pause, pause)
 
 
 @dataclass
@@ -197,17 +243,20 @@ class Scanner:
         """Yields every checkpoint below the root.
 
         Raises:
-            StatekitError: The root can't be listed.
+            StatekitError: It can't be listed, or no process be begun that looks.
         """
         if not self.root.is_dir():
             raise StatekitError(
                 "The root isn't there.", place=self.root, remedy="mount it, or end the service"
             )
-        self.looked, self._before, self._known = 0, self._known, {}
         top = listed(self.root)
+        self.looked, self._before, self._known = 0, self._known, {}
         self.entries = top.count()
         try:
             yield from self._visit(top, top)
+        except StatekitError:
+            self._known = {**self._before, **self._known}
+            raise
         finally:
             self._close()
 
@@ -257,7 +306,7 @@ class Scanner:
         request = {"kind": "describe", "container": container, **place}
         key = _key(request)
         before = self._before.get(key)
-        if before is not None:
+        if before is not None and time.monotonic() < before.again:
             nodes = self._parts(before.answer, top)
             if nodes is not None and before.stamp == self._stamp(nodes, top):
                 self._known[key] = before
@@ -276,7 +325,7 @@ class Scanner:
                 "container": container,
                 **_unread(answer.get("unreadable", "It went while it was looked into.")),
             }
-        self._known[key] = _Looked(self._stamp(nodes, top), answer)
+        self._known[key] = _remembered(self._stamp(nodes, top), answer, before)
         return self._of_answer(answer, nodes, top), {one.path for one in nodes}
 
     def _of_answer(self, answer: Mapping[str, Any], nodes: list[Folder], top: Folder) -> Seen | None:
@@ -315,8 +364,8 @@ class Scanner:
     def _look(self, request: Mapping[str, Any], stamp: tuple[str, str]) -> Mapping[str, Any]:
         key = _key(request)
         before = self._before.get(key)
-        if before is None or before.stamp != stamp:
-            before = _Looked(stamp, self._asked(request))
+        if before is None or before.stamp != stamp or time.monotonic() >= before.again:
+            before = _remembered(stamp, self._asked(request), before)
         self._known[key] = before
         return before.answer
 
@@ -330,8 +379,17 @@ class Scanner:
             "limits": LOOK_LIMITS,
             "reach": Reach((str(self.root),), (), self.hidden)._asdict(),
         }
+        if self._child is None:
+            try:
+                self._child = self._zygote.fork()
+            except Died as end:
+                raise StatekitError(
+                    "No process can be begun that looks into files.",
+                    place=self.root,
+                    found=f"it {end}",
+                    remedy="look whether the machine has memory, processes and room for temporary files left",
+                ) from end
         try:
-            self._child = self._child or self._zygote.fork()
             answer = self._child.result(asked, LOOK_SECONDS)
         except Died as end:
             self._close()

@@ -271,7 +271,9 @@ def _tried(what: str, do: Callable[[], T]) -> T | None:
     except (StatekitError, OSError) as error:
         problem = error.line if isinstance(error, StatekitError) else str(error)
         _LOG.error("failed", what=what, problem=problem)
-        return None
+    except Exception:  # nobody foresaw it: what is done again and again must go on all the same
+        _LOG.exception("failed", what=what)
+    return None
 
 
 def _configure_logging() -> None:
