@@ -153,6 +153,17 @@ def test_names_may_differ_in_torch(tmp_path: Path) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-7)
 
 
+def test_names_of_modules_may_differ_where_the_optimizer_alone_was_saved(tmp_path: Path) -> None:
+    net = Net()
+    original = torch.optim.AdamW(net.named_parameters(), lr=0.01)
+    moved(net, original)
+    other = Net(q=3, z=3, m=3)
+    names = {"q": "z", "z": "a", "m.bias": "m.bias"}
+    resumed = load_optimizer(alone(tmp_path / "run", net, original), other.named_parameters(), names=names)
+    for (name, mine), theirs in zip(other.named_parameters(), net.parameters(), strict=True):
+        assert torch.equal(resumed.state[mine]["m"], original.state[theirs]["exp_avg"]), name
+
+
 def test_names_may_differ_in_jax(tmp_path: Path) -> None:
     net, original = trained()
     path = named_file(tmp_path, net, original)

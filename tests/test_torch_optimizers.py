@@ -70,6 +70,11 @@ def make(schema: str, named: Named, **options: Any) -> Any:
     return OPTIMIZERS[schema](named.items(), **{"lr": 0.05, **settings})
 
 
+def fast(schema: str, named: Named, **options: Any) -> Any:
+    """Makes an optimizer of which a fast path follows every option."""
+    return make(schema, named, **({"amsgrad": False} if schema == "adamw" else {}), **options)
+
+
 def tensors(optimizer: torch.optim.Optimizer, named: Named) -> Any:
     return {k: v.copy() for k, v in Run(named, optimizer).tensors().items()}
 
@@ -314,6 +319,65 @@ def test_sparse_gradients_are_refused_before_anything_moves(schema: str) -> None
     with pytest.raises(UsageError, match=r"sparse(.|\n)*@ table"):
         optimizer.step()
     assert differing(before, tensors(optimizer, named)) == []
+
+
+@pytest.mark.parametrize("schema", EVERY)
+def test_a_parameter_whose_memory_changes_between_updates_moves_as_before(schema: str) -> None:
+    """As `module.to(memory_format=...)` and whoever sets `param.data` do."""
+    named, plain = parameters(), parameters()
+    optimizer, other = fast(schema, named), fast(schema, plain)
+    train(optimizer, named, 0, 1)
+    train(other, plain, 0, 1)
+    for param in named.values():
+        param.data = param.data.t().contiguous().t() if param.dim() == 2 else param.data
+    train(optimizer, named, 1, 2)
+    train(other, plain, 1, 2)
+    for name in named:
+        torch.testing.assert_close(named[name], plain[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("schema", EVERY)
+def test_a_parameter_that_was_resized_is_refused_by_name(schema: str) -> None:
+    named = parameters()
+    optimizer = fast(schema, named)
+    train(optimizer, named, 0, 1)
+    named["tall"].data = torch.ones(9, 5)
+    give_grads(named, 1)
+    before = {name: param.clone() for name, param in named.items()}
+    with pytest.raises(StateError, match=r"has shape (.|\n)*tall"):
+        optimizer.step()
+    assert all(torch.equal(before[name], param) for name, param in named.items())
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="gradients have their parameter's dtype")
+@pytest.mark.parametrize("schema", EVERY)
+def test_gradients_of_another_dtype_are_taken_as_the_text_takes_them(schema: str) -> None:
+    named, plain = parameters(), parameters()
+    optimizer, other = fast(schema, named), fast(schema, plain, foreach=False)
+    for param in (*named.values(), *plain.values()):
+        param.grad_dtype = torch.bfloat16
+    for update in range(2):
+        for params, one in ((named, optimizer), (plain, other)):
+            for i, param in enumerate(params.values()):
+                random = torch.Generator().manual_seed(1000 * update + i)
+                param.grad = torch.randn(param.shape, generator=random).to(torch.bfloat16)
+            one.step()
+    assert differing(tensors(optimizer, named), tensors(other, plain)) == []
+
+
+@pytest.mark.parametrize(
+    ("schema", "variant"),
+    [("adafactor", "keras"), ("adamw", "gpt_neo"), ("adamw", "keras"), ("adamw", "optax"), ("lamb", "keras")],
+)
+def test_where_a_group_has_no_gradient_there_is_nothing_to_clip(schema: str, variant: str) -> None:
+    named = parameters(a=(3,), b=(3,))
+    groups = [{"params": [pair]} for pair in named.items()]
+    maker: Any = OPTIMIZERS[schema]
+    optimizer = maker(groups, lr=RATE, variant=variant, global_norm_clip_threshold=1.0)
+    named["a"].grad, idle = torch.ones(3), named["b"].clone()
+    optimizer.step()
+    assert [group["step"] for group in optimizer.param_groups] == [1, 1]
+    assert torch.equal(named["b"], idle)
 
 
 @pytest.mark.parametrize("schema", EVERY)

@@ -114,7 +114,7 @@ def clipped(
     """
     constants = variant_constants(schema, scene.variant)
     limits = settled(Limits, schema, scene.variant, group)
-    if not limits.any:
+    if not limits.any or not grads:  # no norm is taken over nothing
         return grads
     grads = {path: sum_of(grad) for path, grad in grads.items()}
     xp = promoting(scene, constants["compute_dtype"], grads.values()).xp

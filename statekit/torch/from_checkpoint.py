@@ -349,9 +349,16 @@ def hints_of(
 ) -> Hints:
     """Returns what the caller says of a checkpoint, the parameters that it has for it among that."""
     theirs = {path_of(mine): name for mine, name in names.items()}
+    modules = {mine: path_of(name) for mine, name in theirs.items()}
+
+    def there(name: str) -> str:
+        path = path_of(name)
+        around = renamed_path(path, modules)
+        return theirs.get(path, name if around == path else around.replace("/", "."))
+
     model: dict[str, Tensor] = {
         name: Stored(tuple(param.shape), dtype_of(param), _no_values(name), name, "the model")
-        for name, param in ((theirs.get(path_of(n), n), p) for n, p in pairs if p.requires_grad)
+        for name, param in ((there(n), p) for n, p in pairs if p.requires_grad)
     }
     return Hints.given(
         hparams,

@@ -86,6 +86,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
 
         Raises:
             UnknownRuleError: A group has no learning rate, or a rule or hyperparameter is unknown; lists every one.
+            StateError: A parameter has been resized since its slots were made; lists every one.
             UsageError: A gradient is sparse, or `step_offset` lies beyond the count. No parameter was changed then.
         """
         loss = None

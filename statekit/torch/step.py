@@ -50,7 +50,11 @@ def move(group: ParamGroup, plan: GroupPlan, state: Mapping[torch.Tensor, Slots]
         if batch.fast is None:
             _by_text(steps, scene, plan, present, read, here, common, behind)
             continue
-        for count, paths in _by_count(present, behind, group["step"]):
+        apart = {path for path in present if reached[path].dtype is not params[path].dtype}
+        for path in sorted(apart):  # whose `grad_dtype` is set
+            _by_text(steps, scene, plan, [path], read, here, common, behind)
+        alike = [path for path in present if path not in apart] if apart else present
+        for count, paths in _by_count(alike, behind, group["step"]):
             batch.fast(replace(scene, step=count), *read.listed(paths), common)
     _follow_averages(here, plan, group["step"])
     if whole:

@@ -44,7 +44,7 @@ class GroupPlan:
 
     Attributes:
         params: Its parameters.
-        kinds: Their dtypes and devices.
+        kinds: What else of them decides it: shapes, dtypes, devices, and whether they are contiguous.
         options: All that the group says about it.
         group: Paths and canonical hyperparameters.
         configs: What each parameter's update depends on, by path; one that can't be stepped is missing.
@@ -75,11 +75,16 @@ class GroupPlan:
         )
 
 
-Kind: TypeAlias = tuple[torch.dtype, torch.device]
+Kind: TypeAlias = tuple[torch.Size, torch.dtype, torch.device, bool]
+
+
+def _kind_of(param: torch.Tensor) -> Kind:
+    # `module.to` and whoever sets `param.data` leave the same parameter with other memory.
+    return param.shape, param.dtype, param.device, param.is_contiguous()
 
 
 def _same_kind(param: torch.Tensor, kind: Kind) -> bool:
-    return param.dtype is kind[0] and param.device == kind[1]
+    return _kind_of(param) == kind
 
 
 def _deciding(group: ParamGroup) -> dict[str, Any]:
@@ -113,7 +118,7 @@ def plan_group(group: ParamGroup, slots: Mapping[torch.Tensor, Slots]) -> GroupP
             configs[path] = steps.settle(known, path, rules.get(path), variant)
     return GroupPlan(
         tuple(params.values()),
-        tuple((param.dtype, param.device) for param in params.values()),
+        tuple(map(_kind_of, params.values())),
         copy.deepcopy(_deciding(group)),
         known,
         configs,

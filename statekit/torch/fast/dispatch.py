@@ -31,7 +31,7 @@ class FastMove(Protocol):
         Args:
             scene: The update. `step` counts the updates that all of the batch have had before, as an int.
             params: Parameters, each once, for which `fast_path` returned this very move; of one shape, dtype, device.
-            grads: Their gradients as `prepare` returned them, dense; they are read only.
+            grads: Their gradients as `prepare` returned them, dense and of the parameters' dtype; they are read only.
             slots: Their slots by canonical name, as `init` makes them: contiguous, on the parameters' device. Written
                 in place, all but an `average`.
             common: What `prepare` returned for all.
