@@ -52,7 +52,7 @@ def _renaming(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]
 def _maps(
     name: str | None, config: tuple[str, ...], rename: dict[str, str], hints: Hints
 ) -> tuple[StateMap, ...]:
-    if not (name or config or rename):
+    if name is None and not config and not rename:
         return ()
     from statekit.files.source import Files
     from statekit.maps.model_map import maps_of

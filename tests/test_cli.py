@@ -235,6 +235,11 @@ def test_the_shell_completes(line: str, position: int, expected: set[str]) -> No
         (["schemas", "adafactor", "--json", "--variant", "t5x"], "--variant"),
         (["replay", str(RUN.parent), "--start", "init", "--checkpoint", str(RUN)], "--checkpoint"),
         (["convert", str(RUN), "never.pt", "--params-only", "--step-offset", "reset"], "--step-offset"),
+        (["convert", str(RUN), "never.pt", "--map", ""], "--map"),
+        (["convert", str(RUN), "never.pt", "--layout", ""], "--layout"),
+        (["convert", str(RUN), "never", "--to", "t5x-orbax", "--layout", "optax"], "--layout, --to"),
+        (["inspect", str(RUN), "--from", "t5x-orbax", "--layout", "optax"], "--layout, --from"),
+        (["seal", ""], "A path is empty"),
         (["cold-start", str(RUN), "--seed", "-1"], "--seed"),
         (["verify", str(RUN), str(RUN), "--seed", "-1"], "--seed"),
     ],
@@ -245,6 +250,14 @@ def test_options_that_would_be_passed_over_are_refused(
 ) -> None:
     assert main.main(words) == main.USAGE
     assert named in capsys.readouterr().err
+
+
+def test_one_optimizer_may_be_named_as_several_are(capsys: pytest.CaptureFixture[str]) -> None:
+    """T5X, icefall and TensorFlow took no such name: the variant was said to be none."""
+    words = ["--variant", "adafactor/t5x", "--hparams", "adafactor/decay_rate=0.7"]
+    assert main.main(["inspect", str(RUN), *words, "--json"]) == main.DONE
+    (group,) = json.loads(capsys.readouterr().out)["optimizer"]["groups"]
+    assert (group["hyperparameters"]["decay_rate"], group["known_from"]["decay_rate"]) == (0.7, "given")
 
 
 def test_no_catalogue_is_made_by_a_backup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from statekit.budget import Budget
 from statekit.conversion import registry
 from statekit.conversion.agreement import disagreements
 from statekit.conversion.contracts import NO_HINTS, Container, Evidence, Hints, Layout
-from statekit.conversion.target import source_container
+from statekit.conversion.target import agreed_layout, source_container
 from statekit.errors import CorruptError, printable
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.schema import WEIGHTS
@@ -182,7 +182,7 @@ def chosen_container(
     if container is None:
         return *registry.detect_container(path), layout
     named, implied = source_container(container)
-    return named, _NAMED, layout or implied
+    return named, _NAMED, agreed_layout(layout, implied, "--from")
 
 
 def chosen_layout(checkpoint: Checkpoint, layout: str | None) -> tuple[Layout, Evidence]:

@@ -35,7 +35,7 @@ from statekit.conversion.rule_change import (
     change_rule,
     joined_rule_change,
 )
-from statekit.conversion.target import check_apart, choose_container, layouts_for, written_as
+from statekit.conversion.target import agreed_layout, check_apart, choose_container, layouts_for, written_as
 from statekit.errors import (
     Faults,
     InexactError,
@@ -219,7 +219,7 @@ def prepare(request: Request) -> Plan:
     beside: tuple[OpenState, ...] = ()
     try:
         state, changes = _changed(opened, request)
-        name = request.layout or implied
+        name = _layout_of(request, implied)
         cards = layouts_for(container, [one for one, _ in state.optimizer.kinds], name, opened.layout)
         card, passed_over = _going_on(cards, state, opened.layout, request)
         layout = registry.layout(card.name)
@@ -235,7 +235,7 @@ def prepare(request: Request) -> Plan:
             rule_change.check(request.require, lambda: _nearest(opened, request))
             state = rule_change.state
         if request.like is not None:
-            state = _like(layout, state, request.like)
+            state = _like(layout, state, request.like, opened, request.hints)
         encoded, state = encoded_in(layout, state)
         if request.changes is not None and (request.changes.slot_dtype or request.changes.param_dtype):
             from statekit.conversion.changing.next_update import check_dtypes
@@ -278,6 +278,13 @@ def prepare(request: Request) -> Plan:
     )
     finalize(plan, _close, id(plan))
     return plan
+
+
+def _layout_of(request: Request, implied: str | None) -> str | None:
+    """Returns the layout that was named; what the target's name implies says less than `--layout`."""
+    if request.to is None and request.layout is not None:
+        return request.layout
+    return agreed_layout(request.layout, implied, "--to")
 
 
 def carried_out(plan: Plan) -> Prepared:
@@ -425,7 +432,7 @@ def _model_beside(path: Path, opened: OpenState, said: Hints) -> OpenState:
 
     What is said of the source is said of the file too, where it needs it.
     """
-    trust = replace(NO_HINTS, accept_damaged=said.accept_damaged, follow_links=said.follow_links)
+    trust = _trust(said)
     keyed = replace(trust, model_key=said.model_key, optimizer_key=said.optimizer_key)
     faults: list[StatekitError] = []
     for hints in (trust, keyed, said):
@@ -434,6 +441,11 @@ def _model_beside(path: Path, opened: OpenState, said: Hints) -> OpenState:
         except (UnknownFormatError, StateError, UsageError) as error:
             faults.append(error)
     raise faults[0]
+
+
+def _trust(said: Hints) -> Hints:
+    """Returns how far a file beside a source is trusted, of all that is said of the source."""
+    return replace(NO_HINTS, accept_damaged=said.accept_damaged, follow_links=said.follow_links)
 
 
 def _without_model(
@@ -492,7 +504,8 @@ def _is_lost(name: str, dropped: Mapping[str, str]) -> bool:
     return any(f"{one}/".startswith(f"{name}/") or f"{name}/".startswith(f"{one}/") for one in dropped)
 
 
-def _like(layout: Layout, state: TrainState, path: Path) -> TrainState:
+def _like(layout: Layout, state: TrainState, path: Path, opened: OpenState, said: Hints) -> TrainState:
+    """Lays a state out as a file of the target's model, opened in the source's job and as far trusted as it."""
     if not isinstance(layout, LikeModel):
         raise UsageError(
             f"The layout {layout.name} needs no file of the model.",
@@ -501,7 +514,7 @@ def _like(layout: Layout, state: TrainState, path: Path) -> TrainState:
             remedy="leave it out, or name a layout of Keras with --layout",
         )
     container, _ = registry.detect_container(path)
-    with registry.opened(container, path, None, NO_HINTS) as model:
+    with registry.opened(container, path, None, _trust(said), opened.budget) as model:
         return layout.like(state, model)
 
 

@@ -40,7 +40,7 @@ from statekit.errors import (
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import check_undamaged, proven
 from statekit.files.source import first_bytes, listing, looking, reading, walked
-from statekit.state.schema import load_schema
+from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.told_schedule import told_schedule, with_own_rate
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import nbytes
@@ -314,6 +314,9 @@ def decoded(layout: Layout, checkpoint: Checkpoint, hints: Hints) -> TrainState:
                 expected=", ".join(ways) or f"nothing: {layout.title} has them by itself",
                 found=hints.names_from,
             )
+    # What is said may be said of the one optimizer by its name: adafactor/decay_rate=0.8.
+    if len(layout.variants) == 1 and WEIGHTS not in layout.variants:
+        ((_, hints),) = hints.of(layout.variants).items()
     try:
         state = layout.decode(checkpoint, hints)
         if hints.variant is not None:

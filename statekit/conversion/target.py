@@ -61,6 +61,27 @@ def written_as(container: Container, target: Path) -> Container:
     return container.for_target(target) if isinstance(container, ForTarget) else container
 
 
+def agreed_layout(layout: str | None, implied: str | None, option: str) -> str | None:
+    """Returns the layout that was named, by `--layout` or by the shorthand of a container, such as `t5x-orbax`.
+
+    Args:
+        layout: By `--layout`; None if it wasn't.
+        implied: By the shorthand; None without one.
+        option: Where the shorthand was said.
+
+    Raises:
+        UsageError: They are two.
+    """
+    if layout is not None and implied is not None and layout != implied:
+        raise UsageError(
+            "Two layouts are named.",
+            place=f"--layout, {option}",
+            found=f"{layout}, {implied}",
+            remedy="name one",
+        )
+    return implied if layout is None else layout
+
+
 def source_container(name: str) -> tuple[Container, str | None]:
     """Returns the container, and the layout if the name says one, of a source that the user named.
 

@@ -62,8 +62,13 @@ def local_path(source: str) -> Path:
     """Returns the path of a checkpoint named on the command line.
 
     Raises:
-        UsageError: It is the address of something that isn't on this machine.
+        UsageError: It is the address of something that isn't on this machine, or empty.
     """
+    if not source:
+        raise UsageError(
+            "A path is empty, as that of a variable without a value is.",
+            expected="a file or folder; . is the one where you are",
+        )
     scheme, separator, _ = source.partition("://")
     if not separator:
         return Path(source)
