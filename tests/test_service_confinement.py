@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -21,7 +22,10 @@ from statekit.errors import NotFoundError, RefusedError
 from statekit.service import confinement, roots
 from statekit.service.child import Died, Zygote
 from statekit.service.confinement import Reach
+from statekit.service.database import Ownership
 from statekit.service.scanning import Folder, listed
+from statekit.service.server import Settings, opened
+from statekit.service.worker import Worker
 
 TORCH = GOLDEN / "torch_formats" / "adamw_legacy" / "checkpoint" / "checkpoint.pt"
 CONFINED = pytest.mark.skipif(not confinement.version(), reason="this kernel has no Landlock")
@@ -122,6 +126,33 @@ def test_after_what_forks_tasks_has_died_another_is_started() -> None:
     assert child.result({"kind": "places", "path": str(TORCH)}, 60).kind == "result"
     child.close()
     made.close()
+
+
+def test_what_killed_tasks_leave_goes_when_the_next_server_starts(tmp_path: Path) -> None:
+    settings = Settings([tmp_path], tmp_path / "data")
+    with Ownership(settings.data), opened(settings) as service:
+        worker = Worker(service.database, service.catalogue, service.jobs)
+        (scanner,) = service.catalogue._scanners.values()
+        assert scanner.zygote._temporary == worker._zygote._temporary == tmp_path / "data" / "tmp"
+        child = worker._zygote.fork()
+        assert worker._zygote._process is not None
+        worker._zygote._process.kill()
+        assert len(list((tmp_path / "data" / "tmp").iterdir())) == 1
+    with Ownership(settings.data), opened(settings):
+        assert not (tmp_path / "data" / "tmp").exists()
+    child.close()
+    worker.close()
+
+
+def test_what_forks_tasks_is_not_asked_again_once_it_did_not_answer() -> None:
+    """Its late answer would be taken for that to the next question: the number of a process, say 0."""
+    made = Zygote()
+    made.start()
+    assert made._process is not None and made._control is not None
+    os.kill(made._process.pid, signal.SIGSTOP)
+    made._control.settimeout(0.01)
+    assert made.ended(1, 0.0) == -signal.SIGKILL
+    assert made._process is None and made._control is None
 
 
 EXCHANGE = """

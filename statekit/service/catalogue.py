@@ -18,6 +18,7 @@ from sqlalchemy import Connection, Row, Select, and_, func, or_, select, tuple_,
 from sqlalchemy.sql import ColumnElement
 
 from statekit.errors import NotFoundError, RefusedError, StatekitError, UsageError, printable
+from statekit.service.child import Zygote
 from statekit.service.database import Database
 from statekit.service.failures import problem_of
 from statekit.service.records import SORTS, Checkpoint, Job, Page, Query, Root, Run, Scan, Scanning
@@ -74,7 +75,9 @@ class Catalogue:
                 rows = connection.execute(select(ROOTS).where(ROOTS.c.id.in_(list(roots))))
                 self._roots = {row.id: Path(os.fsdecode(row.place)) for row in rows}
         hidden = os.path.realpath(database.folder)
-        self._scanners = {number: Scanner(path, hidden) for number, path in self._roots.items()}
+        self._scanners = {
+            number: Scanner(path, hidden, Zygote(database.temporary)) for number, path in self._roots.items()
+        }
         self.last_scan: Scan | None = None
 
     def _registered(self, roots: Sequence[Path]) -> dict[int, Path]:

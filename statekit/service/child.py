@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from io import FileIO
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 ANSWER_BYTES = 1 << 28
@@ -46,9 +47,13 @@ class Zygote:
 
     So a task begins in milliseconds, and with nothing that another has left. It is started when it is needed, ends with
     whoever has started it, and its tasks end with it.
+
+    Args:
+        temporary: The folder in which each task has one of its own; the system's if None.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, temporary: Path | None = None) -> None:
+        self._temporary = temporary
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._end: Callable[[], object] = _nothing
@@ -67,7 +72,14 @@ class Zygote:
         try:
             with theirs:
                 process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", "statekit.service.task", str(parent)],
+                    [
+                        sys.executable,
+                        "-P",
+                        "-m",
+                        "statekit.service.task",
+                        str(parent),
+                        str(self._temporary or ""),
+                    ],
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
                     env={**os.environ, **settings},
@@ -122,8 +134,9 @@ class Zygote:
             self._control.sendall(f"wait {pid} {seconds}".encode())
             code, _, was_ended = self._control.recv(_WORD).decode().partition(" ")
             return None if was_ended else int(code)
-        except (OSError, ValueError):
-            return -signal.SIGKILL  # it went with the process that forked it
+        except (OSError, ValueError):  # it went with what forked it, or what is said next may be about it
+            self.close()
+            return -signal.SIGKILL
 
     def close(self) -> None:
         """Ends the process, and its tasks with it."""

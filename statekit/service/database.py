@@ -35,6 +35,7 @@ from statekit.service.tables import METADATA
 
 FILE = "catalogue.sqlite"
 OWNER = "server.json"
+TEMPORARY = "tmp"
 WAL_SOUND = (3, 51, 3)
 """From which version of SQLite on a write-ahead log can't lose what was committed.
 
@@ -61,6 +62,8 @@ class Database:
     def __init__(self, folder: Path, *, migrate: bool = False) -> None:
         self.folder = folder
         self.path = folder / FILE
+        self.temporary = Path(os.path.realpath(folder)) / TEMPORARY
+        """Where tasks have temporary folders; what killed ones leave goes when the next server starts."""
         self._writing = threading.Lock()
         self._changes: sqlite3.Connection | None = None
         self.engine = _engine(self.path)

@@ -227,15 +227,16 @@ class Scanner:
     Args:
         root: The root, without links.
         hidden: A folder that what looks into files mustn't read: the service's data.
+        zygote: What forks the process that looks.
     """
 
     root: Path
     hidden: str = ""
+    zygote: Zygote = field(default_factory=Zygote)
     looked: int = 0
     entries: int = 0
     _known: dict[tuple[Any, ...], _Looked] = field(default_factory=dict)
     _before: dict[tuple[Any, ...], _Looked] = field(default_factory=dict)
-    _zygote: Zygote = field(default_factory=Zygote)
     _child: Child | None = None
     _looks: int = 0
 
@@ -381,7 +382,7 @@ class Scanner:
         }
         if self._child is None:
             try:
-                self._child = self._zygote.fork()
+                self._child = self.zygote.fork()
             except Died as end:
                 raise StatekitError(
                     "No process can be begun that looks into files.",

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -130,6 +131,7 @@ def serve(settings: Settings, announce: Callable[[str, Settings], object]) -> in
 def opened(settings: Settings) -> Iterator[Service]:
     """Opens a service's database and roots; the data folder is the caller's."""
     database = Database(settings.data, migrate=True)
+    shutil.rmtree(database.temporary, ignore_errors=True)
     try:
         service = Service(database, Catalogue(database, list(settings.roots)), Jobs(database))
         service.jobs.reap()

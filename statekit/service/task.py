@@ -120,14 +120,22 @@ def _work(files: Sequence[int], scratch: Path) -> None:
 
 
 class Forks:
-    """The tasks that were forked here and whose end nobody has asked for, each with its temporary folder."""
+    """The tasks that were forked here and whose end nobody has asked for, each with its temporary folder.
 
-    def __init__(self) -> None:
+    Args:
+        temporary: Where these lie; in the system's folder if None.
+    """
+
+    def __init__(self, temporary: Path | None) -> None:
+        self._temporary = temporary
         self._scratches: dict[int, Path] = {}
 
     def fork(self, files: Sequence[int]) -> int:
         """Forks a task, and returns its number."""
-        scratch, parent = Path(tempfile.mkdtemp(prefix="statekit-task-")), os.getpid()
+        if self._temporary is not None:
+            self._temporary.mkdir(exist_ok=True, mode=0o700)
+        scratch = Path(tempfile.mkdtemp(prefix="statekit-task-", dir=self._temporary))
+        parent = os.getpid()
         pid = os.fork()
         if pid:
             for file in files:
@@ -168,7 +176,7 @@ def main() -> NoReturn:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     _give_way()
     _warm()
-    forks = Forks()
+    forks = Forks(Path(sys.argv[2]) if sys.argv[2] else None)
     control = socket.socket(fileno=0)
     gc.collect()
     gc.freeze()

@@ -54,7 +54,7 @@ class Worker:
     def __init__(self, database: Database, catalogue: Catalogue, jobs: Jobs) -> None:
         self._database, self._catalogue, self._jobs = database, catalogue, jobs
         self._holder = holder_name()
-        self._zygote = Zygote()
+        self._zygote = Zygote(database.temporary)
         self._stopped_at: float | None = None
         self._stopping = ""
         self._lines: list[str] = []
