@@ -7,8 +7,9 @@ import json
 import os
 import shutil
 import signal
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,8 @@ from statekit.service.jobs import LEASE_SECONDS, MOST_ATTEMPTS, Jobs, Lease, Los
 from statekit.service.lineage import lineage_of
 from statekit.service.options import MAP, OPTIONS, REAL, VALUES, WORDS, schema
 from statekit.service.records import ENDED, Job, Query
+from statekit.service.server import _scan
+from statekit.service.service import Service
 from statekit.service.task import Listener
 from statekit.service.thinning import thin
 from statekit.service.worker import Worker
@@ -443,6 +446,59 @@ def test_what_nothing_shows_any_more_is_pruned_and_what_pages_and_lineages_show_
     assert lab.jobs.result(looked.id)["totals"] and lab.jobs.result(made.id) == result
     assert not lab.jobs.events(looked.id) and lab.jobs.events(waiting.id)
     assert lab.jobs.prune(1) == 0
+
+
+def done(lab: Lab, kind: str, number: int, result: Any) -> Job:
+    """Ends a job as if it had come to this."""
+    made = lab.jobs.submit(kind, [number])
+    lease = lab.jobs.lease("test")
+    assert lease is not None and lab.jobs.finish(lease, "done", result)
+    return made
+
+
+def test_what_was_found_of_a_checkpoint_is_kept_though_the_same_was_found_of_its_copy(lab: Lab) -> None:
+    each = [lab.number(f"run/checkpoint_{step}") for step in (4, 8)]
+    with lab.database.writing() as connection:
+        connection.exec_driver_sql("UPDATE checkpoints SET digest = 'the same'")
+    looks = [done(lab, "inspect", number, {"parameters": []}).id for number in (each[0], *each)]
+    with lab.database.writing() as connection:
+        connection.exec_driver_sql("UPDATE jobs SET ended = ended - 100000")
+    assert lab.jobs.prune(1) == 1
+    assert [job.id for job in lab.jobs.jobs().items] == looks[:0:-1]
+
+
+def test_a_scan_follows_what_was_written_and_no_clock(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a clock was set back, the end of a job lies ahead: scans followed each other until then."""
+    service = Service(lab.database, lab.catalogue, lab.jobs)
+    looks, scans, written = [0], list[int](), lab.jobs.written
+
+    def look() -> tuple[int, int]:
+        looks[0] += 1
+        return written()
+
+    def until(condition: Callable[[], bool]) -> None:
+        start = looks[0]
+        while not condition():
+            assert looks[0] < start + 1000
+            time.sleep(0.001)
+
+    monkeypatch.setattr(lab.jobs, "written", look)
+    monkeypatch.setattr(lab.catalogue, "scan", lambda: scans.append(looks[0]))
+    monkeypatch.setattr("statekit.service.server._LOOK_SECONDS", 0.001)
+    thread = threading.Thread(target=_scan, args=(service,))
+    thread.start()
+    try:
+        until(lambda: len(scans) == 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(time, "time", lambda: 2.0**32)
+            done(lab, "seal", lab.number("run/checkpoint_4"), {})
+        until(lambda: len(scans) == 2)
+        start = looks[0]
+        until(lambda: looks[0] > start + 20)
+        assert len(scans) == 2
+    finally:
+        service.draining.set()
+        thread.join()
 
 
 def test_options_are_described_as_they_are_checked() -> None:

@@ -429,7 +429,8 @@ class Jobs:
         """Removes what nobody needs of jobs that ended some days ago; returns how many jobs are gone wholly.
 
         Their events go. They go themselves, with their results, unless pages or lineages show what they found: those
-        that wrote or proved something stay, and the latest of equal work about checkpoints that are there still.
+        that wrote or proved something stay, and the latest of equal work about the same checkpoints, while these are
+        there.
         """
         before = time.time() - days * 86400
         ended = and_(JOBS.c.state.in_(ENDED), JOBS.c.ended < before)
@@ -438,8 +439,20 @@ class Jobs:
             select(SUBJECTS.c.job).join(CHECKPOINTS, SUBJECTS.c.checkpoint == CHECKPOINTS.c.id).where(gone)
         )
         later = JOBS.alias()
+        mine, theirs = SUBJECTS.alias(), SUBJECTS.alias()
+        same = select(theirs.c.job).where(
+            theirs.c.job == later.c.id,
+            theirs.c.position == mine.c.position,
+            theirs.c.checkpoint == mine.c.checkpoint,
+        )
+        another = select(mine.c.job).where(
+            mine.c.job == JOBS.c.id, not_(same.correlate(later, mine).exists())
+        )
         is_again = exists().where(
-            later.c.cache_key == JOBS.c.cache_key, later.c.id > JOBS.c.id, later.c.state == "done"
+            later.c.cache_key == JOBS.c.cache_key,
+            later.c.id > JOBS.c.id,
+            later.c.state == "done",
+            not_(another.correlate(later, JOBS).exists()),  # a copy has a page of its own
         )
         useless = or_(JOBS.c.state != "done", JOBS.c.id.in_(about_gone), is_again)
         lasts = and_(JOBS.c.kind.in_(LASTING), JOBS.c.state == "done")
@@ -458,11 +471,13 @@ class Jobs:
             if len(numbers) < _PRUNED and len(said) < _PRUNED:
                 return count
 
-    def last_written(self) -> float:
-        """Returns when the last job ended after which there are other files, in seconds since 1970; 0 of none."""
+    def written(self) -> tuple[int, int]:
+        """Returns what is another after each job after which there may be other files, whatever clock was set."""
+        wanted = and_(JOBS.c.kind.in_(WRITING), JOBS.c.state.in_(ENDED))
+        chosen = select(func.count(), func.coalesce(func.sum(JOBS.c.id), 0)).where(wanted)
         with self._database.reading() as connection:
-            wanted = and_(JOBS.c.kind.in_(WRITING), or_(JOBS.c.state == "done", JOBS.c.state == "crashed"))
-            return float(connection.scalar(select(func.max(JOBS.c.ended)).where(wanted)) or 0)
+            count, total = connection.execute(chosen.select_from(JOBS)).one()
+        return int(count), int(total)
 
 
 def _wait_again(connection: Connection, row: Row[Any], why: str, attempts: int) -> None:

@@ -254,11 +254,11 @@ def _look_after_workers(service: Service, settings: Settings) -> None:
 
 def _scan(service: Service) -> None:
     """Scans the roots: at once, from time to time, and after jobs that have written."""
-    due, begun = 0.0, 0.0
+    due, before = 0.0, (0, 0)
     while not service.draining.is_set():
-        written = _tried("look for what was written", service.jobs.last_written) or 0.0
-        if time.monotonic() >= due or written >= begun:
-            begun, clock = time.time(), time.monotonic()
+        written = _tried("look for what was written", service.jobs.written) or before
+        if time.monotonic() >= due or written != before:
+            before, clock = written, time.monotonic()
             made = _tried("scan", service.catalogue.scan)
             if made is not None and (made.new or made.changed or made.gone):
                 _LOG.info("scanned", **made.to_json())
