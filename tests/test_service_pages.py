@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlencode
 
 import pytest
 from serving import Served, write_step
 
 from statekit.service.records import ENDED, KINDS, Job
+from statekit.service.web.screens import Screens
 
 PAGE = {"Accept": "text/html"}
 EMBEDDING = "token_embedder/embedding"
@@ -72,6 +75,31 @@ def test_a_run_says_which_slots_stand_still_while_weights_move(served: Served) -
     job = ended(served, "doctor", ("checkpoint_4", "checkpoint_5"), {})
     page = served.client.get(address, headers=PAGE).text.partition("The same bits as at the step before")[2]
     assert "moments-stale" in page and f"slots/{EMBEDDING}" in page and f"/jobs/{job.id}" not in page
+
+
+def test_what_a_job_of_before_lacks_is_asked_for_anew(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = ("checkpoint_4", "checkpoint_6")
+    write_step(served.root / "run" / "checkpoint_4", 6, served.root / "run" / "checkpoint_6", "t5x", "t5x")
+    served.service.catalogue.scan()
+    (run,) = served.client.get("/api/v1/runs").json()["items"]
+    result = served.service.jobs.result
+
+    def without_changes(job: int) -> Any:
+        return {name: one for name, one in result(job).items() if name != "changes"}
+
+    numbers = Screens(served.service).steps(run["id"])
+    assert {number(served, name) for name in steps} <= {*numbers}
+    job = served.service.jobs.submit("parameter", numbers, {"path": EMBEDDING})
+    while served.service.jobs.job(job.id).state not in ENDED:
+        time.sleep(0.01)
+    address = f"/diff?{urlencode({'run': run['id'], 'path': EMBEDDING})}"
+    assert "Each step against the one before" in served.client.get(address, headers=PAGE).text
+    monkeypatch.setattr(served.service.jobs, "result", without_changes)
+    page = served.client.get(address, headers=PAGE)
+    assert page.status_code == 200 and "Read it in every step" in page.text
+    assert served.client.get(f"/jobs/{job.id}", headers=PAGE).status_code == 200
 
 
 def test_every_kind_of_job_was_asked_for() -> None:

@@ -65,8 +65,12 @@ class Screens:
         return {job.kind: job for job in reversed(recent)}
 
     def result_of(self, job: Job | None) -> Mapping[str, Any] | None:
-        """Returns what came of a job, if anything did."""
-        return self.jobs.result(job.id) if job is not None and job.has_result else None
+        """Returns what came of a job, if anything did that pages can show: not what lacks what they ask by now."""
+        if job is None or not job.has_result:
+            return None
+        result: Mapping[str, Any] = self.jobs.result(job.id)
+        is_whole = job.kind != "parameter" or len(job.subjects) == 1 or "changes" in result
+        return result if is_whole else None
 
     def contents_of(self, number: int) -> Contents | None:
         """Returns what the last look into a checkpoint came to."""
