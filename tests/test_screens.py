@@ -121,6 +121,11 @@ def test_by_keys_alone_a_checkpoint_is_found_opened_and_read(page: Page) -> None
     expect(page).to_have_url(re.compile(r"/\?q=trainer$"))
     page.keyboard.press("Escape")
     page.keyboard.press("j")
+    chosen = page.evaluate("document.activeElement.textContent")
+    page.evaluate(  # as while a scan runs
+        "htmx.ajax('GET', location.href, {target: '#list', select: '#list', swap: 'outerHTML'})"
+    )
+    assert chosen and page.evaluate("document.activeElement.textContent") == chosen
     page.keyboard.press("Enter")
     expect(page.get_by_role("heading", name="checkpoint-4")).to_be_visible()
     expect(page.get_by_role("heading", name="Resumes in")).to_be_visible(timeout=SOON)
