@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote
 
 import pytest
@@ -229,6 +231,17 @@ def test_numbers_that_no_record_can_have_are_the_clients_fault(digits: str, serv
     answers = {address[:40]: served.client.get(address) for address in addresses}
     answers |= {f"{form}"[:60]: served.client.post("/jobs", data=form, headers=ours) for form in forms}
     assert {asked: one.status_code for asked, one in answers.items() if one.status_code >= 500} == {}
+
+
+def test_what_is_nested_as_nobody_means_it_is_the_clients_fault(served: Served) -> None:
+    cursor = base64.urlsafe_b64encode(b"[" * 5000).decode()
+    assert served.client.get(f"/?cursor={cursor}").status_code == 422
+    value: Any = 1
+    for _ in range(400):
+        value = [value]
+    body = {"kind": "inspect", "subjects": [1], "options": {"hparams": {"a": value}}}
+    answer = served.client.post(f"{API}/jobs", json=body)
+    assert answer.status_code == 422 and "names with plain values" in answer.text
 
 
 def test_a_file_named_with_script_is_listed_as_text(served: Served) -> None:

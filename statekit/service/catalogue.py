@@ -519,7 +519,7 @@ def decoded_cursor(cursor: str, text: bool) -> tuple[Any, int]:
     """
     try:
         value, number = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         value, number = None, None
     fits = isinstance(value, str) if text else isinstance(value, int | float) and not isinstance(value, bool)
     if (

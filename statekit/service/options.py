@@ -14,6 +14,8 @@ MOST_BYTES = 256 * 1024
 """Bytes of JSON that the options of a job take at most."""
 MOST_SUBJECTS = 1000
 """Checkpoints that a job is about, at most."""
+DEEPEST = 64
+"""Lists and names within each other that a value of an option may have."""
 BUDGET_BYTES = 8 * 2**30
 """What `budget` may be at most."""
 
@@ -40,11 +42,11 @@ def _is_number(value: Any, most: int = 2**53) -> bool:
     return type(value) is int and abs(value) <= most
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: Any, depth: int = DEEPEST) -> bool:
     if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
+        return depth > 0 and all(_is_plain(one, depth - 1) for one in value)
     if isinstance(value, Mapping):
-        return all(_is_text(key) and _is_plain(one) for key, one in value.items())
+        return depth > 0 and all(_is_text(key) and _is_plain(one, depth - 1) for key, one in value.items())
     return (
         value is None
         or isinstance(value, bool)
