@@ -380,13 +380,18 @@ def _with_said(
         if schedule is not None:
             hints = replace(hints, schedule=_schedule(schedule, files))
         if hparams:
-            from statekit.converters.formats.hparams import read_hparams
-
-            settings = read_hparams(hparams, files=files)
-            for note in settings.left_out:
-                click.echo(f"Note: {printable(note)}", err=True)
-            hints = replace(hints, hyperparameters={**hints.hyperparameters, **settings.values})
+            hints = replace(hints, hyperparameters={**hints.hyperparameters, **said_hparams(hparams, files)})
     return hints
+
+
+def said_hparams(arguments: tuple[str, ...], files: Files) -> Mapping[str, Any]:
+    """Returns what `--hparams` says, and prints on stderr what of its files can't be read."""
+    from statekit.converters.formats.hparams import read_hparams
+
+    settings = read_hparams(arguments, files=files)
+    for note in settings.left_out:
+        click.echo(f"Note: {printable(note)}", err=True)
+    return settings.values
 
 
 def _schedule(text: str, files: Files) -> Mapping[str, Any]:

@@ -11,10 +11,9 @@ from typing import Any
 import click
 
 from statekit.arrays.backend import BACKEND_NAMES, backend
-from statekit.cli.arguments import FOLLOW_LINKS, budget_option
+from statekit.cli.arguments import FOLLOW_LINKS, budget_option, said_hparams
 from statekit.cli.output import Table, print_json, progress, screen
 from statekit.conversion.contracts import Hints
-from statekit.converters.formats.hparams import read_hparams
 from statekit.errors import NotFoundError, StatekitError, UsageError, listed, printable
 from statekit.files.source import Files
 from statekit.verify.recording import open_recording
@@ -98,7 +97,7 @@ def command(
     failed: dict[str, str] = {}
     rest = failed if len(bundles) > 1 else None
     with Files(Hints(budget=budget).job_budget()) as files:
-        changes = read_hparams(hparams, files=files).values
+        changes = said_hparams(hparams, files)
     subjects, skipped, fresh = _subjects(bundles, start, checkpoint, changes, follow_links, budget, rest)
     if trajectory:
         trajectory.mkdir(parents=True, exist_ok=True)

@@ -275,3 +275,12 @@ def test_an_update_of_several_gradients_is_replayed(
     save_file(ema, tmp_path / TRAJECTORY)
     code, data = replayed(capsys, "--start", "init", tmp_path)
     assert code == DONE and data["results"][0]["steps"] == [0, 3]
+
+
+def test_what_of_a_gin_file_cannot_be_read_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gin = tmp_path / "run.gin"
+    gin.write_text("adafactor.Adafactor.decay_rate = 0.8\nadafactor.Adafactor.epsilon1 = @eps()\n")
+    assert main(["replay", str(tmp_path), "--hparams", str(gin)]) == FAILED  # it is no recording
+    assert "Note: Adafactor.epsilon1 is @eps() in" in capsys.readouterr().err
