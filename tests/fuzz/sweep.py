@@ -21,7 +21,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -169,7 +169,8 @@ def apart(reader: Reader, numbers: range, seconds: float | None = None) -> Row:
             number = numbers[counts[CASES] - 1]
             what = "takes too long" if ended == -signal.SIGPROF else f"the process ended with {ended}"
             counts[HUNG if ended == -signal.SIGPROF else UNTYPED] += 1
-            findings.append(Finding(what, "", number, shown(reader.case(Random(number)))))
+            read = _forked(lambda number=number: shown(reader.case(Random(number))))[1]
+            findings.append(Finding(what, "", number, read or ""))
         elif counts[CASES] == 0:
             raise RuntimeError(f"{reader.name}: {findings}")
         for one in findings:
@@ -183,18 +184,26 @@ def apart(reader: Reader, numbers: range, seconds: float | None = None) -> Row:
 def _in_child(
     reader: Reader, numbers: range, counts: Any, seconds: float | None
 ) -> tuple[int, list[Finding]]:
+    def work() -> list[dict[str, Any]]:
+        reader.samples()
+        gc.freeze()  # what is imported is no case's garbage
+        _bound_memory()
+        return [vars(one) for one in run(reader, numbers, counts, seconds)]
+
+    code, findings = _forked(work)
+    return code, [Finding(**one) for one in findings or []]
+
+
+def _forked(work: Callable[[], Any]) -> tuple[int, Any]:
+    """Returns how a process of its own ended and what it answered; none but such begin libraries' threads."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
         os.close(read)
         code = 1
         try:
-            reader.samples()
-            gc.freeze()  # what is imported is no case's garbage
-            _bound_memory()
-            findings = [vars(one) for one in run(reader, numbers, counts, seconds)]
             with os.fdopen(write, "w") as answer:
-                json.dump(findings, answer)
+                json.dump(work(), answer)
             code = 0
         except BaseException:
             traceback.print_exc()
@@ -203,8 +212,7 @@ def _in_child(
     os.close(write)
     with os.fdopen(read) as answer:
         text = answer.read()
-    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    return code, [Finding(**one) for one in json.loads(text or "[]")]
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), json.loads(text or "null")
 
 
 def _bound_memory() -> None:

@@ -106,6 +106,10 @@ def _plan_changed(case: tuple[int, str, Any], random: Random) -> tuple[int, str,
     return number, target, changed_tree(tree, random)
 
 
+_SHOWN = io.StringIO()
+"""Takes what is printed, of all cases: click keeps every stream that it has printed to."""
+
+
 def _read_plan(case: tuple[int, str, Any]) -> object:
     """Plans to write a tree in a layout, as a conversion does, and shows the plan."""
     number, target, tree = case
@@ -123,8 +127,10 @@ def _read_plan(case: tuple[int, str, Any]) -> object:
     side = Side(home.name, target, encoded.step)
     plan = build_plan(checkpoint, row.layout, state, encoded, side, {}, request, rule_change)
     plan.check()
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(_SHOWN):
         show_plan(Screen(100, False), plan, True)
+    _SHOWN.seek(0)
+    _SHOWN.truncate()
     return plan.digest, json.dumps(plan.to_json())
 
 
