@@ -356,6 +356,25 @@ def test_batch_statistics_are_compared_where_the_model_is_given(alone: bool, tmp
     )
 
 
+def test_buffers_of_any_kind_are_compared_or_said_not_to_be(tmp_path: Path) -> None:
+    model = network()
+    names = ("complex64", "bool", "uint8", "bfloat16", "float8_e4m3fn", "float8_e5m2")
+    for name in names:
+        model.register_buffer(f"of_{name}", torch.ones(3).to(getattr(torch, name)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    path = tmp_path / "run.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    model.register_buffer("sparse", torch.eye(2).to_sparse())
+    model.append(torch.nn.LazyBatchNorm1d(affine=False))
+    result = statekit.torch.attest(optimizer, model, path, strict=True)
+    assert {"the buffer sparse: its values can't be read"} <= {*result.unchecked}
+    assert [one for one in result.unchecked if "3.running_mean" in one]
+    for name in names:
+        setattr(model, f"of_{name}", torch.zeros(3).to(getattr(torch, name)))
+    (finding,) = statekit.torch.attest(optimizer, model, path).findings
+    assert {*finding.where} == {f"buffers/of_{name}" for name in names}
+
+
 def side_by_side() -> tuple[Any, list[Any], list[Any]]:
     """A model whose matrices and vectors have optimizers of their own, each with its schedule."""
     model = network()

@@ -11,6 +11,9 @@ import numpy as np
 from statekit.arrays.backend import Backend, Value
 from statekit.tensors.tensor import DTYPES, Array
 
+_BITS = {name: f"int{8 * dtype.itemsize}" for name, dtype in DTYPES.items() if dtype.isbuiltin != 1}
+"""What NumPy itself hasn't -> integers of the same bits, as which it goes to and from PyTorch."""
+
 
 class TorchBackend(Backend):
     """PyTorch, eager, on whatever device the tensors live."""
@@ -27,16 +30,16 @@ class TorchBackend(Backend):
         self._names = {dtype: name for name, dtype in self._dtypes.items()}
 
     def asarray(self, array: Array) -> Value:
-        bits = {"bfloat16": "int16", "float8_e4m3fn": "int8", "float8_e5m2": "int8"}.get(array.dtype.name)
+        bits = _BITS.get(array.dtype.name)
         if bits is None:
             return self._torch.from_numpy(np.array(array))
         return self._torch.from_numpy(np.array(array.view(bits))).view(self._dtypes[array.dtype.name])
 
     def numpy(self, value: Value) -> Array:
-        cpu = value.detach().cpu()
-        if self.dtype(value) == "bfloat16":
-            return np.asarray(cpu.view(self._torch.int16).numpy()).view(DTYPES["bfloat16"])
-        return np.asarray(cpu.numpy())
+        cpu, name = value.detach().cpu(), self.dtype(value)
+        if name not in _BITS:
+            return np.asarray(cpu.numpy())
+        return np.asarray(cpu.view(self._dtypes[_BITS[name]]).numpy()).view(DTYPES[name])
 
     def compile(self, step: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:

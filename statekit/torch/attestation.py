@@ -21,7 +21,7 @@ from statekit.state.comparison import Rate
 from statekit.state.exactness import Level
 from statekit.torch.from_checkpoint import NamedParameters, hints_of, maps_to, pairs_of
 from statekit.torch.generators import compare_generators
-from statekit.torch.live import live_checkpoint, live_state
+from statekit.torch.live import is_dense, live_checkpoint, live_state
 from statekit.torch.sharding import FLAT_PREFIX, FlatPart, flat_parts, is_sharded
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -176,7 +176,7 @@ def live_run(
         beside["scaler"] = state
 
     def checkpoint() -> Checkpoint:
-        return live_checkpoint(here, inner, beside, flat, _buffers(named_parameters) if is_model else {})
+        return live_checkpoint(here, inner, beside, flat, _buffers(named_parameters)[0] if is_model else {})
 
     arguments = {
         "live": lambda opened: live_state(checkpoint()),
@@ -185,6 +185,7 @@ def live_run(
         "generators": compare_generators if generators else None,
         "names": names,
         "maps": maps,
+        "unchecked": _buffers(named_parameters)[1] if is_model else (),
         "require": require,
         "whole_model": is_model,
         "step": step,
@@ -247,15 +248,20 @@ def unwrapped(model: Any) -> Any:
     return model
 
 
-def _buffers(model: Any) -> dict[str, torch.Tensor]:
-    """Returns the tensors of a model that are no parameters and that its `state_dict` has, such as batch statistics."""
+def _buffers(model: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
+    """Returns the tensors of a model that are no parameters and that its `state_dict` has, such as batch statistics.
+
+    What can't be read, as it is sparse, quantized or not made yet, is said by a sentence instead.
+    """
     modules = unwrapped(model).named_modules(remove_duplicate=False)
-    return {
+    every = {
         f"{around}.{name}".removeprefix(".").replace(FLAT_PREFIX, ""): buffer
         for around, module in modules
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
+    dense = {name: one for name, one in every.items() if is_dense(one)}
+    return dense, [f"the buffer {name}: its values can't be read" for name in every if name not in dense]
 
 
 def only(parts: Sequence[Any], what: str) -> Any:

@@ -15,7 +15,7 @@ from statekit.conversion import registry
 from statekit.conversion.contracts import NO_HINTS
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import TrainState
-from statekit.tensors.tensor import Array, DType, Index, Shape, index_shape, normal_index
+from statekit.tensors.tensor import DTYPES, Array, DType, Index, Shape, index_shape, normal_index
 from statekit.tensors.tree import Tree
 from statekit.torch.sharding import FlatPart, is_sharded, own_part
 from statekit.torch.slots import dtype_of
@@ -117,6 +117,13 @@ class LiveSlice:
     def to_json(self) -> dict[str, Any]:
         """Describes it."""
         return {"op": "live", "name": self.name, "shape": list(self.shape), "dtype": self.dtype.name}
+
+
+def is_dense(value: torch.Tensor) -> bool:
+    """Tells whether a tensor has values in memory, of a dtype that NumPy has or statekit adds to it."""
+    if torch.nn.parameter.is_lazy(value) or value.is_meta:
+        return False
+    return value.layout == torch.strided and str(value.dtype).removeprefix("torch.") in DTYPES
 
 
 def live_tree(value: Any, name: str = "") -> Tree:
