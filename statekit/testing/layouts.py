@@ -164,9 +164,10 @@ def fits_its_optimizer(trial: Trial) -> None:
         assert WEIGHTS in trial.layout.variants and not optimizer.groups and not trial.state.slots
         assert trial.state.params, "has no parameters"
         return
-    known = trial.layout.variants.get(optimizer.schema, ())
-    fits = known and (optimizer.variant is None or optimizer.variant in known)
-    assert fits, f"decodes {optimizer.schema} {optimizer.variant}, says {dict(trial.layout.variants)}"
+    for schema, variant in optimizer.kinds:
+        known = trial.layout.variants.get(schema, ())
+        fits = known and (variant is None or variant in known)
+        assert fits, f"decodes {schema} {variant}, says {dict(trial.layout.variants)}"
     assert trial.state.params, "has no parameters"
     assert any(trial.state.slots.values()), "has no slots"
 

@@ -255,6 +255,9 @@ class _Part:
             for key in ("rules", "known_from", "behind", "slots")
             if not isinstance(self.values.get(key, {}), Mapping)
         ]
+        rules = self.values.get("rules", {})
+        strangers = sorted({*map(str, rules)} - {*names}) if isinstance(rules, Mapping) else []
+        faults += [("isn't in the group", f"{self.place}/rules/{name}") for name in strangers]
 
     def rules(self, paths: Names, faults: Faults) -> Iterator[tuple[str, Rule]]:
         for name in self.names:
