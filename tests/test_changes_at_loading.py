@@ -127,6 +127,32 @@ def test_jax_takes_the_same() -> None:
 
 
 @pytest.mark.torch
+def test_what_had_no_update_yet_begins_in_jax(tmp_path: Path) -> None:
+    import jax.numpy as jnp
+    import optax
+    import torch
+
+    import statekit.jax
+
+    net = torch.nn.ParameterDict({name: torch.ones(3) for name in ("idle", "used")})
+    original = torch.optim.AdamW(net.named_parameters(), lr=0.01)
+    net["used"].grad = torch.full((3,), 0.5)
+    original.step()
+    torch.save({"model": net.state_dict(), "optimizer": original.state_dict()}, tmp_path / "run.pt")
+    params = {name: jnp.asarray(param.detach().numpy()) for name, param in net.items()}
+    optimizer, state = statekit.jax.load_optimizer(tmp_path / "run.pt", params)
+    for update in (1.0, 2.0):
+        for param in net.values():
+            param.grad = torch.full((3,), update)
+        original.step()
+        grads = {name: jnp.full(3, update) for name in params}
+        updates, state = optimizer.update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+    for name, param in net.items():
+        np.testing.assert_allclose(params[name], param.detach().numpy(), rtol=1e-6)
+
+
+@pytest.mark.torch
 def test_an_optimizers_state_alone_loads_beside_a_model_that_has_its_weights(tmp_path: Path) -> None:
     import torch
 

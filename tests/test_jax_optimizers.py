@@ -176,6 +176,14 @@ def test_hyperparameters_may_be_arrays(make: Callable[..., Any], options: dict[s
     require_within(make, in_float32(options), trail(make(jnp.float32(RATE), **arrays), params()))
 
 
+def test_gradients_that_are_missing_or_would_be_broadcast_are_refused_by_name() -> None:
+    params = {"a": jnp.ones((3, 4)), "b": jnp.ones(4), "c": jnp.ones(4)}
+    optimizer = sj.adamw(1e-2)
+    grads = {"a": jnp.ones(4), "b": None, "c": jnp.ones(4)}
+    with pytest.raises(UsageError, match=r"\(3, 4\), its gradient \(4,\) @ a(.|\n)*no gradient.*@ b"):
+        optimizer.update(grads, optimizer.init(params), params)
+
+
 def test_a_learning_rate_is_never_assumed() -> None:
     rule = sj.lamb()
     state = rule.init(params())

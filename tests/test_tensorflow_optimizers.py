@@ -265,6 +265,49 @@ def test_groups_have_their_own_hyperparameters_and_rates() -> None:
         applied(st.AdamW(1e-2, groups=[{"paths": ["nothing"]}]), grads)
 
 
+def test_a_group_without_a_gradient_moves_where_the_rule_moves_what_has_none() -> None:
+    """As ScaledAdam does: by its momentum."""
+    after = []
+    for groups in ((), [{"paths": ["net/last/kernel", "net/last/bias"]}]):
+        net = model()
+        net.build((None, 6))
+        optimizer, variables = st.ScaledAdam(1e-2, groups=groups), net.trainable_variables
+        grads = gradients(net)
+        optimizer.apply(grads, variables)
+        with pytest.warns(UserWarning, match="Gradients do not exist"):
+            optimizer.apply([*grads[:2], None, None], variables)
+        after.append([variable.numpy() for variable in variables])
+    for one, two in zip(*after, strict=True):
+        np.testing.assert_array_equal(one, two)
+
+
+@pytest.mark.torch
+def test_a_run_of_torch_goes_on_that_has_a_rate_of_zero_and_a_parameter_without_an_update(
+    tmp_path: Path,
+) -> None:
+    import torch
+
+    named = {name: torch.nn.Parameter(torch.ones(3)) for name in ("still", "used", "idle")}
+    groups: list[dict[str, Any]] = [
+        {"params": [("still", named["still"])], "lr": 0.0},
+        {"params": [(name, named[name]) for name in ("used", "idle")], "lr": 1e-2},
+    ]
+    original = torch.optim.AdamW(groups)
+    named["still"].grad = named["used"].grad = torch.full((3,), 0.5)
+    original.step()
+    model_part = {name: param.detach() for name, param in named.items()}
+    torch.save({"model": model_part, "optimizer": original.state_dict()}, tmp_path / "run.pt")
+    variables = [keras.Variable(param.detach().numpy(), name=name) for name, param in named.items()]
+    optimizer = st.load_optimizer(tmp_path / "run.pt", variables)
+    for update in (1.0, 2.0):
+        for param in named.values():
+            param.grad = torch.full((3,), update)
+        original.step()
+        optimizer.apply([tf.fill((3,), update) for _ in variables], variables)
+    for variable, param in zip(variables, named.values(), strict=True):
+        np.testing.assert_allclose(variable.numpy(), param.detach().numpy(), rtol=1e-6)
+
+
 def test_what_cannot_be_is_refused_with_every_fault() -> None:
     with pytest.raises(
         UsageError, match=r"another optimizer's name for beta1 @ b1(.|\n)*did you mean amsgrad"

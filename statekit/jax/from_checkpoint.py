@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from statekit.conversion.changing.at_loading import changed_at_loading
+from statekit.conversion.changing.at_loading import changed_at_loading, with_first_slots
 from statekit.conversion.contracts import Hints
 from statekit.conversion.model_settings import with_beside
 from statekit.conversion.open_state import state_to_load
@@ -131,9 +131,16 @@ def load_optimizer(
         state = overridden(
             state, overrides, "learning_rate", lambda schema: f"{HOME}.{MAKERS[schema]}(...).init(params)"
         )
+        state = with_first_slots(state)
         leaves, groups = leaves_of(params), [group for group in state.optimizer.groups if group.paths]
         moved = [path_of(path) for group in groups for path in group.paths]
         faults = _shape_faults(state.params, moved, leaves)
+        faults += [
+            ("has no slots in the checkpoint", path)
+            for group in groups
+            for path in group.paths
+            if not state.slots.get(path)
+        ]
         Faults(faults).check(
             StateError, "The checkpoint doesn't fit the parameters", place=path, remedy=_REMEDY
         )

@@ -183,9 +183,20 @@ def built(spec: OptimizerSpec) -> optax.GradientTransformation:
                 remedy="pass params as the third argument",
             )
         leaves = leaves_of(params)
-        return _updated(spec, plan_for(leaves, ready=True), leaves, leaves.like(updates), state)
+        grads = leaves.like(updates)
+        Faults(_gradient_faults(leaves, grads)).check(UsageError, "Gradients don't fit the parameters")
+        return _updated(spec, plan_for(leaves, ready=True), leaves, grads, state)
 
     return optax.GradientTransformation(init, update)
+
+
+def _gradient_faults(leaves: Leaves, grads: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields which gradients aren't there, or would be broadcast."""
+    for name, leaf in leaves.by_name.items():
+        if (grad := grads[name]) is None:
+            yield "has no gradient; give zeros, or leave it out with optax.masked or optax.partition", name
+        elif jnp.shape(grad) != jnp.shape(leaf):
+            yield f"has shape {jnp.shape(leaf)}, its gradient {jnp.shape(grad)}", name
 
 
 def initial(spec: OptimizerSpec, plan: GroupPlan, leaves: Leaves) -> State:

@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 import keras
 
 from statekit.arrays.backend import backend
-from statekit.conversion.changing.at_loading import changed_at_loading
+from statekit.conversion.changing.at_loading import changed_at_loading, with_first_slots
 from statekit.conversion.contracts import Hints
 from statekit.conversion.model_settings import with_beside
 from statekit.conversion.open_state import OpenState, changing, state_to_load
@@ -23,7 +23,7 @@ from statekit.maps.links import carried_to_load
 from statekit.maps.model_map import maps_of
 from statekit.maps.modules import TargetModel
 from statekit.state.exactness import Level
-from statekit.state.options import FACTOR_MAP, KERAS, known_options, stored_rate, taken
+from statekit.state.options import FACTOR, FACTOR_MAP, KERAS, known_options, stored_rate, taken
 from statekit.state.stored_params import as_params, as_variable
 from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensorflow.naming import normal, partners, path_of, twice
@@ -135,6 +135,7 @@ def load_optimizer(
         }
         said = {k: v for k, v in overrides.items() if k not in arguments}
         state = overridden(state, said, "learning_rate", lambda schema: f"{HOME}.{MAKERS[schema]}(...)")
+        state = with_first_slots(state)
         pairs = _moved(state, variables, names or {}, path)
         optimizer = built(state, pairs, learning_rate, arguments, path)
         targets = _targets(optimizer, state, path)
@@ -192,7 +193,6 @@ def built(
             remedy=f"give load_optimizer what the run was configured with: {missing[0]}=..., or hparams={{...}}",
         )
     common = {n: v for n, v in said[0].items() if all(n in one and one[n] == v for one in said)}
-    rates: list[Any] = [stored_rate(g.hyperparameters) for g in groups]
     apart = by_keras(schema, variant).keys() | common.keys()
     different = [
         {"paths": [p for p in g.paths if p in pairs], **{n: v for n, v in one.items() if n not in apart}}
@@ -205,15 +205,35 @@ def built(
         "names": {path_of(v): path for path, v in pairs.items() if path_of(v) != path},
         "missed": {p: state.counts.updates - n for p, n in state.counts.behind.items() if p in pairs},
     }
-    given = learning_rate if learning_rate is not None else rates[0]
-    if learning_rate is None and len({*rates}) > 1:
-        options["groups"] = [
-            {**group, "learning_rate_factor": rate / rates[0]}
-            for group, rate in zip(different, rates, strict=True)
-        ]
-    optimizer = OPTIMIZERS[schema](given, variant=variant, **{**options, **arguments})
+    if learning_rate is None:
+        learning_rate, factors = _rates([stored_rate(group.hyperparameters) for group in groups], place)
+        if {*factors} != {1.0}:
+            options["groups"] = [
+                {**group, FACTOR: factor} for group, factor in zip(different, factors, strict=True)
+            ]
+    optimizer = OPTIMIZERS[schema](learning_rate, variant=variant, **{**options, **arguments})
     optimizer.build(list(pairs.values()))
     return optimizer
+
+
+def _rates(stored: Sequence[Any], place: object) -> tuple[Any, list[float]]:
+    """Returns the learning rate of an optimizer, and what each of its groups multiplies it by.
+
+    Raises:
+        UnknownRuleError: Some groups have a rate, and others have none.
+    """
+    if len({*stored}) == 1:
+        return stored[0], [1.0] * len(stored)
+    if None in stored:
+        raise UnknownRuleError(
+            "Some groups of the checkpoint have a learning rate and others none, and an optimizer of Keras has one.",
+            place=place,
+            expected="a rate for all groups",
+            found=", ".join(map(str, stored)),
+            remedy="give load_optimizer learning_rate=...",
+        )
+    base = next(rate for rate in stored if rate)  # of rates that differ one isn't 0
+    return base, [rate / base for rate in stored]
 
 
 def _rule(state: TrainState, path: str) -> Rule:

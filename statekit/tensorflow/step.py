@@ -99,15 +99,14 @@ class VariableStep:
         )
         for group in self.groups:
             reached = {path: given[path] for path in group.params if path in given}
-            if reached:
-                factor = group.spec.rate_factor
-                scene = Scene(
-                    self.xp,
-                    self.spec.variant,
-                    rate if rate is None or factor == 1.0 else rate * factor,
-                    step,
-                )
-                self._move_group(steps, scene, group, reached)
+            factor = group.spec.rate_factor
+            scene = Scene(
+                self.xp,
+                self.spec.variant,
+                rate if rate is None or factor == 1.0 else rate * factor,
+                step,
+            )
+            self._move_group(steps, scene, group, reached)  # some rules move what has no gradient
 
     def _move_group(
         self, steps: Steps, scene: Scene, group: GroupVariables, grads: Mapping[str, Any]

@@ -21,7 +21,7 @@ from statekit.state.exactness import Exactness
 from statekit.state.factoring import map_entries
 from statekit.state.options import BY_NAME, FACTOR_MAP, rule_of
 from statekit.state.schema import load_schema
-from statekit.state.train_state import Axis, Group, Rule, TrainState
+from statekit.state.train_state import Axis, Group, Kind, Rule, TrainState
 from statekit.tensors.tensor import DType, Filled, Shape, Tensor
 
 AT_LOADING = ("slot_policy", "drop_slots_of", "loss_scale")
@@ -143,7 +143,7 @@ def begun_from(state: TrainState, model: TrainState) -> tuple[TrainState, Change
 def _begun(state: TrainState, old: Group, path: str, shape: Shape, dtype: DType) -> TrainState:
     """Returns a state with a parameter whose slots have the values that its rule begins with."""
     schema_name, variant = state.optimizer.kind(old)
-    schema, group = load_schema(schema_name), _with_path(state.optimizer.groups, old.paths[0], path)
+    group = _with_path(state.optimizer.groups, old.paths[0], path)
     rule = Rule((Axis.NONE,) * len(shape), "given")
     if schema_name == "adafactor":
         known = group.hyperparameters.get(FACTOR_MAP)
@@ -152,36 +152,79 @@ def _begun(state: TrainState, old: Group, path: str, shape: Shape, dtype: DType)
         if labels is None:
             raise UsageError("Nobody can say how a new parameter is factored.", place=path, found=why)
         rule = labels
-    alone = replace(group, paths=(path,), schema=None, variant=None)
-    small = Trial(schema, str(variant), steps_for(schema_name, variant), alone, rule, 0, dtype).begun()[1][
-        path
-    ]
-    faults = Faults(
-        (f"begins with {schema.slots[name].init}, which its values would have to tell", f"{path}/{name}")
-        for name in small
-        if not isinstance(schema.slots[name].init, (int, float))
-    )
-    faults.check(UsageError, f"Slots of {schema_name} can't begin anew at loading", place=INIT_MISSING)
-    slots: dict[str, Tensor] = {}
-    for name, begins in small.items():
-        kind = schema.slots[name].shape
-        whole = shape if kind == "parameter" else tuple(begins.shape)
-        whole = rule.slot_shape(name, shape) if kind in ("row", "column") else whole
-        slots[name] = Filled(
-            whole, begins.dtype, float(schema.slots[name].init or 0), "begins anew, as asked"
-        )
+    param = Filled(shape, dtype, 0.0, "the model's own")
+    slots = _first_slots((schema_name, variant), group, path, param, rule, "begins anew, as asked")
     groups = tuple(
         group if one.paths[:1] == old.paths[:1] and one.paths else one for one in state.optimizer.groups
     )
     apart = {path: 0} if counts_apart(schema_name, str(variant)) else {}
     return replace(
         state,
-        params={**state.params, path: Filled(shape, dtype, 0.0, "the model's own")},
+        params={**state.params, path: param},
         slots={**state.slots, path: slots},
         rules={**state.rules, path: rule} if schema_name == "adafactor" else state.rules,
         optimizer=replace(state.optimizer, groups=groups),
         counts=replace(state.counts, behind={**state.counts.behind, **apart}),
     )
+
+
+def _first_slots(
+    kind: Kind, group: Group, path: str, param: Tensor, rule: Rule, why: str
+) -> dict[str, Tensor]:
+    """Returns the slots of a parameter as its rule begins with them.
+
+    Args:
+        kind: Whose rule.
+        group: The parameter's group.
+        path: Its path.
+        param: The parameter, of which no value is read.
+        rule: How it is factored.
+        why: Why they begin, for whoever asks where they are from.
+
+    Raises:
+        UsageError: Values of the parameter would tell them.
+        UnknownRuleError: A hyperparameter is unknown.
+    """
+    schema, variant = load_schema(kind[0]), str(kind[1])
+    alone = replace(group, paths=(path,), schema=None, variant=None)
+    small = Trial(schema, variant, steps_for(*kind), alone, rule, 0, param.dtype).begun()[1][path]
+    faults = Faults(
+        (f"begins with {schema.slots[name].init}, which its values would have to tell", f"{path}/{name}")
+        for name in small
+        if not isinstance(schema.slots[name].init, (int, float))
+    )
+    faults.check(UsageError, f"Slots of {schema.name} can't begin anew at loading", place=INIT_MISSING)
+    slots: dict[str, Tensor] = {}
+    for name, begins in small.items():
+        form = schema.slots[name].shape
+        whole = param.shape if form == "parameter" else tuple(begins.shape)
+        whole = rule.slot_shape(name, param.shape) if form in ("row", "column") else whole
+        slots[name] = Filled(whole, begins.dtype, float(schema.slots[name].init or 0), why)
+    return slots
+
+
+def with_first_slots(state: TrainState) -> TrainState:
+    """Returns a state in which a parameter that had no update yet has the slots that its rule begins with.
+
+    Where each parameter counts for itself, the originals make slots in the first update that has a gradient for it.
+
+    Raises:
+        UsageError: Values of a parameter would tell them.
+        UnknownRuleError: A hyperparameter is unknown.
+    """
+    first: dict[str, dict[str, Tensor]] = {}
+    for group in state.optimizer.groups:
+        schema, variant = state.optimizer.kind(group)
+        if not counts_apart(schema, str(variant)):
+            continue
+        for path in group.paths:
+            if not state.slots.get(path) and state.counts.behind.get(path) == 0:
+                param = state.params[path]
+                rule = state.rules.get(path) or Rule((Axis.NONE,) * len(param.shape), "given")
+                first[path] = _first_slots(
+                    (schema, variant), group, path, param, rule, "it had no update yet"
+                )
+    return replace(state, slots={**state.slots, **first})
 
 
 def _with_path(groups: Iterable[Group], first: str, path: str) -> Group:
