@@ -19,9 +19,12 @@ from statekit.pages import charts
 from statekit.pages.environment import environment, script
 from statekit.pages.layers import by_layer
 from statekit.pages.listing import listing
+from statekit.pages.parameter import of_tensor
 from statekit.pages.report import MARK, report
+from statekit.statistics.pictures import picture
 from statekit.tensors.stats import measure
 from statekit.tensors.tensor import in_memory
+from statekit.tensors.tree import to_json
 
 RUN = COMPACT / "t5x" / "momentum_f32" / "checkpoint"
 CERTIFICATES = Path(__file__).parents[1] / "docs" / "certificates"
@@ -249,3 +252,11 @@ def test_steps_and_rows_have_ticks_at_whole_numbers_alone() -> None:
     near = charts.lines("x", "x", "x", {"x": [0.999991, 0.999998]}, [8, 9])
     ticks = [text for text in re.findall(r">([0-9.]+)</text>", str(near.picture)) if text.startswith("0.99")]
     assert len(ticks) == len({*ticks}) > 2
+
+
+@pytest.mark.parametrize(
+    "values", [(1.7e308, -1.7e308), (5e-324, 0.0), ((1.7e308,) * 300,) * 2], ids=["far", "near", "many"]
+)
+def test_numbers_at_the_ends_of_what_there_is_have_a_picture(values: Any) -> None:
+    record = picture(in_memory(np.array(values)))
+    assert [plot.csv() for plot in of_tensor("values", to_json(record))]

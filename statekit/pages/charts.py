@@ -26,6 +26,8 @@ from statekit.tensors.tensor import Array
 WIDTH, HEIGHT = 520, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 68, 14, 14, 50
 _BINS = 32
+_LEAST_SPAN = 1e-300
+"""Of numbers that are nearer to each other no steps are made: these would be zero."""
 COLOURS = ("#0b62b0", "#b3541e", "#2d7d46", "#8540a5", "#a8324a", "#5c6670")
 """Of curves, in their order; also those of the style sheet's classes `c0` to `c5`, on paper."""
 _INK, _FAINT, _PAPER = "#1c2430", "#c9d1da", "#ffffff"
@@ -156,7 +158,7 @@ class Axis:
     def ticks(self) -> list[tuple[float, str]]:
         """Returns where its lines stand, and what they are called."""
         span = self.high - self.low
-        if not span > 0:
+        if not _LEAST_SPAN < span < math.inf:
             return [(self.low, self._called(self.low))]
         step = 10.0 ** math.floor(math.log10(span / 4))
         step *= next(n for n in (1, 2, 5, 10) if span / (step * n) <= 5)

@@ -119,7 +119,7 @@ class Grid:
 
     A tensor with two or more axes is a matrix whose columns are its last axis. Each cell of `tiles` is the mean
     magnitude of the finite values in a rectangle of `each[0]` rows and `each[1]` columns; each of `bars` the mean of
-    `each` values in a row. None stands where none is finite.
+    `each` values in a row. None stands where none is finite, or their sum isn't.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -134,6 +134,10 @@ class Grid:
 
     def take(self, values: Array) -> None:
         """Takes float64 values that follow those before."""
+        with np.errstate(over="ignore"):
+            self._take(values)
+
+    def _take(self, values: Array) -> None:
         if not values.size:
             return
         good = np.isfinite(values)
@@ -154,9 +158,9 @@ class Grid:
 
     def done(self) -> dict[str, Any]:
         """Returns the cells."""
-        with np.errstate(invalid="ignore"):
+        with np.errstate(invalid="ignore"):  # where nothing was counted
             means = self._sums / self._counts
-        plain = [[None if math.isnan(v) else v for v in row] for row in means.tolist()]
+        plain = [[v if math.isfinite(v) else None for v in row] for row in means.tolist()]
         if not self._matrix:
             return {"bars": {"each": self._wide, "values": plain[0] if plain else []}}
         shape = [self._rows, self._columns]
