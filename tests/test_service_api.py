@@ -20,6 +20,8 @@ from schemathesis.checks import negative_data_rejection, positive_data_acceptanc
 from schemathesis.python.asgi import get_client
 from serving import BEARER, Served
 
+from statekit.errors import NotFoundError
+from statekit.service.failures import problem_of
 from statekit.service.records import KINDS
 from statekit.service.web.remembered import Remembered
 
@@ -303,6 +305,28 @@ def test_options_that_a_job_does_not_take_are_refused_by_name(
     answer = served.client.post(f"{API}/jobs", json={"kind": kind, "subjects": subjects, "options": options})
     assert answer.status_code == 422
     assert named in answer.json()["found"]
+
+
+HALF = "\ud800"
+"""Half a character, which Python's text may have and UTF-8 not."""
+
+
+def test_halves_of_characters_hold_no_answer_up(served: Served) -> None:
+    jobs, checkpoint = served.service.jobs, got(served, "/checkpoints", text="a.pt")["items"][0]["id"]
+    body = json.dumps({"kind": "inspect", "subjects": [checkpoint], "options": {"filter": HALF}})
+    sent = {"Content-Type": "application/json"}
+    assert served.client.post(f"{API}/jobs", content=body, headers=sent).status_code == 422
+    result = {"parameters": [{"path": HALF, "shape": [1], "slots": {}}], "resumes": [{"layout": HALF}]}
+    problem = problem_of(NotFoundError(HALF, place=HALF))
+    for state, said in (("failed", {"problem": problem}), ("done", {"result": result})):
+        jobs.submit("inspect", [checkpoint], {})
+        lease = jobs.lease("test")
+        assert lease is not None and jobs.finish(lease, state, **said)  # type: ignore[arg-type]
+        assert got(served, "/jobs", subject=checkpoint)["total"]
+    (latest, *_) = got(served, "/jobs", subject=checkpoint)["items"]
+    assert got(served, f"/jobs/{latest['id']}/result") == result
+    assert got(served, f"/checkpoints/{checkpoint}/parameters")["items"] == result["parameters"]
+    assert got(served, f"/checkpoints/{checkpoint}/resumes-in")["resumes"] == result["resumes"]
 
 
 def test_a_lineage_begins_with_the_checkpoint_itself(served: Served) -> None:

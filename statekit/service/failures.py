@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from statekit.errors import StatekitError
+from statekit.errors import StatekitError, printable
 
 
 def problem_of(error: BaseException) -> dict[str, Any]:
@@ -16,14 +16,19 @@ def problem_of(error: BaseException) -> dict[str, Any]:
             said if expected and said else f"statekit itself has failed: {type(error).__name__}: {error}"
         )
         error_kind = "MemoryError" if isinstance(error, MemoryError) else "StatekitError"
-        return {"kind": error_kind, "subject": subject[:2000], "place": None, "expected": None, "found": None,
+        return {"kind": error_kind, "subject": _text(subject[:2000]), "place": None, "expected": None, "found": None,
                 "remedy": None, "faults": []}  # fmt: skip
     parts = {name: getattr(error, name) for name in ("subject", "place", "expected", "found", "remedy")}
     return {
         "kind": error.kind,
-        **{name: None if value in (None, "") else str(value)[:8000] for name, value in parts.items()},
-        "faults": [{"what": what, "place": place} for what, place in error.faults[:1000]],
+        **{name: None if value in (None, "") else _text(value) for name, value in parts.items()},
+        "faults": [{"what": _text(what), "place": _text(place)} for what, place in error.faults[:1000]],
     }
+
+
+def _text(value: object) -> str:
+    """Returns a part of an error, as it can be written down and shown whatever names are in it."""
+    return printable(str(value)[:8000], keep="\n")
 
 
 def crash(why: str) -> dict[str, Any]:

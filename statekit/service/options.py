@@ -35,7 +35,13 @@ class Option(NamedTuple):
 
 
 def _is_text(value: Any) -> bool:
-    return isinstance(value, str) and len(value) <= 4000 and "\0" not in value
+    """Tells whether it is text that can be written down and answered: halves of characters can't."""
+    return (
+        isinstance(value, str)
+        and len(value) <= 4000
+        and "\0" not in value
+        and not any("\ud800" <= c <= "\udfff" for c in value)
+    )
 
 
 def _is_number(value: Any, most: int = 2**53) -> bool:

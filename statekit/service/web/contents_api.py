@@ -8,12 +8,13 @@ from typing import Annotated, Any
 
 from fastapi import APIRouter, Query
 from pydantic import BaseModel
+from starlette.responses import Response
 
 from statekit.errors import NotFoundError
 from statekit.service.catalogue import MOST_ITEMS
 from statekit.service.records import Lineage
 from statekit.service.service import Service
-from statekit.service.web.api import EVERYWHERE, PREFIX, PROBLEMS, Id, Text
+from statekit.service.web.api import EVERYWHERE, PREFIX, PROBLEMS, Id, Text, data
 
 
 class Going(BaseModel):
@@ -55,10 +56,10 @@ def contents_routes(service: Service) -> APIRouter:
     jobs = service.jobs
     routes = APIRouter(prefix=PREFIX, responses=PROBLEMS, dependencies=EVERYWHERE, tags=["contents"])
 
-    @routes.get("/lineage/{number}")
-    def read_lineage(number: Id) -> Lineage:
+    @routes.get("/lineage/{number}", response_model=Lineage)
+    def read_lineage(number: Id) -> Response:
         """What a checkpoint was made of, and what was made of it."""
-        return service.lineage(number)
+        return data(service.lineage(number).to_json())
 
     @lru_cache(maxsize=8)  # what a job that is done found stays as it is, and is large
     def result_of(job: int) -> Mapping[str, Any]:
@@ -77,24 +78,26 @@ def contents_routes(service: Service) -> APIRouter:
             )
         return chosen.id, result_of(chosen.id)
 
-    @routes.get("/checkpoints/{number}/resumes-in")
-    def read_destinations(number: Id) -> Going:
+    @routes.get("/checkpoints/{number}/resumes-in", response_model=Going)
+    def read_destinations(number: Id) -> Response:
         """Where the run goes on from a checkpoint, how exactly, and by which lines."""
         job, result = looked(number)
-        return Going(job=job, resumes=result.get("resumes", []), resume_code=result.get("resume_code", {}))
+        made = Going(job=job, resumes=result.get("resumes", []), resume_code=result.get("resume_code", {}))
+        return data(vars(made))
 
-    @routes.get("/checkpoints/{number}/parameters")
+    @routes.get("/checkpoints/{number}/parameters", response_model=Parameters)
     def list_parameters(
         number: Id,
         under: Annotated[Text, Query(description="A module: the beginning of a parameter's path.")] = "",
         after: Annotated[int, Query(ge=0, le=2**31, description="How many to leave out.")] = 0,
         limit: Annotated[int, Query(ge=1, le=MOST_ITEMS)] = 100,
-    ) -> Parameters:
+    ) -> Response:
         """The parameters of a checkpoint with their slots, all or those below a module."""
         job, result = looked(number)
         inside = [one for one in result["parameters"] if _is_under(one["path"], under)]
         further = after + limit if after + limit < len(inside) else None
-        return Parameters(job=job, items=inside[after : after + limit], next_after=further, total=len(inside))
+        shown = inside[after : after + limit]
+        return data(vars(Parameters(job=job, items=shown, next_after=further, total=len(inside))))
 
     return routes
 

@@ -18,7 +18,7 @@ from statekit.service.options import MOST_SUBJECTS
 from statekit.service.options import schema as options_schema
 from statekit.service.records import ENDED, KINDS, Job, Kind, Page, State
 from statekit.service.service import Service
-from statekit.service.web.api import EVERYWHERE, PREFIX, PROBLEMS, Body, Cursor, Id, Limit, Number
+from statekit.service.web.api import EVERYWHERE, PREFIX, PROBLEMS, Body, Cursor, Id, Limit, Number, data
 from statekit.service.web.problems import Problem
 
 MOST_STREAMS = 200
@@ -117,10 +117,10 @@ def job_routes(service: Service) -> APIRouter:
         """Ends a job that waits, and asks for the end of one that runs."""
         return jobs.cancel(number)
 
-    @routes.get("/jobs/{number}/result")
-    def read_result(number: Id) -> Any:
+    @routes.get("/jobs/{number}/result", response_model=Any)
+    def read_result(number: Id) -> Response:
         """What came of a job that is done: the verb's own JSON."""
-        return jobs.result(number)
+        return data(jobs.result(number))
 
     @routes.get(
         "/jobs/{number}/events",
