@@ -1,7 +1,7 @@
 """A scan of a root: its folders are listed here, and what may be a checkpoint is looked into by a process with limits.
 
-What hasn't changed since the last scan isn't looked into again. What ends that process is listed as what can't be
-read, with how it ended.
+What hasn't changed since the last scan isn't looked into again; what couldn't be read is, ever more rarely. What ends
+that process is listed as what can't be read, with how it ended.
 """
 
 from __future__ import annotations
