@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from goldens import COMPACT
 from statekit.conversion.changing.at_loading import changed_at_loading
 from statekit.conversion.prepared import carried_out
 from statekit.errors import CorruptError, StateError, StatekitError, UsageError
-from statekit.tensors.tensor import DTYPES
+from statekit.tensors.tensor import DTYPES, in_memory
 from statekit.testing.step_cases import case
 
 RUN = COMPACT / "t5x" / "momentum_f32" / "checkpoint"
@@ -104,6 +106,24 @@ def test_where_updates_are_counted_apart_a_new_parameter_has_made_none() -> None
     assert rest == {"lr": 1} and after.counts.behind == {"head": 0}
     assert {name: slot.shape for name, slot in after.slots["head"].items()} == {"m": (3, 2), "v": (3, 2)}
     assert after.optimizer.groups[0].paths[-1] == "head"
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("system", ["keras", "optax"])
+def test_gradients_that_wait_for_an_update_are_not_left_behind_in_silence(system: str, waits: bool) -> None:
+    state = case("adamw", system).before(3)
+    calls = 7 if waits else 6
+    if system == "keras":
+        state = state.with_hyperparameters(gradient_accumulation_steps=2)
+        extra: dict[str, Any] = {"keras": {"iteration": calls}}
+    else:
+        step = in_memory(np.array(calls % 2, np.int32), "mini_step")
+        extra = {"optax": {"links": [{"state": {"mini_step": step}}]}}
+    state = replace(state, extra={**state.extra, **extra})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        changed_at_loading(state, {}, {})
+    assert ["gradients that wait" in str(one.message) for one in said] == [True] * waits
 
 
 def test_a_slot_that_begins_with_its_parameters_size_is_asked_for() -> None:

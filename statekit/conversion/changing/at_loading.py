@@ -23,10 +23,12 @@ from statekit.state.options import BY_NAME, FACTOR_MAP, rule_of
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Group, Kind, Rule, TrainState
 from statekit.tensors.tensor import DType, Filled, Shape, Tensor
+from statekit.tensors.tree import walk
 
 AT_LOADING = ("slot_policy", "drop_slots_of", "loss_scale")
 """The fields of `Changes` that an optimizer may be loaded with."""
 INIT_MISSING = "init_missing"
+_PERIODS = "gradient_accumulation_steps"
 Model = Mapping[str, tuple[Shape, DType]]
 """Shape and dtype of each parameter that an optimizer is asked to move, by name."""
 
@@ -46,6 +48,12 @@ def changed_at_loading(
     Raises:
         UsageError: One can't be made; names it.
     """
+    if _gradients_wait(state):  # the optimizer that is made begins with an update of its own
+        warnings.warn(
+            "the run was saved between two updates: gradients that wait for the next are left behind; "
+            "a checkpoint after an update has none",
+            stacklevel=3,
+        )
     rest = {name: value for name, value in overrides.items() if name not in (*AT_LOADING, INIT_MISSING)}
     said = {name: value for name, value in overrides.items() if name in AT_LOADING}
     if (asked := Changes.of(said)) is not None:
@@ -56,6 +64,20 @@ def changed_at_loading(
         counted = "" if state.counts.behind else f", at a count of {state.counts.updates} updates"
         warnings.warn(f"slots begin anew{counted}: {some(named)}", stacklevel=3)
     return state, rest
+
+
+def _gradients_wait(state: TrainState) -> bool:
+    """Tells whether a run was saved while it accumulated gradients: by Keras' iterations, or Optax' mini_step."""
+    periods = {group.hyperparameters.get(_PERIODS) for group in state.optimizer.groups} - {None}
+    calls = [home.get("iteration") for home in state.extra.values() if isinstance(home, Mapping)]
+    return any(
+        type(call) is int and type(period) is int and period > 0 and call % period
+        for call in calls
+        for period in periods
+    ) or any(
+        path[-1:] == ("mini_step",) and isinstance(leaf, Tensor) and not leaf.shape and bool(leaf.read())
+        for path, leaf in walk(state.extra)
+    )
 
 
 def _as_path(name: str) -> str:
