@@ -57,6 +57,13 @@ LAYOUTS = {
     "t5x": "t5x",
 }
 """Containers, each with a layout that is at home in it."""
+DROP_INS = {
+    **dict.fromkeys(("torch", "safetensors", "hf-trainer", "accelerate", "dcp"), "statekit-torch"),
+    **dict.fromkeys(("flax", "orbax"), "statekit-jax"),
+    "keras-h5": "statekit-keras",
+    "tf-bundle": "tf2-statekit",
+}
+"""Containers that hold our optimizers' state, whose rules are any system's, with the layout of that."""
 TRANSPOSED = {
     "title": "Matrices and the same, transposed",
     "facts": ["this benchmark's parameters"],
@@ -181,8 +188,8 @@ def made_state(pair: Sequence[str], gigabytes: float, side: int = SIDE) -> Train
 
 def layout_of(container: str, pair: Sequence[str]) -> str:
     """Returns the layout for a container, where T5X' state is on the other side a drop-in's."""
-    if "t5x" in pair and container not in ("t5x", "statekit"):
-        return {"orbax": "t5x"}.get(container, "statekit-torch")
+    if "t5x" in pair:
+        return "t5x" if container == "orbax" else DROP_INS.get(container, LAYOUTS[container])
     return LAYOUTS[container]
 
 
