@@ -40,6 +40,7 @@ class Fake:
     reads: list[str] = field(default_factory=list)
     name: str = "fake"
     title: str = "a checkpoint in memory"
+    variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"adafactor": ("t5x",)})
 
     def tensor(self, name: str) -> Tensor:
         array = self.arrays[name]

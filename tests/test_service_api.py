@@ -312,7 +312,7 @@ HALF = "\ud800"
 
 
 def test_halves_of_characters_hold_no_answer_up(served: Served) -> None:
-    jobs, checkpoint = served.service.jobs, got(served, "/checkpoints", text="a.pt")["items"][0]["id"]
+    jobs, checkpoint = served.service.jobs, number_of(served, "b.pt")
     body = json.dumps({"kind": "inspect", "subjects": [checkpoint], "options": {"filter": HALF}})
     sent = {"Content-Type": "application/json"}
     assert served.client.post(f"{API}/jobs", content=body, headers=sent).status_code == 422

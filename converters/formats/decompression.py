@@ -156,8 +156,10 @@ def _zstd_reader(value: Source, what: str) -> Iterator[Any]:
     import zstandard
 
     window = max(_zstd_window(value), 2**10)
+    if window > 2**zstandard.WINDOWLOG_MAX:
+        raise _damaged(value, what, f"a window of {window} bytes, which zstd's library can't have")
+    decompressor = zstandard.ZstdDecompressor(max_window_size=window)
     try:
-        decompressor = zstandard.ZstdDecompressor(max_window_size=window)  # refuses 2 GiB and more
         yield decompressor.stream_reader(cast(IO[bytes], as_file(value)), read_size=PIECE)
     except zstandard.ZstdError as error:
         raise _damaged(value, what, str(error)) from error

@@ -49,13 +49,13 @@ def _npy(shape: str) -> bytes:
     return npz_of(f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".encode())
 
 
-def _zstd_of_4_gib() -> bytes:
-    """Returns a chunk of an array whose zstd frame says that it holds 4 GiB, which need a window of as much."""
+def _large_zstd(header: bytes) -> bytes:
+    """Returns a chunk of an array whose zstd frame says that it holds more, and needs a window of as much."""
     document, key, chunk = json.loads(READERS["zarr chunks"].samples()[1])
     frame = bytes.fromhex(chunk)
     assert document["codecs"][1]["name"] == "zstd"
     assert frame[4] == 0x20  # one segment, its size in a byte
-    return json.dumps([document, key, (frame[:4] + b"\xa0\xff\xff\xff\xff" + frame[6:]).hex()]).encode()
+    return json.dumps([document, key, (frame[:4] + header + frame[6:]).hex()]).encode()
 
 
 def _storage_in_a_key() -> bytes:
@@ -90,7 +90,7 @@ BYTES: dict[str, list[bytes]] = {
         _typeless(),
     ],
     "zarr": [json.dumps({**documents.ZARRAY, "chunks": [1, 1], "fill_value": 1e308}).encode()],
-    "zarr chunks": [_zstd_of_4_gib()],
+    "zarr chunks": [_large_zstd(b"\xa0" + b"\xff" * 4), _large_zstd(b"\xe0" + b"\xff" * 8)],
 }
 """By reader."""
 
