@@ -44,6 +44,17 @@ def _endless_heap() -> bytes:
     return bytes(sample[: at + 8] + bytes(8) + sample[at + 16 :])
 
 
+def _sequence_for_text() -> bytes:
+    """Returns an HDF5 file in which an attribute's texts are sequences.
+
+    Source: HDF5 File Format Specification, IV.A.2.d: class 9, whose first bits are 1 for texts and 0 for sequences.
+    """
+    sample = READERS["hdf5"].samples()[0]
+    text, sequence = b"\x19\x01", b"\x19\x00"
+    assert text in sample
+    return sample.replace(text, sequence)
+
+
 def _npy(shape: str) -> bytes:
     """Returns MXNet's parameters with an array of this shape, as its header says."""
     return npz_of(f"{{'descr': '<f4', 'fortran_order': False, 'shape': {shape}, }}".encode())
@@ -76,7 +87,7 @@ BYTES: dict[str, list[bytes]] = {
     ),
     "torch zip": [_storage_in_a_key()],
     "mxnet params": [_npy(f"b'{'x' * 3000}'"), _npy(f"({'9, ' * 3000})")],
-    "hdf5": [_endless_heap()],
+    "hdf5": [_endless_heap(), _sequence_for_text()],
     "array specs": [
         _spec(dtype=["<f4"]),
         _spec(dtype={}),

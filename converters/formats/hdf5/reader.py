@@ -272,8 +272,14 @@ class _Reader:
 
     def _plain(self, attributes: Any, key: str, place: str) -> Any:
         """Returns an attribute as plain data."""
+        import h5py
+
         stored, account = attributes.get_id(key), self._source.account
         count, size = math.prod(stored.shape or (0,)), stored.get_storage_size()
+        kind = stored.dtype.base
+        is_text = h5py.check_string_dtype(kind) is not None
+        if kind.kind not in "biufSU" and not is_text:  # libhdf5 can crash at sequences that are damaged texts
+            raise FormatError("An attribute isn't plain data.", place=place, found=kind)
         account.nodes(count, "An attribute", place)
         account.hold(size, "An attribute", place)
         with self._watched.giving(count if stored.dtype.kind == "O" else 0):
@@ -281,7 +287,7 @@ class _Reader:
         if isinstance(value, (str, bytes)):
             account.hold(len(value), "An attribute", place)
             return value
-        if isinstance(value, np.generic | np.ndarray) and value.dtype.kind in "biufSOU":
+        if isinstance(value, np.generic | np.ndarray):
             texts = value.ravel() if value.dtype.kind == "O" else ()
             account.hold(
                 sum(len(one) for one in texts if isinstance(one, (str, bytes))), "An attribute", place
