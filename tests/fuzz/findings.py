@@ -49,7 +49,7 @@ def _sequence_for_text() -> bytes:
 
     Source: HDF5 File Format Specification, IV.A.2.d: class 9, whose first bits are 1 for texts and 0 for sequences.
     """
-    sample = READERS["hdf5"].samples()[0]
+    sample: bytes = READERS["hdf5"].samples()[0]
     text, sequence = b"\x19\x01", b"\x19\x00"
     assert text in sample
     return sample.replace(text, sequence)
