@@ -91,6 +91,34 @@ def test_a_sum_may_run_in_any_order(values: list[float], random: Any) -> None:
         assert inside(np.asarray(total), bound)
 
 
+def test_a_sum_of_squares_has_a_root_however_small_or_uncertain_they_are() -> None:
+    tiny = f32(1e-21, -2e-21, 3e-21)  # whose squares may be flushed to zero
+    for xp in (STRICT, COMPILED):
+        bound, x = xp.asarray(tiny), NUMPY.asarray(tiny)
+        assert inside(NUMPY.sqrt(NUMPY.sum(x * x)), xp.sqrt(xp.sum(bound * bound)))
+        assert inside(NUMPY.sqrt(NUMPY.mean(x * x, (0,))), xp.sqrt(xp.mean(bound * bound, (0,))))
+        assert inside(NUMPY.sum(-(x * x)), xp.sum(-(bound * bound)))
+        assert xp.sum(-(bound * bound)).high == 0
+        wide = Interval(
+            np.array([0.0, 1e-12]), np.array([1.0, 1e-12])
+        )  # one of them may be nothing, or large
+        assert inside(f32(1e-6), xp.sqrt(xp.sum(wide)))
+
+
+@given(x=floats, y=floats, z=floats, w=floats)
+@settings(max_examples=200)
+def test_below_the_normal_range_a_compiled_bound_holds_what_is_rounded_op_by_op(
+    x: float, y: float, z: float, w: float
+) -> None:
+    values = [float(np.ldexp(np.frexp(value)[0], exponent)) for value, exponent in ((x, -60), (y, -84))]
+    values += [float(np.ldexp(np.frexp(value)[0], exponent)) for value, exponent in ((z, -70), (w, -75))]
+    a, b, c, d = (f32(value) for value in values)
+    bounds = [COMPILED.asarray(one) for one in (a, b, c, d)]
+    by_products = COMPILED.narrow(bounds[0] * bounds[1] + bounds[2] * bounds[3], "float32")
+    assert inside(a * b + c * d, by_products)
+    assert inside(a * b - c * d, COMPILED.narrow(bounds[0] * bounds[1] - bounds[2] * bounds[3], "float32"))
+
+
 def test_a_mean_is_as_wide_as_gamma_says_and_no_wider() -> None:
     values = np.linspace(1, 2, 1000, dtype=np.float32)
     bound = STRICT.mean(STRICT.asarray(values), (0,))
@@ -119,6 +147,14 @@ def test_a_power_of_one_is_exactly_one_unless_it_may_be_a_reciprocal_root() -> N
     assert exact.low == exact.high == 1
     assert root.low < 1 < root.high
     assert (STRICT.power(near, -0.8).high - STRICT.power(near, -0.8).low)[0] > 15 * UNIT
+
+
+def test_a_number_to_the_power_of_zero_is_exactly_one() -> None:
+    """Mesh-TensorFlow's first decay, b (1 - b^0) / (1 - b), is 0: as any power it was bounded to 5e-4."""
+    for xp in (STRICT, COMPILED):
+        none = xp.exponential(0.999, xp.widen(0))
+        assert none.low == none.high == 1.0
+        assert xp.exponential(0.999, xp.widen(1)).low < 0.999 < xp.exponential(0.999, xp.widen(1)).high
 
 
 def test_rounding_to_bfloat16_admits_both_neighbours_at_a_tie_and_only_there() -> None:

@@ -11,12 +11,12 @@ What is declared, per operation (u = 2^-24):
    (fused multiply-add) and a division may be a product with a reciprocal: endpoints are widened by 2u instead.
  - `power` is no IEEE operation: 4 units in the last place, the most that a common libm declares for `powf`
    (CUDA C++ Programming Guide, appendix on mathematical functions; glibc, SLEEF and XLA on CPUs stay below). A power
-   of 1 is exactly 1 (C17, F.10.4.4), unless it may be computed as a reciprocal root.
+   of 1 is exactly 1 (C17, F.10.4.4), unless it may be computed as a reciprocal root; so is what has the exponent 0.
  - a sum of n terms may run in any order: its error is at most gamma * sum|x|,
    gamma = min((n-1) u, 6 sqrt(n-1) u) / (1 - n u).
    The first is Higham, Accuracy and Stability, section 4.2; the second holds with probability above 1 - 2 exp(-18)
    for rounding errors of mean zero (Higham and Mary 2019, theorem 2.4).
- - a result below the normal range may be flushed to zero.
+ - a result below the normal range may be flushed to zero; a rounding there is at most half of 2^-149, at any size.
  - `narrow` and `rounded` round to nearest even, so both neighbours are admitted at a tie and only there.
 
 docs/bounds.md has the derivation.
@@ -44,6 +44,8 @@ RECIPROCAL_ROOT = -0.5
 CONFIDENCE = 6.0
 """Standard deviations in the probabilistic bound of a sum."""
 TINY = float(np.finfo(np.float32).tiny)
+"""The least normal number of float32."""
+LEAST = float(np.finfo(np.float32).smallest_subnormal)
 
 
 def gamma(terms: int) -> float:
@@ -135,9 +137,14 @@ class Interval:
         )
 
     def widened(self, low: Array, high: Array, relative: float | Array) -> Interval:
-        """Returns the interval [low, high] widened by a relative error, and overflowed where float32 would."""
+        """Returns the interval [low, high] widened by a relative error, and overflowed where float32 would.
+
+        Below the normal range numbers are multiples of one unit, and what isn't flushed is rounded to these.
+        """
         low = np.where(np.isinf(low), low, low - np.abs(low) * relative)
         high = np.where(np.isinf(high), high, high + np.abs(high) * relative)
+        low = np.where((low < 0) & (low > -TINY), low - LEAST, low)
+        high = np.where((high > 0) & (high < TINY), high + LEAST, high)
         limit = float(np.finfo(np.float32).max) * (1 + UNIT)
         low = np.where(np.abs(low) > limit, np.copysign(np.inf, low), low)
         high = np.where(np.abs(high) > limit, np.copysign(np.inf, high), high)
@@ -290,7 +297,8 @@ class IntervalBackend(Backend):
         low, high = np.minimum(*ends), np.maximum(*ends)
         # An ULP is 2u of a power of two, but hardly more than u just below it, where Adam's powers are.
         fraction = np.maximum(np.minimum(np.frexp(low)[0], np.frexp(high)[0]), 0.5)
-        return exponent.widened(low, high, POWER_ULPS * UNIT / fraction)
+        never = (exponent.low == 0) & (exponent.high == 0)  # to the power of 0: exactly 1
+        return exponent.widened(low, high, np.where(never, 0.0, POWER_ULPS * UNIT / fraction))
 
     def lerp(self, old: Value, new: Value, weight: Value) -> Value:
         # Compiled or not: PyTorch's kernel fuses.
@@ -364,5 +372,12 @@ class IntervalBackend(Backend):
         low, high = value.low.sum(axis=axes, keepdims=keepdims), value.high.sum(axis=axes, keepdims=keepdims)
         size = np.maximum(np.abs(value.low), np.abs(value.high)).sum(axis=axes, keepdims=keepdims)
         error = np.where(np.isfinite(size), gamma(count) * size, 0.0)
-        wide: Interval = value.widened(np.asarray(low - error), np.asarray(high + error), 0.0)
+        # Whatever is rounded, terms that aren't negative make no negative sum, of which there would be no root.
+        low = np.where(
+            (value.low >= 0).all(axis=axes, keepdims=keepdims), np.maximum(low - error, 0.0), low - error
+        )
+        high = np.where(
+            (value.high <= 0).all(axis=axes, keepdims=keepdims), np.minimum(high + error, 0.0), high + error
+        )
+        wide: Interval = value.widened(low, high, 0.0)
         return wide
