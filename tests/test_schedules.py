@@ -40,6 +40,10 @@ TORCH: dict[str, Made] = {
     "a sequence that cuts a schedule short": lambda o: torch_schedules.SequentialLR(
         o, [torch_schedules.ConstantLR(o, 0.5, 40), torch_schedules.StepLR(o, 11, 0.5)], [10]
     ),
+    "constant, of no updates": lambda o: torch_schedules.ConstantLR(o, 0.3, 0),
+    "linear, of no updates": lambda o: torch_schedules.LinearLR(o, 0.1, 0.7, 0),
+    "polynomial, of no updates": lambda o: torch_schedules.PolynomialLR(o, 0),
+    "step, to nothing": lambda o: torch_schedules.StepLR(o, 9, 0.0),
 }
 TRANSFORMERS: dict[str, dict[str, Any]] = {
     "linear": {"warmup_steps": 10, "max_steps": 70},
@@ -161,6 +165,8 @@ def mxnet_due(kind: str, state: dict[str, Any], number: int) -> float:
     ("kind", "settings"),
     [
         ("FactorScheduler", {"step": 4, "factor": 0.7, "stop_factor_lr": 1e-3, "count": 0}),
+        # a factor of 1 is MXNet's default
+        ("FactorScheduler", {"step": 4, "factor": 1.0, "stop_factor_lr": 1e-8, "count": 0}),
         ("MultiFactorScheduler", {"step": [6, 21, 33], "factor": 0.3, "cur_step_ind": 0, "count": 0}),
         ("PolyScheduler", {"power": 2, "max_update": 40, "final_lr": 0.001, "base_lr_orig": 0.04}),
         ("CosineScheduler", {"max_update": 40, "final_lr": 0.001, "base_lr_orig": 0.04}),

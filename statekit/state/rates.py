@@ -74,17 +74,18 @@ class Piece:
                 return float(numbers["start"] + (numbers["end"] - numbers["start"]) * part)
             case "polynomial":
                 left = 1 - min(max(done, 0), numbers["steps"]) / numbers["steps"]
-                return float(numbers["end"] + (numbers["start"] - numbers["end"]) * left ** numbers["power"])
+                falls = _power(left, numbers["power"])
+                return float(numbers["end"] + (numbers["start"] - numbers["end"]) * falls)
             case "cosine" | "restarts":
                 turned = done if self.kind == "cosine" else done % numbers["steps"]
                 turn = math.cos(math.pi * turned / numbers["steps"])
                 return float(numbers["end"] + (numbers["start"] - numbers["end"]) * (1 + turn) / 2)
             case "exponential":
-                return float(numbers["start"] * numbers["factor"] ** (done / numbers["every"]))
+                return float(numbers["start"] * _power(numbers["factor"], done / numbers["every"]))
             case "step":
-                return float(numbers["start"] * numbers["factor"] ** (max(done, 0) // numbers["every"]))
+                return float(numbers["start"] * _power(numbers["factor"], max(done, 0) // numbers["every"]))
             case "multistep":
-                return float(numbers["start"] * numbers["factor"] ** bisect_right(numbers["at"], done))
+                return float(numbers["start"] * _power(numbers["factor"], bisect_right(numbers["at"], done)))
             case "rsqrt":
                 return float(numbers["start"] / math.sqrt((done + numbers["shift"]) / numbers["shift"]))
             case "eden":
@@ -115,6 +116,14 @@ class Piece:
         if self.kind == "product":
             numbers["of"] = [one.to_json() for one in numbers["of"]]
         return {"kind": self.kind, "begins": self.begins, "origin": self.origin, **numbers}
+
+
+def _power(base: float, exponent: float) -> float:
+    """Returns a power, infinite where no float holds it, as every system's arrays have it."""
+    try:
+        return float(float(base) ** exponent)
+    except (OverflowError, ZeroDivisionError):
+        return math.inf
 
 
 def piece(kind: Kind, begins: int = 0, origin: int = 0, **numbers: Any) -> Piece:

@@ -30,15 +30,16 @@ def optax_code(rates: Rates) -> str:
 
 def _optax(one: Piece, begins: int) -> str:
     """Returns the schedule that a piece is, asked for the updates done after a number of them."""
-    if one.origin == begins and (one.numbers.get("floor") is None or one.kind in _FLOORED):
+    if one.origin == begins and (one.numbers.get("floor") is None or _takes_floor(one)):
         named = _optax_named(one)
         if named is not None:
             return named
     return f"lambda count: {_optax_value(one, begins)}"
 
 
-_FLOORED = ("exponential", "step")
-"""The kinds of which Optax' own function takes a floor."""
+def _takes_floor(one: Piece) -> bool:
+    """Tells whether Optax' own function of a piece takes its floor: to a rate that doesn't fall it is the most."""
+    return one.kind in ("exponential", "step") and 0 < one.numbers["factor"] < 1
 
 
 def _optax_value(one: Piece, begins: int) -> str:
@@ -52,9 +53,7 @@ def _optax_value(one: Piece, begins: int) -> str:
     else:
         code = _formula(one, f"({count})" if shift else count, _JAX)
     return (
-        code
-        if n.get("floor") is None or one.kind in _FLOORED
-        else f"{JAX_NUMPY}maximum({code}, {n['floor']!r})"
+        code if n.get("floor") is None or _takes_floor(one) else f"{JAX_NUMPY}maximum({code}, {n['floor']!r})"
     )
 
 
@@ -68,9 +67,12 @@ def _optax_named(one: Piece) -> str | None:
             return f"optax.linear_schedule({n['start']!r}, {n['end']!r}, {n['steps']!r})"
         case "polynomial":
             return f"optax.polynomial_schedule({n['start']!r}, {n['end']!r}, {n['power']!r}, {n['steps']!r})"
+        case "exponential" | "step" if not n["factor"]:  # which Optax takes for a rate that stays
+            scales = {n["every"] if one.kind == "step" else 1: 0.0}
+            return f"optax.piecewise_constant_schedule({n['start']!r}, {scales!r})"
         case "exponential" | "step":
             stairs = ", staircase=True" if one.kind == "step" else ""
-            floor = f", end_value={n['floor']!r}" if n.get("floor") else ""
+            floor = f", end_value={n['floor']!r}" if n.get("floor") and _takes_floor(one) else ""
             return f"optax.exponential_decay({n['start']!r}, {n['every']!r}, {n['factor']!r}{stairs}{floor})"
         case "multistep":
             scales = {at: n["factor"] ** count for at, count in Counter(n["at"]).items()}

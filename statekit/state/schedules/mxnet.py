@@ -76,7 +76,7 @@ _STATES: Mapping[str, Mapping[str, Any]] = {
     "MultiFactorScheduler": {
         "base_lr": Finite, "factor": Finite, "step": Sequence[Natural], "cur_step_ind": Natural,
     },
-    "PolyScheduler": {"base_lr_orig": Finite, "final_lr": Finite, "max_steps": Natural, "power": Finite},
+    "PolyScheduler": {"base_lr_orig": Finite, "final_lr": Finite, "max_steps": Positive, "power": Finite},
     "CosineScheduler": {"base_lr_orig": Finite, "final_lr": Finite, "max_steps": Positive},
 }  # fmt: skip
 """What a schedule's state says of its arguments."""

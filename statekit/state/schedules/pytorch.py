@@ -76,13 +76,17 @@ def torch_rates(
 _TORCH: Mapping[str, Callable[[Mapping[str, Any], float], list[Piece]]] = {
     "ConstantLR": lambda s, b: [
         piece("constant", rate=b * s["factor"]),
-        piece("constant", s["total_iters"], rate=b),
+        *([piece("constant", s["total_iters"], rate=b)] if s["total_iters"] else []),
     ],
     "LinearLR": lambda s, b: [
         piece("linear", start=b * s["start_factor"], end=b * s["end_factor"], steps=s["total_iters"])
+        if s["total_iters"]
+        else piece("constant", rate=b * s["start_factor"])
     ],
     "PolynomialLR": lambda s, b: [
         piece("polynomial", start=b, end=0.0, steps=s["total_iters"], power=s["power"])
+        if s["total_iters"]
+        else piece("constant", rate=b)
     ],
     "CosineAnnealingLR": lambda s, b: [piece("cosine", start=b, end=s["eta_min"], steps=s["T_max"])],
     "ExponentialLR": lambda s, b: [piece("exponential", start=b, factor=s["gamma"], every=1)],
@@ -96,8 +100,7 @@ _TORCH: Mapping[str, Callable[[Mapping[str, Any], float], list[Piece]]] = {
         )
     ],
 }
-
-
+"""What a class does to a rate. One that lasts for no updates stays as its constructor leaves the rate."""
 _Count: TypeAlias = Annotated[int, Limit("a small number", lambda n: 0 <= n < 1000)]
 STATES: Mapping[str, Mapping[str, Any]] = {
     "ConstantLR": {"factor": Finite, "total_iters": Natural},
@@ -172,7 +175,7 @@ def _transformers(base: float, arguments: Mapping[str, Any]) -> Told:
             return Rates(
                 (*first, piece("polynomial", warm, warm, start=base, end=end, steps=steps, power=power))
             )
-        case "inverse_sqrt" if extra.keys() <= {"timescale"}:
+        case "inverse_sqrt" if extra.keys() <= {"timescale"} and extra.get("timescale", 1) > 0:
             scale = extra.get("timescale") or warm or 10_000
             return Rates((*first, piece("rsqrt", warm, warm, start=base, shift=scale)))
     return f"Transformers' schedule {kind} isn't one that others have"
