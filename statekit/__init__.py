@@ -1,6 +1,6 @@
 """statekit moves the optimizer state of a training run between frameworks.
 
-Five verbs, the same as on the command line (`statekit --help`):
+What the command line does (`statekit --help`), as functions:
 
     state = statekit.open("t5x-ckpt")                    params, slots, groups, counts, hyperparameters
     print(statekit.inspect("t5x-ckpt").totals())         what a checkpoint holds, as data
@@ -108,7 +108,7 @@ def open(
             param_names: Names in the order of the optimizer's parameters, where it only numbers them.
             names_from: `config`: that order as the architecture in config.json beside a Trainer's weights has it.
             schedule: The call that makes the learning rate: `optax.cosine_decay_schedule(1e-3, 10000)`. It isn't run.
-            model_key, optimizer_key: Where both lie in a PyTorch file, keys joined by `/`.
+            model_key, optimizer_key: Where both lie in a PyTorch file, keys joined by `/`; the first in JAX' trees too.
             accept_damaged: Whether to go on with what its manifest contradicts; `checkpoint.findings` say what that is.
             follow_links: Whether to read what links out of the checkpoint lead to.
             budget: Bytes for headers, pickles and trees, and work in proportion; 512 MiB if None. Values stream.
@@ -250,7 +250,7 @@ def plan(
         step=step,
         hints=_hints(hints),
         step_offset=step_offset,
-        require=Exactness[require.upper()],
+        require=Exactness.asked(require),
         like=None if like is None else _local(like),
         maps=maps_of(map, config, rename, budget=_hints(hints).job_budget()),
         changes=Changes.of(

@@ -51,6 +51,14 @@ def said(report: Any) -> str:
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize("level", ["semantic", "refused"])
+def test_only_what_may_be_required_is_taken(level: str, tmp_path: Path) -> None:
+    """`refused` let everything through, and an unknown word ended in a KeyError."""
+    with pytest.raises(UsageError) as caught:
+        statekit.convert(RUN, tmp_path / "out.pt", hparams=TOLD, require=level)
+    assert level in str(caught.value) and "rounding" in str(caught.value)
+
+
 def test_parameters_alone_come_without_a_slot_and_load(tmp_path: Path) -> None:
     import torch
 

@@ -1,4 +1,4 @@
-"""`import statekit`: five verbs and their types, cheap to import, typed, explained on a page."""
+"""`import statekit`: verbs and their types, cheap to import, typed, explained on a page."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from statekit.cli.param_names import read_param_names
 from statekit.converters.containers.step_folders import find_gin
 from statekit.converters.formats.hparams import Settings, parse_value, read_gin, read_hparams
 from statekit.errors import FormatError, NotFoundError, UsageError
+from statekit.state.options import checked_hparams
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,17 @@ def test_pairs_and_files_in_order(tmp_path: Path) -> None:
 def test_arguments_of_another_form(argument: str) -> None:
     with pytest.raises(UsageError, match="KEY=VALUE"):
         read_hparams([argument])
+
+
+@pytest.mark.parametrize(
+    ("excluded", "error"),
+    [(["("], "list of regexes"), ([3], "list of regexes"), ({"w": "no"}, "true or false for each path")],
+)
+def test_what_is_not_decayed_is_said_by_regexes_or_by_path(excluded: Any, error: str) -> None:
+    """It was taken as it was, and ended a conversion in Python's own error, or was passed over."""
+    for variant in ("optax", "keras", None):
+        with pytest.raises(UsageError, match=error):
+            checked_hparams("adamw", variant, {"exclude_from_weight_decay": excluded})
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

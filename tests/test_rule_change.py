@@ -17,7 +17,8 @@ from statekit.conversion.cards import LayoutCard
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.prepared import rule_change_to
 from statekit.conversion.rule_change import RuleChange, best_rule_change, change_rule
-from statekit.optim.run import STEPPED, load, mover
+from statekit.errors import UsageError
+from statekit.optim.run import STEPPED, load, mover, settled_group, steps_for
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Array, in_memory
@@ -157,6 +158,34 @@ def worse(way: RuleChange) -> list[str]:
     return [one.what for one in way.differences if one.exactness > Exactness.ROUNDING]
 
 
+def test_a_full_second_moment_stays_where_the_target_is_told_so_too() -> None:
+    way = change_rule(adafactor("t5x", factored=False), "t5x", "t2t_late")
+    assert [*way.state.slots["w"]] == ["v"] and not any("averaged" in str(one) for one in way.differences)
+    assert [*change_rule(adafactor("t5x"), "t5x", "t2t_late").state.slots["w"]] == ["v_row", "v_col"]
+
+
+def test_groups_whose_decays_begin_at_several_updates_have_no_one_count() -> None:
+    one = adafactor("t5x", step_offset=5)
+    way = change_rule(one, "t5x", "hf")
+    assert way.state.counts.updates == 4 and not [d for d in way.differences if d.what == "step_offset"]
+    params = dict.fromkeys(("w", "x"), one.params["w"])
+    (group,) = one.optimizer.groups
+    other = replace(group, paths=("x",), hyperparameters={**group.hyperparameters, "step_offset": 0})
+    both = replace(
+        one,
+        params=params,
+        slots=dict.fromkeys(params, one.slots["w"]),
+        rules=dict.fromkeys(params, one.rules["w"]),
+        optimizer=replace(one.optimizer, groups=(group, other)),
+    )
+    assert "step_offset" in worse(change_rule(both, "t5x", "hf"))
+
+
+def test_an_offset_beyond_the_updates_is_refused_and_not_taken_off_the_count() -> None:
+    with pytest.raises(UsageError, match="beyond the step"):
+        change_rule(adafactor("t5x", step_offset=10), "t5x", "hf")
+
+
 def test_a_rule_that_the_target_has_is_no_crossing() -> None:
     unknown = adafactor("t5x")
     unknown = replace(unknown, optimizer=replace(unknown.optimizer, variant=None))
@@ -228,6 +257,44 @@ def test_parameters_kept_from_decay_by_name_become_a_group() -> None:
     decays = [(g.paths, g.hyperparameters["weight_decay_rate"]) for g in way.state.optimizer.groups]
     assert decays == [(("w",), 0.1), (("bias",), 0.0)]
     assert "exclude_from_weight_decay" not in worse(way)
+
+
+EXCLUSIONS: Mapping[str, Any] = {
+    "gpt_neo": ["norm", "bias"],
+    "keras": ["norm", "bias"],
+    "mesh_tf": ["norm"],
+    "optax": {"enc/norm/scale": True, "enc/bias": False, "enc/mlp/bias": True, "enc/mlp/w": False},
+}
+"""What isn't decayed, by variants that say it by the whole name, by its last part, or by a mask."""
+
+
+def decays(state: TrainState) -> dict[str, float | None]:
+    """Returns the weight decay of each parameter's next update; None where there is none."""
+    schema, variant = state.optimizer.schema, str(state.optimizer.variant)
+    each = (settled_group(steps_for(schema, variant), g, {}, variant) for g in state.optimizer.groups)
+    settled: dict[str, Any] = {path: one for configs in each for path, one in configs.items()}
+    return {path: one.weight_decay_rate or None for path, one in settled.items()}
+
+
+@pytest.mark.parametrize("target", [*EXCLUSIONS, "torch"])
+@pytest.mark.parametrize("source", EXCLUSIONS)
+def test_what_is_kept_from_decay_stays_so_however_the_target_says_it(source: str, target: str) -> None:
+    settings = {
+        **load_schema("adamw").variant(source)["defaults"],
+        "weight_decay_rate": 0.1,
+        "exclude_from_weight_decay": EXCLUSIONS[source],
+    }
+    weight = in_memory(np.ones(2, np.float32))
+    paths = tuple(EXCLUSIONS["optax"])
+    group = Group(paths, settings, dict.fromkeys(settings, "given"))
+    state = TrainState(dict.fromkeys(paths, weight), {}, Optimizer("adamw", source, (group,)), Counts(1, 1))
+    way = change_rule(state, source, target)
+    if "exclude_from_weight_decay" in worse(way):
+        # The last part of a name can't tell one bias from the other.
+        assert (source, target) == ("optax", "keras")
+        assert decays(way.state) == {**decays(state), "enc/mlp/bias": 0.1}
+    else:
+        assert decays(way.state) == decays(state)
 
 
 def test_unknown_hyperparameters_stop_nothing() -> None:

@@ -99,10 +99,22 @@ class Hints:
 
     @property
     def variants(self) -> dict[str, str]:
-        """The variants that were said, by schema; under "" one that was said of whatever optimizer it is."""
+        """The variants that were said, by schema; under "" one that was said of whatever optimizer it is.
+
+        Raises:
+            UsageError: Two were said of the same.
+        """
         said = [] if self.variant is None else self.variant.split(",")
         pairs = [one.strip().rpartition("/") for one in said]
-        return {schema: name for schema, _, name in pairs}
+        by_schema = {schema: name for schema, _, name in pairs}
+        if len(by_schema) < len(pairs):
+            raise UsageError(
+                "An optimizer has one variant, and several are said.",
+                place="--variant",
+                expected="one for each optimizer of the run: SCHEMA/VARIANT,SCHEMA/VARIANT",
+                found=self.variant,
+            )
+        return by_schema
 
     def of(self, schemas: Iterable[str]) -> dict[str, Hints]:
         """Returns what is said of each of a run's optimizers, by schema.

@@ -175,13 +175,24 @@ def outcome(plan: Plan, report: Report | None) -> dict[str, Any]:
     }
 
 
+def check_place(plan: Plan, replace: bool, replace_foreign: bool) -> None:
+    """Refuses a target that can't be written, or mustn't be replaced, before any work.
+
+    Raises:
+        TargetExistsError: The target exists, other than as an empty folder, and mustn't be replaced.
+        NotFoundError: The target's parent isn't there.
+        UsageError: The target's name isn't usable.
+    """
+    target = plan.request.target
+    kind = written_as(registry.container(plan.target.container), target).target_kind or "file"
+    check_target(target, kind, replace=replace or replace_foreign, foreign=replace_foreign)
+    if not replace_foreign:
+        _check_ours(target, kind)
+
+
 def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgress) -> Report:
     began = time.monotonic()
-    kind = written_as(registry.container(plan.target.container), plan.request.target).target_kind or "file"
-    replace = replace or replace_foreign
-    check_target(plan.request.target, kind, replace=replace, foreign=replace_foreign)
-    if not replace_foreign:
-        _check_ours(plan.request.target, kind)
+    check_place(plan, replace, replace_foreign)
     with carried_out(plan) as prepared:
         checkpoint, tree = prepared.opened.checkpoint, prepared.encoded.tree
         passed = _passed_through(checkpoint, tree)
@@ -221,7 +232,7 @@ def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgres
             staged(
                 plan.request.target,
                 prepared.kind,
-                replace=replace,
+                replace=replace or replace_foreign,
                 foreign=replace_foreign,
                 mode=permissions(prepared.places),
                 on_progress=tell,

@@ -11,7 +11,8 @@ from statekit.conversion.contracts import Exactness
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.prepared import encoded_in, rule_change_to
 from statekit.conversion.resume import frameworks, of_checkpoint, resume_lines
-from statekit.errors import InexactError, StateError
+from statekit.conversion.rule_change import RuleChange
+from statekit.errors import InexactError, StateError, UsageError
 from statekit.state.schema import WEIGHTS
 from statekit.tensors.tree import to_json
 
@@ -67,15 +68,16 @@ def resumes_in(opened: OpenState) -> tuple[Resumption, ...]:
     each = []
     for card in cards:
         here = card.name == opened.layout
-        change = None if here else rule_change_to(card, state, opened.layout)
-        differences = change.differences if change else ()
+        change: RuleChange | None = None
         dropped: Mapping[str, str] = {}
         refusal = None
         if not here:
             try:
+                change = rule_change_to(card, state, opened.layout)
                 dropped = encoded_in(registry.layout(card.name), change.state if change else state)[0].dropped
-            except InexactError as error:
+            except (InexactError, UsageError) as error:
                 refusal = str(error)
+        differences = change.differences if change else ()
         each.append(
             Resumption(
                 card.name,

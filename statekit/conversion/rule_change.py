@@ -9,20 +9,21 @@ Source: the variants' own in `schemas`; the classes of differences, modern.md's 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from statekit.conversion.contracts import Exactness
-from statekit.errors import Faults, InexactError
+from statekit.errors import Faults, InexactError, UsageError
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape, swapped
-from statekit.state.hyperparameters import IS_EXCLUDED, Alike, alike, among
+from statekit.state.hyperparameters import IS_EXCLUDED, Alike, alike, among, last_name
 from statekit.state.options import RATE_NAMES
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.stored_params import entered
 from statekit.state.train_state import Axis, Group, Rule, TrainState
-from statekit.tensors.tensor import DTYPES, Tensor
+from statekit.tensors.tensor import DTYPES, Tensor, scalar
 from statekit.tensors.views import Mean
 
 EFFECTS: Mapping[str, Exactness] = {
@@ -36,6 +37,7 @@ EFFECTS: Mapping[str, Exactness] = {
 _AT_WORST: Mapping[Alike | None, Exactness] = {"as float32": Exactness.ROUNDING}
 """How exactly a run goes on at the worst with a number that is the run's as some systems keep it."""
 _DECAY, _EXCLUDED = "weight_decay_rate", "exclude_from_weight_decay"
+_OFFSET, _OFF_COUNT = "step_offset", "step_offset is taken off the count"
 UNKNOWN = "unknown"
 """Stands for the value of a hyperparameter that is on, and that nobody knows."""
 _BY_NAME = ("name_regex", "last_name_regex", "mask")
@@ -190,14 +192,16 @@ def change_rule(state: TrainState, source: str, target: str) -> RuleChange:
 
     Raises:
         NotFoundError: The schema has no such variant.
+        UsageError: The run's step_offset lies beyond its updates.
     """
     bridge = Bridge(load_schema(state.optimizer.schema), source, target, _has(state))
-    groups, differences, compensated_by, shift = [], {}, {}, 0
+    groups, differences, compensated_by, shifts = [], {}, {}, set[int]()
     for group in state.optimizer.groups:
         side = bridge.over(group, state.switched_on(group))
         differences.update({one.what: one for one in side.differences})
         compensated_by.update(dict.fromkeys(side.compensated_by))
-        shift = max(shift, side.shift)
+        if group.paths:
+            shifts.add(side.shift)
         values = {**side.values, **_dtypes(state, group, side.values, target)}
         groups += [replace(group, hyperparameters=values, known_from=side.known_from)]
     if variant_constants(bridge.schema.name, target).get("decay_exclusions") == "groups":
@@ -206,6 +210,20 @@ def change_rule(state: TrainState, source: str, target: str) -> RuleChange:
             for group, old in zip(groups, state.optimizer.groups, strict=True)
             for part in bridge.split(group, old)
         ]
+    shift, done = max(shifts, default=0), state.counts.updates
+    if shift > done:
+        raise UsageError(
+            "The step offset lies beyond the step; the second moment would become NaN for good.",
+            place="step_offset",
+            expected=f"step_offset <= {done}",
+            found=shift,
+            remedy="say where the decay starts: --step-offset",
+        )
+    if len(shifts) > 1:  # the target has one count for all
+        effect = EFFECTS[bridge.schema.hyperparameters[_OFFSET]["effect"]]
+        several = " and ".join(map(str, sorted(shifts)))
+        differences[_OFFSET] = Difference(_OFFSET, f"{several}, by groups,", f"{shift}", effect)
+        compensated_by.pop(_OFF_COUNT, None)
     optimizer = replace(state.optimizer, variant=target, groups=tuple(groups))
     counts = replace(state.counts, updates=state.counts.updates - shift)
     said = (*state.assumptions, *bridge.assumed(state))
@@ -274,15 +292,18 @@ class Bridge:
         settable = self.schema.variant(self.target)["defaults"]
         bridged = {key: value for one in bridges for key, value in one["set"].items() if key in settable}
         values = {**carried, **bridged}
+        spared: tuple[Difference, ...] = ()
+        if _EXCLUDED in values:
+            values[_EXCLUDED], spared = self._spared(group, settings, values[_EXCLUDED])
         known = {name: group.known_from.get(name, "assumed") for name in values}
         missed, shift = self._missed(settings, values, covered)
         return _Side(
             values,
             known,
-            (*self._forms(settings, covered), *missed),
+            (*self._forms(settings, covered), *missed, *spared),
             (
                 *(one["because"] for one in bridges),
-                *(("step_offset is taken off the count",) if shift else ()),
+                *((_OFF_COUNT,) if shift else ()),
             ),
             shift,
         )
@@ -291,7 +312,11 @@ class Bridge:
         """Returns the source's hyperparameters, as far as they are known or usual."""
         usual = {**self.schema.settings(self.source), **dict.fromkeys(RATE_NAMES)}
         shown = {name: True if self._is_boolean(name) else UNKNOWN for name in on}
-        return {**usual, **group.hyperparameters, **shown}
+        known = {
+            name: value if name in RATE_NAMES else scalar(value)
+            for name, value in group.hyperparameters.items()
+        }
+        return {**usual, **known, **shown}
 
     def _bridges(self, settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """Returns what hyperparameters make up for, of such a run."""
@@ -429,26 +454,56 @@ class Bridge:
             and self.has.get(spec.get("needs", ""), True)
         )
 
+    def _spared(
+        self, group: Group, settings: Mapping[str, Any], value: Any
+    ) -> tuple[Any, tuple[Difference, ...]]:
+        """Returns how the target says which parameters aren't decayed, and what it can't say of that.
+
+        Args:
+            group: The group.
+            settings: The source's hyperparameters.
+            value: What the source says, and where that means nothing, the target's own way to say so.
+        """
+        here, there = self._exclusions()
+        if here == there or not {here, there} <= {*_BY_NAME} or not value:
+            return value, ()
+        by, is_there = IS_EXCLUDED[here], IS_EXCLUDED[there]
+        spared = {path for path in group.paths if by(path, value)}
+        if there == "mask":
+            return {path: path in spared for path in group.paths}, ()
+        if not isinstance(value, Mapping) and {p for p in group.paths if is_there(p, value)} == spared:
+            return value, ()
+        called: Callable[[str], str] = last_name if there == "last_name_regex" else str
+        others = {called(path) for path in group.paths if path not in spared}
+        names = sorted({called(path) for path in spared} - others)
+        none = self._spelt(_EXCLUDED, None, self.schema.variant(self.target)["defaults"][_EXCLUDED])
+        said = [rf"\A(?:{'|'.join(map(re.escape, names))})\Z"] if names else none
+        spec = self.schema.hyperparameters[_EXCLUDED]
+        if all(called(path) in names for path in spared) or not self._matters(spec, settings):
+            return said, ()
+        return said, (Difference(_EXCLUDED, value, said, EFFECTS[spec["effect"]]),)
+
+    def _exclusions(self) -> tuple[str, str]:
+        """Returns in which form source and target keep parameters from weight decay."""
+        forms = (
+            variant_constants(self.schema.name, one)["decay_exclusions"] for one in (self.source, self.target)
+        )
+        here, there = forms
+        return here, there
+
     def _split_later(self, name: str) -> bool:
         """Tells whether a hyperparameter becomes groups of their own."""
         if name != _EXCLUDED:
             return False
-        forms = [
-            variant_constants(self.schema.name, one)["decay_exclusions"] for one in (self.source, self.target)
-        ]
-        return forms[0] in _BY_NAME and forms[1] == "groups"
+        here, there = self._exclusions()
+        return here in _BY_NAME and there == "groups"
 
     def split(self, group: Group, old: Group) -> list[Group]:
         """Returns a group as two where the source keeps some of its parameters from weight decay by their names."""
-        excluded = old.hyperparameters.get(_EXCLUDED)
-        constants = variant_constants(self.schema.name, self.source)
-        if (
-            constants["decay_exclusions"] not in _BY_NAME
-            or not excluded
-            or not group.hyperparameters.get(_DECAY)
-        ):
+        excluded, (here, _) = self._settings(old, ())[_EXCLUDED], self._exclusions()
+        if here not in _BY_NAME or not excluded or not group.hyperparameters.get(_DECAY):
             return [group]
-        by: Callable[[str, Any], bool] = IS_EXCLUDED[constants["decay_exclusions"]]
+        by = IS_EXCLUDED[here]
         without = [path for path in group.paths if by(path, excluded)]
         rest = tuple(path for path in group.paths if path not in without)
         none = {**group.hyperparameters, _DECAY: 0.0}
@@ -473,8 +528,14 @@ def _refactored(state: TrainState, target: str) -> tuple[TrainState, list[Differ
     ):
         return state, []
     slots, rules, done = {**state.slots}, {**state.rules}, []
+    usual = load_schema(state.optimizer.schema).settings(target)["factored"]
+    said = {
+        path: group.hyperparameters.get("factored", usual)
+        for group in state.optimizer.groups
+        for path in group.paths
+    }
     for path, tensors in state.slots.items():
-        factored = load_schema(state.optimizer.schema).settings(target)["factored"]
+        factored = said.get(path, usual)
         axes = by_shape(form, state.params[path].shape, factored)
         rule = Rule(axes, "assumed")
         if not rule.factored or "v" not in tensors or "v_row" in tensors:
@@ -484,8 +545,8 @@ def _refactored(state: TrainState, target: str) -> tuple[TrainState, list[Differ
         slots[path] = {**averages, **{name: slot for name, slot in tensors.items() if name != "v"}}
         rules[path] = rule
         done.append(path)
-    said = f"v of {len(done)} parameters ({', '.join(done[:3])}{', ...' if len(done) > 3 else ''})"
-    lost = [Difference(said, "full", "averaged into v_row and v_col", Exactness.STATISTICS)] if done else []
+    what = f"v of {len(done)} parameters ({', '.join(done[:3])}{', ...' if len(done) > 3 else ''})"
+    lost = [Difference(what, "full", "averaged into v_row and v_col", Exactness.STATISTICS)] if done else []
     return replace(state, slots=slots, rules=rules), lost
 
 

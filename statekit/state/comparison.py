@@ -24,7 +24,7 @@ from statekit.state.schedules.called import KEY as CALLED
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.distance import Distance, distance
-from statekit.tensors.tensor import Tensor, chunks, nbytes, parts_of
+from statekit.tensors.tensor import Tensor, chunks, nbytes, parts_of, scalar
 from statekit.tensors.tree import Tree, to_json
 
 What: TypeAlias = Literal[
@@ -603,8 +603,7 @@ def _value(value: Any, path: str) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    if isinstance(value, Tensor) and value.shape == ():
-        value = value.read().item()
+    value = scalar(value)
     return to_json(list(value) if isinstance(value, tuple) else value)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import Literal, TypeAlias
+from typing import Literal, TypeAlias, get_args
+
+from statekit.errors import check_name
 
 Level: TypeAlias = Literal["bitwise", "rounding", "statistics", "estimate", "lossy"]
 """The least exactness that somebody may ask for."""
@@ -24,3 +26,16 @@ class Exactness(IntEnum):
     """A best approximation with a measured size."""
     REFUSED = 5
     """Can't be done."""
+
+    @classmethod
+    def asked(cls, level: str) -> Exactness:
+        """Returns the least exactness that somebody asks for.
+
+        Raises:
+            UsageError: There is no such level.
+
+        Example:
+            >>> Exactness.asked("rounding").name
+            'ROUNDING'
+        """
+        return cls[check_name("level", level, get_args(Level), "require").upper()]

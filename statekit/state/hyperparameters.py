@@ -93,25 +93,45 @@ Exclusion = Sequence[str] | Mapping[str, bool] | None
 
 
 def _by_name(path: str, excluded: Exclusion) -> bool:
-    return any(re.search(pattern, path) for pattern in excluded or ())
+    return _by_path(path, excluded, path)
 
 
 def _by_last_name(path: str, excluded: Exclusion) -> bool:
-    return _by_name(path.rpartition("/")[2], excluded)
+    return _by_path(path, excluded, last_name(path))
 
 
-def _by_mask(path: str, excluded: Exclusion) -> bool:
-    return isinstance(excluded, Mapping) and excluded[path]
+def last_name(path: str) -> str:
+    """Returns the last part of a path."""
+    return path.rpartition("/")[2]
+
+
+def _by_path(path: str, excluded: Exclusion, name: str) -> bool:
+    """Tells whether a parameter is excluded: as it is said of its path, or by a regex that fits a name of it."""
+    if not isinstance(excluded, Mapping):
+        return any(re.search(pattern, name) for pattern in excluded or ())
+    if path not in excluded:
+        raise UnknownRuleError(
+            "Nobody says whether a parameter is kept from weight decay.",
+            place=path,
+            expected=f"exclude_from_weight_decay with true or false for {path}",
+        )
+    return bool(excluded[path])
 
 
 IS_EXCLUDED: Mapping[str, Callable[[str, Exclusion], bool]] = {
     "name_regex": _by_name,
     "last_name_regex": _by_last_name,
-    "mask": _by_mask,
+    "mask": _by_name,
     "groups": lambda path, excluded: False,
     "absent": lambda path, excluded: False,
 }
-"""Whether a parameter is kept from weight decay, by `decay_exclusions` and `exclude_from_weight_decay`."""
+"""Whether a parameter is kept from weight decay, by `decay_exclusions` and `exclude_from_weight_decay`.
+
+What is said by path goes by path, and regexes go by the name, whichever of them the variant itself has.
+
+Raises:
+    UnknownRuleError: It is said by path, and not of this one.
+"""
 
 
 def require_float32(state: TrainState, path: str) -> None:

@@ -170,12 +170,20 @@ def _fault(rules: OptimizerSchema, variant: str, name: str, value: Any) -> str:
         )
     if name == "dtype_momentum" and (value or "float32") not in DTYPES:
         return "expected a dtype"
-    if name == EXCLUDED and value is not None:
-        if isinstance(value, Mapping):
-            by_mask = variant_constants(rules.name, variant).get("decay_exclusions") == "mask"
-            return "" if by_mask else "expected a list of regexes"
-        return "" if all(map(_is_regex, value)) else "expected a list of regexes"
-    return ""
+    if name == EXCLUDED and isinstance(value, Mapping):
+        by_mask = variant_constants(rules.name, variant).get("decay_exclusions") == "mask"
+        return "" if by_mask else "expected a list of regexes"
+    return _said_by_name(name, value)
+
+
+def _said_by_name(name: str, value: Any) -> str:
+    """Returns what is wrong with what is said of parameters by their names or paths; "" if nothing is."""
+    if name != EXCLUDED or value is None:
+        return ""
+    if isinstance(value, Mapping):
+        is_told = all(isinstance(one, bool) for one in value.values())
+        return "" if is_told else "expected true or false for each path"
+    return "" if all(map(_is_regex, value)) else "expected a list of regexes"
 
 
 def _is_regex(value: Any) -> bool:
@@ -222,7 +230,9 @@ def read_hparams(
             faults.append((f"isn't a hyperparameter of variant {variant}", name))
         elif canonical in values:
             faults.append(("is said twice", canonical))
-        elif canonical not in (FACTOR_MAP, *unchecked) and (fault := rules.fault(canonical, value)):
+        elif canonical not in (FACTOR_MAP, *unchecked) and (
+            fault := rules.fault(canonical, value) or _said_by_name(canonical, value)
+        ):
             faults.append((f"is {value!r}, {fault}", name))
         else:
             values[canonical] = value

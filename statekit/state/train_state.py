@@ -19,6 +19,10 @@ StepOffset: TypeAlias = Literal["keep", "reset"] | int
 KnownFrom: TypeAlias = Literal["file", "given", "assumed"]
 
 
+_RANKS = {"group": 0, "group_history": 1}
+"""Ranks of slots that a group has as a whole, by shape rule."""
+
+
 class RuleRecord(TypedDict):
     """How one parameter is factored, as it stands in a manifest."""
 
@@ -255,6 +259,10 @@ class TrainState:
             for name, value in group.hyperparameters.items():
                 if name in schema.hyperparameters and (fault := schema.fault(name, value)):
                     yield f"is {value!r:.80}, {fault}", f"groups/{i}/{name}"
+            for name, tensor in group.slots.items():
+                rank = _RANKS.get(schema.slots[name].shape) if name in schema.slots else None
+                if rank is not None and len(tensor.shape) != rank:
+                    yield f"has shape {tensor.shape}, expected rank {rank}", f"groups/{i}/{name}"
 
     def _schemas(self) -> dict[str, OptimizerSchema]:
         """Returns the schema that each parameter's slots are held to."""
@@ -276,14 +284,17 @@ class TrainState:
             if name not in schema.slots:
                 yield f"has slot {name}, which {schema.name} doesn't know", path
                 continue
-            kind = schema.slots[name].shape
-            expected = shape
+            kind, expected = schema.slots[name].shape, shape
             if kind in ("row", "column"):
                 if rule is None or not rule.factored or len(rule.axes) != len(shape):
                     yield f"has slot {name} but no rule that factors it", path
                     continue
                 expected = rule.slot_shape(name, shape)
-            if kind in ("parameter", "row", "column") and tensor.shape != expected:
+            elif kind == "scalar_per_parameter":
+                expected = (1,) * len(shape)
+            elif kind == "scale_history":  # as long as the period is
+                expected = (*(tensor.shape[:1] or (1,)), *(1,) * len(shape))
+            if tensor.shape != expected:
                 yield f"slot {name} has shape {tensor.shape}, expected {expected}", path
         if rule is not None and rule.factored and "v" in slots:
             yield "is factored but has a full v", path

@@ -439,6 +439,11 @@ def widens(source: DType, target: DType) -> bool:
     return bool(np.can_cast(source, target, "safe"))
 
 
+def scalar(value: Any) -> Any:
+    """Returns the number in a 0-d tensor, which is read; anything else as it is."""
+    return value.read().item() if isinstance(value, Tensor) and value.shape == () else value
+
+
 def bytes_of(tensor: Tensor) -> Any:
     """Returns what two tensors have in common that read the same bytes."""
     return tensor.fetch if isinstance(tensor, Stored) else id(tensor), tensor.shape, tensor.dtype
