@@ -29,6 +29,7 @@ from statekit.maps.model_map import Renaming, load, map_names, maps_of
 from statekit.maps.operations import Merge, Operation, Part, Permute, Piece, Stack, Unstack
 from statekit.maps.pretrained import Model, Pretrained
 from statekit.state.exactness import Exactness
+from statekit.state.run import BUFFERS
 from statekit.state.train_state import Axis, Counts, Group, KnownFrom, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import TIES, Array, Index, Tensor, blocks, in_memory
 
@@ -398,6 +399,42 @@ def test_names_change_by_regular_expressions() -> None:
         Renaming((("^nothing", "x"),)).apply(state)
     with pytest.raises(StateError, match="two parameters"):
         Renaming((("wi_1", "wi_0"),)).apply(state)
+
+
+def test_buffers_statistics_and_further_names_change_with_the_others() -> None:
+    state, one = t5(layers=1), in_memory(np.ones(2))
+    extra = {
+        BUFFERS: {"encoder.norm.running_mean": one, "decoder.positions": one},
+        TIES: {"encoder/again": "encoder/encoder_norm/scale"},
+        "optax": {"tree": {"batch_stats": {"encoder": {"norm": {"mean": one}}}, "step": one}},
+    }
+    state = replace(state, extra=extra)
+    after = Renaming((("^encoder/", "enc/"),)).apply(state).state.extra
+    assert after[TIES] == {"enc/again": "enc/encoder_norm/scale"}
+    assert [*after[BUFFERS]] == ["enc.norm.running_mean", "decoder.positions"]
+    assert after["optax"]["tree"] == {"batch_stats": {"enc": {"norm": {"mean": one}}}, "step": one}
+    assert TIES not in Renaming((("^encoder/encoder_norm/scale$", "encoder/again"),)).apply(state).state.extra
+    for taken in ("encoder/encoder_norm/scale", "encoder/again"):
+        with pytest.raises(StateError, match="two parameters"):
+            Renaming((("^decoder/positions$", taken),)).apply(state)
+
+
+def test_a_frozen_parameter_goes_along_and_decides_what_kind_of_model_it_is() -> None:
+    state = load("t5x-t5:hf-t5").apply(t5(layers=1)).state
+    frozen = "lm_head/weight"
+    (group,) = state.optimizer.groups
+    moved = replace(group, paths=tuple(path for path in group.paths if path != frozen))
+    state = replace(
+        state,
+        params={path: param for path, param in state.params.items() if path != frozen},
+        slots={path: slots for path, slots in state.slots.items() if path != frozen},
+        rules={path: rule for path, rule in state.rules.items() if path != frozen},
+        optimizer=replace(state.optimizer, groups=(moved,)),
+        extra={**state.extra, BUFFERS: {"lm_head.weight": state.params[frozen]}},
+    )
+    back = load("hf-t5:t5x-t5").apply(state).state
+    assert "decoder/logits_dense/kernel" in back.params
+    assert back.group_of("decoder/logits_dense/kernel") is None
 
 
 def test_what_is_said_of_names_that_fit_a_pattern_doesnt_pass_a_map() -> None:

@@ -19,11 +19,13 @@ import statekit.maps
 import statekit.torch
 from statekit.cli.main import DONE, USAGE, main
 from statekit.errors import FormatError, StateError, UsageError
-from statekit.maps.model_map import data_of, load
+from statekit.maps.links import carried_through
+from statekit.maps.model_map import data_of, load, maps_of
 from statekit.maps.modules import TargetModel
 from statekit.state.exactness import Exactness
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import in_memory
+from statekit.tensors.tree import put
 
 if TYPE_CHECKING:
     import torch
@@ -478,6 +480,18 @@ def test_statistics_beside_the_parameters_go_along_and_what_the_other_side_lacks
     result = load("torch:keras").apply(replace(state, extra={"buffers": {**buffers, **count}})).state
     assert list(result.params) == ["bn/gamma", "bn/beta", "bn/moving_mean", "bn/moving_variance"]
     assert "num_batches_tracked" in result.assumptions[0]
+
+
+@pytest.mark.parametrize("place", [("optax", "tree"), ("jax_weights",)])
+def test_flax_statistics_go_through_a_renaming_and_a_map(place: tuple[str, ...]) -> None:
+    state = state_of({"BatchNorm_0/scale": (4,), "BatchNorm_0/bias": (4,)})
+    ones = in_memory(np.ones(4))
+    extra = put({}, (*place, "batch_stats"), {"BatchNorm_0": {"mean": ones, "var": ones}})
+    maps = maps_of("flax:torch", rename={"^BatchNorm_0/": "bn/"})
+    after, mapped = carried_through(replace(state, extra=extra), maps)
+    paths = ["bn/weight", "bn/bias", "bn/running_mean", "bn/running_var"]
+    assert [*after.params] == paths == [one.target for one in mapped]
+    assert mapped[0].sources == ("BatchNorm_0/scale",)
 
 
 def test_whatever_stays_behind_beside_the_parameters_is_said_with_each_reason() -> None:

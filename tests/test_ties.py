@@ -9,6 +9,7 @@ import pytest
 
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
+from statekit.errors import StateError
 from statekit.tensors.tree import tensor_names
 
 torch = pytest.importorskip("torch")
@@ -102,3 +103,36 @@ def test_metadata_that_are_no_names_are_passed_over(source: Path, tmp_path: Path
     (there / "model.safetensors.index.json").write_text(json.dumps(index))
     with open_state(there) as opened:
         assert "ties" not in opened.state.extra
+
+
+@pytest.mark.parametrize(
+    "layout", ["megatron", "statekit-torch", "torch-fqn", "torch-fqn-flat", "torch-optim", "torch-weights"]
+)
+def test_names_with_slashes_are_those_of_the_model_again(layout: str, tmp_path: Path) -> None:
+    """A ModuleDict's keys are anything without a dot: pairs of languages, say."""
+    heads = torch.nn.ModuleDict({"en/de": torch.nn.Linear(4, 6, False), "fr": torch.nn.Linear(5, 3)})
+    model = torch.nn.ModuleDict({"heads": heads, "a/b": torch.nn.Embedding(6, 4)})
+    model["a/b"].weight = heads["en/de"].weight
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=1e-3)
+    (heads["en/de"](torch.ones(4)).sum() + heads["fr"](torch.ones(5)).sum()).backward()
+    optimizer.step()
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    weights = layout == "torch-weights"
+    torch.save({"model": saved["model"]} if weights else saved, tmp_path / "source.pt")
+    to = {"megatron": "megatron", "torch-fqn": "dcp", "torch-fqn-flat": "dcp"}.get(layout, "torch")
+    first = moved(tmp_path / "source.pt", tmp_path / "first", to, layout)
+    moved(first, tmp_path / "second.pt", "torch", layout if weights else "torch-optim")
+    again = torch.load(tmp_path / "second.pt", weights_only=True)["model"]
+    assert again.keys() == model.state_dict().keys() and again["a/b.weight"].equal(model["a/b"].weight)
+    model.load_state_dict(again)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_names_of_one_path_are_refused(alone: bool, tmp_path: Path) -> None:
+    names = {"en/de": torch.nn.Parameter(torch.ones(2)), "en.de": torch.nn.Parameter(torch.zeros(2))}
+    optimizer = torch.optim.AdamW([{"params": list(names.items())}])
+    saved = {"model": {name: param.detach() for name, param in names.items()}}
+    saved |= {} if alone else {"optimizer": optimizer.state_dict()}
+    torch.save(saved, tmp_path / "source.pt")
+    with pytest.raises(StateError, match=r"has the path en/de, as has en/de @ en\.de"):
+        open_state(tmp_path / "source.pt")

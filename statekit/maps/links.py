@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
-from statekit.errors import Faults, InexactError, StateError, check_name
+from statekit.errors import Faults, InexactError, StateError
 from statekit.maps.operations import Operation, Piece
 from statekit.state.exactness import Exactness, Level
 from statekit.state.options import BY_NAME
@@ -101,10 +102,7 @@ def carried(
         for source in link.sources:
             of.setdefault(source, []).append(link.target)
     faults, refused = Faults(folds=False), Faults()
-    targets = [link.target for link in links]
-    faults += [
-        ("would be the name of two parameters", name) for name in {*targets} if targets.count(name) > 1
-    ]
+    faults += twice(link.target for link in links)
     faults += [("isn't covered by the map", path) for path in state.params if path not in of]
     pieces: dict[str, Piece] = {}
     group_of = {path: group for group in state.optimizer.groups for path in group.paths}
@@ -142,6 +140,13 @@ def carried(
         state.assumptions,
     )
     return Carried(after, tuple(_mapped(link, pieces[link.target]) for link in links))
+
+
+def twice(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yields the names that stand for several tensors, each as a fault."""
+    yield from (
+        ("would be the name of two parameters", n) for n, count in Counter(names).items() if count > 1
+    )
 
 
 class StateMap(Protocol):
@@ -186,12 +191,12 @@ def carried_to_load(
         InexactError: Something would be less exact; lists every parameter.
         StateError: A map doesn't fit.
     """
-    check_name("level", require, [one.name.lower() for one in Exactness][:-1], "require")
+    least = Exactness.asked(require)
     if maps and not slots:
         state = replace(state, slots={})
     after, mapped = carried_through(state, maps)
     worst = max((one.exactness for one in mapped), default=Exactness.BITWISE)
-    Faults(inexact(mapped, Exactness[require.upper()])).check(
+    Faults(inexact(mapped, least)).check(
         InexactError,
         "The map would load parameters less exactly than required",
         expected=f"{require} or better",
@@ -207,7 +212,8 @@ def _after(before: Sequence[Mapped], mapped: Sequence[Mapped]) -> tuple[Mapped, 
     made = {one.target: one for one in before}
     joined = []
     for one in mapped:
-        parts = [made[path] for path in one.sources]
+        # What a map takes from beside the parameters is in no account of the map before it.
+        parts = [made.get(path, Mapped(path, (path,), (), (), Exactness.BITWISE, "")) for path in one.sources]
         worst = max([one, *parts], key=lambda part: part.exactness)
         words = dict.fromkeys(word for part in parts for word in part.operations)
         joined.append(

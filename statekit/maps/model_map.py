@@ -23,16 +23,16 @@ from statekit.files.checkpoint import PRETRAINED
 from statekit.files.source import Files, read_small
 from statekit.maps import json_schema, live
 from statekit.maps.along_axis import REST, Concatenate, Reorder, Split
-from statekit.maps.links import Carried, Link, StateMap, carried
+from statekit.maps.links import Carried, Link, StateMap, carried, twice
 from statekit.maps.modules import FLATTEN, HEADS, KINDS, Modules, TargetModel, kind_faults, said_faults
 from statekit.maps.operations import Merge, Operation, Part, Permute, Stack, Unstack
 from statekit.maps.pretrained import Model, Pretrained, Rule
 from statekit.maps.settings import Settings, known_settings, settings_of
 from statekit.maps.sizes import Factor, KeepFirst, Recast, Replicate, Resize, Unfactor
-from statekit.state.run import BESIDE
+from statekit.state.run import BESIDE, BUFFERS
 from statekit.state.train_state import Axis, TrainState
 from statekit.tensors.tensor import TIES, Shape
-from statekit.tensors.tree import strict_json
+from statekit.tensors.tree import Tree, at, nested, put, strict_json, walk
 
 _APART, _JOINING = ("unstack", "split", "replicate"), ("stack", "concatenate", "keep_first")
 _FIELD = re.compile(r"\{(\w+)(?::(\d))?\}")
@@ -223,8 +223,7 @@ class ModelMap:
         """
         if not isinstance(state, TrainState):
             return self._live(state)
-        if self.modules is not None:
-            state = self.modules.gathered(state)
+        state = self._with_frozen(state) if self.modules is None else self.modules.gathered(state)
         shapes = {path: param.shape for path, param in state.params.items()}
         faults = Faults(folds=False)
         links, model = self._links(shapes, faults)
@@ -238,9 +237,24 @@ class ModelMap:
         result = carried(state, links, self._ties_of(links), self.name)
         return result if self.pretrained is None else self._with_files(result, self.pretrained, model)
 
+    def _with_frozen(self, state: TrainState) -> TrainState:
+        """Returns a state with those buffers among its parameters that the map names: they are frozen, and go along."""
+        buffers: Mapping[str, Any] = state.extra.get(BUFFERS) or {}
+        frozen = {
+            name: path
+            for name in buffers
+            if (path := _path_of(name)) not in state.params
+            and any(entry.source.binding(path) is not None for entry in self.entries)
+        }
+        if not frozen:
+            return state
+        rest = {name: one for name, one in buffers.items() if name not in frozen}
+        params = {**state.params, **{path: buffers[name] for name, path in frozen.items()}}
+        return replace(state, params=params, extra={**state.extra, BUFFERS: rest})
+
     def _without_buffers(self, state: TrainState, faults: Faults) -> TrainState:
         """Returns a state without buffers, whose names are the source's, and says so; adds those that are refused."""
-        buffers = state.extra.get(_BUFFERS) or {}
+        buffers = state.extra.get(BUFFERS) or {}
         for name in buffers:
             for template, why in self.refused:
                 if template.binding(name.replace(".", "/")) is not None:
@@ -248,7 +262,7 @@ class ModelMap:
         if not buffers:
             return state
         said = f"The map leaves behind what no optimizer moves and it has no name for: {', '.join(buffers)}."
-        extra = {key: one for key, one in state.extra.items() if key != _BUFFERS}
+        extra = {key: one for key, one in state.extra.items() if key != BUFFERS}
         return replace(state, extra=extra, assumptions=(*state.assumptions, said))
 
     def _live(self, tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -473,8 +487,6 @@ def _bindings(fields: Sequence[str], ranges: Mapping[str, Sequence[str | int]]) 
     return [dict(zip(fields, values, strict=True)) for values in product(*(ranges[name] for name in fields))]
 
 
-_BUFFERS = "buffers"
-"""Where a state's `extra` has a model's tensors that no optimizer moves, by their own names."""
 _OTHER_CHANNELS = {"first": "last", "last": "first"}
 _SIZES = ("outer", "turns", "count", "from", "to")
 _REST = ("rest", "all")
@@ -726,10 +738,11 @@ def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str,
 
 @dataclass(frozen=True)
 class Renaming:
-    """Other names by regular expressions; nothing else changes.
+    """Other names by regular expressions, of all that is called after a module; nothing else changes.
 
     Attributes:
         pairs: Each a pattern, searched in every path, and its replacement as `re.sub` takes it; one after the other.
+            Buffers, batch statistics and further names of tied parameters have paths too.
     """
 
     pairs: tuple[tuple[str, str], ...]
@@ -745,7 +758,11 @@ class Renaming:
             UsageError: A pattern can't be read, or fits no name.
             StateError: Two parameters would have one name.
         """
-        names = {path: path for path in state.params}
+        buffers: Mapping[str, Tree] = state.extra.get(BUFFERS) or {}
+        ties: Mapping[str, str] = state.extra.get(TIES) or {}
+        kept = {place: dict(walk(part)) for place in _STATISTICS if (part := at(state.extra, place))}
+        beside = [*map(_path_of, buffers), *(_joined(keys) for part in kept.values() for keys in part)]
+        names = {path: path for path in (*state.params, *ties, *beside)}
         faults = Faults()
         for pattern, replacement in self.pairs:
             try:
@@ -757,7 +774,36 @@ class Renaming:
                 faults.add("fits no name", pattern)
             names = after
         faults.check(UsageError, "The names can't be changed so", place="--rename")
-        return carried(state, [Link((path,), name) for path, name in names.items()], None, "--rename")
+        moved = {name: names[_path_of(name)] for name in buffers}
+        tied = dict.fromkeys((names[name], names[path]) for name, path in ties.items())
+        further = [(name, path) for name, path in tied if name != path]
+        faults += twice(
+            [*(names[path] for path in state.params), *moved.values(), *(name for name, _ in further)]
+        )
+        extra: Any = dict(state.extra)
+        if buffers:
+            extra[BUFFERS] = {
+                name if path == _path_of(name) else path.replace("/", "."): buffers[name]
+                for name, path in moved.items()
+            }
+        for place, part in kept.items():
+            faults += twice(names[_joined(keys)] for keys in part)
+            extra = put(extra, place, nested({tuple(names[_joined(k)].split("/")): part[k] for k in part}))
+        faults.check(StateError, "The map doesn't fit the state", place="--rename")
+        links = [Link((path,), names[path]) for path in state.params]
+        return carried(replace(state, extra=extra), links, dict(further), "--rename")
+
+
+def _joined(keys: Sequence[Any]) -> str:
+    return "/".join(map(str, keys))
+
+
+def _path_of(name: str) -> str:
+    return name.replace(".", "/")
+
+
+_STATISTICS = (("optax", "tree", "batch_stats"), ("jax_weights", "batch_stats"))
+"""Where a state's `extra` has what Flax' norms keep beside their parameters, by module."""
 
 
 def maps_of(
