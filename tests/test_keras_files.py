@@ -9,6 +9,7 @@ import sys
 import tracemalloc
 import zipfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,14 @@ from statekit.converters.formats.hdf5.reader import Names, open_hdf5
 from statekit.converters.formats.hdf5.writer import write_hdf5
 from statekit.converters.formats.tensor_bundle.graph_proto import graph_bytes, parse_graph
 from statekit.converters.layouts.keras.layout import LAYOUT
-from statekit.converters.layouts.keras.state import Kept, numbered, places
+from statekit.converters.layouts.keras.state import HOME, Kept, numbered, places
+from statekit.converters.layouts.keras.statekit_keras import (
+    Own,
+    arguments,
+    named_slots,
+    own_state,
+    own_variables,
+)
 from statekit.errors import (
     CorruptError,
     FormatError,
@@ -250,6 +258,35 @@ def test_a_state_from_elsewhere_is_laid_out_by_its_paths_and_no_rate_is_made_up(
     with open_state(target) as opened:
         assert "learning_rate" not in opened.state.optimizer.groups[0].hyperparameters
         assert list(opened.state.params) == ["net/dense/kernel", "net/dense/bias"]
+
+
+@pytest.mark.parametrize(
+    ("base", "factors"),
+    [(0.5, (0.0, 2.0)), (0.5, (0.0, 0.0)), (0.5, (0.5, 0.0)), (0.5, (0.5,)), (0.0, (1.0,))],
+)
+def test_groups_have_their_rates_again_whatever_stands_still(base: float, factors: tuple[float, ...]) -> None:
+    """The rate of a run of statekit.tensorflow is one number that groups multiply."""
+    params = {f"w{i}": in_memory(np.ones(2, np.float32)) for i in range(len(factors))}
+    groups = [{"paths": [f"w{i}"], "learning_rate_factor": factor} for i, factor in enumerate(factors)]
+    config = {"variant": "torch", "learning_rate": base, "groups": groups}
+    entries = {
+        "iteration": in_memory(np.asarray(3)),
+        "learning_rate": in_memory(np.asarray(base, np.float32)),
+        **{f"{path}:{slot}": tensor for path, tensor in params.items() for slot in ("m", "v")},
+    }
+
+    def read(config: Any, entries: Any) -> TrainState:
+        return own_state(Own("AdamW", config), named_slots(entries), params, {}, {}, None, Hints())
+
+    def rates(state: TrainState) -> list[Any]:
+        return [group.hyperparameters.get("learning_rate") for group in state.optimizer.groups]
+
+    state = read(config, entries)
+    assert rates(state) == [base * factor for factor in factors]
+    elsewhere = replace(state, extra={})
+    for one in (state, elsewhere):
+        again = read(arguments(one, None), own_variables(one, one.extra.get(HOME, {})))
+        assert rates(again) == rates(state)
 
 
 def test_what_keras_has_no_place_for_is_refused() -> None:

@@ -359,6 +359,15 @@ def test_counts_of_devices_and_parameters_that_fell_behind_are_kept(tmp_path: Pa
     assert (written / "x.states").read_bytes() == data
 
 
+def test_counts_and_names_that_would_lose_a_state_are_refused(tmp_path: Path) -> None:
+    early = states(moments(*SHAPES), (LANS_CLASS, attributes({0: 7, 1: 5, 2: 7}, begin_num_update=6)))
+    with pytest.raises(StateError, match="a count of 5, and begin_num_update is 6 @ index 1"):
+        open_state(put(tmp_path / "early", early))
+    plain = put(tmp_path / "twice", states(moments(*SHAPES), (LANS_CLASS, attributes(HELD))))
+    with pytest.raises(StateError, match=r"is a\.weight, as is index 0 @ index 1"):
+        open_state(plain, hints=Hints(param_names=("a.weight", "a.weight", "c.bias")))
+
+
 @pytest.mark.parametrize(("device", "variant"), [((1, 0), "mxnet_fused"), ((2, 1), "mxnet_gpu")])
 def test_arrays_say_which_kernels_ran(tmp_path: Path, device: tuple[int, int], variant: str) -> None:
     with pytest.MonkeyPatch.context() as patch:

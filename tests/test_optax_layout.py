@@ -162,6 +162,55 @@ def test_parameters_under_other_names() -> None:
     assert "params/dense/kernel" in state.params
 
 
+AVERAGE = like(PARAMS)
+
+
+@pytest.mark.parametrize(
+    "tree",
+    [
+        {"a_ema": {"params": AVERAGE}, "state": {"params": PARAMS, "opt_state": [adam(), None, None]}},
+        {"a": {"params": AVERAGE}, "opt_state": [adam(), None, None], "params": PARAMS},
+        {"ema": AVERAGE, "opt_state": [adam(), None, None], "params": PARAMS},
+        {"ema": AVERAGE, "state": {"weights": PARAMS, "opt_state": [adam(), None, None]}, "params": PARAMS},
+    ],
+)
+def test_an_average_is_not_taken_for_the_parameters(tree: Tree) -> None:
+    assert values(decoded(tree).params) == values(tensor_names(PARAMS))
+
+
+@pytest.mark.parametrize(
+    ("tree", "key", "other"),
+    [
+        ({"ema": AVERAGE, "opt_state": [adam()], "weights": PARAMS}, "weights", "ema"),
+        (
+            {"ema": {"params": AVERAGE}, "model": {"params": PARAMS}, "opt_state": [adam()]},
+            "model/params",
+            "ema/params",
+        ),
+        (
+            {"ema": {"params": AVERAGE}, "run": {"at": {"params": PARAMS, "opt_state": [adam()]}}},
+            "run/at/params",
+            "ema/params",
+        ),
+    ],
+)
+def test_parameters_that_nothing_tells_from_an_average_are_asked_for(
+    tree: Tree, key: str, other: str
+) -> None:
+    opened = checkpoint(tree)
+    assert LAYOUT.detect(opened) is not None
+    with pytest.raises(StateError, match="may be the parameters") as error:
+        LAYOUT.decode(opened, Hints())
+    assert {*str(error.value.found).split(", ")} == {key, other}
+    state = LAYOUT.decode(Hints(model_key=key).keyed(opened), Hints())
+    assert values(state.params) == values(tensor_names(PARAMS))
+    with pytest.raises(InexactError, match="may be the parameters"):  # nobody says it to a reader
+        LAYOUT.encode(state)
+    with pytest.raises(UsageError, match="no parameters at this key") as refused:
+        LAYOUT.decode(Hints(model_key="opt_state").keyed(opened), Hints())
+    assert {*str(refused.value.expected).split(", ")} == {key, other}
+
+
 def test_names_with_slashes_keep_their_form() -> None:
     params = {"mlp/~/linear": {"w": full(3, 2)}, "list": [full(2), full(3)]}
     slots = {"mlp/~/linear": {"w": full(3, 2)}, "list": [full(2), full(3)]}
@@ -284,6 +333,28 @@ def test_what_adafactors_links_tell() -> None:
 def test_other_statistics_leave_the_variant_open() -> None:
     state = decoded({"params": PARAMS, "opt_state": [adam(), {"count": count(), "ema": like(PARAMS)}, None]})
     assert state.optimizer.variant is None
+    free = {"b1": full(), "z": like(PARAMS), "base_optimizer_state": [adam(), None, None]}
+    for around in ([adam(), {"trace": like(PARAMS)}, None], free, [None, free, {"inner_state": None}]):
+        state = decoded({"params": PARAMS, "opt_state": around})
+        assert state.optimizer.variant is None
+        assert any("statistics of their own" in note for note in state.assumptions)
+
+
+def test_sums_and_injected_numbers_are_no_statistics() -> None:
+    counts, inner = {"mini_step": count(1), "gradient_step": count()}, [adam(), None, None]
+    summed = {**counts, "inner_opt_state": inner, "acc_grads": like(PARAMS)}
+    for around in (summed, injected(inner, scale=0.5, learning_rate=0.1)):
+        assert decoded({"params": PARAMS, "opt_state": around}).optimizer.variant == "optax"
+
+
+def test_links_behind_the_optimizer_are_said_to_be_open() -> None:
+    """As `chain(adamw(...), masked(set_to_zero(), still))`, whose mask no file has."""
+    notes = decoded(
+        {"params": PARAMS, "opt_state": [[adam(), None, None], {"inner_state": None}]}
+    ).assumptions
+    assert any("behind its chain" in note for note in notes)
+    notes = decoded({"params": PARAMS, "opt_state": [None, [adam(), None, None]]}).assumptions
+    assert not any("behind its chain" in note for note in notes)
 
 
 @pytest.mark.parametrize(

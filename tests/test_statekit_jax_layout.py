@@ -94,13 +94,16 @@ def test_a_variant_settles_what_its_rule_says() -> None:
 
 
 def trees(schema: str) -> dict[str, Any]:
-    """Returns a state with every slot that has the shape of its parameter, and its group's."""
-    names = OWN_FIELDS[schema]
+    """Returns a state with every slot of its parameters, and its group's."""
     like = {"dense": {"kernel": full(8, 4), "bias": full(4)}, "scale": full()}
+    alone = {"dense": {"kernel": full(1, 1), "bias": full(1)}, "scale": full()}
+    history = {"dense": {"kernel": full(2, 1, 1), "bias": full(2, 1)}, "scale": full(2)}
+    other = {"param_rms": alone, "scale_exp_avg_sq": alone, "scale_grads": history}
     together = {
         name: full(3) if name == "model_norms" else full() for name in OWN_GROUP_FIELDS.get(schema, ())
     }
-    return {"count": count(), **dict.fromkeys(names, like), **together}
+    slots = {name: other.get(name, like) for name in OWN_FIELDS[schema]}
+    return {"count": count(), **slots, **together}
 
 
 @pytest.mark.parametrize("schema", ["lans", "lamb", "adamw", "scaled_adam"])

@@ -99,6 +99,11 @@ def test_what_is_not_known_is_named_and_not_guessed(arguments: dict[str, Any], w
     assert isinstance(said, str) and why in said
 
 
+def test_a_rate_that_grows_beyond_all_numbers_is_one() -> None:
+    rates = t5x_rates({"factors": "constant * decay_every", "decay_factor": 2.0, "steps_per_decay": 1})
+    assert isinstance(rates, Rates) and rates.rate(10) == 512.0 and math.isinf(rates.rate(10_000))
+
+
 def call(text: str) -> Any:
     return read_gin_call(text, "x", "learning_rate_fn", "create_learning_rate_scheduler")
 

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 from tf_files import save
 
+from statekit.conversion.changing.changed import changed
+from statekit.conversion.changing.changes import Changes
 from statekit.conversion.contracts import Hints
 from statekit.converters.containers.tf_bundle import CONTAINER
 from statekit.converters.layouts.tensorflow.powers import beta_of, power_after
@@ -54,6 +56,21 @@ def test_powers_are_products_in_float32() -> None:
     assert tree["beta2_power"].read() == power_after(0.95, 4) != np.float32(0.95**5)
     assert power_after(0.9, 0) == np.float32(0.9) and power_after(0.0, 3) == 0
     assert power_after(0.9, 10**12) == 0 and power_after(1.0, 10**12) == 1
+
+
+@pytest.mark.parametrize("scope", ["", "training/"])
+def test_a_count_that_begins_anew_begins_the_powers_anew(scope: str) -> None:
+    """They are TensorFlow's only count: bias corrections would go on from where they stood."""
+    powers = {
+        f"{scope}{name}": power_after(beta, 4) for name, beta in (("beta1_power", 0.9), ("beta2_power", 0.95))
+    }
+    state = TF_ADAM.decode(opened(adam_tree(4, **powers)), Hints())
+    kept = TF_ADAM.encode(state).tree
+    assert {name: kept[name].read() for name in powers} == powers
+    anew, _ = changed(state, Changes(slot_policy={"m": "reset", "v": "reset", "count": "reset"}), ("tf1",))
+    tree = TF_ADAM.encode(anew).tree
+    assert tree["global_step"].read() == 0 and tree.keys() == kept.keys()
+    assert [float(tree[name].read()) for name in powers] == [np.float32(0.9), np.float32(0.95)]
 
 
 @pytest.mark.parametrize("betas", [{}, {"beta1": 0.9}])

@@ -164,6 +164,26 @@ def test_names_that_make_no_state_are_refused() -> None:
             T2T.decode(flat(**{**good, **change}), Hints())
 
 
+@pytest.mark.parametrize("slots", [("v/RMSProp", "v/RMSProp_1"), ("w/Adam_2", "w/Adam_3"), ("a/v/Momentum",)])
+def test_slots_of_a_second_optimizer_are_no_parameters(slots: tuple[str, ...]) -> None:
+    tree = {"w": ONES, "w/Adam": ONES, "w/Adam_1": ONES, "v": ONES, "global_step": STEP}
+    state = TF_ADAM.decode(flat(**tree), Hints())
+    assert list(state.params) == ["w", "v"]
+    with pytest.raises(StateError, match="slot of another optimizer") as error:
+        TF_ADAM.decode(flat(**tree, **dict.fromkeys(slots, ONES)), Hints())
+    assert all(slot in str(error.value) for slot in slots)
+
+
+def test_an_average_below_a_scope_is_no_parameter_and_comes_back() -> None:
+    average = {"avg/w/ExponentialMovingAverage": ONES}
+    checkpoint = flat(
+        w=ONES, w__Adam=ONES, w__Adam_1=ONES, beta1_power=np.float32(0.9), global_step=STEP, **average
+    )
+    state = TF_ADAM.decode(checkpoint, Hints())
+    assert list(state.params) == ["w"]
+    assert bits(tensor_names(TF_ADAM.encode(state).tree)) == bits(checkpoint.tensors)
+
+
 def test_averages_scopes_and_the_rest_come_back() -> None:
     checkpoint = flat(
         w=ONES, opt__w__Adam=ONES, opt__w__Adam_1=ONES, w__ExponentialMovingAverage=ONES,

@@ -223,6 +223,21 @@ def test_parameters_without_slots_are_refused_where_equal_shapes_lie_together() 
             )
 
 
+def test_slots_without_a_count_or_a_batch_are_refused() -> None:
+    folder = next(f for f in FILES if f.parent.name == "scaled_adam" and f.name not in NEED_NAMES)
+    with open_recording(folder) as recording, CONTAINER.open(folder / recording.checkpoint) as checkpoint:
+        part = checkpoint.tree["optimizer"]
+        first = next(i for i, record in part["state"].items() if "delta" in record)
+        records = {i: {k: v for k, v in one.items() if k != "step"} for i, one in part["state"].items()}
+        for state, match in (
+            (records, "has slots and no step"),
+            ({**part["state"], 999: part["state"][first]}, "no batch's first parameter @ state/999"),
+        ):
+            tree = {**checkpoint.tree, "optimizer": {**part, "state": state}}
+            with pytest.raises(StateError, match=match):
+                ICEFALL.decode(replace(checkpoint, tree=tree), Hints())
+
+
 def test_names_are_read_from_lines_json_and_state_dicts(tmp_path: Path) -> None:
     (tmp_path / "n.txt").write_text("a.b\n\n c \n")
     (tmp_path / "n.json").write_text('[["a.b"], ["c"]]')
@@ -271,9 +286,13 @@ def test_states_that_make_no_sense_are_refused() -> None:
         ({0: adam(1.5)}, "updates"),
         ({0: adam(None)}, "no step"),
         ({0: adam(3, (3, 2))}, "0 in the model"),
+        ({0: adam(3), 7: adam(3)}, "stands in no group @ state/7"),
     ):
         with pytest.raises(StateError, match=match):
             TORCH_OPTIM.decode(tree_of(slots, params=[0]), Hints())
+    strange = {"step": in_memory(np.float32(3) * np.ones(())), "exp_inf": in_memory(np.ones((2, 3)))}
+    with pytest.raises(StateError, match="none that this layout knows"):
+        TORCH_OPTIM.decode(tree_of({0: strange}, params=[0]), Hints())
     with pytest.raises(InexactError, match="variant optax"):
         TORCH_OPTIM.encode(replace(good, optimizer=replace(good.optimizer, variant="optax")))
     with pytest.raises(InexactError, match="scaled_adam"):

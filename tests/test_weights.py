@@ -279,6 +279,18 @@ def test_a_tree_takes_very_many_names_in_one_dict() -> None:
     assert [f"layer/{name}" for name in tree["params"]["layer"]] == names
 
 
+def test_keys_with_slashes_are_the_trees_again() -> None:
+    """Haiku's are its modules' names."""
+    one = in_memory(np.zeros(1, np.float32))
+    tree = {"params": {"mlp/~/linear": {"w": one}, "head": {"w": one}}}
+    state = JAX_WEIGHTS.decode(Checkpoint("flax", Path("x"), tree), Hints())
+    assert state.params.keys() == {"mlp/~/linear/w", "head/w"}
+    encoded = JAX_WEIGHTS.encode(state)
+    assert encoded.tree == tree and not encoded.dropped
+    with pytest.raises(StateError, match="is the path of two parameters @ a/b/c"):
+        JAX_WEIGHTS.decode(Checkpoint("flax", Path("x"), {"a/b": {"c": one}, "a": {"b/c": one}}), Hints())
+
+
 @pytest.mark.parametrize("names", [("a", "a/b"), ("a/b", "a")])
 def test_a_name_that_leads_through_another_is_refused_by_a_tree(names: tuple[str, str]) -> None:
     with pytest.raises(FormatError, match=r"leads through the other(.|\n)*a/b"):

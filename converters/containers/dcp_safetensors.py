@@ -28,7 +28,7 @@ from statekit.errors import FormatError, NotFoundError, StatekitError, UsageErro
 from statekit.files.checkpoint import FILES_BESIDE, SORTED, Checkpoint
 from statekit.files.source import Files, first_bytes, opening, read_small
 from statekit.files.stage import Stage
-from statekit.tensors.tensor import Tensor, in_memory
+from statekit.tensors.tensor import Tensor, in_memory, scalar
 from statekit.tensors.tree import Tree, strict_json
 
 OPTIONS = "optimizer_hyperparameters.json"
@@ -146,7 +146,7 @@ def _fitted(key: str, value: Tree) -> Tree:
     """Returns a count that is a number as a tensor, as only these are saved; an option that is a tensor as a number."""
     if key.startswith(_STATE):
         return in_memory(np.asarray(value, np.int64), "step") if type(value) is int else value
-    return value.read().item() if isinstance(value, Tensor) and value.shape == () else value
+    return scalar(value)
 
 
 CONTAINER = DcpSafetensors()

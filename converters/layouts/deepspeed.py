@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
-from statekit.converters.layouts.pytorch.parts import find_parts
+from statekit.converters.layouts.pytorch.parts import find_parts, path_of
 from statekit.converters.layouts.pytorch.torch_optim import LAYOUT as TORCH_OPTIM
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
@@ -102,7 +102,7 @@ class DeepSpeed:
         state = TORCH_OPTIM.decode(replace(checkpoint, tree=_flattened(tree) if flat else tree), hints)
         lost = Faults((f"has no {_WEIGHT}", path) for path in state.params if path not in weights)
         lost.check(StateError, "Parameters have no weight that the optimizer moves", place=checkpoint.path)
-        model = {_path(name): tensor for name, tensor in tree["model"].items()}
+        model = {path_of(name): tensor for name, tensor in tree["model"].items()}
         stored_params = {
             path: tensor for path, tensor in model.items() if tensor.dtype != weights.get(path, tensor).dtype
         }
@@ -151,11 +151,7 @@ def _bare(tree: Any) -> dict[str, Any]:
 
 
 def _weights(tree: Any) -> dict[str, Tensor]:
-    return {_path(name): record[_WEIGHT] for name, record in tree["optimizer"]["state"].items()}
-
-
-def _path(name: str) -> str:
-    return name.replace(".", "/")
+    return {path_of(name): record[_WEIGHT] for name, record in tree["optimizer"]["state"].items()}
 
 
 def _is_flat(record: Mapping[str, Any]) -> bool:
@@ -184,7 +180,7 @@ def _whole(state: TrainState, tree: Any) -> dict[str, dict[str, Tensor]]:
     """Returns the slots of a state with flat ones, as the checkpoint has them."""
     schema, records = load_schema(state.optimizer.schema), tree["optimizer"]["state"]
     native = {name: slot.aliases.get(str(state.optimizer.variant)) for name, slot in schema.slots.items()}
-    names = {_path(name): name for name in records}
+    names = {path_of(name): name for name in records}
     return {
         path: {name: records[names[path]][native[name]] for name in slots}
         for path, slots in state.slots.items()

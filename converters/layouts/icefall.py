@@ -20,7 +20,15 @@ import numpy as np
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.pytorch.param_order import BY_NAME, OWN_MODEL, REMEDY, Order, named_order
-from statekit.converters.layouts.pytorch.parts import Parts, extra_of, find_parts, join_parts
+from statekit.converters.layouts.pytorch.parts import (
+    Parts,
+    extra_of,
+    find_parts,
+    join_parts,
+    names_of,
+    path_of,
+    shared_paths,
+)
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import SORTED, Checkpoint
 from statekit.optim import scaled_adam
@@ -74,10 +82,11 @@ class Icefall:
         for options, names in zip(parts.groups, order.groups, strict=True):
             values = {key: value for key, value in options.items() if key in known}
             values |= {key: list(value) for key, value in values.items() if isinstance(value, tuple)}
-            groups.append(Group(tuple(map(_path, names)), values, dict.fromkeys(values, "file")))
+            groups.append(Group(tuple(map(path_of, names)), values, dict.fromkeys(values, "file")))
         moved = [name for names in order.groups for name in names]
-        params = {_path(name): parts.model[name] for name in moved}
+        params = {path_of(name): parts.model[name] for name in moved}
         filled = _Filling(parts, params, tuple(groups), checkpoint.path)
+        filled.faults += shared_paths(moved)
         slots, joint, full = filled.slots()
         filled.faults.check(
             StateError, "The slots don't fit the parameters", place=checkpoint.path, remedy=REMEDY
@@ -109,15 +118,16 @@ class Icefall:
             )
         index = {path: i for i, path in enumerate(p for g in state.optimizer.groups for p in g.paths)}
         # Shapes alone don't tell which parameters an index means: of several groups, beside frozen ones, without slots.
-        names = len(state.optimizer.groups) > 1 or len(index) < len(state.params) or not state.counts.updates
+        named = len(state.optimizer.groups) > 1 or len(index) < len(state.params) or not state.counts.updates
+        names = names_of(state.extra, state.params)
         begun = state.counts.updates or state.counts.schedule  # a run that has made no update has no slots
         notes = () if begun or not any(state.slots.values()) else (_NOT_BEGUN,)
         native: dict[int, dict[str, Any]] = {}
         groups = []
         for group in state.optimizer.groups:
             options = {n: tuple(v) if isinstance(v, list) else v for n, v in group.hyperparameters.items()}
-            named = {"param_names": [_name(path) for path in group.paths]} if names else {}
-            groups.append({**options, **named, "params": [index[path] for path in group.paths]})
+            by_name = {"param_names": [names[path] for path in group.paths]} if named else {}
+            groups.append({**options, **by_name, "params": [index[path] for path in group.paths]})
             order = _batches(state.params, group)
             for batch in order if begun else ():
                 record: dict[str, Any] = {"step": state.counts.updates}
@@ -140,7 +150,7 @@ class Icefall:
                 native[index[batch[0]]] = record | dict(state.extra.get(JOINT, {}).get(batch[0], {}))
             if order:
                 native.setdefault(index[order[0][0]], {}).update(_native_shared(state, group))
-        params = {_name(path): tensor for path, tensor in state.params.items()}
+        params = {names[path]: tensor for path, tensor in state.params.items()}
         joined = join_parts(state.extra, state.counts.updates, params, groups, native, (JOINT,))
         return replace(joined, assumptions=(*joined.assumptions, *notes))
 
@@ -175,18 +185,23 @@ class _Filling:
         steps = {record["step"] for record in parts.state.values() if "step" in record}
         if len(steps) > 1:
             self.faults.add(f"batches have made different numbers of updates: {sorted(steps)}", "step")
+        self.faults += [
+            ("has slots and no step", f"state/{i}")
+            for i, record in parts.state.items()
+            if "step" not in record and any(is_batch(slot) for slot in record.values())
+        ]
         self.updates = max(steps, default=0)
 
     def slots(self) -> tuple[dict[str, dict[str, Tensor]], dict[str, dict[str, Tensor]], tuple[Group, ...]]:
         """Returns slots by path, what belongs into `JOINT`, and the groups with their own slots."""
         slots: dict[str, dict[str, Tensor]] = {}
         joint: dict[str, dict[str, Tensor]] = {}
-        groups = []
+        groups, left = [], dict(self._parts.state)
         for group, options in zip(self._groups, self._parts.groups, strict=True):
             index = dict(zip(group.paths, options["params"], strict=True))
             shared: dict[str, Any] = {}
             for batch in _batches(self._params, group):
-                record = self._parts.state.get(index[batch[0]], {})
+                record = left.pop(index[batch[0]], {})
                 shared |= {name: record[name] for name in _SHARED if name in record}
                 for slot, tensor in record.items():
                     if slot in ("step", *_SHARED) or not isinstance(tensor, Tensor):
@@ -196,6 +211,9 @@ class _Filling:
                         continue
                     self._split(batch, slot, tensor, slots)
             groups.append(self._with_shared(group, shared))
+        self.faults += [
+            ("has slots, and is no batch's first parameter", f"state/{i}") for i in left if left[i]
+        ]
         return slots, joint, tuple(groups)
 
     def _one(self, path: str, slot: str) -> bool:
@@ -332,14 +350,6 @@ def _schedule_call(parts: Parts) -> dict[str, Any] | None:
     ):
         said |= {"warmup_batches": 0, "warmup_start": 1.0}
     return {"function": "Eden", "arguments": said, "whole": False}
-
-
-def _path(name: str) -> str:
-    return name.replace(".", "/")
-
-
-def _name(path: str) -> str:
-    return path.replace("/", ".")
 
 
 LAYOUT = Icefall()

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from typing import Any
 
+import numpy as np
+
 from fuzz import documents, pickles
 from fuzz.binaries import dcp_tree, npz_of, torch_files, torch_tree
 from fuzz.changing import at, put
 from fuzz.readers import READERS
 from statekit.converters.formats.tensor_bundle.entries import field_of, header
 from statekit.converters.formats.tensor_bundle.table import write_table
+from statekit.tensors.tensor import in_memory
 from statekit.tensors.tree import Record
 
 
@@ -160,5 +163,13 @@ PLANS: list[tuple[str, str, tuple[Any, ...], Any]] = [
     ("torch-fqn-flat", "optax", ("optimizer", "state.matrix_twin.exp_avg_sq"), ...),
     ("statekit-keras", "icefall", ("optimizer", "vars", "matrix_twin:param_rms"), ...),
     ("torch-optim", "torch-optim", ("optimizers", 0, "state", 6), Record("os.system", (1,))),
+    ("statekit", "optax", ("state", "counts", "schedule"), 2**31),
+    (
+        "torch-optim",
+        "optax",
+        ("optimizers", 0, "param_groups", 0, "eps", 1),
+        in_memory(np.asarray(0.25, np.float32)),
+    ),
+    ("statekit-torch", "statekit-jax", ("optimizer", "param_groups", 0, "params"), 5),
 ]
 """Layout of a sample, the layout that is planned, a path in its tree, and what stood there; ... for nothing."""

@@ -213,6 +213,8 @@ def own_state(
     first, base = _first_rate(groups), float(rate.read()) if rate is not None else 0.0
     if first and base and first != base:
         home["first_factor"] = first / base
+    if first == 0 and base:
+        home["base_rate"] = base
     state = TrainState(
         {**moved, **frozen},
         slots,
@@ -237,7 +239,7 @@ def _groups(
         return tuple(one.group() for one in known.groups), list(known.assumptions)
     value = None if rate is None else float(rate.read())
     if variant is None:
-        rates: Mapping[str, Any] = {RATE: value} if value else {}
+        rates: Mapping[str, Any] = {} if value is None else {RATE: value}
         said = ", ".join(load_schema(optimizer.schema).stepped)
         note = f"The file doesn't say which variant ran: {said}. Name it with --variant."
         return (Group(paths, rates, dict.fromkeys(rates, "file")),), [note]
@@ -259,10 +261,10 @@ def _groups(
         taken.update(here)
         differs = {n: v for n, v in each.items() if n not in ("paths", FACTOR)}
         values = {**usual, **common, **differs}
-        if given:
+        if given is not None:
             values[name] = given * float(each.get(FACTOR, 1.0))
         origin: dict[str, KnownFrom] = dict.fromkeys(values, "file" if config else "assumed")
-        origin |= {name: "file"} if given else {}
+        origin |= {} if given is None else {name: "file"}
         groups += [Group(here, values, origin)] if here else []
     assumed = ", ".join(f"{n}={v}" for n, v in usual.items())
     notes = [] if config else [f"The file holds no config; assumed: {assumed}."]
@@ -329,10 +331,19 @@ def own_variables(state: TrainState, home: Mapping[str, Any]) -> dict[str, Tenso
 
 
 def _rate(state: TrainState) -> float | None:
-    """Returns the optimizer's learning rate: the first group's without the factor that it had in a file."""
-    first, home = _first_rate(state.optimizer.groups), state.extra.get(HOME, {})
-    same = home.get("class") == CLASSES.get(state.optimizer.schema)
-    return first / float(home.get("first_factor", 1.0)) if first and same else first
+    """Returns the optimizer's learning rate, which groups multiply: the first one's without its factor in a file.
+
+    Where that group stands still, no factor makes another's rate of its: it is what the file had, or the next one's.
+    """
+    groups, home = state.optimizer.groups, state.extra.get(HOME, {})
+    first, same = _first_rate(groups), home.get("class") == CLASSES.get(state.optimizer.schema)
+    if first is None or len(groups) == 1:
+        return first
+    if first:
+        return first / float(home.get("first_factor", 1.0)) if same else first
+    rates = [stored_rate(group.hyperparameters) for group in groups]
+    moving = next((float(rate) for rate in rates if isinstance(rate, (int, float)) and rate), 0.0)
+    return float(home.get("base_rate", moving)) if same and moving else moving
 
 
 def _first_rate(groups: Sequence[Group]) -> float | None:

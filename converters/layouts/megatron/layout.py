@@ -24,7 +24,14 @@ from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.megatron.groups import with_params, without_params
 from statekit.converters.layouts.megatron.schedule import KEY, constant_schedule
-from statekit.converters.layouts.pytorch.parts import PLACES, is_plain, nameable, not_plain
+from statekit.converters.layouts.pytorch.parts import (
+    PLACES,
+    is_plain,
+    nameable,
+    names_of,
+    not_plain,
+    path_of,
+)
 from statekit.converters.layouts.pytorch.torch_fqn import LAYOUT as BY_NAME
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
@@ -136,9 +143,7 @@ class MegatronAdam:
             "optimizer": {"state": state, "param_groups": groups},
         }
         decoded = BY_NAME.decode(replace(checkpoint, tree=tree), hints)
-        beside = {
-            name.replace(".", "/"): {MASTER: t} for name, t in masters.items() if name not in moved_itself
-        }
+        beside = {path_of(name): {MASTER: t} for name, t in masters.items() if name not in moved_itself}
         called = next(
             (slot for record in parts.state.values() for slot in record if _SLOTS[slot] == MASTER), None
         )
@@ -190,9 +195,8 @@ class MegatronAdam:
             sharded |= {f"{_STATE}{slot}.{name}": tensor for slot, tensor in record.items()}
         nested = self.masters is not None or bool(state.extra.get(_IN_SCALER))
         key = self.masters or state.extra.get(_MASTER_NAME) or _MASTER_KEY
-        masters = {
-            path.replace("/", "."): slots[MASTER] for path, slots in state.slots.items() if MASTER in slots
-        }
+        names = names_of(state.extra, state.slots)
+        masters = {names[path]: slots[MASTER] for path, slots in state.slots.items() if MASTER in slots}
         if self.masters or (nested and state.extra.get(_MASTER_NAME)):
             begun = [name for name in optimizer["state"] if name not in masters]
             masters |= {name: _in_full(model[name]) for name in begun}

@@ -238,6 +238,11 @@ class Reading:
                     found=repr(updates),
                 )
             return Counts(updates, updates, says_schedule=False), replace(hints, hyperparameters=given)
+        early = {i: n for i, n in self.counted.counts.items() if n < begin}
+        self.faults += [
+            (f"has a count of {n}, and {COUNT} is {begin}", f"index {i}") for i, n in early.items()
+        ]
+        self.refuse()
         done = {self.paths[i]: n - begin for i, n in self.counted.counts.items() if i in self.paths}
         updates = max(done.values(), default=0)
         behind = {path: n for path, n in done.items() if n != updates}

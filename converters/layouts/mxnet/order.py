@@ -84,6 +84,7 @@ def _faults(
     names: Mapping[Any, str], shapes: Mapping[Any, Shape | None], params: Mapping[str, Shape]
 ) -> list[tuple[str, str]]:
     faults = []
+    first: dict[str, Any] = {}
     for index, shape in shapes.items():
         name = names.get(index)
         if name is None:
@@ -92,4 +93,6 @@ def _faults(
             faults.append((f"is {name}, which the .params file hasn't", f"index {index}"))
         elif shape not in (None, params[name]):
             faults.append((f"has slots of shape {shape}; {name} has {params[name]}", f"index {index}"))
+        elif (other := first.setdefault(name, index)) != index:
+            faults.append((f"is {name}, as is index {other}", f"index {index}"))
     return faults

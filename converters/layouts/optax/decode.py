@@ -30,7 +30,7 @@ from statekit.converters.layouts.optax.links import (
 )
 from statekit.converters.layouts.optax.skeleton import frame_of
 from statekit.errors import Faults, StateError
-from statekit.files.checkpoint import FILES_BESIDE, SEQUENCES_AS_MAPS, Checkpoint
+from statekit.files.checkpoint import FILES_BESIDE, MODEL_KEY, SEQUENCES_AS_MAPS, Checkpoint
 from statekit.state.factoring import PathPattern, first_entry, labels, map_entries
 from statekit.state.train_state import Group, Rule
 from statekit.tensors.tensor import Tensor
@@ -99,14 +99,24 @@ def opened(checkpoint: Checkpoint, kinds: Collection[str], faults: Faults) -> Op
         faults: What is wrong with the parameters; added to.
 
     Raises:
-        StateError: There are none.
+        StateError: There are none, or several trees may be they.
+        UsageError: The user named a key at which there are none.
     """
     if checkpoint.meta.get(SEQUENCES_AS_MAPS):
         checkpoint = replace(checkpoint, tree=with_sequences(checkpoint.tree))
     all_links = links(checkpoint.tree)
-    where = find_params(checkpoint.tree, all_links, kinds)
-    if where is None:
+    places = find_params(checkpoint.tree, all_links, kinds, checkpoint.meta.get(MODEL_KEY))
+    if not places:
         raise StateError("There are no states of links with their parameters.", place=checkpoint.path)
+    if len(places) > 1:
+        names = ["/".join(map(str, place)) for place in places]
+        raise StateError(
+            "Several parts of the checkpoint may be the parameters.",
+            place=checkpoint.path,
+            found=", ".join(names),
+            remedy=f"name one: --model-key {names[0]}, in Python model_key={names[0]!r}",
+        )
+    (where,) = places
     return Opened(checkpoint, all_links, where, dict(_params(checkpoint.tree, where, faults)))
 
 
@@ -195,10 +205,11 @@ def described(checkpoint: Checkpoint) -> Contents | None:
     tree = with_sequences(checkpoint.tree) if checkpoint.meta.get(SEQUENCES_AS_MAPS) else checkpoint.tree
     unknown = strangers(tree)
     known = [link for link in links(tree) if link.kind in SLOT_TREES]
-    where = find_params(tree, [*known, *unknown], (*SLOT_TREES,)) if unknown else None
-    if where is None:
+    key = checkpoint.meta.get(MODEL_KEY)
+    places = find_params(tree, [*known, *unknown], (*SLOT_TREES,), key) if unknown else []
+    if not places:
         return None
-    params = dict(_params(tree, where, Faults()))
+    params = dict(_params(tree, places[0], Faults()))
     slots: dict[str, dict[str, Tensor]] = {}
     parts: dict[str, set[str]] = {}
     for link in (*unknown, *known):

@@ -13,7 +13,7 @@ import numpy as np
 
 from statekit.converters.layouts.hyperparameters import MINIMUM, Hyperparameters, with_minimum
 from statekit.converters.layouts.optax.factoring import Factoring
-from statekit.converters.layouts.optax.links import Link, is_tensor, leaves, sequence, under
+from statekit.converters.layouts.optax.links import SLOT_TREES, Link, is_tensor, leaves, sequence, under
 from statekit.errors import UsageError
 from statekit.state.options import checked_hparams
 from statekit.state.schema import OptimizerSchema
@@ -27,7 +27,13 @@ _ADAM_LIKE = {2: "adamw", 3: "lamb"}
 """Which function of Optax puts so many links behind scale_by_adam."""
 _CLIPS = ("clipvalue", "global_norm_clip_threshold")
 _DECAY = ("weight_decay_rate", "exclude_from_weight_decay")
+_AFTER = (
+    "Links stand behind its chain whose settings aren't stored: with a mask, a factor or a schedule of theirs its "
+    "updates are others."
+)
 _LINKS = ("clipping_threshold", "multiply_by_parameter_scale", "weight_decay_rate")
+_SUMMED, _INJECTED = "acc_grads", "hyperparams"
+"""The fields of MultiSteps and inject_hyperparams that are no statistics of a link's own."""
 _OTHERWISE = ("exclude_from_weight_decay", "amsgrad")
 """Hyperparameters that Optax' argument of that meaning says in another way."""
 
@@ -40,14 +46,16 @@ class CoreLink:
         link: The link.
         before: How many links without slots stand before it in its chains.
         behind: The states behind it in its own chain; None if it isn't in one.
+        after: How many stand behind that in the chains around it.
         momentum: The link of Adafactor's momentum behind it.
         injected: Values of inject_hyperparams around it, by Optax' names.
-        others: Kinds of links with slots in its chains that belong to no optimizer known here.
+        others: What else keeps something like its parameters around it, and belongs to no optimizer known here.
     """
 
     link: Link
     before: int
     behind: tuple[Tree, ...] | None
+    after: int
     momentum: Link | None
     injected: Mapping[str, Tensor]
     others: tuple[str, ...]
@@ -78,7 +86,7 @@ def core_link(link: Link, all_links: Sequence[Link], tree: Tree, params: Path) -
         tree: The tree.
         params: Where the parameters are.
     """
-    before, behind, own_chain = 0, None, None
+    before, behind, own_chain, after, top = 0, None, None, 0, link.path
     injected: dict[str, Tensor] = {}
     others: list[str] = []
     momentum, moved = None, _paths(link)
@@ -88,6 +96,7 @@ def core_link(link: Link, all_links: Sequence[Link], tree: Tree, params: Path) -
         if params[:depth] == outer:
             break
         injected = {**_injected(node), **injected}
+        top = outer
         chain = sequence(node)
         if chain is None:
             continue
@@ -95,6 +104,8 @@ def core_link(link: Link, all_links: Sequence[Link], tree: Tree, params: Path) -
         before += position
         if behind is None and depth == len(link.path) - 1:
             behind, own_chain = tuple(chain[position + 1 :]), outer
+        else:
+            after += len(chain) - position - 1
         for other in all_links:
             same = other.path[:depth] == outer and other.path[: depth + 1] != link.path[: depth + 1]
             if (
@@ -107,7 +118,31 @@ def core_link(link: Link, all_links: Sequence[Link], tree: Tree, params: Path) -
                 momentum = other
             elif same and other.kind in ("ema", "adam", "adafactor") and not _paths(other).isdisjoint(moved):
                 others.append(other.kind)
-    return CoreLink(link, before, behind, momentum, injected, tuple(others))
+    known = [one.path for one in all_links if one.kind in SLOT_TREES]
+    others += _strange(under(tree, top), top, known, under(tree, params), moved)
+    return CoreLink(link, before, behind, after, momentum, injected, tuple(others))
+
+
+def _strange(node: Tree, top: Path, known: Sequence[Path], params: Tree, moved: set[Path]) -> Iterator[str]:
+    """Yields the fields around a core link, apart from those of known links, that hold tensors like its parameters.
+
+    Gradients that MultiSteps sums up are none: they become the updates of the same rule.
+    """
+    shapes = {keys: under(params, keys).shape for keys in moved}
+    fields: dict[Path, None] = {}
+    for below, leaf in leaves(node):
+        keys = (*top, *below)
+        at = next((i for i in range(len(top), len(keys)) if keys[i:] in shapes), None)
+        if (
+            at is None
+            or not is_tensor(leaf)
+            or leaf.dtype.kind not in "fV"
+            or leaf.shape != shapes[keys[at:]]
+        ):
+            continue
+        if keys[at - 1] not in (_SUMMED, _INJECTED) and not any(keys[: len(one)] == one for one in known):
+            fields[keys[:at]] = None
+    yield from (str(field[-1]) for field in fields)
 
 
 def _paths(link: Link) -> set[Path]:
@@ -203,6 +238,7 @@ def inferred(
     )
     injected = dict(_values(core.injected, schema))
     open_points = [why for why, names in unknown.items() if not {*names} <= {*specified, *injected}]
+    open_points += [_AFTER] if core.after else []
     return hyperparameters.over(injected, "file"), [*open_points, *notes]
 
 

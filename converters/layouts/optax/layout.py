@@ -77,6 +77,7 @@ from statekit.converters.layouts.optax.skeleton import (
     COUNT,
     Contents,
     count,
+    count_faults,
     counted,
     in_own_form,
     own_form,
@@ -207,8 +208,7 @@ def _groups_below(frame: Tree, above: Path, state: TrainState) -> list[Group]:
 def _faults(state: TrainState) -> Iterator[tuple[str, str]]:
     if not state.slots:
         yield "holds parameters and no optimizer state", "slots"
-    if not 0 <= state.counts.updates < 2**31:
-        yield f"{state.counts.updates} updates don't fit int32", "counts"
+    yield from count_faults(state)
     for path, updates in state.counts.behind.items():
         yield f"has made {updates} of {state.counts.updates} updates; Optax counts them together", path
     moved = [path for group in state.optimizer.groups for path in group.paths]
@@ -421,7 +421,7 @@ class Optax:
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for the fields of a link's state, and for parameters that fit them."""
         core_links = [link for link in links(checkpoint.tree) if link.kind in CORE_LINKS]
-        if not core_links or find_params(checkpoint.tree, core_links) is None:
+        if not core_links or not find_params(checkpoint.tree, core_links):
             return None
         place = "/".join(map(str, core_links[0].path)) or "the top"
         return Evidence(20, f"{place} has {', '.join(core_links[0].state)}, as a state of Optax has them")

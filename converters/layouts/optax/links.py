@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from statekit.errors import UsageError
 from statekit.state.schema import load_schema
 from statekit.tensors.tensor import Stored, Tensor
 from statekit.tensors.tree import Path, Tree
@@ -231,24 +232,61 @@ def replaced(tree: Tree, parts: Mapping[Path, Tree], path: Path = ()) -> Tree:
     return below if isinstance(tree, Mapping) else list(below.values())
 
 
-def find_params(tree: Tree, all_links: list[Link], cores: Collection[str] = CORE_LINKS) -> Path | None:
-    """Returns the path of the parameters: the node that has a tensor wherever a slot is, called `params` if one is."""
-    trees = [field_tree for link in all_links if link.kind in cores for _, field_tree in link.trees()]
+def find_params(
+    tree: Tree, all_links: list[Link], cores: Collection[str] = CORE_LINKS, key: str | None = None
+) -> list[Path]:
+    """Returns where the parameters are: the node that has a tensor wherever a slot is; none if there is none.
+
+    An average of parameters is such a node too. One that is called `params` goes before others, then the one that is
+    nearest to the top and to the optimizer; several come back where that doesn't tell.
+
+    Args:
+        tree: The tree.
+        all_links: Its links.
+        cores: The kinds of those whose slots are the parameters'.
+        key: Where somebody says that they are, keys joined by `/`.
+
+    Raises:
+        UsageError: There is no such node at the key.
+    """
+    core_links = [link for link in all_links if link.kind in cores]
+    trees = [field_tree for link in core_links for _, field_tree in link.trees()]
     slots = [path for field_tree in trees for path, leaf in leaves(field_tree) if is_tensor(leaf)]
     inside = [link.path for link in all_links]
-    named: list[Path] = []
-    others: list[Path] = []
+    places: list[Path] = []
     level: list[tuple[Path, Any]] = [((), tree)]
     while level:
-        for path, _ in level:
-            (named if path and path[-1] == "params" else others).append(path)
+        places += [path for path, node in level if _covers(node, slots)]
         level = [
-            ((*path, key), child)
+            ((*path, name), child)
             for path, node in level
-            for key, child in children(node)
-            if children(child) and not any((*path, key)[: len(place)] == place for place in inside)
+            for name, child in children(node)
+            if children(child) and not any((*path, name)[: len(place)] == place for place in inside)
         ]
-    return next((path for path in (*named, *others) if _covers(under(tree, path), slots)), None)
+    if key is not None:
+        return _at_key(places, key)
+    places = [path for path in places if path[-1:] == ("params",)] or places
+    near = {path: max(_shared(path, link.path) for link in core_links) for path in places}
+    nearest = [path for path in places if near[path] == max(near.values())]
+    highest = [path for path in places if len(path) == min(map(len, places))]
+    return [path for path in highest if path in nearest] or [*highest, *nearest]
+
+
+def _at_key(places: list[Path], key: str) -> list[Path]:
+    names = {"/".join(map(str, path)): path for path in places}
+    if key not in names:
+        raise UsageError(
+            "There are no parameters at this key.",
+            place="--model-key",
+            expected=", ".join(names) or "there are none",
+            found=key,
+        )
+    return [names[key]]
+
+
+def _shared(path: Path, other: Path) -> int:
+    """Returns how many keys two paths begin with together."""
+    return next((i for i, (a, b) in enumerate(zip(path, other, strict=False)) if a != b), len(path))
 
 
 def _covers(node: Tree, slots: list[Path]) -> bool:

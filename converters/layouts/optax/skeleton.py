@@ -16,7 +16,7 @@ keys, a step) goes along from one layout of JAX to the other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,8 +24,18 @@ import numpy as np
 
 from statekit.conversion.contracts import Encoded, Exactness
 from statekit.converters.layouts.dropped import dropped_from
-from statekit.converters.layouts.optax.links import Link, is_tensor, leaves, links, replaced, under
-from statekit.errors import StateError
+from statekit.converters.layouts.optax.links import (
+    CORE_LINKS,
+    OWN_CORE_LINKS,
+    Link,
+    find_params,
+    is_tensor,
+    leaves,
+    links,
+    replaced,
+    under,
+)
+from statekit.errors import InexactError, StateError
 from statekit.state.run import COUNTED
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor, in_memory
@@ -197,6 +207,14 @@ def count(value: int) -> Tensor:
     return in_memory(np.asarray(value, np.int32), COUNT)
 
 
+def count_faults(state: TrainState) -> Iterator[tuple[str, str]]:
+    """Yields what is wrong with counts for which Optax has no room, and their names."""
+    counts = {"updates": state.counts.updates, "schedule": state.counts.schedule}
+    for name, value in counts.items():
+        if not 0 <= value < 2**31:
+            yield f"{value} doesn't fit int32", f"counts/{name}"
+
+
 FORMS = {"optax": "Optax", "jax": "statekit.jax"}
 """Key in `extra` -> the system whose form it is."""
 _ITEMS = "{step}/{item}"
@@ -278,10 +296,20 @@ def placed(
 
 
 def counted(encoded: Encoded, state: TrainState) -> Encoded:
-    """Returns a tree that says what it loses where no link counts for a schedule: where that stands."""
-    if state.counts.schedule == state.counts.updates or any(
-        link.kind == "schedule" for link in links(encoded.tree)
-    ):
+    """Returns a tree that says what it loses where no link counts for a schedule: where that stands.
+
+    Raises:
+        InexactError: Nothing but the user's word would tell its parameters again.
+    """
+    all_links = links(encoded.tree)
+    places = find_params(encoded.tree, all_links, (*CORE_LINKS, *OWN_CORE_LINKS))
+    if len(places) > 1:
+        raise InexactError(
+            "Several parts of the tree that the source has may be the parameters, and nothing tells them in a file.",
+            found=", ".join("/".join(map(str, place)) for place in places),
+            remedy="write another layout, such as statekit or statekit-torch, or save the parameters under `params`",
+        )
+    if state.counts.schedule == state.counts.updates or any(link.kind == "schedule" for link in all_links):
         return encoded
     lost = {"counts/schedule": "the state counts updates only; start the schedule there yourself"}
     return replace(encoded, dropped={**encoded.dropped, **lost})

@@ -51,6 +51,7 @@ from statekit.converters.layouts.optax.links import (
 from statekit.converters.layouts.optax.skeleton import (
     Contents,
     count,
+    count_faults,
     counted,
     in_own_form,
     own_form,
@@ -87,7 +88,7 @@ class StatekitJax:
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for the fields of a state, and for parameters that fit them."""
         core_links = [link for link in links(checkpoint.tree) if link.kind in OWN_CORE_LINKS]
-        if not core_links or find_params(checkpoint.tree, core_links, OWN_CORE_LINKS) is None:
+        if not core_links or not find_params(checkpoint.tree, core_links, OWN_CORE_LINKS):
             return None
         place = "/".join(map(str, core_links[0].path)) or "the top"
         return Evidence(
@@ -244,8 +245,7 @@ def _contents(state: TrainState) -> Contents:
 def _faults(state: TrainState) -> Iterator[tuple[str, str]]:
     if not state.slots:
         yield "holds parameters and no optimizer state", "slots"
-    if not 0 <= state.counts.updates < 2**31:
-        yield f"{state.counts.updates} updates don't fit int32", "counts"
+    yield from count_faults(state)
     for path, updates in state.counts.behind.items():
         yield f"has made {updates} of {state.counts.updates} updates; the state counts them together", path
     for group in state.optimizer.groups:

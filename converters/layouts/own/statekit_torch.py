@@ -19,7 +19,7 @@ Source: PyTorch torch/optim/optimizer.py, `Optimizer.state_dict`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -29,9 +29,13 @@ from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.pytorch.parts import (
     BUFFERS,
     GROUPS,
+    NAMES,
     by_index,
     is_plain,
+    names_of,
     not_plain,
+    path_of,
+    stated_names,
     tied,
     with_names,
 )
@@ -425,15 +429,15 @@ class StatekitTorch:
                     expected=f"{schema}, variant {', '.join(steppable)}",
                     found=f"{schema}, variant {variant}",
                 )
-        names = _names(state.params)
-        extra = dict(state.extra)
+        names = _names(state)
+        extra = {key: part for key, part in state.extra.items() if key != NAMES}  # `paths` says them
         buffers, others = extra.pop(BUFFERS, {}), extra.pop(BESIDE, {})
         beside = {key: part for key, part in others.items() if key not in ("model", "optimizer")}
         of_groups = extra.pop(GROUPS, [])
         dropped = not_plain(extra, "extra") | not_plain(beside, f"extra/{BESIDE}")
         params = {names[path]: tensor for path, tensor in state.params.items()}
         tree = {
-            "model": {**params, **tied(extra, params), **buffers},
+            "model": {**params, **tied(state.extra, params), **buffers},
             "optimizer": encode_groups(state, names, of_groups),
             "step": state.counts.updates,
             "optimizer_class": SEVERAL if optimizer.several else CLASSES[optimizer.schema],
@@ -447,17 +451,12 @@ class StatekitTorch:
         return with_names(Encoded(tree, state.counts.updates, dropped=dropped))
 
 
-def torch_name(path: str) -> str:
-    """Returns the torch name of a path."""
-    return path.replace("/", ".")
-
-
-def _names(paths: Iterable[str]) -> Names:
+def _names(state: TrainState) -> Names:
     taken: dict[str, str] = {}
     faults = Faults()
-    for path in paths:
-        if (other := taken.setdefault(torch_name(path), path)) != path:
-            faults.add(f"has the torch name {torch_name(path)}, as has {other}", path)
+    for path, name in names_of(state.extra, state.params).items():
+        if (other := taken.setdefault(name, path)) != path:
+            faults.add(f"has the torch name {name}, as has {other}", path)
     faults.check(StateError, "Parameters have the same name in torch", remedy="rename one of each pair")
     return {path: name for name, path in taken.items()}
 
@@ -481,7 +480,7 @@ def _decoded(tree: Any, faults: Faults) -> TrainState | None:
         return None
     stated = entries.get("paths", {})
     known = {*moved_names(optimizer), *frozen_names(optimizer), *stated}
-    paths = {name: str(stated.get(name, name.replace(".", "/"))) for name in model if name in known}
+    paths = {name: str(stated.get(name, path_of(name))) for name in model if name in known}
     params = {paths[name]: leaf for name, leaf in model.items() if name in paths}
     faults += [("is no tensor", f"model/{name}") for name in paths if not isinstance(model[name], Tensor)]
     faults += _collisions(paths)
@@ -493,8 +492,9 @@ def _decoded(tree: Any, faults: Faults) -> TrainState | None:
     ties = {name: one for name, one in ties.items() if name not in paths}
     buffers = {name: leaf for name, leaf in model.items() if name not in paths and name not in ties}
     beside = _beside(tree, entries, decoded.updates)
-    by_path = {name.replace(".", "/"): paths[one] for name, one in ties.items()}
-    parts = {BUFFERS: buffers, TIES: by_path, GROUPS: list(decoded.others), BESIDE: beside}
+    by_path = {path_of(name): paths[one] for name, one in ties.items()}
+    named = {path: name for name, path in paths.items() if "/" in name} | stated_names(ties)
+    parts = {BUFFERS: buffers, TIES: by_path, NAMES: named, GROUPS: list(decoded.others), BESIDE: beside}
     notes = [*notes, *decoded.notes]
     if buffers and not ours:
         shown = ", ".join(list(buffers)[:_SHOWN]) + (" ..." if len(buffers) > _SHOWN else "")

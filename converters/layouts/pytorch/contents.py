@@ -16,7 +16,7 @@ from typing import Any
 
 from statekit.conversion.contracts import Contents
 from statekit.converters.layouts.pytorch.param_order import found_order
-from statekit.converters.layouts.pytorch.parts import Parts, find_parts, model_place, possible_models
+from statekit.converters.layouts.pytorch.parts import Parts, find_parts, model_place, path_of, possible_models
 from statekit.converters.layouts.pytorch.side_by_side import SideBySide, side_by_side
 from statekit.errors import StateError
 from statekit.files.checkpoint import MODEL_KEY, SORTED, Checkpoint
@@ -66,7 +66,7 @@ def contents_of(checkpoint: Checkpoint, names: Sequence[str] | None = None) -> C
         only = f"{name}, alone: the state of {count} parameters without their weights; {listed}"
         return Contents(only, {}, {}, checkpoint.tensors)
     what = f"{name}: {'a state that fits no layout' if said and said.schema else 'no schema yet'}; {listed}"
-    params = {_path(key): tensor for key, tensor in parts.model.items()}
+    params = {path_of(key): tensor for key, tensor in parts.model.items()}
     taken = {id(tensor) for tensor in params.values()}
     each: list[tuple[str, Mapping[str, Tensor], Mapping[str, Any]]] = []
     try:
@@ -88,7 +88,7 @@ def _several(checkpoint: Checkpoint, beside: SideBySide) -> Contents:
         schema = "" if signature and signature.schema else ", no schema yet"
         said.append(f"{name} at {'/'.join(map(str, place))}{schema}: {count} parameters")
     what = f"{len(said)} optimizers: {'; '.join(said)}"
-    params = {_path(key): tensor for key, tensor in beside.joint.model.items()}
+    params = {path_of(key): tensor for key, tensor in beside.joint.model.items()}
     try:
         order = _by_parameter(beside.joint, bool(checkpoint.meta.get(SORTED)))
         slots = {path: tensors for path, tensors, _ in order}
@@ -131,7 +131,7 @@ def _weights(checkpoint: Checkpoint) -> Contents | None:
     if place is None:
         return None
     model = at(checkpoint.tree, place) if place else loose(checkpoint.tree)
-    params = {_path(str(name)): tensor for name, tensor in model.items()}
+    params = {path_of(str(name)): tensor for name, tensor in model.items()}
     taken = {id(tensor) for tensor in params.values()}
     others = {key: tensor for key, tensor in checkpoint.tensors.items() if id(tensor) not in taken}
     where = f"at {'/'.join(map(str, place))}" if place else "at the top"
@@ -150,7 +150,7 @@ def _by_parameter(
         for index, name in zip(group["params"], mine, strict=True):
             record = parts.state.get(index, {})
             numbers = {f"state/{key}": one for key, one in record.items() if not isinstance(one, Tensor)}
-            yield _path(name), dict(_tensors(record)), {**options, **numbers}
+            yield path_of(name), dict(_tensors(record)), {**options, **numbers}
 
 
 def _shape(record: Mapping[str, Any], known: set[Shape]) -> Shape | None:
@@ -162,7 +162,3 @@ def _shape(record: Mapping[str, Any], known: set[Shape]) -> Shape | None:
 
 def _tensors(record: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
     yield from tensor_names(dict(record)).items()
-
-
-def _path(name: str) -> str:
-    return name.replace(".", "/")

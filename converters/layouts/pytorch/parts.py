@@ -54,6 +54,8 @@ BUFFERS, GROUPS = "buffers", "param_groups"
 """Parts of `extra` that lie elsewhere in the file: in `model`, and in the groups; as `BESIDE` does at the top."""
 PLACES = "torch_places"
 """Key in `extra`: where model and optimizer lie in the file."""
+NAMES = "torch_names"
+"""Key in `extra`: name by path, of parameters whose names have slashes, which paths have in the place of dots."""
 _FLAT_STATE, _FLAT_GROUPS = "state.", "param_groups."
 
 
@@ -242,12 +244,43 @@ def extra_of(parts: Parts, params: Iterable[str], options: Iterable[str]) -> dic
         ties, rest = {**rest[TIES], **ties}, without(rest, (TIES,))
     extra: dict[str, Any] = {
         BUFFERS: {name: leaf for name, leaf in parts.model.items() if name not in taken and name not in ties},
-        TIES: {name.replace(".", "/"): one.replace(".", "/") for name, one in ties.items()},
+        TIES: {path_of(name): path_of(one) for name, one in ties.items()},
+        NAMES: stated_names([*moved, *ties]),
         GROUPS: [{key: value for key, value in group.items() if key not in known} for group in parts.groups],
         BESIDE: rest,
         PLACES: [list(place) for place in parts.places],
     }
     return {key: part for key, part in extra.items() if part}
+
+
+def path_of(name: str) -> str:
+    """Returns the path of a parameter's name."""
+    return name.replace(".", "/")
+
+
+def stated_names(names: Iterable[str]) -> dict[str, str]:
+    """Returns name by path, of those names that their paths don't tell."""
+    return {path_of(name): name for name in names if "/" in name}
+
+
+def shared_paths(names: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """Yields the names whose path an earlier one has: `a/b` beside `a.b`."""
+    first: dict[str, str] = {}
+    for name in names:
+        if (other := first.setdefault(path_of(name), name)) != name:
+            yield f"has the path {path_of(name)}, as has {other}", name
+
+
+def names_of(extra: Mapping[str, Tree], paths: Iterable[str]) -> dict[str, str]:
+    """Returns the names that parameters have in torch, by path: those that they had there, else with dots for slashes.
+
+    Args:
+        extra: The state's.
+        paths: The parameters.
+    """
+    stated: Any = extra.get(NAMES)
+    names: Mapping[str, str] = stated if fits(stated, dict[Name, Name]) else {}
+    return {path: names.get(path, path.replace("/", ".")) for path in paths}
 
 
 def join_parts(
@@ -319,7 +352,7 @@ def beside_optimizers(
     kept = {key: part for key, part in beside.items() if is_plain(part)}
     dropped = not_plain(beside, f"extra/{BESIDE}")
     model = {**params, **tied(extra, params), **(extra.get(BUFFERS) or {})}
-    used = (BUFFERS, GROUPS, BESIDE, PLACES, TIES, *placed)
+    used = (BUFFERS, GROUPS, BESIDE, PLACES, TIES, NAMES, *placed)
     return kept, model, dropped | dropped_from(extra, used, "the file")
 
 
@@ -351,8 +384,9 @@ def tied(extra: Mapping[str, Tree], params: Mapping[str, Tensor]) -> dict[str, T
         extra: The state's.
         params: By the names that they have in torch.
     """
-    named = {str(name): str(path).replace("/", ".") for name, path in (extra.get(TIES) or {}).items()}
-    return {name.replace("/", "."): params[one] for name, one in named.items() if one in params}
+    ties = {str(further): str(path) for further, path in (extra.get(TIES) or {}).items()}
+    names = names_of(extra, [*ties, *ties.values()])
+    return {names[further]: params[names[path]] for further, path in ties.items() if names[path] in params}
 
 
 def not_plain(parts: Mapping[Any, Tree], under: str) -> dict[str, str]:
@@ -461,7 +495,10 @@ def _renamed(name: str, renamed: Mapping[str, str]) -> str:
 
 def by_index(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns an optimizer under the indices of its parameters over all groups; undoes `by_name`."""
-    params = [param for group in optimizer["param_groups"] for param in group["params"]]
+    lists = [group["params"] for group in optimizer["param_groups"]]
+    if not all(isinstance(one, Sequence) for one in lists):
+        return optimizer
+    params = [param for one in lists for param in one]
     if not params or not all(isinstance(param, str) for param in params):
         return optimizer
     index = {name: i for i, name in enumerate(params)}

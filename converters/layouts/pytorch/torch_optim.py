@@ -30,8 +30,11 @@ from statekit.converters.layouts.pytorch.parts import (
     find_parts,
     join_parts,
     looks_nested,
+    names_of,
     nodes,
+    path_of,
     possible_models,
+    shared_paths,
     with_others,
 )
 from statekit.converters.layouts.pytorch.side_by_side import (
@@ -47,7 +50,7 @@ from statekit.state.run import SIDE_BY_SIDE
 from statekit.state.schema import load_schema
 from statekit.state.stored_slots import FACTORED, stored_shape
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensors.tensor import Shape, Tensor, in_memory
+from statekit.tensors.tensor import Shape, Tensor, in_memory, scalar
 from statekit.tensors.tree import Path as TreePath
 from statekit.tensors.typed import fits, typed
 from statekit.tensors.views import Squeezed
@@ -185,9 +188,12 @@ class TorchOptim:
             given, said_by = names_by_config(checkpoint, shapes, parts.model)
         order = found_order(parts.groups, shapes, parts.model, given, is_sorted, hints.model, remedy)
         moved = {name: None for names in order.groups for name in names}
-        params = {_path(name): tensor for name, tensor in parts.model.items() if name in moved}
+        params = {path_of(name): tensor for name, tensor in parts.model.items() if name in moved}
         faults += [("isn't in the model part", name) for name in moved if name not in parts.model]
-        kind_of = {_path(n): kind for kind, names in zip(kinds, order.groups, strict=True) for n in names}
+        faults += shared_paths(moved)
+        meant = {index for group in parts.groups for index in group["params"]}
+        faults += [("has slots, and stands in no group", f"state/{i}") for i in parts.state if i not in meant]
+        kind_of = {path_of(n): kind for kind, names in zip(kinds, order.groups, strict=True) for n in names}
         rules = {path: kind_of[path].rule(p.shape) for path, p in params.items()}
         slots, counts, beside = {}, dict[str, int](), dict[str, Any]()
         said = (_BARE,) if _is_bare(parts) else _FORM_NOTES.get(parts.form, ())
@@ -197,7 +203,7 @@ class TorchOptim:
                 record = parts.state.get(index)
                 if record is None or name not in parts.model:
                     continue
-                path = _path(name)
+                path = path_of(name)
                 if _saw_pieces(kind, record, rules[path]):
                     rules[path] = Rule((Axis.NONE,) * len(params[path].shape), "file")
                     notes[_PIECES] = None
@@ -259,7 +265,8 @@ class TorchOptim:
             for kind, (_, groups) in zip(kinds, sides, strict=True)
         ]
         faults.check(InexactError, f"The layout {self.name} can't hold the state")
-        params = {_name(path): tensor for path, tensor in state.params.items()}
+        names = names_of(state.extra, state.params)
+        params = {names[path]: tensor for path, tensor in state.params.items()}
         updates, placed = state.counts.updates, (_INFORMATION, _BY_NAME)
         if len(sides) == 1:
             ((groups, native),) = optimizers
@@ -281,7 +288,8 @@ class TorchOptim:
     ) -> tuple[list[dict[str, Any]], dict[Any, dict[str, Any]]]:
         """Returns the groups and the state of an optimizer that moves some of a state's groups."""
         order = [path for group in canonical for path in group.paths]
-        index = {path: _name(path) if by_name else i for i, path in enumerate(order)}
+        names = names_of(state.extra, order)
+        index = {path: names[path] if by_name else i for i, path in enumerate(order)}
         native = {
             index[path]: _native(kind, state, path, state.slots[path], faults)
             for path in state.slots
@@ -293,7 +301,7 @@ class TorchOptim:
                 **{key: kind.usual[key] for key in kind.usual if self.form and key not in others},
                 **_native_options(kind, state, group),
                 "params": [index[path] for path in group.paths],
-                **({} if by_name else {"param_names": [_name(path) for path in group.paths]}),
+                **({} if by_name else {"param_names": [names[path] for path in group.paths]}),
             }
             for group, others in zip(canonical, stated, strict=False)
         ]
@@ -367,8 +375,18 @@ def _parts_and_kinds(
 
 
 def _incomplete(checkpoint: Checkpoint) -> StateError:
-    """Returns what is wrong with a checkpoint that hasn't both parts."""
-    if find_parts(checkpoint, {}) is None:
+    """Returns what is wrong with a checkpoint that hasn't both parts, or an optimizer that isn't known."""
+    parts = find_parts(checkpoint, {})
+    if parts is not None and parts.model:
+        signature = signature_of(parts)
+        return StateError(
+            "The checkpoint's optimizer is none that this layout knows.",
+            place=checkpoint.path,
+            expected="; ".join(f"{kind.schema}, variant {kind.variant}" for kind in KINDS),
+            found=signature.name if signature else "one that isn't known by its slots and options",
+            remedy="`statekit inspect` lists its slots by parameter",
+        )
+    if parts is None:
         for path, node in nodes(checkpoint.tree, None):
             if looks_nested(node):
                 place = "/".join(map(str, path)) or "the top"
@@ -485,14 +503,10 @@ def _groups(kinds: Sequence[TorchOptimizer], parts: Parts, names: Sequence[Seque
         values = schema.canonical(kind.variant, options, f"param_groups/{i}")
         faults = Faults()
         for name, value in values.items():
-            if (
-                isinstance(value, Tensor)
-                and value.shape == ()
-                and (fault := schema.fault(name, value.read().item()))
-            ):
-                faults.add(f"is {value.read().item()!r}, {fault}", f"groups/{i}/{name}")
+            if value is not scalar(value) and (fault := schema.fault(name, scalar(value))):
+                faults.add(f"is {scalar(value)!r}, {fault}", f"groups/{i}/{name}")
         faults.check(StateError, f"Hyperparameters of {schema.name} can't be these")
-        yield Group(tuple(map(_path, param_names)), values, dict.fromkeys(values, "file"))
+        yield Group(tuple(map(path_of, param_names)), values, dict.fromkeys(values, "file"))
 
 
 def _native_options(kind: TorchOptimizer, state: TrainState, group: Group) -> dict[str, Any]:
@@ -508,7 +522,7 @@ def _options(kind: TorchOptimizer) -> tuple[str, ...]:
 
 
 def _count(step: Any, path: str, faults: Faults) -> int:
-    value = step.read().item() if isinstance(step, Tensor) and step.shape == () else step
+    value = scalar(step)
     if not fits(value, float):
         faults.add("has no step", path)
         return 0
@@ -523,14 +537,6 @@ def _counts(counts: Mapping[str, int], params: Mapping[str, Tensor]) -> Counts:
     updates = max(counts.values(), default=0)
     behind = {path: counts.get(path, 0) for path in params if counts.get(path, 0) != updates}
     return Counts(updates, updates, behind, says_schedule=False)
-
-
-def _path(name: str) -> str:
-    return name.replace(".", "/")
-
-
-def _name(path: str) -> str:
-    return path.replace("/", ".")
 
 
 LAYOUT = TorchOptim(holds_several=("torch",))

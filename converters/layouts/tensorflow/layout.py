@@ -110,6 +110,9 @@ class TensorFlow1:
         """
         named = sorted_names(checkpoint.tree, self.pattern, checkpoint.path)
         faults = Faults(("is a slot of a variable that isn't there", name) for name in named.orphans)
+        faults += [
+            ("is a slot of another optimizer, and would be taken for a parameter", n) for n in named.foreign
+        ]
         if ", " in named.scope:
             faults.add(f"slots lie below different scopes: {named.scope}", "slots")
         updates = _updates(named, faults)
@@ -128,7 +131,7 @@ class TensorFlow1:
             Optimizer(self.schema, variant, groups),
             Counts(updates, known.schedule if known else updates),
             {**rules, **{p: Rule.from_json(r) for p, r in known.rules.items()}} if known else rules,
-            {HOME: self._home(named)},
+            {HOME: self._home(named, updates)},
             tuple(notes),
         )
         state = as_stored(state)
@@ -165,9 +168,13 @@ class TensorFlow1:
         for path, tensor in home.get("averages", {}).items():
             put("", path, AVERAGE, tensor)
         tree |= {name: value for name, value in home.get("others", {}).items() if name not in tree}
-        if self.powers and not any(name.rpartition("/")[2] in POWERS for name in tree):
+        if self.powers:
             groups, updates = state.optimizer.groups, state.counts.updates
-            tree |= {f"{scope}{name}": power for name, power in new_powers(groups, updates, faults)}
+            there = [name for name in tree if name.rpartition("/")[2] in POWERS]
+            if not there or home.get("updates", updates) != updates:  # the powers are the count
+                made = dict(new_powers(groups, updates, faults))
+                names = there or [f"{scope}{name}" for name in made]
+                tree |= {name: made[last] for name in names if (last := name.rpartition("/")[2]) in made}
         tree[home.get("step", GLOBAL_STEP)] = in_memory(
             np.asarray(state.counts.updates, np.int64), GLOBAL_STEP
         )
@@ -180,7 +187,7 @@ class TensorFlow1:
         is_own = isinstance(home, Mapping) and home.get("slots", self.suffix) == self.suffix
         return str(home.get("scope", "")) if is_own and isinstance(home, Mapping) else ""
 
-    def _home(self, named: Named) -> dict[str, Any]:
+    def _home(self, named: Named, updates: int) -> dict[str, Any]:
         step = _step_name(named)
         others = {name: value for name, value in named.others.items() if name != step}
         home: dict[str, Any] = {
@@ -190,6 +197,7 @@ class TensorFlow1:
             "averages": dict(named.averages),
             "others": others,
             "parts": {path: list(part) for path, part in named.parts.items()},
+            "updates": updates if self.powers else 0,
         }
         return {key: value for key, value in home.items() if value}
 

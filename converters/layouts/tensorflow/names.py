@@ -27,6 +27,14 @@ from statekit.tensors.typed import Name, typed
 
 GLOBAL_STEP = "global_step"
 AVERAGE = "/ExponentialMovingAverage"
+OF_OPTIMIZERS = re.compile(
+    r"(?i)(^|/)((lazy)?adam\w*|adafactor\w*|momentum|nesterov|adagrad\w*|adadelta\w*|rmsprop\w*|ftrl\w*|lamb\w*|"
+    r"beta[12]_power|exponentialmovingaverage|loss_scale)(_\d+)?(/|$)|(_slot_v[rc]?|_slot_m|/adam_[mv])$"
+)
+"""Names of what an optimizer, an average or a loss scaler keeps.
+
+Source: tensorflow/tensorflow v1.15, python/training, `_get_or_make_slot`; Mesh-TensorFlow, optimize.py.
+"""
 
 
 @dataclass(frozen=True)
@@ -38,9 +46,10 @@ class Named:
         slots: By path: what the names say of each slot (`""`, `_1`, `vr`, ...) -> the tensor.
         scope: What goes before the names of slots, with its `/`; empty in most files.
         averages: Averages of variables over time, by path.
-        others: Everything else, by name.
+        others: Everything else, by name; averages below a scope of their own among it.
         parts: Where a path is a part of a variable: (name, TensorFlow's text for the slice).
         orphans: Slots whose variable isn't there.
+        foreign: Slots of variables that another optimizer keeps.
     """
 
     params: Mapping[str, Tensor]
@@ -50,6 +59,7 @@ class Named:
     others: Mapping[str, Any] = field(default_factory=dict)
     parts: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     orphans: tuple[str, ...] = ()
+    foreign: tuple[str, ...] = ()
 
 
 Variable: TypeAlias = Tensor | bytes | list[bytes] | dict[Name, Tensor]
@@ -89,14 +99,22 @@ def sorted_names(tree: Any, pattern: re.Pattern[str], place: object) -> Named:
             averages[name.removesuffix(AVERAGE)] = value
         else:
             left[name] = value
-    for name in [n for n, value in left.items() if n in params or _is_variable(value)]:
+    kept_of = [n for n, value in left.items() if _is_variable(value) and _is_kept_of(n, tensors)]
+    foreign = tuple(name for name in kept_of if not name.endswith(AVERAGE))
+    for name in [n for n, value in left.items() if n in params or (_is_variable(value) and n not in kept_of)]:
         params[name] = left.pop(name)
     ordered = {name: params[name] for name in flat if name in params}
-    return Named(ordered, slots, ", ".join(sorted(scopes)), averages, left, parts, tuple(orphans))
+    return Named(ordered, slots, ", ".join(sorted(scopes)), averages, left, parts, tuple(orphans), foreign)
 
 
 def _is_variable(value: Any) -> bool:
     return isinstance(value, Tensor) and len(value.shape) > 0 and value.dtype.kind in "fV"
+
+
+def _is_kept_of(name: str, variables: Mapping[str, Any]) -> bool:
+    """Tells whether a name is that of a variable's slot or average, as any optimizer calls it, below any scope."""
+    match = OF_OPTIMIZERS.search(name)
+    return match is not None and _variable(name[: match.start()], variables) is not None
 
 
 def _variable(base: str, names: Mapping[str, Any]) -> str | None:

@@ -13,10 +13,12 @@ from typing import Any
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.weights.state import VARIANTS, not_weights, require_weights, weights_state
+from statekit.errors import Faults, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import nested
+from statekit.tensors.typed import Name, fits
 
 PARAMS = "params"
 BESIDE = frozenset({"batch_stats", "step", "epoch", "rng", "metadata"})
@@ -42,6 +44,8 @@ Source: google-deepmind/optax, optax/_src/transform.py; google/flax, flax/traini
 """
 HOME = "jax_weights"
 """Key in `extra`: what lies beside the parameters."""
+KEYS = "jax_weights_keys"
+"""Key in `extra`: the keys of parameters by path, where some have slashes, as Haiku's modules do."""
 
 
 @dataclass(frozen=True)
@@ -71,9 +75,20 @@ class JaxWeights:
         node = _params(tree)
         if node is None:
             raise not_weights(checkpoint)
-        params = {"/".join(keys): tensor for keys, tensor in _leaves(node)}
+        params: dict[str, Tensor] = {}
+        stated: dict[str, list[str]] = {}
+        faults = Faults()
+        for keys, tensor in _leaves(node):
+            path = "/".join(keys)
+            if path in params:
+                faults.add("is the path of two parameters", path)
+            params[path] = tensor
+            if any("/" in key for key in keys):
+                stated[path] = list(keys)
+        faults.check(StateError, "Parameters can't be told apart", place=checkpoint.path)
         rest = {key: part for key, part in tree.items() if key != PARAMS} if node is not tree else {}
-        return weights_state(params, {HOME: rest} if rest else {}, checkpoint, hints)
+        extra = {HOME: rest, KEYS: stated}
+        return weights_state(params, {key: part for key, part in extra.items() if part}, checkpoint, hints)
 
     def encode(self, state: TrainState) -> Encoded:
         """Returns the tree, parameters under `params`.
@@ -83,9 +98,13 @@ class JaxWeights:
             FormatError: A parameter's name leads through another's, or over too many levels.
         """
         require_weights(state, self.name)
-        tree = nested({tuple(path.split("/")): tensor for path, tensor in state.params.items()})
+        stated: Any = state.extra.get(KEYS)
+        keys: Mapping[str, list[str]] = stated if fits(stated, dict[Name, list[Name]]) else {}
+        tree = nested(
+            {tuple(keys.get(path, path.split("/"))): tensor for path, tensor in state.params.items()}
+        )
         beside = state.extra.get(HOME) or {}
-        dropped = dropped_from(state.extra, (HOME,), "the tree")
+        dropped = dropped_from(state.extra, (HOME, KEYS), "the tree")
         return Encoded({PARAMS: tree, **beside}, state.counts.updates, dropped=dropped)
 
 

@@ -20,8 +20,8 @@ import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.dropped import dropped_from
+from statekit.converters.layouts.tensorflow.names import OF_OPTIMIZERS
 from statekit.converters.layouts.weights.state import VARIANTS, not_weights, require_weights, weights_state
-from statekit.converters.layouts.weights.tf_weights import OF_OPTIMIZERS
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import TrainState
 from statekit.tensors.object_graph import GRAPH, SAVE_COUNTER, SUFFIX, Builder, Graph, Node

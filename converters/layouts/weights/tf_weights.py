@@ -7,13 +7,13 @@ checkpoint of objects (`tf.train.Checkpoint`) names other things than variables,
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.dropped import dropped_from
+from statekit.converters.layouts.tensorflow.names import GLOBAL_STEP, OF_OPTIMIZERS
 from statekit.converters.layouts.tensorflow.slices import cut, joined
 from statekit.converters.layouts.weights.state import VARIANTS, require_weights, weights_state
 from statekit.errors import StateError
@@ -23,17 +23,8 @@ from statekit.tensors.object_graph import GRAPH
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.typed import Name, fits, typed
 
-GLOBAL_STEP = "global_step"
 HOME = "tf_weights"
 """Key in `extra`: what is no parameter."""
-OF_OPTIMIZERS = re.compile(
-    r"(?i)(^|/)((lazy)?adam\w*|adafactor\w*|momentum|nesterov|adagrad\w*|adadelta\w*|rmsprop\w*|ftrl\w*|lamb\w*|"
-    r"beta[12]_power|exponentialmovingaverage|loss_scale)(_\d+)?(/|$)|(_slot_v[rc]?|_slot_m|/adam_[mv])$"
-)
-"""Names of what an optimizer, an average or a loss scaler keeps.
-
-Source: tensorflow/tensorflow v1.15, python/training, `_get_or_make_slot`; Mesh-TensorFlow, optimize.py.
-"""
 
 
 class Beside(TypedDict, total=False):

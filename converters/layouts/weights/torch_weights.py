@@ -13,14 +13,20 @@ from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.pytorch.parts import (
     MODELS,
+    NAMES,
     find_parts,
     is_plain,
     model_place,
+    names_of,
     not_plain,
+    path_of,
+    shared_paths,
+    stated_names,
     tied,
 )
 from statekit.converters.layouts.pytorch.side_by_side import optimizer_places
 from statekit.converters.layouts.weights.state import VARIANTS, not_weights, require_weights, weights_state
+from statekit.errors import Faults, StateError
 from statekit.files.checkpoint import MODEL_KEY, Checkpoint
 from statekit.state.run import BESIDE
 from statekit.state.train_state import TrainState
@@ -67,11 +73,14 @@ class TorchWeights:
         )
         ties = ties_of(model, model)
         extra: dict[str, Tree] = {
-            TIES: {_path(name): _path(one) for name, one in ties.items()},
+            TIES: {path_of(name): path_of(one) for name, one in ties.items()},
+            NAMES: stated_names(map(str, model)),
             BESIDE: rest,
             PLACE: list(place),
         }
-        params = {_path(str(name)): tensor for name, tensor in model.items() if name not in ties}
+        faults = Faults(shared_paths(map(str, model)))
+        faults.check(StateError, "Parameters can't be told apart", place=checkpoint.path)
+        params = {path_of(str(name)): tensor for name, tensor in model.items() if name not in ties}
         return weights_state(params, {key: part for key, part in extra.items() if part}, checkpoint, hints)
 
     def encode(self, state: TrainState) -> Encoded:
@@ -82,11 +91,12 @@ class TorchWeights:
         """
         require_weights(state, self.name)
         place = tuple(state.extra.get(PLACE) or MODELS[0])
-        params = {path.replace("/", "."): tensor for path, tensor in state.params.items()}
+        names = names_of(state.extra, state.params)
+        params = {names[path]: tensor for path, tensor in state.params.items()}
         beside = state.extra.get(BESIDE) or {}
         kept = {key: part for key, part in beside.items() if is_plain(part)}
         dropped = not_plain(beside, f"extra/{BESIDE}")
-        dropped |= dropped_from(state.extra, (BESIDE, PLACE, TIES), "the file")
+        dropped |= dropped_from(state.extra, (BESIDE, PLACE, TIES, NAMES), "the file")
         tree = put(kept, place, {**params, **tied(state.extra, params)})
         return Encoded(tree, state.counts.updates, dropped=dropped, parts={"model": place})
 
@@ -97,10 +107,6 @@ def _place(checkpoint: Checkpoint) -> Path | None:
     if find_parts(checkpoint, {}) is not None or optimizer_places(checkpoint.tree):
         return None
     return model_place(checkpoint.tree, checkpoint.meta.get(MODEL_KEY))
-
-
-def _path(name: str) -> str:
-    return name.replace(".", "/")
 
 
 LAYOUT = TorchWeights()
