@@ -412,6 +412,9 @@ def test_exclusion_by_mask() -> None:
         "b", {"a": True, "b": False}
     )
     assert not IS_EXCLUDED["mask"]("a", None)
+    assert IS_EXCLUDED["mask"]("dense/bias", ["bias"]) and not IS_EXCLUDED["mask"]("dense/kernel", ["bias"])
+    with pytest.raises(UnknownRuleError, match="true or false for c"):
+        IS_EXCLUDED["mask"]("c", {"a": True, "b": False})
 
 
 OFF = Limits(None, None, None, None)

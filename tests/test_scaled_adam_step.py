@@ -260,6 +260,33 @@ def test_buffers_of_another_length_and_unknown_hyperparameters_are_refused() -> 
         scaled_adam.check(state, bare)
 
 
+@pytest.mark.parametrize(
+    ("slot", "shape"),
+    [
+        ("param_rms", (5,)),
+        ("scale_exp_avg_sq", ()),
+        ("scale_grads", ()),
+        ("scale_grads", (4,)),
+        ("scale_grads", (4, 5)),
+    ],
+)
+def test_slots_of_another_shape_are_no_state(slot: str, shape: tuple[int, ...]) -> None:
+    """They were broadcast in the update, or ended it in Python's own error."""
+    state = state_of({"w": np.ones(5, np.float32)})
+    slots = {**state.slots["w"], slot: in_memory(np.ones(shape, np.float32))}
+    with pytest.raises(StateError, match=f"slot {slot} has shape"):
+        dataclasses.replace(state, slots={"w": slots})
+
+
+def test_slots_of_a_group_have_the_schemas_rank() -> None:
+    state = state_of({"w": np.ones(3, np.float32)}, clipping_scale=2.0)
+    (group,) = state.optimizer.groups
+    for slot, shape in (("model_norms", ()), ("num_clipped", (1,)), ("model_norm_threshold", (2,))):
+        wrong = dataclasses.replace(group, slots={**group.slots, slot: in_memory(np.ones(shape))})
+        with pytest.raises(StateError, match=f"expected rank [01] @ groups/0/{slot}"):
+            dataclasses.replace(state, optimizer=dataclasses.replace(state.optimizer, groups=(wrong,)))
+
+
 @pytest.mark.jax
 def test_a_traced_step_makes_the_same_update() -> None:
     """JAX sees the step as a traced integer, NumPy as a number: two paths through the text."""

@@ -263,6 +263,9 @@ def test_groups_have_their_own_hyperparameters_and_rates() -> None:
         applied(st.AdamW(1e-2, groups=apart * 2), grads)
     with pytest.raises(UsageError, match="not among the variables"):
         applied(st.AdamW(1e-2, groups=[{"paths": ["nothing"]}]), grads)
+    half_of_its_own = [{"paths": ["net/first/bias"], "learning_rate_factor": 0.5}]
+    with pytest.raises(UsageError, match="nobody gave one"):
+        applied(st.Adafactor(None, variant="hf", groups=half_of_its_own), grads)
 
 
 def test_a_group_without_a_gradient_moves_where_the_rule_moves_what_has_none() -> None:

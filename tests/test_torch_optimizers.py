@@ -21,6 +21,7 @@ from statekit.torch import LANS, Adafactor, AdamW, ScaledAdam
 from statekit.torch.from_checkpoint import OPTIMIZERS
 from statekit.torch.groups import rules_of
 from statekit.torch.slots import expected_slots, first_group_slots
+from statekit.torch.state_matching import taken_over
 from statekit.verify.verdict import compare
 
 pytestmark = pytest.mark.torch
@@ -674,3 +675,37 @@ def test_slots_that_were_never_born_begin_where_parameters_count_apart() -> None
     del state["state"][0]
     with pytest.raises(StateError, match="has no slots in the state @ wide"):
         other.load_state_dict(state)
+
+
+def test_memory_that_ends_while_a_state_is_loaded_leaves_the_optimizer_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    named = {name: torch.nn.Parameter(torch.ones(2, 3)) for name in ("a", "b")}
+    trained, other = (ScaledAdam(named.items(), lr=rate) for rate in (0.1, 0.2))
+    for param in named.values():
+        param.grad = torch.ones(2, 3)
+    trained.step()
+    before, calls = str(other.state_dict()), [taken_over]
+
+    def fail(*arguments: Any) -> Any:
+        if not calls:
+            raise MemoryError
+        return calls.pop()(*arguments)
+
+    monkeypatch.setattr("statekit.torch.optimizer.taken_over", fail)
+    with pytest.raises(MemoryError):
+        other.load_state_dict(trained.state_dict())
+    monkeypatch.undo()
+    assert str(other.state_dict()) == before
+    other.load_state_dict(trained.state_dict())
+    assert str(other.state_dict()) == str(trained.state_dict()) != before
+
+
+def test_slots_of_a_group_follow_its_parameters_to_another_device() -> None:
+    with torch.device("meta"):
+        optimizer = ScaledAdam({"w": torch.nn.Parameter(torch.ones(2, 3))}.items(), clipping_scale=2.0)
+    (group,) = optimizer.param_groups
+    assert group["slots"]
+    group["slots"] = {name: torch.empty_like(slot, device="cpu") for name, slot in group["slots"].items()}
+    optimizer._plan_of(0, group)
+    assert {slot.device.type for slot in group["slots"].values()} == {"meta"}

@@ -13,7 +13,7 @@ from statekit.arrays.backend import Backend
 from statekit.errors import Faults, UnknownRuleError, UsageError
 from statekit.optim.run import counts_apart, settled_group, steps_for
 from statekit.optim.steps import Scene, Steps
-from statekit.state.options import rate_needed
+from statekit.state.options import FACTOR, rate_needed
 from statekit.tensorflow.spec import GroupSpec, OptimizerSpec
 
 Variables: TypeAlias = Mapping[str, Any]
@@ -57,7 +57,8 @@ class VariableStep:
 
         Raises:
             UnknownRuleError: The learning rate is needed and nobody gave it.
-            UsageError: A gradient is missing, and the variant counts the updates of each parameter by itself.
+            UsageError: A group multiplies a rate that is the rule's own; or a gradient is missing, and the variant
+                counts the updates of each parameter by itself.
         """
         said = self.spec
         if not rate_given and any(
@@ -67,6 +68,13 @@ class VariableStep:
                 "The optimizer has no learning rate.",
                 expected="a number, a schedule or a callable",
                 remedy="set optimizer.learning_rate, or give it to the constructor or load_optimizer",
+            )
+        factors = {path: group.spec.rate_factor for group in self.groups for path in group.params}
+        if not rate_given and any(factor != 1.0 for factor in factors.values()):
+            raise Faults((f"has {FACTOR} {f}", path) for path, f in factors.items() if f != 1.0).error(
+                UsageError,
+                "Groups multiply the learning rate, and nobody gave one: the rule makes its own.",
+                remedy=f"give a learning rate, or leave out {FACTOR}",
             )
         missing = {path for group in self.groups for path in group.params} - set(paths)
         if missing and counts_apart(said.schema, said.variant):

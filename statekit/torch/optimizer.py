@@ -128,8 +128,9 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             changed = before(self, state_dict)
             state_dict = state_dict if changed is None else changed
         fitted = match(self._schemas(), type(self).__name__, self.param_groups, state_dict)
-        self.param_groups, self._plans = list(fitted.groups), {}
+        # All that may fail comes first: memory that ends leaves the optimizer as it was.
         self._hold([p for p, _ in fitted.slots], [taken_over(p, sources) for p, sources in fitted.slots])
+        self.param_groups, self._plans = list(fitted.groups), {}
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -149,6 +150,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             for param in group["params"]:  # a model may have moved since
                 slots = self.state[param]
                 self.state[param] = {name: value.to(param.device) for name, value in slots.items()}
+            _follow(group)
             plan = self._plans[index] = plan_group(group, self.state)
         return plan
 
@@ -229,6 +231,16 @@ class SchemaOptimizer(GroupedOptimizer, ABC):
 def usual_options(schema: str, variant: str) -> dict[str, Any]:
     """Returns the options of a group, as the variant has them."""
     return {name: value for name, value in offered(schema, variant).items() if name != LOGICAL}
+
+
+def _follow(group: ParamGroup) -> None:
+    """Moves the slots of a group as a whole to where its parameters live by now."""
+    devices = [param.device for param in group["params"]]
+    if devices and "slots" in group:
+        group["slots"] = {
+            name: value if value.device in devices else value.to(devices[0])
+            for name, value in group["slots"].items()
+        }
 
 
 def _unshared(slots: Slots) -> Slots:

@@ -45,7 +45,8 @@ FOLLOWED = Followed(
         )
     ),
     forms={
-        **dict.fromkeys(("step_scope", "repeated_rows", "nan_norm", "lr_source", "weight_decay_form")),
+        **dict.fromkeys(("step_scope", "repeated_rows", "lr_source", "weight_decay_form")),
+        "nan_norm": ("spreads",),
         "second_moment_update": ("weighted_sum",),
         "epsilon1_place": ("added_to_square",),
         "statistic": ("mean",),
