@@ -175,9 +175,11 @@ def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
     @click.option(
         "--model-key",
         metavar="KEY",
-        help="Where the weights lie in a PyTorch file, keys joined by /, if several may be meant.",
+        help="Where the weights lie in a PyTorch file or a tree of JAX, keys joined by /, if several may be meant.",
     )
-    @click.option("--optimizer-key", metavar="KEY", help="Where the optimizer's state lies in it.")
+    @click.option(
+        "--optimizer-key", metavar="KEY", help="Where the optimizer's state lies in a PyTorch file."
+    )
     @click.option(
         "--accept-damaged",
         is_flag=True,
@@ -457,9 +459,16 @@ def place_of(what: str, is_one: Callable[[Path], bool]) -> Callable[..., Path | 
                 expected=f"nothing, or a {what}",
                 remedy="choose another name",
             )
+        places: dict[Path, str] = ctx.meta.setdefault(_PLACES, {})
+        if (other := places.setdefault(value.resolve(), what)) != what:
+            raise UsageError(f"The {other} and the {what} are to be one file.", place=value)
         return value
 
     return check
+
+
+_PLACES = "statekit.places"
+"""Key of what one call writes beside its target: path -> what it is called."""
 
 
 def _is_certificate(path: Path) -> bool:

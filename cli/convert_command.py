@@ -24,10 +24,10 @@ from statekit.cli.arguments import (
 from statekit.cli.output import Screen
 from statekit.cli.plan_view import show_measured, show_next, show_plan
 from statekit.conversion.contracts import Exactness, Hints
-from statekit.conversion.convert import Report, convert, outcome, plan
+from statekit.conversion.convert import Report, check_place, convert, outcome, plan
 from statekit.conversion.plan import Plan
 from statekit.conversion.resume import of_plan, resume_lines, unsaid
-from statekit.errors import UsageError, size
+from statekit.errors import StatekitError, UsageError, printable, size
 from statekit.files.stage import Progress
 from statekit.maps.links import StateMap
 from statekit.state.train_state import StepOffset
@@ -124,7 +124,9 @@ def _maps(
     help="Other names for parameters, by a regular expression; before the map. May be repeated.",
 )
 @click.option(
-    "--dry-run", is_flag=True, help="Say what would be done, tensor by tensor; read and write no values."
+    "--dry-run",
+    is_flag=True,
+    help="Say what would be done, tensor by tensor, and whether TARGET's place is free; read and write no values.",
 )
 @click.option(
     "--replace", is_flag=True, help="Put the result in the place of what statekit wrote there before."
@@ -134,7 +136,7 @@ def _maps(
     "--threads",
     type=click.IntRange(1, 256),
     metavar="N",
-    help="How many threads work on it; as many as there are cores by default.",
+    help="How many threads work on it; as many as there are cores by default. A dry run is one.",
 )
 @click.option(
     "--verify",
@@ -201,6 +203,8 @@ def command(
         maps=_maps(map_name, config, rename, hints),
         changes=changes,
     )
+    if dry_run:
+        _say_if_refused(planned, replace, replace_foreign)
     report = None if dry_run else _carry_out(planned, replace, replace_foreign, threads)
     if report and report.times and click.get_current_context().find_root().params.get("debug"):
         click.echo("\n".join(report.times.lines()), err=True)
@@ -246,6 +250,14 @@ def _proven(
     if certificate is not None:
         made.save(certificate)
     return made
+
+
+def _say_if_refused(planned: Plan, replace: bool, replace_foreign: bool) -> None:
+    """Prints on stderr why what a dry run plans would not be written in the target's place."""
+    try:
+        check_place(planned, replace, replace_foreign)
+    except StatekitError as error:
+        click.echo(f"Note: this would be refused: {printable(error.line)}", err=True)
 
 
 def _carry_out(planned: Plan, replace: bool, replace_foreign: bool, threads: int | None) -> Report:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -14,7 +15,7 @@ from statekit.arrays.backend import BACKEND_NAMES, backend
 from statekit.cli.arguments import FOLLOW_LINKS, budget_option, said_hparams
 from statekit.cli.output import Table, print_json, progress, screen
 from statekit.conversion.contracts import Hints
-from statekit.errors import NotFoundError, StatekitError, UsageError, listed, printable
+from statekit.errors import NotFoundError, StatekitError, UsageError, listed, plural, printable
 from statekit.files.source import Files
 from statekit.verify.recording import open_recording
 from statekit.verify.replay import Replay, Start, Subject
@@ -100,6 +101,7 @@ def command(
         changes = said_hparams(hparams, files)
     subjects, skipped, fresh = _subjects(bundles, start, checkpoint, changes, follow_links, budget, rest)
     if trajectory:
+        _check_apart(subjects, names)
         trajectory.mkdir(parents=True, exist_ok=True)
     results = []
     with progress("updates") as bar:
@@ -125,6 +127,24 @@ def command(
     if not all(result.passed for result in results):
         return WANTING
     return COULD_NOT if failed else DONE
+
+
+def _check_apart(subjects: Sequence[Subject], names: Sequence[str]) -> None:
+    """Refuses free runs that would be written to one file.
+
+    Raises:
+        UsageError: There are several backends, or recordings of one name.
+    """
+    count = Counter(subject.recording.name for subject in subjects)
+    same = [f"{plural(n, 'recording')} {name}" for name, n in count.items() if n > 1]
+    if len(set(names)) > 1 or same:
+        raise UsageError(
+            "Free runs would take each other's place in one file.",
+            place="--trajectory",
+            expected="one --backend, and recordings of different names",
+            found="; ".join([*([", ".join(names)] if len(set(names)) > 1 else []), *same]),
+            remedy="call it once for each, with a folder each",
+        )
 
 
 @contextmanager

@@ -103,6 +103,23 @@ def test_a_dry_run_lists_every_tensor_and_writes_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_says_whether_the_place_is_free(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "state.pt"
+
+    def noted(*options: str) -> str:
+        assert main(["convert", str(RUN), str(target), "--dry-run", *options]) == 0
+        return capsys.readouterr().err
+
+    assert noted() == noted("--replace") == ""
+    target.write_bytes(b"somebody's")
+    assert "Note: this would be refused: The target exists" in noted()
+    assert "Note: this would be refused: The target is a file that statekit didn't write" in noted(
+        "--replace"
+    )
+    assert noted("--replace-foreign") == ""
+    assert target.read_bytes() == b"somebody's"
+
+
 def test_the_envelope_is_stable(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     data = as_json(capsys, RUN, tmp_path / "state.pt")
     assert list(data) == ["format", "plan", "plan_digest", "findings", "report", "next_update", "resume"]

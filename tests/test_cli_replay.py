@@ -284,3 +284,14 @@ def test_what_of_a_gin_file_cannot_be_read_is_said(
     gin.write_text("adafactor.Adafactor.decay_rate = 0.8\nadafactor.Adafactor.epsilon1 = @eps()\n")
     assert main(["replay", str(tmp_path), "--hparams", str(gin)]) == FAILED  # it is no recording
     assert "Note: Adafactor.epsilon1 is @eps() in" in capsys.readouterr().err
+
+
+def test_free_runs_that_would_be_written_to_one_file_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The last backend's, or the last recording's of a name, was left, without a word."""
+    out = tmp_path / "out"
+    for arguments in ([CASE, "--backend", "numpy", "--backend", "torch"], [CASE, CASE]):
+        assert main(["replay", *map(str, arguments), "--trajectory", str(out)]) == USAGE
+        assert "one file" in capsys.readouterr().err
+    assert not out.exists()

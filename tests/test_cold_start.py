@@ -11,6 +11,7 @@ from goldens import COMPACT
 from statekit.cli.main import main
 from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import plan
+from statekit.errors import StateError
 from statekit.verify.certificate import read_certificate
 from statekit.verify.cold_start import cold_start
 
@@ -32,6 +33,19 @@ def test_a_cold_start_makes_other_first_updates(capsys: pytest.CaptureFixture[st
 def test_a_cold_start_asks_for_what_a_step_needs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["cold-start", str(T5X)]) == 3
     assert "beta1" in capsys.readouterr().err
+
+
+@pytest.mark.torch
+def test_where_nothing_is_moved_it_says_so(tmp_path: Path) -> None:
+    import torch
+
+    param = torch.nn.Parameter(torch.ones(0, 3))
+    optimizer = torch.optim.AdamW([param])
+    param.grad = torch.ones(0, 3)
+    optimizer.step()
+    torch.save({"model": {"w": param.data}, "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    with pytest.raises(StateError, match="No parameter is moved"):
+        cold_start(tmp_path / "run.pt")
 
 
 @pytest.mark.torch

@@ -403,7 +403,10 @@ def test_a_limit_on_file_size_is_named(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
-        with pytest.raises(CommitError, match="EFBIG"), staged(tmp_path / "target", "file") as stage:
+        with (
+            pytest.raises(CommitError, match=r"(?s)EFBIG.*ulimit -f"),
+            staged(tmp_path / "target", "file") as stage,
+        ):
             resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))
             put(stage)
     finally:

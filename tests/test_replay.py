@@ -13,7 +13,7 @@ from goldens import COMPACT, GOLDEN, bundles
 from replaying import marks
 from statekit.arrays.backend import Backend, backend
 from statekit.arrays.numpy_backend import ORACLE
-from statekit.errors import FormatError, NotFoundError
+from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.files.safetensors import open_safetensors
 from statekit.verify.recorder import Recorder
 from statekit.verify.recording import Recording, from_json, open_recording, to_json
@@ -190,3 +190,18 @@ def test_what_is_no_recording_is_named(tmp_path: Path) -> None:
     (tmp_path / "recording.json").write_text("[")
     with pytest.raises(FormatError, match="isn't JSON"):
         open_recording(tmp_path)
+
+
+def test_what_is_of_no_parameter_is_not_recorded_without_a_word(tmp_path: Path) -> None:
+    """Slots under other names than the parameters' were left out, and a replay began without them."""
+    recorder = Recorder(tmp_path / "run", system="t5x", hyperparameters={})
+    params, slots = {"a/w": np.ones(2, np.float32)}, {"v": np.ones(2, np.float32)}
+    with pytest.raises(UsageError, match=r"slots of no parameter @ a\.w"):
+        recorder.start(params, {"a.w": slots})
+    recorder.start(params, {"a/w": slots})
+    with pytest.raises(UsageError, match=r"gradient of no parameter @ a\.w"):
+        recorder.update({"a.w": params["a/w"]}, params, {"a/w": slots}, None)
+    recorder.update(params, params, {"a/w": slots}, 0.1)
+    recorder.close()
+    with open_recording(tmp_path / "run") as recording:
+        assert recording.last == 1

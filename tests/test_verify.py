@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +26,7 @@ from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
 from statekit.errors import BudgetError, CommitError, FormatError, StateError, UsageError
+from statekit.state.schedules.call_text import parse_call
 from statekit.tensors.tensor import in_memory
 from statekit.testing.layouts import made_state
 from statekit.verify.certificate import Certificate, read_certificate
@@ -83,6 +85,48 @@ def test_a_certificate_is_repeated(made: Certificate, tmp_path: Path) -> None:
     again = repeated(tmp_path / "cert.json")
     assert again.same, again.differs
     assert again.again.digest == made.digest
+
+
+@pytest.mark.torch
+def test_what_was_said_of_the_source_is_in_the_certificate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No manifest of the target's says it too: another tool wrote it."""
+    import torch
+
+    params = {name: torch.nn.Parameter(torch.full((2, 3), value)) for name, value in (("a", 1.0), ("b", 2.0))}
+    groups: list[dict[str, Any]] = [{"params": [params["b"]], "weight_decay": 0.0}, {"params": [params["a"]]}]
+    optimizer = torch.optim.AdamW(groups)
+    for param in params.values():
+        param.grad = param.detach() / 2
+    optimizer.step()
+    source, target, cert, names = (tmp_path / one for one in ("run.pt", "out.pt", "cert.json", "names.txt"))
+    torch.save({"model": {n: p.data for n, p in params.items()}, "optimizer": optimizer.state_dict()}, source)
+    names.write_text("b\na\n")
+    call = "piecewise_constant_schedule(0.001, {100: 0.5})"
+    said = ["--param-names", str(names), "--schedule", call]
+    shutil.copyfile(source, target)
+    line = ["verify", str(source), str(target), "--steps", "0", "--certificate", str(cert)]
+    assert main([*line, *said]) == DONE
+    made = read_certificate(cert)
+    assert made.data["asked"]["param_names"] == ["b", "a"]
+    assert made.data["command"].startswith("statekit verify --repeat ")
+    jsonschema.validate(json.loads(made.text()), SCHEMA)
+    again = repeated(cert)
+    assert again.same and again.again.digest == made.digest
+    assert main(["verify", "--repeat", str(cert), *said]) == USAGE
+    assert "--param-names, --schedule too" in capsys.readouterr().err
+
+
+def test_a_schedule_of_the_targets_manifest_is_what_was_said(tmp_path: Path) -> None:
+    """JSON has no table by numbers: it stands there as pairs."""
+    call = parse_call("piecewise_constant_schedule(0.001, {100: 0.5})")
+    planned = plan(
+        T5X, tmp_path / "run", to="statekit", layout="statekit", hints=replace(SAID, schedule=call)
+    )
+    convert(planned)
+    made = verify(T5X, tmp_path / "run", steps=0)
+    assert made.passed, made.data["verdict"]["because"]
 
 
 @pytest.mark.torch
@@ -348,6 +392,9 @@ def test_a_certificate_takes_no_other_file_s_place(
     again = ["verify", str(T5X), str(target), "--steps", "0", "--certificate"]
     assert main([*again, str(target)]) == FAILED
     assert [main([*again, str(tmp_path / "cert.json")]) for _ in range(2)] == [DONE, DONE]
+    capsys.readouterr()
+    assert main([*again, str(tmp_path / "both"), "--report", str(tmp_path / "both")]) == USAGE
+    assert "one file" in capsys.readouterr().err and not (tmp_path / "both").exists()
 
 
 def test_verify_is_refused_before_a_conversion_that_it_can_t_prove(

@@ -22,7 +22,7 @@ from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import in_memory
 from statekit.verify.side_by_side import SideBySide, _as_loaded
-from statekit.verify.stepping import Side
+from statekit.verify.stepping import Side, rates_of
 from statekit.verify.verification import verify
 
 LATE = 1000
@@ -195,3 +195,66 @@ def test_a_nan_goes_as_far_as_the_schema_says(variant: str) -> None:
     spreads = rules.variant(variant)["constants"]["xla_perturbation"]
     assert lost == {"m": True, "v_col": spreads, "v_row": spreads}
     assert "where a gradient has a NaN" in rules.data["differences"]["xla_perturbation"]["meaning"]
+
+
+def test_a_run_of_keras_adafactor_without_a_rate_is_stepped_with_one_that_is_said() -> None:
+    """Its relative step only caps a rate: taken for one of its own, it left updates unproven."""
+    for variant, rate in (("keras", 0.01), ("hf", None)):
+        values = dict(load_schema("adafactor").variant(variant)["defaults"])
+        del values["learning_rate"]
+        assert values["relative_step"]
+        group = Group((), values, dict.fromkeys(values, "given"))
+        rates, notes = rates_of(TrainState({}, {}, Optimizer("adafactor", variant, (group,)), Counts(1, 1)))
+        assert rates == (rate if rate is None else float(np.float32(rate)),)
+        assert len(notes) == (rate is not None)
+
+
+@pytest.mark.parametrize("at", [0, 1], ids=["loading", "updates"])
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_what_a_framework_raises_is_said_of_the_target_and_steps_no_source(
+    side: str, at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    failing = failing_class(monkeypatch, TypeError("a raw error"), at)
+    layouts = (failing, "statekit") if side == "source" else ("statekit", failing)
+    state = adamw()
+    sides = SideBySide(state, state, state, layouts, Exactness.ROUNDING)
+    replay, verdicts, _ = sides.run("random", 1, NumpyBackend(), 0, False, lambda _: None)
+    if side == "source":
+        assert {verdict for verdict, _ in verdicts.values()} == {"bit-exact"}
+        assert "TypeError: a raw error" in str(replay["notes"])
+    else:
+        assert {verdict for verdict, _ in verdicts.values()} == {"refuted"}
+        assert all("TypeError: a raw error" in why for _, why in verdicts.values())
+
+
+@pytest.mark.parametrize("error", [MemoryError(), OSError(28, "No space left on device")], ids=repr)
+def test_a_machine_that_fails_refutes_nothing(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = adamw()
+    layouts = "statekit", failing_class(monkeypatch, error, 1)
+    with pytest.raises(type(error)):
+        SideBySide(state, state, state, layouts, Exactness.ROUNDING).run(
+            "random", 1, NumpyBackend(), 0, False, lambda _: None
+        )
+
+
+def failing_class(monkeypatch: pytest.MonkeyPatch, error: Exception, at: int) -> str:
+    """Returns a layout whose class raises an error once it makes so many updates; before, it changes nothing."""
+
+    def run(state: TrainState, updates: Any, rates: Any) -> TrainState:
+        if len(updates) >= at:
+            raise error
+        return state
+
+    class Failing:
+        name = title = "a class"
+        is_here = True
+        sqrt_units = 0.0
+
+        def runner(self, schema: str, variant: str) -> Any:
+            return run
+
+    def class_of(layout: str, *kind: str) -> Any:
+        return Failing() if layout == "failing" else None
+
+    monkeypatch.setattr("statekit.verify.side_by_side.class_of", class_of)
+    return "failing"

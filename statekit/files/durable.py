@@ -158,7 +158,8 @@ def writing(place: object) -> Iterator[None]:
 _SPACE = "free some space, or choose a target on another disk"
 _ACCESS = "choose a target that you may write to"
 _REMEDIES = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), _SPACE),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), _SPACE),
+    errno.EFBIG: "raise the limit on a file's size (ulimit -f), or choose a target whose file system has such files",
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), _ACCESS),
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENAMETOOLONG: "choose a shorter name",

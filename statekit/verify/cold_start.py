@@ -18,7 +18,7 @@ import numpy as np
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.conversion.contracts import NO_HINTS, Hints
 from statekit.conversion.open_state import open_state
-from statekit.errors import StateError, UsageError, printable
+from statekit.errors import StateError, UsageError, plural, printable
 from statekit.optim.run import load, mover
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.stored_params import as_params
@@ -131,7 +131,7 @@ def cold_start(
 
     Raises:
         NotFoundError, FormatError: It can't be read.
-        StateError: There is no optimizer, or statekit has no step of it.
+        StateError: There is no optimizer, it moves nothing, or statekit has no step of it.
         UnknownRuleError: A step needs what nobody said; names it.
         UsageError: Nobody said whose rule it is.
     """
@@ -149,6 +149,13 @@ def cold_start(
                     expected=", ".join(load_schema(schema).stepped),
                 )
         chosen = sampled(state, seed, everything)
+        if not chosen.paths:
+            raise StateError(
+                "No parameter is moved by the optimizer, so that no update can be compared.",
+                place=path,
+                expected="a parameter with elements in one of its groups",
+                found=f"{plural(len(state.params), 'parameter')}, none of them such a one",
+            )
         warm = chosen.of(state)
         rates, said = rates_of(warm)
         (probe, *_) = [one for one in drawn(warm, ("random",), updates, seed) if one.name == USUAL]

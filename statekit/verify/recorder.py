@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from statekit.errors import TargetExistsError, UsageError
+from statekit.errors import Faults, TargetExistsError, UsageError
 from statekit.files.durable import replace_file
 from statekit.files.safetensors import save_safetensors
 from statekit.optim.steps import USUAL, Execution
@@ -105,9 +105,14 @@ class Recorder:
         self._grads, self._states = Spool(self.folder), Spool(self.folder)
 
     def start(self, params: Mapping[str, Array], slots: Mapping[str, Mapping[str, Array]]) -> None:
-        """Records the state before the first update."""
+        """Records the state before the first update.
+
+        Raises:
+            UsageError: It was recorded already, or slots are of no parameter.
+        """
         if self._states.tensors:
             raise UsageError("A recording starts once.", place=self.folder)
+        _check_named(params, {"slots": slots})
         self._state(params, slots)
 
     def update(
@@ -124,11 +129,15 @@ class Recorder:
             params: Parameters by path.
             slots: Slots by path and name.
             learning_rate: A number, one for each group, or None where the optimizer computes its own.
+
+        Raises:
+            UsageError: Nothing was recorded before, or gradients or slots are of no parameter; lists every one.
         """
         if not self._states.tensors:
             raise UsageError(
                 "A recording needs the state before its first update.", remedy="call start() first"
             )
+        _check_named(params, {"gradient": grads, "slots": slots})
         self._step += 1
         for path, grad in grads.items():
             self._grads.add(f"{self._step}/{path}", np.asarray(grad))
@@ -164,6 +173,16 @@ class Recorder:
             self._states.add(f"{self._step}/param/{path}", np.asarray(value))
             for slot, array in slots.get(path, {}).items():
                 self._states.add(f"{self._step}/slot/{path}/{slot}", np.asarray(array))
+
+
+def _check_named(params: Mapping[str, Array], given: Mapping[str, Mapping[str, object]]) -> None:
+    """Refuses what is of no parameter, which no name in a recording could stand for."""
+    faults = Faults(
+        (f"{what} of no parameter", p) for what, paths in given.items() for p in paths if p not in params
+    )
+    faults.check(
+        UsageError, "What is recorded isn't of the parameters", remedy="use the paths of the parameters"
+    )
 
 
 def _usual(hyperparameters: Mapping[str, Any]) -> Execution:

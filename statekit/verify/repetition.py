@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from statekit.conversion.changing.changes import option
 from statekit.conversion.contracts import NO_HINTS, Hints
-from statekit.errors import FormatError
+from statekit.errors import FormatError, UsageError
 from statekit.verify.certificate import Certificate, read_certificate
-from statekit.verify.verification import Asked, OnProgress, certificate
+from statekit.verify.verification import HINTED, Asked, OnProgress, certificate
 
 _PLACES = ("source", "target")
 
@@ -53,6 +54,7 @@ def repeated(
 
     Raises:
         NotFoundError, FormatError: It can't be read, or was changed.
+        UsageError: The hints say what the certificate says.
         As `verify`.
     """
     old = read_certificate(path)
@@ -65,7 +67,15 @@ def repeated(
             expected="schemas/statekit-certificate.schema.json",
             found=f"{type(error).__name__}: {error}",
         ) from None
-    asked = replace(asked, source=source or asked.source, target=target or asked.target)
+    given = {name: value for name in HINTED if (value := getattr(hints, name)) is not None}
+    if twice := [name for name in given if getattr(asked, name) is not None]:
+        raise UsageError(
+            "A certificate is repeated as it was asked for.",
+            place=path,
+            found=f"{', '.join(option(name) for name in twice)} too",
+            remedy="leave it out, or verify source and target anew",
+        )
+    asked = replace(asked, **given, source=source or asked.source, target=target or asked.target)
     again = certificate(asked, hints, on_progress)
     return Repetition(again, tuple(differences(old, again)), tuple(_notes(old.data, again.data)))
 

@@ -28,6 +28,7 @@ from statekit.verify.probes import NOT_A_NUMBER, Kind, Probe, drawn, gradients_o
 from statekit.verify.sampling import Sample, sampled
 from statekit.verify.stepping import (
     EDGES,
+    Arrays,
     Bounds,
     Key,
     Rules,
@@ -45,6 +46,10 @@ KINDS: Mapping[str, tuple[Kind, ...]] = {
 """What `--gradients` names; all else is a file."""
 _SINGLE = 256.0
 """Roundings in units of float32, up to which nothing is stored in low precision: bfloat16 has 2^16 in one."""
+
+
+_OF_THE_MACHINE = (MemoryError, OSError)
+"""What says nothing of a checkpoint, whoever raises it: a disk that is full, memory that is short."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +139,10 @@ class SideBySide:
         before, right, there = (sample.of(state) for state in self._states)
         rates, said = rates_of(right)
         self._notes += said
-        sides = self._side(before, self._layouts[0], rates), self._side(there, self._layouts[1], rates)
+        sides = (
+            self._side(before, self._layouts[0], rates, is_source=True),
+            self._side(there, self._layouts[1], rates),
+        )
         if encoded_paths(right) != encoded_paths(before):
             self._notes.append("parameters that one side stores encoded are held to the target's bound alone")
         twin = self._twin(sample)
@@ -175,8 +183,12 @@ class SideBySide:
             [_said(one, wrong[n], seen.get(n), right) for n, one in pending.items()],
         )
 
-    def _side(self, state: TrainState, layout: str, rates: Rates) -> Side:
-        """Returns what steps a state: its own class, where it is installed and takes it, or our step."""
+    def _side(self, state: TrainState, layout: str, rates: Rates, *, is_source: bool = False) -> Side:
+        """Returns what steps a state: its own class, where it is installed and takes it, or our step.
+
+        A target that its own framework can't load is no continuation of the run, which is said where the updates are
+        compared; of a source nothing is asked, and our step takes the place.
+        """
         schema, variant = state.optimizer.kinds[0]
         kind = class_of(layout, schema, str(variant))
         ours = f"statekit.optim.{schema}, variant {variant}"
@@ -187,14 +199,22 @@ class SideBySide:
         if not kind.is_here:
             self._notes.append(f"{kind.name} isn't installed: {ours} steps in its place")
             return Side(state, ours)
-        side = Side(state, kind.title, kind.runner(schema, str(variant)), kind.sqrt_units)
-        try:  # whether it takes what is stepped; what a framework raises is said of the updates
+        try:
+            side = Side(state, kind.title, kind.runner(schema, str(variant)), kind.sqrt_units)
+        except ImportError as error:
+            self._notes.append(f"{kind.name} can't be imported: {error}; {ours} steps in its place")
+            return Side(state, ours)
+        try:  # whether it takes what is stepped
             side.after(NumpyBackend(), (), rates)
+        except _OF_THE_MACHINE:
+            raise
         except StatekitError as error:
             self._notes.append(f"{kind.name} isn't run: {error.line}; {ours} steps in its place")
             return Side(state, ours)
-        except Exception:  # a framework's own: raised again, and said, where the updates are compared
-            return side
+        except Exception as error:  # whatever a framework raises
+            if is_source:
+                self._notes.append(f"{kind.name} isn't run: {_raised(error)}; {ours} steps in its place")
+                return Side(state, ours)
         return side
 
     def _twin(self, sample: Sample) -> TrainState:
@@ -228,13 +248,13 @@ class SideBySide:
         both = None if alike else rules(before, right, probe.updates, rates, roots)
         if probe.name == NOT_A_NUMBER:
             self._notes.append(_of_nan(of_source, of_target))
-        ours = sides[0].after(xp, probe.updates, rates)
+        ours = self._of_source(sides[0], xp, probe, rates)
         try:
             theirs = sides[1].after(xp, probe.updates, rates)
-        except StatekitError:
+        except (StatekitError, *_OF_THE_MACHINE):
             raise
         except Exception as error:  # whatever a framework raises: it doesn't take what the target holds
-            fault = f"{sides[1].title} doesn't go on with it: {type(error).__name__}: {error}"
+            fault = f"{sides[1].title} doesn't go on with it: {_raised(error)}"
             return _Ran({key: Worst(faults=(fault,)) for key in of_target.intervals}), of_target
         starts = arrays(before)
         encoded = {*encoded_paths(right)} ^ {*encoded_paths(before)}
@@ -248,6 +268,20 @@ class SideBySide:
             one = _compared(sides_of_it, of_target, of_source, both, grain * len(probe.updates), ran)
             ran.tensors[key] = self._judged(one, probe, alike)
         return ran, of_target
+
+    def _of_source(self, side: Side, xp: Backend, probe: Probe, rates: Rates) -> Arrays:
+        """Returns the source's tensors after a probe, by our step where its own class fails at the gradients."""
+        try:
+            return side.after(xp, probe.updates, rates)
+        except (StatekitError, *_OF_THE_MACHINE):
+            raise
+        except Exception as error:  # whatever a framework raises
+            if side.native is None:
+                raise
+            self._notes.append(
+                f"{side.title} fails on {probe.name}: {_raised(error)}; our step takes its place there"
+            )
+            return Side(side.state, "").after(xp, probe.updates, rates)
 
     def _judged(self, one: _Compared, probe: Probe, alike: bool) -> Worst:
         """Returns what a tensor's values after a probe say of it."""
@@ -342,7 +376,7 @@ def _as_loaded(side: Side, rates: Rates) -> dict[Key, str]:
         return {}
     try:
         there = arrays(side.native(side.state, (), rates))
-    except StatekitError:
+    except (StatekitError, *_OF_THE_MACHINE):
         raise
     except Exception:  # whatever a framework raises is said of the updates
         return {}
@@ -432,6 +466,10 @@ def _classes(ulps: Any) -> list[int]:
     """Returns how many elements differ by no more than each edge, and by more than the one before; the rest last."""
     places = np.searchsorted(np.asarray(EDGES), np.nan_to_num(ulps.ravel(), nan=np.inf), side="left")
     return [int(n) for n in np.bincount(places, minlength=len(EDGES) + 1)]
+
+
+def _raised(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 @contextmanager

@@ -19,8 +19,8 @@ from statekit.arrays.backend import Backend
 from statekit.arrays.intervals import Interval, IntervalBackend
 from statekit.arrays.numpy_backend import ORACLE
 from statekit.optim.run import Live, load, mover, store
-from statekit.state.options import stored_rate
-from statekit.state.train_state import TrainState
+from statekit.state.options import rate_needed, stored_rate
+from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import Array
 from statekit.verify.natives import Native, Rates, Updates
 from statekit.verify.replay import named
@@ -120,7 +120,7 @@ def rates_of(state: TrainState) -> tuple[Rates, tuple[str, ...]]:
         rate = stored_rate(group.hyperparameters)
         if isinstance(rate, (int, float)) and not isinstance(rate, bool) and rate > 0 and np.isfinite(rate):
             rates.append(float(np.float32(rate)))
-        elif group.hyperparameters.get("relative_step"):
+        elif group.hyperparameters.get("relative_step") and not _needs_rate(state, group):
             rates.append(None)
         else:
             rates.append(RATE)
@@ -128,6 +128,11 @@ def rates_of(state: TrainState) -> tuple[Rates, tuple[str, ...]]:
                 f"group {i} is stepped with a learning rate of 0.01, as neither side says one to go on with"
             )
     return tuple(rates), tuple(said)
+
+
+def _needs_rate(state: TrainState, group: Group) -> bool:
+    schema, variant = state.optimizer.kind(group)
+    return rate_needed(schema, str(variant), group.hyperparameters)  # Keras' relative step only caps one
 
 
 def run(xp: Backend, state: TrainState, updates: Updates, rates: Rates) -> Live:

@@ -36,7 +36,7 @@ from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.stored_params import as_params
 from statekit.state.train_state import StepOffset, TrainState
 from statekit.tensors.digest import json_digest
-from statekit.tensors.tree import to_json
+from statekit.tensors.tree import from_json, to_json
 from statekit.verify.certificate import FORMAT, VERSION, Certificate
 from statekit.verify.identity import VERDICTS, Bijection, Reader, Row, Verdict, bijection, compared
 from statekit.verify.natives import installed
@@ -44,7 +44,8 @@ from statekit.verify.side_by_side import SideBySide
 
 STEPS = 3
 """Updates of each probe, unless somebody says another number."""
-GRADIENTS = ("all", "random", "adversarial")
+HINTED = ("param_names", "names_from", "schedule", "model_key", "optimizer_key")
+"""Fields of `Hints` that a certificate has too where they were said; what may be read, and how much, each run says."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +67,11 @@ class Asked:
         hparams: What the source doesn't say.
         variant: Whose rule it is, where the files can't tell.
         step_offset: Where the decay of the second moment was made to start, where the target doesn't say it.
+        param_names: As those of `Hints`, which the files don't say either; so are the four below.
+        names_from: As above.
+        schedule: As above.
+        model_key: As above.
+        optimizer_key: As above.
     """
 
     source: Path
@@ -82,21 +88,41 @@ class Asked:
     hparams: Mapping[str, Any] | None = None
     variant: str | None = None
     step_offset: StepOffset = "keep"
+    param_names: tuple[str, ...] | None = None
+    names_from: str | None = None
+    schedule: Mapping[str, Any] | None = None
+    model_key: str | None = None
+    optimizer_key: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as it stands in a certificate."""
+        """Returns it as it stands in a certificate, which has of `HINTED` what was said."""
         data = {**vars(self), "source": str(self.source), "target": str(self.target)}
-        return {**to_json(data), "require": self.require.name.lower()}
+        said = {name: value for name, value in data.items() if name not in HINTED or value is not None}
+        if self.param_names is not None:
+            said["param_names"] = list(self.param_names)
+        return {**to_json(said), "require": self.require.name.lower()}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Asked:
         """Returns what a certificate was asked for."""
-        paths = {name: Path(data[name]) for name in ("source", "target")}
-        return Asked(**{**data, **paths, "require": Exactness[data["require"].upper()]})
+        said = {name: from_json(value) for name, value in data.items()}
+        said |= {name: Path(data[name]) for name in ("source", "target")}
+        if (names := data.get("param_names")) is not None:
+            said["param_names"] = tuple(names)
+        return Asked(**{**said, "require": Exactness[data["require"].upper()]})
+
+    def hinted(self, hints: Hints) -> Hints:
+        """Returns hints that say what was asked here, and of all else what they said."""
+        said = {name: value for name in HINTED if (value := getattr(self, name)) is not None}
+        return replace(hints, hyperparameters=dict(self.hparams or {}), variant=self.variant, **said)
 
     @property
     def command(self) -> str:
-        """The line that does it again."""
+        """The line that does it again; what only files say, by the certificate in which it stands."""
+        if self.param_names is not None or self.schedule is not None:
+            return shlex.join(
+                ["statekit", "verify", "--repeat", "CERTIFICATE.json", str(self.source), str(self.target)]
+            )
         usual = Asked(self.source, self.target)
         words = ["statekit", "verify", str(self.source), str(self.target)]
         for name, value in vars(self).items():
@@ -138,8 +164,14 @@ def verify(
         UnknownRuleError: A step needs what nobody said; names it.
         UsageError: The options don't go together.
     """
+    said = {name: getattr(hints, name) for name in HINTED}
     made = Asked(
-        Path(source), Path(target), hparams=dict(hints.hyperparameters), variant=hints.variant, **asked
+        Path(source),
+        Path(target),
+        hparams=dict(hints.hyperparameters),
+        variant=hints.variant,
+        **said,
+        **asked,
     )
     if made.steps < 0:
         raise UsageError(
@@ -152,7 +184,7 @@ def certificate(
     asked: Asked, hints: Hints = NO_HINTS, on_progress: OnProgress = lambda *said: None
 ) -> Certificate:
     """Returns the certificate of what was asked for; errors are those of `verify`."""
-    hints = replace(hints, hyperparameters=dict(asked.hparams or {}), variant=asked.variant)
+    hints = asked.hinted(hints)
     with _opened(asked, hints) as (prepared, plan, target, said):
         return _Verification(asked, prepared, plan, target, said, on_progress).certificate()
 
@@ -183,7 +215,7 @@ def _of_target(hints: Hints) -> Hints:
 def _request(asked: Asked, hints: Hints, target: OpenState) -> tuple[Request, list[str]]:
     """Returns the conversion that makes such a target: as the target's manifest has it, or as is asked."""
     said: list[str] = []
-    options: Mapping[str, Any] = (target.checkpoint.manifest or {}).get("options") or {}
+    options: Mapping[str, Any] = from_json((target.checkpoint.manifest or {}).get("options") or {})
     maps, offset, changes = _maps(asked, hints), asked.step_offset, None
     if options:
         made = options.get("maps", ())
