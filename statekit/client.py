@@ -304,6 +304,7 @@ class Client:
         """
         failures = 0
         while True:
+            before = after
             try:
                 with self._http.stream(
                     "GET", f"/jobs/{_number(job)}/events", headers={"Last-Event-ID": f"{after}"}
@@ -314,6 +315,9 @@ class Client:
                     for event in _events(answer.iter_lines()):
                         failures, after = 0, event.number
                         yield event
+                failures = 0  # it was ended in order: by a service that ends, or something between
+                if after == before:
+                    time.sleep(PAUSE_SECONDS)
             except self._lost as error:
                 failures += 1
                 if failures >= TRIES:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import sqlite3
 import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -20,7 +22,8 @@ from schemathesis.checks import negative_data_rejection, positive_data_acceptanc
 from schemathesis.python.asgi import get_client
 from serving import BEARER, Served
 
-from statekit.errors import NotFoundError
+from statekit.errors import CommitError, NotFoundError
+from statekit.files.durable import writing
 from statekit.service.failures import problem_of
 from statekit.service.records import KINDS
 from statekit.service.web.remembered import Remembered
@@ -327,6 +330,15 @@ def test_halves_of_characters_hold_no_answer_up(served: Served) -> None:
     assert got(served, f"/jobs/{latest['id']}/result") == result
     assert got(served, f"/checkpoints/{checkpoint}/parameters")["items"] == result["parameters"]
     assert got(served, f"/checkpoints/{checkpoint}/resumes-in")["resumes"] == result["resumes"]
+
+
+def test_what_the_services_own_bounds_end_is_done_elsewhere(tmp_path: Path) -> None:
+    """Neither a disk nor the machine's memory lacks room."""
+    with pytest.raises(CommitError) as caught, writing(tmp_path):
+        raise OSError(errno.EFBIG, "File too large")
+    for error in (caught.value, OSError(errno.EFBIG, "File too large"), MemoryError()):
+        assert "command line" in problem_of(error)["remedy"]
+    assert problem_of(OSError(errno.ENOSPC, "No space left on device"))["remedy"] is None
 
 
 def test_a_lineage_begins_with_the_checkpoint_itself(served: Served) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import text
+from sqlalchemy import event, text
 
 import statekit
 from goldens import GOLDEN
@@ -29,10 +29,10 @@ from statekit.service import roots
 from statekit.service.catalogue import Catalogue
 from statekit.service.child import Child, Died, Zygote
 from statekit.service.database import FILE, OWNER, Database, Ownership
-from statekit.service.lineage import lineage_of
+from statekit.service.lineage import MOST_NODES, lineage_of
 from statekit.service.records import Query
 from statekit.service.server import _tried
-from statekit.service.tables import METADATA
+from statekit.service.tables import CHECKPOINTS, JOBS, METADATA, RESULTS, SUBJECTS
 from statekit.tensors.digest import json_digest
 
 T5X = GOLDEN / "t5x" / "momentum_f32" / "checkpoint" / "checkpoint_4"
@@ -393,3 +393,39 @@ def test_a_damaged_or_unwritable_catalogue_is_a_clear_error(tmp_path: Path) -> N
     (tmp_path / "file").write_text("")
     with pytest.raises(StatekitError, match="--data"):
         Ownership(tmp_path / "file" / "data")
+
+
+@pytest.mark.parametrize("made", [4, MOST_NODES + 20])
+def test_a_lineage_reads_what_jobs_wrote_once_for_each_source(
+    made: int, database: Database, root: Path
+) -> None:
+    """However much was made of it; what is too much isn't shown."""
+    Catalogue(database, [root]).scan()
+    with database.writing() as connection:
+        row = dict(connection.execute(CHECKPOINTS.select().where(CHECKPOINTS.c.id == 1)).one()._mapping)
+        connection.execute(CHECKPOINTS.update().where(CHECKPOINTS.c.id == 1).values(digest="0" * 64))
+        lines = [
+            {
+                **row, "id": 100 + i, "place": f"made/{i}".encode(), "path": f"made/{i}", "source_digest": "0" * 64,
+                "digest": f"{i + 1:064}", "made": {"source": {"digest": "0" * 64}, "plan": str(i)},
+            }
+            for i in range(made)
+        ]  # fmt: skip
+        connection.execute(CHECKPOINTS.insert(), lines)
+        for i in range(4):
+            job = {
+                "id": i + 1, "kind": "convert", "state": "done", "options": {}, "cache_key": str(i), "attempts": 1,
+                "token": 1, "cancelling": False, "created": 0.0, "text": "", "requested_by": "test", "last_event": 0,
+            }  # fmt: skip
+            connection.execute(JOBS.insert(), job)
+            connection.execute(SUBJECTS.insert(), {"job": i + 1, "position": 0, "checkpoint": 1})
+            data = {"report": {"target": f"/data/made/{i}"}, "plan_digest": str(i)}
+            connection.execute(RESULTS.insert(), {"job": i + 1, "data": data})
+    statements: list[str] = []
+    event.listen(database.engine, "before_cursor_execute", lambda *said: statements.append(said[2]))
+    lineage = lineage_of(database, 1)
+    assert len(lineage.nodes) == min(made + 1, MOST_NODES)
+    assert lineage.more == (made >= MOST_NODES)
+    jobs = {edge.target: edge.job for edge in lineage.edges}
+    assert [jobs[f"checkpoint-{100 + i}"] for i in range(4)] == [1, 2, 3, 4]
+    assert sum("JOIN results" in one for one in statements) == 1

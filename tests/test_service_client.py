@@ -9,15 +9,17 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.metadata import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from serving import TOKEN, Served
 
 from statekit import errors
-from statekit.client import Client
+from statekit.client import PAUSE_SECONDS, Client
 from statekit.errors import NotFoundError, StatekitError, UsageError
 from statekit.service.records import Checkpoint, Event
 
@@ -156,6 +158,32 @@ def test_events_go_on_where_the_connection_was_lost(client: Client, monkeypatch:
     assert events == whole[1:]
     assert all(isinstance(event, Event) for event in events)
     assert opened == ["1", "1", str(whole[-1].number)]
+
+
+def test_events_are_not_asked_for_without_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What stands between may end each stream at once, in order."""
+    paused: list[float] = []
+    answers = [200, 200, 200, 204]
+
+    class Answer:
+        is_success = True
+
+        def __init__(self, status: int) -> None:
+            self.status_code = status
+
+        def iter_lines(self) -> Iterator[str]:
+            yield from (": ping", "")
+
+    @contextmanager
+    def stream(method: str, path: str, **options: Any) -> Iterator[Answer]:
+        yield Answer(answers.pop(0))
+
+    # not time.sleep itself, which threads of other tests call too
+    monkeypatch.setattr("statekit.client.time", SimpleNamespace(sleep=paused.append))
+    with Client("http://127.0.0.1:1", TOKEN) as client:
+        monkeypatch.setattr(client._http, "stream", stream)
+        assert list(client.events(1)) == []
+    assert paused == [PAUSE_SECONDS] * 3
 
 
 def test_a_request_whose_answer_is_lost_is_sent_again_and_done_once(

@@ -265,6 +265,10 @@ def test_what_is_not_computed_is_said() -> None:
         )
     )[1]["unsaid"]  # fmt: skip
     assert "factor_map" in assumed
+    for shape in ((0,), (5, 0), (0, 4)):
+        empty = {name: np.zeros(shape, np.float32) for name in ("m", "v")}
+        without, record = figures(state_of("adamw", "torch", empty, empty["m"], learning_rate=0.01))
+        assert not without and "no elements" in record["unsaid"][0]
     with pytest.raises(NotFoundError, match="no such parameter"):
         parameter_statistics(state, "x", MEMORY)
 

@@ -153,7 +153,9 @@ class Axis:
 
     def at(self, value: float) -> float:
         """Returns the pixel of a number, or of the exponent of a power."""
-        return self.start + (self.end - self.start) * (value - self.low) / ((self.high - self.low) or 1.0)
+        by = 0.5 if math.isinf(self.high - self.low) else 1.0  # half of the span is a number
+        span = by * self.high - by * self.low
+        return self.start + (self.end - self.start) * ((by * value - by * self.low) / (span or 1.0))
 
     def ticks(self) -> list[tuple[float, str]]:
         """Returns where its lines stand, and what they are called."""

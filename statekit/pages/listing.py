@@ -55,12 +55,17 @@ def numbers(parameters: Sequence[Mapping[str, Any]]) -> str:
         "parameters", "", "", Markup(""), "", ("parameter", "slot", "shape", "dtype", "bytes", *stats),
         tuple(
             (one["path"], slot, "x".join(map(str, t["shape"])), t["dtype"], t["bytes"],
-             *(t["stats"][name] if "stats" in t else None for name in stats))
+             *(_plain(t["stats"][name]) if "stats" in t else None for name in stats))
             for one in parameters
             for slot, t in (("", one), *one["slots"].items())
         ),
     )  # fmt: skip
     return table.csv()
+
+
+def _plain(value: float | Mapping[str, str] | None) -> charts.Cell:
+    """Returns a number of a statistic; what JSON has as text, because it isn't finite, as that."""
+    return value["$float"] if isinstance(value, Mapping) else value
 
 
 def all_numbers(parameters: Sequence[Mapping[str, Any]]) -> str:

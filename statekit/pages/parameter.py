@@ -20,8 +20,7 @@ def of_tensor(name: str, tensor: Mapping[str, Any]) -> list[Plot]:
     plots = []
     span = tensor["linear"]
     if span is not None:
-        count = len(span["counts"])
-        edges = [span["low"] + (span["high"] - span["low"]) * i / count for i in range(count + 1)]
+        edges = _edges(span["low"], span["high"], len(span["counts"]))
         title = f"Values of {called}"
         plots.append(charts.histogram(title, f"{called}, every finite value", called, edges, span["counts"]))
     if tensor["stats"]["magnitudes"] is not None:
@@ -31,6 +30,13 @@ def of_tensor(name: str, tensor: Mapping[str, Any]) -> list[Plot]:
             )
         )
     return plots + _cells(called, f"|{called}|", tensor)
+
+
+def _edges(low: float, high: float, count: int) -> list[float]:
+    """Returns the edges of equal bins between two numbers, whose difference may be more than float64 holds."""
+    if math.isinf(high - low):
+        return [low * (1 - i / count) + high * (i / count) for i in range(count + 1)]
+    return [low + (high - low) * i / count for i in range(count + 1)]
 
 
 def _cells(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 from typing import Any
 
 from statekit.errors import StatekitError, printable
+
+_BOUNDED = "do it by the command line, where no service bounds it: what a job takes grows with its checkpoints' bytes"
+"""What to do where the service's own bounds are what ends a job (`worker._limits`), and not the disk."""
 
 
 def problem_of(error: BaseException) -> dict[str, Any]:
@@ -16,14 +20,26 @@ def problem_of(error: BaseException) -> dict[str, Any]:
             said if expected and said else f"statekit itself has failed: {type(error).__name__}: {error}"
         )
         error_kind = "MemoryError" if isinstance(error, MemoryError) else "StatekitError"
+        remedy = _BOUNDED if isinstance(error, MemoryError) or _is_too_large(error) else None
         return {"kind": error_kind, "subject": _text(subject[:2000]), "place": None, "expected": None, "found": None,
-                "remedy": None, "faults": []}  # fmt: skip
+                "remedy": remedy, "faults": []}  # fmt: skip
     parts = {name: getattr(error, name) for name in ("subject", "place", "expected", "found", "remedy")}
+    if _is_too_large(error):
+        parts["remedy"] = _BOUNDED
     return {
         "kind": error.kind,
         **{name: None if value in (None, "") else _text(value) for name, value in parts.items()},
         "faults": [{"what": _text(what), "place": _text(place)} for what, place in error.faults[:1000]],
     }
+
+
+def _is_too_large(error: BaseException | None) -> bool:
+    """Tells whether a file became longer than the process may write one, whatever that error was made into."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno == errno.EFBIG:
+            return True
+        error = error.__cause__
+    return False
 
 
 def _text(value: object) -> str:

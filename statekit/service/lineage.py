@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from sqlalchemy import Connection, Row, and_, or_, select
 
@@ -32,37 +33,40 @@ def lineage_of(database: Database, number: int) -> Lineage:
         first = checkpoint_of(connection, number)
         nodes: dict[str, Node] = {_name(first): Node(_name(first), first)}
         edges: dict[tuple[Any, ...], Edge] = {}
-        ahead = [first]
+        ahead, written, left_out = [first], _Written(connection), False
         while ahead and len(nodes) < MOST_NODES:
-            for edge, other in _edges(connection, ahead.pop(0)):
+            for edge, other in _edges(connection, ahead.pop(0), written):
                 edges.setdefault((edge.source, edge.target, edge.kind, edge.job), edge)
-                if other.id not in nodes:
+                if other.id in nodes:
+                    continue
+                left_out = len(nodes) >= MOST_NODES
+                if not left_out:
                     nodes[other.id] = other
                     if other.checkpoint is not None:
                         ahead.append(other.checkpoint)
     kept = [edge for edge in edges.values() if edge.source in nodes and edge.target in nodes]
-    return Lineage(tuple(_in_order(list(nodes.values()), kept)), tuple(kept))
+    return Lineage(tuple(_in_order(list(nodes.values()), kept)), tuple(kept), left_out or bool(ahead))
 
 
 def _name(one: Checkpoint) -> str:
     return f"checkpoint-{one.id}"
 
 
-def _edges(connection: Connection, one: Checkpoint) -> Iterator[tuple[Edge, Node]]:
+def _edges(connection: Connection, one: Checkpoint, written: _Written) -> Iterator[tuple[Edge, Node]]:
     """Yields the edges at a checkpoint, each with the node at its other end."""
     table = CHECKPOINTS.c
     row = connection.execute(select(CHECKPOINTS).where(table.id == one.id)).one()
     if row.made is not None:
         sources = [source for source in _with_digest(connection, row.source_digest) if _is_of(source, row)]
         for source in sources:
-            yield _made(connection, source, row), Node(_name(source), source)
+            yield _made(source, row, written), Node(_name(source), source)
         if not sources:
             said = row.made["source"]
             node = Node(f"digest-{said.get('digest') or f'of-{one.id}'}", None, said)
             yield _edge(node.id, row, None), node
     for target in _made_of(connection, one):
         yield (
-            _made(connection, one, target),
+            _made(one, target, written),
             Node(f"checkpoint-{target.id}", checkpoint_of(connection, target.id)),
         )
     proofs = select(JOBS.c.id).join(SUBJECTS, SUBJECTS.c.job == JOBS.c.id)
@@ -96,29 +100,59 @@ def _is_of(source: Checkpoint, target: Row[Any]) -> bool:
     return source.id != target.id and (said.get("step") is None or said["step"] == source.step)
 
 
-def _made(connection: Connection, source: Checkpoint, target: Row[Any]) -> Edge:
+@dataclass(frozen=True)
+class _Writer:
+    """A job that has written a checkpoint: what an edge says of it, and by which plan; None of whatever plan."""
+
+    id: int
+    kind: Literal["convert", "thin"]
+    plan: str | None
+    verdict: Any
+    digest: Any
+
+
+@dataclass(frozen=True)
+class _Written:
+    """The jobs that wrote something of a checkpoint, each read once, however much was made of it."""
+
+    connection: Connection
+    _known: dict[int, dict[str, list[_Writer]]] = field(default_factory=dict)
+
+    def writers(self, source: int) -> dict[str, list[_Writer]]:
+        """Returns the jobs about a checkpoint, the latest first, by the name of what they wrote."""
+        if source not in self._known:
+            about = select(SUBJECTS.c.job).where(SUBJECTS.c.checkpoint == source)
+            jobs = select(JOBS.c.id, JOBS.c.kind, RESULTS.c.data).join(RESULTS, RESULTS.c.job == JOBS.c.id)
+            done = and_(JOBS.c.kind.in_(("convert", "thin")), JOBS.c.state == "done", JOBS.c.id.in_(about))
+            made: dict[str, list[_Writer]] = {}
+            rows: Sequence[Any] = self.connection.execute(jobs.where(done).order_by(JOBS.c.id.desc())).all()
+            for job in rows:
+                if (path := _place_of(job)) is not None:
+                    plan = None if job.kind == "thin" else job.data.get("plan_digest")
+                    writer = _Writer(job.id, job.kind, plan, job.data.get("verdict"), job.data.get("digest"))
+                    made.setdefault(os.path.basename(path), []).append(writer)
+            self._known[source] = made
+        return self._known[source]
+
+
+def _made(source: Checkpoint, target: Row[Any], written: _Written) -> Edge:
     """Returns the edge of a conversion, with the job that ran it where that was one of ours."""
-    about = select(SUBJECTS.c.job).where(SUBJECTS.c.checkpoint == source.id)
-    jobs = select(JOBS.c.id, JOBS.c.kind, RESULTS.c.data).join(RESULTS, RESULTS.c.job == JOBS.c.id)
-    done = and_(JOBS.c.kind.in_(("convert", "thin")), JOBS.c.state == "done", JOBS.c.id.in_(about))
-    rows: Sequence[Any] = connection.execute(jobs.where(done).order_by(JOBS.c.id.desc())).all()
-    name = os.fsdecode(target.place.rpartition(b"/")[2])
-    for job in rows:
-        path = _written(job, target.made.get("plan"))
-        if path is not None and os.path.basename(path) == name:
-            return _edge(_name(source), target, job)
-    return _edge(_name(source), target, None)
+    name, plan = os.fsdecode(target.place.rpartition(b"/")[2]), target.made.get("plan")
+    fitting = [
+        job for job in written.writers(source.id).get(name, ()) if job.kind == "thin" or job.plan == plan
+    ]
+    return _edge(_name(source), target, fitting[0] if fitting else None)
 
 
-def _written(job: Row[Any], plan: str | None) -> str | None:
-    """Returns where a job has written a checkpoint; None of one that has not, or by another plan."""
+def _place_of(job: Row[Any]) -> str | None:
+    """Returns where a job has written a checkpoint; None of one that has not."""
     if job.kind == "thin":
         return None if job.data["dry_run"] else str(job.data["target"])
     report = job.data.get("report")
-    return report["target"] if report and job.data.get("plan_digest") == plan else None
+    return report["target"] if report else None
 
 
-def _edge(source: str, target: Row[Any], job: Row[Any] | None) -> Edge:
+def _edge(source: str, target: Row[Any], job: _Writer | None) -> Edge:
     made = target.made
     return Edge(
         source,
@@ -128,7 +162,7 @@ def _edge(source: str, target: Row[Any], job: Row[Any] | None) -> Edge:
         made.get("tool"),
         made.get("options") or {},
         made.get("plan"),
-        *(() if job is None else (job.data.get("verdict"), job.data.get("digest"))),
+        *(() if job is None else (job.verdict, job.digest)),
     )
 
 

@@ -272,10 +272,12 @@ class Lineage(_Record):
     Attributes:
         nodes: The checkpoints, sources before what was made of them.
         edges: How each was made.
+        more: Whether there may be more, beyond the nearest that are here.
     """
 
     nodes: tuple[Node, ...]
     edges: tuple[Edge, ...]
+    more: bool = False
 
 
 @dataclass(frozen=True)

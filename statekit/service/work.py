@@ -196,7 +196,7 @@ def _verify(request: Mapping[str, Any], listener: Listener) -> Any:
     names = ("steps", "gradients", "backend", "everything", "seed", "config", "step_offset")
     asked = {name: options[name] for name in names if name in options}
     if "require" in options:
-        asked["require"] = Exactness[options["require"].upper()]
+        asked["require"] = Exactness.asked(options["require"])
     with _map(options) as name:
         made = verify(
             _path(request),
@@ -232,7 +232,7 @@ def _plan(request: Mapping[str, Any], name: str | None) -> Plan:
         layout=options.get("layout"),
         hints=_hints(options),
         step_offset=options.get("step_offset", "keep"),
-        require=Exactness[options.get("require", "rounding").upper()],
+        require=Exactness.asked(options.get("require", "rounding")),
         like=files.get("like"),
         maps=maps_of(name, options.get("config"), options.get("rename"), budget=_hints(options).job_budget()),
         changes=Changes.of(changes),

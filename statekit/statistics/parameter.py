@@ -78,6 +78,8 @@ def parameter_statistics(
     count = math.prod(stored.params[path].shape)
     if part.optimizer.schema == WEIGHTS or group is None:
         said.append("It has no slots: nothing moves it.")
+    elif not count:
+        said.append("It has no elements: there is nothing to derive.")
     elif count * 8 * ARRAYS > memory:
         said.append(
             f"What its update does isn't computed: that takes {count * 8 * ARRAYS} bytes of memory, and {memory} are "
