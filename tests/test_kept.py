@@ -190,6 +190,15 @@ def test_what_is_too_large_is_left_behind_by_name() -> None:
     )
 
 
+def test_leaves_of_one_name_are_kept_or_left_together() -> None:
+    """Keys 0 and "0" are two to Python, and one to who reads a plan: the fuzzer of plans found a KeyError."""
+    large = in_memory(np.zeros(LEAF_BYTES - 3, np.uint8))
+    extra: dict[str, Any] = {"a": {"0": 1, 0: 2}, "b": {"0": b"1234", 0: large}}
+    kept = kept_of(extra, by_leaf({"extra/a": "no place", "extra/b": "no place"}, extra))
+    assert kept.extra == {"a": {"0": 1, 0: 2}} and kept.names == ("extra/a/0",)
+    assert kept.dropped.keys() == {"extra/b/0"} and "65537 bytes" in kept.dropped["extra/b/0"]
+
+
 @pytest.mark.parametrize(
     "change",
     [

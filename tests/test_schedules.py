@@ -18,6 +18,7 @@ from statekit.cli.main import main
 from statekit.conversion.rates.code import optax_code, python_code
 from statekit.state.rates import Rates
 from statekit.state.run import TRAINER_ARGUMENTS, run_of
+from statekit.state.schedules.pytorch import torch_rates
 from statekit.tensors.tree import Record
 
 pytestmark = [pytest.mark.torch, pytest.mark.jax]
@@ -218,6 +219,12 @@ def test_what_is_no_such_function_is_named(
         assert why in said and "next update's is" in said
     else:
         assert "learning rate as a function of the updates done" in said
+
+
+def test_rates_beyond_all_numbers_stand_in_a_plan() -> None:
+    rates = torch_rates("ConstantLR", {"factor": 1e10, "total_iters": 3}, 1e300, None)
+    assert isinstance(rates, Rates)
+    assert "inf" in json.dumps(rates.to_json(), allow_nan=False)
 
 
 def test_a_schedule_that_counts_epochs_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,11 +84,13 @@ def kept_of(extra: Mapping[str, Tree], dropped: Mapping[str, str]) -> Kept:
         dropped: What has no place, leaf by leaf, as `by_leaf` returns it.
     """
     left, names, size = dict(dropped), list[str](), 0
+    sizes: dict[str, int] = {}
     for path, leaf in walk({EXTRA: {key: part for key, part in extra.items() if key != _OF_FILES}}):
         name = "/".join(map(str, path))
-        if name not in dropped:
-            continue
-        if (leaf_size := _size(leaf)) > LEAF_BYTES or size + leaf_size > ALL_BYTES:
+        if name in dropped:  # keys 0 and "0" give leaves of one name, which are one to a reader of the plan
+            sizes[name] = sizes.get(name, 0) + _size(leaf)
+    for name, leaf_size in sizes.items():
+        if leaf_size > LEAF_BYTES or size + leaf_size > ALL_BYTES:
             left[name] = (
                 f"{dropped[name]}, and with {leaf_size} bytes it is too large for the manifest to keep"
             )
@@ -99,7 +101,7 @@ def kept_of(extra: Mapping[str, Tree], dropped: Mapping[str, str]) -> Kept:
     fitting = set(names)
     part = _part(dict(extra), (EXTRA,), lambda path: "/".join(map(str, path)) in fitting)
     parts = {} if part is _NOTHING else part
-    kept = tuple(leaf_names({EXTRA: parts})) if parts else ()
+    kept = tuple(dict.fromkeys(leaf_names({EXTRA: parts}))) if parts else ()
     apart = {name: f"{dropped[name]}, nor for all of the list it stands in" for name in names}
     return Kept(parts, kept, {**left, **{name: why for name, why in apart.items() if name not in kept}})
 

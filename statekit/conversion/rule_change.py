@@ -24,6 +24,7 @@ from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.stored_params import entered
 from statekit.state.train_state import Axis, Group, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Tensor, scalar
+from statekit.tensors.tree import plain
 from statekit.tensors.views import Mean
 
 EFFECTS: Mapping[str, Exactness] = {
@@ -64,7 +65,8 @@ class Difference:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the difference as it stands in a plan."""
-        return {**vars(self), "exactness": self.exactness.name.lower()}
+        values = {"source": plain(self.source), "target": plain(self.target)}
+        return {"what": self.what, **values, "exactness": self.exactness.name.lower()}
 
 
 Fate: TypeAlias = Literal["equal", "idle", "compensated", "rounding", "semantic"]

@@ -24,8 +24,8 @@ from statekit.state.schedules.called import KEY as CALLED
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.distance import Distance, distance
-from statekit.tensors.tensor import Tensor, chunks, nbytes, parts_of, scalar
-from statekit.tensors.tree import Tree, to_json
+from statekit.tensors.tensor import Tensor, chunks, nbytes, parts_of
+from statekit.tensors.tree import Tree, plain
 
 What: TypeAlias = Literal[
     "rule", "missing", "extra", "shape", "dtype", "values", "updates", "option", "moved", "schedule", "part"
@@ -76,7 +76,7 @@ class Difference:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the difference as plain data."""
-        values = {"expected": _plain(self.expected), "actual": _plain(self.actual)}
+        values = {"expected": plain(self.expected), "actual": plain(self.actual)}
         named = {name: value for name in ("path", "item") if (value := getattr(self, name))}
         apart = {} if self.distance is None else {"distance": self.distance.to_json()}
         return {"what": self.what, "place": self.place, **named, **values, **apart}
@@ -334,7 +334,7 @@ class _States:
                 yield _differing("schedule", place, kinds)
                 continue
             for item in ("kind", "at", "last", "parameters"):
-                values = [_plain(getattr(one, item)) for one in (theirs, mine)]
+                values = [plain(getattr(one, item)) for one in (theirs, mine)]
                 if item == "parameters":  # where nothing tells the kind, nothing tells these
                     values = [
                         value or None if one.kind is None else value
@@ -374,7 +374,7 @@ class _States:
             if what not in _PARTS:
                 self._unsaid[uncompared(what)] = None
                 continue
-            values = [None if one is None else _plain(one.value) for one in each]
+            values = [None if one is None else plain(one.value) for one in each]
             if values[0] != values[1]:
                 yield _differing("part", what, values, item=what)
 
@@ -504,7 +504,7 @@ def _rate_of(
     schedule = next((one for one in schedules if one.moves(number)), None)
     if schedule is None:
         options = groups[number].hyperparameters
-        rate = next((_plain(options[name]) for name in RATE_NAMES if name in options), None)
+        rate = next((plain(options[name]) for name in RATE_NAMES if name in options), None)
         return (_always(rate), None, frozenset()) if isinstance(rate, float) else None
     stated = schedule.of_group(number)
     rate_of = rates.get(number) if isinstance(stated, str) else stated.rate
@@ -599,12 +599,7 @@ def _value(value: Any, path: str) -> Any:
     """Returns a hyperparameter as it is of one parameter, as plain data."""
     if isinstance(value, Mapping) and path in value:
         value = value[path]
-    return _plain(value)
-
-
-def _plain(value: Any) -> Any:
-    value = scalar(value)
-    return to_json(list(value) if isinstance(value, tuple) else value)
+    return plain(value)
 
 
 def _described(tensor: Tensor | None) -> str | None:

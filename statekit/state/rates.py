@@ -14,6 +14,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
+from statekit.tensors.tree import plain
+
 Kind: TypeAlias = Literal[
     "constant",
     "linear",
@@ -112,9 +114,10 @@ class Piece:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the piece as plain data."""
-        numbers = dict(self.numbers)
-        if self.kind == "product":
-            numbers["of"] = [one.to_json() for one in numbers["of"]]
+        numbers = {
+            name: [one.to_json() for one in value] if name == "of" else plain(value)
+            for name, value in self.numbers.items()
+        }
         return {"kind": self.kind, "begins": self.begins, "origin": self.origin, **numbers}
 
 

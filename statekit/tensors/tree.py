@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 
 from statekit.budget import NODE_BYTES, Account
 from statekit.errors import FormatError
-from statekit.tensors.tensor import Tensor, dtype_name
+from statekit.tensors.tensor import Tensor, dtype_name, scalar
 
 Tree: TypeAlias = Any
 Path: TypeAlias = tuple[Any, ...]
@@ -233,6 +233,17 @@ def to_json(tree: Tree, path: Path = ()) -> Any:
         name = "/".join(map(str, path))
         return {"$tensor": {"name": name, "shape": list(tree.shape), "dtype": dtype_name(tree.dtype)}}
     return tree
+
+
+def plain(value: Any) -> Any:
+    """Returns a value of an option or a rule as JSON: as `to_json` does, a tuple as a list, a 0-d tensor as its number.
+
+    Example:
+        >>> plain((0.9, float("inf")))
+        [0.9, {'$float': 'inf'}]
+    """
+    value = scalar(value)
+    return to_json(list(value) if isinstance(value, tuple) else value)
 
 
 def from_json(view: Any, tensor: Callable[[Any], Tensor] | None = None, place: object = None) -> Tree:

@@ -171,5 +171,6 @@ PLANS: list[tuple[str, str, tuple[Any, ...], Any]] = [
         in_memory(np.asarray(0.25, np.float32)),
     ),
     ("statekit-torch", "statekit-jax", ("optimizer", "param_groups", 0, "params"), 5),
+    ("statekit", "tf2-t2t", ("state", "groups", 0, "hyperparameters", "max_parameter_scale"), float("inf")),
 ]
 """Layout of a sample, the layout that is planned, a path in its tree, and what stood there; ... for nothing."""
