@@ -28,6 +28,7 @@ from statekit.maps.links import Link, carried, carried_through
 from statekit.maps.model_map import Renaming, load, map_names, maps_of
 from statekit.maps.operations import Merge, Operation, Part, Permute, Piece, Stack, Unstack
 from statekit.maps.pretrained import Model, Pretrained
+from statekit.maps.sizes import Replicate, Resize
 from statekit.state.exactness import Exactness
 from statekit.state.run import BUFFERS
 from statekit.state.train_state import Axis, Counts, Group, KnownFrom, Optimizer, Rule, TrainState
@@ -197,6 +198,27 @@ def test_unstacking_along_an_axis_that_was_no_batch_is_labelled() -> None:
     (apart,) = Unstack(0, 1).of([piece_of(np.ones((2, 4)), Rule((NONE, NONE), "given"))])
     assert apart.exactness is Exactness.STATISTICS
     assert "over the stack" in apart.reason
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        Permute((2, 0, 1)),
+        Merge(0),
+        Part(0, 2),
+        Reorder(0, (2, 2), (1, 0)),
+        Resize(0, 4, 6, "zeros", "zeros"),
+        Replicate(2, 0),
+    ],
+    ids=str,
+)
+def test_axes_of_one_length_leave_a_guessed_rule_open(operation: Operation) -> None:
+    """With (ROW, COLUMN, BATCH) the slots would have the same shapes, and other values."""
+    labels = (ROW, ROW, COLUMN) if operation == Merge(0) else (BATCH, ROW, COLUMN)
+    with pytest.raises(InexactError, match="leave open which of them v_row has kept"):
+        operation.of([piece_of(np.ones((4, 4, 4)), Rule(labels, "assumed"))])
+    for shape, known_from in (((4, 4, 4), "given"), ((4, 3, 2), "assumed")):
+        assert operation.of([piece_of(np.ones(shape), Rule(labels, known_from))])
 
 
 def test_an_assumed_rule_is_asked_for_before_a_stack_comes_apart() -> None:

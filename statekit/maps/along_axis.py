@@ -11,7 +11,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from statekit.errors import InexactError, StateError
-from statekit.maps.operations import SAY_RULES, OfEach, Operation, Piece, fused_number, number_said, share_of
+from statekit.maps.operations import (
+    SAY_RULES,
+    OfEach,
+    Operation,
+    Piece,
+    check_kept,
+    fused_number,
+    number_said,
+    share_of,
+)
 from statekit.state.exactness import Exactness
 from statekit.state.train_state import Axis, Rule
 from statekit.tensors.places import Combined, Joined, Picked, Reordered, Rescaled
@@ -44,6 +53,7 @@ class Reorder(OfEach):
         if len(shape) <= self.axis:
             raise StateError(f"has shape {shape}, but shall have {self}")
         self.made_up(shape[self.axis])
+        check_kept(piece, self)
 
     def made_up(self, length: int) -> Shape:
         """Returns the sizes for an axis of some length.

@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from statekit.errors import InexactError, StateError
 from statekit.state.exactness import Exactness
@@ -95,6 +96,27 @@ class Piece:
         return self.labelled(Exactness.STATISTICS, said)
 
 
+def check_kept(piece: Piece, said: object) -> None:
+    """Refuses what goes by the axes that factored slots have kept, where equal lengths leave them open.
+
+    A matrix passes, as it does in a step: its size settles which axis is which, unless a factor map said otherwise.
+
+    Raises:
+        InexactError: The rule is assumed, and a slot may have kept others of the parameter's axes.
+    """
+    rule, shape = piece.rule, piece.param.shape
+    if rule is None or rule.known_from != "assumed" or not rule.factored or len(shape) < 3:
+        return
+    for name in ("v_row", "v_col"):
+        if name not in piece.slots:
+            continue
+        ways = combinations(range(len(shape)), len(piece.slots[name].shape))
+        if sum(tuple(shape[i] for i in way) == piece.slots[name].shape for way in ways) > 1:
+            raise InexactError(
+                f"becomes {said}, and its axes of one length leave open which of them {name} has kept; {SAY_RULES}"
+            )
+
+
 class Operation(ABC):
     """What turns parameters with their slots into others."""
 
@@ -163,6 +185,7 @@ class Permute(OfEach):
     def _check(self, piece: Piece) -> None:
         if sorted(self.order) != list(range(len(piece.param.shape))):
             raise StateError(f"has shape {piece.param.shape}, but shall be {self}")
+        check_kept(piece, self)
 
     def _labels(self, labels: tuple[Axis, ...]) -> tuple[Axis, ...]:
         return tuple(labels[i] for i in self.order)
@@ -195,6 +218,7 @@ class Merge(OfEach):
             raise StateError(
                 f"has length {shape[self.axis]} along axis {self.axis}, not {self.outer} as was said"
             )
+        check_kept(piece, self)
         if rule is not None and rule.axes[self.axis] is not rule.axes[self.axis + 1]:
             first, second = (axis.value for axis in rule.axes[self.axis : self.axis + 2])
             raise InexactError(f"has a {first} and a {second} axis, which can't be one")
@@ -228,6 +252,7 @@ class Part(OfEach):
         shape = piece.param.shape
         if len(shape) <= self.axis or self.outer < 1 or shape[self.axis] % self.outer:
             raise StateError(f"has shape {shape}, but shall have {self}")
+        check_kept(piece, self)
 
     def _labels(self, labels: tuple[Axis, ...]) -> tuple[Axis, ...]:
         return (*labels[: self.axis + 1], *labels[self.axis :])

@@ -11,7 +11,7 @@ from typing import Literal, TypeAlias
 
 from statekit.errors import StateError
 from statekit.maps.along_axis import averaged_over, means, rescaled
-from statekit.maps.operations import OfEach, Operation, Piece, Unstack, reranked, share_of
+from statekit.maps.operations import OfEach, Operation, Piece, Unstack, check_kept, reranked, share_of
 from statekit.state.exactness import Exactness
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Rule
@@ -40,6 +40,8 @@ class Replicate(OfEach):
     def _check(self, piece: Piece) -> None:
         if self.axis is not None and len(piece.param.shape) < self.axis:
             raise StateError(f"has shape {piece.param.shape}, and can't become {self}")
+        if self.axis is not None:
+            check_kept(piece, self)
 
     def _labelled(self, piece: Piece) -> Piece:
         if not piece.slots:
@@ -151,6 +153,7 @@ class Resize(OfEach):
         shape = piece.param.shape
         if len(shape) <= self.axis or shape[self.axis] != self.before:
             raise StateError(f"has shape {shape}, but shall become {self}")
+        check_kept(piece, self)
 
     def _labelled(self, piece: Piece) -> Piece:
         if self.after == self.before:
