@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import jsonschema
@@ -48,6 +50,19 @@ def test_a_certificate_comes_out_the_same_again(
     (recipe,) = [one for one in RECIPES if one.name == name]
     stored = read_certificate(FOLDER / f"{name}.json")
     assert list(differences(stored, made(recipe, Path("made")))) == []
+
+
+def test_another_processors_rounding_speaks_against_no_certificate() -> None:
+    """On another machine the same bytes may be stepped to other last bits; another content or rule may not pass."""
+    stored = read_certificate(FOLDER / "lans-torch.json")
+    for verdict, speaks in (("bit-exact", 0), ("within the rounding bound", 0), ("refuted", 1)):
+        data = copy.deepcopy(stored.data)
+        (row, *_) = data["map"]["tensors"]
+        row["verdict"] = verdict
+        assert len(list(differences(stored, replace(stored, data=data)))) == speaks
+    data = copy.deepcopy(stored.data)
+    data["identity"]["target"]["root"] = "0" * 64
+    assert len(list(differences(stored, replace(stored, data=data)))) == 1
 
 
 def said_in(folder: str) -> Hints:

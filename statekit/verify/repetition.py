@@ -77,7 +77,7 @@ def repeated(
         )
     asked = replace(asked, **given, source=source or asked.source, target=target or asked.target)
     again = certificate(asked, hints, on_progress)
-    return Repetition(again, tuple(differences(old, again)), tuple(_notes(old.data, again.data)))
+    return Repetition(again, tuple(differences(old, again)), tuple(_notes(old, again)))
 
 
 def differences(old: Certificate, again: Certificate) -> Iterator[str]:
@@ -89,11 +89,11 @@ def differences(old: Certificate, again: Certificate) -> Iterator[str]:
     given, now = (each.data["replay"].get("gradients_file") for each in (old, again))
     if given is not None and now is not None and given["digest"] != now["digest"]:
         yield f"the gradients' file has the digest {now['digest']}, {given['digest']} in the certificate"
-    if old.verdict != again.verdict:
+    if not _is_same(old.verdict, again.verdict):
         yield f"the verdict is {again.verdict}, {old.verdict} in the certificate"
     before, after = old.tensors, again.tensors
     for name in {**before, **after}:
-        if before.get(name) != after.get(name):
+        if not _is_same(before.get(name), after.get(name)):
             yield f"{name}: {after.get(name)}, {before.get(name)} in the certificate"
     detected = [{one["name"]: one["detected"] for one in each.data["controls"]} for each in (old, again)]
     for name in {**detected[0], **detected[1]}:
@@ -101,7 +101,26 @@ def differences(old: Certificate, again: Certificate) -> Iterator[str]:
             yield f"the fault {name!r} isn't seen any more"
 
 
-def _notes(old: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:
+_ROUNDED = {"bit-exact", "within the rounding bound"}
+"""Verdicts between which one conversion may change where another processor's kernels round updates otherwise.
+
+What it wrote has digests, which are compared.
+"""
+
+
+def _is_same(one: str | None, other: str | None) -> bool:
+    return one == other or {one, other} == _ROUNDED
+
+
+def _notes(old: Certificate, again: Certificate) -> Iterator[str]:
+    before, after = old.tensors, again.tensors
+    for name, verdict in before.items():
+        if {verdict, after.get(name)} == _ROUNDED:
+            yield f"{name}: {after[name]}, {verdict} in the certificate; processors may round updates so"
+    yield from _notes_of_runs(old.data, again.data)
+
+
+def _notes_of_runs(old: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:
     for name in {**old["versions"], **again["versions"]}:
         one, other = old["versions"].get(name), again["versions"].get(name)
         if one != other:
