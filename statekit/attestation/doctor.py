@@ -14,7 +14,7 @@ from statekit.attestation.file_faults import FAULTS, fault
 from statekit.attestation.one_step import narrow_counts, odd, of_one_step
 from statekit.attestation.reading import OnTensor, readings
 from statekit.attestation.two_steps import Step, are_of_one_run, between_steps
-from statekit.conversion.checkpoints_at import Place, checkpoints_at
+from statekit.conversion.checkpoints_at import CheckpointAt, checkpoints_at
 from statekit.conversion.contracts import NO_HINTS, Hints
 from statekit.conversion.open_state import OpenState, open_state
 from statekit.errors import (
@@ -137,16 +137,16 @@ def _examined(
     return Examination(opened.checkpoint.path, updates, kept, notes, now.read.bytes_read)
 
 
-def _opened(place: Place, hints: Hints) -> OpenState:
+def _opened(place: CheckpointAt, hints: Hints) -> OpenState:
     return open_state(place.path, container=place.container.name, step=place.step, hints=hints)
 
 
-def _by_updates(places: Sequence[Place], hints: Hints) -> Iterator[Place]:
+def _by_updates(places: Sequence[CheckpointAt], hints: Hints) -> Iterator[CheckpointAt]:
     """Yields checkpoints in the order of a run: of a run's folder that of its steps, of files that of their updates."""
     if len(places) < 2 or all(place.step is not None for place in places):
         yield from places
         return
-    counted: list[tuple[int, Place]] = []
+    counted: list[tuple[int, CheckpointAt]] = []
     for place in places:
         try:
             with _opened(place, hints) as opened:
@@ -156,12 +156,12 @@ def _by_updates(places: Sequence[Place], hints: Hints) -> Iterator[Place]:
     yield from (place for _, place in sorted(counted, key=lambda pair: pair[0]))
 
 
-def _follows(earlier: Step, now: Step, place: Place) -> bool:
+def _follows(earlier: Step, now: Step, place: CheckpointAt) -> bool:
     """Tells whether a checkpoint is a later step: of a run's folder it is, a file if it has done more updates."""
     return place.step is not None or now.state.counts.updates > earlier.state.counts.updates
 
 
-def _of_no_state(place: Place, hints: Hints, error: StatekitError) -> tuple[Finding, ...]:
+def _of_no_state(place: CheckpointAt, hints: Hints, error: StatekitError) -> tuple[Finding, ...]:
     """Returns why a checkpoint makes no state: damage, or values that no optimizer would save.
 
     Raises:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.budget import Budget
-from statekit.conversion.checkpoints_at import OneReport, PathReport, Place, checkpoints_at
+from statekit.conversion.checkpoints_at import CheckpointAt, OneReport, PathReport, checkpoints_at
 from statekit.conversion.contracts import Hints
 from statekit.errors import BudgetError, NotFoundError, StatekitError, printable
 from statekit.files.checkpoint import Checkpoint
@@ -130,7 +130,7 @@ def check(
     return CheckReport(Path(path), tuple(_checked(place, hints, tell, step is not None) for place in places))
 
 
-def _checked(place: Place, hints: Hints, tell: OnProgress, asked: bool) -> CheckedCheckpoint:
+def _checked(place: CheckpointAt, hints: Hints, tell: OnProgress, asked: bool) -> CheckedCheckpoint:
     """Checks one checkpoint; `asked` is whether somebody named its step, which may not be there."""
     budget = hints.job_budget()
     try:

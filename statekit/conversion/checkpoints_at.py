@@ -69,7 +69,7 @@ _NUMBERED = re.compile(r".*\d", re.DOTALL)
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointAt:
     """Where a checkpoint is: a container, a path, and which step there if it has several."""
 
     container: Container
@@ -83,7 +83,9 @@ class Place:
         )
 
 
-def checkpoints_at(path: Path, container: str | None, step: int | None, hints: Hints) -> Iterator[Place]:
+def checkpoints_at(
+    path: Path, container: str | None, step: int | None, hints: Hints
+) -> Iterator[CheckpointAt]:
     """Yields where each checkpoint at a path is, the oldest step first.
 
     Args:
@@ -109,22 +111,24 @@ def checkpoints_at(path: Path, container: str | None, step: int | None, hints: H
                 yield from checkpoints_at(path / name, None, step, hints)
             return
     if step is not None:
-        yield Place(home, path, step)
+        yield CheckpointAt(home, path, step)
         return
     try:
-        with Place(home, path).opened(hints, hints.job_budget()) as newest:
+        with CheckpointAt(home, path).opened(hints, hints.job_budget()) as newest:
             steps = [number for number in newest.meta.get(STEPS) or () if type(number) is int]
     except StatekitError:  # the newest is damaged, and says itself why; the others are found by their names
         yield from _numbered(home, path)
         return
     yield from (
-        [Place(home, path, number) for number in sorted(steps)] if len(steps) > 1 else [Place(home, path)]
+        [CheckpointAt(home, path, number) for number in sorted(steps)]
+        if len(steps) > 1
+        else [CheckpointAt(home, path)]
     )
 
 
-def _numbered(home: Container, path: Path) -> list[Place]:
+def _numbered(home: Container, path: Path) -> list[CheckpointAt]:
     """Returns the folders in a run's folder that end with a number and are checkpoints; else the path itself."""
     folders = [entry for entry in listing(path) if entry.is_dir() and _NUMBERED.fullmatch(entry.name)]
-    return [Place(home, one) for one in folders if registry.fits(home, one) is not None] or [
-        Place(home, path)
+    return [CheckpointAt(home, one) for one in folders if registry.fits(home, one) is not None] or [
+        CheckpointAt(home, path)
     ]

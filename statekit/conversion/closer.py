@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.conversion.checkpoints_at import Place, checkpoints_at
+from statekit.conversion.checkpoints_at import CheckpointAt, checkpoints_at
 from statekit.conversion.contracts import NO_HINTS, Hints
 from statekit.conversion.open_state import open_state
 from statekit.errors import NotFoundError, some
@@ -158,7 +158,9 @@ def over_steps(
     return dict(to_json(made))
 
 
-def _changed(earlier: Place, later: Place, name: str, hints: Hints) -> dict[str, dict[str, float | None]]:
+def _changed(
+    earlier: CheckpointAt, later: CheckpointAt, name: str, hints: Hints
+) -> dict[str, dict[str, float | None]]:
     """Returns how far a parameter and each of its slots are from the step before, where that has them so shaped."""
     with (
         open_state(earlier.path, container=earlier.container.name, step=earlier.step, hints=hints) as one,

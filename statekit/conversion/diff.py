@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from statekit.conversion.checkpoints_at import Place, checkpoints_at
+from statekit.conversion.checkpoints_at import CheckpointAt, checkpoints_at
 from statekit.conversion.contracts import NO_HINTS, Hints
 from statekit.conversion.model_settings import with_beside
 from statekit.conversion.open_state import OpenState, open_state
@@ -130,7 +130,7 @@ def diff(
     return made
 
 
-def _steps(path: Path, step: int | None, hints: Hints) -> dict[int, Place]:
+def _steps(path: Path, step: int | None, hints: Hints) -> dict[int, CheckpointAt]:
     """Returns the steps of a run's folder; none of a single checkpoint, or where one is named."""
     if step is not None or not path.is_dir():
         return {}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from statekit.budget import Budget
-from statekit.conversion.checkpoints_at import OneReport, PathReport, Place, checkpoints_at
+from statekit.conversion.checkpoints_at import CheckpointAt, OneReport, PathReport, checkpoints_at
 from statekit.conversion.contracts import Hints
 from statekit.errors import CorruptError, Faults, UsageError
 from statekit.files.checkpoint import Checkpoint, Proof
@@ -108,7 +108,7 @@ def seal(
     return SealReport(Path(path), tuple(_sealed(place, renew, hints, tell) for place in places))
 
 
-def _check_names(places: Iterable[Place], renew: Collection[str], hints: Hints) -> None:
+def _check_names(places: Iterable[CheckpointAt], renew: Collection[str], hints: Hints) -> None:
     """Refuses names that are no file of any checkpoint, there or stated, so that none of them is passed over.
 
     Raises:
@@ -136,7 +136,7 @@ def _names(path: Path, base: Path) -> tuple[str, str, str]:
     return f"{path}", os.path.abspath(path), _name(path, base)
 
 
-def _sealed(place: Place, renew: Collection[str], hints: Hints, tell: OnProgress) -> SealedCheckpoint:
+def _sealed(place: CheckpointAt, renew: Collection[str], hints: Hints, tell: OnProgress) -> SealedCheckpoint:
     budget = hints.job_budget()
     with place.opened(hints, budget) as checkpoint:
         paths, proof = files_of(checkpoint), checkpoint.proof

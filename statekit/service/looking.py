@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from statekit.conversion import registry
-from statekit.conversion.checkpoints_at import Place, checkpoints_at
+from statekit.conversion.checkpoints_at import CheckpointAt, checkpoints_at
 from statekit.conversion.contracts import Hints
 from statekit.conversion.inspection import Inspection, Request, inspect
 from statekit.errors import StatekitError, UnknownFormatError
@@ -77,7 +77,7 @@ def describe(request: Mapping[str, Any], listener: Listener) -> dict[str, Any]:
     """Says what one checkpoint is: the columns of its row, where it is, and which files are its parts."""
     hints = Hints(accept_damaged=True, budget=request.get("budget"))
     container = registry.container(request["container"])
-    place = Place(container, Path(request["path"]), request["step"])
+    place = CheckpointAt(container, Path(request["path"]), request["step"])
     with place.opened(hints, hints.job_budget()) as checkpoint:
         where = {"path": str(_file_of(checkpoint)), "parts": [str(part) for part in checkpoint.parts]}
         sealed, numbered = _sealed(checkpoint), checkpoint.step if checkpoint.is_numbered else None

@@ -51,7 +51,7 @@ class Moments:
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterStep:
     """One parameter with all that its rule depends on; arrays are float64.
 
     Attributes:
@@ -77,7 +77,7 @@ class Place:
     rate: float | None
 
 
-def moments(schema: str, place: Place) -> Moments | None:
+def moments(schema: str, place: ParameterStep) -> Moments | None:
     """Returns a parameter's moments; None where it has no second moment.
 
     Raises:
@@ -94,7 +94,7 @@ def _correction(beta: float, updates: int) -> float:
 
 
 def _adam(
-    schema: adam_family.Schema, kind: type[adam_family.AdamHyperparameters], place: Place
+    schema: adam_family.Schema, kind: type[adam_family.AdamHyperparameters], place: ParameterStep
 ) -> Moments | None:
     if not {"m", "v"} <= place.slots.keys():
         return None
@@ -126,15 +126,15 @@ def _adam(
     return Moments(second, formula, divisor, text, epsilon**2, first, corrections, direction, said)
 
 
-def _adamw(place: Place) -> Moments | None:
+def _adamw(place: ParameterStep) -> Moments | None:
     return _adam("adamw", adamw.AdamWHyperparameters, place)
 
 
-def _lamb(place: Place) -> Moments | None:
+def _lamb(place: ParameterStep) -> Moments | None:
     return _adam("lamb", adam_family.AdamHyperparameters, place)
 
 
-def _lans(place: Place) -> Moments | None:
+def _lans(place: ParameterStep) -> Moments | None:
     if not {"m", "v"} <= place.slots.keys():
         return None
     config = lans.settle(place.group, place.path, place.rule, place.variant)
@@ -160,7 +160,7 @@ def _lans(place: Place) -> Moments | None:
     )
 
 
-def _adafactor(place: Place) -> Moments | None:
+def _adafactor(place: ParameterStep) -> Moments | None:
     if not ({"v_row", "v_col"} <= place.slots.keys() or "v" in place.slots):
         return None
     constants = variant_constants("adafactor", place.variant)
@@ -196,7 +196,7 @@ def _adafactor(place: Place) -> Moments | None:
     return Moments(second, text, divisor, said, floor)
 
 
-def _scaled_adam(place: Place) -> Moments | None:
+def _scaled_adam(place: ParameterStep) -> Moments | None:
     if "exp_avg_sq" not in place.slots:
         return None
     hyper = scaled_adam.settle(place.group, place.path, place.rule, place.variant)
@@ -225,7 +225,7 @@ def _scaled_adam(place: Place) -> Moments | None:
     return Moments(second, text, divisor, said, hyper.eps**2, None, {"exp_avg_sq": c2} if corrects else None)
 
 
-_OF: Mapping[str, Callable[[Place], Moments | None]] = {
+_OF: Mapping[str, Callable[[ParameterStep], Moments | None]] = {
     "adafactor": _adafactor,
     "adamw": _adamw,
     "lamb": _lamb,
@@ -234,7 +234,7 @@ _OF: Mapping[str, Callable[[Place], Moments | None]] = {
 }
 
 
-def own_rate(schema: str, place: Place) -> float | None:
+def own_rate(schema: str, place: ParameterStep) -> float | None:
     """Returns the learning rate of the next update: what the state says, as far as the rule doesn't change it."""
     if schema != "adafactor":
         return place.rate

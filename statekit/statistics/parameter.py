@@ -18,7 +18,7 @@ from statekit.state.options import stored_rate
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.stored_params import MASTER, as_params
 from statekit.state.train_state import Group, TrainState
-from statekit.statistics.moments import Moments, Place, moments, own_rate
+from statekit.statistics.moments import Moments, ParameterStep, moments, own_rate
 from statekit.statistics.pictures import OnRead, of_array, picture
 from statekit.tensors.stats import measure
 from statekit.tensors.tensor import Array, in_memory
@@ -117,7 +117,7 @@ def _of_update(
     )
     slots = {name: np.asarray(t.read(), np.float64) for name, t in part.slots.get(path, {}).items()}
     param = slots.get(MASTER, np.asarray(part.params[path].read(), np.float64))
-    place = Place(
+    place = ParameterStep(
         path, group, part.rules.get(path), str(variant), part.params[path].dtype.name, param, slots, updates,
         float(rate) if usable else None,
     )  # fmt: skip
@@ -140,7 +140,7 @@ def _of_update(
     return known
 
 
-def _of_moments(place: Place, seen: Moments, rate: float | None) -> list[dict[str, Any]]:
+def _of_moments(place: ParameterStep, seen: Moments, rate: float | None) -> list[dict[str, Any]]:
     made: list[dict[str, Any]] = []
     per = "" if rate is None else f", learning rate {rate:g}"
     factor = 1.0 if rate is None else rate
@@ -213,7 +213,7 @@ def _of_moments(place: Place, seen: Moments, rate: float | None) -> list[dict[st
     return made
 
 
-def _dead(place: Place, seen: Moments) -> dict[str, Any]:
+def _dead(place: ParameterStep, seen: Moments) -> dict[str, Any]:
     """Returns which rows and columns have had no gradient: of a matrix whose columns are the last axis."""
     second = seen.second.reshape(-1, seen.second.shape[-1]) <= seen.floor
     formula = f"every v̂ ≤ {seen.floor:g}"
@@ -232,7 +232,7 @@ def _dead(place: Place, seen: Moments) -> dict[str, Any]:
 
 
 def _of_expected(
-    part: TrainState, place: Place, schema: str, seen: Moments, rate: float | None, said: list[str]
+    part: TrainState, place: ParameterStep, schema: str, seen: Moments, rate: float | None, said: list[str]
 ) -> list[dict[str, Any]]:
     """Steps the parameter once by its own rule, with a gradient of zeros and with one as large as its second moment."""
     constants = variant_constants(schema, place.variant)
