@@ -187,7 +187,7 @@ def check_place(plan: Plan, replace: bool, replace_foreign: bool) -> None:
     kind = written_as(registry.container(plan.target.container), target).target_kind or "file"
     check_target(target, kind, replace=replace or replace_foreign, foreign=replace_foreign)
     if not replace_foreign:
-        _check_ours(target, kind)
+        _check_ours(target)
 
 
 def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgress) -> Report:
@@ -301,8 +301,10 @@ def _measured(plan: Plan, tree: Tree) -> tuple[Measured, ...]:
     return measured_in(tensor_names(tree).values())
 
 
-def _check_ours(target: Path, kind: TargetKind) -> None:
+def _check_ours(target: Path) -> None:
     """Refuses to replace what statekit didn't write: a link, or a file without a manifest inside.
+
+    The new target's kind doesn't matter: a folder in a file's place loses the file, too.
 
     Raises:
         TargetExistsError: It isn't ours.
@@ -314,7 +316,7 @@ def _check_ours(target: Path, kind: TargetKind) -> None:
             found=f"a link to {os.readlink(target)}",
             remedy="name what it leads to, or choose another name; --replace-foreign puts the result in its place",
         )
-    if kind != "file" or not target.is_file():
+    if not target.is_file():
         return
     try:
         with registry.opened(registry.detect_container(target)[0], target, None, NO_HINTS) as old:

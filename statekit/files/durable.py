@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from statekit.errors import CommitError, StatekitError
+from statekit.errors import CommitError, StatekitError, TargetExistsError
 from statekit.pipeline import working
 
 if TYPE_CHECKING:
@@ -293,7 +293,9 @@ def _named_as_beside(folder: Path) -> Iterator[None]:
 
 
 def replace_file(target: Path, content: bytes, mode: int = 0o666) -> None:
-    """Writes a small file beside its place, syncs it, and gives it its name in one step, whatever had it.
+    """Writes a small file beside its place, syncs it, and gives it its name in one step, in place of a file there.
+
+    Whether the file that is there may go is the caller's to know; a link, folder, FIFO, socket or device never may.
 
     Args:
         target: Its place.
@@ -301,8 +303,10 @@ def replace_file(target: Path, content: bytes, mode: int = 0o666) -> None:
         mode: Permissions that it may have at most.
 
     Raises:
+        TargetExistsError: Something else than a file is there.
         CommitError: It can't be written; what was there still is.
     """
+    check_regular(target)
     sweep(target.parent)
     with beside(target) as temporary, writing(target):
         new = temporary / target.name
@@ -311,6 +315,25 @@ def replace_file(target: Path, content: bytes, mode: int = 0o666) -> None:
         new.chmod(stat.S_IMODE(new.stat().st_mode) & mode)
         os.replace(new, target)
         sync_folder(target.parent)
+
+
+def check_regular(target: Path) -> None:
+    """Refuses to put a file in the place of anything but a file.
+
+    Raises:
+        TargetExistsError: A link, folder, FIFO, socket or device is there.
+    """
+    if not os.path.lexists(target):
+        return
+    mode = target.lstat().st_mode
+    if not stat.S_ISREG(mode):
+        raise TargetExistsError(
+            "The file's place is taken by something that is no file.",
+            place=target,
+            expected="a file, or nothing",
+            found=stat.filemode(mode),
+            remedy="move it away",
+        )
 
 
 def make_temporary(parent: Path) -> Path:

@@ -43,7 +43,7 @@ from statekit.files.durable import (
     sync_folder,
     writing,
 )
-from statekit.files.file_changes import SMALL_BYTES
+from statekit.files.file_changes import SMALL_BYTES, Change, file_faults
 from statekit.files.integrity import records_of, top_of
 from statekit.files.manifest import (
     CHECKPOINT,
@@ -482,21 +482,33 @@ def _check_space(target: Path, total: int) -> None:
 
 
 def _check_ours(target: Path) -> None:
-    """Refuses to replace a folder with anything in it that statekit didn't write there."""
+    """Refuses to replace a folder with anything in it that statekit didn't write there, or that changed since.
+
+    `convert` looks into files: it knows the containers that keep a manifest inside.
+    """
     if target.is_symlink() or not target.is_dir() or not files_below(target):
         return
     try:
         manifest = parse(read_small(target / FILE), target / FILE)
-        foreign = [*unnamed_files(target, manifest), *manifest.get(SEALED, ())]
+        foreign = [*unnamed_files(target, manifest), *manifest.get(SEALED, ()), *_changed(target, manifest)]
     except StatekitError:
         foreign = files_below(target)
     if foreign:
         raise TargetExistsError(
-            "The target is a folder with files that statekit didn't write; replacing it would delete them.",
+            "The target is a folder with files that statekit didn't write, or that were changed since; "
+            "replacing it would delete them.",
             place=target,
             found=some(foreign),
             remedy="choose another name, or move the folder away; --replace-foreign deletes them",
         )
+
+
+def _changed(target: Path, manifest: Mapping[str, Any]) -> list[str]:
+    """Returns the files of a folder that are there and aren't what its manifest says, by size and small digests."""
+    entries = {target / name: entry for name, entry in manifest["files"].items()}
+    with Files() as files:
+        faults = file_faults(entries, target / FILE, files)
+    return [fault.path.relative_to(target).as_posix() for fault in faults if fault.change is not Change.LOST]
 
 
 def _check_kind(target: Path) -> None:
