@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +15,7 @@ import torch
 
 import statekit
 from goldens import GOLDEN
-from statekit.conversion.contracts import Hints
+from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.inspection import Request, inspect
 from statekit.conversion.open_state import open_state
@@ -35,8 +37,6 @@ FOLDERS = (
     "megatron",
 )
 FILES = {"torch": ".pt", "statekit-keras-keras-h5": ".weights.h5"}
-THE_RUNS = ("checkpoint", "latest_checkpointed_iteration.txt")
-"""Files of TensorFlow and Megatron that are no checkpoint's: every next save writes them anew."""
 FLIPS = 6
 """Flipped bits of each file in the quick run."""
 
@@ -45,7 +45,7 @@ def written(to: str, folder: Path) -> Path:
     """Returns a conversion's target in a folder of its own."""
     folder.mkdir()
     target = folder / f"target{FILES.get(to, '')}"
-    convert(plan(ADAMW, target, to=to))
+    convert(plan(ADAMW, target, to=to, require=Exactness.LOSSY))
     return target
 
 
@@ -84,7 +84,7 @@ def test_a_flipped_bit_in_any_file_stops_a_conversion(
         monkeypatch.setattr(file_changes, "SMALL_BYTES", 0)
         monkeypatch.setattr(integrity, "SMALL_BYTES", 0)
     unnoticed = []
-    for file in (f for f in files_of(target) if f.stat().st_size and f.name not in THE_RUNS):
+    for file in (f for f in files_of(target) if f.stat().st_size):
         data = file.read_bytes()
         for bit in bits(file, FLIPS):
             flip(file, bit)
@@ -97,6 +97,64 @@ def test_a_flipped_bit_in_any_file_stops_a_conversion(
             file.write_bytes(data)
     assert not unnoticed
     convert(plan(target, tmp_path / "again.statekit"))
+
+
+def refuses(target: Path) -> list[str]:
+    """Returns the verbs that pass over what is wrong with a target."""
+    verbs: dict[str, Callable[[], bool]] = {
+        "check": lambda: statekit.check(target).passed,
+        "inspect": lambda: bool(inspect(target)),
+        "convert": lambda: bool(plan(target, target.with_name("again.pt"), require=Exactness.LOSSY)),
+    }
+    passing = []
+    for verb, passes in verbs.items():
+        with suppress(StatekitError):
+            passing += [verb] if passes() else []
+    return passing
+
+
+@pytest.mark.parametrize("to", [*FOLDERS, "mxnet-adam-mxnet"])
+def test_every_file_that_a_manifest_names_counts(to: str, tmp_path: Path) -> None:
+    """Lost, emptied or exchanged: what is left may be another container's, or look like weights alone."""
+    target, passed = written(to, tmp_path / "written"), []
+    files = [file for file in files_of(target) if file.name != manifest.FILE]
+    for number, file in enumerate(files):
+        data, other = file.read_bytes(), files[number - 1]
+        file.unlink()
+        passed += [f"{file.name} is lost: {verb}" for verb in refuses(target)]
+        file.write_bytes(b"")
+        passed += [f"{file.name} is empty: {verb}" for verb in refuses(target) if data]
+        if other == file:
+            file.write_bytes(data)
+            continue
+        swapped = other.read_bytes()
+        file.write_bytes(swapped)
+        other.write_bytes(data)
+        passed += [f"{file.name} and {other.name}: {verb}" for verb in refuses(target) if data != swapped]
+        file.write_bytes(data)
+        other.write_bytes(swapped)
+    assert not passed
+    assert statekit.check(target).passed
+
+
+@pytest.mark.parametrize("to", ["tf2-statekit-tf-bundle", "megatron"])
+def test_a_run_goes_on_in_the_folder_of_a_target(to: str, tmp_path: Path) -> None:
+    """The next save writes the tracker anew beside the manifest's step, which stays whole."""
+    target = written(to, tmp_path / "written")
+    tracker = next(
+        file for file in files_of(target) if file.name in ("checkpoint", "latest_checkpointed_iteration.txt")
+    )
+    step = max(
+        (path for path in target.iterdir() if any(c.isdigit() for c in path.name)), key=lambda p: p.name
+    )
+    digits = "".join(filter(str.isdigit, step.stem))
+    for path in [*target.iterdir()]:
+        if digits in path.name:
+            later = path.with_name(path.name.replace(digits, f"{int(digits) + 1:0{len(digits)}}", 1))
+            shutil.copytree(path, later) if path.is_dir() else shutil.copy(path, later)
+    tracker.write_text(tracker.read_text().replace(f"{int(digits)}", f"{int(digits) + 1}"))
+    with open_state(target, step=int(digits)):
+        pass
 
 
 @pytest.mark.parametrize("to", ["orbax", "flax", "dcp-safetensors", "hf-trainer", "safetensors", "statekit"])

@@ -17,7 +17,7 @@ from typing import Any
 from statekit.budget import Budget
 from statekit.conversion.checkpoints_at import CheckpointAt, OneReport, PathReport, checkpoints_at
 from statekit.conversion.contracts import Hints
-from statekit.errors import BudgetError, NotFoundError, StatekitError, printable
+from statekit.errors import BudgetError, CorruptError, NotFoundError, StatekitError, printable
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.checksums import HEADERS, ZIP, of_file, of_tensor, stored_in, zip_fault
 from statekit.files.integrity import files_of, prove_files, value_fault
@@ -126,8 +126,16 @@ def check(
         BudgetError: Reading takes more than the budget allows, which says nothing about damage.
     """
     hints, tell = Hints(follow_links=follow_links, budget=budget), on_progress or silent
-    places = checkpoints_at(Path(path), container, step, hints)
+    try:
+        places = list(checkpoints_at(Path(path), container, step, hints))
+    except CorruptError as error:  # so much is lost that no container fits what is left
+        return CheckReport(Path(path), (_unrecognised(Path(path), error),))
     return CheckReport(Path(path), tuple(_checked(place, hints, tell, step is not None) for place in places))
+
+
+def _unrecognised(path: Path, error: CorruptError) -> CheckedCheckpoint:
+    faults = ((error.line, f"{error.place or path}"),)
+    return CheckedCheckpoint(path, "", None, None, faults=faults)
 
 
 def _checked(place: CheckpointAt, hints: Hints, tell: OnProgress, asked: bool) -> CheckedCheckpoint:

@@ -34,7 +34,6 @@ from statekit.files.stage import (
     OnProgress,
     Progress,
     Stage,
-    TargetKind,
     check_target,
     permissions,
     silent,

@@ -38,7 +38,7 @@ from statekit.errors import (
     listed,
 )
 from statekit.files.checkpoint import Checkpoint
-from statekit.files.integrity import check_undamaged, proven
+from statekit.files.integrity import check_undamaged, check_whole, proven
 from statekit.files.source import first_bytes, listing, looking, reading, walked
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.told_schedule import told_schedule, with_own_rate
@@ -131,6 +131,7 @@ def detect_container(path: Path) -> tuple[Container, Evidence]:
         NotFoundError: Nothing is there.
         UnknownFormatError: No container fits, or several fit equally well. Lists the checkpoints in a folder.
         FormatError: What is there may not be read.
+        CorruptError: Nothing fits, and a manifest in the folder names files that aren't there.
     """
     with reading(path), suppress(OSError):
         path.lstat()
@@ -140,6 +141,7 @@ def detect_container(path: Path) -> tuple[Container, Evidence]:
             raise NotFoundError("There is no such file or folder.", place=path, remedy="check the path")
         if not fitting:
             _check_readable(path)
+            check_whole(path)
         if not fitting and path.is_dir() and (inside := checkpoints_inside(path)):
             raise UnknownFormatError(
                 "The folder isn't a checkpoint, but there are checkpoints in it.",

@@ -9,6 +9,8 @@ names are none of its business: a run goes on in its folder.
 
 from __future__ import annotations
 
+import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -38,11 +40,12 @@ from statekit.files.manifest import (
     tensor_entry,
     tensor_faults,
 )
-from statekit.files.source import File, Files, read_small
+from statekit.files.source import File, Files, listing, read_small
 from statekit.files.whole_file import Passing, size_fault, stated_spans, whole_file_fault
 from statekit.tensors.digest import records_digest
 from statekit.tensors.tensor import Stored, Tensor
 
+_NUMBER = re.compile(r"\d+")
 _REMEDY = (
     "restore the checkpoint from a copy, or seal it anew if it was changed on purpose (`statekit seal`); "
     "--accept-damaged (in Python accept_damaged=True) goes on with what is there, without the manifest"
@@ -120,7 +123,9 @@ def _compared(checkpoint: Checkpoint, files: Files) -> Checkpoint:
 def _beside(checkpoint: Checkpoint, files: Files, findings: list[Finding]) -> Proof | None:
     """Returns the proof by the nearest manifest that names one of a checkpoint's files; notes one that isn't trusted.
 
-    In a run's folder only the checkpoint's own files count: the run goes on to write others, and removes old ones.
+    All files that it names must be there, those too that no reader opens: what was written is all of them. Where the
+    run went on in the manifest's folder, only the checkpoint's own files count: the run writes others, and removes
+    old ones.
     """
     for place in _places(checkpoint):
         if not place.is_file():
@@ -137,8 +142,40 @@ def _beside(checkpoint: Checkpoint, files: Files, findings: list[Finding]) -> Pr
         mine = {path: entry for path, entry in files_named.items() if _is_part(path, checkpoint)}
         if mine or place.parent == checkpoint.path:
             is_whole = _is_whole(checkpoint, place, manifest)
-            return Proof(place, manifest, mine, manifest["tensors"] if is_whole else {}, is_whole)
+            stated = mine if _went_on(place.parent, manifest) else files_named
+            return Proof(place, manifest, stated, manifest["tensors"] if is_whole else {}, is_whole)
     return None
+
+
+def _went_on(folder: Path, manifest: Mapping[str, Any]) -> bool:
+    """Tells whether a run wrote another step beside the files of a manifest: `ckpt-8.index` beside `ckpt-4.index`."""
+    named = {name.partition("/")[0] for name in manifest["files"]}
+    numbered = {_NUMBER.sub("#", name) for name in named if _NUMBER.search(name)}
+    return any(path.name not in named and _NUMBER.sub("#", path.name) in numbered for path in listing(folder))
+
+
+def check_whole(folder: Path) -> None:
+    """Refuses a folder that lacks files of a manifest in it, or has others in their place; no container is asked.
+
+    What container opens the rest, if any, says nothing about what is lost. A manifest of which no file is left isn't
+    about anything that is here: a run removes its old steps.
+
+    Raises:
+        CorruptError: Lists the files.
+    """
+    faults = Faults()
+    for place in [path for path in listing(folder) if is_manifest(path.name) and path.is_file()]:
+        try:
+            manifest = parse(read_small(place), place)
+            check_inside(folder, manifest)
+        except StatekitError:  # whoever opens what it is about says why it isn't trusted
+            continue
+        entries = {folder / name: entry for name, entry in manifest["files"].items()}
+        if not any(map(os.path.lexists, entries)) or _went_on(folder, manifest):
+            continue
+        with Files() as files:
+            faults += [(fault.what, f"{fault.path}") for fault in file_faults(entries, place, files, ())]
+    check_no_damage(faults, folder)
 
 
 def _places(checkpoint: Checkpoint) -> Iterator[Path]:

@@ -18,6 +18,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TypeAlias
@@ -25,12 +26,16 @@ from typing import TypeAlias
 import numpy as np
 
 from statekit.budget import Budget
-from statekit.conversion.contracts import Container
+from statekit.conversion.check import check
+from statekit.conversion.contracts import NO_HINTS, Container
+from statekit.conversion.registry import detect_container, opened
+from statekit.conversion.seal import seal
 from statekit.errors import NotFoundError, StatekitError
 from statekit.files.checkpoint import Checkpoint
+from statekit.files.manifest import is_manifest
 from statekit.tensors.tensor import DTYPES, Index, Tensor, chunks, in_memory, nbytes, whole
 from statekit.tensors.tree import Tree, mapped, to_json, walk
-from statekit.testing.container_trials import Contents, Trial, open_proven
+from statekit.testing.container_trials import FILES, Contents, Trial, open_proven
 from statekit.testing.damage import Damage, as_link, damages, files_of, poisons, restored, within_budget
 
 LEAST = 16
@@ -330,6 +335,51 @@ def is_read_in_hugging_faces_cache(trial: Trial) -> None:
     assert _same(outcome, trial.contents), _told(outcome, trial.contents)
 
 
+def every_sealed_file_counts(trial: Trial) -> None:
+    """Once it is sealed, no file of it may be lost, emptied, another or another's, whoever reads it.
+
+    `check` finds it wanting, and it opens under no name: neither by its own container nor by what is detected.
+    """
+    manifests = {checkpoint.manifest for checkpoint in seal(trial.path).checkpoints}
+    stated = [
+        manifest.parent / name
+        for manifest in manifests
+        if manifest is not None and is_manifest(manifest.name)  # one inside its file has a law of its own
+        for name in json.loads(manifest.read_bytes())["files"]
+    ]
+    few = stated[:: max(1, len(stated) // (FILES * trial.effort))] if trial.effort else stated
+    broken = []
+    for file in few:
+        data = file.read_bytes()
+        for damage in _exchanges(data, [other for other in stated if other != file]):
+            with restored(file, data):
+                damage.apply(file)
+                if file.is_file() and file.read_bytes() == data:
+                    continue
+                broken += [f"{trial.name_of(file)} {damage.what}: {verb}" for verb in _passing(trial)]
+    assert not broken, f"{len(broken)} pass:\n" + "\n".join(broken[:20])
+
+
+def _exchanges(data: bytes, others: list[Path]) -> Iterator[Damage]:
+    yield Damage("is missing", Path.unlink, loses=True)
+    if data:
+        yield Damage("is empty", lambda path: path.write_bytes(b""))
+    if others:
+        content = others[0].read_bytes()
+        yield Damage(f"is {others[0].name}", lambda path: path.write_bytes(content))
+
+
+def _passing(trial: Trial) -> Iterator[str]:
+    """Yields the verbs that pass over what is wrong with a sealed checkpoint."""
+    with suppress(StatekitError):
+        if check(trial.path).passed:
+            yield "check passes"
+    with suppress(StatekitError), opened(trial.container, trial.path, None, NO_HINTS):
+        yield "its container opens it"
+    with suppress(StatekitError), opened(detect_container(trial.path)[0], trial.path, None, NO_HINTS):
+        yield "what is detected opens it"
+
+
 def runs_no_code(trial: Trial) -> None:
     """A pickle that calls for code, in place of a file or inside of it, calls nothing."""
     canary, broken = trial.work / "canary", []
@@ -362,6 +412,7 @@ LAWS: Mapping[str, Law] = {
         notices_damage,
         stays_inside,
         is_read_in_hugging_faces_cache,
+        every_sealed_file_counts,
         runs_no_code,
     )
 }
