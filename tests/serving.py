@@ -29,7 +29,8 @@ from statekit.service.web.app import create_app
 from statekit.service.web.connections import UVICORN
 from statekit.service.web.contents_api import contents_routes
 from statekit.service.web.job_api import job_routes
-from statekit.service.web.security import LOOPBACK, Hosts, Keys
+from statekit.service.web.keys import Keys
+from statekit.service.web.security import LOOPBACK, Hosts
 from statekit.service.web.views import screens
 from statekit.service.worker import Worker
 from statekit.state.train_state import Counts

@@ -107,6 +107,10 @@ def test_no_rooms_know_each_other_in_a_circle(graph: Graph, part: str) -> None:
     assert circles(rooms_of(graph, part)) == []
 
 
+def test_no_modules_know_each_other_in_a_circle(graph: Graph) -> None:
+    assert circles(graph) == []
+
+
 def slots_named(text: str) -> set[str]:
     """Returns the slots that a module names, in any system's words; single letters may mean anything."""
     known = {

@@ -30,11 +30,11 @@ from statekit.service.child import Answer, Child, Died, Zygote
 from statekit.service.database import Database, Ownership
 from statekit.service.jobs import LEASE_SECONDS, MOST_ATTEMPTS, Jobs, Lease, Lost
 from statekit.service.lineage import lineage_of
+from statekit.service.listener import Listener
 from statekit.service.options import MAP, OPTIONS, REAL, VALUES, WORDS, schema
 from statekit.service.records import ENDED, Job, Query
 from statekit.service.server import _scan
 from statekit.service.service import Service
-from statekit.service.task import Listener
 from statekit.service.thinning import thin
 from statekit.service.worker import Worker
 

@@ -23,7 +23,8 @@ from statekit.errors import FormatError, StateError
 from statekit.service.web import security
 from statekit.service.web.app import create_app
 from statekit.service.web.connections import UVICORN, PunctualProtocol
-from statekit.service.web.security import Hosts, Keys, read_token, refusal, remote_hosts
+from statekit.service.web.keys import SESSION_SECONDS, TOKEN_FILE, Keys, read_token
+from statekit.service.web.security import Hosts, refusal, remote_hosts
 
 TOKEN = "t" * 43
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
@@ -227,7 +228,7 @@ def test_a_cookie_is_worth_nothing_when_it_is_old_altered_or_of_another_token(
         assert status(wrong) == 401
     assert status(Keys("u" * 43).new_session()) == 401
     now = time.time()
-    monkeypatch.setattr("statekit.service.web.security.time.time", lambda: now + security.SESSION_SECONDS + 1)
+    monkeypatch.setattr("statekit.service.web.keys.time.time", lambda: now + SESSION_SECONDS + 1)
     assert status(value) == 401
 
 
@@ -358,7 +359,7 @@ def test_figures_name_routes_and_not_what_was_asked_for(site: Site) -> None:
 
 def test_the_token_is_made_once_and_is_its_users_alone(tmp_path: Path) -> None:
     token = read_token(tmp_path)
-    path = tmp_path / security.TOKEN_FILE
+    path = tmp_path / TOKEN_FILE
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert len(token) >= 43
     assert read_token(tmp_path) == token

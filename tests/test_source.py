@@ -289,7 +289,7 @@ ALLOWED: dict[str, tuple[str, set[str]]] = {
     ),
     "statekit/service/roots.py": ("folders, on the way to what lies beneath one", {"os.open"}),
     "statekit/service/thinning.py": ("makes its list of what shall go", {"open"}),
-    "statekit/service/web/security.py": ("the service's own token", {"os.open"}),
+    "statekit/service/web/keys.py": ("the service's own token", {"os.open"}),
     "statekit/service/web/screens.py": ("scripts and styles of the package", {"path.read_bytes"}),
     "statekit/service/confinement.py": ("folders that a task may reach, not what is in them", {"os.open"}),
     "statekit/service/scanning.py": ("folders, to list them without following a link", {"os.open"}),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from statekit.conversion import registry
 from statekit.conversion.checkpoints_at import CheckpointAt, checkpoints_at
@@ -13,11 +13,9 @@ from statekit.conversion.inspection import Inspection, Request, inspect
 from statekit.errors import StatekitError, UnknownFormatError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.file_changes import Change
+from statekit.service.listener import Listener
 from statekit.state.schema import WEIGHTS
 from statekit.tensors.digest import json_digest
-
-if TYPE_CHECKING:
-    from statekit.service.task import Listener
 
 _NAMED = (".ckpt", ".pth", ".msgpack")
 """Ends of names, beside those that containers give their files, by which a file says that it is a checkpoint."""

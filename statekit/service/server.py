@@ -37,7 +37,8 @@ from statekit.service.web.app import create_app
 from statekit.service.web.connections import UVICORN
 from statekit.service.web.contents_api import contents_routes
 from statekit.service.web.job_api import job_routes
-from statekit.service.web.security import Hosts, Keys, read_token, remote_hosts
+from statekit.service.web.keys import Keys, read_token
+from statekit.service.web.security import Hosts, remote_hosts
 from statekit.service.web.views import screens
 
 DRAIN_SECONDS = 9.0

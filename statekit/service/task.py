@@ -21,52 +21,19 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NoReturn, TextIO
+from typing import Any, NoReturn
 
 from statekit.conversion import registry
 from statekit.errors import StatekitError
 from statekit.service import looking, work
-from statekit.service.child import ANSWER_BYTES, LINE_LENGTH
 from statekit.service.confinement import Reach, confine
 from statekit.service.failures import problem_of
+from statekit.service.listener import Listener
 from statekit.service.processes import end_with
 
 NICE = 5
 """By how much tasks stand behind what answers requests, in Unix' levels."""
-_PROGRESS_SECONDS = 0.25
 _WAIT_SECONDS = 0.002
-
-
-class Listener:
-    """Where a task says how far it is.
-
-    Args:
-        output: Takes the lines.
-    """
-
-    def __init__(self, output: TextIO) -> None:
-        self._output = output
-        self._due = 0.0
-
-    def progress(self, fraction: float | None, text: str) -> None:
-        """Says how much is done; seldom enough that nobody is kept from work."""
-        if time.monotonic() >= self._due:
-            self._due = time.monotonic() + _PROGRESS_SECONDS
-            self.say("progress", {"fraction": fraction, "text": text[:500]})
-
-    def log(self, line: str) -> None:
-        """Says something that is worth keeping."""
-        self.say("log", {"line": line[:LINE_LENGTH]})
-
-    def say(self, kind: str, data: Any) -> None:
-        """Writes a line."""
-        text = json.dumps({"type": kind, "data": data}, allow_nan=False)
-        if len(text) > ANSWER_BYTES:
-            raise StatekitError(
-                "The answer is longer than the service takes.", expected=f"{ANSWER_BYTES} bytes"
-            )
-        self._output.write(text + "\n")
-        self._output.flush()
 
 
 KINDS: Mapping[str, Callable[[Mapping[str, Any], Listener], Any]] = {**looking.KINDS, **work.KINDS}

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from statekit.conversion import registry
 from statekit.conversion.changing.changes import Changes
@@ -26,9 +26,7 @@ from statekit.files.integrity import files_of
 from statekit.files.manifest import beside, inside
 from statekit.files.source import read_small
 from statekit.files.stage import Progress
-
-if TYPE_CHECKING:
-    from statekit.service.task import Listener
+from statekit.service.listener import Listener
 
 _REMOVED = ".statekit-thinned-"
 _LIST = "removed.json"

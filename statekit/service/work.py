@@ -25,11 +25,11 @@ from statekit.conversion.seal import seal
 from statekit.errors import StateError, StatekitError, UnknownFormatError
 from statekit.files.stage import Progress
 from statekit.maps.model_map import maps_of
+from statekit.service.listener import Listener
 from statekit.service.thinning import is_of_plan, thin
 from statekit.state.schedules.call_text import parse_call
 
 if TYPE_CHECKING:
-    from statekit.service.task import Listener
     from statekit.verify.certificate import Certificate
 
 PHASES = {"check": "checking the source", "write": "writing", "verify": "reading again"}

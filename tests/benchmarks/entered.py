@@ -23,13 +23,25 @@ from typing import NamedTuple
 from rich.console import Console
 from rich.table import Table
 
-SOURCE = Path(__file__).parents[1] / "golden" / "t5x" / "momentum_f32" / "checkpoint"
+ROOT = Path(__file__).resolve().parents[2]
+SOURCE = ROOT / "tests" / "golden" / "t5x" / "momentum_f32" / "checkpoint"
+HOMES = {
+    ROOT / "statekit": ("statekit",),
+    ROOT / "converters": ("statekit", "converters"),
+    ROOT / "schemas": ("statekit", "schemas"),
+    ROOT / "cli": ("statekit", "cli"),
+}
+"""The folders of this checkout by the names they are imported by."""
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
+"""Lets processes import statekit from this checkout, wherever the installed one comes from."""
 RUNS = 7
 
 COMMAND_LINE = "from statekit.cli.main import main"
 PROFILED = """
 import inspect, sys, threading
-report, source, target, shapes = sys.argv[1:]
+report, package, source, target, shapes = sys.argv[1:]
+import statekit
+assert statekit.__file__.startswith(package), f"{{statekit.__file__}} is not of this checkout"
 {prepare}
 files = {{}}
 
@@ -69,6 +81,10 @@ class Call(NamedTuple):
 
 
 CONVERT = Call(COMMAND_LINE, "assert main(['convert', source, target]) == 0")
+VERIFY = Call(
+    f"{COMMAND_LINE}\nassert main(['convert', source, target, '--replace']) == 0",
+    "assert main(['verify', source, target, '--hparams', 'beta1=0.9']) == 0",
+)
 INSPECT = Call(COMMAND_LINE, "assert main(['inspect', source]) == 0")
 LOAD_OPTIMIZER = Call(MODEL, "statekit.torch.load_optimizer(source, named, lr=1e-3, beta1=0.9)")
 OPTIMIZER = f"""{MODEL}
@@ -82,6 +98,7 @@ STEP_BY_TEXT = Call(
 )
 CALLS = {
     "statekit convert, T5X -> torch": CONVERT,
+    "statekit verify, T5X -> torch": VERIFY,
     "statekit inspect, T5X": INSPECT,
     "statekit.torch.load_optimizer, T5X": LOAD_OPTIMIZER,
     "its step()": STEP,
@@ -98,24 +115,20 @@ def entered(call: Call, source: Path, target: Path) -> list[str]:
             "-c",
             PROFILED.format(**call._asdict()),
             report.name,
+            str(ROOT / "statekit"),
             str(source),
             str(target),
         ]
-        subprocess.run([*command, shapes], stdout=subprocess.DEVNULL, check=True)
+        subprocess.run([*command, shapes], stdout=subprocess.DEVNULL, check=True, env=ENVIRONMENT)
         names = [module_name(Path(line)) for line in report.read().splitlines()]
     return list(dict.fromkeys(name for name in names if name))
 
 
 def module_name(file: Path) -> str:
-    """Returns the name by which a file of statekit is imported, through its links; "" if it is none of statekit's."""
-    import statekit
-
-    package = Path(statekit.__file__).parent
-    homes = {package.resolve(): ["statekit"]}
-    homes |= {(package / home).resolve(): ["statekit", home] for home in ("converters", "schemas", "cli")}
+    """Returns the name by which a file of this checkout is imported, through its links; "" for any other file."""
     path = file.resolve().with_suffix("")
-    home = next((folder for folder in path.parents if folder in homes), None)
-    return "" if home is None else ".".join([*homes[home], *path.relative_to(home).parts])
+    home = next((folder for folder in path.parents if folder in HOMES), None)
+    return "" if home is None else ".".join([*HOMES[home], *path.relative_to(home).parts])
 
 
 def param_shapes(source: Path) -> dict[str, list[int]]:
@@ -126,7 +139,7 @@ def param_shapes(source: Path) -> dict[str, list[int]]:
 
 def seconds(arguments: Sequence[str], compiled: str) -> float:
     """Returns the wall time of a Python process, the least of several; `compiled` is where modules stay compiled."""
-    environment = {**os.environ, "PYTHONPYCACHEPREFIX": compiled}
+    environment = {**ENVIRONMENT, "PYTHONPYCACHEPREFIX": compiled}
     environment.pop("PYTHONDONTWRITEBYTECODE", None)
     times = []
     for _ in range(RUNS):

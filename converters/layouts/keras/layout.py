@@ -19,6 +19,8 @@ from typing import Any, NotRequired, TypedDict
 from statekit.conversion.contracts import Encoded, Evidence, Exactness, Hints
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.hyperparameters import manifest_state
+from statekit.converters.layouts.keras.home import OPTIMIZER, SAYINGS, config_of, home_in, home_of
+from statekit.converters.layouts.keras.like import laid_out_like
 from statekit.converters.layouts.keras.state import (
     HOME,
     NO_RATE,
@@ -47,7 +49,6 @@ from statekit.converters.layouts.keras.variables import (
     in_order,
     is_group,
     variables,
-    without,
 )
 from statekit.errors import Faults, StateError
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint
@@ -55,10 +56,6 @@ from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.typed import Name, fits, misfits
-
-OPTIMIZER = "optimizer"
-SAYINGS = "statekit_keras"
-"""Attribute of a whole file in which statekit says what Keras doesn't: the names of all variables."""
 
 
 @dataclass(frozen=True)
@@ -122,8 +119,6 @@ class Keras:
 
     def like(self, state: TrainState, model: Checkpoint) -> TrainState:
         """Returns the state as a file of the same model lays it out."""
-        from statekit.converters.layouts.keras.like import laid_out_like
-
         return laid_out_like(state, model)
 
     def encode(self, state: TrainState) -> Encoded:
@@ -205,27 +200,6 @@ def attribute(tree: Mapping[str, Any], key: str, name: str) -> Any:
     """Returns an attribute of what a key holds."""
     node = tree.get(key, {}).get(VARIABLES, {})
     return node.get(ATTRIBUTES, {}).get(name)
-
-
-def config_of(tree: Mapping[str, Any]) -> Any:
-    """Returns the model's config; None if the file has none."""
-    return tree.get(ATTRIBUTES, {}).get(CONFIG)
-
-
-def home_of(tree: Mapping[str, Any], placed: Mapping[str, Variable]) -> dict[str, Any]:
-    """Returns what a file holds besides parameters and the optimizer's variables, and where those lie."""
-    left = without(tree, [variable.place for variable in placed.values()])
-    node = left.get(OPTIMIZER, {}).get(VARIABLES, {})
-    kept = {key: part for key, part in node.items() if key == ATTRIBUTES}
-    left[OPTIMIZER] = {**left.get(OPTIMIZER, {}), VARIABLES: kept}
-    left[ATTRIBUTES] = {key: part for key, part in left.get(ATTRIBUTES, {}).items() if key != SAYINGS}
-    return {"tree": left, "places": {path: list(variable.place) for path, variable in placed.items()}}
-
-
-def home_in(state: TrainState) -> Mapping[str, Any]:
-    """Returns what the state has from a file of Keras."""
-    home = state.extra.get(HOME)
-    return home if isinstance(home, Mapping) else {}
 
 
 def frozen_of(tree: Mapping[str, Any], every: Sequence[Variable], order: Order) -> dict[str, Variable]:

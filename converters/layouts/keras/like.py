@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from statekit.converters.layouts.keras.layout import config_of, home_in, home_of
+from statekit.converters.layouts.keras.home import config_of, home_in, home_of
 from statekit.converters.layouts.keras.state import HOME, order_of
 from statekit.converters.layouts.keras.variables import Variable, by_names, variables
 from statekit.errors import Faults, StateError

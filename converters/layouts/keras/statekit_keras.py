@@ -19,14 +19,11 @@ import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.hyperparameters import ManifestRecord, manifest_state
+from statekit.converters.layouts.keras.home import OPTIMIZER, config_of, home_in, home_of
 from statekit.converters.layouts.keras.layout import (
-    OPTIMIZER,
     attribute,
-    config_of,
     file_tree,
     frozen_of,
-    home_in,
-    home_of,
     left_out,
     model_tree,
     optimizer_variables,

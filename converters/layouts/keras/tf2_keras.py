@@ -31,7 +31,7 @@ from statekit.converters.layouts.keras.graph_optimizer import (
     graph_home,
     tensors_of,
 )
-from statekit.converters.layouts.keras.layout import home_in
+from statekit.converters.layouts.keras.home import home_in
 from statekit.converters.layouts.keras.like import laid_out_like
 from statekit.converters.layouts.keras.state import (
     HOME,

@@ -25,7 +25,7 @@ from statekit.converters.layouts.keras.graph_optimizer import (
     tensors_of,
     values_of,
 )
-from statekit.converters.layouts.keras.layout import home_in
+from statekit.converters.layouts.keras.home import home_in
 from statekit.converters.layouts.keras.like import laid_out_like
 from statekit.converters.layouts.keras.state import (
     ACCUMULATOR,

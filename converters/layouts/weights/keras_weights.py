@@ -11,17 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.converters.layouts.keras.home import OPTIMIZER, config_of, home_in, home_of
 from statekit.converters.layouts.keras.layout import (
-    OPTIMIZER,
-    config_of,
     file_tree,
-    home_in,
-    home_of,
     left_out,
     model_tree,
     optimizer_variables,
     saved_names,
 )
+from statekit.converters.layouts.keras.like import laid_out_like
 from statekit.converters.layouts.keras.state import HOME
 from statekit.converters.layouts.keras.variables import Variable, is_group, variables
 from statekit.converters.layouts.weights.state import VARIANTS, not_weights, require_weights, weights_state
@@ -64,8 +62,6 @@ class KerasWeights:
 
     def like(self, state: TrainState, model: Checkpoint) -> TrainState:
         """Returns the state as a file of the same model lays it out."""
-        from statekit.converters.layouts.keras.like import laid_out_like
-
         return laid_out_like(state, model)
 
     def encode(self, state: TrainState) -> Encoded:

@@ -15,11 +15,12 @@ from statekit import __version__
 from statekit.errors import StatekitError
 from statekit.service.web import sign_in
 from statekit.service.web.drawing import answered
+from statekit.service.web.keys import Keys
 from statekit.service.web.metrics import Metrics
 from statekit.service.web.problems import Problem, problem_of, problem_of_input
 from statekit.service.web.remembered import Remembered
 from statekit.service.web.requests import Requests
-from statekit.service.web.security import Guard, Hosts, Keys, Refused
+from statekit.service.web.security import Guard, Hosts, Refused
 
 
 def create_app(

@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl
 from fastapi import APIRouter, Request
 from starlette.responses import HTMLResponse, Response
 
-from statekit.service.web.security import SESSION_SECONDS, TOKEN_FILE, Keys
+from statekit.service.web.keys import SESSION_SECONDS, TOKEN_FILE, Keys
 
 _PAGE = """<!doctype html>
 <html lang="en">

@@ -137,7 +137,7 @@ def _data(routes: APIRouter, of: Screens) -> None:
         return as_data(kind, request.url.path, request.url.query)
 
     @routes.get("/{kind}/{number}.json")
-    def show_oneas_data(request: Request, kind: str, number: int) -> Response:
+    def show_record_as_data(request: Request, kind: str, number: int) -> Response:
         return as_data(f"{kind}/{number}", request.url.path, request.url.query)
 
 

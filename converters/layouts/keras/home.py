@@ -1,0 +1,36 @@
+"""What a file of Keras holds besides parameters and the optimizer's variables, kept so that it can be written back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from statekit.converters.layouts.keras.state import HOME
+from statekit.converters.layouts.keras.variables import CONFIG, VARIABLES, Variable, without
+from statekit.files.checkpoint import ATTRIBUTES
+from statekit.state.train_state import TrainState
+
+OPTIMIZER = "optimizer"
+SAYINGS = "statekit_keras"
+"""Attribute of a whole file in which statekit says what Keras doesn't: the names of all variables."""
+
+
+def config_of(tree: Mapping[str, Any]) -> Any:
+    """Returns the model's config; None if the file has none."""
+    return tree.get(ATTRIBUTES, {}).get(CONFIG)
+
+
+def home_of(tree: Mapping[str, Any], placed: Mapping[str, Variable]) -> dict[str, Any]:
+    """Returns what a file holds besides parameters and the optimizer's variables, and where those lie."""
+    left = without(tree, [variable.place for variable in placed.values()])
+    node = left.get(OPTIMIZER, {}).get(VARIABLES, {})
+    kept = {key: part for key, part in node.items() if key == ATTRIBUTES}
+    left[OPTIMIZER] = {**left.get(OPTIMIZER, {}), VARIABLES: kept}
+    left[ATTRIBUTES] = {key: part for key, part in left.get(ATTRIBUTES, {}).items() if key != SAYINGS}
+    return {"tree": left, "places": {path: list(variable.place) for path, variable in placed.items()}}
+
+
+def home_in(state: TrainState) -> Mapping[str, Any]:
+    """Returns what the state has from a file of Keras."""
+    home = state.extra.get(HOME)
+    return home if isinstance(home, Mapping) else {}
