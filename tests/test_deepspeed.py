@@ -22,6 +22,7 @@ from formats import values
 from goldens import bundles
 from replaying import BACKENDS, COMPILING, marks
 from statekit.arrays.backend import backend
+from statekit.attestation.doctor import doctor
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
@@ -230,6 +231,24 @@ def test_a_parameter_that_is_not_its_masters_rounding_is_noticed(bundle: Path, t
         convert(planned)
     assert not (tmp_path / "state.pt").exists()
     convert(plan(copy, tmp_path / "neutral", to="statekit"))
+    with pytest.raises(CorruptError, match=r"rounding of their masters(.|\n)*enc/bias"):
+        convert(plan(copy, tmp_path / "megatron", to="megatron", layout="megatron-float16"))
+
+
+@pytest.mark.skipif(ADAMW == BF16, reason="the compact recordings have no float32 run under DeepSpeed")
+def test_a_float32_weight_that_is_not_the_optimizers_is_noticed(tmp_path: Path) -> None:
+    """In float32 both are one weight, so that every target is refused it."""
+    copy = tmp_path / "run"
+    shutil.copytree(next(bundle for bundle in ADAMW if bundle not in BF16) / "checkpoint", copy)
+    model = copy / "global_step4" / "mp_rank_00_model_states.pt"
+    saved = torch.load(model, weights_only=True)
+    saved["module"]["enc.bias"][2] += 1
+    torch.save(saved, model)
+    for to in ("statekit", "torch"):
+        with pytest.raises(CorruptError, match="enc/bias"):
+            convert(plan(copy, tmp_path / "target", to=to))
+    (examination,) = doctor(copy)
+    assert "enc/bias" in str(examination.findings)
 
 
 @pytest.mark.skipif(RECORDED == ADAMW, reason="the compact recordings have no Adafactor under DeepSpeed")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from dcp_files import MEGATRON, folder, plain, save, torch_read
 
+from statekit.attestation.doctor import doctor
 from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
@@ -22,7 +23,15 @@ from statekit.converters.layouts.megatron.layout import LAYOUT
 from statekit.converters.layouts.megatron.megatron_distributed import LAYOUT as DISTRIBUTED
 from statekit.converters.layouts.megatron.megatron_float16 import LAYOUT as FLOAT16
 from statekit.converters.layouts.pytorch.torch_fqn import LAYOUT as BY_NAME
-from statekit.errors import FormatError, InexactError, NotFoundError, RefusedError, StateError, UsageError
+from statekit.errors import (
+    CorruptError,
+    FormatError,
+    InexactError,
+    NotFoundError,
+    RefusedError,
+    StateError,
+    UsageError,
+)
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import Counts, TrainState
 from statekit.tensors.tensor import DTYPES, Cast, Filled, in_memory, same_values
@@ -66,6 +75,19 @@ def test_it_is_written_as_it_was(tmp_path: Path) -> None:
         assert after.checkpoint.step == 4
     with pytest.raises(UsageError, match="named for another step"):
         convert(plan(SOURCE, tmp_path / "iter_0000005", to="megatron"))
+
+
+CORRUPT = Path(__file__).parent / "cases" / "megatron_fully_reshardable"
+"""Saved by megatron-core 0.16.1 with two buckets, the first padded: its own loader takes it without a word."""
+
+
+@pytest.mark.parametrize("to", ["torch", "statekit"])
+def test_weights_that_the_original_mixed_up_are_refused(to: str, tmp_path: Path) -> None:
+    with pytest.raises(CorruptError, match="rounding of their masters") as caught:
+        convert(plan(CORRUPT, tmp_path / "target", to=to))
+    assert "dp_reshardable" in caught.value.remedy and not (tmp_path / "target").exists()
+    (examination,) = doctor(CORRUPT)
+    assert "dp_reshardable" in f"{examination.findings}"
 
 
 def mixed(state: TrainState) -> TrainState:

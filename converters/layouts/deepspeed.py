@@ -22,7 +22,7 @@ from statekit.converters.layouts.pytorch.torch_optim import LAYOUT as TORCH_OPTI
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.schema import load_schema
-from statekit.state.stored_params import MASTER
+from statekit.state.stored_params import MASTER, Proven
 from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensors.tensor import Filled, Tensor
 from statekit.tensors.typed import Name, fits, typed
@@ -36,9 +36,7 @@ _FLAT = (
     "Adafactor moved the flat pieces that ranks hold, and took its means over them: no variant does that, so a step"
     " with one is another run."
 )
-_COPIES = (
-    "The model part's weights of the optimizer's own dtype are taken for copies of them, and passed over."
-)
+_DEFECT = "save the run again after deepspeed loaded its weights, which refreshes the optimizer's copy"
 
 
 class ParamRecord(TypedDict):
@@ -106,19 +104,21 @@ class DeepSpeed:
         stored_params = {
             path: tensor for path, tensor in model.items() if tensor.dtype != weights.get(path, tensor).dtype
         }
-        stored = checkpoint.meta.get("zero_stage") != _NOT_STORED
-        copied = stored and any(path not in stored_params for path in weights)
+        copies = {} if checkpoint.meta.get("zero_stage") == _NOT_STORED else model
         slots = _whole(state, checkpoint.tree) if flat else state.slots
         return replace(
             state,
-            params={path: stored_params.get(path, weights[path]) for path in state.params},
+            params={
+                path: stored_params.get(path) or _proven(weights[path], copies.get(path), path)
+                for path in state.params
+            },
             slots={
                 p: {**param_slots, **({MASTER: weights[p]} if p in stored_params else {})}
                 for p, param_slots in slots.items()
             },
             rules={path: Rule((Axis.NONE,) * len(weights[path].shape), "file") for path in state.rules},
             optimizer=replace(state.optimizer, variant=hints.variant) if flat else state.optimizer,
-            assumptions=(*state.assumptions, *([_FLAT] if flat else []), *([_COPIES] if copied else [])),
+            assumptions=(*state.assumptions, *([_FLAT] if flat else [])),
         )
 
     def encode(self, state: TrainState) -> Encoded:
@@ -131,6 +131,11 @@ class DeepSpeed:
             "The layout deepspeed can only be read.",
             remedy="write a torch file, and load it with load_state_dict before deepspeed.initialize",
         )
+
+
+def _proven(weight: Tensor, copy: Tensor | None, path: str) -> Tensor:
+    """Returns the weight that the optimizer moves, held to the copy that the model part has of it, if any."""
+    return weight if copy is None or copy is weight else Proven(weight, copy, path, _DEFECT)
 
 
 def _bare(tree: Any) -> dict[str, Any]:

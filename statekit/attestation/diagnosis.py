@@ -15,11 +15,10 @@ from statekit.state.comparison import Difference, is_zero
 from statekit.state.hyperparameters import alike
 from statekit.state.options import RATE_NAMES
 from statekit.state.schema import load_schema
-from statekit.state.stored_params import MASTER
+from statekit.state.stored_params import MASTER, stale_masters
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.digest import tensor_digest
-from statekit.tensors.distance import distance
-from statekit.tensors.tensor import Cast, Tensor, parts_of
+from statekit.tensors.tensor import Tensor, parts_of
 
 
 @dataclass(frozen=True)
@@ -205,7 +204,7 @@ class _Diagnosis:
         yield from self._of_beside()
         yield from self._of_options()
         yield from self._of_run()
-        yield from stale_masters(self._live)
+        yield from masters_that_are_stale(self._live)
 
     def _of(self, what: str, slots: bool | None = None) -> list[Difference]:
         each = [one for one in self._all if one.what == what and not one.place.startswith("extra/")]
@@ -344,16 +343,9 @@ def _values(name: str, differences: Sequence[Difference]) -> Iterator[Finding]:
         yield fault(name, where, "the checkpoint's values", worst.distance)
 
 
-def stale_masters(live: TrainState) -> Iterator[Finding]:
+def masters_that_are_stale(live: TrainState) -> Iterator[Finding]:
     """Yields parameters that aren't the rounding of their masters."""
-    stale = []
-    for path, slots in live.slots.items():
-        master, param = slots.get(MASTER), live.params[path]
-        if master is None or parts_of(param) is not None:
-            continue
-        apart = distance(Cast(master, param.dtype), param)
-        if apart.unequal:
-            stale.append((path, apart))
+    stale = [*stale_masters(live)]
     if stale:
         where = [f"slots/{path}/{MASTER}" for path, _ in stale]
         yield fault("master-stale", where, "a master that rounds to its parameter", stale[0][1])

@@ -23,6 +23,7 @@ from statekit.conversion.open_state import OpenState
 from statekit.conversion.plan import Plan, Request, Side
 from statekit.conversion.prepared import carried_out, prepare
 from statekit.conversion.resume import in_manifest, next_update, of_plan, resume_lines
+from statekit.conversion.seal import NEUTRAL
 from statekit.conversion.target import written_as
 from statekit.errors import CommitError, Faults, StatekitError, TargetExistsError, printable
 from statekit.files.checkpoint import Checkpoint
@@ -41,6 +42,7 @@ from statekit.files.stage import (
 )
 from statekit.maps.links import StateMap
 from statekit.pipeline import Times, job
+from statekit.state.stored_params import MASTER, check_masters
 from statekit.state.train_state import StepOffset
 from statekit.tensors.digest import json_digest, tensor_digests
 from statekit.tensors.tensor import nbytes
@@ -197,6 +199,10 @@ def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgres
         passed = _passed_through(checkpoint, tree)
         rest: dict[str, str] = {}
         known = Faults((finding.what, finding.place) for finding in checkpoint.findings if finding.damage)
+        # The neutral folder carries both as they are, for doctor to examine; a program would go on with them.
+        goes_on_with_both = plan.target.container != NEUTRAL and any(
+            MASTER in slots for slots in prepared.state.slots.values()
+        )
         records: dict[str, Any] = {}
         lineage: list[dict[str, Any]] = []
         if plan.kept:
@@ -249,6 +255,8 @@ def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgres
                     known += wrong
                 rest.update(_digest_rest(checkpoint, passed, tell))
                 judge(_changed(checkpoint, rest))
+                if goes_on_with_both and not plan.request.hints.accept_damaged:
+                    check_masters(prepared.opened.state, checkpoint.path)
                 stage.expect(tensor_names(tree))
                 # A container may make files by other means than the stage's.
                 with writing(stage.target), prepared.joining():

@@ -15,33 +15,47 @@ Source: tensorflow/tensor2tensor, utils/quantization.py, `EighthPowerEncoding`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from statekit.errors import InexactError
+from statekit.errors import CorruptError, Faults, InexactError
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Group, TrainState
-from statekit.tensors.tensor import Array, Cast, DType, Index, Shape, Tensor, dtype_name
+from statekit.tensors.distance import Distance, distance
+from statekit.tensors.tensor import Array, Cast, DType, Index, Shape, Tensor, dtype_name, parts_of
 from statekit.tensors.views import EighthPower, EighthRoot
 
 MASTER = "master"
 """The slot."""
+_STALE = "Parameters aren't the rounding of their masters: the next update writes the masters over them."
+_ROUNDS = "a master that rounds to its parameter"
+_REFRESH = (
+    "refresh the masters from the weights, or the weights from the masters, in the program that saved them; "
+    "--accept-damaged takes both as they are"
+)
 
 
 @dataclass(frozen=True)
 class Proven:
-    """A master whose rounding is the parameter.
+    """A master whose rounding is the parameter: reading it compares both.
+
+    Attributes:
+        master: The master.
+        param: The parameter.
+        path: The parameter's path.
+        defect: What it means that they differ; "" where both are right, and the target has no place for both.
 
     Raises:
-        InexactError: When read, it turns out not to be: both are needed.
+        InexactError, CorruptError: When read, it turns out not to be; the second where that is a defect.
     """
 
     master: Tensor
     param: Tensor
     path: str
+    defect: str = ""
 
     @property
     def shape(self) -> Shape:
@@ -64,18 +78,46 @@ class Proven:
         with np.errstate(over="ignore"):  # what lies beyond the range is infinite in both
             rounded = block.astype(low.dtype)
         if not np.array_equal(rounded.astype(np.float32), low.astype(np.float32), equal_nan=True):
+            others = f"{np.count_nonzero(rounded != low)} others among {low.size}"
+            if self.defect:
+                raise CorruptError(
+                    _STALE, place=self.path, expected=_ROUNDS, found=others, remedy=self.defect
+                )
             raise InexactError(
                 f"A parameter of {low.dtype} isn't the rounding of its master, and the target has no place for both.",
                 place=self.path,
                 expected="equal values",
-                found=f"{np.count_nonzero(rounded != low)} others among {low.size}",
+                found=others,
                 remedy="keep both: --to statekit",
             )
         return block
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the tensor."""
+        """Describes the tensor; one that is proven for its own sake is its master's."""
+        if self.defect:
+            return self.master.to_json()
         return {"op": "proven", "source": self.master.to_json(), "rounds_to": self.param.to_json()}
+
+
+def stale_masters(state: TrainState) -> Iterator[tuple[str, Distance]]:
+    """Yields the parameters that aren't the rounding of their masters, and how far they are; reads both."""
+    for path, slots in state.slots.items():
+        master, param = slots.get(MASTER), state.params[path]
+        if master is None or parts_of(param) is not None or master.shape != param.shape:
+            continue
+        apart = distance(Cast(master, param.dtype), param)
+        if apart.unequal:
+            yield path, apart
+
+
+def check_masters(state: TrainState, place: object) -> None:
+    """Refuses parameters that aren't the rounding of their masters: the next update writes other weights.
+
+    Raises:
+        CorruptError: Lists them.
+    """
+    faults = Faults((f"{apart}", path) for path, apart in stale_masters(state))
+    faults.check(CorruptError, _STALE, place=place, expected=_ROUNDS, remedy=_REFRESH)
 
 
 def as_params(state: TrainState) -> tuple[TrainState, dict[str, str]]:

@@ -36,7 +36,7 @@ from statekit.converters.layouts.pytorch.torch_fqn import LAYOUT as BY_NAME
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.run import BESIDE, run_of
-from statekit.state.stored_params import MASTER
+from statekit.state.stored_params import MASTER, Proven
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import DTYPES, Cast, Tensor
 from statekit.tensors.tree import Tree
@@ -47,6 +47,11 @@ _STATE = "optimizer.state."
 _SLOTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": MASTER, "param": MASTER}
 """Slot in a key -> slot of torch.optim, or the master."""
 _MASTER_KEY = "fp32_param"
+_DEFECT = (
+    "save the run again as dp_reshardable: Megatron-Core's fully_reshardable (seen in 0.16.1) mixes up the values of "
+    "parameters behind a bucket whose end is padded"
+)
+"""Source: megatron-core 0.16.1, core/optimizer/distrib_optimizer.py, measured against its other formats."""
 _COMMON, _OBJECTS = "megatron_common", "megatron_objects"
 """Keys in `extra`: what lies in common.pt beside the optimizer; what is cut and no tensor."""
 _IN_SCALER, _MASTER_NAME = "megatron_mixed_precision", "megatron_master"
@@ -137,7 +142,11 @@ class MegatronAdam:
             if _SLOTS[slot] == MASTER
         }
         # What is of float32 itself has no second copy: what the optimizer moves is the parameter.
-        moved_itself = {name: t for name, t in masters.items() if parts.model[name].dtype == t.dtype}
+        moved_itself = {
+            name: Proven(t, parts.model[name], path_of(name), _DEFECT)
+            for name, t in masters.items()
+            if parts.model[name].dtype == t.dtype
+        }
         tree = {
             "model": {**parts.model, **moved_itself},
             "optimizer": {"state": state, "param_groups": groups},
