@@ -21,6 +21,7 @@ FLOORS = (
     ("statekit.state", "statekit.files", "statekit.arrays"),
     ("statekit.conversion.contracts", "statekit.optim"),
     ("statekit.converters.formats", "statekit.maps", "statekit.statistics"),
+    ("statekit.lines",),
     ("statekit.converters.containers", "statekit.converters.layouts"),
     ("statekit.conversion", "statekit.dropin"),
     ("statekit.attestation", "statekit.pages"),

@@ -39,7 +39,7 @@ Optax: Orbax) and converted. Then, in the target's library:
 - **loads again**: it loads that into a fresh model, and after three more updates the same holds.
 
 `difference` is the largest one in the end, in that measure. Only what stands here was run this way; a container or
-layout that is missing has lines (`converters/resume.json`) that this table says nothing about.
+layout that is missing prints lines that this table says nothing about.
 
 Weights alone (`torch-weights`, `tf2-weights` and so on) have no row, as no optimizer goes on from them. Their lines
 load a model; tests/test_weights.py runs those of PyTorch's files, safetensors and TensorFlow's objects.

@@ -12,8 +12,8 @@ import keras_schedule_driving
 import pytest
 from keras_schedule_driving import KINDS, TARGETS, WELL, TorchRun, model, planned_for
 
-from statekit.conversion.rates.classes import keras_lines, mxnet_lines
 from statekit.conversion.resume import of_plan, resume_lines
+from statekit.lines.rate_classes import keras_lines, mxnet_lines
 from statekit.state.rates import Rates
 from statekit.state.schedules.call_text import parse_call
 from statekit.state.schedules.called import called_rates

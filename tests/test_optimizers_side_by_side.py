@@ -18,9 +18,9 @@ from statekit.conversion.convert import convert, plan
 from statekit.conversion.inspection import inspect
 from statekit.conversion.open_state import open_state
 from statekit.conversion.prepared import encoded_in
-from statekit.conversion.rates.lines import RatesOf
 from statekit.conversion.resume import of_checkpoint, resume_lines
 from statekit.errors import InexactError, StateError, UsageError
+from statekit.lines.rates import RatesOf
 from statekit.state.run import run_of
 from statekit.state.stored_params import MASTER
 from statekit.tensors.tensor import DTYPES, Cast

@@ -21,15 +21,13 @@ from statekit.conversion import registry
 from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
-from statekit.conversion.resume import Place, of_plan, resume_lines
-from statekit.converters import __path__ as converters
+from statekit.conversion.resume import of_plan, resume_lines
 from statekit.files.manifest import FILE
+from statekit.lines.printing import Printing, SavedRun
 from statekit.schemas import __path__ as schemas
 from statekit.state.run import RunState, Schedule
 from statekit.state.schedules.call_text import parse_call
-from statekit.state.schema import load_schema
 
-DATA = json.loads((Path(converters[0]) / "resume.json").read_text(encoding="utf-8"))
 HOMES = [
     (layout, container)
     for layout in registry.layout_names()
@@ -53,7 +51,7 @@ def test_every_layout_has_lines_in_every_container_that_it_is_at_home_in(layout:
     for schema, variants in registry.layout_card(layout).variants.items():
         for variant in variants:
             for groups in (1, 2):
-                place = Place(container, layout, Path("/run/out"), 3)
+                place = SavedRun(container, layout, Path("/run/out"), 3)
                 lines = resume_lines(place, state(schema, variant, groups))
                 assert lines and any("/run" in line for line in lines)
                 assert not any("$" in line or "None(" in line for line in lines), lines
@@ -75,13 +73,24 @@ def test_where_nobody_has_said_how_to_go_on_another_way_is_shown(
     assert "load_optimizer" in capsys.readouterr().out
 
 
-def test_what_is_said_of_each_has_a_source_and_a_user() -> None:
-    said = [(lay, con) for entry in DATA["resume"] for lay in entry["layouts"] for con in entry["containers"]]
-    assert len(said) == len(set(said))
-    assert set(HOMES) <= set(said)
-    assert all(entry["source"].keys() == {"project", "file", "symbol"} for entry in DATA["resume"])
-    for schema, constructors in DATA["constructors"].items():
-        assert constructors.keys() <= load_schema(schema).variants.keys()
+def test_every_layout_of_ours_prints_lines_and_another_need_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in registry.layout_names():
+        assert isinstance(registry.layout(name), Printing), name
+
+    class Theirs:
+        containers = ("torch",)
+
+        def lines(self, state: dict[str, Any], ref: Any) -> list[str]:
+            return [f"go_on({str(ref.path)!r}, {state['counts']['updates']})"]
+
+    class Silent:
+        containers = ("torch",)
+
+    monkeypatch.setattr(registry, "layout_names", lambda: ["theirs", "silent"])
+    monkeypatch.setattr(registry, "layout", {"theirs": Theirs(), "silent": Silent()}.get)
+    place = SavedRun("torch", "theirs", Path("a.pt"), None)
+    assert resume_lines(place, state("adamw", "torch")) == ["go_on('a.pt', 3)"]
+    assert resume_lines(replace(place, layout="silent"), state("adamw", "torch")) == []
 
 
 @pytest.mark.parametrize(
@@ -91,7 +100,7 @@ def test_no_target_is_told_anothers_lines(container: str) -> None:
     """At b103f67 all but T5X, Orbax and Flax were told to load PyTorch's."""
     lines_of = {"hf-trainer": "trainer.train(", "mxnet": "trainer.load_states(", "keras-h5": "load_weights("}
     layout = {"mxnet": "mxnet-adam", "tf-bundle": "tf2-keras", "keras-h5": "keras", "orbax": "optax"}
-    place = Place(container, layout.get(container, "torch-optim"), Path("out"), 3)
+    place = SavedRun(container, layout.get(container, "torch-optim"), Path("out"), 3)
     lines = "\n".join(resume_lines(place, state("adamw", "torch")))
     assert "statekit.torch" not in lines
     assert lines_of.get(container, "") in lines
@@ -161,7 +170,7 @@ def test_pytorch_goes_on_by_its_own_lines(layout: str, container: str, groups: i
 
 def lines_of(target: Path, layout: str, container: str, optimizer: torch.optim.Optimizer) -> list[str]:
     count = len(optimizer.param_groups)
-    return resume_lines(Place(container, layout, target, 3), state("adamw", "torch", count))
+    return resume_lines(SavedRun(container, layout, target, 3), state("adamw", "torch", count))
 
 
 def test_a_step_that_was_not_taken_would_be_noticed(tmp_path: Path) -> None:
@@ -178,7 +187,9 @@ def test_a_path_cannot_become_code() -> None:
     path = Path('/run"); import os; ("') / "$(touch x)" / "iter_0000003"
     for layout, container in HOMES:
         for schema, variants in registry.layout_card(layout).variants.items():
-            lines = resume_lines(Place(container, layout, path, 3), state(schema, next(iter(variants), None)))
+            lines = resume_lines(
+                SavedRun(container, layout, path, 3), state(schema, next(iter(variants), None))
+            )
             if container == "megatron":
                 (line,) = lines
                 assert line.startswith(f"--load {shlex.quote(str(path.parent))} --ckpt-format torch_dist ")
@@ -203,7 +214,7 @@ def test_megatron_lm_is_told_what_it_can_load(tmp_path: Path) -> None:
     known = state("adamw", "torch")
     schedule = Schedule("OptimizerParamScheduler", {}, 15, "extra/megatron_common/opt_param_scheduler")
     other = Schedule("StepLR", {}, 3, "extra/torch/scheduler")
-    place = Place("megatron", "megatron-distributed", tmp_path, 3, converted=True)
+    place = SavedRun("megatron", "megatron-distributed", tmp_path, 3, converted=True)
     flags = (
         "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --use-checkpoint-opt_param-scheduler"
     )
@@ -221,7 +232,7 @@ def test_megatron_lm_is_told_what_it_can_load(tmp_path: Path) -> None:
 
 
 def test_files_that_keep_their_names_are_named(tmp_path: Path) -> None:
-    place = Place("mxnet", "mxnet-lans", tmp_path, 3, ("0100.params", "0100.states", "statekit.json"))
+    place = SavedRun("mxnet", "mxnet-lans", tmp_path, 3, ("0100.params", "0100.states", "statekit.json"))
     lines = resume_lines(place, state("lans", "mxnet_fused"))
     assert lines[0] == f'net.load_parameters("{tmp_path}/0100.params")'
     assert f'"{tmp_path}/0100.states"' in lines[2]
@@ -326,10 +337,10 @@ def test_recorded_checkpoints_are_told_their_own(
 
 def test_what_trainer_wrote_itself_needs_no_optimizer_of_its_own() -> None:
     native = resume_lines(
-        Place("hf-trainer", "torch-optim", Path("/run/checkpoint-3"), None), state("adamw", "torch")
+        SavedRun("hf-trainer", "torch-optim", Path("/run/checkpoint-3"), None), state("adamw", "torch")
     )
     assert native == ['trainer.train(resume_from_checkpoint="/run/checkpoint-3")']
-    written = resume_lines(Place("hf-trainer", "torch-optim", Path("/run"), 3), state("adamw", "torch"))
+    written = resume_lines(SavedRun("hf-trainer", "torch-optim", Path("/run"), 3), state("adamw", "torch"))
     assert written[-1] == native[0] and any("optimizers=(optimizer, None)" in line for line in written)
 
 
@@ -389,7 +400,7 @@ def test_a_schedule_is_made_before_the_state_that_it_would_change_is_loaded(tmp_
 def test_an_optimizer_that_makes_its_own_rate_is_asked_for_none() -> None:
     hf = state("adafactor", "hf")
     hf["groups"][0]["hyperparameters"] = {"learning_rate": None, "relative_step": True}
-    lines = "\n".join(resume_lines(Place("torch", "statekit-torch", Path("/run/out"), 3), hf))
+    lines = "\n".join(resume_lines(SavedRun("torch", "statekit-torch", Path("/run/out"), 3), hf))
     assert "lr=" not in lines and "load_optimizer(" in lines
 
 

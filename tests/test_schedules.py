@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler as torch_schedules
 import statekit
 from goldens import GOLDEN
 from statekit.cli.main import main
-from statekit.conversion.rates.code import optax_code, python_code
+from statekit.lines.rate_code import optax_code, python_code
 from statekit.state.rates import Rates
 from statekit.state.run import TRAINER_ARGUMENTS, run_of
 from statekit.state.schedules.pytorch import torch_rates

@@ -13,8 +13,8 @@ import pytest
 import statekit
 from goldens import GOLDEN
 from statekit.cli.main import main
-from statekit.conversion.rates.code import optax_code, python_code
 from statekit.converters.formats.hparams import read_gin_call
+from statekit.lines.rate_code import optax_code, python_code
 from statekit.state.rates import Rates, Told
 from statekit.state.schedules.called import called_rates
 

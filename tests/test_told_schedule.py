@@ -13,9 +13,9 @@ import torch
 import statekit
 from goldens import GOLDEN
 from statekit.cli.main import main
-from statekit.conversion.rates.code import optax_code, python_code
 from statekit.converters.formats.hparams import read_gin_schedule
 from statekit.errors import UsageError
+from statekit.lines.rate_code import optax_code, python_code
 from statekit.state.rates import Rates
 from statekit.state.schedules.call_text import parse_call
 from statekit.state.schedules.called import FUNCTIONS, called_rates

@@ -16,8 +16,8 @@ import torch
 from goldens import GOLDEN
 from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import plan
-from statekit.conversion.rates.lines import schedule_lines
 from statekit.conversion.resume import of_plan, resume_lines
+from statekit.lines.rates import RatesOf
 from statekit.state.run import TRAINER_ARGUMENTS, run_of
 from statekit.state.schedules.call_text import parse_call
 from statekit.state.schedules.called import KEY as CALLED
@@ -249,8 +249,7 @@ def test_rows_of_schedules_are_made_again_of_their_parts() -> None:
         "groups": [{"hyperparameters": {"learning_rate": 0.1}}],
         "counts": {"schedule": 0, "updates": 0},
     }
-    arguments = {"ConstantLR": ["factor", "total_iters"]}
-    call = schedule_lines([read], of_state, arguments, [[0]]).call
+    call = RatesOf([read], of_state).torch_call()
     assert call == (
         "torch.optim.lr_scheduler.SequentialLR(optimizer, ["
         "torch.optim.lr_scheduler.ConstantLR(optimizer, factor=0.5, total_iters=3), "

@@ -21,6 +21,7 @@ from statekit.converters.layouts.pytorch.parts import find_parts, path_of
 from statekit.converters.layouts.pytorch.torch_optim import LAYOUT as TORCH_OPTIM
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
+from statekit.lines.printing import SavedRun, State, quoted
 from statekit.state.schema import load_schema
 from statekit.state.stored_params import MASTER, Proven
 from statekit.state.train_state import Axis, Rule, TrainState
@@ -131,6 +132,11 @@ class DeepSpeed:
             "The layout deepspeed can only be read.",
             remedy="write a torch file, and load it with load_state_dict before deepspeed.initialize",
         )
+
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the lines that go on in DeepSpeed."""
+        run, tag = quoted(saved.path.parent), quoted(saved.path.name)
+        return [f"engine.load_checkpoint({run}, tag={tag})"]
 
 
 def _proven(weight: Tensor, copy: Tensor | None, path: str) -> Tensor:

@@ -31,6 +31,7 @@ from statekit.converters.layouts.pytorch.parts import (
 )
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import SORTED, Checkpoint
+from statekit.lines.printing import RATE, UNKNOWN, SavedRun, State, quoted
 from statekit.optim import scaled_adam
 from statekit.optim.scaled_adam_clip import JOINT, batches
 from statekit.state.schedules.called import KEY as CALLED
@@ -153,6 +154,26 @@ class Icefall:
         params = {names[path]: tensor for path, tensor in state.params.items()}
         joined = join_parts(state.extra, state.counts.updates, params, groups, native, (JOINT,))
         return replace(joined, assumptions=(*joined.assumptions, *notes))
+
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the lines that go on in icefall."""
+        rates, known = (
+            saved.rates(state),
+            {repr(group["hyperparameters"].get(RATE)) for group in state["groups"]},
+        )
+        rate = known.pop() if len(known) == 1 and known != {"None"} else UNKNOWN
+        eden = rates.icefall_call()
+        groups = f"get_parameter_groups_with_lrs(model, lr={rate}, include_names=True)"
+        schedule = [f"scheduler = {eden}", 'scheduler.load_state_dict(checkpoint["scheduler"])']
+        other = [] if rates.torch_call() else rates.torch_lines() or rates.comment()
+        return [
+            "import torch",
+            f"checkpoint = torch.load({quoted(saved.path)}, weights_only=False)",
+            'model.load_state_dict(checkpoint["model"])',
+            f"optimizer = ScaledAdam({groups}, lr={rate})",
+            'optimizer.load_state_dict(checkpoint["optimizer"])',
+            *(schedule if eden else other),
+        ]
 
 
 class Record(TypedDict, total=False):

@@ -5,7 +5,7 @@ n containers and k layouts make n * k formats: everything goes native -> canonic
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -327,34 +327,6 @@ class KeepsEncoding(Protocol):
     """A layout whose parameters may be stored encoded; `keeps_encoding` says whether this one's are."""
 
     keeps_encoding: bool
-
-
-@runtime_checkable
-class Constructing(Protocol):
-    """A layout whose optimizer isn't built by one call of its class: groups make masks or parts of it."""
-
-    def construction(
-        self,
-        schema: str,
-        groups: Sequence[Mapping[str, Any]],
-        names: Collection[str],
-        empty: Collection[str],
-        call: Callable[[Mapping[str, Any], Mapping[str, str]], str],
-        reading: Sequence[str],
-    ) -> list[str]:
-        """Returns the lines of Python that make `optimizer`.
-
-        Args:
-            schema: Its schema.
-            groups: The state's groups, as `TrainState.to_json` gives them, each with its `number` and, the same in
-                words, its `label`; `schedule` is the code for its learning rate as a schedule of Optax, or None, and
-                `unscheduled` says why.
-            names: Names of the checkpoint's tensors; none if nobody knows them.
-            empty: Names of its leaves that hold nothing.
-            call: Gives the call of the optimizer's class for one group; its second argument is code for arguments that
-                shall be something else than the group says.
-            reading: Lines that make `groups`, of each its `paths` and `hyperparameters`, where they are needed.
-        """
 
 
 @runtime_checkable

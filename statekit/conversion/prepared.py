@@ -519,7 +519,7 @@ def _like(layout: Layout, state: TrainState, path: Path, opened: OpenState, said
 
 
 def _paced(schedules: Sequence[Schedule], state: TrainState) -> Paced:
-    from statekit.conversion.rates.lines import RatesOf
+    from statekit.lines.rates import RatesOf
 
     rates_of = RatesOf(schedules, state.to_json())
     rates = map(rates_of.of, range(len(state.optimizer.groups)))

@@ -21,6 +21,7 @@ from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.hyperparameters import manifest_state
 from statekit.converters.layouts.keras.home import OPTIMIZER, SAYINGS, config_of, home_in, home_of
 from statekit.converters.layouts.keras.like import laid_out_like
+from statekit.converters.layouts.keras.lines import model_file_lines, weights_file_lines
 from statekit.converters.layouts.keras.state import (
     HOME,
     NO_RATE,
@@ -52,6 +53,7 @@ from statekit.converters.layouts.keras.variables import (
 )
 from statekit.errors import Faults, StateError
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint
+from statekit.lines.printing import SavedRun, State
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor
@@ -139,6 +141,11 @@ class Keras:
         unknown = kept.rate and rate_of(state) is None
         exactness = {RATE_PLACE: (Exactness.ROUNDING, NO_RATE)} if unknown else {}
         return Encoded(tree, state.counts.updates, exactness, left_out(state))
+
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the lines that go on in Keras."""
+        whole = saved.container == "keras"
+        return model_file_lines(state, saved) if whole else weights_file_lines(state, saved)
 
 
 RATE_PLACE = f"{OPTIMIZER}/{VARIABLES}/1"

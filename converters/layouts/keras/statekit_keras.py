@@ -31,6 +31,7 @@ from statekit.converters.layouts.keras.layout import (
     with_config,
 )
 from statekit.converters.layouts.keras.like import laid_out_like
+from statekit.converters.layouts.keras.lines import statekit_lines
 from statekit.converters.layouts.keras.state import ACCUMULATOR, HOME, ITERATION, RATE, called_by, calls_of
 from statekit.converters.layouts.keras.variables import (
     VARIABLES,
@@ -43,6 +44,7 @@ from statekit.converters.layouts.keras.variables import (
 )
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint
+from statekit.lines.printing import SavedRun, State
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import map_entries, shown_rule
 from statekit.state.options import CLASSES, FACTOR, KERAS, LOGICAL, RATE_NAMES, offered, rule_of, stored_rate
@@ -480,6 +482,10 @@ class StatekitKeras:
         if config_of(tree) is not None:
             with_config(tree, MODULE, kind, f"statekit>{kind}", arguments(state, before))
         return Encoded(tree, state.counts.updates, dropped=left_out(state))
+
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the lines that go on with an optimizer of statekit.tensorflow."""
+        return statekit_lines(state, saved)
 
 
 def _as_in_model(moved: Mapping[str, Variable], every: Sequence[Variable]) -> Order:

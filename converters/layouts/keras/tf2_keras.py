@@ -33,6 +33,7 @@ from statekit.converters.layouts.keras.graph_optimizer import (
 )
 from statekit.converters.layouts.keras.home import home_in
 from statekit.converters.layouts.keras.like import laid_out_like
+from statekit.converters.layouts.keras.lines import object_lines
 from statekit.converters.layouts.keras.state import (
     HOME,
     SCHEMAS,
@@ -51,6 +52,7 @@ from statekit.converters.layouts.keras.state import (
 )
 from statekit.errors import Faults, StateError
 from statekit.files.checkpoint import Checkpoint
+from statekit.lines.printing import SavedRun, State
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor
@@ -133,6 +135,10 @@ class KerasGraph:
             for i, what, tensor in rows
         ]
         return encoded_graph(state, home, name, LISTS[schema], variables, silent, self.name)
+
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the lines that go on in Keras, with objects of TensorFlow 2."""
+        return object_lines(state, saved)
 
 
 def _named(optimizer: GraphOptimizer) -> Named | None:

@@ -27,6 +27,7 @@ from statekit.converters.layouts.keras.graph_optimizer import (
 )
 from statekit.converters.layouts.keras.home import home_in
 from statekit.converters.layouts.keras.like import laid_out_like
+from statekit.converters.layouts.keras.lines import statekit_lines
 from statekit.converters.layouts.keras.state import (
     ACCUMULATOR,
     AVERAGE,
@@ -45,6 +46,7 @@ from statekit.converters.layouts.keras.statekit_keras import (
 )
 from statekit.errors import StateError
 from statekit.files.checkpoint import Checkpoint
+from statekit.lines.printing import SavedRun, State
 from statekit.state.options import CLASSES
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
@@ -129,6 +131,10 @@ class StatekitGraph:
             flat = f"{str(owner).replace('/', '_')}_{what}" if key in first else f"{owner}/{what}"
             rows.append(Row(owner, what, f"{name}/{flat}", variables[key]))
         return encoded_graph(state, home, name, {}, rows, silent, self.name)
+
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the lines that go on with an optimizer of statekit.tensorflow."""
+        return statekit_lines(state, saved)
 
 
 def _owner(key: str) -> tuple[str | None, str]:

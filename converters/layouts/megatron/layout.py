@@ -23,6 +23,7 @@ import numpy as np
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.megatron.groups import with_params, without_params
+from statekit.converters.layouts.megatron.lines import megatron_lines
 from statekit.converters.layouts.megatron.schedule import KEY, constant_schedule
 from statekit.converters.layouts.pytorch.parts import (
     PLACES,
@@ -35,6 +36,7 @@ from statekit.converters.layouts.pytorch.parts import (
 from statekit.converters.layouts.pytorch.torch_fqn import LAYOUT as BY_NAME
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
+from statekit.lines.printing import SavedRun, State
 from statekit.state.run import BESIDE, run_of
 from statekit.state.stored_params import MASTER, Proven
 from statekit.state.train_state import TrainState
@@ -88,6 +90,7 @@ class MegatronAdam:
     Attributes:
         masters: What its optimizer calls the float32 copies that it moves; None where it has them or not, as it was.
         sharding: How its optimizer gathers what ranks hold, where it says so beside the groups.
+        flags: Options of Megatron-LM that its runs have.
     """
 
     name: str = "megatron"
@@ -97,6 +100,7 @@ class MegatronAdam:
     keeps_masters: bool = True
     masters: str | None = None
     sharding: str | None = None
+    flags: str = ""
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks at the keys of what is cut."""
@@ -233,6 +237,10 @@ class MegatronAdam:
             dropped=dropped,
             assumptions=(*encoded.assumptions, *notes),
         )
+
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the lines that go on in Megatron-LM or Megatron-Core."""
+        return megatron_lines(state, saved, self.flags)
 
     def _beside(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any], str | None]:
         """Returns what a source of Megatron-Core had in common.pt, what beside its optimizer, and how ranks share."""

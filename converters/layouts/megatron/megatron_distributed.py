@@ -15,4 +15,5 @@ LAYOUT = MegatronAdam(
     "Adam of Megatron-Core's DistributedOptimizer, fully reshardable",
     masters="param",
     sharding="fully_reshardable",
+    flags=" --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable",
 )

@@ -12,4 +12,5 @@ LAYOUT = MegatronAdam(
     "megatron-float16",
     "Adam of Megatron-Core for --bf16 and --fp16 runs",
     masters="fp32_param",
+    flags=" --bf16",
 )

@@ -30,9 +30,11 @@ from statekit.converters.layouts.mxnet.attributes import (
     shared_value,
     written_counts,
 )
+from statekit.converters.layouts.mxnet.lines import trainer_lines
 from statekit.converters.layouts.mxnet.order import Numbered, numbered
 from statekit.errors import Faults, InexactError, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
+from statekit.lines.printing import SavedRun, State
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, TrainState
 from statekit.tensors.tensor import Shape, Tensor
@@ -510,6 +512,10 @@ class MXNetOptim:
         tree = writing.tree()
         writing.faults.check(InexactError, f"{self.title} can't hold the state")
         return Encoded(tree, state.counts.updates, dropped=dropped_from(state.extra, (HOME,), "MXNet"))
+
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the lines that go on in MXNet."""
+        return trainer_lines(state, saved)
 
 
 def _last(name: str) -> str:

@@ -19,7 +19,7 @@ Source: google-deepmind/optax optax/_src/alias.py, optax/transforms/_combining.p
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -35,8 +35,6 @@ from statekit.converters.layouts.optax.construction import (
     INNER,
     PARTS,
     RULES,
-    Call,
-    construction,
     form_of_groups,
 )
 from statekit.converters.layouts.optax.decode import (
@@ -65,6 +63,7 @@ from statekit.converters.layouts.optax.inferred_hyperparameters import (
     native_names,
     schema_of,
 )
+from statekit.converters.layouts.optax.lines import optax_lines
 from statekit.converters.layouts.optax.links import (
     CORE_LINKS,
     find_params,
@@ -87,6 +86,7 @@ from statekit.converters.layouts.optax.skeleton import (
 )
 from statekit.errors import Faults, InexactError, StateError, some
 from statekit.files.checkpoint import Checkpoint
+from statekit.lines.printing import SavedRun, State
 from statekit.state.run import run_of
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.stored_slots import FACTORED, WHOLE, with_placeholders
@@ -501,20 +501,9 @@ class Optax:
         """
         return encoded(state)
 
-    def construction(
-        self,
-        schema: str,
-        groups: Sequence[Mapping[str, Any]],
-        names: Collection[str],
-        empty: Collection[str],
-        call: Call,
-        reading: Sequence[str],
-    ) -> list[str]:
-        """Returns the lines that make the optimizer."""
-        native = load_schema(groups[0].get("schema", schema)).hyperparameters["exclude_from_weight_decay"][
-            "native"
-        ]
-        return construction(groups, names, empty, call, reading, native[VARIANT]["name"])
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the lines that go on in Optax."""
+        return optax_lines(state, saved)
 
 
 @dataclass(frozen=True)

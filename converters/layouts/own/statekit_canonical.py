@@ -7,8 +7,10 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.converters.layouts.own.lines import neutral_lines
 from statekit.errors import StateError
 from statekit.files.checkpoint import Checkpoint
+from statekit.lines.printing import SavedRun, State
 from statekit.state.schema import WEIGHTS, all_variants, schema_names
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, StateRecord, TrainState
 from statekit.tensors.tensor import Tensor
@@ -69,6 +71,10 @@ class Canonical:
             "state": state.to_json(),
         }
         return Encoded(tree, state.counts.updates)
+
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the lines that go on with an optimizer of statekit."""
+        return neutral_lines(state, saved)
 
 
 class Parts(TypedDict):

@@ -11,7 +11,7 @@ Source: statekit/jax/states.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,8 +21,6 @@ from statekit.converters.layouts.optax.construction import (
     FROZEN,
     INNER,
     PARTS,
-    Call,
-    construction,
     form_of_groups,
 )
 from statekit.converters.layouts.optax.decode import (
@@ -39,6 +37,7 @@ from statekit.converters.layouts.optax.decode import (
     stated,
     updates_of,
 )
+from statekit.converters.layouts.optax.lines import own_lines
 from statekit.converters.layouts.optax.links import (
     OWN_CORE_LINKS,
     OWN_FIELDS,
@@ -60,6 +59,7 @@ from statekit.converters.layouts.optax.skeleton import (
 )
 from statekit.errors import Faults, InexactError, StateError, some
 from statekit.files.checkpoint import Checkpoint
+from statekit.lines.printing import SavedRun, State
 from statekit.state.factoring import shown_rule
 from statekit.state.options import RATE_NAMES
 from statekit.state.schema import load_schema
@@ -159,17 +159,9 @@ class StatekitJax:
         faults.check(InexactError, "statekit.jax can't hold the state")
         return counted(placed(state, _KEY, _opt_state(state), _contents(state)), state)
 
-    def construction(
-        self,
-        schema: str,
-        groups: Sequence[Mapping[str, Any]],
-        names: Collection[str],
-        empty: Collection[str],
-        call: Call,
-        reading: Sequence[str],
-    ) -> list[str]:
-        """Returns the lines that make the transformation, as `load_optimizer` would: groups are parts."""
-        return construction(groups, names, empty, call, reading, "")
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the lines that go on with an optimizer of statekit.jax."""
+        return own_lines(state, saved)
 
 
 def _schema_of(link: Link) -> str:

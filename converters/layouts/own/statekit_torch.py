@@ -26,6 +26,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.converters.layouts.own import lines
 from statekit.converters.layouts.pytorch.parts import (
     BUFFERS,
     GROUPS,
@@ -41,6 +42,7 @@ from statekit.converters.layouts.pytorch.parts import (
 )
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
+from statekit.lines.printing import SavedRun, State, torch_lines
 from statekit.state import options
 from statekit.state.options import BY_NAME, RATE_NAMES, SCALE, by_other_names
 from statekit.state.run import BESIDE
@@ -449,6 +451,17 @@ class StatekitTorch:
             **{key: part for key, part in beside.items() if is_plain(part)},
         }
         return with_names(Encoded(tree, state.counts.updates, dropped=dropped))
+
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the lines that go on with an optimizer of statekit.torch."""
+        match saved.container:
+            case "hf-trainer":
+                return lines.trainer_lines(state, saved)
+            case "accelerate":
+                return lines.accelerate_lines(state, saved)
+        if not saved.run.schedules:
+            return torch_lines(state, saved)
+        return lines.torch_lines(state, saved)
 
 
 def _names(state: TrainState) -> Names:

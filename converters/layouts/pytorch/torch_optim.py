@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from statekit.conversion.contracts import Contents, Encoded, Evidence, Hints
+from statekit.converters.layouts.pytorch import lines
 from statekit.converters.layouts.pytorch.architecture import BY_CONFIG, has_config, names_by_config
 from statekit.converters.layouts.pytorch.contents import contents_of, signature_of
 from statekit.converters.layouts.pytorch.param_order import REMEDY, found_order
@@ -44,6 +45,7 @@ from statekit.converters.layouts.pytorch.side_by_side import (
 )
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import SORTED, Checkpoint
+from statekit.lines.printing import SavedRun, State
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape
 from statekit.state.run import SIDE_BY_SIDE
@@ -254,6 +256,23 @@ class TorchOptim:
                 remedy="write torch-optim, which has a state_dict of each, or statekit-torch",
             )
         return self._encode(state, sides)
+
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the lines that go on in PyTorch, Accelerate, Lightning or Transformers' Trainer."""
+        match saved.container:
+            case "hf-trainer":
+                return lines.trainer_lines(state, saved)
+            case "accelerate":
+                return lines.accelerate_lines(state, saved)
+            case "safetensors":
+                return lines.pretrained_lines(state, saved)
+            case "dcp":
+                return lines.distributed_lines(state, saved, self.form)
+            case "dcp-safetensors":
+                return lines.distributed_safetensors_lines(state, saved)
+            case "fsdp1-ranks":
+                return lines.rank_lines(saved)
+        return lines.torch_file_lines(state, saved, self.form)
 
     def _encode(self, state: TrainState, sides: Sequence[tuple[TreePath, list[Group]]]) -> Encoded:
         """Returns the file's tree with an optimizer at each of these places, or one for all at its usual one."""

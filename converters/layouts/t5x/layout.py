@@ -23,6 +23,7 @@ from statekit.converters.layouts.t5x.inferred_hyperparameters import (
     members,
     scale_by_path,
 )
+from statekit.converters.layouts.t5x.lines import gin_lines
 from statekit.converters.layouts.t5x.tree import (
     SLOTS,
     Native,
@@ -32,6 +33,7 @@ from statekit.converters.layouts.t5x.tree import (
 )
 from statekit.errors import Faults, InexactError, StateError, some
 from statekit.files.checkpoint import Checkpoint
+from statekit.lines.printing import SavedRun, State
 from statekit.state.factoring import GivenRules, by_size, effective, fits, from_slots, given_rules
 from statekit.state.schedules.called import KEY as CALLED
 from statekit.state.stored_slots import with_placeholders
@@ -145,6 +147,10 @@ class T5XAdafactor:
             **{key: value for key, value in beyond.items() if key != "state"},
         }
         return Encoded(tree, state.counts.updates, dropped=_dropped(state), place=_PLACE)
+
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the lines that go on in T5X, as gin."""
+        return gin_lines(state, saved)
 
 
 def _group(

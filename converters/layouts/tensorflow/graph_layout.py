@@ -20,10 +20,12 @@ import numpy as np
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.tensorflow.layout import TensorFlow1
+from statekit.converters.layouts.tensorflow.lines import object_lines
 from statekit.converters.layouts.tensorflow.names import GLOBAL_STEP
 from statekit.converters.layouts.tensorflow.powers import POWERS
 from statekit.errors import InexactError, StateError
 from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.lines.printing import SavedRun, State
 from statekit.state.train_state import TrainState
 from statekit.tensors.object_graph import GRAPH, SAVE_COUNTER, SLOT, SUFFIX, Builder, Graph, Slot
 from statekit.tensors.tensor import Tensor, in_memory
@@ -108,6 +110,10 @@ class TF1Graph:
         if HOME in state.extra:
             dropped[f"extra/{HOME}"] = "the objects are new ones"
         return replace(inner, tree=self._new(state, inner.tree), dropped=dropped)
+
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the lines that go on with objects of TensorFlow 2."""
+        return object_lines(saved)
 
     def _new(self, state: TrainState, named: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a tree with objects by the paths of the parameters.

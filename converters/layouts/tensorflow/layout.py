@@ -24,6 +24,7 @@ import numpy as np
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.hyperparameters import manifest_state
+from statekit.converters.layouts.tensorflow.lines import graph_lines
 from statekit.converters.layouts.tensorflow.names import (
     AVERAGE,
     GLOBAL_STEP,
@@ -34,6 +35,7 @@ from statekit.converters.layouts.tensorflow.names import (
 from statekit.converters.layouts.tensorflow.powers import POWERS, contradicting_powers, held_betas, new_powers
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.lines.printing import SavedRun, State
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape, first_entry, labels, map_entries, swapped
 from statekit.state.schema import load_schema
@@ -60,6 +62,8 @@ class TensorFlow1:
             by its place if all are empty.
         suffix: What goes between a variable's name and that.
         powers: Whether the optimizer has powers of its betas for a count.
+        trainer: The command that goes on with a run's folder of its own, with `{folder}` for it.
+        after_restoring: Lines that a program runs once its variables are restored.
     """
 
     name: str
@@ -70,6 +74,8 @@ class TensorFlow1:
     suffix: str
     native: Mapping[str, str]
     powers: bool = False
+    trainer: str = ""
+    after_restoring: tuple[str, ...] = ()
     containers: tuple[str, ...] = ("tf-bundle",)
     schedule_in: str = "global_step"
 
@@ -180,6 +186,13 @@ class TensorFlow1:
         )
         faults.check(InexactError, f"{self.title} can't hold the state")
         return Encoded(tree, state.counts.updates, dropped=dropped_from(state.extra, (HOME,), self.title))
+
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the lines that go on in a graph of TensorFlow 1."""
+        return [
+            *graph_lines(state, saved, self.trainer),
+            *self.after_restoring,
+        ]
 
     def scope(self, state: TrainState) -> str:
         """Returns what goes before the names of slots: as they were read, unless another optimizer named them so."""

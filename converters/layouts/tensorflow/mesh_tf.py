@@ -21,4 +21,5 @@ LAYOUT = TensorFlow1(
     pattern=re.compile(rf"(?P<base>.+)_slot_(?P<slot>{'|'.join(_NATIVE.values())})", re.DOTALL),
     suffix="_slot_",
     native=_NATIVE,
+    after_restoring=("session.run(lowering.copy_masters_to_slices())  # as MtfRestoreHook does",),
 )

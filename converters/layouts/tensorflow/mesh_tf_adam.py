@@ -17,4 +17,5 @@ LAYOUT = TensorFlow1(
     pattern=re.compile(r"(?P<base>.+)/adam_(?P<slot>m|v)", re.DOTALL),
     suffix="/adam_",
     native={"m": "m", "v": "v"},
+    after_restoring=("session.run(lowering.copy_masters_to_slices())  # as MtfRestoreHook does",),
 )

@@ -17,4 +17,5 @@ LAYOUT = TensorFlow1(
     pattern=re.compile(r"(?P<base>.+)/Adafactor(?P<slot>(?:_\d+)?)", re.DOTALL),
     suffix="/Adafactor",
     native={"m": "", "v_row": "", "v_col": "", "v": ""},
+    trainer="t2t-trainer --output_dir={folder}",
 )

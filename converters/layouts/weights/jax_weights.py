@@ -12,9 +12,11 @@ from typing import Any
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.dropped import dropped_from
+from statekit.converters.layouts.weights.lines import jax_lines
 from statekit.converters.layouts.weights.state import VARIANTS, not_weights, require_weights, weights_state
 from statekit.errors import Faults, StateError
 from statekit.files.checkpoint import Checkpoint
+from statekit.lines.printing import SavedRun, State
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import nested
@@ -106,6 +108,10 @@ class JaxWeights:
         beside = state.extra.get(HOME) or {}
         dropped = dropped_from(state.extra, (HOME, KEYS), "the tree")
         return Encoded({PARAMS: tree, **beside}, state.counts.updates, dropped=dropped)
+
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the lines that go on from the weights in JAX."""
+        return jax_lines(saved)
 
 
 def _params(tree: Any) -> Mapping[str, Any] | None:

@@ -22,8 +22,10 @@ from statekit.converters.layouts.keras.layout import (
 from statekit.converters.layouts.keras.like import laid_out_like
 from statekit.converters.layouts.keras.state import HOME
 from statekit.converters.layouts.keras.variables import Variable, is_group, variables
+from statekit.converters.layouts.weights.lines import keras_lines
 from statekit.converters.layouts.weights.state import VARIANTS, not_weights, require_weights, weights_state
 from statekit.files.checkpoint import Checkpoint
+from statekit.lines.printing import SavedRun, State
 from statekit.state.train_state import TrainState
 
 
@@ -74,6 +76,10 @@ class KerasWeights:
         tree = model_tree(state, home_in(state), {})
         tree.pop(OPTIMIZER, None)
         return Encoded(tree, state.counts.updates, dropped=left_out(state))
+
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the lines that go on from the weights in Keras."""
+        return keras_lines(state, saved)
 
 
 def _placed(tree: Mapping[str, Any]) -> dict[str, Variable]:

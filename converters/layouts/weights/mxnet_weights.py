@@ -11,8 +11,10 @@ from typing import Any, TypedDict
 
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.dropped import dropped_from
+from statekit.converters.layouts.mxnet.lines import network_lines
 from statekit.converters.layouts.weights.state import VARIANTS, not_weights, require_weights, weights_state
 from statekit.files.checkpoint import Checkpoint
+from statekit.lines.printing import SavedRun, State
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.typed import Name, fits
@@ -70,6 +72,10 @@ class MXNetWeights:
         return Encoded(
             {PARAMS: params, **({FILES: files} if files else {})}, state.counts.updates, dropped=dropped
         )
+
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the lines that go on from the weights in MXNet."""
+        return network_lines(saved)
 
 
 def _is_model(tree: Any) -> bool:

@@ -21,8 +21,10 @@ import numpy as np
 from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.tensorflow.names import OF_OPTIMIZERS
+from statekit.converters.layouts.weights.lines import object_lines
 from statekit.converters.layouts.weights.state import VARIANTS, not_weights, require_weights, weights_state
 from statekit.files.checkpoint import Checkpoint
+from statekit.lines.printing import SavedRun, State
 from statekit.state.train_state import TrainState
 from statekit.tensors.object_graph import GRAPH, SAVE_COUNTER, SUFFIX, Builder, Graph, Node
 from statekit.tensors.tensor import Tensor, in_memory
@@ -96,6 +98,10 @@ class ObjectWeights:
                 )
             dropped[f"extra/{HOME}"] = "the objects are new ones"
         return Encoded(_new(state.params), state.counts.updates, dropped=dropped)
+
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the lines that go on from the weights in objects of TensorFlow 2."""
+        return object_lines(saved)
 
 
 def _keys(checkpoint: Checkpoint) -> dict[str, str]:

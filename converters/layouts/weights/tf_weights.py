@@ -15,9 +15,11 @@ from statekit.conversion.contracts import Encoded, Evidence, Hints
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.tensorflow.names import GLOBAL_STEP, OF_OPTIMIZERS
 from statekit.converters.layouts.tensorflow.slices import cut, joined
+from statekit.converters.layouts.weights.lines import graph_lines
 from statekit.converters.layouts.weights.state import VARIANTS, require_weights, weights_state
 from statekit.errors import StateError
 from statekit.files.checkpoint import Checkpoint
+from statekit.lines.printing import SavedRun, State
 from statekit.state.train_state import TrainState
 from statekit.tensors.object_graph import GRAPH
 from statekit.tensors.tensor import Tensor
@@ -83,6 +85,10 @@ class TensorFlowWeights:
         step = {GLOBAL_STEP: beside["global_step"]} if "global_step" in beside else {}
         tree = {**state.params, **{name: part for name, part in parts.items() if part}, **step}
         return Encoded(tree, state.counts.updates, dropped=dropped)
+
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the lines that go on from the weights in a graph of TensorFlow 1."""
+        return graph_lines(saved)
 
 
 def _is_model(tree: Any) -> bool:

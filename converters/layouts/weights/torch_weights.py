@@ -25,9 +25,11 @@ from statekit.converters.layouts.pytorch.parts import (
     tied,
 )
 from statekit.converters.layouts.pytorch.side_by_side import optimizer_places
+from statekit.converters.layouts.weights.lines import torch_lines
 from statekit.converters.layouts.weights.state import VARIANTS, not_weights, require_weights, weights_state
 from statekit.errors import Faults, StateError
 from statekit.files.checkpoint import MODEL_KEY, Checkpoint
+from statekit.lines.printing import SavedRun, State
 from statekit.state.run import BESIDE
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import TIES, Tensor, ties_of
@@ -99,6 +101,10 @@ class TorchWeights:
         dropped |= dropped_from(state.extra, (BESIDE, PLACE, TIES, NAMES), "the file")
         tree = put(kept, place, {**params, **tied(state.extra, params)})
         return Encoded(tree, state.counts.updates, dropped=dropped, parts={"model": place})
+
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the lines that go on from the weights in PyTorch."""
+        return torch_lines(saved)
 
 
 def _place(checkpoint: Checkpoint) -> Path | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from statekit.conversion.rates.code import KERAS, MATH, PYTHON, expression
+from statekit.lines.rate_code import KERAS, MATH, PYTHON, expression
 from statekit.state.rates import Piece, Rates
 
 

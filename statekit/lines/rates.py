@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from statekit.conversion.rates.classes import keras_lines, mxnet_lines
-from statekit.conversion.rates.code import JAX_NUMPY, MATH, optax_code, python_code
+from statekit.lines.rate_classes import keras_lines, mxnet_lines
+from statekit.lines.rate_code import JAX_NUMPY, MATH, optax_code, python_code
 from statekit.state.options import stored_rate
 from statekit.state.rates import Rates, Told, piece
 from statekit.state.run import KERAS_SCHEDULE, Schedule
@@ -27,77 +27,18 @@ _ELSEWHERE = ("Eden", "Eden2")
 """Schedules that aren't torch's own."""
 
 
-@dataclass(frozen=True)
-class ScheduleLines:
-    """What lines say of a run's schedule, or would have to: of a run without one, nothing.
+_ARGUMENTS = {
+    "LinearLR": ("start_factor", "end_factor", "total_iters"),
+    "ConstantLR": ("factor", "total_iters"),
+    "StepLR": ("step_size", "gamma"),
+    "ExponentialLR": ("gamma",),
+    "PolynomialLR": ("total_iters", "power"),
+    "CosineAnnealingLR": ("T_max", "eta_min"),
+    "CosineAnnealingWarmRestarts": ("T_0", "T_mult", "eta_min"),
+}
+"""Class of PyTorch -> arguments that its state holds too.
 
-    Attributes:
-        call: The call that makes the schedule of a state of PyTorch, for an `optimizer`.
-        place: Where its record lies in the file, keys joined by `/`.
-        is_lambda: Whether its class may be the one of which Transformers' Trainer makes all of its own.
-        comment: Why the lines beside it don't make the schedule.
-        torch: Lines that make it of an `optimizer` of PyTorch.
-        torch_each: Lines that make those of several `optimizers`.
-        calls: The calls that make those of states of PyTorch, for `optimizers`, by where their records lie.
-        icefall: The call of icefall's own schedule.
-        jax: Lines that make Optax' `schedule`.
-        optax: Of each group, the code of its schedule in Optax, `schedule`, or why there is none, `unscheduled`.
-        keras: Lines that make Keras' `schedule`.
-        is_in_keras: Whether an optimizer of Keras has the schedule in the place of a variable for the rate.
-        mxnet: Lines that make MXNet's `schedule`.
-        is_in_mxnet: Whether an optimizer of MXNet has the schedule among its attributes.
-    """
-
-    call: str | None = None
-    place: str | None = None
-    is_lambda: bool = False
-    comment: str | None = None
-    torch: str | None = None
-    torch_each: str | None = None
-    calls: Mapping[str, str] = field(default_factory=dict)
-    icefall: str | None = None
-    jax: str | None = None
-    optax: tuple[Mapping[str, Any], ...] = ()
-    keras: str | None = None
-    is_in_keras: bool = False
-    mxnet: str | None = None
-    is_in_mxnet: bool = False
-
-
-def schedule_lines(
-    schedules: Sequence[Schedule],
-    state: Mapping[str, Any],
-    arguments: Mapping[str, Sequence[str]],
-    sides: Sequence[Sequence[int]],
-) -> ScheduleLines:
-    """Returns what lines say of a run's schedule.
-
-    Args:
-        schedules: What is known of the run's schedules.
-        state: The state without its tensors.
-        arguments: Class of PyTorch -> arguments that its state holds too.
-        sides: Numbers of the groups of each optimizer.
-    """
-    rates_of, of_torch = RatesOf(schedules, state), _of_torch(schedules, len(state["groups"]))
-    call = None if of_torch is None else _call(of_torch, arguments)
-    if call and "lr_lambda)" in call and (code := rates_of.lambdas()):
-        call = call.replace("lr_lambda)", f"{code})")
-    return ScheduleLines(
-        call,
-        None if of_torch is None else of_torch.place.removeprefix(_TORCH),
-        of_torch is not None and of_torch.kind in (None, "LambdaLR"),
-        rates_of.comment(),
-        rates_of.torch_lines(),
-        rates_of.lines_of_each(sides),
-        _calls_of_each(schedules, sides, arguments),
-        rates_of.icefall_call(),
-        rates_of.jax_lines(),
-        tuple(map(rates_of.in_optax, range(len(state["groups"])))),
-        rates_of.keras_lines(),
-        rates_of.in_keras,
-        rates_of.mxnet_lines(),
-        rates_of.in_mxnet,
-    )
+Source: pytorch/pytorch torch/optim/lr_scheduler.py."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +100,8 @@ class RatesOf:
         return Rates((piece("constant", rate=stored),)) if constant else rates
 
     def _same(self) -> Rates | None:
-        """Returns the rates that all groups have; None if they differ, or one isn't known."""
-        each = self._each()
+        """Returns the rates that all groups have; None if they differ, one isn't known, or the run has no schedule."""
+        each = self._each() if self.schedules else []
         return each[0] if len({json.dumps(rates.to_json()) for rates in each}) == 1 else None
 
     def in_optax(self, number: int) -> dict[str, Any]:
@@ -175,43 +116,80 @@ class RatesOf:
         known = f"the next update's is {rate!r}" if type(rate) in (int, float) and reason else ""
         return "; ".join(one for one in (reason, known) if one)
 
-    def comment(self) -> str | None:
-        """Returns a line that says why the lines beside it don't make the run's schedule; None if it has none."""
+    def comment(self) -> list[str]:
+        """Returns a line that says why the lines beside it don't make the run's schedule; none if it has none."""
         groups = range(len(self.state["groups"]))
         why = next((f"{rates}" for rates in map(self.of, groups) if isinstance(rates, str) and rates), "")
         why = why or ("groups have several" if self.schedules and self._same() is None and groups else "")
-        return f"# the run's learning rate follows a schedule that is not made here: {why}" if why else None
+        return [f"# the run's learning rate follows a schedule that is not made here: {why}"] if why else []
 
-    def torch_lines(self) -> str | None:
-        """Returns the lines that make the schedule of an `optimizer` of PyTorch; None if nobody knows it."""
-        each = self._each()
-        if not each:
+    @property
+    def torch_place(self) -> str:
+        """Where the record of PyTorch's schedule lies in the file, keys joined by `/`."""
+        schedule = self._of_torch()
+        return "" if schedule is None else schedule.place.removeprefix(_TORCH)
+
+    def torch_call(self) -> str | None:
+        """Returns the call that makes the schedule of a state of PyTorch for an `optimizer`; None if it has none."""
+        schedule = self._of_torch()
+        if schedule is None:
             return None
+        call = _call(schedule)
+        if "lr_lambda)" in call and (code := self.lambdas()):
+            return call.replace("lr_lambda)", f"{code})")
+        return call
+
+    def function_comment(self) -> list[str]:
+        """Returns a line about the function of a LambdaLR, where its name stands for it: no file has it."""
+        named = "lr_lambda" in (self.torch_call() or "")
+        return (
+            ["# lr_lambda: the run's own factor of the rate as a function of the updates done"]
+            if named
+            else []
+        )
+
+    @property
+    def may_be_trainers(self) -> bool:
+        """Whether the schedule's class may be the one of which Transformers' Trainer makes all of its own."""
+        schedule = self._of_torch()
+        return schedule is not None and schedule.kind in (None, "LambdaLR")
+
+    def _of_torch(self) -> Schedule | None:
+        """Returns the schedule of torch that moves all of a run's groups; None if there isn't one."""
+        kept = [schedule for schedule in self.schedules if _is_torchs(schedule)]
+        groups = len(self.state["groups"])
+        alone = len(kept) == 1 and not kept[0].groups and len(kept[0].bases or range(groups)) >= groups
+        return kept[0] if alone else None
+
+    def torch_lines(self) -> list[str]:
+        """Returns the lines that make the schedule of an `optimizer` of PyTorch; none if nobody knows it."""
+        each = self._each() if self.schedules else []
+        if not each:
+            return []
         codes = [python_code(rates) for rates in each]
         code = codes[0] if len({*codes}) == 1 else f"[{', '.join(codes)}]"
-        lines = [
+        return [
             *(["import math"] if MATH in code else []),
             "import torch",
             "for group in optimizer.param_groups:",
             '    group["initial_lr"] = 1.0  # the function gives the rate itself',
             f"scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, {code}, last_epoch={self.done - 1})",
         ]
-        return "\n".join(lines)
 
-    def lines_of_each(self, sides: Iterable[Sequence[int]]) -> str | None:
-        """Returns the lines that make the schedules of several `optimizers` of PyTorch; None if nobody knows one.
+    def torch_lines_of_each(self, sides: Iterable[Sequence[int]]) -> list[str]:
+        """Returns the lines that make the schedules of several `optimizers` of PyTorch; none if nobody knows one.
 
         Args:
             sides: Numbers of each optimizer's groups.
         """
-        each = self._each()
+        each = self._each() if self.schedules else []
         if not each:
-            return None
+            return []
         codes = []
         for side in sides:
             of_side = [python_code(each[number]) for number in side]
             codes.append(of_side[0] if len({*of_side}) == 1 else f"[{', '.join(of_side)}]")
-        lines = [
+        return [
             *(["import math"] if any(MATH in code for code in codes) else []),
             "functions = [",
             *(f"    {code}," for code in codes),
@@ -223,7 +201,23 @@ class RatesOf:
             f"    made = torch.optim.lr_scheduler.LambdaLR(optimizer, function, last_epoch={self.done - 1})",
             "    schedulers.append(made)",
         ]
-        return "\n".join(lines)
+
+    def torch_calls(self, sides: Sequence[Sequence[int]]) -> dict[str, str]:
+        """Returns the calls that make the schedules of several `optimizers` of PyTorch, by where their records lie.
+
+        Args:
+            sides: Numbers of each optimizer's groups.
+
+        Returns:
+            Calls in the order of the schedules; none where one isn't torch's own, or nothing tells whose it is.
+        """
+        whose = {tuple(side): number for number, side in enumerate(sides)}
+        if any(not _is_torchs(schedule) or schedule.groups not in whose for schedule in self.schedules):
+            return {}
+        return {
+            schedule.place.removeprefix(_TORCH): _call(schedule, f"optimizers[{whose[schedule.groups]}]")
+            for schedule in self.schedules
+        }
 
     def icefall_call(self) -> str | None:
         """Returns the call of icefall's own schedule, `...` for what nobody said; None if the run has another."""
@@ -234,24 +228,24 @@ class RatesOf:
         said = ", ".join(f"{name}={one.parameters.get(name, ...)!r}" for name in names)
         return f"{one.kind}(optimizer, {said})".replace("Ellipsis", "...")
 
-    def jax_lines(self) -> str | None:
-        """Returns the lines that make the schedule of Optax, `schedule`; None if nobody knows one for all groups."""
+    def jax_lines(self) -> list[str]:
+        """Returns the lines that make the schedule of Optax, `schedule`; none if nobody knows one for all groups."""
         rates = self._same()
         if rates is None:
-            return None
+            return []
         code = optax_code(rates)
         imports = [*(["import jax"] if JAX_NUMPY in code else []), "import optax"]
-        return "\n".join([*imports, f"schedule = {code}"])
+        return [*imports, f"schedule = {code}"]
 
-    def keras_lines(self) -> str | None:
-        """Returns the lines that make Keras' `schedule`; None if nobody knows one for all groups."""
+    def keras_lines(self) -> list[str]:
+        """Returns the lines that make Keras' `schedule`; none if nobody knows one for all groups."""
         rates = self._same()
-        return None if rates is None else "\n".join(keras_lines(rates))
+        return [] if rates is None else keras_lines(rates)
 
-    def mxnet_lines(self) -> str | None:
-        """Returns the lines that make MXNet's `schedule`; None if nobody knows one, or the file has it."""
+    def mxnet_lines(self) -> list[str]:
+        """Returns the lines that make MXNet's `schedule`; none if nobody knows one, or the file has it."""
         rates = None if self.in_mxnet else self._same()
-        return None if rates is None else "\n".join(mxnet_lines(rates))
+        return [] if rates is None else mxnet_lines(rates)
 
     @property
     def in_mxnet(self) -> bool:
@@ -280,27 +274,25 @@ class RatesOf:
         return codes[0] if len({*codes}) == 1 else f"[{', '.join(codes)}]"
 
 
-def _call(schedule: Schedule, arguments: Mapping[str, Sequence[str]], optimizer: str = "optimizer") -> str:
+def _call(schedule: Schedule, optimizer: str = "optimizer") -> str:
     """Returns the call that makes a schedule of PyTorch, for an `optimizer`.
 
     `...` stands for the arguments of classes that aren't among those whose state holds them; a LambdaLR's function is
     in no state, and called `lr_lambda`.
     """
-    return _made(schedule.kind, schedule.parameters, arguments, optimizer)
+    return _made(schedule.kind, schedule.parameters, optimizer)
 
 
-def _made(
-    kind: str | None, state: Mapping[str, Any], arguments: Mapping[str, Sequence[str]], optimizer: str
-) -> str:
+def _made(kind: str | None, state: Mapping[str, Any], optimizer: str) -> str:
     parts = state.get("_schedulers")
     if kind is None:
         return "..."
     if kind == "LambdaLR":
         said = "lr_lambda"
-    elif kind in arguments and set(arguments[kind]) <= state.keys():
-        said = ", ".join(f"{name}={state[name]!r}" for name in arguments[kind])
+    elif kind in _ARGUMENTS and set(_ARGUMENTS[kind]) <= state.keys():
+        said = ", ".join(f"{name}={state[name]!r}" for name in _ARGUMENTS[kind])
     elif kind == "SequentialLR" and isinstance(parts, (list, tuple)) and all(map(_is_record, parts)):
-        each = ", ".join(_made(torch_kind(part), part, arguments, optimizer) for part in parts)
+        each = ", ".join(_made(torch_kind(part), part, optimizer) for part in parts)
         said = f"[{each}], milestones={state.get('_milestones')!r}"
     elif kind == "MultiStepLR" and says(state, STATES[kind]):
         each_at = [at for at, times in state["milestones"].items() for _ in range(times)]
@@ -312,35 +304,6 @@ def _made(
 
 def _is_record(part: Any) -> bool:
     return isinstance(part, Mapping)
-
-
-def _calls_of_each(
-    schedules: Sequence[Schedule], sides: Sequence[Sequence[int]], arguments: Mapping[str, Sequence[str]]
-) -> dict[str, str]:
-    """Returns the calls that make the schedules of several `optimizers` of PyTorch, by where their records lie.
-
-    Args:
-        schedules: What is known of the run's schedules.
-        sides: Numbers of each optimizer's groups.
-        arguments: Class of PyTorch -> arguments that its state holds too.
-
-    Returns:
-        Calls in the order of the schedules; none where one isn't torch's own, or nothing tells whose it is.
-    """
-    whose = {tuple(side): number for number, side in enumerate(sides)}
-    if any(not _is_torchs(one) or one.groups not in whose for one in schedules):
-        return {}
-    return {
-        one.place.removeprefix(_TORCH): _call(one, arguments, f"optimizers[{whose[one.groups]}]")
-        for one in schedules
-    }
-
-
-def _of_torch(schedules: Sequence[Schedule], groups: int) -> Schedule | None:
-    """Returns the schedule of torch that moves all of a run's groups; None if there isn't one."""
-    kept = [one for one in schedules if _is_torchs(one)]
-    alone = len(kept) == 1 and not kept[0].groups and len(kept[0].bases or range(groups)) >= groups
-    return kept[0] if alone else None
 
 
 def _is_torchs(schedule: Schedule) -> bool:

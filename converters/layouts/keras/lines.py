@@ -1,0 +1,121 @@
+"""The lines by which Keras goes on from its own files and from objects of TensorFlow 2.
+
+Source: keras-team/keras keras/src/saving/saving_api.py, `load_weights`, `load_model`; tensorflow/tensorflow
+tensorflow/python/checkpoint/checkpoint.py, `Checkpoint.restore`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from statekit.lines.printing import (
+    RATE,
+    UNKNOWN,
+    SavedRun,
+    State,
+    has_several,
+    native_arguments,
+    quoted,
+    tensorflow_lines,
+)
+
+CLASSES: Mapping[tuple[str, str | None], str] = {
+    ("adamw", "keras"): "keras.optimizers.AdamW",
+    ("adafactor", "keras"): "keras.optimizers.Adafactor",
+    ("lamb", "keras"): "keras.optimizers.Lamb",
+}
+_PLACED = ("keras-h5", "keras")
+"""Containers that say where a model of Keras has its parameters."""
+
+
+def model_file_lines(state: State, saved: SavedRun) -> list[str]:
+    """Returns the lines for a file that holds the whole model."""
+    path = quoted(saved.path)
+    schedule, after, _ = _schedule_lines(state, saved)
+    load = f"model = keras.saving.load_model({path})"
+    return [
+        "import keras",
+        load,
+        *([] if saved.rates(state).in_keras else schedule),
+        *(["model.optimizer.learning_rate = schedule"] if after else []),
+    ]
+
+
+def weights_file_lines(state: State, saved: SavedRun) -> list[str]:
+    """Returns the lines for a file of weights, with the optimizer's among them."""
+    path = quoted(saved.path)
+    if lies_by_path(saved):
+        return [by_path_comment(saved), *statekit_lines(state, saved)]
+    schedule, after, arguments = _schedule_lines(state, saved)
+    before = saved.rates(state).in_keras
+    return [
+        "import keras",
+        *_not_arguments(state),
+        *(schedule if before else []),
+        f"model.compile(optimizer={_class(state)}({arguments}), loss=loss)",
+        "model.optimizer.build(model.trainable_variables)  # a slot that isn't there yet would be passed over",
+        f"model.load_weights({path})",
+        *([] if before else schedule),
+        *(["model.optimizer.learning_rate = schedule"] if after else []),
+    ]
+
+
+def object_lines(state: State, saved: SavedRun) -> list[str]:
+    """Returns the lines for a model and an optimizer of Keras as objects of TensorFlow."""
+    schedule, after, arguments = _schedule_lines(state, saved)
+    before = saved.rates(state).in_keras
+    return [
+        "import keras",
+        "import tensorflow as tf",
+        *_not_arguments(state),
+        *(schedule if before else []),
+        f"optimizer = {_class(state)}({arguments})",
+        "optimizer.build(model.trainable_variables)",
+        "checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer)",
+        f"checkpoint.restore({quoted(saved.step_path('model.ckpt-{step}'))}).assert_existing_objects_matched()",
+        *([] if before else schedule),
+        *(["optimizer.learning_rate = schedule"] if after else []),
+    ]
+
+
+def statekit_lines(state: State, saved: SavedRun) -> list[str]:
+    """Returns the lines for an optimizer of statekit.tensorflow under a model of Keras."""
+    return [*tensorflow_lines(state, saved), "model.compile(optimizer=optimizer, loss=loss)"]
+
+
+def lies_by_path(saved: SavedRun) -> bool:
+    """Tells whether nothing said where Keras has the parameters: neither the source nor a model's file."""
+    return saved.source not in (None, *_PLACED) and "like" not in saved.options
+
+
+def by_path_comment(saved: SavedRun) -> str:
+    """Returns a line about a file that Keras itself can't load."""
+    load = f"model.load_weights({quoted(saved.path)})"
+    return f"# {load} needs a conversion with --like, or a model with attributes of these names"
+
+
+def _schedule_lines(state: State, saved: SavedRun) -> tuple[list[str], bool, str]:
+    """Returns what is known of the run's schedule.
+
+    Returns:
+        The lines that make it, or a comment; whether it is put into an optimizer that its file gave a rate; the
+        arguments of the optimizer's class.
+    """
+    rates = saved.rates(state)
+    lines = rates.keras_lines()
+    arguments = [] if has_several(state) else native_arguments(state, _NOT_ARGUMENTS)[0]
+    if lines and rates.in_keras:
+        arguments = [f"{RATE}=schedule" if name.startswith(f"{RATE}=") else name for name in arguments]
+    return lines or rates.comment(), bool(lines) and not rates.in_keras, ", ".join(arguments)
+
+
+_NOT_ARGUMENTS = ("exclude_from_weight_decay",)
+
+
+def _not_arguments(state: State) -> list[str]:
+    others = [] if has_several(state) else native_arguments(state, _NOT_ARGUMENTS)[1]
+    return [f"# not an argument of {_class(state)}: {', '.join(others)}"] if others else []
+
+
+def _class(state: State) -> str:
+    return CLASSES.get((state["schema"], state["variant"]), UNKNOWN)

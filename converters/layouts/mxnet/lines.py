@@ -1,0 +1,47 @@
+"""The lines by which MXNet's Gluon goes on from a checkpoint.
+
+Source: apache/mxnet python/mxnet/gluon/trainer.py, `Trainer.load_states`; python/mxnet/gluon/block.py,
+`Block.load_parameters`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from statekit.lines.printing import SavedRun, State, quoted
+
+
+def trainer_lines(state: State, saved: SavedRun) -> list[str]:
+    """Returns the lines for a Trainer and its network."""
+    rates = saved.rates(state)
+    schedule = rates.mxnet_lines()
+    states = quoted((saved.folder or saved.path) / _named(saved, ".states", "trainer.states"))
+    optimizer = {"adamw": "adam"}.get(state["schema"], state["schema"])
+    return [
+        *network_lines(saved),
+        f'trainer = mx.gluon.Trainer(net.collect_params(), "{optimizer}")',
+        *(schedule or ([] if rates.in_mxnet else rates.comment())),
+        f"trainer.load_states({states})  # brings the optimizer's own arguments with it",
+        *(["trainer.optimizer.lr_scheduler = schedule"] if schedule else []),
+    ]
+
+
+def network_lines(saved: SavedRun) -> list[str]:
+    """Returns the lines for a network: its parameters lie in one file, or each has its own."""
+    folder = saved.folder or saved.path
+    array = next((file for file in saved.files if file.endswith(".npy")), None)
+    if array is None:
+        return [f"net.load_parameters({quoted(folder / _named(saved, '.params', 'net.params'))})"]
+    arrays = quoted(f"{folder / array[: array.rfind('/') + 1]}/")
+    return [
+        "import numpy",
+        "net.initialize()",
+        "for name, parameter in net.collect_params().items():",
+        f'    parameter.set_data(mx.np.array(numpy.load({arrays} + name + ".npy")))',
+    ]
+
+
+def _named(saved: SavedRun, suffix: str, usual: str) -> str:
+    """Returns the name of the last file with a suffix; the usual one where there is none."""
+    names = [Path(file).name for file in saved.files if Path(file).suffix == suffix]
+    return [usual, *names][-1]

@@ -1,0 +1,409 @@
+"""The lines by which PyTorch, Accelerate, Lightning and Transformers' Trainer go on from a checkpoint.
+
+Groups are made by name: of the manifest of a conversion, or as statekit reads them where a file only numbers them.
+
+Source: pytorch/pytorch torch/optim/optimizer.py, `Optimizer.load_state_dict`; torch/distributed/checkpoint
+(state_dict.py, hf_storage.py); torch/distributed/fsdp `optim_state_dict_to_load`;
+huggingface/accelerate src/accelerate/accelerator.py, `Accelerator.load_state`; huggingface/transformers
+src/transformers/trainer.py, `Trainer.train`; src/transformers/modeling_utils.py, `PreTrainedModel.from_pretrained`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from itertools import accumulate
+
+from statekit.lines.printing import (
+    UNKNOWN,
+    SavedRun,
+    State,
+    after_loading,
+    has_several,
+    kind_of,
+    listed,
+    native_arguments,
+    paths_of,
+    quoted,
+)
+from statekit.lines.rate_code import MATH
+from statekit.lines.rates import RatesOf
+
+CLASSES: Mapping[tuple[str, str | None], str] = {
+    ("adamw", "torch"): "torch.optim.AdamW",
+    ("adafactor", "torch"): "torch.optim.Adafactor",
+    ("adafactor", "hf"): "transformers.optimization.Adafactor",
+}
+_STATE = ("/state/", "/state.")
+"""What stands between an optimizer's place and a parameter's, in its forms by index or name, and flat."""
+_LIGHTNING = '["state_dict"]', '["optimizer_states"][0]'
+"""Where Lightning keeps the model and the first optimizer."""
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+"""Names of what batch normalisation keeps beside its parameters."""
+_BEFORE = "before the state is loaded: making it sets the rate"
+_STATE_DICT = "torch.distributed.checkpoint.state_dict"
+_FLAT = "options = StateDictOptions(flatten_optimizer_state_dict=True)"
+
+
+def torch_file_lines(state: State, saved: SavedRun, form: str | None) -> list[str]:
+    """Returns the lines for a file of torch.save.
+
+    Args:
+        state: The state.
+        saved: Its checkpoint.
+        form: How the optimizer lies in it: by index, or by `name`, or `flat`.
+    """
+    path, keys = quoted(saved.path), keys_of_optimizers(saved.tensors)
+    model, optimizer = model_keys(state, saved), [*keys, '["optimizer"]'][0]
+    if form is None and (model, optimizer) == _LIGHTNING:
+        return [f"trainer.fit(model, ckpt_path={path})"]
+    if form is None and (has_several(state) or len(keys) > 1):
+        return _several_lines(state, saved)
+    modules = {
+        "name": [f"from {_STATE_DICT} import set_optimizer_state_dict"],
+        "flat": [f"from {_STATE_DICT} import StateDictOptions, set_optimizer_state_dict"],
+    }
+    record = f"checkpoint{optimizer}"
+    load = {
+        None: [f"optimizer.load_state_dict({record})"],
+        "name": [f"set_optimizer_state_dict(model, optimizer, {record})"],
+        "flat": [_FLAT, f"set_optimizer_state_dict(model, optimizer, {record}, options=options)"],
+    }
+    rates = saved.rates(state)
+    return [
+        *(["import json"] if saved.is_converted else []),
+        *_imports(state),
+        *modules.get(form or "", []),
+        f"checkpoint = torch.load({path}, weights_only=True)",
+        f"model.load_state_dict(checkpoint{model})",
+        *after_loading(state, saved),
+        *(['manifest = json.loads(checkpoint["statekit"])'] if saved.is_converted else []),
+        *_group_lines(state, saved, keeps_empty=form is None),
+        *_optimizer_lines(state, saved),
+        *load[form],
+        *_late_schedule(rates, f"checkpoint{subscripts(rates.torch_place)}"),
+    ]
+
+
+def distributed_lines(state: State, saved: SavedRun, form: str | None) -> list[str]:
+    """Returns the lines for a folder of torch.distributed.checkpoint."""
+    rates = saved.rates(state)
+    schedule = f"parts{subscripts(rates.torch_place)}"
+    flat = form == "flat"
+    names = "StateDictOptions, get_state_dict, set_state_dict" if flat else "get_state_dict, set_state_dict"
+    options = ", options=options" if flat else ""
+    weights, slots = 'model_state_dict=parts["model"]', 'optim_state_dict=parts["optimizer"]'
+    put = [
+        'states = {"model_state_dict": parts["model"], "optim_state_dict": parts["optimizer"]}',
+        "set_state_dict(model, optimizer, **states, options=options)",
+    ]
+    return [
+        *_folder_imports(saved),
+        *_imports(state),
+        "import torch.distributed.checkpoint as dcp",
+        f"from {_STATE_DICT} import {names}",
+        *_manifest_in_folder(saved),
+        *_group_lines(state, saved, keeps_empty=False),
+        *_optimizer_lines(state, saved),
+        *([_FLAT] if flat else []),
+        f'parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer{options})))',
+        *([f"{schedule} = scheduler.state_dict()"] if rates.torch_call() else []),
+        f"dcp.load(parts, checkpoint_id={quoted(saved.path)})",
+        *(put if flat else [f"set_state_dict(model, optimizer, {weights}, {slots})"]),
+        *_late_schedule(rates, schedule),
+    ]
+
+
+def distributed_safetensors_lines(state: State, saved: SavedRun) -> list[str]:
+    """Returns the lines for torch.distributed.checkpoint's storage of Hugging Face: tensors and counts in shards."""
+    rates, options = saved.rates(state), quoted(saved.path / "optimizer_hyperparameters.json")
+    schedule = f'manifest["kept"]["extra"]["torch"]{subscripts(rates.torch_place)}'
+    return [
+        "import json",
+        "import pathlib",
+        *_imports(state),
+        "import torch.distributed.checkpoint as dcp",
+        f"from {_STATE_DICT} import StateDictOptions, get_state_dict, set_state_dict",
+        *_manifest_in_folder(saved),
+        *_group_lines(state, saved, keeps_empty=False),
+        *_optimizer_lines(state, saved),
+        _FLAT,
+        "weights, slots = get_state_dict(model, optimizer, options=options)",
+        'tensors = {f"optim.{name}": value for name, value in slots.items() if torch.is_tensor(value)}',
+        'counts = {f"optim.{name}": torch.tensor(value) for name, value in slots.items() '
+        'if type(value) is int and name.startswith("state.")}',
+        "dcp.load({**weights, **tensors, **counts}, "
+        f"storage_reader=dcp.HuggingFaceStorageReader({quoted(saved.path)}))",
+        'slots.update({name.removeprefix("optim."): value.item() for name, value in counts.items()})',
+        f"slots.update(json.loads(pathlib.Path({options}).read_text()))",
+        "set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=slots, options=options)",
+        *_late_schedule(rates, schedule),
+    ]
+
+
+def rank_lines(saved: SavedRun) -> list[str]:
+    """Returns the lines for what each rank of FSDP 1 saved for itself."""
+    return [
+        "rank = torch.distributed.get_rank()  # as many ranks as wrote it, each with its own file",
+        f'part = torch.load({quoted(saved.path)} + f"/rank{{rank}}.pt")',
+    ]
+
+
+def accelerate_lines(state: State, saved: SavedRun) -> list[str]:
+    """Returns the lines for a folder of Accelerate."""
+    return [
+        *_folder_imports(saved),
+        *_imports(state),
+        *_manifest_in_folder(saved),
+        *_group_lines(state, saved),
+        *_optimizer_lines(state, saved),
+        *prepared_lines(saved.rates(state), saved),
+    ]
+
+
+def prepared_lines(rates: RatesOf, saved: SavedRun) -> list[str]:
+    """Returns the lines that give Accelerate a model, an `optimizer` and its schedule, and load their states."""
+    names = "model, optimizer, scheduler" if rates.torch_call() else "model, optimizer"
+    schedule = [] if rates.torch_call() else rates.torch_lines()
+    return [
+        f"{names} = accelerator.prepare({names})",
+        f"accelerator.load_state({quoted(saved.path)})",
+        *(schedule or ([] if rates.torch_call() else rates.comment())),
+        *(["scheduler = accelerator.prepare(scheduler)  # which saves it, too"] if schedule else []),
+    ]
+
+
+def pretrained_lines(state: State, saved: SavedRun) -> list[str]:
+    """Returns the lines for a model of Transformers in safetensors, beside which lies optimizer.pt."""
+    path, rates = saved.path, saved.rates(state)
+    return [
+        *_folder_imports(saved),
+        *_imports(state),
+        f"model = type(model).from_pretrained({quoted(path)})  # with the model's config.json in the folder",
+        *_manifest_in_folder(saved),
+        *_group_lines(state, saved),
+        *_optimizer_lines(state, saved),
+        f"optimizer.load_state_dict(torch.load({quoted(path / 'optimizer.pt')}, weights_only=True))",
+        *_late_schedule(rates, f"torch.load({quoted(path / 'scheduler.pt')}, weights_only=True)"),
+    ]
+
+
+def trainer_lines(state: State, saved: SavedRun) -> list[str]:
+    """Returns the lines for a folder of Transformers' Trainer: what it wrote itself needs no optimizer."""
+    path = saved.step_path("checkpoint-{step}")
+    train = f"trainer.train(resume_from_checkpoint={quoted(path)})"
+    if not saved.is_converted:
+        return [train]
+    schedule, scheduler = trainer_schedule(state, saved)
+    named = 'named[name] for name in part["param_names"]'
+    reason = "Trainer's own would number the parameters in another order"
+    return [
+        "import torch",
+        "import transformers",
+        f'parts = torch.load({quoted(path / "optimizer.pt")}, weights_only=True)["param_groups"]',
+        "named = dict(model.named_parameters())",
+        f'groups = [{{"params": [{named}], "lr": args.learning_rate}} for part in parts]',
+        f"optimizer = {class_of(state)}(groups)  # {reason}",
+        *schedule,
+        "trainer = transformers.Trainer(model, args, train_dataset=dataset, "
+        f"optimizers=(optimizer, {scheduler}))",
+        "class Intervals(transformers.TrainerCallback):",
+        "    def on_train_begin(self, args, state, control, **others):",
+        "        state.compute_steps(args, state.max_steps)  # Trainer takes those of the folder",
+        "trainer.add_callback(Intervals())",
+        train,
+    ]
+
+
+def trainer_schedule(state: State, saved: SavedRun) -> tuple[list[str], str]:
+    """Returns the lines that make the schedule that Transformers' Trainer is given, and what it is given."""
+    rates = saved.rates(state)
+    states = [part.value for part in saved.run.parts if part.place.endswith("/trainer_state")]
+    # Trainer makes a LambdaLR by its arguments; a batch size of 0 is what a conversion writes.
+    by_trainer = any(isinstance(value, Mapping) and value.get("train_batch_size") != 0 for value in states)
+    if rates.may_be_trainers and by_trainer:
+        return ([] if rates.torch_lines() else rates.comment()), "None"
+    if call := rates.torch_call():
+        return [*(["import math"] if MATH in call else []), "import torch", *rates.function_comment()], call
+    if lines := rates.torch_lines():
+        return lines, "scheduler"
+    unknown = "# nothing tells the run's schedule: args makes the rates after the next update's"
+    return rates.comment() or [unknown], "None"
+
+
+def class_of(state: State) -> str:
+    """Returns the class of an optimizer of PyTorch or Transformers; `...` where it isn't known."""
+    name = CLASSES.get((state["schema"], state["variant"]), UNKNOWN)
+    return name.replace("AdamW", "Adam") if _is_plain_adam(state) else name
+
+
+def _is_plain_adam(state: State) -> bool:
+    """Tells whether every group decays its weights by way of the gradient, as torch.optim.Adam does."""
+    is_adam = (state["schema"], state["variant"]) == ("adamw", "torch")
+    return is_adam and "decoupled_weight_decay=False" in native_arguments(state)[0]
+
+
+def _arguments(state: State) -> list[str]:
+    """Returns the arguments of an optimizer's class that all groups share; its state has those of each group."""
+    arguments = [argument for argument in native_arguments(state)[0] if UNKNOWN not in argument]
+    if not _is_plain_adam(state):
+        return arguments
+    decayed = any(argument.startswith("weight_decay=") for argument in arguments)
+    passed_over = ("decoupled_weight_decay=False", "weight_decay=0", "weight_decay=0.0")
+    usual = [] if decayed else ["weight_decay=0.01"]
+    return [*(argument for argument in arguments if argument not in passed_over), *usual]
+
+
+def _imports(state: State) -> list[str]:
+    """Returns the import of PyTorch, and of the package of an optimizer's class."""
+    module = class_of(state).rpartition(".")[0]
+    return ["import torch", *([f"import {module}"] if module and not module.startswith("torch") else [])]
+
+
+def _folder_imports(saved: SavedRun) -> list[str]:
+    return ["import json", "import pathlib"] if saved.is_converted else []
+
+
+def _manifest_in_folder(saved: SavedRun) -> list[str]:
+    path = quoted(saved.manifest.absolute())
+    return [f"manifest = json.loads(pathlib.Path({path}).read_text())"] if saved.is_converted else []
+
+
+def _group_lines(state: State, saved: SavedRun, keeps_empty: bool = True) -> list[str]:
+    """Returns the lines that make `groups` by name; none where they are all of the model's parameters, in its order.
+
+    Args:
+        state: The state.
+        saved: Its checkpoint.
+        keeps_empty: Whether groups without parameters stay: a state by index has them, one by name has not.
+    """
+    if not saved.is_converted and _is_whole_model(state, saved):
+        return []
+    some_empty = any(not group["paths"] for group in state["groups"]) and not keeps_empty
+    paths = 'group["paths"]' if saved.is_converted else "group.paths"
+    groups = 'manifest["state"]["groups"]' if saved.is_converted else "opened.groups"
+    params = f'{{"params": [named[path.replace("/", ".")] for path in {paths}]}}'
+    code = f"groups = [{params} for group in {groups}{f' if {paths}' if some_empty else ''}]"
+    named = "named = dict(model.named_parameters())"
+    if saved.is_converted:
+        return [named, code]
+    return [
+        "import statekit",
+        named,
+        f"with statekit.open({quoted(saved.path)}) as opened:",
+        f"    {code}",
+    ]
+
+
+def _is_whole_model(state: State, saved: SavedRun) -> bool:
+    """Tells whether the run has one group, of all of the model's parameters in the order of its file."""
+    groups = state["groups"]
+    if len(groups) != 1:
+        return False
+    mine = [path.replace("/", ".") for path in groups[0]["paths"]]
+    place = _model_place(saved.tensors, groups[0]["paths"])
+    if place is None:
+        return True
+    names = [name.removeprefix(f"{place}/") for name in saved.tensors if name.startswith(f"{place}/")]
+    return mine == [name for name in names if name.rpartition(".")[2] not in _BUFFERS]
+
+
+def _optimizer_lines(state: State, saved: SavedRun) -> list[str]:
+    """Returns the lines that make `optimizer`, and the schedule that its file has a state of."""
+    grouped = saved.is_converted or not _is_whole_model(state, saved)
+    arguments = ", ".join(["groups" if grouped else "model.parameters()", *_arguments(state)])
+    unknown = "  # the class of the run's optimizer" if class_of(state) == UNKNOWN else ""
+    rates = saved.rates(state)
+    return [f"optimizer = {class_of(state)}({arguments}){unknown}", *early_schedule(rates, f"  # {_BEFORE}")]
+
+
+def early_schedule(rates: RatesOf, reason: str = "") -> list[str]:
+    """Returns the lines that make a schedule whose state is loaded later; none if the file has no such state."""
+    call = rates.torch_call()
+    if call is None:
+        return []
+    math = ["import math"] if MATH in call else []
+    return [*math, *rates.function_comment(), f"scheduler = {call}{reason}"]
+
+
+def _late_schedule(rates: RatesOf, record: str) -> list[str]:
+    """Returns the lines that load a schedule's state, or make the schedule where the file has none."""
+    if rates.torch_call():
+        return [f"scheduler.load_state_dict({record})"]
+    return rates.torch_lines() or rates.comment()
+
+
+def _several_lines(state: State, saved: SavedRun) -> list[str]:
+    """Returns the lines for a file with several optimizers, each with groups of its own."""
+    sides, modules, calls = _sides(state, saved), list[str](), list[str]()
+    for numbers in sides:
+        kind = kind_of(state, state["groups"][numbers[0]])
+        alone = {**state, **kind, "groups": [state["groups"][i] for i in numbers]}
+        groups = ", ".join(f"groups[{i}]" for i in numbers)
+        modules += _imports(alone)[1:]
+        calls.append(f"{class_of(alone)}({', '.join([f'[{groups}]', *_arguments(alone)])})")
+    rates, keys = saved.rates(state), keys_of_optimizers(saved.tensors)
+    keys = keys if len(keys) == len(sides) else [f'["optimizers"][{i}]' for i in range(len(sides))]
+    schedules = rates.torch_calls(sides)
+    records = ", ".join(f"checkpoint{subscripts(place)}" for place in schedules)
+    making = listed("schedulers", [*schedules.values()])
+    making[-1] += "  # before the states are loaded: making them sets the rates"
+    loading = [
+        f"for scheduler, state in zip(schedulers, [{records}]):",
+        "    scheduler.load_state_dict(state)",
+    ]
+    return [
+        *(["import json"] if saved.is_converted else []),
+        "import torch",
+        *dict.fromkeys(modules),
+        f"checkpoint = torch.load({quoted(saved.path)}, weights_only=True)",
+        f"model.load_state_dict(checkpoint{model_keys(state, saved)})",
+        *after_loading(state, saved),
+        *(['manifest = json.loads(checkpoint["statekit"])'] if saved.is_converted else []),
+        *_group_lines(state, saved),
+        *listed("optimizers", calls),
+        *(making if schedules else []),
+        f"for optimizer, state in zip(optimizers, [{', '.join(f'checkpoint{key}' for key in keys)}]):",
+        "    optimizer.load_state_dict(state)",
+        *(loading if schedules else rates.torch_lines_of_each(sides) or rates.comment()),
+    ]
+
+
+def _sides(state: State, saved: SavedRun) -> list[list[int]]:
+    """Returns the numbers of the groups of each optimizer: as they lie side by side, or of each kind."""
+    groups, counts = state["groups"], saved.run.optimizers
+    ends = list(accumulate(counts))
+    if ends and ends[-1] == len(groups) and len(ends) == len(keys_of_optimizers(saved.tensors)):
+        return [list(range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
+    kinds = [kind_of(state, group) for group in groups]
+    first = {kinds.index(kind): kind for kind in kinds}
+    return [[i for i, other in enumerate(kinds) if other == kind] for kind in first.values()]
+
+
+def model_keys(state: State, saved: SavedRun) -> str:
+    """Returns the keys of a file's model, as `["model"]`, the usual one where no tensor's name tells."""
+    place = _model_place(saved.tensors, paths_of(state))
+    return '["model"]' if place is None else subscripts(place)
+
+
+def _model_place(tensors: Iterable[str], paths: Collection[str]) -> str | None:
+    """Returns where a file's model lies, keys joined by `/`; None where no tensor's name tells."""
+    ends = tuple("/" + path.replace("/", ".") for path in paths)
+    places = (name.removesuffix(end) for name in tensors for end in ends if name.endswith(end))
+    return next((place for place in places if "/state" not in place), None)
+
+
+def keys_of_optimizers(tensors: Iterable[str]) -> list[str]:
+    """Returns the keys of each of a file's optimizers, as `["optimizers"][0]`, in its order."""
+    places = (name.partition(mark)[0] for name in tensors for mark in _STATE if mark in name)
+    return [subscripts(place) for place in dict.fromkeys(places)]
+
+
+def subscripts(place: str) -> str:
+    """Returns keys joined by `/` as Python's subscripts.
+
+    Example:
+        >>> subscripts("optimizer/0")
+        '["optimizer"][0]'
+    """
+    return "".join(f"[{key if key.isdecimal() else json.dumps(key)}]" for key in place.split("/"))

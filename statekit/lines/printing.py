@@ -1,0 +1,344 @@
+"""What a layout prints lines with: a saved run, quoted paths, an optimizer's arguments, and statekit's own lines.
+
+`...` stands for what a run needs and nobody knows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from statekit.files.manifest import FILE
+from statekit.lines.rates import RatesOf
+from statekit.maps.pretrained import Pretrained
+from statekit.optim.adafactor_forms import AdafactorHyperparameters
+from statekit.state.run import RunState
+from statekit.state.schema import WEIGHTS, load_schema
+
+RATE = "learning_rate"
+UNKNOWN = "..."
+RULES = ("factor_map", "logical_factor_rules")
+State = Mapping[str, Any]
+"""A state without its tensors, as `TrainState.to_json` gives it."""
+
+
+@dataclass(frozen=True)
+class SavedRun:
+    """A checkpoint that a run goes on from.
+
+    Attributes:
+        container: Its container.
+        layout: Its layout.
+        path: The checkpoint, or a run's folder that holds it.
+        step: Its step, where `path` may be the run's folder.
+        files: Names of its files, where they are known.
+        tensors: Names of its tensors, where they are known.
+        empty: Names of its leaves that hold nothing.
+        run: What is known of the run.
+        converted: Whether statekit wrote it; None where its step or a manifest in its folder tells.
+        folder: The folder that `files` are named in, where `path` is one of them.
+        source: The container that it was converted from; None if nobody knows.
+        options: What its conversion was asked for.
+        own_name: The name of the checkpoint, where `path` stands for any place.
+    """
+
+    container: str
+    layout: str
+    path: Path
+    step: int | None
+    files: tuple[str, ...] = ()
+    tensors: tuple[str, ...] = ()
+    empty: tuple[str, ...] = ()
+    run: RunState = field(default_factory=RunState)
+    converted: bool | None = None
+    folder: Path | None = None
+    source: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    own_name: str | None = None
+
+    def step_path(self, name: str) -> Path:
+        """Returns the step's own folder or file, which may be the checkpoint itself or lie in it.
+
+        Args:
+            name: What the system calls it, with `{step}` for the number.
+
+        Example:
+            >>> SavedRun("orbax", "optax", Path("run"), 4).step_path("{step}").as_posix()
+            'run/4'
+        """
+        if self.step is None:
+            return self.path
+        name = name.format(step=self.step)
+        if self.own_name == name:
+            return self.path.with_name(name)
+        return self.path if self.path.name == name else self.path / name
+
+    def rates(self, state: State) -> RatesOf:
+        """Returns the run's learning rates, which print themselves for every system."""
+        return RatesOf(self.run.schedules, state)
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether statekit wrote it."""
+        if self.converted is not None:
+            return self.converted
+        return self.step is not None or self.manifest.is_file()
+
+    @property
+    def manifest(self) -> Path:
+        """The manifest's file: in the target's folder, which holds a step's, or is one."""
+        folders = [self.path, *self.path.parents[:2]] if self.step is None else [self.path]
+        return next((folder / FILE for folder in folders if (folder / FILE).is_file()), self.path / FILE)
+
+    @property
+    def map_name(self) -> str:
+        """The map that made its model; "" without one."""
+        names = [record["name"] for record in self._maps if "name" in record]
+        return str(names[-1]) if names else ""
+
+    @property
+    def map_knows(self) -> frozenset[str]:
+        """The settings that maps were told of its model, or had beside the source."""
+        settings = [record.get("config", {}) for record in self._maps]
+        settings += [values for record in self._maps for values in record.get("beside", {}).values()]
+        return frozenset(key for values in settings for key in values)
+
+    @property
+    def _maps(self) -> list[Mapping[str, Any]]:
+        return [record for record in self.options.get("maps", ()) if isinstance(record, Mapping)]
+
+    @property
+    def model_class(self) -> str:
+        """The class of the model that an earlier map made; "" where none is known."""
+        name = self.options.get("model_class")
+        return name if isinstance(name, str) else ""
+
+    @property
+    def loss_scale(self) -> float | None:
+        """How many times as large the loss is from there on, as its moments were rescaled for; None if not."""
+        scale = self._changes.get("loss_scale")
+        return float(scale) if isinstance(scale, (int, float)) else None
+
+    @property
+    def state_only(self) -> bool:
+        """Whether it holds an optimizer's state without parameters."""
+        return self._changes.get("state_only") is True
+
+    @property
+    def _changes(self) -> Mapping[str, Any]:
+        changes = self.options.get("changes")
+        return changes if isinstance(changes, Mapping) else {}
+
+
+@runtime_checkable
+class Printing(Protocol):
+    """A layout that prints the lines by which its own system goes on from a checkpoint."""
+
+    def lines(self, state: State, saved: SavedRun, /) -> list[str]:
+        """Returns lines of Python, or of what else the system reads: gin, options of a command.
+
+        A line is complete, or contains `...` for what nobody has told. Paths stand in it as `quoted` has them.
+
+        Args:
+            state: The state without its tensors, as `TrainState.to_json` gives it.
+            saved: The checkpoint.
+        """
+
+
+def quoted(path: object) -> str:
+    """Returns a path as a literal of Python and of gin.
+
+    Example:
+        >>> print(quoted("a/b"))
+        "a/b"
+    """
+    return json.dumps(str(path))
+
+
+def listed(name: str, items: Sequence[str]) -> list[str]:
+    """Returns the lines that make a list, an item a line."""
+    return [f"{name} = [", *(f"    {item}," for item in items), "]"]
+
+
+def has_several(state: State) -> bool:
+    """Tells whether a run has several optimizers."""
+    return any("schema" in group for group in state["groups"])
+
+
+def kind_of(state: State, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns schema and variant of a group."""
+    whose = group if "schema" in group else state
+    return {"schema": whose["schema"], "variant": whose["variant"]}
+
+
+def paths_of(state: State) -> list[str]:
+    """Returns the parameters that the run's groups have, in their order."""
+    return [path for group in state["groups"] for path in group["paths"]]
+
+
+def native_arguments(
+    state: State, outside: Collection[str] = (), open_rate: str = UNKNOWN
+) -> tuple[list[str], list[str]]:
+    """Returns arguments of a variant's own class that aren't its defaults, and settings that it doesn't take.
+
+    Where groups differ in one, or it isn't known and the variant has no default, it is left open.
+
+    Args:
+        state: The state, of one optimizer.
+        outside: Settings that the class doesn't take.
+        open_rate: What stands for a learning rate that isn't known.
+    """
+    if state["variant"] is None:
+        return [UNKNOWN], []
+    schema = load_schema(state["schema"])
+    usual = schema.native(state["variant"], schema.settings(state["variant"]))
+    groups = [schema.native(state["variant"], _settings(group)) for group in state["groups"]]
+    arguments: list[str] = []
+    others: list[str] = []
+    for name, default in usual.items():
+        values = {json.dumps(group.get(name, default), default=str) for group in groups}
+        value = groups[0].get(name, default) if groups else default
+        argument = f"{name}={value!r}" if len(values) == 1 else f"{name}={UNKNOWN}"
+        if name in (RATE, "lr"):
+            known = len(values) == 1 and any(RATE in group["hyperparameters"] for group in state["groups"])
+            arguments.append(argument if known and value is not None else f"{name}={open_rate}")
+        elif len(values) > 1 or value != default:
+            (others if name in outside else arguments).append(argument)
+    return arguments + _needed(state), others
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in group["hyperparameters"].items() if name not in RULES}
+
+
+def _needed(state: State) -> list[str]:
+    """Returns the arguments whose value nobody has told, although the slots show that they were used."""
+    schema = load_schema(state["schema"])
+    used = {name for group in state["groups"] for name in missing_of(state, group) if name != RATE}
+    native = schema.native(state["variant"], dict.fromkeys(used))
+    return [f"{name}={UNKNOWN}" for name in native]
+
+
+def missing_of(state: State, group: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the names of what a step of a group needs and nobody has told."""
+    known, kind = group["hyperparameters"], kind_of(state, group)
+    if known.get(RATE) is None and not known.get("relative_step"):
+        yield RATE
+    if kind["schema"] == "adafactor" and kind["variant"]:
+        needed = {entry.name for entry in fields(AdafactorHyperparameters)}
+        defaults = load_schema(kind["schema"]).variant(kind["variant"])["defaults"]
+        yield from (name for name in defaults if name in needed and name not in known)
+
+
+def missing_arguments(state: State, rate: str | None) -> str:
+    """Returns the arguments of `load_optimizer` for what a step needs and nobody has told.
+
+    Args:
+        state: The state.
+        rate: What the learning rate is called there; None where a schedule gives it.
+
+    Returns:
+        Code that follows other arguments: it begins with a comma, or is empty.
+    """
+    pairs = dict.fromkeys(
+        (kind_of(state, group)["schema"], name)
+        for group in state["groups"]
+        for name in missing_of(state, group)
+        if name != RATE or rate is not None
+    )
+    if not has_several(state):
+        names = dict.fromkeys(rate if name == RATE else name for _, name in pairs)
+        return "".join(f", {name}={UNKNOWN}" for name in names)
+    rates = ", ".join(f'"{schema}": {UNKNOWN}' for schema, name in pairs if name == RATE)
+    others = ", ".join(f'"{schema}/{name}": {UNKNOWN}' for schema, name in pairs if name != RATE)
+    return f", {rate}={{{rates}}}" * bool(rates) + f", hparams={{{others}}}" * bool(others)
+
+
+def torch_lines(state: State, saved: SavedRun) -> list[str]:
+    """Returns the lines that go on from any checkpoint with an optimizer of statekit.torch."""
+    path = quoted(saved.path)
+    schedule, is_made = _schedule(state, saved, RatesOf.torch_lines)
+    # A schedule whose state lies in the file sets the rate only once the layout's own lines load it.
+    rated = is_made and not saved.rates(state).torch_call()
+    load = _load(
+        saved, "torch", "model.named_parameters()", missing_arguments(state, None if rated else "lr")
+    )
+    return [
+        "import statekit.torch",
+        f"statekit.torch.load_params({path}, model)",
+        *after_loading(state, saved),
+        *([] if state["schema"] == WEIGHTS else [f"optimizer = {load}"]),
+        *schedule,
+    ]
+
+
+def state_lines(state: State, saved: SavedRun) -> list[str]:
+    """Returns the lines for a file that holds an optimizer's state without the weights, which the model has."""
+    lines = torch_lines(state, saved)
+    load = next(line for line in lines if line.startswith("optimizer = "))
+    after = lines[lines.index(load) + 1 :]
+    return [lines[0], f"{load}  # the model has its weights", *after]
+
+
+def jax_lines(state: State, saved: SavedRun) -> list[str]:
+    """Returns the lines that go on from any checkpoint with an optimizer of statekit.jax."""
+    schedule, is_made = _schedule(state, saved, RatesOf.jax_lines)
+    load = _load(saved, "jax", "params", _rated(state, is_made))
+    return [
+        "import statekit.jax",
+        f"params = statekit.jax.load_params({quoted(saved.path)}, params)",
+        *schedule,
+        *([] if state["schema"] == WEIGHTS else [f"optimizer, state = {load}"]),
+    ]
+
+
+def tensorflow_lines(state: State, saved: SavedRun) -> list[str]:
+    """Returns the lines that go on from any checkpoint with an optimizer of statekit.tensorflow."""
+    schedule, is_made = _schedule(state, saved, RatesOf.keras_lines)
+    load = _load(saved, "tensorflow", "model.trainable_variables", _rated(state, is_made))
+    return [
+        "import statekit.tensorflow",
+        f"statekit.tensorflow.load_params({quoted(saved.path)}, model)",
+        *schedule,
+        *([] if state["schema"] == WEIGHTS else [f"optimizer = {load}"]),
+    ]
+
+
+def _schedule(
+    state: State, saved: SavedRun, printed: Callable[[RatesOf], list[str]]
+) -> tuple[list[str], bool]:
+    """Returns the lines that make the run's schedule, or say why they don't; and whether they make it."""
+    if not saved.run.schedules:
+        return [], False
+    rates = saved.rates(state)
+    lines = printed(rates)
+    return lines or rates.comment(), bool(lines)
+
+
+def _rated(state: State, is_made: bool) -> str:
+    """Returns the arguments of `load_optimizer` beside a `schedule`, if the lines before have made one."""
+    return f", {RATE}=schedule{missing_arguments(state, None)}" if is_made else missing_arguments(state, RATE)
+
+
+def _load(saved: SavedRun, framework: str, params: str, arguments: str) -> str:
+    return f"statekit.{framework}.load_optimizer({quoted(saved.path)}, {params}{arguments})"
+
+
+def after_loading(state: State, saved: SavedRun) -> list[str]:
+    """Returns the lines that a model which a map made needs once its weights are loaded."""
+    pretrained, paths = pretrained_of(saved), {*paths_of(state)}
+    lines = {} if pretrained is None else pretrained.after_loading
+    return [line for path, line in lines.items() if path in paths]
+
+
+def pretrained_of(saved: SavedRun) -> Pretrained | None:
+    """Returns what the library of a model that a map made builds it from; None where no map made it."""
+    if not saved.map_name and not saved.model_class:
+        return None
+    from statekit.maps import model_map
+
+    of_map = model_map.pretrained_of(saved.map_name) if saved.map_name else None
+    return of_map or model_map.pretrained_class(saved.model_class)
