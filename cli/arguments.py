@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from statekit.budget import bytes_of
-from statekit.conversion.contracts import Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import Faults, NotFoundError, TargetExistsError, UsageError, printable
 from statekit.state.train_state import StepOffset
 
@@ -202,7 +202,7 @@ def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
         budget: int | None,
         **options: Any,
     ) -> Any:
-        hints = Hints(
+        hints = CheckpointRef(
             model_key=model_key,
             optimizer_key=optimizer_key,
             names_from=names_from,
@@ -227,7 +227,7 @@ def sides_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(command)
-    def run(*args: Any, hints: Hints, **options: Any) -> Any:
+    def run(*args: Any, hints: CheckpointRef, **options: Any) -> Any:
         each = []
         for side in SIDES:
             hparams, variant, names, schedule = (
@@ -361,12 +361,12 @@ CHANGES = (
 
 
 def _with_said(
-    hints: Hints,
+    hints: CheckpointRef,
     hparams: tuple[str, ...],
     variant: str | None,
     param_names: Path | None,
     schedule: str | None,
-) -> Hints:
+) -> CheckpointRef:
     """Returns hints with what options say too, which goes before; files that they name draw on the job's budget."""
     if variant is not None:
         hints = replace(hints, variant=variant)
@@ -382,7 +382,7 @@ def _with_said(
         if schedule is not None:
             hints = replace(hints, schedule=_schedule(schedule, files))
         if hparams:
-            hints = replace(hints, hyperparameters={**hints.hyperparameters, **said_hparams(hparams, files)})
+            hints = replace(hints, hparams={**hints.hyperparameters, **said_hparams(hparams, files)})
     return hints
 
 

@@ -9,7 +9,7 @@ import click
 from statekit.cli import output
 from statekit.cli.arguments import checkpoint_options
 from statekit.cli.output import Screen, Table
-from statekit.conversion.contracts import Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import plural
 from statekit.verify.cold_start import ALIKE, UPDATES, ColdStart, cold_start
 
@@ -33,7 +33,7 @@ def command(
     container: str | None,
     layout: str | None,
     step: int | None,
-    hints: Hints,
+    hints: CheckpointRef,
     updates: int,
     seed: int,
     everything: bool,

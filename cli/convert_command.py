@@ -23,7 +23,8 @@ from statekit.cli.arguments import (
 )
 from statekit.cli.output import Screen
 from statekit.cli.plan_view import show_measured, show_next, show_plan
-from statekit.conversion.contracts import Exactness, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Exactness
 from statekit.conversion.convert import Report, check_place, convert, outcome, plan
 from statekit.conversion.plan import Plan
 from statekit.conversion.resume import of_plan, resume_lines, unsaid
@@ -50,7 +51,7 @@ def _renaming(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]
 
 
 def _maps(
-    name: str | None, config: tuple[str, ...], rename: dict[str, str], hints: Hints
+    name: str | None, config: tuple[str, ...], rename: dict[str, str], hints: CheckpointRef
 ) -> tuple[StateMap, ...]:
     if name is None and not config and not rename:
         return ()
@@ -159,7 +160,7 @@ def command(
     to: str | None,
     layout: str | None,
     step: int | None,
-    hints: Hints,
+    hints: CheckpointRef,
     step_offset: StepOffset,
     require: str,
     like: Path | None,

@@ -12,7 +12,7 @@ from statekit.cli.arguments import complete_maps, hints_options, local_file, sid
 from statekit.cli.main import DONE, WANTING
 from statekit.cli.output import Screen, Table
 from statekit.cli.report_option import report_option, write_report
-from statekit.conversion.contracts import Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.diff import Diff, diff
 from statekit.errors import plural, size, some
 from statekit.state.comparison import Difference
@@ -42,7 +42,7 @@ def command(
     step: int | None,
     map_name: str | None,
     as_json: bool,
-    hints: tuple[Hints, Hints],
+    hints: tuple[CheckpointRef, CheckpointRef],
     report: Path | None,
 ) -> int:
     """Says in what two checkpoints differ, or where two runs part.

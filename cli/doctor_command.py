@@ -14,7 +14,7 @@ from statekit.cli.arguments import completing, from_option, hints_options, local
 from statekit.cli.main import DONE, WANTING
 from statekit.cli.output import Screen, Table
 from statekit.cli.report_option import report_option, write_report
-from statekit.conversion.contracts import Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import plural, some
 
 
@@ -38,7 +38,7 @@ def command(
     step: int | None,
     ignore: tuple[str, ...],
     as_json: bool,
-    hints: Hints,
+    hints: CheckpointRef,
     report: Path | None,
 ) -> int:
     """Finds silent faults of checkpoints: they load, and go on wrong.

@@ -18,7 +18,7 @@ from statekit.cli.arguments import checkpoint_options
 from statekit.cli.output import Cell, Screen, Styled, Table
 from statekit.cli.report_option import report_option, write_report
 from statekit.conversion.agreement import on_trust
-from statekit.conversion.contracts import Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.inspection import (
     Choice,
     Inspection,
@@ -59,7 +59,7 @@ def command(
     container: str | None,
     layout: str | None,
     step: int | None,
-    hints: Hints,
+    hints: CheckpointRef,
     pattern: str | None,
     with_slots: bool,
     stats: bool,

@@ -14,7 +14,7 @@ import click
 from statekit.arrays.backend import BACKEND_NAMES, backend
 from statekit.cli.arguments import FOLLOW_LINKS, budget_option, said_hparams
 from statekit.cli.output import Table, print_json, progress, screen
-from statekit.conversion.contracts import Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import NotFoundError, StatekitError, UsageError, listed, plural, printable
 from statekit.files.source import Files
 from statekit.verify.recording import open_recording
@@ -97,7 +97,7 @@ def command(
         )
     failed: dict[str, str] = {}
     rest = failed if len(bundles) > 1 else None
-    with Files(Hints(budget=budget).job_budget()) as files:
+    with Files(CheckpointRef(budget=budget).job_budget()) as files:
         changes = said_hparams(hparams, files)
     subjects, skipped, fresh = _subjects(bundles, start, checkpoint, changes, follow_links, budget, rest)
     if trajectory:

@@ -9,7 +9,7 @@ import click
 from statekit.cli import output
 from statekit.cli.arguments import checkpoint_options
 from statekit.cli.plan_view import show_next
-from statekit.conversion.contracts import Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.open_state import open_state
 from statekit.conversion.resume import frameworks, next_update, of_checkpoint, resume_lines, unsaid
 from statekit.tensors.tree import to_json
@@ -28,7 +28,7 @@ def command(
     container: str | None,
     layout: str | None,
     step: int | None,
-    hints: Hints,
+    hints: CheckpointRef,
     framework: str | None,
     as_json: bool,
 ) -> None:

@@ -22,7 +22,8 @@ from statekit.cli.arguments import (
 from statekit.cli.main import DONE, WANTING
 from statekit.cli.output import Screen, Table
 from statekit.cli.report_option import report_option, write_report
-from statekit.conversion.contracts import Exactness, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Exactness
 from statekit.errors import UsageError, plural, size, some
 from statekit.pages.verdicts import SAYS
 from statekit.state.train_state import StepOffset
@@ -120,7 +121,7 @@ def command(
     step_offset: StepOffset,
     to: Path | None,
     as_json: bool,
-    hints: Hints,
+    hints: CheckpointRef,
     report: Path | None,
 ) -> int:
     """Proves that DST goes on with the run of SRC, or says where not.
@@ -164,7 +165,7 @@ def command(
 
 
 def verified(
-    source: Path, target: Path, config: tuple[str, ...], *, hints: Hints, **asked: Any
+    source: Path, target: Path, config: tuple[str, ...], *, hints: CheckpointRef, **asked: Any
 ) -> Certificate:
     """Verifies two checkpoints while it is shown how far that is.
 
@@ -230,7 +231,12 @@ def _refuse_said_again() -> None:
 
 
 def _repeat(
-    path: Path, source: Path | None, target: Path | None, hints: Hints, as_json: bool, report: Path | None
+    path: Path,
+    source: Path | None,
+    target: Path | None,
+    hints: CheckpointRef,
+    as_json: bool,
+    report: Path | None,
 ) -> int:
     from statekit.verify.repetition import repeated
 

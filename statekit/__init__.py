@@ -23,11 +23,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack
 
 if TYPE_CHECKING:
     from statekit.conversion.check import CheckReport, check
-    from statekit.conversion.contracts import Exactness, Hints
+    from statekit.conversion.checkpoint_ref import CheckpointRef, RefOptions, SourceOptions
+    from statekit.conversion.contracts import Exactness
     from statekit.conversion.convert import Report
     from statekit.conversion.diff import Diff, diff
     from statekit.conversion.inspection import Inspection
@@ -43,9 +44,11 @@ if TYPE_CHECKING:
     __version__: str
 
 _Path: TypeAlias = str | os.PathLike[str]
+_Source: TypeAlias = "CheckpointRef | _Path"
 
 _TYPES = {
     "CheckReport": "statekit.conversion.check",
+    "CheckpointRef": "statekit.conversion.checkpoint_ref",
     "Diff": "statekit.conversion.diff",
     "Exactness": "statekit.conversion.contracts",
     "Inspection": "statekit.conversion.inspection",
@@ -64,46 +67,22 @@ _VERBS = ["convert", "inspect", "open", "plan", "replay"]
 
 __all__ = [  # noqa: RUF022 (the verbs first)
     "convert", "inspect", "open", "plan", "replay", "check", "diff", "seal",
-    "CheckReport", "Diff", "Exactness", "Inspection", "OpenState", "Plan", "Replay", "Report", "SealReport", "Tensor",
-    "TrainState", "__version__",
+    "CheckReport", "CheckpointRef", "Diff", "Exactness", "Inspection", "OpenState", "Plan", "Replay", "Report",
+    "SealReport", "Tensor", "TrainState", "__version__",
 ]  # fmt: skip
 
 
-class _Unsaid(TypedDict, total=False):
-    """What a user says of a checkpoint beside its files, and how far these are trusted: `open` explains each.
-
-    The fields of `conversion.contracts.Hints`, as a caller of Python gives them.
-    """
-
-    hparams: Mapping[str, Any] | None
-    variant: str | None
-    param_names: Sequence[str] | None
-    names_from: Literal["config"] | None
-    schedule: str | None
-    model_key: str | None
-    optimizer_key: str | None
-    accept_damaged: bool
-    follow_links: bool
-    budget: int | None
-
-
-def open(
-    path: _Path,
-    *,
-    container: str | None = None,
-    layout: str | None = None,
-    step: int | None = None,
-    **hints: Unpack[_Unsaid],
-) -> OpenState:
+def open(source: _Source, **options: Unpack[RefOptions]) -> OpenState:
     """Opens a checkpoint and decodes it to its canonical state; reads headers and scalars only.
 
     Args:
-        path: A checkpoint, or a run's folder.
-        container: How its arrays lie in files; found by its content if None.
-        layout: What its names mean; found by the names if None.
-        step: Which step of a run's folder; the newest if None.
-        **hints: What the files don't say, and how far they are trusted; `inspect`, `plan` and `convert` take it too:
+        source: A checkpoint, a run's folder, or a `CheckpointRef`, which holds the options too.
+        **options: What the files don't say, and how far they are trusted. Each verb and framework takes them:
+            container: How its arrays lie in files; found by its content if None.
+            layout: What its names mean; found by the names if None.
+            step: Which step of a run's folder; the newest if None.
             hparams: Hyperparameters, in the original's own names.
+            optimizer: Which optimizer ran, where the files fit several.
             variant: Which variant of the optimizer ran.
             param_names: Names in the order of the optimizer's parameters, where it only numbers them.
             names_from: `config`: that order as the architecture in config.json beside a Trainer's weights has it.
@@ -134,27 +113,23 @@ def open(
     """
     from statekit.conversion.open_state import open_state
 
-    return open_state(_local(path), container=container, layout=layout, step=step, hints=_hints(hints))
+    return open_state(_ref(source, options))
 
 
-def inspect(  # noqa: D417 - three of `open` are named in one line
-    path: _Path,
+def inspect(
+    source: _Source,
     *,
-    container: str | None = None,
-    layout: str | None = None,
-    step: int | None = None,
     filter: str | None = None,
     stats: bool = False,
-    **hints: Unpack[_Unsaid],
+    **options: Unpack[RefOptions],
 ) -> Inspection:
     """Says what a checkpoint holds, whether or not a layout fits its names.
 
     Args:
-        path: A checkpoint, or a run's folder.
-        container, layout, step: As in `open`.
+        source: As in `open`.
         filter: Glob for parameter paths and names of other tensors; `*` also matches `/`.
         stats: Whether to read all values and add norm, rms, min, max, zeros, NaN and Inf.
-        **hints: As in `open`.
+        **options: As in `open`.
 
     Raises:
         NotFoundError: Nothing is there, no such step, or nothing matches the filter.
@@ -169,17 +144,17 @@ def inspect(  # noqa: D417 - three of `open` are named in one line
     from statekit.conversion.inspection import Request
     from statekit.conversion.inspection import inspect as inspected
 
-    return inspected(_local(path), Request(container, layout, step, _hints(hints), filter, stats))
+    ref = _ref(source, options)
+    return inspected(ref.place, Request(ref.container, ref.layout, ref.step, ref, filter, stats))
 
 
 def plan(
-    source: _Path,
+    source: _Source,
     target: _Path,
     *,
     from_: str | None = None,
     to: str | None = None,
     layout: str | None = None,
-    step: int | None = None,
     step_offset: StepOffset = "keep",
     require: _Level = "rounding",
     like: _Path | None = None,
@@ -195,17 +170,16 @@ def plan(
     slot_dtype: str | Mapping[str, str] | None = None,
     loss_scale: float | None = None,
     init_missing: _Path | None = None,
-    **hints: Unpack[_Unsaid],
+    **options: Unpack[SourceOptions],
 ) -> Plan:
     """Says what a conversion will do, tensor by tensor, without reading or writing a value.
 
     Args:
-        source: A checkpoint, or a run's folder.
+        source: As in `open`. The source's layout is found by the names, unless a `CheckpointRef` tells it.
         target: Where the result shall be.
         from_: Container of the source; found by its content if None.
         to: Container of the target, or `<layout>-<container>`; by the target's name if None.
         layout: Layout of the target; the container's usual one if None.
-        step: Which step of a run's folder; the newest if None.
         step_offset: `keep`; `reset`, so that the second-moment decay starts anew; or the step where it starts.
         require: The least exactness allowed.
         like: A file that Keras saved of the same model, trained or not: the target's parameters lie as in it.
@@ -223,7 +197,7 @@ def plan(
         loss_scale: How many times as large the loss is from now on: moments of gradients are rescaled with it.
         init_missing: A file of the target's model: what it has and the source lacks, or has in another shape, is taken
             from it, and its slots begin anew.
-        **hints: As in `open`.
+        **options: As in `open`: what is said of the source.
 
     Raises:
         InexactError: The conversion would be less exact than required.
@@ -241,18 +215,16 @@ def plan(
     from statekit.conversion.convert import plan as planned
     from statekit.maps.model_map import maps_of
 
+    ref = _ref(source, {**options, "container": from_})
     return planned(
-        _local(source),
+        ref,
         _local(target),
-        from_=from_,
         to=to,
         layout=layout,
-        step=step,
-        hints=_hints(hints),
         step_offset=step_offset,
         require=Exactness.asked(require),
         like=None if like is None else _local(like),
-        maps=maps_of(map, config, rename, budget=_hints(hints).job_budget()),
+        maps=maps_of(map, config, rename, budget=ref.job_budget()),
         changes=Changes.of(
             {
                 "schedule_step": schedule_step,
@@ -270,7 +242,7 @@ def plan(
 
 
 def convert(
-    source: _Path | Plan,
+    source: _Source | Plan,
     target: _Path | None = None,
     *,
     replace: bool = False,
@@ -282,7 +254,7 @@ def convert(
     """Converts a checkpoint: writes beside the target, proves what was written, then gives it the target's name.
 
     Args:
-        source: A checkpoint, or a run's folder; or a plan, which says the target and all else.
+        source: As in `open`; or a plan, which says the target and all else.
         target: Where the result shall be.
         replace: Whether a target that statekit wrote may be replaced; it stays until the new one is proven and synced.
         replace_foreign: Whether any other file or folder may be replaced, too.
@@ -368,23 +340,10 @@ def _local(path: _Path) -> Any:
     return Path(path)
 
 
-def _hints(said: _Unsaid) -> Hints:
-    from statekit.conversion.contracts import Hints
-    from statekit.errors import UsageError, meant
-    from statekit.state.schedules.call_text import parse_call
+def _ref(source: _Source, options: Mapping[str, Any]) -> CheckpointRef:
+    from statekit.conversion.checkpoint_ref import CheckpointRef
 
-    known = _Unsaid.__annotations__
-    for name in said:
-        if name not in known:
-            raise UsageError(
-                "There is no such argument.",
-                place=name,
-                expected=", ".join(known),
-                remedy=meant(name, known),
-            )
-    call = said.get("schedule")
-    fields: dict[str, Any] = {**said, "schedule": None if call is None else parse_call(call)}
-    return Hints.given(**fields)
+    return CheckpointRef.given(source, **options)
 
 
 def __getattr__(name: str) -> Any:

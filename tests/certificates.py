@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import convert, plan
 from statekit.maps.model_map import maps_of
@@ -64,7 +65,7 @@ class Recipe:
     require: Exactness = Exactness.ROUNDING
 
     @property
-    def hints(self) -> Hints:
+    def hints(self) -> CheckpointRef:
         """What is said of the source."""
         return Hints(dict(self.hparams), self.variant)
 

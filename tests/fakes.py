@@ -11,7 +11,8 @@ import pytest
 
 from statekit.budget import Budget
 from statekit.conversion import registry
-from statekit.conversion.contracts import Evidence, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Evidence
 from statekit.errors import StateError, UnknownFormatError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, Rule, TrainState
@@ -61,7 +62,7 @@ class Fake:
             raise UnknownFormatError("No layout fits.", place=checkpoint.path)
         return self, Evidence(20, "its names say so")
 
-    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         if self.broken:
             raise StateError("The names break the layout.")
         params = {

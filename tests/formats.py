@@ -17,7 +17,8 @@ import pytest
 
 from statekit.budget import Budget
 from statekit.conversion import registry
-from statekit.conversion.contracts import Container, Encoded, Evidence, Exactness, Hints, Layout
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Container, Encoded, Evidence, Exactness, Layout
 from statekit.converters.containers.statekit_dir import CONTAINER
 from statekit.converters.layouts.own.statekit_canonical import LAYOUT
 from statekit.errors import FormatError, StatekitError
@@ -194,7 +195,7 @@ class Renamed:
         model = {path: self.change(path, tensor) for path, tensor in tree.pop("params").items()}
         return Encoded({"model": model, **tree}, state.counts.updates, self.exactness, self.dropped)
 
-    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         tree = dict(checkpoint.tree)
         state = LAYOUT.decode(replace(checkpoint, tree={"params": tree.pop("model"), **tree}), hints)
         return replace(state, counts=replace(state.counts, updates=state.counts.updates - self.lost_steps))

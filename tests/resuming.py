@@ -22,6 +22,7 @@ import numpy as np
 from resuming_run import UPDATES, Run
 
 from statekit.conversion import resume
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import convert, plan
 
@@ -160,7 +161,7 @@ def run_cell(cell: str, folder: Path) -> dict[str, Any]:
     return result
 
 
-def findings(run: Run, path: Path, hints: Hints | None = None) -> list[str]:
+def findings(run: Run, path: Path, hints: CheckpointRef | None = None) -> list[str]:
     """Returns what `attest` finds in a run that has been loaded rightly, by name: an alarm is false."""
     result = run.attested(path, hints or Hints())
     return [] if result is None else [str(one) for one in result.findings]

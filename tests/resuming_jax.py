@@ -9,6 +9,7 @@ import numpy as np
 from resuming_run import RATE, UPDATES, Run, Values
 
 from statekit.attestation.attestation import Attestation
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Hints
 
 PLAIN: dict[str, Any] = {"min_dim_size_to_factor": 2, "multiply_by_parameter_scale": False}
@@ -82,7 +83,7 @@ class JaxRun(Run):
             raise AssertionError("the lines give no state")
         return self.values()
 
-    def attested(self, path: Path, hints: Hints) -> Attestation:
+    def attested(self, path: Path, hints: CheckpointRef) -> Attestation:
         import statekit.jax
 
         state, said = self.scope["state"], dict(hints.hyperparameters)

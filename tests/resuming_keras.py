@@ -8,6 +8,7 @@ from typing import Any
 from resuming_run import DECAY, RATE, UPDATES, Run, Values
 
 from statekit.attestation.attestation import Attestation
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Hints
 from statekit.state.schedules.call_text import parse_call
 
@@ -115,7 +116,7 @@ class KerasRun(Run):
     def values(self) -> Values:
         return [v.numpy() for v in self.scope["model"].variables if v.dtype == "float32"]
 
-    def attested(self, path: Path, hints: Hints) -> Attestation:
+    def attested(self, path: Path, hints: CheckpointRef) -> Attestation:
         import statekit.tensorflow
 
         model, said = self.scope["model"], dict(hints.hyperparameters)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from statekit.attestation.attestation import Attestation
-from statekit.conversion.contracts import Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
 
 RATE, DECAY = 0.01, 0.1
 UPDATES = 3
@@ -66,6 +66,6 @@ class Run:
         """Loads what was saved into a fresh model, by the library's own means."""
         raise NotImplementedError
 
-    def attested(self, path: Path, hints: Hints) -> Attestation | None:
+    def attested(self, path: Path, hints: CheckpointRef) -> Attestation | None:
         """Returns whether what was loaded is a checkpoint's; None where that can't be asked."""
         raise NotImplementedError

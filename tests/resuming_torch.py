@@ -14,6 +14,7 @@ import transformers
 from resuming_run import DECAY, RATE, UPDATES, Run, Values
 
 from statekit.attestation.attestation import Attestation
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Hints
 
 WARM = 5
@@ -215,7 +216,7 @@ class TorchRun(Run):
     def values(self) -> Values:
         return [param.detach().numpy().copy() for param in self.scope["model"].parameters()]
 
-    def attested(self, path: Path, hints: Hints) -> Attestation | None:
+    def attested(self, path: Path, hints: CheckpointRef) -> Attestation | None:
         import statekit.torch
 
         each = [self.scope.get(f"{name}s", self.scope.get(name)) for name in ("optimizer", "scheduler")]

@@ -13,6 +13,7 @@ from typing import Literal
 
 from goldens import GOLDEN
 from statekit.conversion import registry
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import NO_HINTS, Hints
 from statekit.files.stage import staged
 from statekit.state.schema import WEIGHTS
@@ -39,7 +40,7 @@ class Row:
     name: str
     sample: Sample
     layout: str
-    hints: Hints = NO_HINTS
+    hints: CheckpointRef = NO_HINTS
     write: Write | None = None
 
     def sample_in(self, folder: Path) -> Sample:
@@ -62,7 +63,7 @@ def recorded(
     optional: tuple[str, ...] = (),
     plain: bool = True,
     writes: Literal["same", "anew", "nothing"] = "same",
-    hints: Hints = NO_HINTS,
+    hints: CheckpointRef = NO_HINTS,
 ) -> Row:
     """Makes a row of a place among the recordings; `within` says what in that folder is opened."""
     root = GOLDEN / place

@@ -13,6 +13,7 @@ import pytest
 from certificates import BEGIN, END, FOLDER, RECIPES, ROOT, Recipe, made, table
 
 from goldens import COMPACT
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import convert, plan
 from statekit.errors import StatekitError, UnknownRuleError
@@ -65,7 +66,7 @@ def test_another_processors_rounding_speaks_against_no_certificate() -> None:
     assert len(list(differences(stored, replace(stored, data=data)))) == 1
 
 
-def said_in(folder: str) -> Hints:
+def said_in(folder: str) -> CheckpointRef:
     """Returns what a recording says of its run, where the checkpoint doesn't say it for each optimizer."""
     with open_recording(COMPACT / folder) as recording:
         return recording.hints(recording.first + 1)

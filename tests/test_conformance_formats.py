@@ -20,7 +20,8 @@ from samples import ALL, ROWS, Row
 from goldens import COMPACT, GOLDEN
 from statekit.budget import Budget
 from statekit.conversion import registry
-from statekit.conversion.contracts import Container, Encoded, Evidence, Exactness, Hints, Layout
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Container, Encoded, Evidence, Exactness, Layout
 from statekit.converters.containers.statekit_dir import CONTAINER as FOLDER
 from statekit.converters.layouts.own.statekit_canonical import LAYOUT as CANONICAL
 from statekit.errors import (
@@ -347,7 +348,7 @@ class ToyLayout:
             next(iter(checkpoint.tensors.values())).read()
         return Evidence(20, "a toy")
 
-    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         if not isinstance(checkpoint.tree, Mapping) or "toy" not in checkpoint.tree:
             raise StateError("No toy.")
         if self.flaw == "reads all":

@@ -19,6 +19,7 @@ from replaying import BACKENDS, marks
 from statekit.arrays.backend import backend
 from statekit.budget import Limits
 from statekit.conversion import registry
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
@@ -174,7 +175,7 @@ def made(
     return {"model": model, "optimizer": {"state": state, "param_groups": listed}, **more}
 
 
-def assert_paired(path: Path, hints: Hints | None = None) -> tuple[str, ...]:
+def assert_paired(path: Path, hints: CheckpointRef | None = None) -> tuple[str, ...]:
     """Checks that every slot is its own parameter's; returns what was assumed."""
     with open_state(path, hints=hints or Hints()) as opened:
         state = opened.state

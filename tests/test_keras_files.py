@@ -21,6 +21,7 @@ from safetensors.numpy import load_file
 from goldens import bundles
 from statekit.budget import Account
 from statekit.conversion import registry
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Exactness, Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
@@ -69,7 +70,7 @@ def meta_of(case: Path) -> dict[str, Any]:
     return meta
 
 
-def hints_of(case: Path, form: str, named: bool = True) -> Hints:
+def hints_of(case: Path, form: str, named: bool = True) -> CheckpointRef:
     """Returns what the files don't say: names in a class that isn't Keras', and whether there are averages."""
     meta = meta_of(case)
     averages = {"use_ema": True} if form == FORMS[0] and meta["hyperparameters"]["use_ema"] else {}

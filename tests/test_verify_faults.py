@@ -14,6 +14,7 @@ from samples import state_writer
 
 from goldens import COMPACT
 from statekit.arrays.numpy_backend import NumpyBackend
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import NO_HINTS, Hints
 from statekit.conversion.open_state import open_state
 from statekit.optim.run import load, store
@@ -29,7 +30,7 @@ class Family:
     """A run whose optimizer is of one schema."""
 
     place: str
-    hints: Hints = NO_HINTS
+    hints: CheckpointRef = NO_HINTS
 
 
 FAMILIES = {

@@ -18,7 +18,8 @@ from typing import Any, TypedDict
 import numpy as np
 
 from statekit.arrays.numpy_backend import NumpyBackend
-from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.pytorch.param_order import BY_NAME, OWN_MODEL, REMEDY, Order, named_order
 from statekit.converters.layouts.pytorch.parts import (
     Parts,
@@ -67,7 +68,7 @@ class Icefall:
         ours = any({"delta", "exp_avg_sq"} <= record.keys() for record in parts.state.values())
         return Evidence(20, "delta and exp_avg_sq under an optimizer with scalar_lr_scale") if ours else None
 
-    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state, each batch split into its members.
 
         Raises:
@@ -273,7 +274,7 @@ class _Filling:
         return Group(group.paths, group.hyperparameters, group.known_from, group_slots)
 
 
-def _found_order(parts: Parts, is_sorted: bool, hints: Hints) -> Order:
+def _found_order(parts: Parts, is_sorted: bool, hints: CheckpointRef) -> Order:
     """Returns the order as names tell it, or shapes, or, of one group, the model that goes on.
 
     Raises:

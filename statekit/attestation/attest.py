@@ -11,7 +11,8 @@ from pathlib import Path
 
 from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.diagnosis import broken, diagnosed, fault, is_new
-from statekit.conversion.contracts import Exactness, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Exactness
 from statekit.conversion.model_settings import with_beside
 from statekit.conversion.open_state import OpenState, open_state
 from statekit.conversion.rule_change import change_rule
@@ -49,8 +50,8 @@ def attest(
     live_rates: Mapping[int, Rate] = {},
     whole_model: bool = False,
     step: int | None = None,
-    hints: Hints,
-    instead: Sequence[tuple[Hints, str]] = (),
+    hints: CheckpointRef,
+    instead: Sequence[tuple[CheckpointRef, str]] = (),
     elsewhere: Collection[str] = (),
     sample: int | None = None,
     seed: int = 0,
@@ -148,8 +149,8 @@ def attesting(
     live_rates: Mapping[int, Rate] = {},
     whole_model: bool = False,
     step: int | None = None,
-    hints: Hints,
-    instead: Sequence[tuple[Hints, str]] = (),
+    hints: CheckpointRef,
+    instead: Sequence[tuple[CheckpointRef, str]] = (),
     elsewhere: Collection[str] = (),
     sample: int | None = None,
     seed: int = 0,
@@ -223,7 +224,7 @@ def attesting(
 
 @contextmanager
 def _opened(
-    path: Path, step: int | None, hints: Hints, instead: Sequence[tuple[Hints, str]]
+    path: Path, step: int | None, hints: CheckpointRef, instead: Sequence[tuple[CheckpointRef, str]]
 ) -> Iterator[tuple[OpenState, tuple[str, ...]]]:
     """Opens a checkpoint; where it doesn't tell what it means, as the live run has it, which is said."""
     tries = [(hints, ""), *instead]

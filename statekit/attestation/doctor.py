@@ -14,8 +14,9 @@ from statekit.attestation.file_faults import FAULTS, fault
 from statekit.attestation.one_step import narrow_counts, odd, of_one_step
 from statekit.attestation.reading import OnTensor, readings
 from statekit.attestation.two_steps import Step, are_of_one_run, between_steps
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.checkpoints_at import CheckpointAt, checkpoints_at
-from statekit.conversion.contracts import NO_HINTS, Hints
+from statekit.conversion.contracts import NO_HINTS
 from statekit.conversion.open_state import OpenState, open_state
 from statekit.errors import (
     FormatError,
@@ -70,7 +71,7 @@ def doctor(
     *paths: str | PathLike[str],
     container: str | None = None,
     step: int | None = None,
-    hints: Hints = NO_HINTS,
+    hints: CheckpointRef = NO_HINTS,
     ignore: Collection[str] = (),
     on_tensor: OnTensor = lambda name, size: None,
 ) -> tuple[Examination, ...]:
@@ -137,11 +138,11 @@ def _examined(
     return Examination(opened.checkpoint.path, updates, kept, notes, now.read.bytes_read)
 
 
-def _opened(place: CheckpointAt, hints: Hints) -> OpenState:
+def _opened(place: CheckpointAt, hints: CheckpointRef) -> OpenState:
     return open_state(place.path, container=place.container.name, step=place.step, hints=hints)
 
 
-def _by_updates(places: Sequence[CheckpointAt], hints: Hints) -> Iterator[CheckpointAt]:
+def _by_updates(places: Sequence[CheckpointAt], hints: CheckpointRef) -> Iterator[CheckpointAt]:
     """Yields checkpoints in the order of a run: of a run's folder that of its steps, of files that of their updates."""
     if len(places) < 2 or all(place.step is not None for place in places):
         yield from places
@@ -161,7 +162,7 @@ def _follows(earlier: Step, now: Step, place: CheckpointAt) -> bool:
     return place.step is not None or now.state.counts.updates > earlier.state.counts.updates
 
 
-def _of_no_state(place: CheckpointAt, hints: Hints, error: StatekitError) -> tuple[Finding, ...]:
+def _of_no_state(place: CheckpointAt, hints: CheckpointRef, error: StatekitError) -> tuple[Finding, ...]:
     """Returns why a checkpoint makes no state: damage, or values that no optimizer would save.
 
     Raises:

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from statekit.budget import Budget
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.checkpoints_at import CheckpointAt, OneReport, PathReport, checkpoints_at
-from statekit.conversion.contracts import Hints
 from statekit.errors import BudgetError, CorruptError, NotFoundError, StatekitError, printable
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.checksums import HEADERS, ZIP, of_file, of_tensor, stored_in, zip_fault
@@ -125,7 +125,7 @@ def check(
         UnknownFormatError: No container fits.
         BudgetError: Reading takes more than the budget allows, which says nothing about damage.
     """
-    hints, tell = Hints(follow_links=follow_links, budget=budget), on_progress or silent
+    hints, tell = CheckpointRef(follow_links=follow_links, budget=budget), on_progress or silent
     try:
         places = list(checkpoints_at(Path(path), container, step, hints))
     except CorruptError as error:  # so much is lost that no container fits what is left
@@ -138,7 +138,7 @@ def _unrecognised(path: Path, error: CorruptError) -> CheckedCheckpoint:
     return CheckedCheckpoint(path, "", None, None, faults=faults)
 
 
-def _checked(place: CheckpointAt, hints: Hints, tell: OnProgress, asked: bool) -> CheckedCheckpoint:
+def _checked(place: CheckpointAt, hints: CheckpointRef, tell: OnProgress, asked: bool) -> CheckedCheckpoint:
     """Checks one checkpoint; `asked` is whether somebody named its step, which may not be there."""
     budget = hints.job_budget()
     try:

@@ -13,7 +13,8 @@ from typing import Any, Generic, TypeVar
 
 from statekit.budget import Budget
 from statekit.conversion import registry
-from statekit.conversion.contracts import Container, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Container
 from statekit.conversion.target import source_container
 from statekit.errors import StatekitError, UnknownFormatError, printable
 from statekit.files.checkpoint import STEPS, Checkpoint
@@ -76,7 +77,7 @@ class CheckpointAt:
     path: Path
     step: int | None = None
 
-    def opened(self, hints: Hints, budget: Budget) -> Checkpoint:
+    def opened(self, hints: CheckpointRef, budget: Budget) -> Checkpoint:
         """Opens it with what contradicts its manifest among its findings; raises as `registry.opened` does."""
         return registry.opened(
             self.container, self.path, self.step, replace(hints, accept_damaged=True), budget
@@ -84,7 +85,7 @@ class CheckpointAt:
 
 
 def checkpoints_at(
-    path: Path, container: str | None, step: int | None, hints: Hints
+    path: Path, container: str | None, step: int | None, hints: CheckpointRef
 ) -> Iterator[CheckpointAt]:
     """Yields where each checkpoint at a path is, the oldest step first.
 

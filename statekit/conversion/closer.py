@@ -10,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.checkpoints_at import CheckpointAt, checkpoints_at
-from statekit.conversion.contracts import NO_HINTS, Hints
+from statekit.conversion.contracts import NO_HINTS
 from statekit.conversion.open_state import open_state
 from statekit.errors import NotFoundError, some
 from statekit.state.train_state import TrainState
@@ -33,7 +34,7 @@ def parameter(
     container: str | None = None,
     layout: str | None = None,
     step: int | None = None,
-    hints: Hints = NO_HINTS,
+    hints: CheckpointRef = NO_HINTS,
     on_read: OnRead = lambda size: None,
 ) -> dict[str, Any]:
     """Returns what there is to see of one parameter and its slots, as `statekit.statistics.parameter` has it.
@@ -64,7 +65,7 @@ def region(
     container: str | None = None,
     layout: str | None = None,
     step: int | None = None,
-    hints: Hints = NO_HINTS,
+    hints: CheckpointRef = NO_HINTS,
     on_read: OnRead = lambda size: None,
 ) -> dict[str, Any]:
     """Returns what a region of a parameter or of one of its slots looks like, as closely as a picture can be.
@@ -100,7 +101,7 @@ def region(
 def over_steps(
     *paths: str | PathLike[str],
     name: str,
-    hints: Hints = NO_HINTS,
+    hints: CheckpointRef = NO_HINTS,
     on_step: Callable[[int, int], object] = lambda done, all_: None,
 ) -> dict[str, Any]:
     """Returns the numbers of one parameter over the steps of a run.
@@ -159,7 +160,7 @@ def over_steps(
 
 
 def _changed(
-    earlier: CheckpointAt, later: CheckpointAt, name: str, hints: Hints
+    earlier: CheckpointAt, later: CheckpointAt, name: str, hints: CheckpointRef
 ) -> dict[str, dict[str, float | None]]:
     """Returns how far a parameter and each of its slots are from the step before, where that has them so shaped."""
     with (
@@ -184,7 +185,7 @@ def difference(
     slot: str | None = None,
     *,
     step: int | None = None,
-    hints: Hints | tuple[Hints, Hints] = NO_HINTS,
+    hints: CheckpointRef | tuple[CheckpointRef, CheckpointRef] = NO_HINTS,
 ) -> dict[str, Any]:
     """Returns where one parameter, or one of its slots, of a checkpoint isn't that of another.
 
@@ -196,7 +197,7 @@ def difference(
         NotFoundError: One of them lacks it.
         StateError: It has another shape there.
     """
-    each = (hints, hints) if isinstance(hints, Hints) else hints
+    each = (hints, hints) if isinstance(hints, CheckpointRef) else hints
     with (
         open_state(Path(left), step=step, hints=each[0]) as one,
         open_state(Path(right), step=step, hints=each[1]) as other,

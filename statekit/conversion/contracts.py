@@ -5,17 +5,16 @@ n containers and k layouts make n * k formats: everything goes native -> canonic
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
-from statekit.budget import Budget, Limits
-from statekit.errors import Faults, UsageError
-from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint, Finding
+from statekit.budget import Budget
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.stage import Stage
 from statekit.state.exactness import Exactness as Exactness  # noqa: PLC0414 - part of the contract
-from statekit.state.options import checked_hparams, is_known
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Path as Keys
@@ -30,147 +29,36 @@ class Evidence:
     because: str
 
 
-@dataclass(frozen=True)
-class Hints:
-    """What the user says about a checkpoint that the checkpoint doesn't say.
+@dataclass(frozen=True, init=False)
+class Hints(CheckpointRef):
+    """What a layout decodes by: what the user says about a checkpoint, and the model that goes on with it.
 
     Attributes:
-        hyperparameters: The original system's own names and values; where a run has several optimizers, a name that
-            more than one of them has begins with the schema: `adamw/weight_decay_rate`.
-        variant: Variant of the schema; where a run has several optimizers, of each: `adafactor/optax,adamw/torch`.
-        param_names: Names of the parameters, in the order of an optimizer that only numbers them.
         model: The parameters of the model that goes on with the state, in its order, by their names in the checkpoint.
             They tell what the checkpoint leaves open: the order of what an optimizer only numbers, or the shapes of
             weights that aren't there. Their values aren't read.
-        model_key: Path of the model's part in the checkpoint's tree, keys joined by `/`; found if None.
-        optimizer_key: Path of the optimizer's part; found if None.
-        names_from: Where else the order of parameters shall be taken from, a way that the layout offers: `config`.
-        schedule: The call that makes the schedule of the learning rate, as `state.schedules.called` has it.
-        accept_damaged: Whether to go on with a checkpoint that its manifest contradicts.
-        follow_links: Whether to read what links out of it lead to.
-        budget: Bytes that the job may hold; the usual ones if None.
     """
 
-    hyperparameters: Mapping[str, Any] = field(default_factory=dict)
-    variant: str | None = None
-    param_names: tuple[str, ...] | None = None
-    model: Mapping[str, Tensor] | None = None
-    model_key: str | None = None
-    optimizer_key: str | None = None
-    names_from: str | None = None
-    schedule: Mapping[str, Any] | None = None
-    accept_damaged: bool = False
-    follow_links: bool = False
-    budget: int | None = None
+    model: Mapping[str, Tensor] | None = field(default=None, repr=False)
 
-    @classmethod
-    def given(
-        cls,
-        hparams: Mapping[str, Any] | None = None,
+    def __init__(
+        self,
+        hyperparameters: Mapping[str, Any] | None = None,
         variant: str | None = None,
         param_names: Sequence[str] | None = None,
+        model: Mapping[str, Tensor] | None = None,
         **others: Any,
-    ) -> Hints:
-        """Returns hints as a caller gives them: any sequence of names, and None for what isn't said.
-
-        Args:
-            hparams: `hyperparameters`.
-            variant: As the field.
-            param_names: `param_names`.
-            **others: The other fields by name.
-
-        Example:
-            >>> Hints.given(None, "hf", ["w", "b"]).param_names
-            ('w', 'b')
-        """
-        names = None if param_names is None else tuple(param_names)
-        return cls(dict(hparams or {}), variant, names, **others)
-
-    def job_budget(self) -> Budget:
-        """Returns a new budget for the job that these hints are for."""
-        limits = None if self.budget is None else Limits(self.budget)
-        return Budget(limits, follow_links=self.follow_links)
-
-    def keyed(self, checkpoint: Checkpoint) -> Checkpoint:
-        """Returns a checkpoint that knows where its parts were said to lie."""
-        keys = {MODEL_KEY: self.model_key, OPTIMIZER_KEY: self.optimizer_key}
-        said = {name: key for name, key in keys.items() if key is not None}
-        return replace(checkpoint, meta={**checkpoint.meta, **said}) if said else checkpoint
-
-    @property
-    def variants(self) -> dict[str, str]:
-        """The variants that were said, by schema; under "" one that was said of whatever optimizer it is.
-
-        Raises:
-            UsageError: Two were said of the same.
-        """
-        said = [] if self.variant is None else self.variant.split(",")
-        pairs = [one.strip().rpartition("/") for one in said]
-        by_schema = {schema: name for schema, _, name in pairs}
-        if len(by_schema) < len(pairs):
-            raise UsageError(
-                "An optimizer has one variant, and several are said.",
-                place="--variant",
-                expected="one for each optimizer of the run: SCHEMA/VARIANT,SCHEMA/VARIANT",
-                found=self.variant,
-            )
-        return by_schema
-
-    def of(self, schemas: Iterable[str]) -> dict[str, Hints]:
-        """Returns what is said of each of a run's optimizers, by schema.
-
-        Raises:
-            UsageError: Something is said of none, or may be of several; lists every one.
-        """
-        names = list(dict.fromkeys(schemas))
-        values: dict[str, dict[str, Any]] = {name: {} for name in names}
-        variants: dict[str, str | None] = dict.fromkeys(names)
-        faults = Faults()
-        for key, value in self.hyperparameters.items():
-            schema, _, name = key.rpartition("/")
-            having = [one for one in names if not schema or one == schema]
-            if len(having) > 1:
-                having = [one for one in having if is_known(one, name)]
-            if len(having) == 1:
-                values[having[0]][name] = value
-            else:
-                faults.add(f"is said of {' or '.join(having)}" if having else "is said of none", key)
-        for schema, name in self.variants.items():
-            if schema in variants or (not schema and len(names) == 1):
-                variants[schema or names[0]] = name
-            else:
-                faults.add(f"is said of {' or '.join(names)}" if not schema else "is said of none", name)
-        pairs = ", ".join(f"{name}/NAME=VALUE" for name in names)
-        faults.check(
-            UsageError,
-            f"The run has the optimizers {' and '.join(names)}, and it isn't said which is meant"
-            if len(names) > 1
-            else f"The run's optimizer is {names[0]}",
-            place="--hparams, --variant",
-            expected=f"{pairs}; {','.join(f'{name}/VARIANT' for name in names)}",
+    ) -> None:
+        """Takes `hparams` by its earlier name too, and the fields in their earlier order."""
+        if hyperparameters is not None:
+            others["hparams"] = hyperparameters
+        super().__init__(
+            variant=variant, param_names=None if param_names is None else tuple(param_names), **others
         )
-        return {name: replace(self, hyperparameters=values[name], variant=variants[name]) for name in names}
-
-    def applied(self, state: TrainState) -> TrainState:
-        """Returns a state with the hints in force: hyperparameters by their canonical names, or the variant's own.
-
-        Raises:
-            UsageError: A hyperparameter doesn't exist, can't have its value, or is said twice; lists every one.
-        """
-        said = self.of(schema for schema, _ in state.optimizer.kinds)
-        return state.each(lambda part: said[part.optimizer.schema]._applied(part))
-
-    def _applied(self, state: TrainState) -> TrainState:
-        optimizer = state.optimizer
-        values = checked_hparams(optimizer.schema, self.variant or optimizer.variant, self.hyperparameters)
-        if values:
-            state = state.with_hyperparameters(**values)
-        if self.variant is None:
-            return state
-        return replace(state, optimizer=replace(state.optimizer, variant=self.variant))
+        object.__setattr__(self, "model", model)
 
 
-NO_HINTS = Hints()
+NO_HINTS = CheckpointRef()
 
 
 @dataclass(frozen=True)
@@ -399,7 +287,7 @@ class Layout(Protocol):
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks at names and shapes only."""
 
-    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state; reads no values but scalars such as the step.
 
         Raises:

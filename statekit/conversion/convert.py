@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from statekit.conversion import registry
-from statekit.conversion.contracts import NO_HINTS, Exactness, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import NO_HINTS, Exactness
 from statekit.conversion.kept import FIELD, by_leaf, kept_of, to_field
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.plan import Plan, Request, Side
@@ -101,14 +102,14 @@ class Report:
 
 
 def plan(
-    source: Path,
+    source: CheckpointRef | Path,
     target: Path,
     *,
     from_: str | None = None,
     to: str | None = None,
     layout: str | None = None,
     step: int | None = None,
-    hints: Hints = NO_HINTS,
+    hints: CheckpointRef = NO_HINTS,
     step_offset: StepOffset = "keep",
     require: Exactness = Exactness.ROUNDING,
     like: Path | None = None,
@@ -124,10 +125,23 @@ def plan(
     Raises:
         As `statekit.plan`.
     """
-    request = Request(
-        Path(source), Path(target), from_, to, layout, step, hints, step_offset, require, like, maps, changes
+    ref = source if isinstance(source, CheckpointRef) else hints.at(Path(source), container=from_, step=step)
+    return prepare(
+        Request(
+            ref.place,
+            Path(target),
+            ref.container,
+            to,
+            layout,
+            ref.step,
+            ref,
+            step_offset,
+            require,
+            like,
+            maps,
+            changes,
+        )
     )
-    return prepare(request)
 
 
 def convert(

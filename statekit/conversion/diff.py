@@ -12,8 +12,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.checkpoints_at import CheckpointAt, checkpoints_at
-from statekit.conversion.contracts import NO_HINTS, Hints
+from statekit.conversion.contracts import NO_HINTS
 from statekit.conversion.model_settings import with_beside
 from statekit.conversion.open_state import OpenState, open_state
 from statekit.errors import UsageError, printable
@@ -90,7 +91,7 @@ def diff(
     step: int | None = None,
     map: str | None = None,
     config: Mapping[str, Any] | None = None,
-    hints: Hints | tuple[Hints, Hints] = NO_HINTS,
+    hints: CheckpointRef | tuple[CheckpointRef, CheckpointRef] = NO_HINTS,
     on_tensor: OnTensor = lambda name, size: None,
 ) -> Diff:
     """Compares two checkpoints of any systems; of two runs' folders step by step, up to the first that differs.
@@ -110,7 +111,7 @@ def diff(
         UsageError: Two runs have no step in common.
     """
     paths = Path(left), Path(right)
-    each = (hints, hints) if isinstance(hints, Hints) else hints
+    each = (hints, hints) if isinstance(hints, CheckpointRef) else hints
     places = [_steps(path, step, said) for path, said in zip(paths, each, strict=True)]
     if step is None and all(len(one) > 1 for one in places):
         common = [number for number in places[0] if number in places[1]]
@@ -130,7 +131,7 @@ def diff(
     return made
 
 
-def _steps(path: Path, step: int | None, hints: Hints) -> dict[int, CheckpointAt]:
+def _steps(path: Path, step: int | None, hints: CheckpointRef) -> dict[int, CheckpointAt]:
     """Returns the steps of a run's folder; none of a single checkpoint, or where one is named."""
     if step is not None or not path.is_dir():
         return {}
@@ -140,7 +141,7 @@ def _steps(path: Path, step: int | None, hints: Hints) -> dict[int, CheckpointAt
 def _compared(
     paths: tuple[Path, Path],
     step: int | None,
-    asked: tuple[str | None, Mapping[str, Any] | None, tuple[Hints, Hints]],
+    asked: tuple[str | None, Mapping[str, Any] | None, tuple[CheckpointRef, CheckpointRef]],
     on_tensor: OnTensor,
     done: tuple[int, ...],
 ) -> Diff:

@@ -11,7 +11,8 @@ from typing import Any
 
 from statekit.conversion import registry
 from statekit.conversion.agreement import disagreements, uncounted
-from statekit.conversion.contracts import Contents, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import NO_HINTS, Contents
 from statekit.conversion.open_state import chosen_container, chosen_layout
 from statekit.errors import NotFoundError, StateError, StatekitError, UnknownFormatError, printable, some
 from statekit.files.checkpoint import Checkpoint, Finding
@@ -220,7 +221,7 @@ class Request:
     container: str | None = None
     layout: str | None = None
     step: int | None = None
-    hints: Hints = field(default_factory=Hints)
+    hints: CheckpointRef = NO_HINTS
     pattern: str | None = None
     stats: bool = False
 
@@ -268,10 +269,7 @@ def _seen(
         state = registry.decoded(layout, checkpoint, request.hints)
     except (UnknownFormatError, StateError) as error:
         hints = request.hints
-        of_files = Hints(
-            accept_damaged=hints.accept_damaged, follow_links=hints.follow_links, budget=hints.budget
-        )
-        if request.layout or replace(hints, model_key=None, optimizer_key=None) != of_files:
+        if request.layout or hints.options("meaning").keys() - {"model_key", "optimizer_key"}:
             raise
         return _native(opened, checkpoint, error, request, on_progress)
     findings = (*opened.findings, *disagreements(checkpoint, state))

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 from statekit.budget import Budget
 from statekit.conversion import registry
 from statekit.conversion.agreement import disagreements
-from statekit.conversion.contracts import NO_HINTS, Container, Evidence, Hints, Layout
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import NO_HINTS, Container, Evidence, Layout
 from statekit.conversion.target import agreed_layout, source_container
 from statekit.errors import CorruptError, printable
 from statekit.files.checkpoint import Checkpoint
@@ -44,6 +45,7 @@ class OpenState:
         evidence: Why its container, then why its layout fits.
         state: The canonical state.
         budget: What the job that it was opened for may take; what that opens next draws on it too.
+        ref: What the user said about it, its path among that.
     """
 
     checkpoint: Checkpoint
@@ -51,6 +53,7 @@ class OpenState:
     evidence: tuple[Evidence, Evidence]
     state: TrainState
     budget: Budget = field(default_factory=Budget)
+    ref: CheckpointRef = NO_HINTS
 
     @property
     def params(self) -> Mapping[str, Tensor]:
@@ -196,18 +199,18 @@ def chosen_layout(checkpoint: Checkpoint, layout: str | None) -> tuple[Layout, E
 
 
 def open_state(
-    path: Path,
+    source: CheckpointRef | Path,
     *,
     container: str | None = None,
     layout: str | None = None,
     step: int | None = None,
-    hints: Hints = NO_HINTS,
+    hints: CheckpointRef = NO_HINTS,
     budget: Budget | None = None,
 ) -> OpenState:
     """Opens a checkpoint and decodes it; reads headers and scalars only.
 
     Args:
-        path: A checkpoint, or a run's folder.
+        source: A checkpoint, a run's folder, or a ref, which says all that follows.
         container: Name of its container; found by its content if None.
         layout: Name of its layout; found by its names if None.
         step: Which step of a run's folder; the newest if None.
@@ -220,34 +223,41 @@ def open_state(
         CorruptError: The checkpoint isn't what its manifest says.
         StateError: The names break the layout.
     """
-    named, seen, layout = chosen_container(path, container, layout)
-    budget = budget or hints.job_budget()
-    checkpoint = registry.opened(named, path, step, hints, budget)
+    ref = (
+        source
+        if isinstance(source, CheckpointRef)
+        else hints.at(source, container=container, layout=layout, step=step)
+    )
+    named, seen, layout = chosen_container(ref.place, ref.container, ref.layout)
+    budget = budget or ref.job_budget()
+    checkpoint = registry.opened(named, ref.place, ref.step, ref, budget)
     try:
-        return _decoded(checkpoint, seen, layout, hints, budget)
+        return _decoded(checkpoint, seen, layout, ref, budget)
     except BaseException:
         checkpoint.close()
         raise
 
 
 def _decoded(
-    checkpoint: Checkpoint, seen: Evidence, layout: str | None, hints: Hints, budget: Budget
+    checkpoint: Checkpoint, seen: Evidence, layout: str | None, ref: CheckpointRef, budget: Budget
 ) -> OpenState:
     meaning, why = chosen_layout(checkpoint, layout)
-    state = registry.decoded(meaning, checkpoint, hints)
+    state = registry.decoded(meaning, checkpoint, ref)
     checkpoint = replace(checkpoint, findings=(*checkpoint.findings, *disagreements(checkpoint, state)))
-    return OpenState(checkpoint, meaning.name, (seen, why), state, budget)
+    return OpenState(checkpoint, meaning.name, (seen, why), state, budget, ref)
 
 
 @contextmanager
-def state_to_load(path: Path, *, step: int | None = None, hints: Hints = NO_HINTS) -> Iterator[OpenState]:
+def state_to_load(
+    source: CheckpointRef | Path, *, step: int | None = None, hints: CheckpointRef = NO_HINTS
+) -> Iterator[OpenState]:
     """Opens a checkpoint whose values go into a run: every byte that is used is proven, as far as a manifest has it.
 
     What was read in part is proven when the context is left without an error. It warns of files that may be of another
     step, and of damage that the hints accept.
 
     Args:
-        path: A checkpoint, or a run's folder.
+        source: As in `open_state`.
         step: As in `open_state`.
         hints: As in `open_state`.
 
@@ -257,11 +267,12 @@ def state_to_load(path: Path, *, step: int | None = None, hints: Hints = NO_HINT
     """
     from statekit.files.proving import proving  # conversions prove their source otherwise
 
-    named, seen, layout = chosen_container(path, None, None)
-    budget = hints.job_budget()
-    with registry.opened(named, path, step, hints, budget) as checkpoint:
-        used = proving(checkpoint, budget, accept=hints.accept_damaged)
-        opened = _decoded(used.checkpoint, seen, layout, hints, budget)
+    ref = source if isinstance(source, CheckpointRef) else hints.at(source, step=step)
+    named, seen, layout = chosen_container(ref.place, ref.container, ref.layout)
+    budget = ref.job_budget()
+    with registry.opened(named, ref.place, ref.step, ref, budget) as checkpoint:
+        used = proving(checkpoint, budget, accept=ref.accept_damaged)
+        opened = _decoded(used.checkpoint, seen, layout, ref, budget)
         doubts = [finding.what for finding in opened.checkpoint.findings[len(checkpoint.findings) :]]
         if doubts:  # to whoever called load_...
             warnings.warn(printable(f"{'; '.join(doubts)} @ {checkpoint.path}"), stacklevel=4)

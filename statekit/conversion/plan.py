@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from statekit.conversion.agreement import uncounted
-from statekit.conversion.contracts import NO_HINTS, Encoded, Exactness, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import NO_HINTS, Encoded, Exactness
 from statekit.conversion.kept import Kept, by_leaf, kept_of
 from statekit.conversion.rule_change import RuleChange
 from statekit.errors import Faults, InexactError, printable
@@ -54,7 +55,7 @@ class Request:
     to: str | None = None
     layout: str | None = None
     step: int | None = None
-    hints: Hints = NO_HINTS
+    hints: CheckpointRef = NO_HINTS
     step_offset: StepOffset = "keep"
     require: Exactness = Exactness.ROUNDING
     like: Path | None = None

@@ -13,6 +13,7 @@ from weakref import finalize
 
 from statekit.conversion import registry
 from statekit.conversion.cards import ContainerCard, LayoutCard
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import (
     APART,
     NO_HINTS,
@@ -89,7 +90,7 @@ class Prepared(AbstractContextManager["Prepared"]):
     layout: Layout
     encoded: Encoded
     files: Mapping[str, tuple[int, int, int]]
-    reads: Hints = NO_HINTS
+    reads: CheckpointRef = NO_HINTS
     beside: tuple[OpenState, ...] = ()
     carried: TrainState | None = None
     rule_change: RuleChange | None = None
@@ -427,7 +428,7 @@ def _with_missing(
     return state, (*changes, made), (model,)
 
 
-def _model_beside(path: Path, opened: OpenState, said: Hints) -> OpenState:
+def _model_beside(path: Path, opened: OpenState, said: CheckpointRef) -> OpenState:
     """Opens a file of the target's model, in the source's job and as far trusted as it.
 
     What is said of the source is said of the file too, where it needs it.
@@ -443,7 +444,7 @@ def _model_beside(path: Path, opened: OpenState, said: Hints) -> OpenState:
     raise faults[0]
 
 
-def _trust(said: Hints) -> Hints:
+def _trust(said: CheckpointRef) -> CheckpointRef:
     """Returns how far a file beside a source is trusted, of all that is said of the source."""
     return replace(NO_HINTS, accept_damaged=said.accept_damaged, follow_links=said.follow_links)
 
@@ -504,7 +505,9 @@ def _is_lost(name: str, dropped: Mapping[str, str]) -> bool:
     return any(f"{one}/".startswith(f"{name}/") or f"{name}/".startswith(f"{one}/") for one in dropped)
 
 
-def _like(layout: Layout, state: TrainState, path: Path, opened: OpenState, said: Hints) -> TrainState:
+def _like(
+    layout: Layout, state: TrainState, path: Path, opened: OpenState, said: CheckpointRef
+) -> TrainState:
     """Lays a state out as a file of the target's model, opened in the source's job and as far trusted as it."""
     if not isinstance(layout, LikeModel):
         raise UsageError(

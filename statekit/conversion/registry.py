@@ -26,7 +26,8 @@ from statekit.conversion.cards import (
     of_container,
     of_layout,
 )
-from statekit.conversion.contracts import Container, Contents, Describes, Evidence, FindsNames, Hints, Layout
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Container, Contents, Describes, Evidence, FindsNames, Layout
 from statekit.conversion.kept import with_kept
 from statekit.errors import (
     NotFoundError,
@@ -229,7 +230,7 @@ def detect_layout(checkpoint: Checkpoint) -> tuple[Layout, Evidence]:
 
 
 def opened(
-    container: Container, path: Path, step: int | None, hints: Hints, budget: Budget | None = None
+    container: Container, path: Path, step: int | None, hints: CheckpointRef, budget: Budget | None = None
 ) -> Checkpoint:
     """Opens a checkpoint by its container, and refuses one that its manifest contradicts, unless the hints accept it.
 
@@ -292,7 +293,7 @@ def contents(checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Cont
     return None
 
 
-def decoded(layout: Layout, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+def decoded(layout: Layout, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
     """Decodes a checkpoint by a layout, which may be one that somebody named for names that aren't its own.
 
     What the manifest of a conversion kept of a run's records is in the state's extra again.
@@ -342,7 +343,7 @@ def decoded(layout: Layout, checkpoint: Checkpoint, hints: Hints) -> TrainState:
     return with_own_rate(state) if hints.hyperparameters else state
 
 
-def _check_variant(layout: Layout, checkpoint: Checkpoint, hints: Hints) -> None:
+def _check_variant(layout: Layout, checkpoint: Checkpoint, hints: CheckpointRef) -> None:
     """Refuses a variant that isn't the file's own, or, where the file doesn't say one, none that has such names."""
     stored = dict(layout.decode(checkpoint, replace(hints, variant=None)).optimizer.kinds)
     for schema, part in hints.of(stored).items():

@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 from statekit.budget import Budget
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.checkpoints_at import CheckpointAt, OneReport, PathReport, checkpoints_at
-from statekit.conversion.contracts import Hints
 from statekit.errors import CorruptError, Faults, UsageError
 from statekit.files.checkpoint import Checkpoint, Proof
 from statekit.files.checksums import of_tensor
@@ -101,14 +101,14 @@ def seal(
             have been sealed.
         CommitError: The manifest can't be written.
     """
-    hints, tell = Hints(follow_links=follow_links, budget=budget), on_progress or silent
+    hints, tell = CheckpointRef(follow_links=follow_links, budget=budget), on_progress or silent
     places = list(checkpoints_at(Path(path), container, step, hints))
     if renew:
         _check_names(places, renew, hints)
     return SealReport(Path(path), tuple(_sealed(place, renew, hints, tell) for place in places))
 
 
-def _check_names(places: Iterable[CheckpointAt], renew: Collection[str], hints: Hints) -> None:
+def _check_names(places: Iterable[CheckpointAt], renew: Collection[str], hints: CheckpointRef) -> None:
     """Refuses names that are no file of any checkpoint, there or stated, so that none of them is passed over.
 
     Raises:
@@ -136,7 +136,9 @@ def _names(path: Path, base: Path) -> tuple[str, str, str]:
     return f"{path}", os.path.abspath(path), _name(path, base)
 
 
-def _sealed(place: CheckpointAt, renew: Collection[str], hints: Hints, tell: OnProgress) -> SealedCheckpoint:
+def _sealed(
+    place: CheckpointAt, renew: Collection[str], hints: CheckpointRef, tell: OnProgress
+) -> SealedCheckpoint:
     budget = hints.job_budget()
     with place.opened(hints, budget) as checkpoint:
         paths, proof = files_of(checkpoint), checkpoint.proof

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from statekit.conversion.contracts import Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.dropin.by_name import by_name
 from statekit.errors import Faults, UsageError
 from statekit.optim.adafactor_forms import MOMENTUM_ON
@@ -51,7 +51,7 @@ def overridden(
     Raises:
         UsageError: One can't be made; lists every one.
     """
-    said = Hints(dict(overrides)).of(schema for schema, _ in state.optimizer.kinds)
+    said = CheckpointRef(hparams=dict(overrides)).of(schema for schema, _ in state.optimizer.kinds)
     return state.each(
         lambda part: _overridden(
             part, said[part.optimizer.schema].hyperparameters, rate, anew(part.optimizer.schema)

@@ -9,7 +9,7 @@ from typing import Any
 
 from statekit.attestation.attestation import Attestation
 from statekit.attestation.live_run import LiveRun
-from statekit.conversion.contracts import Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.jax.from_checkpoint import model_of
 from statekit.jax.generators import compare_generators
 from statekit.jax.leaves import leaves_of
@@ -126,6 +126,12 @@ def live_run(
         "maps": maps_of(map, config, builds=False, model=model_of(leaves_of(live.params), names)),
         "require": require,
         "step": step,
-        "hints": Hints.given(hparams, variant, param_names, follow_links=follow_links, budget=budget),
+        "hints": CheckpointRef(
+            hparams=hparams or {},
+            variant=variant,
+            param_names=param_names,
+            follow_links=follow_links,
+            budget=budget,
+        ),
     }
     return LiveRun(arguments, lambda: live_checkpoint(live.params, live.opt_state))

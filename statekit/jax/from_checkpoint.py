@@ -13,7 +13,7 @@ import numpy as np
 import optax
 
 from statekit.conversion.changing.at_loading import changed_at_loading, with_first_slots
-from statekit.conversion.contracts import Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.model_settings import with_beside
 from statekit.conversion.open_state import state_to_load
 from statekit.dropin.by_name import path_of, renamed_path
@@ -105,10 +105,10 @@ def load_optimizer(
         CorruptError: What is read isn't what its manifest or a checksum says.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    hints = Hints.given(
-        hparams,
-        variant,
-        param_names,
+    hints = CheckpointRef(
+        hparams=hparams or {},
+        variant=variant,
+        param_names=param_names,
         names_from=names_from,
         accept_damaged=accept_damaged,
         follow_links=follow_links,
@@ -263,10 +263,10 @@ def load_params(
         CorruptError: What is read isn't what its manifest or a checksum says.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    hints = Hints.given(
-        hparams,
-        None,
-        param_names,
+    hints = CheckpointRef(
+        hparams=hparams or {},
+        variant=None,
+        param_names=param_names,
         names_from=names_from,
         accept_damaged=accept_damaged,
         follow_links=follow_links,

@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from statekit.conversion import registry
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.checkpoints_at import CheckpointAt, checkpoints_at
-from statekit.conversion.contracts import Hints
 from statekit.conversion.inspection import Inspection, Request, inspect
 from statekit.errors import StatekitError, UnknownFormatError
 from statekit.files.checkpoint import Checkpoint
@@ -31,7 +31,7 @@ def places(request: Mapping[str, Any], listener: Listener) -> dict[str, Any]:
         `unreadable`, of what is named as a checkpoint is and can't be read; or nothing.
     """
     path = Path(request["path"])
-    hints = Hints(budget=request.get("budget"))
+    hints = CheckpointRef(budget=request.get("budget"))
     try:
         container, _ = registry.detect_container(path)
     except UnknownFormatError as error:
@@ -73,7 +73,7 @@ def _suffixes() -> tuple[str, ...]:
 
 def describe(request: Mapping[str, Any], listener: Listener) -> dict[str, Any]:
     """Says what one checkpoint is: the columns of its row, where it is, and which files are its parts."""
-    hints = Hints(accept_damaged=True, budget=request.get("budget"))
+    hints = CheckpointRef(accept_damaged=True, budget=request.get("budget"))
     container = registry.container(request["container"])
     place = CheckpointAt(container, Path(request["path"]), request["step"])
     with place.opened(hints, hints.job_budget()) as checkpoint:

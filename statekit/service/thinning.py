@@ -16,7 +16,8 @@ from typing import Any
 from statekit.conversion import registry
 from statekit.conversion.changing.changes import Changes
 from statekit.conversion.check import check
-from statekit.conversion.contracts import Exactness, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Exactness
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.plan import Plan
 from statekit.errors import CorruptError, Faults, RefusedError, StatekitError, UsageError, some
@@ -40,7 +41,7 @@ def thin(
     *,
     container: str,
     to: str | None,
-    hints: Hints,
+    hints: CheckpointRef,
     dry_run: bool,
     listener: Listener,
 ) -> dict[str, Any]:
@@ -135,7 +136,7 @@ def thin(
     return _go_on(trash, record, listener)
 
 
-def _planned(source: Path, target: Path, container: str, to: str | None, hints: Hints) -> Plan:
+def _planned(source: Path, target: Path, container: str, to: str | None, hints: CheckpointRef) -> Plan:
     def to_container(name: str) -> Plan:
         changes = Changes.of({"params_only": True})
         return plan(
@@ -156,7 +157,7 @@ def is_of_plan(target: Path, planned: Plan) -> bool:
         return False
     try:
         container, _ = registry.detect_container(target)
-        with registry.opened(container, target, None, Hints()) as written:
+        with registry.opened(container, target, None, CheckpointRef()) as written:
             return written.manifest is not None and written.manifest.get("plan") == planned.digest
     except StatekitError:
         return False

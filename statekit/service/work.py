@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from statekit.attestation.doctor import Examination, doctor
 from statekit.conversion.changing.changes import Changes
 from statekit.conversion.check import check
+from statekit.conversion.checkpoint_ref import OPTIONS, CheckpointRef
 from statekit.conversion.closer import difference, over_steps, parameter, region
-from statekit.conversion.contracts import Exactness, Hints
+from statekit.conversion.contracts import Exactness
 from statekit.conversion.convert import convert, outcome, plan
 from statekit.conversion.diff import diff
 from statekit.conversion.inspection import Request, inspect
@@ -27,21 +28,17 @@ from statekit.files.stage import Progress
 from statekit.maps.model_map import maps_of
 from statekit.service.listener import Listener
 from statekit.service.thinning import is_of_plan, thin
-from statekit.state.schedules.call_text import parse_call
 
 if TYPE_CHECKING:
     from statekit.verify.certificate import Certificate
 
 PHASES = {"check": "checking the source", "write": "writing", "verify": "reading again"}
-_HINTS = ("model_key", "optimizer_key", "names_from", "accept_damaged", "budget")
 _CHANGES = tuple(field.name for field in fields(Changes))
 
 
-def _hints(options: Mapping[str, Any]) -> Hints:
-    said = {name: options[name] for name in _HINTS if name in options}
-    if "schedule" in options:
-        said["schedule"] = parse_call(options["schedule"])
-    return Hints.given(options.get("hparams"), options.get("variant"), options.get("param_names"), **said)
+def _hints(options: Mapping[str, Any]) -> CheckpointRef:
+    known = {known.name for known in OPTIONS if known.use != "place"}
+    return CheckpointRef(**{name: value for name, value in options.items() if name in known})
 
 
 def _path(request: Mapping[str, Any], index: int = 0) -> Path:

@@ -15,7 +15,7 @@ from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.diagnosis import fault
 from statekit.attestation.live_run import LiveRun
 from statekit.attestation.once import AttestsOnce
-from statekit.conversion.contracts import Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.registry import detect_container
 from statekit.errors import Faults, UsageError
@@ -142,17 +142,17 @@ def live_run(
     )
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     remembered = {} if names else canonical_names(optimizer)
-    hints = Hints.given(
-        hparams,
-        variant,
-        order_of(Path(path), variables, param_names),
+    hints = CheckpointRef(
+        hparams=hparams or {},
+        variant=variant,
+        param_names=order_of(Path(path), variables, param_names),
         follow_links=follow_links,
         budget=budget,
     )
 
     said = _periods(Path(path), hints, optimizer)
     if said:
-        hints = replace(hints, hyperparameters={**hints.hyperparameters, _PERIODS: said})
+        hints = replace(hints, hparams={**hints.hyperparameters, _PERIODS: said})
 
     names = names or {}
     order = [{**remembered, **names}.get(path_of(one), path_of(one)) for one in given if one.trainable]
@@ -219,7 +219,7 @@ _NUMBERED = (
 )
 
 
-def _periods(path: Path, hints: Hints, optimizer: Any) -> int | None:
+def _periods(path: Path, hints: CheckpointRef, optimizer: Any) -> int | None:
     """Returns over how many calls the live optimizer accumulates, where a file of Keras' weights counts calls alone."""
     silent = (
         detect_container(path)[0].name in ("keras-h5", "tf-bundle") and _PERIODS not in hints.hyperparameters
@@ -228,8 +228,8 @@ def _periods(path: Path, hints: Hints, optimizer: Any) -> int | None:
 
 
 def _otherwise(
-    hints: Hints, given: Sequence[str] | None, optimizer: Any, order: Sequence[str]
-) -> list[tuple[Hints, str]]:
+    hints: CheckpointRef, given: Sequence[str] | None, optimizer: Any, order: Sequence[str]
+) -> list[tuple[CheckpointRef, str]]:
     """Returns what to read a checkpoint with that doesn't fit the model's order: its own, then the live optimizer's.
 
     Args:
@@ -246,7 +246,7 @@ def _otherwise(
     kept = {name: config[name] for name in _KEPT if config.get(name)}
     names = hints.param_names if hints.param_names is not None else tuple(order)
     known = {**kept, **hints.hyperparameters}
-    return [*tries, (replace(hints, hyperparameters=known, param_names=names), _NUMBERED)]
+    return [*tries, (replace(hints, hparams=known, param_names=names), _NUMBERED)]
 
 
 def _floating(variables: Variables) -> list[Any]:

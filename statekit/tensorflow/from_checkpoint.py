@@ -11,7 +11,7 @@ import keras
 
 from statekit.arrays.backend import backend
 from statekit.conversion.changing.at_loading import changed_at_loading, with_first_slots
-from statekit.conversion.contracts import Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.model_settings import with_beside
 from statekit.conversion.open_state import OpenState, changing, state_to_load
 from statekit.conversion.registry import detect_container
@@ -110,10 +110,10 @@ def load_optimizer(
         FormatError: The bytes can't be trusted, or no format fits.
     """
     order = order_of(Path(path), variables, param_names)
-    hints = Hints.given(
-        hparams,
-        variant,
-        order,
+    hints = CheckpointRef(
+        hparams=hparams or {},
+        variant=variant,
+        param_names=order,
         names_from=names_from,
         accept_damaged=accept_damaged,
         follow_links=follow_links,
@@ -357,10 +357,10 @@ def load_params(
     model = isinstance(variables, keras.Model)
     wanted = list(variables.variables if isinstance(variables, keras.Model) else variables)
     order = order_of(Path(path), variables, param_names)
-    hints = Hints.given(
-        hparams,
-        None,
-        order,
+    hints = CheckpointRef(
+        hparams=hparams or {},
+        variant=None,
+        param_names=order,
         names_from=names_from,
         accept_damaged=accept_damaged,
         follow_links=follow_links,

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import NO_HINTS, Container, Encoded, Hints, Layout
 from statekit.conversion.kept import by_leaf
 from statekit.conversion.registry import decoded
@@ -85,7 +86,7 @@ class Trial:
 
     layout: Layout
     checkpoint: Checkpoint
-    hints: Hints = NO_HINTS
+    hints: CheckpointRef = NO_HINTS
     peers: tuple[Layout, ...] = ()
     only_read: bool = False
 

@@ -360,7 +360,7 @@ def hints_of(
         name: Stored(tuple(param.shape), dtype_of(param), _no_values(name), name, "the model")
         for name, param in ((there(n), p) for n, p in pairs if p.requires_grad)
     }
-    return Hints.given(
+    return Hints(
         hparams,
         variant,
         param_names,

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from statekit.arrays.numpy_backend import NumpyBackend
-from statekit.conversion.contracts import NO_HINTS, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import NO_HINTS
 from statekit.conversion.open_state import open_state
 from statekit.errors import StateError, UsageError, plural, printable
 from statekit.optim.run import load, mover
@@ -110,7 +111,7 @@ def cold_start(
     container: str | None = None,
     layout: str | None = None,
     step: int | None = None,
-    hints: Hints = NO_HINTS,
+    hints: CheckpointRef = NO_HINTS,
     updates: int = UPDATES,
     seed: int = 0,
     everything: bool = False,

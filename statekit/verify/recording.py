@@ -23,7 +23,7 @@ from typing import Any, TypeAlias
 
 from statekit.arrays.backend import Backend, Value
 from statekit.arrays.numpy_backend import NumpyBackend
-from statekit.conversion.contracts import Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import FormatError, NotFoundError, StatekitError, UsageError
 from statekit.files.safetensors import OpenFile, open_safetensors
 from statekit.files.source import read_small
@@ -149,9 +149,9 @@ class Recording(AbstractContextManager["Recording"]):
             raise FormatError("No phase covers an update.", place=self.folder / DESCRIPTION, found=update)
         return phase
 
-    def hints(self, update: int) -> Hints:
+    def hints(self, update: int) -> CheckpointRef:
         """Returns what the recording says about the optimizer, for opening its checkpoint."""
-        return Hints(dict(self.phase(update).hyperparameters))
+        return CheckpointRef(hparams=dict(self.phase(update).hyperparameters))
 
     def number(self, step: int) -> int:
         """Returns the number that a state, or the update that makes it, has in the names of tensors."""

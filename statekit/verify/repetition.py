@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from statekit.conversion.changing.changes import option
-from statekit.conversion.contracts import NO_HINTS, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import NO_HINTS
 from statekit.errors import FormatError, UsageError
 from statekit.verify.certificate import Certificate, read_certificate
 from statekit.verify.verification import HINTED, Asked, OnProgress, certificate
@@ -41,7 +42,7 @@ def repeated(
     source: Path | None = None,
     target: Path | None = None,
     on_progress: OnProgress = lambda phase, name, size: None,
-    hints: Hints = NO_HINTS,
+    hints: CheckpointRef = NO_HINTS,
 ) -> Repetition:
     """Does again what a certificate says.
 

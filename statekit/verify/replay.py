@@ -21,7 +21,7 @@ import numpy as np
 from statekit.arrays.backend import Backend
 from statekit.arrays.intervals import IntervalBackend
 from statekit.arrays.numpy_backend import NumpyBackend
-from statekit.conversion.contracts import Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.open_state import open_state
 from statekit.errors import NotFoundError, StateError, UnknownFormatError, printable
 from statekit.optim.run import Live, Move, initial, kernels_contract, load, mover, store
@@ -186,16 +186,16 @@ class Subject:
         with open_state(path, hints=hints) as opened:
             yield opened.state
 
-    def _allowed(self) -> Hints:
+    def _allowed(self) -> CheckpointRef:
         """Returns what reading a checkpoint may do, without anything that is said of it."""
-        return Hints(follow_links=self.follow_links, budget=self.budget)
+        return CheckpointRef(follow_links=self.follow_links, budget=self.budget)
 
     def _said(self, update: int) -> TrainState:
         """Returns the recorded state before an update."""
         return self.recording.state(update - 1, self.recording.trajectories[0], update)
 
     def _changed(self, state: TrainState) -> TrainState:
-        return Hints(self.changes).applied(state) if self.changes else state
+        return CheckpointRef(hparams=self.changes).applied(state) if self.changes else state
 
 
 def _in_memory(tree: Tree) -> Tree:

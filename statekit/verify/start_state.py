@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from statekit.conversion.contracts import Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.open_state import OpenState, open_state
 from statekit.errors import StateError
 from statekit.state.stored_params import MASTER, as_params
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 @contextmanager
-def native_state(path: Path, said: TrainState, hints: Hints | None = None) -> Iterator[TrainState]:
+def native_state(path: Path, said: TrainState, hints: CheckpointRef | None = None) -> Iterator[TrainState]:
     """Opens a checkpoint and yields its state, moved as a recorded state says.
 
     Names may have a prefix in the file, such as the attribute that a Lightning module holds its network in; parameters
@@ -33,7 +33,7 @@ def native_state(path: Path, said: TrainState, hints: Hints | None = None) -> It
     Raises:
         StateError: The file makes no state, even with the names of its parameters.
     """
-    with _opened(path, said, hints or Hints()) as opened:
+    with _opened(path, said, hints or CheckpointRef()) as opened:
         state = _moved(_renamed(opened.state, said), said)
         moved = {path for group in state.optimizer.groups for path in group.paths}
         params = {
@@ -55,7 +55,7 @@ def told(state: TrainState, said: TrainState) -> TrainState:
     return replace(state, optimizer=replace(said.optimizer, groups=groups), rules=said.rules)
 
 
-def _opened(path: Path, said: TrainState, hints: Hints) -> OpenState:
+def _opened(path: Path, said: TrainState, hints: CheckpointRef) -> OpenState:
     names = tuple(name for group in said.optimizer.groups for name in group.paths)
     try:
         opened = open_state(path, hints=hints)

@@ -20,7 +20,8 @@ import numpy as np
 from statekit.arrays.backend import backend
 from statekit.conversion import registry
 from statekit.conversion.changing.changes import Changes
-from statekit.conversion.contracts import NO_HINTS, Exactness, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import NO_HINTS, Exactness
 from statekit.conversion.open_state import OpenState, open_state
 from statekit.conversion.plan import Plan, Request
 from statekit.conversion.prepared import SCHEDULE, Prepared, carried_out, prepare
@@ -45,7 +46,7 @@ from statekit.verify.side_by_side import SideBySide
 STEPS = 3
 """Updates of each probe, unless somebody says another number."""
 HINTED = ("param_names", "names_from", "schedule", "model_key", "optimizer_key")
-"""Fields of `Hints` that a certificate has too where they were said; what may be read, and how much, each run says."""
+"""Options that a certificate has too where they were told; what may be read, and how much, each run says."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ class Asked:
         hparams: What the source doesn't say.
         variant: Whose rule it is, where the files can't tell.
         step_offset: Where the decay of the second moment was made to start, where the target doesn't say it.
-        param_names: As those of `Hints`, which the files don't say either; so are the four below.
+        param_names: As those of `CheckpointRef`, which the files don't say either; so are the four below.
         names_from: As above.
         schedule: As above.
         model_key: As above.
@@ -111,10 +112,10 @@ class Asked:
             said["param_names"] = tuple(names)
         return Asked(**{**said, "require": Exactness[data["require"].upper()]})
 
-    def hinted(self, hints: Hints) -> Hints:
+    def hinted(self, hints: CheckpointRef) -> CheckpointRef:
         """Returns hints that say what was asked here, and of all else what they said."""
         said = {name: value for name in HINTED if (value := getattr(self, name)) is not None}
-        return replace(hints, hyperparameters=dict(self.hparams or {}), variant=self.variant, **said)
+        return replace(hints, hparams=dict(self.hparams or {}), variant=self.variant, **said)
 
     @property
     def command(self) -> str:
@@ -146,7 +147,7 @@ def verify(
     source: str | PathLike[str],
     target: str | PathLike[str],
     *,
-    hints: Hints = NO_HINTS,
+    hints: CheckpointRef = NO_HINTS,
     on_progress: OnProgress = lambda phase, name, size: None,
     **asked: Any,
 ) -> Certificate:
@@ -181,7 +182,7 @@ def verify(
 
 
 def certificate(
-    asked: Asked, hints: Hints = NO_HINTS, on_progress: OnProgress = lambda *said: None
+    asked: Asked, hints: CheckpointRef = NO_HINTS, on_progress: OnProgress = lambda *said: None
 ) -> Certificate:
     """Returns the certificate of what was asked for; errors are those of `verify`."""
     hints = asked.hinted(hints)
@@ -190,7 +191,7 @@ def certificate(
 
 
 @contextmanager
-def _opened(asked: Asked, hints: Hints) -> Iterator[tuple[Prepared, Plan, OpenState, list[str]]]:
+def _opened(asked: Asked, hints: CheckpointRef) -> Iterator[tuple[Prepared, Plan, OpenState, list[str]]]:
     """Opens both sides: the target as it is, the source as a conversion to such a target makes it."""
     with ExitStack() as stack:
         target = stack.enter_context(open_state(asked.target, hints=_of_target(hints)))
@@ -207,12 +208,12 @@ def _opened(asked: Asked, hints: Hints) -> Iterator[tuple[Prepared, Plan, OpenSt
         yield prepared, plan, target, said
 
 
-def _of_target(hints: Hints) -> Hints:
+def _of_target(hints: CheckpointRef) -> CheckpointRef:
     """Returns what is said of the target too: how it is read, not what the source's files lack."""
-    return replace(hints, hyperparameters={}, variant=None, schedule=None)
+    return replace(hints, hparams={}, variant=None, schedule=None)
 
 
-def _request(asked: Asked, hints: Hints, target: OpenState) -> tuple[Request, list[str]]:
+def _request(asked: Asked, hints: CheckpointRef, target: OpenState) -> tuple[Request, list[str]]:
     """Returns the conversion that makes such a target: as the target's manifest has it, or as is asked."""
     said: list[str] = []
     options: Mapping[str, Any] = from_json((target.checkpoint.manifest or {}).get("options") or {})
@@ -234,7 +235,7 @@ def _request(asked: Asked, hints: Hints, target: OpenState) -> tuple[Request, li
             changes = Changes.of(record)
         hints = replace(
             hints,
-            hyperparameters={**(options.get("hparams") or {}), **hints.hyperparameters},
+            hparams={**(options.get("hparams") or {}), **hints.hyperparameters},
             variant=hints.variant or options.get("variant"),
             param_names=hints.param_names or _names(options.get("param_names")),
             names_from=hints.names_from or options.get("names_from"),
@@ -263,7 +264,7 @@ def _names(stored: Sequence[str] | None) -> tuple[str, ...] | None:
     return None if stored is None else tuple(stored)
 
 
-def _maps(asked: Asked, hints: Hints) -> tuple[StateMap, ...]:
+def _maps(asked: Asked, hints: CheckpointRef) -> tuple[StateMap, ...]:
     if asked.map is None and not asked.config:
         return ()
     from statekit.maps.model_map import maps_of

@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NotRequired, TypedDict
 
-from statekit.conversion.contracts import Encoded, Evidence, Exactness, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Encoded, Evidence, Exactness
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.hyperparameters import manifest_state
 from statekit.converters.layouts.keras.home import OPTIMIZER, SAYINGS, config_of, home_in, home_of
@@ -79,7 +80,7 @@ class Keras:
             return None
         return Evidence(20, f"{OPTIMIZER}/{VARIABLES} has {len(entries)} numbered variables")
 
-    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state.
 
         `hints.param_names` are the paths of the model's trainable variables, in their order.
@@ -257,7 +258,11 @@ def _named(tree: Mapping[str, Any], config: Any) -> Named | None:
 
 
 def _order(
-    tree: Mapping[str, Any], every: Sequence[Variable], hints: Hints, shapes: Sequence[Any], config: Any
+    tree: Mapping[str, Any],
+    every: Sequence[Variable],
+    hints: CheckpointRef,
+    shapes: Sequence[Any],
+    config: Any,
 ) -> Order:
     names = hints.param_names
     if names is not None and len(names) == len(shapes):

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.conversion.contracts import Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.converters.layouts.hyperparameters import Hyperparameters, ManifestRecord
 from statekit.errors import Faults, InexactError, StateError
 from statekit.state.constants import variant_constants
@@ -190,7 +190,7 @@ class Named:
         """Its schema."""
         return SCHEMAS[self.kind]
 
-    def known_kept(self, hints: Hints) -> dict[str, bool]:
+    def known_kept(self, hints: CheckpointRef) -> dict[str, bool]:
         """Returns what is known of the variables that it keeps."""
         if self.kept is not None:
             return asdict(self.kept)
@@ -240,7 +240,7 @@ class Parts:
     home: Mapping[str, Any] = field(default_factory=dict)
 
 
-def state_of(parts: Parts, key: str, known: ManifestRecord | None, hints: Hints) -> TrainState:
+def state_of(parts: Parts, key: str, known: ManifestRecord | None, hints: CheckpointRef) -> TrainState:
     """Returns the canonical state.
 
     Args:

@@ -17,7 +17,8 @@ from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
-from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.hyperparameters import ManifestRecord, manifest_state
 from statekit.converters.layouts.keras.home import OPTIMIZER, config_of, home_in, home_of
 from statekit.converters.layouts.keras.layout import (
@@ -156,7 +157,7 @@ def own_state(
     frozen: Mapping[str, Tensor],
     extra: Mapping[str, Any],
     known: ManifestRecord | None,
-    hints: Hints,
+    hints: CheckpointRef,
 ) -> TrainState:
     """Returns the canonical state.
 
@@ -424,7 +425,7 @@ class StatekitKeras:
         first = next((key for key in optimizer_variables(checkpoint.tree) if is_file and ":" in key), None)
         return Evidence(30, f"{OPTIMIZER}/{VARIABLES} has {first}") if first else None
 
-    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state; hints are canonical.
 
         Raises:

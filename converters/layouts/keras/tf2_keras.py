@@ -17,7 +17,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.hyperparameters import manifest_state
 from statekit.converters.layouts.keras.graph_optimizer import (
     ITERATIONS,
@@ -80,7 +81,7 @@ class KerasGraph:
             return None
         return Evidence(30, f"an object with {VARIABLES}, {TRAINED} and {ITERATIONS}: {optimizer.name}")
 
-    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state.
 
         Raises:

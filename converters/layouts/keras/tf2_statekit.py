@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.hyperparameters import manifest_state
 from statekit.converters.layouts.keras.graph_optimizer import (
     BASE_LISTS,
@@ -72,7 +73,7 @@ class StatekitGraph:
             return None
         return Evidence(30, f"an object with {VARIABLES}, named as {optimizer.variables[-1][1]}")
 
-    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state; hints are canonical.
 
         Raises:

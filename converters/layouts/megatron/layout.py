@@ -20,7 +20,8 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.megatron.groups import with_params, without_params
 from statekit.converters.layouts.megatron.lines import megatron_lines
@@ -116,7 +117,7 @@ class MegatronAdam:
         has_masters = "param_groups" not in optimizer
         return (has_masters, _SHARDING in optimizer) != (self.masters is not None, self.sharding is not None)
 
-    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state.
 
         Raises:

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NotRequired, TypedDict
 
-from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.mxnet.attributes import (
     ARGUMENTS,
@@ -150,7 +151,7 @@ class Files(Trained):
 class Reading:
     """A checkpoint on its way to a state."""
 
-    def __init__(self, kind: MXNetOptimizer, checkpoint: Checkpoint, hints: Hints) -> None:
+    def __init__(self, kind: MXNetOptimizer, checkpoint: Checkpoint, hints: CheckpointRef) -> None:
         tree = typed(
             checkpoint.tree, Files, checkpoint.path, "These aren't files of MXNet's trainer", StateError
         )
@@ -227,7 +228,7 @@ class Reading:
             )
         )
 
-    def _counts(self) -> tuple[Counts, Hints]:
+    def _counts(self) -> tuple[Counts, CheckpointRef]:
         hints, begin = self.hints, self.attributes.get(COUNT, 0)
         if self.cls is None:
             given = dict(hints.hyperparameters)
@@ -239,7 +240,7 @@ class Reading:
                     expected="an integer from 0 on",
                     found=repr(updates),
                 )
-            return Counts(updates, updates, says_schedule=False), replace(hints, hyperparameters=given)
+            return Counts(updates, updates, says_schedule=False), replace(hints, hparams=given)
         early = {i: n for i, n in self.counted.counts.items() if n < begin}
         self.faults += [
             (f"has a count of {n}, and {COUNT} is {begin}", f"index {i}") for i, n in early.items()
@@ -478,7 +479,7 @@ class MXNetOptim:
         is_own = optimizer.name.startswith("mxnet.") and _last(optimizer.name) == _last(self.kind.cls)
         return Evidence(20, f"an optimizer of {optimizer.name}") if is_own else None
 
-    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state.
 
         Of states alone, the hint `begin_num_update` says how many updates there were.

@@ -25,8 +25,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Contents as Described
-from statekit.conversion.contracts import Encoded, Evidence, Exactness, Hints
+from statekit.conversion.contracts import Encoded, Evidence, Exactness
 from statekit.converters.layouts.hyperparameters import MINIMUM
 from statekit.converters.layouts.optax.construction import (
     BY_RATE,
@@ -430,7 +431,7 @@ class Optax:
         """Names the optimizers without a schema, and lists their slots by parameter."""
         return described(checkpoint)
 
-    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state.
 
         Hyperparameters come, the stronger first, from the hints, from the manifest of a conversion, from the state of
@@ -524,8 +525,8 @@ class _Part:
 
 
 def _schemas(
-    cores: Sequence[CoreLink], hints: Hints
-) -> tuple[list[OptimizerSchema], list[str], dict[str, Hints]]:
+    cores: Sequence[CoreLink], hints: CheckpointRef
+) -> tuple[list[OptimizerSchema], list[str], dict[str, CheckpointRef]]:
     """Returns the schema of each core link, what was assumed for that, and what is said of each optimizer."""
     asked = hints.hyperparameters.get(OPTIMIZER)
     several = len({core.link.kind == "adafactor" for core in cores}) > 1
@@ -534,7 +535,7 @@ def _schemas(
     ]
     names = [name for name, _ in choices]
     rest = {name: value for name, value in hints.hyperparameters.items() if name != OPTIMIZER}
-    by_schema = replace(hints, hyperparameters=rest).of(names)
+    by_schema = replace(hints, hparams=rest, optimizer=None).of(names)
     notes = list(dict.fromkeys(why for _, why in choices if why))
     return [load_schema(name) for name in names], notes, by_schema
 

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.own.lines import neutral_lines
 from statekit.errors import StateError
 from statekit.files.checkpoint import Checkpoint
@@ -42,7 +43,7 @@ class Canonical:
             Evidence(30, "a state beside its params, slots, groups and extra") if _is_state(state) else None
         )
 
-    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the state that was encoded; hints override hyperparameters by their canonical names.
 
         Raises:

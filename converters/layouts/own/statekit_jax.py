@@ -15,7 +15,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.hyperparameters import Hyperparameters
 from statekit.converters.layouts.optax.construction import (
     FROZEN,
@@ -95,7 +96,7 @@ class StatekitJax:
             30, f"{place} has {', '.join(core_links[0].state)}, as a state of statekit.jax has them"
         )
 
-    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state.
 
         Hyperparameters and the variant come from the hints, under their canonical names, and from the manifest of a

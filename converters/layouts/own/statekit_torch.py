@@ -25,7 +25,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.own import lines
 from statekit.converters.layouts.pytorch.parts import (
     BUFFERS,
@@ -397,7 +398,7 @@ class StatekitTorch:
             30, "optimizer/param_groups with param_names, rules and step, as statekit.torch has them"
         )
 
-    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state; hints override hyperparameters by their canonical names.
 
         Raises:

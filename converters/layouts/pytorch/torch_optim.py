@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from statekit.conversion.contracts import Contents, Encoded, Evidence, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Contents, Encoded, Evidence
 from statekit.converters.layouts.pytorch import lines
 from statekit.converters.layouts.pytorch.architecture import BY_CONFIG, has_config, names_by_config
 from statekit.converters.layouts.pytorch.contents import contents_of, signature_of
@@ -170,7 +171,7 @@ class TorchOptim:
         """Says what a file of PyTorch holds that isn't decoded; the layouts by name leave that to the one by index."""
         return None if self.form else contents_of(checkpoint, names)
 
-    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state.
 
         Raises:
@@ -359,7 +360,7 @@ def _kind_of(state: TrainState, groups: Sequence[Group], layout: str) -> TorchOp
 
 
 def _parts_and_kinds(
-    checkpoint: Checkpoint, hints: Hints
+    checkpoint: Checkpoint, hints: CheckpointRef
 ) -> tuple[Parts, list[TorchOptimizer], list[str], list[Any]]:
     """Returns the parts of a checkpoint, whose each group is, what is said of how they lay, and where several do.
 

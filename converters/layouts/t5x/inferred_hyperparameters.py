@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from statekit.conversion.contracts import Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.converters.layouts.hyperparameters import (
     Hyperparameters,
     ManifestRecord,
@@ -49,7 +49,7 @@ def defaults() -> dict[str, Any]:
 
 def members(
     checkpoint: Checkpoint,
-    hints: Hints,
+    hints: CheckpointRef,
     known: ManifestRecord | None,
     slots_by_path: Mapping[str, NativeSlots | None],
 ) -> tuple[list[OptimizerSpec], list[str]]:

@@ -13,7 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.hyperparameters import Hyperparameters, OptimizerSpec, manifest_state
 from statekit.converters.layouts.t5x.inferred_hyperparameters import (
@@ -60,7 +61,7 @@ class T5XAdafactor:
         because = looks_native(checkpoint)
         return None if because is None else Evidence(20, because)
 
-    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state.
 
         Hyperparameters come, the stronger first, from the hints, from the manifest of a conversion, from the run's gin

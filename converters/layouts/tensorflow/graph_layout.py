@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.tensorflow.layout import TensorFlow1
 from statekit.converters.layouts.tensorflow.lines import object_lines
 from statekit.converters.layouts.tensorflow.names import GLOBAL_STEP
@@ -73,7 +74,7 @@ class TF1Graph:
         slot = next((key for key in keys.values() if SLOT in key), None)
         return Evidence(30, f"an object graph with {slot}") if slot else None
 
-    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state, as the layout of checkpoints by names does.
 
         Raises:

@@ -21,7 +21,8 @@ from typing import Any
 
 import numpy as np
 
-from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.hyperparameters import manifest_state
 from statekit.converters.layouts.tensorflow.lines import graph_lines
@@ -104,7 +105,7 @@ class TensorFlow1:
             base = base.partition("/")[2]
         return bool(base)
 
-    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state.
 
         Hints are canonical: `variant`, hyperparameters, and `factor_map` as {variable: labels} for parameters of rank
@@ -214,7 +215,7 @@ class TensorFlow1:
         }
         return {key: value for key, value in home.items() if value}
 
-    def _only_variant(self, hints: Hints) -> str | None:
+    def _only_variant(self, hints: CheckpointRef) -> str | None:
         """Returns the one variant that takes the hyperparameters that were given; None if several do."""
         schema, given = load_schema(self.schema), {*hints.hyperparameters} - {"learning_rate", "factor_map"}
         takes = [one for one in self.makers if given <= schema.variant(one)["defaults"].keys()]
@@ -264,7 +265,7 @@ class TensorFlow1:
         named: Named,
         slots: Mapping[str, Mapping[str, Tensor]],
         variant: str | None,
-        hints: Hints,
+        hints: CheckpointRef,
         faults: Faults,
     ) -> Iterator[tuple[str, Rule]]:
         """Yields how each parameter is factored: as it was told, else as the variant does with its shape."""

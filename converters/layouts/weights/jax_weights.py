@@ -10,7 +10,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.weights.lines import jax_lines
 from statekit.converters.layouts.weights.state import VARIANTS, not_weights, require_weights, weights_state
@@ -66,7 +67,7 @@ class JaxWeights:
         where = "under params" if params is not checkpoint.tree else "at the top"
         return Evidence(5, f"a tree of arrays {where}, and no optimizer")
 
-    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state.
 
         Raises:

@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.keras.home import OPTIMIZER, config_of, home_in, home_of
 from statekit.converters.layouts.keras.layout import (
     file_tree,
@@ -46,7 +47,7 @@ class KerasWeights:
             return None
         return Evidence(5, "variables of layers, and no optimizer")
 
-    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state.
 
         Raises:

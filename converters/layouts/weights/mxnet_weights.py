@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
-from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.mxnet.lines import network_lines
 from statekit.converters.layouts.weights.state import VARIANTS, not_weights, require_weights, weights_state
@@ -46,7 +47,7 @@ class MXNetWeights:
             return None
         return Evidence(5, "arrays by name, and no states of a trainer")
 
-    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state.
 
         Raises:

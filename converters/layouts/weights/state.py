@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from statekit.conversion.contracts import Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.converters.layouts.hyperparameters import manifest_state
 from statekit.errors import InexactError, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
@@ -18,7 +18,7 @@ VARIANTS: Mapping[str, tuple[str, ...]] = {WEIGHTS: ()}
 
 
 def weights_state(
-    params: Mapping[str, Tensor], extra: Mapping[str, Tree], checkpoint: Checkpoint, hints: Hints
+    params: Mapping[str, Tensor], extra: Mapping[str, Tree], checkpoint: Checkpoint, hints: CheckpointRef
 ) -> TrainState:
     """Returns the state of weights alone.
 

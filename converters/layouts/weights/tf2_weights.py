@@ -18,7 +18,8 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.tensorflow.names import OF_OPTIMIZERS
 from statekit.converters.layouts.weights.lines import object_lines
@@ -65,7 +66,7 @@ class ObjectWeights:
         keys = _keys(checkpoint)
         return Evidence(5, "variables of objects, and no optimizer that ran") if keys else None
 
-    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state.
 
         Raises:

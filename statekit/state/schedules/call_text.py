@@ -1,8 +1,9 @@
-"""Reads the call of a schedule as it stands in a program: its name, and arguments that are literals. Nothing is run."""
+"""Reads and writes the call of a schedule as it stands in a program: its name, and literals. Nothing is run."""
 
 from __future__ import annotations
 
 import ast
+from collections.abc import Mapping
 from typing import Any
 
 from statekit.errors import UsageError
@@ -30,6 +31,30 @@ def parse_call(text: str) -> dict[str, Any]:
             found=text[:200],
             remedy="put the numbers in the place of names, and quote the whole for the shell",
         ) from error
+
+
+def call_text(record: Mapping[str, Any]) -> str:
+    """Returns the text of a call's record, which `parse_call` reads to the same record.
+
+    Example:
+        >>> call_text(parse_call("optax.cosine_decay_schedule(0.1, decay_steps=100)"))
+        'cosine_decay_schedule(0.1, decay_steps=100)'
+    """
+    arguments = [
+        _argument_text(value) if str(name).isdigit() else f"{name}={_argument_text(value)}"
+        for name, value in record["arguments"].items()
+    ]
+    return f"{record['function']}({', '.join(arguments)})"
+
+
+def _argument_text(value: Any) -> str:
+    if isinstance(value, Mapping) and "function" in value:
+        return call_text(value)
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key!r}: {_argument_text(item)}' for key, item in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_argument_text, value))}]"
+    return repr(value)
 
 
 def _call(node: ast.expr) -> dict[str, Any]:

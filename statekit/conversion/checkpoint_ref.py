@@ -1,0 +1,471 @@
+"""A checkpoint as a user names it: where it is, what it is, and what its files do not say.
+
+Each option stands here once, with its help, its form on the command line and its form in JSON. The options of every
+verb, the keywords of Python, the fields of plans and certificates, the service's options and the printed code follow
+from the fields of `CheckpointRef`. A new option is a field here and a line in `RefOptions`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal, Self, TypedDict
+
+from statekit.budget import Budget, Limits, bytes_of
+from statekit.errors import Faults, UsageError, meant
+from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
+from statekit.state.options import checked_hparams, is_known
+from statekit.state.schedules.call_text import call_text, parse_call
+from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import to_json
+
+Kind = Literal["text", "number", "flag", "bytes", "values", "names", "call"]
+"""The form of an option's value: `values` by name, the `names` of parameters, the `call` that makes a schedule."""
+Use = Literal["place", "meaning", "trust"]
+"""What an option tells: which checkpoint, what its files do not say, or how far they are trusted."""
+OPTIMIZER = "optimizer"
+"""The option that names an optimizer; `--hparams optimizer=NAME` is its older spelling."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """What a verb has to know of one field of a `CheckpointRef`.
+
+    Attributes:
+        name: The field, which is the keyword in Python, the key in JSON.
+        flag: The option on the command line: `--names-from`.
+        kind: The form of the value.
+        use: What it tells.
+        help: One or two sentences for `--help`.
+        metavar: What stands for the value in `--help`.
+        choices: The values that are allowed; any if empty.
+        completes: Which names a shell completes: `containers`, `layouts` or `variants`.
+    """
+
+    name: str
+    flag: str
+    kind: Kind
+    use: Use
+    help: str
+    metavar: str = ""
+    choices: tuple[str, ...] = ()
+    completes: str = ""
+
+    def expression(self, value: Any) -> str:
+        """Returns a value as Python code.
+
+        Example:
+            >>> option("schedule").expression({"function": "constant", "arguments": {"value": 0.1}, "whole": True})
+            "'constant(value=0.1)'"
+        """
+        plain = call_text(value) if self.kind == "call" else [*value] if self.kind == "names" else value
+        return repr(plain)
+
+    def words(self, value: Any) -> list[str]:
+        """Returns the words of a command line that tell a value.
+
+        Example:
+            >>> option("hparams").words({"decay_rate": 0.8})
+            ['--hparams', 'decay_rate=0.8']
+        """
+        match self.kind:
+            case "flag":
+                return [self.flag]
+            case "values":
+                return [
+                    word for key, item in value.items() for word in (self.flag, f"{key}={json.dumps(item)}")
+                ]
+            case "names":
+                return [self.flag, json.dumps([*value])]
+            case "call":
+                return [self.flag, call_text(value)]
+        return [self.flag, str(value)]
+
+
+def _option(
+    flag: str,
+    kind: Kind,
+    use: Use,
+    help: str,
+    default: Any = None,
+    *,
+    metavar: str = "",
+    choices: tuple[str, ...] = (),
+    completes: str = "",
+) -> Any:
+    """Returns the field of a ref, with all that verbs have to know of it."""
+    described = {"option": (flag, kind, use, help, metavar, choices, completes)}
+    if kind == "values":
+        return field(default_factory=dict, kw_only=True, metadata=described)
+    return field(default=default, kw_only=True, metadata=described)
+
+
+@dataclass(frozen=True)
+class CheckpointRef:
+    """A checkpoint, and what a user says about it.
+
+    Example:
+        >>> ref = CheckpointRef("run/ck.pt", variant="zip2025", hparams={"beta1": 0.9})
+        >>> ref.code("model.named_parameters()")
+        "'run/ck.pt', model.named_parameters(), hparams={'beta1': 0.9}, variant='zip2025'"
+        >>> ref.code(spelling="shell")
+        'run/ck.pt --hparams beta1=0.9 --variant zip2025'
+
+    Attributes:
+        path: The checkpoint, or a run's folder.
+        container: How its arrays lie in files; its content tells if None.
+        layout: What its names mean; the names tell if None.
+        step: The step of a run's folder; the newest if None.
+        hparams: Hyperparameters in the original system's own names. Of several optimizers a name may begin with the
+            schema: `adamw/weight_decay_rate`.
+        optimizer: Name of the optimizer that ran, where the files fit several.
+        variant: Variant of the schema; of several optimizers `adafactor/optax,adamw/torch`.
+        param_names: Names of the parameters, in the order of an optimizer that only numbers them.
+        names_from: Another origin of that order, which the layout offers: `config`.
+        schedule: The call that makes the learning rate, as `state.schedules.called` has it, or its text.
+        model_key: Path of the model's part in the checkpoint's tree, keys joined by `/`; found if None.
+        optimizer_key: Path of the optimizer's part; found if None.
+        accept_damaged: Whether to go on with a checkpoint that its manifest contradicts.
+        follow_links: Whether to read what links out of the checkpoint lead to.
+        budget: Bytes that the job may hold; the usual ones if None.
+        files: The files that a user named instead of a value, by option, for printed code.
+        model: None here; `contracts.Hints` has the live model that goes on, which no user names.
+
+    Raises:
+        UsageError: `path` is no path, or `schedule` is no call.
+    """
+
+    path: Path | None = None
+    container: str | None = _option(
+        "--from", "text", "place", "What the file is, if it can't be told.",
+        metavar="CONTAINER", completes="containers",
+    )  # fmt: skip
+    layout: str | None = _option(
+        "--layout", "text", "place", "What its names mean, if it can't be told.",
+        metavar="LAYOUT", completes="layouts",
+    )  # fmt: skip
+    step: int | None = _option(
+        "--step", "number", "place", "The step of a run's folder. Default: the newest.", metavar="N"
+    )
+    hparams: Mapping[str, Any] = _option(
+        "--hparams", "values", "meaning",
+        "What the checkpoint doesn't say, by the original's own names: decay_rate=0.8, or a .gin or .json file. "
+        "May be repeated. adamw/b2=0.95 is of one of several optimizers.",
+        metavar="FILE|KEY=VALUE",
+    )  # fmt: skip
+    optimizer: str | None = _option(
+        "--optimizer", "text", "meaning",
+        "Which optimizer ran, where the files fit several.", metavar="NAME",
+    )  # fmt: skip
+    variant: str | None = _option(
+        "--variant", "text", "meaning",
+        "Which variant of the optimizer ran, where the files can't tell; of several: adafactor/hf,adamw/torch.",
+        metavar="NAME", completes="variants",
+    )  # fmt: skip
+    param_names: Sequence[str] | None = _option(
+        "--param-names", "names", "meaning",
+        "Names in the order of the optimizer's parameters, where it only numbers them: a file with one per line, with "
+        "a JSON list (or one for each group) or with a state_dict; or a JSON list itself.",
+        metavar="FILE|LIST",
+    )  # fmt: skip
+    names_from: str | None = _option(
+        "--names-from", "text", "meaning",
+        "Where to take the order of a Trainer's numbered parameters from; config: the architecture that the model's "
+        "config.json names, built without weights (needs statekit[hf]).",
+        choices=("config",),
+    )  # fmt: skip
+    schedule: Mapping[str, Any] | None = _option(
+        "--schedule", "call", "meaning",
+        "What makes the run's learning rate, where its files don't say it, as the program has it: "
+        "'optax.cosine_decay_schedule(1e-3, 10000)', or a .gin file of T5X.",
+        metavar="CALL|FILE",
+    )  # fmt: skip
+    model_key: str | None = _option(
+        "--model-key", "text", "meaning",
+        "Where the weights lie in a PyTorch file or a tree of JAX, keys joined by /, if several may be meant.",
+        metavar="KEY",
+    )  # fmt: skip
+    optimizer_key: str | None = _option(
+        "--optimizer-key", "text", "meaning",
+        "Where the optimizer's state lies in a PyTorch file.", metavar="KEY",
+    )  # fmt: skip
+    accept_damaged: bool = _option(
+        "--accept-damaged", "flag", "trust",
+        "Go on with a checkpoint that its manifest contradicts; says what does.", False,
+    )  # fmt: skip
+    follow_links: bool = _option(
+        "--follow-links", "flag", "trust",
+        "Read what links out of the checkpoint lead to; those in Hugging Face's cache are followed anyway.", False,
+    )  # fmt: skip
+    budget: int | None = _option(
+        "--budget", "bytes", "trust",
+        "How much memory headers, pickles and trees may take, such as 2GiB, and work in proportion; values of "
+        "tensors stream.  [default: 512MiB]",
+        metavar="SIZE",
+    )  # fmt: skip
+    files: Mapping[str, str] = field(default_factory=dict, kw_only=True, compare=False, repr=False)
+    model: Mapping[str, Tensor] | None = field(default=None, init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Brings what a caller gives to the one form that each field has."""
+        if self.path is not None and not isinstance(self.path, str | os.PathLike):
+            raise UsageError(
+                "A checkpoint is named by its path.", place="path", found=type(self.path).__name__
+            )
+        if self.param_names is not None and isinstance(self.param_names, str):
+            raise UsageError(
+                "param_names is a sequence of names.", place="param_names", found=self.param_names
+            )
+        values = dict(self.hparams or {})
+        forms: dict[str, Any] = {
+            "path": None if self.path is None else Path(self.path),
+            "optimizer": values.pop(OPTIMIZER, None) if self.optimizer is None else self.optimizer,
+            "hparams": values,
+            "param_names": None if self.param_names is None else tuple(self.param_names),
+        }
+        if isinstance(self.schedule, str):
+            forms["schedule"] = parse_call(self.schedule)
+        if isinstance(self.budget, str):
+            forms["budget"] = bytes_of(self.budget)
+        for name, value in forms.items():
+            object.__setattr__(self, name, value)
+
+    @classmethod
+    def given(cls, source: CheckpointRef | str | os.PathLike[str], **options: Any) -> CheckpointRef:
+        """Returns the ref that a caller means by a path or a ref, and by keywords, which go before it.
+
+        Args:
+            source: A checkpoint, a run's folder, or a ref.
+            **options: Those of `RefOptions`; None says nothing.
+
+        Raises:
+            UsageError: There is no such option, or a value cannot be one.
+        """
+        known = [known.name for known in OPTIONS]
+        for name in options:
+            if name not in known:
+                raise UsageError(
+                    "There is no such argument.",
+                    place=name,
+                    expected=", ".join(known),
+                    remedy=meant(name, known),
+                )
+        given = {name: value for name, value in options.items() if value is not None}
+        return replace(source, **given) if isinstance(source, CheckpointRef) else cls(Path(source), **given)
+
+    def at(
+        self, path: Path, *, container: str | None = None, layout: str | None = None, step: int | None = None
+    ) -> Self:
+        """Returns the same of another path; container, layout and step stay as they are where None is given."""
+        return replace(
+            self,
+            path=path,
+            container=self.container if container is None else container,
+            layout=self.layout if layout is None else layout,
+            step=self.step if step is None else step,
+        )
+
+    @property
+    def place(self) -> Path:
+        """The path.
+
+        Raises:
+            UsageError: The ref has none.
+        """
+        if self.path is None:
+            raise UsageError("A ref without a path names no checkpoint.", place="path")
+        return self.path
+
+    @property
+    def hyperparameters(self) -> Mapping[str, Any]:
+        """`hparams`, and `optimizer` among them as they were spelled before."""
+        return self.hparams if self.optimizer is None else {**self.hparams, OPTIMIZER: self.optimizer}
+
+    def options(self, *uses: Use) -> dict[str, Any]:
+        """Returns the options that were told, in their order, by name.
+
+        Args:
+            *uses: Only those that tell this; all if none is given.
+        """
+        return {
+            known.name: getattr(self, known.name)
+            for known in OPTIONS
+            if (not uses or known.use in uses) and getattr(self, known.name) not in (None, False, {})
+        }
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns what was told as plain JSON, without the path and without what each machine decides."""
+        plain = {
+            name: [*v] if name == "param_names" else v for name, v in self.options("place", "meaning").items()
+        }
+        return dict(to_json(plain))
+
+    def over(self, manifest: Mapping[str, Any] | None) -> Self:
+        """Returns the ref with what a target's manifest, or a plan, says of its source; what is told here goes before.
+
+        Args:
+            manifest: The manifest's or the plan's record; None changes nothing.
+        """
+        options: Mapping[str, Any] = (manifest or {}).get("options") or {}
+        meanings = [known.name for known in OPTIONS if known.use == "meaning"]
+        stored = {name: options[name] for name in meanings if options.get(name)}
+        given = {name: value for name, value in self.options("meaning").items() if name != "hparams"}
+        values = {**(stored.pop("hparams", None) or {}), **self.hparams}
+        return replace(self, **{**stored, **given, "hparams": values})
+
+    def code(self, *between: str, spelling: Literal["python", "shell"] = "python") -> str:
+        """Returns the arguments that open the same checkpoint again: of a function of statekit, or of a verb.
+
+        Args:
+            *between: Code of further arguments, which stand behind the path.
+            spelling: Whether the arguments are Python's or a shell's.
+        """
+        if spelling == "shell":
+            return shlex.join([*([str(self.path)] if self.path else []), *between, *self.words()])
+        path = [] if self.path is None else [repr(str(self.path))]
+        return ", ".join([*path, *between, *(f"{name}={text}" for name, text in self.keywords().items())])
+
+    def keywords(self, *uses: Use) -> dict[str, str]:
+        """Returns what was told as keywords of Python: name -> code of the value."""
+        return {
+            name: repr(self.files[name]) if name in self.files else option(name).expression(value)
+            for name, value in self.options(*uses).items()
+        }
+
+    def words(self, *uses: Use) -> list[str]:
+        """Returns what was told as words of a command line."""
+        return [
+            word for name, value in self.options(*uses).items() for word in self._words(option(name), value)
+        ]
+
+    def _words(self, known: Option, value: Any) -> list[str]:
+        return [known.flag, self.files[known.name]] if known.name in self.files else known.words(value)
+
+    def job_budget(self) -> Budget:
+        """Returns a new budget for the job that opens this checkpoint."""
+        limits = None if self.budget is None else Limits(self.budget)
+        return Budget(limits, follow_links=self.follow_links)
+
+    def keyed(self, checkpoint: Checkpoint) -> Checkpoint:
+        """Returns a checkpoint that knows where the user said its parts lie."""
+        keys = {MODEL_KEY: self.model_key, OPTIMIZER_KEY: self.optimizer_key}
+        given = {name: key for name, key in keys.items() if key is not None}
+        return replace(checkpoint, meta={**checkpoint.meta, **given}) if given else checkpoint
+
+    @property
+    def variants(self) -> dict[str, str]:
+        """The variants that were told, by schema; under "" the variant of whatever optimizer it is.
+
+        Raises:
+            UsageError: Two were told of the same optimizer.
+        """
+        parts = [] if self.variant is None else self.variant.split(",")
+        pairs = [part.strip().rpartition("/") for part in parts]
+        by_schema = {schema: name for schema, _, name in pairs}
+        if len(by_schema) < len(pairs):
+            raise UsageError(
+                "An optimizer has one variant, and several are said.",
+                place="--variant",
+                expected="one for each optimizer of the run: SCHEMA/VARIANT,SCHEMA/VARIANT",
+                found=self.variant,
+            )
+        return by_schema
+
+    def of(self, schemas: Iterable[str]) -> dict[str, Self]:
+        """Returns what was told of each of a run's optimizers, by schema.
+
+        Raises:
+            UsageError: An option is of none of them, or may be of several; lists every one.
+        """
+        names = list(dict.fromkeys(schemas))
+        values: dict[str, dict[str, Any]] = {name: {} for name in names}
+        variants: dict[str, str | None] = dict.fromkeys(names)
+        faults = Faults()
+        for key, value in self.hparams.items():
+            schema, _, name = key.rpartition("/")
+            having = [known for known in names if not schema or known == schema]
+            if len(having) > 1:
+                having = [known for known in having if is_known(known, name)]
+            if len(having) == 1:
+                values[having[0]][name] = value
+            else:
+                faults.add(f"is said of {' or '.join(having)}" if having else "is said of none", key)
+        for schema, name in self.variants.items():
+            if schema in variants or (not schema and len(names) == 1):
+                variants[schema or names[0]] = name
+            else:
+                faults.add(f"is said of {' or '.join(names)}" if not schema else "is said of none", name)
+        pairs = ", ".join(f"{name}/NAME=VALUE" for name in names)
+        faults.check(
+            UsageError,
+            f"The run has the optimizers {' and '.join(names)}, and it isn't said which is meant"
+            if len(names) > 1
+            else f"The run's optimizer is {names[0]}",
+            place="--hparams, --variant",
+            expected=f"{pairs}; {','.join(f'{name}/VARIANT' for name in names)}",
+        )
+        return {name: replace(self, hparams=values[name], variant=variants[name]) for name in names}
+
+    def applied(self, state: TrainState) -> TrainState:
+        """Returns a state with the hints in force: hyperparameters by their canonical names, or the variant's own.
+
+        Raises:
+            UsageError: A hyperparameter doesn't exist, can't have its value, or is said twice; lists every one.
+        """
+        hints = self.of(schema for schema, _ in state.optimizer.kinds)
+        return state.each(lambda part: hints[part.optimizer.schema]._applied(part))
+
+    def _applied(self, state: TrainState) -> TrainState:
+        optimizer = state.optimizer
+        values = checked_hparams(optimizer.schema, self.variant or optimizer.variant, self.hyperparameters)
+        if values:
+            state = state.with_hyperparameters(**values)
+        if self.variant is None:
+            return state
+        return replace(state, optimizer=replace(state.optimizer, variant=self.variant))
+
+
+class SourceOptions(TypedDict, total=False):
+    """The fields of `CheckpointRef` as keywords of Python, for verbs whose `layout` is the target's."""
+
+    step: int | None
+    hparams: Mapping[str, Any] | None
+    optimizer: str | None
+    variant: str | None
+    param_names: Sequence[str] | None
+    names_from: Literal["config"] | None
+    schedule: str | Mapping[str, Any] | None
+    model_key: str | None
+    optimizer_key: str | None
+    accept_damaged: bool
+    follow_links: bool
+    budget: int | None
+
+
+class RefOptions(SourceOptions, total=False):
+    """The fields of `CheckpointRef` but the path, as keywords of Python; a test holds the two together."""
+
+    container: str | None
+    layout: str | None
+
+
+def _options(of: Iterable[Field[Any]]) -> Iterator[Option]:
+    for known in of:
+        if (described := known.metadata.get("option")) is not None:
+            yield Option(known.name, *described)
+
+
+OPTIONS: tuple[Option, ...] = tuple(_options(fields(CheckpointRef)))
+"""All options, in their order."""
+
+
+@cache
+def option(name: str) -> Option:
+    """Returns the option of a field."""
+    return next(known for known in OPTIONS if known.name == name)
