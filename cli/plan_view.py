@@ -23,6 +23,7 @@ MAX_ROWS = 150
 
 def show_plan(stdout: Screen, plan: Plan, tensors: bool) -> None:
     """Prints what a conversion does; with `tensors`, one row for each tensor of the target too."""
+    stdout.say(plan.headline, bold=True)
     head = Table(("what", "value"), titled=False)
     for side, name, path in (
         (plan.source, "from", plan.request.source),

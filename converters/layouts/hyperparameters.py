@@ -12,6 +12,7 @@ from typing import Any
 
 from statekit.errors import StateError
 from statekit.files.checkpoint import Checkpoint
+from statekit.state.evidence import Fact
 from statekit.state.train_state import Group, Kind, KnownFrom, RuleRecord, StateRecord
 from statekit.tensors.tree import from_json
 from statekit.tensors.typed import typed
@@ -40,7 +41,7 @@ class Hyperparameters:
         return Hyperparameters(kept, {name: self.known_from[name] for name in kept})
 
     def is_known(self, name: str) -> bool:
-        """Tells whether a hyperparameter was given, or stands in a file, and isn't merely assumed."""
+        """Tells whether a hyperparameter was given, stands in a file or is shown by it, and isn't merely assumed."""
         return self.known_from.get(name, "assumed") != "assumed"
 
     def assumed(self) -> dict[str, Any]:
@@ -85,17 +86,19 @@ class OptimizerSpec:
         hyperparameters: What is known of the optimizer's.
         settled: Whether that is all that was ever known, so that nothing shall be assumed besides.
         kind: Whose rule it is, if that is said here.
+        facts: What else is known of their updates.
     """
 
     paths: tuple[str, ...]
     hyperparameters: Hyperparameters
     settled: bool = False
     kind: Kind | None = None
+    facts: tuple[Fact, ...] = ()
 
     def group(self) -> Group:
         """Returns the parameters as a group of a state."""
         known = self.hyperparameters
-        return Group(self.paths, known.values, known.known_from)
+        return Group(self.paths, known.values, known.known_from, facts=self.facts)
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,7 @@ def manifest_state(checkpoint: Checkpoint, *schemas: str) -> ManifestRecord | No
             Hyperparameters(g["hyperparameters"], g["known_from"]),
             settled=True,
             kind=(g.get("schema", state["schema"]), g.get("variant", state["variant"])),
+            facts=tuple(map(Fact.from_json, g.get("facts", ()))),
         )
         for g in state["groups"]
     )

@@ -131,6 +131,7 @@ class CheckpointRef:
         schedule: The call that makes the learning rate, as `state.schedules.called` has it, or its text.
         model_key: Path of the model's part in the checkpoint's tree, keys joined by `/`; found if None.
         optimizer_key: Path of the optimizer's part; found if None.
+        assume_defaults: Whether documented defaults stand for what nobody says, where a target stores it.
         accept_damaged: Whether to go on with a checkpoint that its manifest contradicts.
         follow_links: Whether to read what links out of the checkpoint lead to.
         budget: Bytes that the job may hold; the usual ones if None.
@@ -194,6 +195,10 @@ class CheckpointRef:
     optimizer_key: str | None = _option(
         "--optimizer-key", "text", "meaning",
         "Where the optimizer's state lies in a PyTorch file.", metavar="KEY",
+    )  # fmt: skip
+    assume_defaults: bool = _option(
+        "--assume-defaults", "flag", "meaning",
+        "Let documented defaults stand for what nobody says, where the target stores it or a proof needs it.", False,
     )  # fmt: skip
     accept_damaged: bool = _option(
         "--accept-damaged", "flag", "trust",
@@ -423,7 +428,7 @@ class CheckpointRef:
 
     def _applied(self, state: TrainState) -> TrainState:
         optimizer = state.optimizer
-        values = checked_hparams(optimizer.schema, self.variant or optimizer.variant, self.hyperparameters)
+        values = checked_hparams(optimizer.schema, self.variant or optimizer.variant, self.hparams)
         if values:
             state = state.with_hyperparameters(**values)
         if self.variant is None:
@@ -443,6 +448,7 @@ class SourceOptions(TypedDict, total=False):
     schedule: str | Mapping[str, Any] | None
     model_key: str | None
     optimizer_key: str | None
+    assume_defaults: bool
     accept_damaged: bool
     follow_links: bool
     budget: int | None

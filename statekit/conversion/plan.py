@@ -16,6 +16,7 @@ from statekit.conversion.rule_change import RuleChange
 from statekit.errors import Faults, InexactError, printable
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.maps.links import Mapped, StateMap, inexact
+from statekit.state.evidence import Fact, headline
 from statekit.state.run import RunState, run_of
 from statekit.state.train_state import StepOffset, TrainState
 from statekit.tensors.digest import json_digest
@@ -133,6 +134,7 @@ class Plan:
         findings: What was odd about the source; not part of the digest, as it names places on this machine.
         uncounted: Files of the source that nothing shows to be of its step (statekit/conversion/agreement.py); not
             part of the digest.
+        facts: What the source's updates depend on, and how each is known.
         request: What was asked for, with paths; not part of the digest.
         empty: Names of the target's leaves that hold nothing; not part of the digest.
         changed: What was changed of the run as it was asked for.
@@ -157,6 +159,12 @@ class Plan:
     changed: tuple[Change, ...] = ()
     next_update: tuple[Mapping[str, Any], ...] = field(default=(), repr=False, compare=False)
     uncounted: tuple[str, ...] = field(default=(), repr=False, compare=False)
+    facts: tuple[Fact, ...] = ()
+
+    @property
+    def headline(self) -> str:
+        """How exact the conversion is, and the weakest facts that this rests on, in one line."""
+        return headline(self.exactness.name, self.facts)
 
     @property
     def bytes(self) -> int:
@@ -187,6 +195,8 @@ class Plan:
             "target": self.target.to_json(),
             "bytes": self.bytes,
             "exactness": self.exactness.name.lower(),
+            "headline": self.headline,
+            "facts": [fact.to_json() for fact in self.facts],
             "options": dict(self.options),
             "assumptions": list(self.assumptions),
             "dropped": dict(self.dropped),
@@ -243,6 +253,7 @@ def build_plan(
     keeps_manifest: bool = True,
     changed: tuple[Change, ...] = (),
     done: int | None = None,
+    facts: tuple[Fact, ...] = (),
 ) -> Plan:
     """Builds the plan of a conversion from names, shapes and dtypes alone.
 
@@ -259,6 +270,7 @@ def build_plan(
         keeps_manifest: Whether the target has a manifest, to keep what the target itself has no place for.
         changed: What was changed of the run as it was asked for.
         done: Updates that the source has done, where the state counts others.
+        facts: What its updates depend on.
     """
     sources = {name for tensor in checkpoint.tensors.values() for name in _stored_names(tensor.to_json())}
     names = tensor_names(encoded.tree)
@@ -284,6 +296,7 @@ def build_plan(
         empty=tuple(empty_names(encoded.tree)),
         changed=changed,
         uncounted=uncounted(checkpoint),
+        facts=facts,
     )
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 from statekit.conversion import registry
+from statekit.conversion.asking import check_optimizer, is_carried
 from statekit.conversion.cards import ContainerCard, LayoutCard
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import (
@@ -50,6 +51,7 @@ from statekit.files.checkpoint import PRETRAINED, Checkpoint
 from statekit.files.integrity import files_of, proven
 from statekit.files.stage import TargetKind
 from statekit.maps.links import StateMap, carried_through
+from statekit.state.facts import facts_of
 from statekit.state.run import BESIDE, Schedule, run_of
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.stored_params import MASTER, as_params, check_known, decoded
@@ -220,9 +222,7 @@ def prepare(request: Request) -> Plan:
     beside: tuple[OpenState, ...] = ()
     try:
         state, changes = _changed(opened, request)
-        name = _layout_of(request, implied)
-        cards = layouts_for(container, [one for one, _ in state.optimizer.kinds], name, opened.layout)
-        card, passed_over = _going_on(cards, state, opened.layout, request)
+        card, passed_over = _layout_for(container, state, opened, request, implied)
         layout = registry.layout(card.name)
         keeps_encoding = isinstance(layout, KeepsEncoding) and layout.keeps_encoding
         if not keeps_encoding and not _is_stored_as_moved(state):
@@ -232,6 +232,7 @@ def prepare(request: Request) -> Plan:
         state, mapped = carried_through(state, maps) if maps else (state, ())
         state, changes, beside = _with_missing(state, changes, opened, request)
         carried, rule_change = state, rule_change_to(card, state, opened.layout)
+        makers = registry.layout_card(opened.layout).variants
         if rule_change is not None:
             rule_change.check(request.require, lambda: _nearest(opened, request))
             state = rule_change.state
@@ -266,6 +267,7 @@ def prepare(request: Request) -> Plan:
             keeps,
             changes,
             opened.state.counts.updates,
+            facts_of(carried, makers),
         )
         plan.check()
         plan = _with_next_update(plan)
@@ -279,6 +281,18 @@ def prepare(request: Request) -> Plan:
     )
     finalize(plan, _close, id(plan))
     return plan
+
+
+def _layout_for(
+    container: Container, state: TrainState, opened: OpenState, request: Request, implied: str | None
+) -> tuple[LayoutCard, dict[str, str]]:
+    """Returns the target's layout, and why others before it don't go on; asks which optimizer it is where it must."""
+    name = _layout_of(request, implied)
+    cards = layouts_for(container, [schema for schema, _ in state.optimizer.kinds], name, opened.layout)
+    card, passed_over = _going_on(cards, state, opened.layout, request)
+    if not is_carried(state, opened.layout, card, registry.layout_card(opened.layout)):
+        check_optimizer(state, request)
+    return card, passed_over
 
 
 def _layout_of(request: Request, implied: str | None) -> str | None:
@@ -355,6 +369,8 @@ def _options(
         **({"schedule": dict(call)} if (call := request.hints.schedule) is not None else {}),
         **({"model_key": key} if (key := request.hints.model_key) is not None else {}),
         **({"optimizer_key": key} if (key := request.hints.optimizer_key) is not None else {}),
+        **({"optimizer": name} if (name := request.hints.optimizer) is not None else {}),
+        **({"assume_defaults": True} if request.hints.assume_defaults else {}),
         "step_offset": {
             "asked": request.step_offset,
             "value": _offset(state, request.step_offset),

@@ -29,6 +29,7 @@ from statekit.conversion.cards import (
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Container, Contents, Describes, Evidence, FindsNames, Layout
 from statekit.conversion.kept import with_kept
+from statekit.conversion.told_optimizer import with_optimizer
 from statekit.errors import (
     NotFoundError,
     StateError,
@@ -321,7 +322,7 @@ def decoded(layout: Layout, checkpoint: Checkpoint, hints: CheckpointRef) -> Tra
     if len(layout.variants) == 1 and WEIGHTS not in layout.variants:
         ((_, hints),) = hints.of(layout.variants).items()
     try:
-        state = layout.decode(checkpoint, hints)
+        state = with_optimizer(layout.decode(checkpoint, hints), hints.optimizer)
         if hints.variant is not None:
             _check_variant(layout, checkpoint, hints)
     except StatekitError:

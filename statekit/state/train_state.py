@@ -9,6 +9,8 @@ from enum import Enum
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
 from statekit.errors import Faults, StateError, UsageError
+from statekit.state.evidence import Fact, FactRecord
+from statekit.state.evidence import KnownFrom as KnownFrom  # noqa: PLC0414 - part of a state
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Tree
@@ -16,7 +18,6 @@ from statekit.tensors.typed import Name, Natural
 
 StepOffset: TypeAlias = Literal["keep", "reset"] | int
 """Where the decay of the second moment starts: `keep`; `reset`: at the updates done; or after so many."""
-KnownFrom: TypeAlias = Literal["file", "given", "assumed"]
 
 
 _RANKS = {"group": 0, "group_history": 1}
@@ -46,6 +47,7 @@ class GroupRecord(TypedDict):
     known_from: dict[Name, KnownFrom]
     schema: NotRequired[Name]
     variant: NotRequired[Name | None]
+    facts: NotRequired[list[FactRecord]]
 
 
 class StateRecord(TypedDict):
@@ -115,10 +117,11 @@ class Group:
     Attributes:
         paths: The parameters, in the source's order.
         hyperparameters: Canonical names and values; a name that is missing is unknown.
-        known_from: For each hyperparameter: `file`, `given` or `assumed`.
+        known_from: For each hyperparameter: `file`, `given`, `inferred` or `assumed`.
         slots: State of the group as a whole, by canonical slot name, e.g. ScaledAdam's `model_norms`.
         schema: Name of its schema, where a run has several optimizers; None where it is the `Optimizer`'s.
         variant: Name of its variant there, or None where the file can't tell.
+        facts: What else its layout noticed that updates depend on: which optimizers fit, a mask that nobody knows.
     """
 
     paths: tuple[str, ...]
@@ -127,6 +130,7 @@ class Group:
     slots: Mapping[str, Tensor] = field(default_factory=dict)
     schema: str | None = None
     variant: str | None = None
+    facts: tuple[Fact, ...] = ()
 
 
 Kind: TypeAlias = tuple[str, str | None]
@@ -386,6 +390,11 @@ class TrainState:
         )
         return replace(self, optimizer=replace(self.optimizer, groups=groups))
 
+    def with_facts(self, change: Callable[[Sequence[Fact]], Iterable[Fact]]) -> TrainState:
+        """Returns the state with other facts in every group: those that its layout noticed."""
+        groups = tuple(replace(group, facts=tuple(change(group.facts))) for group in self.optimizer.groups)
+        return replace(self, optimizer=replace(self.optimizer, groups=groups))
+
     def with_step_offset(self, asked: StepOffset) -> TrainState:
         """Returns the state with its second moment's decay starting where it is asked to.
 
@@ -426,6 +435,7 @@ class TrainState:
                     "hyperparameters": dict(g.hyperparameters),
                     "known_from": dict(g.known_from),
                     **({} if g.schema is None else {"schema": g.schema, "variant": g.variant}),
+                    **({"facts": [fact.to_json() for fact in g.facts]} if g.facts else {}),
                 }
                 for g in self.optimizer.groups
             ],

@@ -271,7 +271,10 @@ def stated(checkpoint: Checkpoint, schemas: Sequence[str], slots: Sequence[Slots
 def groups_of(known: ManifestRecord, specified: Mapping[str, Mapping[str, Any]]) -> list[Group]:
     """Returns the groups of a manifest, with what else is told, by schema."""
     return [
-        group_of(member.paths, member.hyperparameters.over(specified.get(schema, {}), "given"))
+        replace(
+            group_of(member.paths, member.hyperparameters.over(specified.get(schema, {}), "given")),
+            facts=member.facts,
+        )
         for member, (schema, _) in zip(known.groups, known.kinds, strict=True)
     ]
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -55,7 +55,6 @@ from statekit.converters.layouts.optax.decode import (
 )
 from statekit.converters.layouts.optax.factoring import Factoring, factoring, rule_of, usual_axes
 from statekit.converters.layouts.optax.inferred_hyperparameters import (
-    OPTIMIZER,
     VARIANT,
     CoreLink,
     canonical,
@@ -528,14 +527,13 @@ def _schemas(
     cores: Sequence[CoreLink], hints: CheckpointRef
 ) -> tuple[list[OptimizerSchema], list[str], dict[str, CheckpointRef]]:
     """Returns the schema of each core link, what was assumed for that, and what is said of each optimizer."""
-    asked = hints.hyperparameters.get(OPTIMIZER)
+    asked = hints.optimizer
     several = len({core.link.kind == "adafactor" for core in cores}) > 1
     choices = [
         schema_of(core, None if several and core.link.kind == "adafactor" else asked) for core in cores
     ]
     names = [name for name, _ in choices]
-    rest = {name: value for name, value in hints.hyperparameters.items() if name != OPTIMIZER}
-    by_schema = replace(hints, hparams=rest, optimizer=None).of(names)
+    by_schema = hints.of(names)
     notes = list(dict.fromkeys(why for _, why in choices if why))
     return [load_schema(name) for name in names], notes, by_schema
 

@@ -12,6 +12,7 @@ from statekit.converters.layouts.own.lines import neutral_lines
 from statekit.errors import StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.lines.printing import SavedRun, State
+from statekit.state.evidence import Fact
 from statekit.state.schema import WEIGHTS, all_variants, schema_names
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, StateRecord, TrainState
 from statekit.tensors.tensor import Tensor
@@ -96,7 +97,13 @@ def _state(tree: Parts, record: StateRecord) -> TrainState:
     counts = record["counts"]
     groups = tuple(
         Group(
-            tuple(g["paths"]), g["hyperparameters"], g["known_from"], slots, g.get("schema"), g.get("variant")
+            tuple(g["paths"]),
+            g["hyperparameters"],
+            g["known_from"],
+            slots,
+            g.get("schema"),
+            g.get("variant"),
+            tuple(map(Fact.from_json, g.get("facts", ()))),
         )
         for g, slots in zip(record["groups"], tree["groups"], strict=True)
     )

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, get_args
 
 import numpy as np
 
@@ -59,7 +59,7 @@ FROZEN = "frozen"
 """Key of the first group: names of the parameters that no group moves. A file without them takes them for buffers."""
 _OURS = ("params", "param_names", "rules", "step")
 _NOT_VALUES = (*_OURS, "lr", "schema", "variant", "behind", "slots", "known_from", FROZEN)
-_KNOWN_FROM = ("file", "given", "assumed")
+_KNOWN_FROM = get_args(KnownFrom)
 
 
 @dataclass(frozen=True)

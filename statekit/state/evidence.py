@@ -1,0 +1,162 @@
+"""What is known of the facts that an update depends on, and what a verdict may say on that ground.
+
+A fact has a source. `file`: the checkpoint says it. `given`: the user does. `inferred`: something in the file shows it.
+`assumed`: a documented default stands for it. `unknown`: nothing tells, or the file contradicts the default. In go the
+facts of a state, as `statekit.state.facts` has them. Out comes the one line that no verdict may be printed without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
+
+from statekit.tensors.tree import plain
+from statekit.tensors.typed import Name
+
+KnownFrom: TypeAlias = Literal["file", "given", "inferred", "assumed"]
+"""How a value that stands in a state is known."""
+Source: TypeAlias = Literal["file", "given", "inferred", "assumed", "unknown"]
+"""How a fact is known, the strongest first."""
+OPTIMIZER, BEYOND = "optimizer", "beyond"
+"""Names of the facts which optimizer it is, and of what it does besides the steps of its schema."""
+_DECAY = ("weight_decay_rate", "wd", "exclude_from_weight_decay")
+"""What programs set most often: named first."""
+MOST_NAMED = 3
+"""A headline names so many facts of a kind and counts the others."""
+
+
+class FactRecord(TypedDict):
+    """A fact that a layout noticed, as it stands in a manifest."""
+
+    name: Name
+    value: Any
+    source: Source
+    because: NotRequired[str]
+    others: NotRequired[list[Name]]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One fact that updates depend on.
+
+    Attributes:
+        name: A hyperparameter's canonical name, `optimizer`, `beyond`, or another in words: `mask`.
+        value: What it is; None where it is unknown.
+        source: How it is known.
+        because: What shows it, whose default it is, or why it is unknown.
+        others: What else it may be, as far as that has names.
+        groups: Numbers of the groups on whose updates it bears.
+    """
+
+    name: str
+    value: Any = None
+    source: Source = "unknown"
+    because: str = ""
+    others: tuple[str, ...] = ()
+    groups: tuple[int, ...] = ()
+
+    @property
+    def is_weak(self) -> bool:
+        """Whether neither the file nor the user says it."""
+        return self.source in ("assumed", "unknown") or bool(self.others)
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the fact as plain data."""
+        more = {"because": self.because, "others": list(self.others), "groups": list(self.groups)}
+        said = {key: part for key, part in more.items() if part}
+        return {"name": self.name, "value": plain(self.value), "source": self.source, **said}
+
+    @staticmethod
+    def from_json(record: FactRecord) -> Fact:
+        """Returns the fact of a record."""
+        others = tuple(record.get("others", ()))
+        return Fact(record["name"], record["value"], record["source"], record.get("because", ""), others)
+
+
+def fits_several(names: Sequence[str], because: str) -> Fact:
+    """Returns that a state may be of any of these optimizers; another framework's target asks which.
+
+    Example:
+        >>> fits_several(["adam", "radam"], "Adam's fields and one empty link").others
+        ('adam', 'radam')
+    """
+    return Fact(OPTIMIZER, None, "unknown", because, tuple(names))
+
+
+def taken_for(name: str, others: Sequence[str], because: str) -> Fact:
+    """Returns that a state is taken for one optimizer's by its structure, which others may have too."""
+    return Fact(OPTIMIZER, name, "inferred", because, tuple(others))
+
+
+def beyond(sentence: str) -> Fact:
+    """Returns that a run does more than its schema's steps; only its own system goes on with that."""
+    return Fact(BEYOND, None, "file", sentence)
+
+
+def weakest(facts: Iterable[Fact]) -> list[Fact]:
+    """Returns the facts that neither the file nor the user says, the weakest first."""
+    weak = [fact for fact in facts if fact.is_weak]
+    ranks = ("unknown", "assumed", "inferred")
+    return sorted(
+        weak, key=lambda fact: (ranks.index(fact.source) if fact.source in ranks else 3, _rank(fact))
+    )
+
+
+def _rank(fact: Fact) -> tuple[bool, bool]:
+    """Returns the order in which facts of one source are named: the usual ones first, those that are off last."""
+    off = fact.value is None or fact.value is False or fact.value in (0, [], "")
+    return fact.name.rpartition("/")[2] not in _DECAY, off
+
+
+def headline(verdict: str, facts: Iterable[Fact]) -> str:
+    """Returns a verdict with the weakest facts that it rests on, in one line.
+
+    Example:
+        >>> decay = Fact("weight_decay_rate", 0.0001, "assumed", "the default of optax.adamw")
+        >>> headline("BITWISE", [decay])
+        'BITWISE, if weight_decay_rate=0.0001 (the default of optax.adamw; nothing in the file says it)'
+        >>> headline("BITWISE", [])
+        'BITWISE'
+    """
+    weak = weakest(facts)
+    conditions = [*_taken(weak), *_assumed([fact for fact in weak if fact.source == "assumed"])]
+    unknown = [fact.name for fact in weak if fact.source == "unknown" and fact.name != OPTIMIZER]
+    text = f"{verdict}, if {' and '.join(conditions)}" if conditions else verdict
+    return f"{text}; unknown: {_counted(unknown, MOST_NAMED + 1)}" if unknown else text
+
+
+def _taken(weak: Sequence[Fact]) -> Iterator[str]:
+    """Yields which optimizer a state is taken for, and what else fits."""
+    for fact in weak:
+        if fact.name == OPTIMIZER:
+            which = (
+                f"it is {fact.value}"
+                if fact.value is not None
+                else f"you know which it is ({_or(fact.others)})"
+            )
+            fits = (
+                f" ({fact.because}; {_or(fact.others)} would look the same)" if fact.value is not None else ""
+            )
+            yield f"{which}{fits}"
+
+
+def _assumed(facts: Sequence[Fact]) -> Iterator[str]:
+    """Yields the values that are assumed, by whose defaults they are."""
+    for because in dict.fromkeys(fact.because for fact in facts):
+        same = [fact for fact in facts if fact.because == because]
+        values = _counted([f"{fact.name}={fact.value}" for fact in same], MOST_NAMED)
+        several = len(same) > 1
+        whose = because.replace("the default of", "the defaults of", 1) if several else because
+        yield f"{values} ({whose}; nothing in the file says {'them' if several else 'it'})"
+
+
+def _counted(names: Collection[str], most: int) -> str:
+    """Returns the first names, and how many others there are."""
+    named = list(dict.fromkeys(names))
+    rest = len(named) - most
+    return ", ".join(named[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _or(names: Sequence[str]) -> str:
+    return ", ".join(names[:-1]) + (" or " if len(names) > 1 else "") + "".join(names[-1:])

@@ -1,0 +1,81 @@
+"""The facts that a state's updates depend on: its hyperparameters with their sources, and what its layout noticed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from statekit.state.evidence import OPTIMIZER, Fact
+from statekit.state.options import RATE_NAMES
+from statekit.state.schema import WEIGHTS, OptimizerSchema, load_schema
+from statekit.state.train_state import Group, TrainState
+
+_FACTORING = ("factor_map", "logical_factor_rules", "factored", "min_dim_size_to_factor")
+"""What says how parameters are factored: each parameter has its rule."""
+
+
+def candidates(state: TrainState) -> Fact | None:
+    """Returns which optimizers a state may be of, where nobody has said which; None where that is settled."""
+    facts = (fact for group in state.optimizer.groups for fact in group.facts)
+    return next((fact for fact in facts if fact.name == OPTIMIZER and fact.source == "unknown"), None)
+
+
+def facts_of(state: TrainState, makers: Mapping[str, Sequence[str]] = {}) -> tuple[Fact, ...]:
+    """Returns the facts that a state's updates depend on, each once, with the groups that it bears on.
+
+    Args:
+        state: The state.
+        makers: By schema, the variants that may have made the state, where it doesn't say its own.
+    """
+    numbers: dict[str, tuple[Fact, tuple[int, ...]]] = {}
+    for i, group in enumerate(state.optimizer.groups):
+        for fact in _of_group(state, group, makers) if group.paths else ():
+            key = repr(replace(fact, groups=()))
+            numbers[key] = fact, (*numbers.get(key, (fact, ()))[1], i)
+    return tuple(replace(fact, groups=groups) for fact, groups in numbers.values())
+
+
+def _of_group(state: TrainState, group: Group, makers: Mapping[str, Sequence[str]]) -> Iterator[Fact]:
+    name, variant = state.optimizer.kind(group)
+    if name == WEIGHTS:
+        return
+    yield from group.facts
+    prefix = f"{name}/" if state.optimizer.several else ""
+    possible = (variant,) if variant is not None else tuple(makers.get(name, ()))
+    if variant is None and len(possible) != 1:
+        yield Fact(f"{prefix}variant", because="the files don't say whose rule it is", others=possible)
+    if not possible:
+        return
+    schema = load_schema(name)
+    known = {fact.name for fact in group.facts}
+    shown = state.switched_on(group)
+    for fact in _hyperparameters(schema, possible[0], group, shown):
+        if fact.name not in known:
+            yield replace(fact, name=f"{prefix}{fact.name}")
+
+
+def _hyperparameters(
+    schema: OptimizerSchema, variant: str, group: Group, shown: Mapping[str, str]
+) -> Iterator[Fact]:
+    """Yields the hyperparameters on which a group's updates depend."""
+    settings = {**schema.settings(variant), **group.hyperparameters}
+    for name in schema.variant(variant)["defaults"]:
+        value = group.hyperparameters.get(name)
+        if name in _FACTORING or not _matters(schema, name, settings):
+            continue
+        if name not in group.hyperparameters or (name in RATE_NAMES and value is None):
+            slot = shown.get(name)
+            yield Fact(name, because=f"the slot {slot} shows that it is on" if slot else "nothing says it")
+            continue
+        source = group.known_from.get(name, "assumed")
+        yield Fact(name, value, source, f"the default of {variant}.{schema.name}" * (source == "assumed"))
+
+
+def _matters(schema: OptimizerSchema, name: str, settings: Mapping[str, Any]) -> bool:
+    """Tells whether a hyperparameter changes updates, as the others are."""
+    if name in RATE_NAMES:
+        return not settings.get("relative_step")
+    spec = schema.hyperparameters[name]
+    idle = any(settings.get(other) in values for other, values in spec.get("unless", {}).items())
+    return spec["effect"] not in ("none", "rounding") and not idle
