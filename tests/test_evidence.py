@@ -10,10 +10,9 @@ import pytest
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
-from statekit.conversion.told_optimizer import with_optimizer
 from statekit.errors import InexactError, UnknownRuleError, UsageError
 from statekit.state.evidence import Fact, beyond, fits_several, headline, taken_for, weakest
-from statekit.state.facts import facts_of
+from statekit.state.facts import facts_of, with_optimizer
 from statekit.state.train_state import TrainState
 from statekit.testing.layouts import made_state
 

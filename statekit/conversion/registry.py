@@ -29,7 +29,6 @@ from statekit.conversion.cards import (
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Container, Contents, Describes, Evidence, FindsNames, Layout
 from statekit.conversion.kept import with_kept
-from statekit.conversion.told_optimizer import with_optimizer
 from statekit.errors import (
     NotFoundError,
     StateError,
@@ -42,6 +41,7 @@ from statekit.errors import (
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import check_undamaged, check_whole, proven
 from statekit.files.source import first_bytes, listing, looking, reading, walked
+from statekit.state.facts import with_optimizer
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.told_schedule import told_schedule, with_own_rate
 from statekit.state.train_state import TrainState

@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from statekit.state.evidence import OPTIMIZER, Fact
+from statekit.errors import UsageError
+from statekit.state.evidence import BEYOND, OPTIMIZER, Fact
 from statekit.state.options import RATE_NAMES
 from statekit.state.schema import WEIGHTS, OptimizerSchema, load_schema
 from statekit.state.train_state import Group, TrainState
@@ -79,3 +80,38 @@ def _matters(schema: OptimizerSchema, name: str, settings: Mapping[str, Any]) ->
     spec = schema.hyperparameters[name]
     idle = any(settings.get(other) in values for other, values in spec.get("unless", {}).items())
     return spec["effect"] not in ("none", "rounding") and not idle
+
+
+def with_optimizer(state: TrainState, name: str | None) -> TrainState:
+    """Returns a state whose optimizer is the one that the user names.
+
+    Args:
+        state: The state, as its layout decoded it.
+        name: What the user says; None where nothing is said.
+
+    Raises:
+        UsageError: The state can't be of that optimizer.
+    """
+    if name is None:
+        return state
+    facts = [fact for group in state.optimizer.groups for fact in group.facts if fact.name == OPTIMIZER]
+    fitting = dict.fromkeys(one for fact in facts for one in (fact.value, *fact.others) if one is not None)
+    if name not in (fitting or {schema for schema, _ in state.optimizer.kinds}):
+        raise UsageError(
+            "The optimizer can't be that.",
+            place="--optimizer",
+            expected=", ".join(fitting or [schema for schema, _ in state.optimizer.kinds]),
+            found=name,
+        )
+    others = load_schema(state.optimizer.kinds[0][0]).data.get("look_alikes", {})
+    return state.with_facts(lambda facts: _told(facts, name, others.get(name)))
+
+
+def _told(facts: Sequence[Fact], name: str, otherwise: str | None) -> Iterator[Fact]:
+    """Yields the facts of a group whose optimizer is told; one without steps can only be carried."""
+    for fact in facts:
+        if fact.name != OPTIMIZER:
+            yield fact
+    yield Fact(OPTIMIZER, name, "given")
+    if otherwise is not None and not any(fact.name == BEYOND for fact in facts):
+        yield Fact(BEYOND, None, "given", f"it is {name}, of which statekit has no steps: {otherwise}")

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -533,7 +533,7 @@ def _schemas(
         schema_of(core, None if several and core.link.kind == "adafactor" else asked) for core in cores
     ]
     names = [name for name, _ in choices]
-    by_schema = hints.of(names)
+    by_schema = replace(hints, optimizer=None).of(names)
     notes = list(dict.fromkeys(why for _, why in choices if why))
     return [load_schema(name) for name in names], notes, by_schema
 
