@@ -37,7 +37,9 @@ def command(
     CHECKPOINT is a file or folder of any system that `statekit formats` lists, or a run's folder with several steps.
     `...` stands for what the checkpoint doesn't say.
     """
-    with open_state(checkpoint, container=container, layout=layout, step=step, hints=hints) as opened:
+    with open_state(
+        checkpoint, container=container, layout=layout, step=step, hints=hints, builds=True
+    ) as opened:
         state, place = to_json(opened.state.to_json()), of_checkpoint(opened)
         lines = resume_lines(place, state, framework)
         if as_json:

@@ -113,7 +113,7 @@ def open(source: _Source, **options: Unpack[RefOptions]) -> OpenState:
     """
     from statekit.conversion.open_state import open_state
 
-    return open_state(_ref(source, options))
+    return open_state(_ref(source, options), builds=True)
 
 
 def inspect(

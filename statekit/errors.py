@@ -9,6 +9,7 @@ StatekitError
 │   │   └── BudgetError                      more memory or work than the job may take; --budget raises it
 │   └── UnknownFormatError                   no format fits, or several fit equally well
 ├── StateError          (ValueError)         a train state breaks its schema; lists every fault
+│   └── NamesError                           nothing tells which parameters an optimizer's numbers mean
 ├── InexactError        (ValueError)         a conversion would be less exact than required
 ├── UnknownRuleError    (LookupError)        a step needs a rule or hyperparameter nobody has given
 ├── TargetExistsError   (FileExistsError)    the target is there already
@@ -128,6 +129,10 @@ class UnknownFormatError(FormatError):
 
 class StateError(StatekitError, ValueError):
     """A train state breaks its schema, or a checkpoint doesn't hold what its layout says."""
+
+
+class NamesError(StateError):
+    """Nothing tells which parameters an optimizer's numbers mean."""
 
 
 class InexactError(StatekitError, ValueError):

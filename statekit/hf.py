@@ -1,19 +1,24 @@
-"""One line for transformers' Trainer, which proves before the first update that a resumed run is its checkpoint's.
+"""Two lines for transformers' Trainer.
 
-trainer.add_callback(statekit.hf.AttestCallback("run/checkpoint-500"))
+trainer.add_callback(statekit.hf.AttestCallback("run/checkpoint-500")) proves before the first update that a resumed run
+is its checkpoint's. trainer.add_callback(statekit.hf.NamesCallback()) writes at each save which parameters the
+optimizer's numbers mean.
 """
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 from statekit.errors import MissingExtraError
+from statekit.state.param_names import NAMES_FILE
 
 try:
     from transformers.trainer_callback import TrainerCallback
 
     from statekit.attestation.once import AttestsOnce
-    from statekit.torch.attestation import attest
+    from statekit.torch.attestation import attest, unwrapped
 except ModuleNotFoundError as error:
     if error.name in ("torch", "transformers"):
         raise MissingExtraError(
@@ -21,7 +26,7 @@ except ModuleNotFoundError as error:
         ) from error
     raise
 
-__all__ = ["AttestCallback"]
+__all__ = ["AttestCallback", "NamesCallback"]
 
 
 class AttestCallback(AttestsOnce, TrainerCallback):  # type: ignore[misc]  # its base is untyped
@@ -58,3 +63,22 @@ class AttestCallback(AttestsOnce, TrainerCallback):  # type: ignore[misc]  # its
             ),
             state.is_world_process_zero,
         )
+
+
+class NamesCallback(TrainerCallback):  # type: ignore[misc]  # its base is untyped
+    """Writes at each save which parameters the optimizer's numbers mean: Trainer's own files don't say it.
+
+    Beside optimizer.pt lies `parameter_names.json` then, {"param_groups": [[name, ...], ...]}, which statekit reads by
+    itself.
+    """
+
+    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Writes the names, in the process that writes the checkpoint."""
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        optimizer, model = given.get("optimizer"), given.get("model")
+        if not state.is_world_process_zero or optimizer is None or model is None or not folder.is_dir():
+            return
+        names = {id(param): name for name, param in unwrapped(model).named_parameters()}
+        groups = [[names.get(id(param)) for param in group["params"]] for group in optimizer.param_groups]
+        if all(name is not None for group in groups for name in group):
+            (folder / NAMES_FILE).write_text(json.dumps({"param_groups": groups}, indent=1) + "\n")

@@ -18,7 +18,9 @@ import statekit
 import statekit.jax
 from goldens import GOLDEN
 from statekit.cli.main import main
+from statekit.converters.layouts.pytorch.architecture import architecture
 from statekit.errors import FormatError, MissingExtraError, StateError, UsageError
+from statekit.state.param_names import NAMES_FILE
 from statekit.torch import load_optimizer
 
 pytestmark = [pytest.mark.torch, pytest.mark.jax]
@@ -44,12 +46,10 @@ def test_config_tells_what_trainers_optimizer_numbers(
     kind: str, runs: tuple[Path, Truth], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step, truth = step_of(runs[0], kind), runs[1][kind]
-    with pytest.raises(
-        StateError, match=r"do:\s+--names-from config(.|\n)*load_optimizer(.|\n)*--param-names"
-    ):
-        statekit.open(step)
-    assert main(["convert", str(step), str(tmp_path / "run.pt"), "--names-from", "config"]) == 0
-    assert "of transformers" in capsys.readouterr().out
+    assert main(["convert", str(step), str(tmp_path / "run.pt")]) == 0
+    told = capsys.readouterr().out
+    assert "of transformers" in told
+    assert "names_from=config, as nothing else" in told
     state = torch.load(step / "optimizer.pt", weights_only=True)["state"]
     flat = [name for group in truth for name in group]
     with statekit.open(tmp_path / "run.pt") as opened:
@@ -59,6 +59,69 @@ def test_config_tells_what_trainers_optimizer_numbers(
             for slot, native in (("m", "exp_avg"), ("v", "exp_avg_sq")):
                 if native in state[index]:
                     assert np.array_equal(slots[slot].read(), state[index][native].numpy())
+
+
+def test_looking_never_builds_a_model_and_shows_what_needs_no_names(
+    runs: tuple[Path, Truth],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # where nothing is remembered
+
+    def refused(*given: Any, **others: Any) -> None:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr("subprocess.run", refused)
+    step = step_of(runs[0], "gpt2")
+    assert main(["inspect", str(step), "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert seen["layout"]["name"] == "torch-optim"
+    optimizer = seen["optimizer"]
+    assert (optimizer["schema"], optimizer["updates"]) == ("adamw", 3)
+    decays = [group["hyperparameters"]["weight_decay_rate"] for group in optimizer["groups"]]
+    assert decays == [0.1, 0.0]
+    assert [group["parameters"] for group in optimizer["groups"]] == [len(one) for one in runs[1]["gpt2"]]
+    assert seen["run"]["schedules"][0]["kind"] == "LambdaLR"
+    assert any("--names-from config" in finding["what"] for finding in seen["findings"])
+    assert main(["doctor", str(step)]) == 0
+    assert "--names-from config" in " ".join(capsys.readouterr().out.split())
+    with pytest.raises(AssertionError, match="a process"):
+        statekit.open(step)
+
+
+def test_what_was_built_is_remembered_by_the_digest_of_the_configuration(
+    runs: tuple[Path, Truth], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    record = {"params": [["a"]], "decayed": ["a"], "made_by": "nobody"}
+    calls: list[str] = []
+
+    def answered(config: str) -> str:
+        calls.append(config)
+        return json.dumps(record)
+
+    monkeypatch.setattr("statekit.converters.layouts.pytorch.architecture._answer", answered)
+    for layers in (2, 2, 3):
+        architecture(json.dumps({"model_type": "gpt2", "n_layer": layers}), "here", 99)
+    assert len(calls) == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_names_that_a_run_writes_at_its_save_are_read(
+    kind: str, runs: tuple[Path, Truth], tmp_path: Path
+) -> None:
+    folder = tmp_path / "checkpoint-3"
+    shutil.copytree(step_of(runs[0], kind), folder)
+    shutil.copy(runs[0] / kind / NAMES_FILE, folder)
+    (folder / "config.json").unlink()
+    with statekit.open(folder) as opened:
+        assert [[path.replace("/", ".") for path in group.paths] for group in opened.groups] == runs[1][kind]
+    stated = json.loads((folder / NAMES_FILE).read_text())
+    stated["param_groups"][0].pop()
+    (folder / NAMES_FILE).write_text(json.dumps(stated))
+    with pytest.raises(StateError, match=NAMES_FILE):
+        statekit.open(folder)
 
 
 def test_drop_ins_take_names_from_config(runs: tuple[Path, Truth]) -> None:

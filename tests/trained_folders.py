@@ -2,7 +2,8 @@
 
     python trained_folders.py FOLDER
 
-writes `FOLDER/<architecture>/checkpoint-3`, and in `FOLDER/names.json` which parameters each optimizer numbers.
+writes `FOLDER/<architecture>/checkpoint-3`, and in `FOLDER/names.json` which parameters each optimizer numbers. What
+NamesCallback wrote of them lies in `FOLDER/<architecture>`, so that the checkpoint itself doesn't name them.
 """
 
 from __future__ import annotations
@@ -14,6 +15,9 @@ from typing import Any
 
 import torch
 import transformers
+
+from statekit.hf import NamesCallback
+from statekit.state.param_names import NAMES_FILE
 
 SIZES = {
     "gpt2": ("GPT2", {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 16, "eos_token_id": 0}),
@@ -36,7 +40,9 @@ def trained(kind: str, out: Path) -> list[list[str]]:
     )  # fmt: skip
     data = [{"input_ids": row, "labels": row} for row in rows]
     trainer: Any = transformers.Trainer(model, args, train_dataset=data)
+    trainer.add_callback(NamesCallback())
     trainer.train()
+    (out / "checkpoint-3" / NAMES_FILE).rename(out / NAMES_FILE)
     names = {id(param): name for name, param in model.named_parameters()}
     return [[names[id(param)] for param in group["params"]] for group in trainer.optimizer.param_groups]
 

@@ -14,12 +14,14 @@ from statekit.attestation.file_faults import FAULTS, fault
 from statekit.attestation.one_step import narrow_counts, odd, of_one_step
 from statekit.attestation.reading import OnTensor, readings
 from statekit.attestation.two_steps import Step, are_of_one_run, between_steps
+from statekit.conversion import registry
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.checkpoints_at import CheckpointAt, checkpoints_at
 from statekit.conversion.contracts import NO_HINTS
 from statekit.conversion.open_state import OpenState, open_state
 from statekit.errors import (
     FormatError,
+    NamesError,
     NotFoundError,
     RefusedError,
     StateError,
@@ -108,6 +110,9 @@ def doctor(
             inner = stack.enter_context(ExitStack())
             try:
                 opened = inner.enter_context(_opened(place, hints))
+            except NamesError as error:
+                each.append(_of_no_names(place, hints, error))
+                continue
             except (StateError, FormatError, NotFoundError) as error:
                 if step is not None and isinstance(error, NotFoundError):  # the step that was asked for
                     raise
@@ -160,6 +165,21 @@ def _by_updates(places: Sequence[CheckpointAt], hints: CheckpointRef) -> Iterato
 def _follows(earlier: Step, now: Step, place: CheckpointAt) -> bool:
     """Tells whether a checkpoint is a later step: of a run's folder it is, a file if it has done more updates."""
     return place.step is not None or now.state.counts.updates > earlier.state.counts.updates
+
+
+def _of_no_names(place: CheckpointAt, hints: CheckpointRef, error: NamesError) -> Examination:
+    """Returns what is told of a checkpoint whose optimizer numbers its parameters, and nobody knows which they are.
+
+    Raises:
+        NamesError: That error: its layout tells nothing without names.
+    """
+    with place.opened(hints, hints.job_budget()) as checkpoint:
+        contents = registry.contents(checkpoint)
+        if contents is None or contents.unnamed is None:
+            raise error
+        counts = tuple(narrow_counts(checkpoint.tensors))
+        lacking = f"not looked at: the slots, as nothing tells whose they are; {error.remedy}"
+        return Examination(checkpoint.path, contents.unnamed.counts.updates, counts, (lacking,))
 
 
 def _of_no_state(place: CheckpointAt, hints: CheckpointRef, error: StatekitError) -> tuple[Finding, ...]:

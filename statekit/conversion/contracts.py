@@ -15,7 +15,7 @@ from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.stage import Stage
 from statekit.state.exactness import Exactness as Exactness  # noqa: PLC0414 - part of the contract
-from statekit.state.train_state import TrainState
+from statekit.state.train_state import Counts, Optimizer, TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Path as Keys
 from statekit.tensors.tree import Tree
@@ -193,6 +193,9 @@ class FindsNames(Protocol):
     def names_from(self) -> tuple[str, ...]:
         """The ways that it offers, for `--names-from`."""
 
+    def names_are_near(self, checkpoint: Checkpoint) -> str:
+        """Returns the way that a checkpoint has what it needs for; "" if there is none."""
+
 
 @runtime_checkable
 class HoldsSeveral(Protocol):
@@ -225,6 +228,21 @@ class KeepsManifest(Protocol):
 
 
 @dataclass(frozen=True)
+class Unnamed:
+    """What is known of a run whose optimizer numbers its parameters, and nobody knows which they are.
+
+    Attributes:
+        optimizer: Its groups have numbers in the place of paths.
+        counts: The steps.
+        extra: What else the checkpoint holds, as a state's.
+    """
+
+    optimizer: Optimizer
+    counts: Counts
+    extra: Mapping[str, Tree]
+
+
+@dataclass(frozen=True)
 class Contents:
     """What a checkpoint holds that no layout makes a state of.
 
@@ -235,6 +253,8 @@ class Contents:
         others: All other tensors, by their own names.
         options: For each path, the optimizer's options by their own names, and what its state holds besides tensors,
             where they are known.
+        unnamed: The state without parameters, where the layout knows everything but which is which: its optimizer,
+            counts and extra, with numbers in the place of paths; None elsewhere.
     """
 
     what: str
@@ -242,6 +262,7 @@ class Contents:
     slots: Mapping[str, Mapping[str, Tensor]]
     others: Mapping[str, Tensor]
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    unnamed: Unnamed | None = None
 
 
 @runtime_checkable

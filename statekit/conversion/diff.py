@@ -148,7 +148,7 @@ def _compared(
     name, config, each = asked
     with ExitStack() as stack:
         opened = [
-            stack.enter_context(open_state(path, step=step, hints=hints))
+            stack.enter_context(open_state(path, step=step, hints=hints, builds=True))
             for path, hints in zip(paths, each, strict=True)
         ]
         first, second = (as_params(one.state)[0] for one in opened)

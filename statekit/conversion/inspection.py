@@ -14,7 +14,15 @@ from statekit.conversion.agreement import disagreements, uncounted
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import NO_HINTS, Contents
 from statekit.conversion.open_state import chosen_container, chosen_layout
-from statekit.errors import NotFoundError, StateError, StatekitError, UnknownFormatError, printable, some
+from statekit.errors import (
+    NamesError,
+    NotFoundError,
+    StateError,
+    StatekitError,
+    UnknownFormatError,
+    printable,
+    some,
+)
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.integrity import Means, means_of
 from statekit.files.proving import proving
@@ -266,6 +274,7 @@ def _seen(
 ) -> Inspection:
     try:
         layout, why = chosen_layout(checkpoint, request.layout)
+        opened = replace(opened, layout=Choice(layout.name, layout.title, why.because))
         state = registry.decoded(layout, checkpoint, request.hints)
     except (UnknownFormatError, StateError) as error:
         hints = request.hints
@@ -273,7 +282,7 @@ def _seen(
             raise
         return _native(opened, checkpoint, error, request, on_progress)
     findings = (*opened.findings, *disagreements(checkpoint, state))
-    named = replace(opened, layout=Choice(layout.name, layout.title, why.because), findings=findings)
+    named = replace(opened, findings=findings)
     return _canonical(named, state, request, on_progress)
 
 
@@ -312,6 +321,18 @@ def _native(
     )
     others = tuple(describe(name, tensor) for name, tensor in chosen.items())
     seen = replace(opened, parameters=parameters, others=others, contents=contents.what or None)
+    unnamed = contents.unnamed if isinstance(error, NamesError) else None
+    if unnamed is None:
+        seen = replace(seen, layout=None)
+    else:
+        seen = replace(
+            seen,
+            optimizer=unnamed.optimizer,
+            counts=unnamed.counts,
+            contents=None,
+            extra=tuple(unnamed.extra),
+            run=run_of(unnamed.extra),
+        )
     _check_matched(seen, request, [*contents.params, *contents.others])
     why = f"its tensors are listed by their own names: {error.line}"
     is_said = bool(contents.what) and isinstance(error, UnknownFormatError)

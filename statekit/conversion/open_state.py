@@ -15,9 +15,16 @@ from statekit.budget import Budget
 from statekit.conversion import registry
 from statekit.conversion.agreement import disagreements
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.contracts import NO_HINTS, Container, Evidence, Layout
+from statekit.conversion.contracts import NO_HINTS, Container, Evidence, FindsNames, Layout
 from statekit.conversion.target import agreed_layout, source_container
-from statekit.errors import CorruptError, printable
+from statekit.errors import (
+    CorruptError,
+    FormatError,
+    MissingExtraError,
+    NamesError,
+    StateError,
+    printable,
+)
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import Counts, Group, KnownFrom, TrainState
@@ -206,6 +213,7 @@ def open_state(
     step: int | None = None,
     hints: CheckpointRef = NO_HINTS,
     budget: Budget | None = None,
+    builds: bool = False,
 ) -> OpenState:
     """Opens a checkpoint and decodes it; reads headers and scalars only.
 
@@ -216,6 +224,8 @@ def open_state(
         step: Which step of a run's folder; the newest if None.
         hints: What the checkpoint doesn't say.
         budget: The job's that it is opened for; its own if None.
+        builds: Whether the names of parameters may be asked of the model's configuration where nothing else tells them:
+            a process of its own builds the architecture.
 
     Raises:
         NotFoundError: Nothing is there, or no such step or name.
@@ -232,19 +242,56 @@ def open_state(
     budget = budget or ref.job_budget()
     checkpoint = registry.opened(named, ref.place, ref.step, ref, budget)
     try:
-        return _decoded(checkpoint, seen, layout, ref, budget)
+        return _decoded(checkpoint, seen, layout, ref, budget, builds)
     except BaseException:
         checkpoint.close()
         raise
 
 
 def _decoded(
-    checkpoint: Checkpoint, seen: Evidence, layout: str | None, ref: CheckpointRef, budget: Budget
+    checkpoint: Checkpoint,
+    seen: Evidence,
+    layout: str | None,
+    ref: CheckpointRef,
+    budget: Budget,
+    builds: bool,
 ) -> OpenState:
     meaning, why = chosen_layout(checkpoint, layout)
-    state = registry.decoded(meaning, checkpoint, ref)
+    try:
+        state = registry.decoded(meaning, checkpoint, ref)
+    except NamesError as error:
+        if not builds or (near := _named_near(meaning, checkpoint, ref, error)) is None:
+            raise
+        state = near
     checkpoint = replace(checkpoint, findings=(*checkpoint.findings, *disagreements(checkpoint, state)))
     return OpenState(checkpoint, meaning.name, (seen, why), state, budget, ref)
+
+
+def _named_near(
+    layout: Layout, checkpoint: Checkpoint, hints: CheckpointRef, error: NamesError
+) -> TrainState | None:
+    """Returns the state with names from what lies beside the checkpoint's weights; None if that has none.
+
+    Raises:
+        NamesError: The names aren't told there either; says why.
+    """
+    if hints.names_from is not None or not isinstance(layout, FindsNames):
+        return None
+    way = layout.names_are_near(checkpoint)
+    if not way:
+        return None
+    try:
+        state = registry.decoded(layout, checkpoint, replace(hints, names_from=way))
+    except (StateError, FormatError, MissingExtraError) as failed:
+        raise NamesError(
+            error.subject,
+            place=error.place or checkpoint.path,
+            expected=error.expected,
+            found=f"{error.found or ''}; names from {way} were tried: {failed.line}".removeprefix("; "),
+            remedy=failed.remedy or error.remedy,
+        ) from error
+    said = f"The order of the parameters is that of names_from={way}, as nothing else in the checkpoint tells it."
+    return replace(state, assumptions=(*state.assumptions, said))
 
 
 @contextmanager
@@ -272,7 +319,7 @@ def state_to_load(
     budget = ref.job_budget()
     with registry.opened(named, ref.place, ref.step, ref, budget) as checkpoint:
         used = proving(checkpoint, budget, accept=ref.accept_damaged)
-        opened = _decoded(used.checkpoint, seen, layout, ref, budget)
+        opened = _decoded(used.checkpoint, seen, layout, ref, budget, builds=True)
         doubts = [finding.what for finding in opened.checkpoint.findings[len(checkpoint.findings) :]]
         if doubts:  # to whoever called load_...
             warnings.warn(printable(f"{'; '.join(doubts)} @ {checkpoint.path}"), stacklevel=4)

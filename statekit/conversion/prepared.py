@@ -218,7 +218,9 @@ def prepare(request: Request) -> Plan:
     check_apart(request.source, request.target)
     container, implied = choose_container(request.target, request.to)
     container = written_as(container, request.target)
-    opened = open_state(request.source, container=request.from_, step=request.step, hints=request.hints)
+    opened = open_state(
+        request.source, container=request.from_, step=request.step, hints=request.hints, builds=True
+    )
     beside: tuple[OpenState, ...] = ()
     try:
         state, changes = _changed(opened, request)
@@ -454,7 +456,7 @@ def _model_beside(path: Path, opened: OpenState, said: CheckpointRef) -> OpenSta
     faults: list[StatekitError] = []
     for hints in (trust, keyed, said):
         try:
-            return open_state(path, hints=hints, budget=opened.budget)
+            return open_state(path, hints=hints, budget=opened.budget, builds=True)
         except (UnknownFormatError, StateError, UsageError) as error:
             faults.append(error)
     raise faults[0]

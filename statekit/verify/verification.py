@@ -194,7 +194,7 @@ def certificate(
 def _opened(asked: Asked, hints: CheckpointRef) -> Iterator[tuple[Prepared, Plan, OpenState, list[str]]]:
     """Opens both sides: the target as it is, the source as a conversion to such a target makes it."""
     with ExitStack() as stack:
-        target = stack.enter_context(open_state(asked.target, hints=_of_target(hints)))
+        target = stack.enter_context(open_state(asked.target, hints=_of_target(hints), builds=True))
         card = registry.container_card(target.checkpoint.container)
         if card.target_kind is None:
             raise UsageError(

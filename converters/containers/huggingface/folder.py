@@ -139,10 +139,17 @@ def open_beside(folder: Path, taken: Collection[str], files: Files) -> Beside:
 _OF_SCHEDULES = (
     "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "warmup_ratio", "max_steps", "learning_rate",
 )  # fmt: skip
+_OF_GRADIENTS: Mapping[str, Any] = {
+    "max_grad_norm": 0.0, "gradient_accumulation_steps": 1, "label_smoothing_factor": 0.0, "neftune_noise_alpha": None,
+    "average_tokens_across_devices": False,
+}  # fmt: skip
+"""Those that change the gradients, which an optimizer's file doesn't show -> the value that leaves them as they are."""
 
 
 def _schedule_arguments(arguments: Tree, trainer_state: Tree) -> dict[str, Any]:
-    """Returns those of Trainer's arguments that make its schedule, as plain data; of steps those that it came to.
+    """Returns those of Trainer's arguments that its updates depend on, as plain data; of steps those that it came to.
+
+    They are those that make the schedule, and those that change the gradients.
 
     Source: huggingface/transformers, training_args.py, `TrainingArguments`; optimization.py, `get_scheduler`.
     """
@@ -150,6 +157,9 @@ def _schedule_arguments(arguments: Tree, trainer_state: Tree) -> dict[str, Any]:
     if not isinstance(fields, Mapping):
         return {}
     settings = {key: fields[key] for key in _OF_SCHEDULES if fields.get(key) is not None}
+    settings |= {
+        key: fields[key] for key, off in _OF_GRADIENTS.items() if fields.get(key) not in (None, off)
+    }
     kind = settings.get("lr_scheduler_type")
     if isinstance(kind, Record) and len(kind.args) == 1:  # an Enum
         settings["lr_scheduler_type"] = kind.args[0]

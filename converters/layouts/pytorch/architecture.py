@@ -9,22 +9,27 @@ Source: huggingface/transformers, trainer.py, `Trainer.create_optimizer`, `Train
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from importlib.metadata import version
 from importlib.util import find_spec
-from typing import Any
+from pathlib import Path
+from typing import Any, TypedDict
 
 import numpy as np
 
 from statekit.errors import FormatError, MissingExtraError, StateError
 from statekit.files.checkpoint import Checkpoint
+from statekit.state.param_names import NAMES_FILE
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import at, loose_json
+from statekit.tensors.typed import Name, fits, typed
 
 CONFIG = "config.json"
 CODE = "auto_map"
@@ -39,9 +44,23 @@ _OFFLINE = {
     "HF_DATASETS_OFFLINE": "1",
     "CUDA_VISIBLE_DEVICES": "",
 }
-_SECONDS, _BYTES = 180, 16 * 2**30
-"""What building may take, and the memory that it may take meanwhile."""
+_SECONDS, _BYTES = 180, 3 * 2**30
+"""What building may take, and the memory that it may take meanwhile: the frameworks, and layers without weights."""
 _KEY = ("files", CONFIG)
+
+
+class Record(TypedDict):
+    """What building an architecture tells; the fields are those of `Architecture`."""
+
+    params: list[list[Name]]
+    decayed: list[Name]
+    made_by: Name
+
+
+class StatedNames(TypedDict):
+    """What `statekit.hf.NamesCallback` writes: for each group the names of its parameters."""
+
+    param_groups: list[list[Name]]
 
 
 @dataclass(frozen=True)
@@ -67,6 +86,36 @@ class Architecture:
 def has_config(checkpoint: Checkpoint) -> bool:
     """Tells whether a model's configuration lies in a checkpoint."""
     return isinstance(at(checkpoint.tree, _KEY), Tensor)
+
+
+def names_beside(
+    checkpoint: Checkpoint, groups: Sequence[Sequence[Shape | None]]
+) -> tuple[tuple[str, ...] | None, str]:
+    """Returns names in the order of an optimizer's numbers, as a run wrote them at its save, and a note on it.
+
+    Args:
+        checkpoint: The checkpoint; the file of names is among the carried files.
+        groups: For each group the shape of each of its parameters.
+
+    Raises:
+        StateError: The names are of another optimizer.
+    """
+    part = at(checkpoint.tree, ("files", NAMES_FILE))
+    if not isinstance(part, Tensor):
+        return None, ""
+    place = checkpoint.path / NAMES_FILE
+    document = loose_json(bytes(np.asarray(part.read())).decode("utf-8", "replace"), str(place))
+    stated = typed(document, StatedNames, place, "A file of names isn't one")["param_groups"]
+    if [len(names) for names in stated] != [len(group) for group in groups]:
+        raise StateError(
+            "The names that lie beside a checkpoint aren't those of its optimizer.",
+            place=place,
+            expected=f"param_groups with {[len(group) for group in groups]} names",
+            found=[len(names) for names in stated],
+            remedy="remove the file, or write it again with statekit.hf.NamesCallback",
+        )
+    names = tuple(name for group in stated for name in group)
+    return names, f"Names of parameters are those that the run wrote to {NAMES_FILE}."
 
 
 def names_by_config(
@@ -183,14 +232,39 @@ def architecture(config: str, place: str, tensors: int) -> Architecture:
     )
 
 
-@lru_cache(maxsize=8)  # every step of a run has the same configuration beside it
 def _built(config: str) -> dict[str, Any]:
-    """Returns what `print_architecture` tells of a configuration, from a process of its own.
+    """Returns what `print_architecture` tells of a configuration, as it is remembered, or from a process of its own.
+
+    Every step of a run has the same configuration beside it. What it tells is remembered by the digest of the
+    configuration and the versions of what built it, in the user's cache.
 
     Raises:
         ChildProcessError: It tells nothing; has its last words.
         TimeoutExpired: It took too long.
     """
+    key = [config, *(version(name) for name in ("torch", "transformers", "statekit"))]
+    digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
+    memory = (
+        Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
+        / "statekit"
+        / "architectures"
+    )
+    remembered = memory / f"{digest}.json"
+    with suppress(OSError, ValueError):
+        if fits(record := json.loads(remembered.read_text()), Record):
+            return dict(record)
+    answer = _answer(config)
+    record = json.loads(answer)
+    with suppress(OSError):
+        memory.mkdir(parents=True, exist_ok=True)
+        draft = memory / f"{digest}.{os.getpid()}"
+        draft.write_text(answer)
+        draft.replace(remembered)
+    return dict(record)
+
+
+def _answer(config: str) -> str:
+    """Returns what a process of its own prints of a configuration; errors are those of `_built`."""
     code = f"from {print_architecture.__module__} import print_architecture; print_architecture()"
     done = subprocess.run(
         [sys.executable, "-P", "-c", code],
@@ -206,8 +280,7 @@ def _built(config: str) -> dict[str, Any]:
         raise ChildProcessError(
             (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1][:300]
         )
-    record: dict[str, Any] = json.loads(answer.removeprefix(_BEGIN))
-    return record
+    return answer.removeprefix(_BEGIN)
 
 
 def _without_kernels(document: Any) -> Any:

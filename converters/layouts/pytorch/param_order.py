@@ -1,19 +1,27 @@
 """Which parameter an optimizer's index means: by names in its groups, by names that were given, or by shapes.
 
 An index says nothing by itself. Shapes decide where they can; parameters of one shape in one group are taken in the
-order of the model part, or of the names that were given, which is said. Where equal shapes stand in several groups, the
-model has more tensors of a shape than the optimizer, or its file sorts them by name, nothing decides.
+order of the model part, or of the names that were given, which is said. A file that sorts by name still tells the order
+of a shape whose names differ in their numbers alone: layers stand in the order of their numbers. Where equal shapes
+stand in several groups, or the model has more tensors of a shape than the optimizer, nothing decides. The running
+statistics of a batch norm are no parameters, which their names say.
+
+Source: pytorch/pytorch torch/nn/modules/batchnorm.py, `_NormBase.__init__`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from statekit.errors import Faults, StateError
+from statekit.errors import Faults, NamesError, StateError
+from statekit.state.param_names import as_named
 from statekit.tensors.tensor import Shape, Tensor, apart
 
+_NUMBER = re.compile(r"[0-9]{1,9}")
+_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 OWN_MODEL = "the model's parameters"
 BY_NAME = "and the model's file sorts them by name"
 REMEDY = (
@@ -58,17 +66,19 @@ def found_order(
         remedy: What helps where nothing tells it.
 
     Raises:
-        StateError: Nothing tells it; names every case.
+        NamesError: Nothing tells it; names every case.
+        StateError: Names were given that don't fit.
     """
     named = named_order(groups, model, None)
     if named is not None:
         return named
-    model_shapes = {name: tensor.shape for name, tensor in apart(model).items()}
+    statistics = set(running_statistics(model))
+    model_shapes = {name: tensor.shape for name, tensor in apart(model).items() if name not in statistics}
     if given is None:
         try:
             return shaped_order(shapes, model_shapes, "the model part", is_sorted, remedy)
         except StateError:
-            dotted = (name if name in model_shapes else name.replace("/", ".") for name in own_model or ())
+            dotted = as_named(own_model or (), model_shapes)
             known = dict.fromkeys(name for name in dotted if name in model_shapes)
             if not known:
                 raise
@@ -85,6 +95,21 @@ def found_order(
     return shaped_order(
         shapes, {name: model_shapes[name] for name in names if name in model_shapes}, "the names given"
     )
+
+
+def running_statistics(names: Iterable[str]) -> Iterator[str]:
+    """Yields the names of buffers that batch norms keep, whatever module they stand in.
+
+    Example:
+        >>> list(running_statistics(["1.weight", "1.running_mean", "1.running_var", "1.num_batches_tracked"]))
+        ['1.running_mean', '1.running_var', '1.num_batches_tracked']
+    """
+    every = {*names}
+    for name in names:
+        module, _, last = name.rpartition(".")
+        around = f"{module}." if module else ""
+        if last in _STATISTICS and {f"{around}{one}" for one in _STATISTICS[:2]} <= every:
+            yield name
 
 
 def named_order(
@@ -111,7 +136,7 @@ def named_order(
 
 def _known(given: Sequence[str], model: Mapping[str, Any]) -> list[str]:
     """Returns names as the model has them."""
-    dotted = [name if name in model else name.replace("/", ".") for name in given]
+    dotted = as_named(given, model)
     unknown = Faults(("isn't in the model part", name) for name in dotted if name not in model)
     unknown.check(StateError, "Names were given that the model hasn't")
     return dotted
@@ -145,7 +170,7 @@ def shaped_order(
         remedy: What helps where they don't.
 
     Raises:
-        StateError: Shapes don't decide; names every case.
+        NamesError: Shapes don't decide; names every case.
     """
     open_slots = sum(shape is None for group in groups for shape in group)
     if open_slots:
@@ -165,12 +190,28 @@ def shaped_order(
         elif len(set(numbers)) > 1:
             faults.add(f"stands in groups {sorted(set(numbers))}", f"shape {shape}")
         elif is_sorted and len(numbers) > 1:
-            faults.add(f"{len(numbers)} of it, {BY_NAME}", f"shape {shape}")
+            names[shape] = _by_number(candidates)
+            if not names[shape]:
+                faults.add(f"{len(numbers)} of it, {BY_NAME}", f"shape {shape}")
         several += len(numbers) if len(numbers) > 1 else 0
-    faults.check(StateError, "Shapes don't tell which parameters the optimizer's indices mean", remedy=remedy)
+    faults.check(NamesError, "Shapes don't tell which parameters the optimizer's indices mean", remedy=remedy)
     left = {shape: iter(candidates) for shape, candidates in names.items()}
     order = tuple(tuple(next(left[shape]) for shape in group if shape is not None) for group in groups)
-    return Order(order, (_said(several, source),) if several else ())
+    return Order(order, (_said(several, "their layers" if is_sorted else source),) if several else ())
+
+
+def _by_number(names: Sequence[str]) -> list[str]:
+    """Returns names in the order of their layers' numbers; none if they differ in something else.
+
+    Example:
+        >>> _by_number(["layers.10.q.weight", "layers.2.q.weight"]), _by_number(["fc2.weight", "fc1.weight"])
+        (['layers.2.q.weight', 'layers.10.q.weight'], [])
+    """
+    parts = {name: name.split(".") for name in names}
+    templates = {tuple("0" if _NUMBER.fullmatch(key) else key for key in keys) for keys in parts.values()}
+    if len(templates) > 1:
+        return []
+    return sorted(names, key=lambda name: [int(key) for key in parts[name] if _NUMBER.fullmatch(key)])
 
 
 def _whole_order(
@@ -182,7 +223,7 @@ def _whole_order(
 ) -> Order:
     """Takes all of the model in its order, where some parameters have no slots to show a shape."""
     if len(groups) != 1 or len(groups[0]) != len(model) or (is_sorted and len(model) > 1):
-        raise StateError(
+        raise NamesError(
             "Some parameters have no slots, so that nothing tells which the optimizer's indices mean.",
             expected=f"one group of {len(model)} parameters, all that the model has, in their order",
             found=f"{len(groups)} groups of {[len(group) for group in groups]}",
@@ -193,7 +234,7 @@ def _whole_order(
         for (name, shape), slot_shape in zip(model.items(), groups[0], strict=True)
         if slot_shape not in (None, shape)
     )
-    wrong.check(StateError, "The optimizer's parameters don't stand in the order of the model", remedy=remedy)
+    wrong.check(NamesError, "The optimizer's parameters don't stand in the order of the model", remedy=remedy)
     return Order((tuple(model),), (_said(len(model), source),))
 
 

@@ -10,16 +10,21 @@ Source: pytorch/pytorch torch/optim/{adamw,_adafactor}.py; huggingface/transform
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.contracts import Contents, Encoded, Evidence
+from statekit.conversion.contracts import NO_HINTS, Contents, Encoded, Evidence, Unnamed
 from statekit.converters.layouts.pytorch import lines
-from statekit.converters.layouts.pytorch.architecture import BY_CONFIG, has_config, names_by_config
+from statekit.converters.layouts.pytorch.architecture import (
+    BY_CONFIG,
+    has_config,
+    names_beside,
+    names_by_config,
+)
 from statekit.converters.layouts.pytorch.contents import contents_of, signature_of
 from statekit.converters.layouts.pytorch.param_order import REMEDY, found_order
 from statekit.converters.layouts.pytorch.parts import (
@@ -49,13 +54,14 @@ from statekit.files.checkpoint import SORTED, Checkpoint
 from statekit.lines.printing import SavedRun, State
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape
-from statekit.state.run import SIDE_BY_SIDE
+from statekit.state.run import SIDE_BY_SIDE, TRAINER_ARGUMENTS
 from statekit.state.schema import load_schema
 from statekit.state.stored_slots import FACTORED, stored_shape
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Shape, Tensor, in_memory, scalar
 from statekit.tensors.tree import Path as TreePath
-from statekit.tensors.typed import fits, typed
+from statekit.tensors.tree import at
+from statekit.tensors.typed import Finite, fits, typed
 from statekit.tensors.views import Squeezed
 
 
@@ -123,6 +129,7 @@ _PIECES = (
 )
 _GATHERED = ("dcp",)
 """Containers in which an optimizer by name is nothing special."""
+CLIP = "global_norm_clip_threshold"
 _BY_NAME = "torch_by_name"
 """Key in `extra`: whether the state lies under names."""
 _INFORMATION = "torch_information"
@@ -169,7 +176,12 @@ class TorchOptim:
 
     def describe(self, checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Contents | None:
         """Says what a file of PyTorch holds that isn't decoded; the layouts by name leave that to the one by index."""
-        return None if self.form else contents_of(checkpoint, names)
+        contents = None if self.form else contents_of(checkpoint, names)
+        return contents and replace(contents, unnamed=_unnamed(checkpoint))
+
+    def names_are_near(self, checkpoint: Checkpoint) -> str:
+        """Returns `config` where the model's configuration lies beside its weights."""
+        return "config" if has_config(checkpoint) else ""
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state.
@@ -186,6 +198,8 @@ class TorchOptim:
         ]
         is_sorted = bool(checkpoint.meta.get(SORTED))
         given, said_by = hints.param_names, ""
+        if given is None and hints.names_from is None:
+            given, said_by = names_beside(checkpoint, shapes)
         remedy = f"{BY_CONFIG}; or: {REMEDY}" if has_config(checkpoint) else REMEDY
         if hints.names_from is not None and given is None:
             given, said_by = names_by_config(checkpoint, shapes, parts.model)
@@ -224,7 +238,7 @@ class TorchOptim:
                 params,
                 slots,
                 Optimizer.of(
-                    list(_groups(kinds, parts, order.groups)), [(kind.schema, kind.variant) for kind in kinds]
+                    _clipped(_groups(kinds, parts, order.groups), checkpoint), [(kind.schema, kind.variant) for kind in kinds]
                 ),
                 _counts(counts, params),
                 {path: rule for path, rule in rules.items() if kind_of[path].schema == "adafactor"},
@@ -394,6 +408,27 @@ def _parts_and_kinds(
     return beside.joint, [kind for kind, count in kinds for _ in range(count) if kind], [said], sides
 
 
+def _unnamed(checkpoint: Checkpoint) -> Unnamed | None:
+    """Returns what a checkpoint says without its parameters' names; None where its optimizer isn't one of these."""
+    try:
+        parts, kinds, _, sides = _parts_and_kinds(checkpoint, NO_HINTS)
+        numbers = [[str(index) for index in group["params"]] for group in parts.groups]
+        if len({number for group in numbers for number in group}) != sum(map(len, numbers)):
+            return None
+        faults = Faults()
+        counts = {str(i): _count(record.get("step"), str(i), faults) for i, record in parts.state.items()}
+        if faults:
+            return None
+        groups = _clipped(_groups(kinds, parts, numbers), checkpoint)
+    except StateError:
+        return None
+    extra = extra_of(parts, parts.model, {name for kind in kinds for name in _options(kind)})
+    extra |= {SIDE_BY_SIDE: sides} if sides else {}
+    updates = max(counts.values(), default=0)
+    optimizer = Optimizer.of(groups, [(kind.schema, kind.variant) for kind in kinds])
+    return Unnamed(optimizer, Counts(updates, updates, says_schedule=False), extra)
+
+
 def _incomplete(checkpoint: Checkpoint) -> StateError:
     """Returns what is wrong with a checkpoint that hasn't both parts, or an optimizer that isn't known."""
     parts = find_parts(checkpoint, {})
@@ -527,6 +562,24 @@ def _groups(kinds: Sequence[TorchOptimizer], parts: Parts, names: Sequence[Seque
                 faults.add(f"is {scalar(value)!r}, {fault}", f"groups/{i}/{name}")
         faults.check(StateError, f"Hyperparameters of {schema.name} can't be these")
         yield Group(tuple(map(path_of, param_names)), values, dict.fromkeys(values, "file"))
+
+
+def _clipped(groups: Iterable[Group], checkpoint: Checkpoint) -> list[Group]:
+    """Returns groups with the limit of the gradients' norm that Trainer's arguments have, where they lie beside.
+
+    Source: huggingface/transformers, trainer.py, `Trainer._clip_grad_norm`: 0 clips nothing.
+    """
+    limit = at(checkpoint.tree, (TRAINER_ARGUMENTS, "max_grad_norm"))
+    if not fits(limit, Finite) or limit <= 0:
+        return list(groups)
+    return [
+        replace(
+            group,
+            hyperparameters={**group.hyperparameters, CLIP: float(limit)},
+            known_from={**group.known_from, CLIP: "file"},
+        )
+        for group in groups
+    ]
 
 
 def _native_options(kind: TorchOptimizer, state: TrainState, group: Group) -> dict[str, Any]:

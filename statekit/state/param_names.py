@@ -1,0 +1,85 @@
+"""Names of one parameter in a model and in its checkpoint, where a wrapper or an adapter changes them.
+
+In go the names of both sides. Out come pairs: names that are equal but for what wrappers put around a module, and for
+what PEFT leaves out of an adapter's file. A pair is taken only where it is the only one.
+
+Source: pytorch/pytorch torch/_dynamo/eval_frame.py, `OptimizedModule`; torch/nn/parallel/distributed.py;
+torch/distributed/fsdp/_common_utils.py, `FSDP_WRAPPED_MODULE`;
+torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py; huggingface/peft, utils/save_and_load.py,
+`get_peft_model_state_dict`, and peft_model.py, `PeftModel.save_pretrained`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Mapping
+
+NAMES_FILE = "parameter_names.json"
+"""The file beside a checkpoint in which `statekit.hf.NamesCallback` keeps the order of an optimizer's parameters."""
+_AROUND = frozenset(
+    {"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_forward_module", "_dp_module"}
+)
+"""Modules that hold a wrapped one, wherever they stand in a name."""
+_FIRST = ("module", "base_model")
+"""Those that count only in front of a name, where a model of one's own may call a part so."""
+_ADAPTED = re.compile(r"lora_[A-Za-z_]+|ia3_[A-Za-z]+|vera_[A-Za-z_]+|hada_[A-Za-z0-9_]+|oft_[A-Za-z]+")
+_SAVED, _USUAL = "modules_to_save", "default"
+_LEAVES = ("weight", "bias")
+
+
+def inner_name(name: str) -> str:
+    """Returns a parameter's name without wrappers and without the name of its adapter.
+
+    Example:
+        >>> inner_name("_orig_mod.h.0.weight"), inner_name("base_model.model.q.lora_A.default.weight")
+        ('h.0.weight', 'q.lora_A.weight')
+    """
+    keys = [key for key in name.replace("/", ".").split(".") if key not in _AROUND]
+    while len(keys) > 1 and keys[0] in _FIRST:
+        keys = keys[2:] if keys[:2] == ["base_model", "model"] and len(keys) > 2 else keys[1:]
+    inner: list[str] = []
+    skips = False
+    for i, key in enumerate(keys):
+        is_adapter = skips and (key not in _LEAVES or i + 1 < len(keys))
+        skips = key == _SAVED or _ADAPTED.fullmatch(key) is not None
+        if not is_adapter and key != _SAVED:
+            inner.append(key)
+    return ".".join(inner)
+
+
+def wrapped_names(ours: Iterable[str], theirs: Collection[str]) -> dict[str, str]:
+    """Returns the checkpoint's name by ours, of those that differ and have one partner alone.
+
+    Args:
+        ours: Names of the caller's.
+        theirs: Names in the checkpoint.
+
+    Example:
+        >>> wrapped_names(["h.w", "h.b"], ["module.h.w", "module.h.b"])
+        {'h.w': 'module.h.w', 'h.b': 'module.h.b'}
+    """
+    ours = list(ours)
+    both = {*ours} & {*theirs}
+    there = _by_inner(name for name in theirs if name not in both)
+    here = _by_inner(name for name in ours if name not in both)
+    pairs: dict[str, str] = {}
+    for inner, names in here.items():
+        partners = there.get(inner, [])
+        usual = [name for name in names if f".{_USUAL}." in f"{name.replace('/', '.')}."] or names
+        if len(partners) == 1 and len(usual) == 1:
+            pairs[usual[0]] = partners[0]
+    return {name: pairs[name] for name in ours if name in pairs}
+
+
+def as_named(names: Iterable[str], theirs: Mapping[str, object]) -> list[str]:
+    """Returns names as a checkpoint has them: with its dots, and with its wrappers where that is the only pair."""
+    dotted = [name if name in theirs else name.replace("/", ".") for name in names]
+    pairs = wrapped_names(dotted, theirs)
+    return [pairs.get(name, name) for name in dotted]
+
+
+def _by_inner(names: Iterable[str]) -> dict[str, list[str]]:
+    each: dict[str, list[str]] = {}
+    for name in names:
+        each.setdefault(inner_name(name), []).append(name)
+    return each
