@@ -23,6 +23,7 @@ from statekit.maps.links import StateMap, carried_to_load
 from statekit.state.comparison import Difference, Rate, compare_states, uncompared
 from statekit.state.exactness import Level
 from statekit.state.options import BY_NAME
+from statekit.state.param_names import wrapped_names
 from statekit.state.run import BUFFERS
 from statekit.state.schema import WEIGHTS
 from statekit.state.stored_params import as_params
@@ -48,6 +49,8 @@ def attest(
     require: Level = "rounding",
     shows_schedule: bool = False,
     live_rates: Mapping[int, Rate] = {},
+    live_length: int | None = None,
+    strict_schedule: bool = True,
     whole_model: bool = False,
     step: int | None = None,
     hints: CheckpointRef,
@@ -73,6 +76,8 @@ def attest(
         shows_schedule: Whether the live state has its schedule if there is one, so that none is a fault.
         live_rates: Learning rate of the update after so many, by the number of a live group, where a function that no
             state says makes it.
+        live_length: Updates of the live run in all, as far as its schedule knows it.
+        strict_schedule: Whether a rate of a later update than the next that differs is a finding, or a warning.
         whole_model: Whether all of the model is given, so that what isn't trained is missing if it isn't there.
         step: Which step of a run's folder; the newest if None.
         hints: What the checkpoint doesn't say.
@@ -102,6 +107,8 @@ def attest(
         require=require,
         shows_schedule=shows_schedule,
         live_rates=live_rates,
+        live_length=live_length,
+        strict_schedule=strict_schedule,
         whole_model=whole_model,
         step=step,
         hints=hints,
@@ -147,6 +154,8 @@ def attesting(
     require: Level = "rounding",
     shows_schedule: bool = False,
     live_rates: Mapping[int, Rate] = {},
+    live_length: int | None = None,
+    strict_schedule: bool = True,
     whole_model: bool = False,
     step: int | None = None,
     hints: CheckpointRef,
@@ -164,7 +173,6 @@ def attesting(
             right = carried_to_load(right, with_beside(maps, opened), require)
         known = {path_of(one) for one in (*right.params, *_buffers(right))}
         names = names or {ours: theirs for ours, theirs in remembered.items() if path_of(theirs) in known}
-        right = _without(_by_path(renamed(right, names, path)), {path_of(one) for one in elsewhere})
         each, said = list(findings), [*unchecked, *(one.what for one in opened.checkpoint.findings)]
         if generators is not None:
             more, unsaid = generators(opened)
@@ -173,10 +181,14 @@ def attesting(
         state: TrainState | None = None
         try:
             state = _by_path(live(opened))
+            names = names or wrapped_names(
+                [*state.params, *_buffers(state)], [*right.params, *_buffers(right)]
+            )
         except StatekitError as error:
             each += broken(error)
             result = Attestation(place, right.counts.updates, tuple(each), tuple(said), (), 0, 0, 0)
-        else:
+        right = _without(_by_path(renamed(right, names, path)), {path_of(one) for one in elsewhere})
+        if state is not None:
             right, more = _under_rule_of(right, state)
             each += more
             has_weights_alone = right.optimizer.kinds[0][0] == WEIGHTS != state.optimizer.kinds[0][0]
@@ -199,12 +211,14 @@ def attesting(
                 by_value=lambda path: not path or path in chosen,
                 sides=sides,
                 rates=live_rates,
+                length=live_length,
             )
             needed = right.params if whole_model else _trained(right)
             lacking = [one for one in compared.differences if _is_one_sided(one, needed, shows_schedule)]
             assumed = [one for one in compared.differences if _is_assumed(one, right, state)]
             rules = [one for one in compared.differences if has_weights_alone and one.what == "rule"]
-            said_of = {id(one) for one in (*lacking, *assumed, *rules)}
+            later = [] if strict_schedule else [one for one in compared.differences if one.what == "later"]
+            said_of = {id(one) for one in (*lacking, *assumed, *rules, *later)}
             apart = [one for one in compared.differences if id(one) not in said_of]
             each += diagnosed(right, state, apart)
             unsaid = [one for one in compared.unsaid if generators is None or one != uncompared("random")]
@@ -218,6 +232,10 @@ def attesting(
                 len(right.params),
                 compared.tensors,
                 compared.bytes_read,
+                warnings=tuple(
+                    f"{one.item} {one.actual!r}, by the checkpoint {one.expected!r}; the next update isn't concerned"
+                    for one in later
+                ),
             )
         yield Sides(result, right, state, lambda: _by_path(live(opened)))
 

@@ -62,6 +62,7 @@ class Attestation:
         tensors: How many tensors were compared by value.
         bytes_read: Bytes of the checkpoint's values that were read for it.
         stepped: Of how many parameters the next update was compared too.
+        warnings: What will be otherwise later in the run, and may be meant so, a sentence each.
     """
 
     checkpoint: str
@@ -73,6 +74,7 @@ class Attestation:
     tensors: int
     bytes_read: int
     stepped: int = 0
+    warnings: tuple[str, ...] = ()
 
     @property
     def passed(self) -> bool:
@@ -104,6 +106,7 @@ class Attestation:
             "findings": [one.to_json() for one in self.findings],
             "unchecked": list(self.unchecked),
             "assumptions": list(self.assumptions),
+            "warnings": list(self.warnings),
         }
 
     def json(self) -> str:
@@ -144,6 +147,7 @@ class Attestation:
         updates = f" The next update of {self.stepped} parameters was compared." if self.stepped else ""
         rows = [printable(f"{verdict} {compared}{updates}")]
         rows += [str(one) for one in self.findings]
+        rows += [printable(f"Warning: {one}.") for one in self.warnings]
         rows += [printable(f"Not compared: {one}.") for one in self.unchecked]
         rows += [printable(f"Assumed: {one}") for one in self.assumptions]
         return "\n".join(rows)

@@ -319,7 +319,7 @@ class _Diagnosis:
         )
 
     def _of_run(self) -> Iterator[Finding]:
-        for one in self._of("schedule"):
+        for one in (*self._of("schedule"), *self._of("later")):
             yield fault("schedule", [one.place], f"{one.item} {one.expected!r}", f"{one.item} {one.actual!r}")
         for one in self._of("part"):
             name = "scaler" if one.item == "scaler" else "broken"

@@ -15,15 +15,20 @@ class AttestsOnce:
     Args:
         path: The checkpoint that the run goes on from.
         strict: Whether to raise what is wrong, or to print it alone.
+        strict_schedule: Whether it is wrong that only updates after the next have another learning rate, as with
+            another number of updates in all; a warning is printed otherwise.
         **options: Those of the framework's `attest`.
 
     Attributes:
         result: What was found; None before the first update.
     """
 
-    def __init__(self, path: str | PathLike[str], *, strict: bool = True, **options: Any) -> None:
+    def __init__(
+        self, path: str | PathLike[str], *, strict: bool = True, strict_schedule: bool = False, **options: Any
+    ) -> None:
         super().__init__()
-        self.path, self.strict, self.options = path, strict, options
+        self.path, self.strict = path, strict
+        self.options = {"strict_schedule": strict_schedule, **options}
         self.result: Attestation | None = None
 
     def _once(self, attest: Callable[[], Attestation], speaks: bool = True) -> None:

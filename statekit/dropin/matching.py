@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from statekit.dropin.by_name import by_name, path_of, refuse_by_name, renamed_path
 from statekit.errors import Faults, StateError, UsageError
 from statekit.state.options import BY_NAME
+from statekit.state.param_names import wrapped_names
 from statekit.state.run import BUFFERS
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.train_state import Group, TrainState
@@ -94,7 +95,9 @@ def _require_resumable(
         )
 
 
-def renamed(state: TrainState, names: Mapping[str, str], place: object) -> TrainState:
+def renamed(
+    state: TrainState, names: Mapping[str, str], place: object, ours: Iterable[str] = ()
+) -> TrainState:
     """Returns a state under a caller's names; what hyperparameters say by name is said of the new ones.
 
     Args:
@@ -102,14 +105,17 @@ def renamed(state: TrainState, names: Mapping[str, str], place: object) -> Train
         names: Names in the checkpoint by the caller's, of parameters or of modules around them, where they differ; dots
             count as slashes.
         place: Where the state is from, for errors.
+        ours: All names of the caller. Where none are said to differ, those that only a wrapper or an adapter tells from
+            the checkpoint's are paired with these.
 
     Raises:
         UsageError: The checkpoint has no such parameter, or two would have one name; lists every one.
     """
-    if not names:
-        return state
     buffers: Mapping[str, Tree] = state.extra.get(BUFFERS, {})
     native = [*state.params, *buffers]
+    names = names or _wrapped(ours, native)
+    if not names:
+        return state
     ours_of = {path_of(theirs): path_of(ours) for ours, theirs in names.items()}
     mine = {
         name: other for name in native if (other := renamed_path(path_of(name), ours_of)) != path_of(name)
@@ -150,6 +156,10 @@ def renamed(state: TrainState, names: Mapping[str, str], place: object) -> Train
         counts=replace(state.counts, behind={of(path): n for path, n in state.counts.behind.items()}),
         extra=extra,
     )
+
+
+def _wrapped(ours: Iterable[str], native: Iterable[str]) -> dict[str, str]:
+    return wrapped_names([path_of(name) for name in ours], {path_of(name) for name in native})
 
 
 def copy_fault(source: Tensor, shape: Shape, dtype: DType, whose: str = "the model") -> str:

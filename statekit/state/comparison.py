@@ -28,9 +28,21 @@ from statekit.tensors.tensor import Tensor, chunks, nbytes, parts_of
 from statekit.tensors.tree import Tree, plain
 
 What: TypeAlias = Literal[
-    "rule", "missing", "extra", "shape", "dtype", "values", "updates", "option", "moved", "schedule", "part"
+    "rule",
+    "missing",
+    "extra",
+    "shape",
+    "dtype",
+    "values",
+    "updates",
+    "option",
+    "moved",
+    "schedule",
+    "later",
+    "part",
 ]
-"""In what something differs. `missing`: only the right state has it; `extra`: only the other has it."""
+"""In what something differs. `missing`: only the right state has it; `extra`: only the other has it; `later`: schedules
+stand at the same step, and give other rates; which rate the next update has is an option of its group."""
 _PARTS = ("scaler", "accumulation")
 """Parts of a run whose records are compared; of the others only whether they are there can be said."""
 _TURNED = {"v_row": "v_col", "v_col": "v_row"}
@@ -109,6 +121,7 @@ def compare_states(
     on_tensor: Callable[[str, int], object] = lambda name, size: None,
     sides: tuple[str, str] = ("the first", "the second"),
     rates: Mapping[int, Rate] = {},
+    length: int | None = None,
 ) -> Comparison:
     """Compares a state with another that is taken for the right one; values are read block by block.
 
@@ -119,8 +132,9 @@ def compare_states(
         on_tensor: Told the name and the size in bytes of each tensor before it is compared.
         sides: What the two are called where only one says something.
         rates: What schedules of the other do to its groups, by their numbers, where no state says it.
+        length: Updates of the other's run in all, as far as its schedule knows it.
     """
-    return _States(right, other, by_value, on_tensor, sides, rates).compared()
+    return _States(right, other, by_value, on_tensor, sides, rates, length).compared()
 
 
 @dataclass
@@ -140,12 +154,14 @@ class _States:
         on_tensor: Callable[[str, int], object],
         sides: tuple[str, str],
         rates: Mapping[int, Rate],
+        length: int | None,
     ) -> None:
         self._right, self._other = with_still(right, other), with_still(other, right)
         self._by_value, self._on_tensor = by_value, on_tensor
         self._read, self._sides = _Read(), sides
         self._runs = run_of(right.extra), run_of(other.extra)
         self._forms, self._rates = _forms(right, other, self._runs, rates), rates
+        self._lengths = length_of(self._runs[0]), length
         self._unsaid: dict[str, None] = {}
         self._normalised: dict[str, None] = {}
 
@@ -317,7 +333,7 @@ class _States:
 
     def _schedules(self, right: Sequence[Schedule], other: Sequence[Schedule]) -> Iterator[Difference]:
         if self._forms:
-            yield from _parted(self._forms)
+            yield from map(self._with_lengths, _parted(self._forms))
             return
         yield from self._called()
         for i, (theirs, mine) in enumerate(zip_longest(right, other)):
@@ -344,7 +360,15 @@ class _States:
                     silent = self._sides[values.index(None)]
                     self._unsaid[f"the schedule's {item}: {silent} doesn't say it"] = None
                 elif values[0] != values[1] and not self._is_otherwise_said(item, theirs, mine):
-                    yield _differing("schedule", f"{place}/{item}", values, item=item)
+                    what: What = "later" if item == "parameters" and _goes_on(theirs, mine) else "schedule"
+                    yield _differing(what, f"{place}/{item}", values, item=item)
+
+    def _with_lengths(self, one: Difference) -> Difference:
+        """Returns a difference of schedules, with why: another number of updates in all."""
+        right, other = self._lengths
+        if None in self._lengths or right == other or one.item == "at":
+            return one
+        return replace(one, item=f"max_steps {right} -> {other}: {one.item}")
 
     def _called(self) -> Iterator[Difference]:
         """Yields where a function that no state holds gives another rate than the right schedule gave last."""
@@ -364,7 +388,8 @@ class _States:
             form = _Form((_always(rate), self._rates[number]), (theirs.at, mine.at))
             if form.is_told() and not form.is_same(rate, actual := form.rates[1](theirs.at)):
                 item = f"rate after {theirs.at} updates"
-                yield _differing("schedule", f"schedule/{path}/rate", (rate, actual), path, item)
+                apart = _differing("later", f"schedule/{path}/rate", (rate, actual), path, item)
+                yield self._with_lengths(apart)
                 return
 
     def _parts(self, right: RunState, other: RunState) -> Iterator[Difference]:
@@ -425,17 +450,24 @@ class _Form:
         rates: What each does.
         at: Steps that each has made; None where it doesn't count.
         turns: Numbers of updates done at which another formula may hold.
+        end: Updates done when the run ends, or the formula that is right does; None if nothing says it.
+        turned: How large the argument of the right formula's function is after so many updates.
     """
 
     rates: tuple[Rate, Rate]
     at: tuple[int | None, int | None]
     turns: frozenset[int] = frozenset()
+    end: int | None = None
+    turned: Callable[[int], float] = lambda updates: 0.0
 
     @property
     def counts(self) -> list[int]:
         """Numbers of updates done at which they are held against each other, in this order."""
-        first = {*_COUNTS, *(one for one in self.at if one is not None)}
-        return [*sorted(first), *sorted((_BETWEEN | self.turns) - first)]
+        here = {one for one in self.at if one is not None}
+        last = None if self.end is None else max(self.end, *here)
+        first = {count for count in _COUNTS if last is None or count <= last} | here
+        later = {count for count in _BETWEEN | self.turns if last is None or count <= last}
+        return [*sorted(first), *sorted(later - first)]
 
     def is_told(self) -> bool:
         """Tells whether both are finite numbers there."""
@@ -448,26 +480,28 @@ class _Form:
         """Returns after how many updates the two give other rates, and these; None if they give the same."""
         for count in self.counts:
             first, second = (rate(count) for rate in self.rates)
-            if not self.is_same(first, second):
+            if not self.is_same(first, second, count):
                 return count, first, second
         return None
 
-    def is_same(self, right: Any, other: Any) -> bool:
+    def is_same(self, right: Any, other: Any, count: int | None = None) -> bool:
         """Tells whether two learning rates are the same but for how formulas of one function round.
 
         A formula makes less than 16 roundings in float64; one that goes on from its last rate, as PyTorch's do, four
-        with each update. None is of more than the highest rate.
+        with each update. None is of more than the highest rate. The argument of a cosine or a power is rounded too,
+        in proportion to itself: four times at most, and what comes out moves by no more than that.
         """
         if not isinstance(right, float) or not isinstance(other, float):
             return bool(right == other)
-        roundings = 16 + 4 * max(one or 0 for one in self.at)
+        done = max(one or 0 for one in self.at)
+        roundings = 16 + 4 * done + 4 * self.turned(done if count is None else count)
         return (
             alike({}, right, other) is not None or abs(right - other) <= roundings * 2.0**-53 * self._highest
         )
 
     @cached_property
     def _highest(self) -> float:
-        return max(abs(rate(count)) for rate in self.rates for count in _COUNTS)
+        return max(abs(rate(count)) for rate in self.rates for count in self.counts)
 
 
 def _forms(
@@ -490,11 +524,36 @@ def _forms(
             mine = _rate_of(other.optimizer.groups, runs[1].schedules, pair[1], rates)
             if theirs is None or mine is None:
                 return {}
-            made[pair] = _Form((theirs[0], mine[0]), (theirs[1], mine[1]), theirs[2] | mine[2])
+            stated = _stated(runs[0].schedules, pair[0])
+            made[pair] = _Form(
+                (theirs[0], mine[0]),
+                (theirs[1], mine[1]),
+                theirs[2] | mine[2],
+                length_of(runs[0]) or (stated.end if stated else None),
+                stated.turned if stated else lambda updates: 0.0,
+            )
             if not made[pair].is_told():
                 return {}
         forms[path] = made[pair]
     return forms
+
+
+def length_of(run: RunState) -> int | None:
+    """Returns how many updates a run has in all, as its trainer says it."""
+    stated = [part.value.get("max_steps") for part in run.parts if isinstance(part.value, Mapping)]
+    return next((one for one in stated if type(one) is int and one > 0), None)
+
+
+def _stated(schedules: Sequence[Schedule], number: int) -> Rates | None:
+    """Returns what a group's schedule does, where its state says it."""
+    schedule = next((one for one in schedules if one.moves(number)), None)
+    stated = None if schedule is None else schedule.of_group(number)
+    return stated if isinstance(stated, Rates) else None
+
+
+def _goes_on(right: Schedule, other: Schedule) -> bool:
+    """Tells whether two schedules stand at the same step and set out from the same rates."""
+    return right.at is not None and (right.at, right.bases) == (other.at, other.bases)
 
 
 def _rate_of(
@@ -527,7 +586,8 @@ def _parted(forms: Mapping[str, _Form]) -> Iterator[Difference]:
     for path, form in forms.items():
         if (apart := form.apart()) is not None:
             count, *values = apart
-            yield _differing("schedule", f"schedule/{path}/rate", values, path, f"rate after {count} updates")
+            what: What = "later" if None not in form.at and form.at[0] == form.at[1] else "schedule"
+            yield _differing(what, f"schedule/{path}/rate", values, path, f"rate after {count} updates")
             break
 
 

@@ -154,9 +154,28 @@ class Rates:
         ends = {int(end) for one in self.pieces for end in _ends(one) if math.isfinite(end)}
         return frozenset(max(end + by, 0) for end in ends for by in (-1, 0, 1))
 
+    @property
+    def end(self) -> int | None:
+        """The number of updates done from which on no program means the formula; None if it holds for ever."""
+        last = self.pieces[-1]
+        return math.ceil(last.origin + last.numbers["steps"]) if last.kind == "cosine" else None
+
+    def turned(self, updates: int) -> float:
+        """Returns how large the argument of the formula's function is: its rounding is of that size."""
+        return _argument(self.at(updates), updates)
+
     def to_json(self) -> list[dict[str, Any]]:
         """Returns the pieces as plain data."""
         return [one.to_json() for one in self.pieces]
+
+
+def _argument(one: Piece, updates: int) -> float:
+    done = abs(updates - one.origin)
+    if one.kind in ("cosine", "restarts"):
+        return math.pi * done / one.numbers["steps"]
+    if one.kind in ("exponential", "step") and one.numbers["factor"] > 0:
+        return abs(math.log(one.numbers["factor"])) * done / one.numbers["every"]
+    return max((_argument(part, updates) for part in one.numbers.get("of", ())), default=0.0)
 
 
 def _ends(one: Piece) -> Iterator[float]:

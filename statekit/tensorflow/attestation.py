@@ -47,6 +47,7 @@ def attest(
     require: Level = "rounding",
     follow_links: bool = False,
     budget: int | None = None,
+    strict_schedule: bool = True,
 ) -> Attestation:
     """Compares a live run with the checkpoint that it goes on from, by name and bit for bit.
 
@@ -73,6 +74,8 @@ def attest(
         require: As in `load_optimizer`.
         follow_links: As in `load_optimizer`.
         budget: As in `load_optimizer`.
+        strict_schedule: Whether it is a finding that only an update after the next has another learning rate; a
+            warning otherwise.
 
     Returns:
         The verdict with every finding. `print` shows it, `.json()` is for programs.
@@ -99,6 +102,7 @@ def attest(
         require=require,
         follow_links=follow_links,
         budget=budget,
+        strict_schedule=strict_schedule,
     )
     return run.run.attested(path, sample, seed, strict)
 
@@ -134,6 +138,7 @@ def live_run(
     require: Level = "rounding",
     follow_links: bool = False,
     budget: int | None = None,
+    strict_schedule: bool = True,
 ) -> KerasRun:
     """Returns a run as it is held against a checkpoint; arguments are those of `attest`."""
     given = _floating(variables)
@@ -176,6 +181,7 @@ def live_run(
         "maps": maps_of(map, config, builds=False, model=model_of(given, {**remembered, **names})),
         "require": require,
         "shows_schedule": True,
+        "strict_schedule": strict_schedule,
         "whole_model": isinstance(variables, keras.Model),
         "step": step,
         "hints": hints,

@@ -49,6 +49,7 @@ def attest(
     require: Level = "rounding",
     follow_links: bool = False,
     budget: int | None = None,
+    strict_schedule: bool = True,
 ) -> Attestation:
     """Compares a live run with the checkpoint that it goes on from, by name and bit for bit.
 
@@ -81,6 +82,8 @@ def attest(
         require: As in `load_optimizer`.
         follow_links: As in `load_optimizer`.
         budget: As in `load_optimizer`.
+        strict_schedule: Whether it is a finding that only an update after the next has another learning rate, as with
+            another number of updates in all; a warning otherwise.
 
     Returns:
         The verdict with every finding. `print` shows it, `.json()` is for programs.
@@ -108,6 +111,7 @@ def attest(
         require=require,
         follow_links=follow_links,
         budget=budget,
+        strict_schedule=strict_schedule,
     )
     return run.run.attested(path, sample, seed, strict)
 
@@ -146,6 +150,7 @@ def live_run(
     require: Level = "rounding",
     follow_links: bool = False,
     budget: int | None = None,
+    strict_schedule: bool = True,
 ) -> TorchRun:
     """Returns a run as it is held against a checkpoint; arguments are those of `attest`."""
     inner = [_innermost(one, "optimizer", torch.optim.Optimizer) for one in _all(optimizer)]
@@ -182,6 +187,8 @@ def live_run(
         "live": lambda opened: live_state(checkpoint()),
         "findings": [*_strangers(inner, every), *_drives_another(moved, inner)],
         "live_rates": _rates(moved, inner),
+        "live_length": _length(moved),
+        "strict_schedule": strict_schedule,
         "generators": compare_generators if generators else None,
         "names": names,
         "maps": maps,
@@ -344,6 +351,16 @@ def _rates(schedulers: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer
             if id(group) in numbers:
                 rates[numbers[id(group)]] = partial(_scaled, function, base)
     return rates
+
+
+def _length(schedulers: Sequence[Any]) -> int | None:
+    """Returns how many updates a run has in all, where a function of Transformers makes its rate.
+
+    Source: huggingface/transformers, optimization.py, `get_cosine_schedule_with_warmup`.
+    """
+    functions = [function for one in schedulers for function in getattr(one, "lr_lambdas", ())]
+    stated = [getattr(one, "keywords", {}).get("num_training_steps") for one in functions]
+    return next((one for one in stated if type(one) is int), None)
 
 
 def _scaled(function: Callable[[int], float], base: float, updates: int) -> float:
