@@ -260,11 +260,18 @@ def test_a_sample_compares_some_parameters_by_value_and_says_so(checkpoint: Path
 
 def test_names_that_differ_are_given(checkpoint: Path) -> None:
     run = loaded(checkpoint, made())
-    pairs = [(f"module.{name}", param) for name, param in run.model.named_parameters()]
+    pairs = [(f"net.{name}", param) for name, param in run.model.named_parameters()]
     result = statekit.torch.attest(run.optimizer, pairs, checkpoint)
     assert {"parameter-missing", "parameter-extra"} <= {one.name for one in result.findings}
-    names = {name: name.removeprefix("module.") for name, _ in pairs}
+    names = {name: name.removeprefix("net.") for name, _ in pairs}
     assert statekit.torch.attest(run.optimizer, pairs, checkpoint, names=names).passed
+
+
+@pytest.mark.parametrize("around", ["module.", "_orig_mod.", "module._orig_mod.", "base_model.model."])
+def test_what_wrappers_put_before_names_tells_no_parameters_apart(around: str, checkpoint: Path) -> None:
+    run = loaded(checkpoint, made())
+    pairs = [(f"{around}{name}", param) for name, param in run.model.named_parameters()]
+    assert statekit.torch.attest(run.optimizer, pairs, checkpoint).passed
 
 
 def test_masters_that_went_stale_are_found(tmp_path: Path) -> None:

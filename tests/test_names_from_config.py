@@ -82,7 +82,7 @@ def test_looking_never_builds_a_model_and_shows_what_needs_no_names(
     decays = [group["hyperparameters"]["weight_decay_rate"] for group in optimizer["groups"]]
     assert decays == [0.1, 0.0]
     assert [group["parameters"] for group in optimizer["groups"]] == [len(one) for one in runs[1]["gpt2"]]
-    assert seen["run"]["schedules"][0]["kind"] == "LambdaLR"
+    assert "LambdaLR" in json.dumps(seen["run"])
     assert any("--names-from config" in finding["what"] for finding in seen["findings"])
     assert main(["doctor", str(step)]) == 0
     assert "--names-from config" in " ".join(capsys.readouterr().out.split())
