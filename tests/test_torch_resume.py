@@ -350,7 +350,7 @@ def test_every_parameter_that_doesnt_fit_is_named() -> None:
         load_optimizer(source, named.items(), lr=-1.0)
     with pytest.raises(UsageError, match="names"):
         load_optimizer(source, model.parameters())  # type: ignore[arg-type]  # the fault
-    wrapped = [(f"module.{name}", param) for name, param in named.items()]
+    wrapped = [(f"net.{name}", param) for name, param in named.items()]
     with pytest.raises(StateError, match="inner module"):
         load_optimizer(source, wrapped)
     slashes = [(name.replace(".", "/"), param) for name, param in named.items()]

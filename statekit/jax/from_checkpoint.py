@@ -122,7 +122,7 @@ def load_optimizer(
             require,
         )
         require_resumable(state, path, HOME, MAKERS)
-        state = renamed(state, names or {}, path)
+        state = renamed(state, names or {}, path, leaves_of(params).by_name)
         model_has = {
             name: (tuple(leaf.shape), dtype_named(str(leaf.dtype)))
             for name, leaf in leaves_of(params).by_name.items()
@@ -281,7 +281,7 @@ def load_params(
             require,
             slots=False,
         )
-        state = renamed(state, names or {}, path)
+        state = renamed(state, names or {}, path, leaves_of(params).by_name)
         stored, dtypes = state.params, {path_of(name): leaf.dtype for name, leaf in leaves.by_name.items()}
         sources = {
             path_of(name): as_variable(state, name, dtypes.get(path_of(name), tensor.dtype), opened.makers)

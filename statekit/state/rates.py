@@ -172,9 +172,9 @@ class Rates:
 def _argument(one: Piece, updates: int) -> float:
     done = abs(updates - one.origin)
     if one.kind in ("cosine", "restarts"):
-        return math.pi * done / one.numbers["steps"]
+        return float(math.pi * done / one.numbers["steps"])
     if one.kind in ("exponential", "step") and one.numbers["factor"] > 0:
-        return abs(math.log(one.numbers["factor"])) * done / one.numbers["every"]
+        return float(abs(math.log(one.numbers["factor"])) * done / one.numbers["every"])
     return max((_argument(part, updates) for part in one.numbers.get("of", ())), default=0.0)
 
 

@@ -142,7 +142,7 @@ def load_optimizer(
         if maps:
             state = carried_to_load(state, with_beside(maps, opened), require)
         require_resumable(state, path, HOME, MAKERS)
-        state = renamed(state, names or {}, path)
+        state = renamed(state, names or {}, path, [name for name, _ in pairs])
         model_has = {
             name: (tuple(param.shape), dtype_of(param)) for name, param in pairs if param.requires_grad
         }
@@ -253,7 +253,7 @@ def load_params(
         state = as_params(opened.state)[0]
         if maps:
             state = carried_to_load(state, with_beside(maps, opened), require, slots=False)
-        state = renamed(state, names or {}, path)
+        state = renamed(state, names or {}, path, [name for name, _ in tensors])
         fitted = _fitted(state, opened.makers, model, path)
         with changing("the model"):
             for target, source in fitted:

@@ -157,9 +157,7 @@ def _schedule_arguments(arguments: Tree, trainer_state: Tree) -> dict[str, Any]:
     if not isinstance(fields, Mapping):
         return {}
     settings = {key: fields[key] for key in _OF_SCHEDULES if fields.get(key) is not None}
-    settings |= {
-        key: fields[key] for key, off in _OF_GRADIENTS.items() if fields.get(key) not in (None, off)
-    }
+    settings |= {key: fields[key] for key, off in _OF_GRADIENTS.items() if fields.get(key) not in (None, off)}
     kind = settings.get("lr_scheduler_type")
     if isinstance(kind, Record) and len(kind.args) == 1:  # an Enum
         settings["lr_scheduler_type"] = kind.args[0]

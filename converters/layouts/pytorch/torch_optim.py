@@ -238,7 +238,8 @@ class TorchOptim:
                 params,
                 slots,
                 Optimizer.of(
-                    _clipped(_groups(kinds, parts, order.groups), checkpoint), [(kind.schema, kind.variant) for kind in kinds]
+                    _clipped(_groups(kinds, parts, order.groups), checkpoint),
+                    [(kind.schema, kind.variant) for kind in kinds],
                 ),
                 _counts(counts, params),
                 {path: rule for path, rule in rules.items() if kind_of[path].schema == "adafactor"},
