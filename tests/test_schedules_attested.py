@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -92,10 +93,10 @@ def resumed(make: Make, horizon: int, path: Path, *, schedule: bool = True, **op
 
 
 def cases() -> list[Any]:
-    every = [(f"torch {name}", make, None) for name, make in TORCH.items()]
+    every: list[tuple[str, Make, Any]] = [(f"torch {name}", make, None) for name, make in TORCH.items()]
     for name, special in TRANSFORMERS.items():
         arguments = {"lr_scheduler_type": name, "learning_rate": RATE, "lr_scheduler_kwargs": special or None}
-        every.append((f"transformers {name}", lambda o, n, name=name: of_transformers(name, o, n), arguments))
+        every.append((f"transformers {name}", partial(of_transformers, name), arguments))
     return [pytest.param(*one, id=one[0]) for one in every]
 
 
