@@ -47,9 +47,9 @@ def test_config_tells_what_trainers_optimizer_numbers(
 ) -> None:
     step, truth = step_of(runs[0], kind), runs[1][kind]
     assert main(["convert", str(step), str(tmp_path / "run.pt")]) == 0
-    told = capsys.readouterr().out
-    assert "of transformers" in told
-    assert "names_from=config, as nothing else" in told
+    shown = capsys.readouterr().out
+    assert "of transformers" in shown
+    assert "names_from=config, as nothing else" in shown
     state = torch.load(step / "optimizer.pt", weights_only=True)["state"]
     flat = [name for group in truth for name in group]
     with statekit.open(tmp_path / "run.pt") as opened:
