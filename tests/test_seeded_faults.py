@@ -29,7 +29,6 @@ from statekit.tensors.tensor import Array, Tensor
 from statekit.testing.steps import tensors
 from statekit.verify.recording import Rate, open_recording
 from statekit.verify.replay import named
-from statekit.verify.sampling import chosen
 from statekit.verify.verdict import compare
 
 Mistake = Callable[[TrainState], TrainState]
@@ -112,7 +111,7 @@ def recorded(case: str) -> Recorded:
         judge, phase = recording.trajectories[0], recording.phases[0]
         for update in range(recording.first + 1, phase.last + 1):
             state = recording.state(update - 1, judge, update)
-            some = chosen(state, enough(state))
+            some = state.only(enough(state))
             grads = {
                 path: grad.read() for path, grad in recording.gradients(update).items() if path in some.params
             }

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch_driving import LEFT_OUT, XP, Run, defaults, differing, resume
 
+import statekit.torch
 from statekit.errors import StateError, UnknownRuleError, UsageError
 from statekit.optim.run import STEPPED
 from statekit.state.options import taken
@@ -709,3 +710,13 @@ def test_slots_of_a_group_follow_its_parameters_to_another_device() -> None:
     group["slots"] = {name: torch.empty_like(slot, device="cpu") for name, slot in group["slots"].items()}
     optimizer._plan_of(0, group)
     assert {slot.device.type for slot in group["slots"].values()} == {"meta"}
+
+
+@pytest.mark.parametrize(
+    "name", ["adafactor.Adafactor", "adamw.AdamW", "lamb.LAMB", "lans.LANS", "scaled_adam.ScaledAdam"]
+)
+def test_pickles_that_name_a_class_by_its_module_of_0_2_0_are_read(name: str) -> None:
+    module, class_name = name.split(".")
+    assert pickle.loads(f"cstatekit.torch.{module}\n{class_name}\n.".encode()) is getattr(
+        statekit.torch, class_name
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 
@@ -22,7 +22,6 @@ from statekit.errors import StateError, StatekitError, UsageError
 from statekit.maps.links import StateMap, carried_to_load
 from statekit.state.comparison import Difference, Rate, compare_states, uncompared
 from statekit.state.exactness import Level
-from statekit.state.options import BY_NAME
 from statekit.state.param_names import wrapped_names
 from statekit.state.run import BUFFERS
 from statekit.state.schema import WEIGHTS
@@ -187,7 +186,7 @@ def attesting(
         except StatekitError as error:
             each += broken(error)
             result = Attestation(place, right.counts.updates, tuple(each), tuple(said), (), 0, 0, 0)
-        right = _without(_by_path(renamed(right, names, path)), {path_of(one) for one in elsewhere})
+        right = _without(_by_path(renamed(right, names, path)), {path_of(name) for name in elsewhere})
         if state is not None:
             right, more = _under_rule_of(right, state)
             each += more
@@ -261,46 +260,12 @@ def _by_path(state: TrainState) -> TrainState:
     """Returns a state whose paths have slashes for dots, as names of both sides are compared."""
     if all(path_of(path) == path for path in state.params):
         return state
-    groups = tuple(
-        replace(
-            group,
-            paths=tuple(path_of(path) for path in group.paths),
-            hyperparameters={
-                name: {path_of(path): one for path, one in value.items()}
-                if name in BY_NAME and isinstance(value, Mapping)
-                else value
-                for name, value in group.hyperparameters.items()
-            },
-        )
-        for group in state.optimizer.groups
-    )
-    return replace(
-        state,
-        params={path_of(path): param for path, param in state.params.items()},
-        slots={path_of(path): slots for path, slots in state.slots.items()},
-        rules={path_of(path): rule for path, rule in state.rules.items()},
-        optimizer=replace(state.optimizer, groups=groups),
-        counts=replace(state.counts, behind={path_of(path): n for path, n in state.counts.behind.items()}),
-    )
+    return state.renamed(path_of)
 
 
 def _without(state: TrainState, paths: Collection[str]) -> TrainState:
     """Returns a state without some of its parameters."""
-    if not paths:
-        return state
-    groups = tuple(
-        replace(group, paths=tuple(path for path in group.paths if path not in paths))
-        for group in state.optimizer.groups
-    )
-    behind = {path: count for path, count in state.counts.behind.items() if path not in paths}
-    return replace(
-        state,
-        params={path: param for path, param in state.params.items() if path not in paths},
-        slots={path: slots for path, slots in state.slots.items() if path not in paths},
-        rules={path: rule for path, rule in state.rules.items() if path not in paths},
-        optimizer=replace(state.optimizer, groups=groups),
-        counts=replace(state.counts, behind=behind),
-    )
+    return state.only(path for path in state.params if path not in paths)
 
 
 def _buffers(state: TrainState) -> list[str]:

@@ -248,15 +248,8 @@ def _restricted(
         }
         for path in moved
     }
-    state = replace(
-        right,
-        params=params,
-        slots=slots,
-        optimizer=replace(right.optimizer, groups=tuple(groups)),
-        counts=replace(right.counts, behind={p: n for p, n in right.counts.behind.items() if p in params}),
-        rules={path: rule for path, rule in right.rules.items() if path in params},
-        extra={},
-    )
+    optimizer = replace(right.optimizer, groups=tuple(groups))
+    state = replace(right.only(params), params=params, slots=slots, optimizer=optimizer, extra={})
     if not right.counts.updates and not any(slots.values()):
         state = initial(state)
     elif unmade := [path for path in moved if not slots[path] and not right.counts.behind.get(path, 1)]:

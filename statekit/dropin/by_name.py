@@ -12,9 +12,9 @@ from typing import Any
 from statekit.errors import Faults, UsageError
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import PathPattern, first_entry, map_entries
-from statekit.state.options import EXCLUDED, MULTIPLIERS, SCALE, rule_of
+from statekit.state.options import rule_of
 from statekit.state.schema import OptimizerSchema
-from statekit.state.train_state import Rule
+from statekit.state.train_state import EXCLUDED, MULTIPLIERS, SCALE, Rule
 from statekit.tensors.tensor import Shape
 
 _RULES_REMEDY = (

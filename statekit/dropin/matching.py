@@ -10,7 +10,6 @@ from dataclasses import dataclass, replace
 
 from statekit.dropin.by_name import by_name, path_of, refuse_by_name, renamed_path
 from statekit.errors import Faults, StateError, UsageError
-from statekit.state.options import BY_NAME
 from statekit.state.param_names import wrapped_names
 from statekit.state.run import BUFFERS
 from statekit.state.schema import WEIGHTS, load_schema
@@ -132,30 +131,20 @@ def renamed(
     def of(path: str) -> str:
         return path_of(mine[path]) if path in mine else path
 
-    def group(old: Group) -> Group:
-        schema, variant = state.optimizer.kind(old)
-        said = by_name(load_schema(schema), str(variant), old.hyperparameters, old.paths, faults)
-        for key in BY_NAME:
-            if isinstance(said.get(key), Mapping):
-                said[key] = {of(path): value for path, value in said[key].items()}
-        return replace(old, paths=tuple(map(of, old.paths)), hyperparameters=said)
+    def spelled_out(group: Group) -> Group:
+        schema, variant = state.optimizer.kind(group)
+        values = by_name(load_schema(schema), str(variant), group.hyperparameters, group.paths, faults)
+        return replace(group, hyperparameters=values)
 
-    groups = tuple(map(group, state.optimizer.groups))
+    groups = tuple(map(spelled_out, state.optimizer.groups))
     refuse_by_name(load_schema(state.optimizer.kinds[0][0]), faults)
     extra = dict(state.extra)
     if buffers:
         extra[BUFFERS] = {mine.get(name, name): buffer for name, buffer in buffers.items()}
     if TIES in extra:
         extra[TIES] = {name: of(path) for name, path in extra[TIES].items()}
-    return replace(
-        state,
-        params={of(path): param for path, param in state.params.items()},
-        slots={of(path): tensors for path, tensors in state.slots.items()},
-        rules={of(path): rule for path, rule in state.rules.items()},
-        optimizer=replace(state.optimizer, groups=groups),
-        counts=replace(state.counts, behind={of(path): n for path, n in state.counts.behind.items()}),
-        extra=extra,
-    )
+    after_names = replace(state, optimizer=replace(state.optimizer, groups=groups)).renamed(of)
+    return replace(after_names, extra=extra)
 
 
 def _wrapped(ours: Iterable[str], native: Iterable[str]) -> dict[str, str]:

@@ -12,9 +12,9 @@ from statekit.errors import Faults, UsageError
 from statekit.optim.adafactor_forms import MOMENTUM_ON
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import map_entries
-from statekit.state.options import EXCLUDED, FACTOR_MAP, MULTIPLIERS, SCALE, read_options, rule_of, taken
+from statekit.state.options import FACTOR_MAP, read_options, rule_of, taken
 from statekit.state.schema import load_schema
-from statekit.state.train_state import Group, TrainState
+from statekit.state.train_state import EXCLUDED, MULTIPLIERS, SCALE, Group, TrainState
 from statekit.tensors.tensor import DTYPES, Cast, DType, Filled, Tensor
 
 OFFSETS = ("keep", "reset")

@@ -10,10 +10,9 @@ from typing import Any, Protocol, TypeVar
 from statekit.errors import Faults, InexactError, StateError
 from statekit.maps.operations import Operation, Piece
 from statekit.state.exactness import Exactness, Level
-from statekit.state.options import BY_NAME
 from statekit.state.schema import load_schema
 from statekit.state.stored_params import DECODED
-from statekit.state.train_state import Group, TrainState
+from statekit.state.train_state import BY_NAME, Group, TrainState
 from statekit.tensors.tensor import TIES
 
 _BY_PATTERN = ("factor_map", "exclude_from_weight_decay", "exclude_from_parameter_scale")

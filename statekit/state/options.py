@@ -14,7 +14,7 @@ from statekit.errors import Faults, UsageError, meant
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import PathPattern, by_shape, effective, first_entry, labels
 from statekit.state.schema import OptimizerSchema, Spelling, load_schema
-from statekit.state.train_state import Rule
+from statekit.state.train_state import BY_NAME, EXCLUDED, Rule
 from statekit.tensors.tensor import DTYPES, Shape
 
 CLASSES = {
@@ -33,11 +33,6 @@ KERAS = {
 before or after our step, whatever the variant is."""
 FACTOR = "learning_rate_factor"
 """What a group of an optimizer in Keras multiplies the learning rate by."""
-SCALE = "multiply_by_parameter_scale"
-EXCLUDED = "exclude_from_weight_decay"
-MULTIPLIERS = ("lr_mult", "wd_mult")
-BY_NAME = (SCALE, EXCLUDED, *MULTIPLIERS)
-"""Hyperparameters that may have a value for each parameter: {path: value}, in PyTorch {name: value}."""
 FACTOR_MAP = "factor_map"
 """Rules by name, which every Adafactor of ours takes."""
 LOGICAL = "logical_factor_rules"

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
+from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, TypeVar
 
 from statekit.errors import Faults, StateError, UsageError
 from statekit.state.evidence import Fact, FactRecord
@@ -16,9 +16,16 @@ from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Tree
 from statekit.tensors.typed import Name, Natural
 
+Value = TypeVar("Value")
+
 StepOffset: TypeAlias = Literal["keep", "reset"] | int
 """Where the decay of the second moment starts: `keep`; `reset`: at the updates done; or after so many."""
 
+SCALE = "multiply_by_parameter_scale"
+EXCLUDED = "exclude_from_weight_decay"
+MULTIPLIERS = ("lr_mult", "wd_mult")
+BY_NAME = (SCALE, EXCLUDED, *MULTIPLIERS)
+"""Hyperparameters that may have a value for each parameter: {path: value}, in PyTorch {name: value}."""
 
 _RANKS = {"group": 0, "group_history": 1}
 """Ranks of slots that a group has as a whole, by shape rule."""
@@ -131,6 +138,34 @@ class Group:
     schema: str | None = None
     variant: str | None = None
     facts: tuple[Fact, ...] = ()
+
+    def renamed(self, rename: Callable[[str], str]) -> Group:
+        """Returns the group with other paths, also in hyperparameters that have a value for each path."""
+        hyperparameters = {
+            name: {rename(path): value for path, value in setting.items()}
+            if _is_by_path(name, setting)
+            else setting
+            for name, setting in self.hyperparameters.items()
+        }
+        return replace(self, paths=tuple(map(rename, self.paths)), hyperparameters=hyperparameters)
+
+    def only(self, paths: Collection[str]) -> Group:
+        """Returns the group without the parameters that are not among `paths`; those that stay keep their order."""
+        gone = {path for path in self.paths if path not in paths}
+        hyperparameters = {
+            name: _without(setting, gone) if isinstance(setting, Mapping) else setting
+            for name, setting in self.hyperparameters.items()
+        }
+        kept = tuple(path for path in self.paths if path not in gone)
+        return replace(self, paths=kept, hyperparameters=hyperparameters)
+
+
+def _is_by_path(name: str, setting: Any) -> bool:
+    return name in BY_NAME and isinstance(setting, Mapping)
+
+
+def _without(values: Mapping[str, Value], gone: Collection[str]) -> dict[str, Value]:
+    return {name: value for name, value in values.items() if name not in gone}
 
 
 Kind: TypeAlias = tuple[str, str | None]
@@ -319,15 +354,43 @@ class TrainState:
     def _part(self, kind: Kind) -> TrainState:
         groups = [group for group in self.optimizer.groups if self.optimizer.kind(group) == kind]
         paths = {path for group in groups for path in group.paths}
+        part = self.only(path for path in self.params if path in paths)
+        return replace(part, optimizer=Optimizer.of(groups, [kind] * len(groups)))
+
+    def renamed(self, rename: Callable[[str], str]) -> TrainState:
+        """Returns the state with every path renamed. `extra` stays as it is.
+
+        Args:
+            rename: The new path of each path. Two paths must not become one.
+        """
+        groups = tuple(group.renamed(rename) for group in self.optimizer.groups)
         return replace(
             self,
-            params={path: param for path, param in self.params.items() if path in paths},
-            slots={path: slots for path, slots in self.slots.items() if path in paths},
-            rules={path: rule for path, rule in self.rules.items() if path in paths},
-            optimizer=Optimizer.of(groups, [kind] * len(groups)),
+            params={rename(path): param for path, param in self.params.items()},
+            slots={rename(path): slots for path, slots in self.slots.items()},
+            rules={rename(path): rule for path, rule in self.rules.items()},
+            optimizer=replace(self.optimizer, groups=groups),
             counts=replace(
-                self.counts, behind={path: n for path, n in self.counts.behind.items() if path in paths}
+                self.counts, behind={rename(path): count for path, count in self.counts.behind.items()}
             ),
+        )
+
+    def only(self, paths: Iterable[str]) -> TrainState:
+        """Returns the state of some of its parameters, in the order given. `extra` stays as it is.
+
+        Args:
+            paths: Paths of parameters. A group that loses all of its own stays, empty.
+        """
+        params = {path: self.params[path] for path in paths}
+        gone = self.params.keys() - params.keys()
+        groups = tuple(group.only(params) for group in self.optimizer.groups)
+        return replace(
+            self,
+            params=params,
+            slots=_without(self.slots, gone),
+            rules=_without(self.rules, gone),
+            optimizer=replace(self.optimizer, groups=groups),
+            counts=replace(self.counts, behind=_without(self.counts.behind, gone)),
         )
 
     def of_parts(self, parts: Sequence[TrainState]) -> TrainState:

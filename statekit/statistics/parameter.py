@@ -248,12 +248,8 @@ def _of_expected(
         hyperparameters={**place.group.hyperparameters, **off}, schema=None, variant=None,
     )  # fmt: skip
     alone = replace(
-        part,
-        params={place.path: part.params[place.path]},
-        slots={place.path: part.slots.get(place.path, {})},
-        rules={k: v for k, v in part.rules.items() if k == place.path},
+        part.only([place.path]),
         optimizer=replace(part.optimizer, schema=schema, variant=place.variant, groups=(group,)),
-        counts=replace(part.counts, behind={k: v for k, v in part.counts.behind.items() if k == place.path}),
         extra={},
     )
     xp = NumpyBackend()

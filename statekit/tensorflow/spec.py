@@ -11,18 +11,9 @@ from statekit.dropin.options import refuse_options
 from statekit.errors import Faults, UsageError
 from statekit.optim.run import counts_apart, steps_for
 from statekit.state.constants import variant_constants
-from statekit.state.options import (
-    FACTOR,
-    FACTOR_MAP,
-    KERAS,
-    LOGICAL,
-    MULTIPLIERS,
-    Options,
-    offered,
-    read_options,
-)
+from statekit.state.options import FACTOR, FACTOR_MAP, KERAS, LOGICAL, Options, offered, read_options
 from statekit.state.schema import load_schema
-from statekit.state.train_state import Group, Rule, RuleRecord
+from statekit.state.train_state import MULTIPLIERS, Group, Rule, RuleRecord
 from statekit.tensors.tensor import Shape
 from statekit.tensors.typed import Name, typed
 

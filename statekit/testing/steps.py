@@ -32,7 +32,6 @@ from statekit.tensors.tensor import Array, Tensor
 from statekit.testing.step_cases import EMPTY, RATE, Case
 from statekit.testing.step_reach import first_index, reach
 from statekit.verify.replay import named
-from statekit.verify.sampling import chosen
 from statekit.verify.verdict import compare
 
 Grads: TypeAlias = Mapping[str, Array]
@@ -318,7 +317,7 @@ def _require_indifferent(trial: Trial, paths: tuple[str, ...], update: int) -> N
     """Requires that an update of some parameters, in this order, gives them what the update of all gives."""
     case = trial.case
     before = case.before(update)
-    some = chosen(before, paths)
+    some = before.only(paths)
     grads = {path: case.grads[update][path] for path in paths}
     after = trial.step(some, grads, mover(trial.xp, some, trial.execution))
     _require_within(trial, after, update)

@@ -9,17 +9,16 @@ statekit.torch.load_params("checkpoint_1000000", model)
 optimizer = statekit.torch.load_optimizer("checkpoint_1000000", model.named_parameters(), lr=1e-3)
 """
 
+import sys
+
 from statekit.errors import MissingExtraError
 
 try:
-    from statekit.torch.adafactor import Adafactor
-    from statekit.torch.adamw import AdamW
+    from statekit.torch import optimizers
     from statekit.torch.attestation import attest
     from statekit.torch.from_checkpoint import load_optimizer, load_params
-    from statekit.torch.lamb import LAMB
-    from statekit.torch.lans import LANS
+    from statekit.torch.optimizers import LAMB, LANS, Adafactor, AdamW, ScaledAdam
     from statekit.torch.partition import Partition
-    from statekit.torch.scaled_adam import ScaledAdam
     from statekit.torch.step_attestation import attested_step
 except ModuleNotFoundError as error:
     if error.name == "torch":
@@ -27,6 +26,10 @@ except ModuleNotFoundError as error:
             "PyTorch isn't installed.", found=error, remedy="pip install 'statekit[torch]'"
         ) from error
     raise
+
+for _module in ("adafactor", "adamw", "lamb", "lans", "scaled_adam"):
+    # A pickled optimizer names its class by the module that held it in 0.2.0.
+    sys.modules[f"{__name__}.{_module}"] = optimizers
 
 __all__ = [
     "LAMB",

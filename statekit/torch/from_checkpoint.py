@@ -28,14 +28,10 @@ from statekit.state.schema import load_schema
 from statekit.state.stored_params import as_params, as_variable
 from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensors.tensor import Array, Stored, Tensor, same_values
-from statekit.torch.adafactor import Adafactor
-from statekit.torch.adamw import AdamW
 from statekit.torch.groups import rate_fault
-from statekit.torch.lamb import LAMB
-from statekit.torch.lans import LANS
 from statekit.torch.optimizer import Rate
+from statekit.torch.optimizers import LAMB, LANS, Adafactor, AdamW, ScaledAdam
 from statekit.torch.partition import Partition
-from statekit.torch.scaled_adam import ScaledAdam
 from statekit.torch.slots import dtype_of
 from statekit.torch.state_matching import copy_into
 

@@ -25,7 +25,6 @@ from statekit.dropin.by_name import by_name, factor_rules, path_of, refuse_by_na
 from statekit.dropin.options import refuse_options
 from statekit.errors import Faults, UsageError
 from statekit.state.options import (
-    BY_NAME,
     FACTOR_MAP,
     RATE,
     RATE_NAMES,
@@ -35,7 +34,7 @@ from statekit.state.options import (
     read_options,
 )
 from statekit.state.schema import OptimizerSchema, load_schema
-from statekit.state.train_state import Group, Rule
+from statekit.state.train_state import BY_NAME, Group, Rule
 
 ParamGroup: TypeAlias = dict[str, Any]
 

@@ -13,9 +13,8 @@ from statekit.arrays.backend import backend
 from statekit.dropin.by_name import path_of
 from statekit.errors import Faults, StateError
 from statekit.optim.run import counts_apart
-from statekit.state.options import BY_NAME
 from statekit.state.schema import load_schema
-from statekit.state.train_state import Rule, RuleRecord
+from statekit.state.train_state import BY_NAME, Rule, RuleRecord
 from statekit.tensors.tensor import Tensor, blocks, widens
 from statekit.tensors.typed import fits
 from statekit.torch.groups import ParamGroup, rate_fault

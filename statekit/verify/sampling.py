@@ -8,7 +8,7 @@ its slots, which is a smaller parameter of the same run.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -46,7 +46,7 @@ class Sample:
 
     def of(self, state: TrainState) -> TrainState:
         """Returns a state of what is stepped, in memory; slots of a group as a whole stay."""
-        some = chosen(state, self.paths)
+        some = state.only(self.paths)
         cut = {path: tuple(slice(*ends) for ends in window) for path, window in self.windows.items()}
         groups = tuple(
             replace(group, slots={name: in_memory(slot.read(), name) for name, slot in group.slots.items()})
@@ -104,24 +104,6 @@ def sampled(state: TrainState, seed: int = 0, everything: bool = False) -> Sampl
     }
     stands = {other: path for path, same in taken.items() for other in same if other != path}
     return Sample(order, windows, stands, seed)
-
-
-def chosen(state: TrainState, paths: Sequence[str]) -> TrainState:
-    """Returns a state of some of its parameters only, in this order."""
-    groups = tuple(
-        replace(group, paths=tuple(path for path in paths if path in group.paths))
-        for group in state.optimizer.groups
-    )
-    return replace(
-        state,
-        params={path: state.params[path] for path in paths},
-        slots={path: state.slots[path] for path in paths if path in state.slots},
-        rules={path: state.rules[path] for path in paths if path in state.rules},
-        optimizer=replace(state.optimizer, groups=groups),
-        counts=replace(
-            state.counts, behind={path: n for path, n in state.counts.behind.items() if path in paths}
-        ),
-    )
 
 
 def _kind(state: TrainState, path: str, group: int) -> Any:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TypeVar
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.open_state import OpenState, open_state
@@ -14,8 +13,6 @@ from statekit.errors import StateError
 from statekit.state.stored_params import MASTER, as_params
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Cast, Tensor, widens
-
-T = TypeVar("T")
 
 
 @contextmanager
@@ -75,21 +72,7 @@ def _renamed(state: TrainState, said: TrainState) -> TrainState:
     if first in state.params or not prefix:
         return state
 
-    def bare(named: Mapping[str, T]) -> dict[str, T]:
-        return {path.removeprefix(prefix): value for path, value in named.items()}
-
-    groups = tuple(
-        replace(group, paths=tuple(path.removeprefix(prefix) for path in group.paths))
-        for group in state.optimizer.groups
-    )
-    return replace(
-        state,
-        params=bare(state.params),
-        slots=bare(state.slots),
-        rules=bare(state.rules),
-        optimizer=replace(state.optimizer, groups=groups),
-        counts=replace(state.counts, behind=bare(state.counts.behind)),
-    )
+    return state.renamed(lambda path: path.removeprefix(prefix))
 
 
 def _moved(state: TrainState, said: TrainState) -> TrainState:

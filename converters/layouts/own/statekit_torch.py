@@ -45,10 +45,20 @@ from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.lines.printing import SavedRun, State, torch_lines
 from statekit.state import options
-from statekit.state.options import BY_NAME, RATE_NAMES, SCALE, by_other_names
+from statekit.state.options import RATE_NAMES, by_other_names
 from statekit.state.run import BESIDE
 from statekit.state.schema import load_schema
-from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, Rule, RuleRecord, TrainState
+from statekit.state.train_state import (
+    BY_NAME,
+    SCALE,
+    Counts,
+    Group,
+    KnownFrom,
+    Optimizer,
+    Rule,
+    RuleRecord,
+    TrainState,
+)
 from statekit.tensors.tensor import TIES, Tensor, ties_of
 from statekit.tensors.tree import Tree
 from statekit.tensors.typed import Name, fits, misfits

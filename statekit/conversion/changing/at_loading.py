@@ -19,9 +19,9 @@ from statekit.errors import Faults, UsageError, some
 from statekit.optim.run import counts_apart, steps_for
 from statekit.state.exactness import Exactness
 from statekit.state.factoring import map_entries
-from statekit.state.options import BY_NAME, FACTOR_MAP, rule_of
+from statekit.state.options import FACTOR_MAP, rule_of
 from statekit.state.schema import load_schema
-from statekit.state.train_state import Axis, Group, Kind, Rule, TrainState
+from statekit.state.train_state import BY_NAME, Axis, Group, Kind, Rule, TrainState
 from statekit.tensors.tensor import DType, Filled, Shape, Tensor
 from statekit.tensors.tree import walk
 

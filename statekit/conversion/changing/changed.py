@@ -148,28 +148,9 @@ def _frozen(state: TrainState, patterns: Iterable[str], done: list[Change]) -> T
             Exactness.LOSSY,
         )
     )
-    groups = tuple(_without(group, gone) for group in state.optimizer.groups)
     kinds = [state.optimizer.kind(group) for group in state.optimizer.groups]
-    return replace(
-        state,
-        slots={path: tensors for path, tensors in state.slots.items() if path not in gone},
-        rules={path: rule for path, rule in state.rules.items() if path not in gone},
-        optimizer=Optimizer.of(groups, kinds),
-        counts=replace(
-            state.counts, behind={path: n for path, n in state.counts.behind.items() if path not in gone}
-        ),
-    )
-
-
-def _without(group: Group, gone: Collection[str]) -> Group:
-    """Returns a group without some of its parameters, and without what was said of them by path."""
-    said = {
-        name: {key: one for key, one in value.items() if key not in gone}
-        if isinstance(value, Mapping)
-        else value
-        for name, value in group.hyperparameters.items()
-    }
-    return replace(group, paths=tuple(p for p in group.paths if p not in gone), hyperparameters=said)
+    trained = state.only(path for path in state.params if path not in gone)
+    return replace(trained, params=state.params, optimizer=Optimizer.of(trained.optimizer.groups, kinds))
 
 
 def _by_policy(state: TrainState, policy: Mapping[str, Policy], done: list[Change]) -> TrainState:
