@@ -108,7 +108,7 @@ def fast_adafactor(variant: str, config: ParamConfig, param: torch.Tensor) -> Fa
     """Returns the fast path of a parameter, or None if it hasn't one."""
     form, hyper = variant_constants("adafactor", variant), config.hyper
     s = forms.Setting(backend("torch"), form, hyper, config.rule, "float32", "compiled")
-    item = _item(config.rule, tuple(param.shape))
+    item = item_of(config.rule, tuple(param.shape))
     apart = "tensor" not in (form["clipping_over"], form["parameter_scale_over"])
     if (
         item is None
@@ -122,7 +122,7 @@ def fast_adafactor(variant: str, config: ParamConfig, param: torch.Tensor) -> Fa
     return FastAdafactor(config, variant, *item)
 
 
-def _item(rule: Rule, shape: Shape) -> tuple[Shape, tuple[str, ...]] | None:
+def item_of(rule: Rule, shape: Shape) -> tuple[Shape, tuple[str, ...]] | None:
     """Returns the shape behind leading BATCH axes as a matrix or a vector, and the slots along its axes; or None."""
     runs = [
         (label, [i for i, _ in run]) for label, run in groupby(enumerate(rule.axes), lambda pair: pair[1])

@@ -13,6 +13,7 @@ from statekit.torch.fast.adamw import fast_adamw
 from statekit.torch.fast.lamb import fast_lamb
 from statekit.torch.fast.lans import fast_lans
 from statekit.torch.fast.scaled_adam import fast_scaled_adam
+from statekit.torch.kernels.grouped import grouped_move
 
 
 class FastMove(Protocol):
@@ -50,7 +51,9 @@ def fast_path(schema: str, variant: str, config: Hashable, param: torch.Tensor) 
         config: What the optimizer's `settle` returned for the parameter.
         param: The parameter; subclasses (DTensor, ...) and other layouts than strided have no fast path.
     """
-    return FAST[schema](variant, config, param) if schema in FAST else None
+    if schema not in FAST:
+        return None
+    return grouped_move(schema, variant, config, param) or FAST[schema](variant, config, param)
 
 
 FAST: Mapping[str, Callable[[str, Any, torch.Tensor], FastMove | None]] = {

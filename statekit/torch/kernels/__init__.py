@@ -1,0 +1,1 @@
+"""Kernels for a GPU, generated from the text of the rules: one launch for many tensors and each pass over memory."""

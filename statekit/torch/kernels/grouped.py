@@ -1,0 +1,291 @@
+"""Moves many tensors by generated kernels: one launch for a pass over all of them."""
+
+from __future__ import annotations
+
+import linecache
+import math
+import os
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib.util import find_spec
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+
+from statekit.arrays.backend import Value
+from statekit.arrays.torch_backend import TorchBackend
+from statekit.optim.adafactor import ParamConfig
+from statekit.optim.run import steps_for
+from statekit.optim.steps import Scene
+from statekit.state.constants import variant_constants
+from statekit.state.train_state import Axis, Rule
+from statekit.torch.fast.adafactor import item_of
+from statekit.torch.kernels.source import Program
+from statekit.torch.kernels.staging import FULL, SIDE
+from statekit.torch.kernels.traced import CannotTraceError
+from statekit.torch.kernels.tracing import Item, dims_of, matrix_rule, traced, vector_rule
+
+_XP = TorchBackend()
+BLOCK = 4096
+"""Elements of a block of vectors."""
+ROWS, COLUMNS = 16, 256
+"""Those of a block of matrices."""
+SIDE_BLOCK = 64
+WARPS = 8
+
+
+@cache
+def has_triton() -> bool:
+    """Tells whether Triton is installed."""
+    return find_spec("triton") is not None
+
+
+def runs_on(device: torch.device) -> bool:
+    """Tells whether kernels run on a device: a GPU that torch has Triton for, or Triton's interpreter on a CPU."""
+    if device.type == "cpu":
+        return os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
+    return device.type in ("cuda", "xpu") and has_triton()
+
+
+@dataclass(frozen=True)
+class DeviceScene(Scene):
+    """An update whose count, or whether it is made at all, only the device knows.
+
+    Attributes:
+        counted: Updates done beyond `step`, int64.
+        scale: What gradients are to be divided by, float32.
+        found: Whether one isn't finite, float32: then nothing moves.
+    """
+
+    counted: torch.Tensor | None = None
+    scale: torch.Tensor | None = None
+    found: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class GroupedMove:
+    """The update of tensors that share all that it depends on but their memory.
+
+    Attributes:
+        schema: The optimizer.
+        variant: Whose rule.
+        config: What `settle` returned.
+        sides: The slots along a matrix's rows and columns; none for a vector.
+        shape: Rows and columns of a matrix, BATCH axes aside, or the length of a vector.
+        launches: What the device holds for tensors that were moved before, by kind.
+    """
+
+    schema: str
+    variant: str
+    config: Any
+    sides: tuple[str, ...]
+    shape: tuple[int, ...]
+    launches: dict[Hashable, Launches] = field(default_factory=dict, compare=False, repr=False)
+
+    def __call__(
+        self,
+        scene: Scene,
+        params: Sequence[torch.Tensor],
+        grads: Sequence[torch.Tensor],
+        slots: Sequence[dict[str, torch.Tensor]],
+        common: Value | None,
+    ) -> None:
+        """Moves parameters and slots, as `statekit.torch.fast.dispatch.FastMove`."""
+        kinds: dict[Hashable, list[int]] = {}
+        for i, (param, grad, arrays) in enumerate(zip(params, grads, slots, strict=True)):
+            kind = (param.dtype, grad.dtype, *((name, slot.dtype) for name, slot in arrays.items()))
+            kinds.setdefault(kind, []).append(i)
+        for members in kinds.values():
+            arrays = {"param": [params[i] for i in members], "grad": [grads[i].contiguous() for i in members]}
+            names = [name for name in slots[members[0]] if name != "average"]
+            arrays |= {name: [slots[i][name] for i in members] for name in names}
+            self.launched(scene, arrays, common).run(scene, arrays, common)
+
+    def launched(
+        self, scene: Scene, arrays: Mapping[str, Sequence[torch.Tensor]], common: Value | None
+    ) -> Launches:
+        """Returns the launches for tensors of one kind."""
+        rate = None if scene.rate is None else "float32" if isinstance(scene.rate, torch.Tensor) else "float64"
+        item = self.item({name: tensors[0] for name, tensors in arrays.items()})
+        key = (item, rate, common is None)
+        if key not in self.launches:
+            made = traced(self.schema, self.variant, self.config, item, rate, common is not None)
+            self.launches[key] = Launches(made, self.shape)
+        return self.launches[key]
+
+    def item(self, arrays: Mapping[str, torch.Tensor]) -> Item:
+        """Returns what is traced, of the arrays of one tensor."""
+        whole = ("R", "C") if self.sides else ("N",)
+        lengths = dict(zip(whole, self.shape, strict=True))
+        if "scale_grads" in arrays:
+            lengths["H"] = arrays["scale_grads"].shape[0]
+        rule = None
+        if isinstance(self.config, ParamConfig):
+            rule = matrix_rule(self.sides[0]) if self.sides else vector_rule()
+        return Item(
+            tuple(lengths.items()),
+            tuple((name, _XP.dtype(array)) for name, array in arrays.items()),
+            tuple(dims_of(arrays, whole, self.sides).items()),
+            rule,
+        )
+
+
+def grouped_move(schema: str, variant: str, config: Any, param: torch.Tensor) -> GroupedMove | None:
+    """Returns the grouped move of a parameter; None where kernels don't run, or not by its rule."""
+    if not runs_on(param.device) or not _is_dense(param):
+        return None
+    sides: tuple[str, ...] = ()
+    shape: tuple[int, ...] = (param.numel(),)
+    if isinstance(config, ParamConfig):
+        found = item_of(config.rule, tuple(param.shape))
+        if found is None or config.place is not None or not _is_apart(variant, config.rule):
+            return None
+        shape, sides = found
+    move = GroupedMove(schema, variant, config, sides, shape)
+    return move if _is_traceable(move, param.dtype) else None
+
+
+def _is_dense(param: torch.Tensor) -> bool:
+    return (
+        type(param) in (torch.Tensor, torch.nn.Parameter)
+        and param.layout == torch.strided
+        and param.is_contiguous()
+        and param.numel() > 0
+        and param.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    )
+
+
+def _is_apart(variant: str, rule: Rule) -> bool:
+    """Tells whether the entries along BATCH axes are moved each by itself."""
+    form = variant_constants("adafactor", variant)
+    return not rule.dims(Axis.BATCH) or "tensor" not in (form["clipping_over"], form["parameter_scale_over"])
+
+
+@cache
+def _is_traceable(move: GroupedMove, dtype: torch.dtype) -> bool:
+    param = torch.empty(move.shape, dtype=dtype)
+    config = move.config
+    if isinstance(config, ParamConfig):
+        config = ParamConfig(config.hyper, matrix_rule(move.sides[0]) if move.sides else vector_rule())
+    slots = steps_for(move.schema, move.variant).init(_XP, param, config, move.variant)
+    slots.pop("average", None)
+    item = move.item({"param": param, "grad": param, **slots})
+    clips = getattr(config, "clipping_scale", None) is not None
+    try:
+        traced(move.schema, move.variant, move.config, item, "float64", clips)
+    except CannotTraceError as e:
+        print("NO", e)
+        return False
+    return True
+
+
+@cache
+def _compiled(text: str) -> Mapping[str, Any]:
+    """Returns the functions of a source that `source.program` wrote; it holds no word or number of a user."""
+    name = f"<statekit kernels {hash(text) & 0xFFFFFFFFFFFF:012x}>"
+    linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
+    namespace: dict[str, Any] = {"__name__": "statekit.torch.kernels.generated"}
+    exec(compile(text, name, "exec"), namespace)
+    return namespace
+
+
+class Launches:
+    """The launches that move tensors of one kind, and what the device keeps for them."""
+
+    def __init__(self, program: Program, shape: tuple[int, ...]) -> None:
+        self.program, self.shape = program, shape
+        functions = _compiled(program.text)
+        self.numbers = functions["numbers"]
+        self.stages = [functions[f"stage_{i}"] for i in range(len(program.spans))]
+        self.addresses: list[int] = []
+        self.built = 0
+        """How often the device was told where tensors lie."""
+
+    def run(self, scene: Scene, arrays: Mapping[str, Sequence[torch.Tensor]], common: Value | None) -> None:
+        """Moves tensors; `arrays` has, by name, what `GroupedMove` traced."""
+        addresses = list(map(torch.Tensor.data_ptr, chain.from_iterable(arrays.values())))
+        if addresses != self.addresses:
+            self._place(arrays, addresses)
+        self.launch(scene, common)
+
+    def launch(self, scene: Scene, common: Value | None) -> None:
+        """Moves the tensors that were placed last."""
+        scaled = self._share(scene, common)
+        for function, span in zip(self.stages, self.program.spans, strict=True):
+            blocks = {FULL: self.blocks, SIDE: self.side_blocks}.get(span, 1)
+            function[(blocks * self.items,)](
+                self.pointers, self.scalars, self.work, self.lengths, self.items, *self.extent, self.width,
+                SCALED=scaled, ALIGNED=self.aligned, BR=self.tile[0], BC=self.tile[1], BV=SIDE_BLOCK,
+                num_warps=WARPS if span == FULL else 4, enable_fp_fusion=False,
+            )  # fmt: skip
+
+    def _share(self, scene: Scene, common: Value | None) -> bool:
+        """Computes what all tensors share; tells whether gradients are scaled."""
+        counted, scale, found = (getattr(scene, name, None) for name in ("counted", "scale", "found"))
+        rate, on_device = scene.rate, None
+        if isinstance(rate, torch.Tensor):
+            rate, on_device = (0.0, rate) if rate.device == self.scalars.device != _CPU else (float(rate), None)
+        high = 0.0 if rate is None else float(np.float32(rate))
+        low = 0.0 if rate is None else rate - high
+        scaled = scale is not None or found is not None
+        self.numbers[(1,)](
+            self.scalars, self.constants, scene.step, _or(counted, self.scalars), high, low,
+            _or(on_device, self.scalars), _or(common, self.scalars), _or(scale, self.ones), _or(found, self.zeros),
+            COUNTED=counted is not None, RATED=on_device is not None, COMMON=common is not None, SCALED=scaled,
+            num_warps=1, enable_fp_fusion=False,
+        )  # fmt: skip
+        return scaled
+
+    def _place(self, arrays: Mapping[str, Sequence[torch.Tensor]], addresses: list[int]) -> None:
+        """Tells the device where tensors lie."""
+        params = arrays["param"]
+        device, each = params[0].device, params[0].numel() // math.prod(self.shape)
+        if not self.addresses or self.items != len(params) * each or self.scalars.device != device:
+            self._prepare(len(params) * each, device)
+        table = torch.tensor(addresses, dtype=torch.int64).view(len(arrays), len(params), 1)
+        if each > 1:
+            strides = [tensors[0].numel() * tensors[0].itemsize // each for tensors in arrays.values()]
+            table = table + torch.tensor(strides).view(-1, 1, 1) * torch.arange(each)
+        self.aligned = bool((table % 16 == 0).all()) and (len(self.shape) == 1 or self.shape[1] % 16 == 0)
+        self.staged = table.contiguous().pin_memory() if device.type == "cuda" else table.contiguous()
+        self.pointers.copy_(self.staged.view(-1), non_blocking=True)
+        self.addresses, self.built = addresses, self.built + 1
+
+    def _prepare(self, items: int, device: torch.device) -> None:
+        """Takes the memory that stays as long as as many tensors are moved."""
+        program, shape = self.program, self.shape
+        self.items = items
+        if program.matrix:
+            columns = min(COLUMNS, _power(shape[1]))
+            self.tile = (min(ROWS * COLUMNS // columns, _power(shape[0])), columns)
+            counts = {"R": shape[0], "C": shape[1], "n_R": -(-shape[0] // SIDE_BLOCK), "n_C": -(-shape[1] // SIDE_BLOCK)}
+            counts |= {"n_rt": -(-shape[0] // self.tile[0]), "n_ct": -(-shape[1] // self.tile[1])}
+            self.blocks, self.side_blocks = counts["n_rt"] * counts["n_ct"], max(counts["n_R"], counts["n_C"])
+            self.extent = shape
+        else:
+            self.tile = (1, min(BLOCK, _power(shape[0])))
+            self.blocks = -(-shape[0] // self.tile[1])
+            counts, self.side_blocks, self.extent = {"n_rt": self.blocks}, 1, (self.blocks, 1)
+        self.width = sum(math.prod(counts[name] for name in room) for room in program.room)
+        self.work = torch.empty(max(1, self.width * items), dtype=torch.float32, device=device)
+        self.pointers = torch.empty(len(program.arrays) * items, dtype=torch.int64, device=device)
+        self.lengths = torch.full((items,), shape[0], dtype=torch.int64, device=device)
+        self.ones, self.zeros = (torch.full((), x, dtype=torch.float32, device=device) for x in (1.0, 0.0))
+        self.constants = torch.tensor(program.constants or (0.0,), dtype=torch.float64, device=device)
+        known = [1.0, 1.0, *(0.0 if value is None else value for value in program.scalars)]
+        self.scalars = torch.tensor(known, dtype=torch.float64, device=device).to(torch.float32)
+
+
+_CPU = torch.device("cpu")
+
+
+def _or(value: torch.Tensor | None, other: torch.Tensor) -> torch.Tensor:
+    return other if value is None else value
+
+
+def _power(length: int) -> int:
+    """Returns the next power of two."""
+    return 1 << (length - 1).bit_length()

@@ -1,0 +1,403 @@
+"""Writes Triton's source for the stages of an update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from statekit.torch.kernels.staging import FULL, SIDE, SINGLE, Stage, Staging, is_cut, span
+from statekit.torch.kernels.traced import Traced
+
+SCALARS = 2
+"""Numbers before those of the rule: what gradients are divided by, and whether the update is to be made."""
+HEADER = "import triton\nimport triton.language as tl\n"
+ARGUMENTS = "pointers, scalars, work, sizes, items, rows, cols, width"
+CONSTANTS = "SCALED: tl.constexpr, ALIGNED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr"
+
+FORMULA: Mapping[str, Callable[..., str]] = {
+    "add": lambda a, b: f"{a} + {b}",
+    "sub": lambda a, b: f"{a} - {b}",
+    "mul": lambda a, b: f"{a} * {b}",
+    "div": lambda a, b: f"tl.div_rn({a}, {b})",
+    "neg": lambda a: f"-{a}",
+    "gt": lambda a, b: f"{a} > {b}",
+    "lt": lambda a, b: f"{a} < {b}",
+    "ge": lambda a, b: f"{a} >= {b}",
+    "le": lambda a, b: f"{a} <= {b}",
+    "eq": lambda a, b: f"{a} == {b}",
+    "and": lambda a, b: f"{a} & {b}",
+    "or": lambda a, b: f"{a} | {b}",
+    "isnan": lambda a: f"{a} != {a}",
+    "where": lambda a, b, c: f"tl.where({a}, {b}, {c})",
+    "maximum": lambda a, b: f"tl.maximum({a}, {b}, propagate_nan=tl.PropagateNan.ALL)",
+    "minimum": lambda a, b: f"tl.minimum({a}, {b}, propagate_nan=tl.PropagateNan.ALL)",
+    "sqrt": lambda a: f"tl.sqrt_rn({a})",
+    "abs": lambda a: f"tl.abs({a})",
+    "floor": lambda a: f"tl.floor({a})",
+    "sign": lambda a: f"({a} > 0).to(tl.float32) - ({a} < 0).to(tl.float32)",
+    "wide": lambda a: a,
+    "reshape": lambda a: a,
+}
+"""An operation on float32."""
+
+
+Room: TypeAlias = tuple[str, ...]
+"""Factors of a number of values: `R` and `C` rows and columns, `n_rt` and `n_ct` blocks along them, `n_R` and `n_C`."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """An update of many tensors as source.
+
+    Attributes:
+        text: The source: a function `numbers`, and `stage_0` and on.
+        spans: Over what each stage runs: FULL, SIDE or SINGLE.
+        arrays: Which arrays a tensor has, in the order in which their addresses stand, with their dtypes.
+        constants: The numbers of the text that `numbers` takes, float64.
+        scalars: The numbers behind the first SCALARS that stages take, where the text itself has them; else None.
+        room: How many numbers each tensor needs of the working memory, value by value: factors that `Sizes` has.
+        matrix: Whether tensors are matrices; else vectors.
+    """
+
+    text: str
+    spans: tuple[int, ...]
+    arrays: Mapping[str, str]
+    constants: tuple[float, ...]
+    scalars: tuple[float | None, ...]
+    room: tuple[Room, ...]
+    matrix: bool
+
+
+class _Writer:
+    """Source for one update."""
+
+    def __init__(self, staging: Staging, arrays: Mapping[str, Traced], lengths: Mapping[str, int]) -> None:
+        self.staging, self.arrays = staging, dict(arrays)
+        self.matrix = any(value.space == frozenset("RC") for value in arrays.values())
+        self.lengths = lengths
+        self.scalars: dict[Traced, int] = {}
+        self.room: dict[tuple[str, int], Room] = {}
+
+    def program(self) -> Program:
+        stages = self.staging.stages
+        for stage in stages:
+            for part in stage.parts:
+                self.room["part", part.number] = _part_room(part)
+            for value in stage.kept:
+                self.room["kept", value.number] = tuple(value.space) if span(value) == SIDE else ()
+        bodies = [_StageWriter(self, stage).text(i) for i, stage in enumerate(stages)]
+        constants: dict[float, int] = {}
+        numbers = _numbers(self.scalars, constants)
+        scalars = tuple(
+            float(value.note) if value.op == "number" else None for value in sorted(self.scalars, key=self.scalars.__getitem__)
+        )
+        return Program(
+            "\n\n".join((HEADER, numbers, *bodies)), tuple(stage.time % 3 for stage in stages),
+            {name: value.dtype for name, value in self.arrays.items()}, tuple(constants), scalars,
+            tuple(self.room.values()), self.matrix,
+        )  # fmt: skip
+
+    def scalar(self, value: Traced) -> int:
+        """Returns the place of a number that all tensors share."""
+        return self.scalars.setdefault(value, SCALARS + len(self.scalars))
+
+
+def _part_room(part: Traced) -> Room:
+    """Returns how many parts of a sum there are for a tensor: one for each block, of each row or column that stays."""
+    if part.args[0].space == frozenset("RC"):
+        return {frozenset("R"): ("n_ct", "R"), frozenset("C"): ("n_rt", "C")}.get(part.space, ("n_rt", "n_ct"))
+    return ("n_rt",) if part.args[0].space == frozenset("N") else (f"n_{''.join(part.args[0].space)}",)
+
+
+@dataclass
+class _StageWriter:
+    """Source of one stage."""
+
+    whole: _Writer
+    stage: Stage
+    lines: list[str] = field(default_factory=list)
+    names: dict[tuple[Traced, str], str] = field(default_factory=dict)
+    taken: set[str] = field(default_factory=set)
+
+    def text(self, number: int) -> str:
+        kind = self.stage.time % 3
+        body = {FULL: self._full, SIDE: self._side, SINGLE: self._single}[kind]
+        body()
+        head = [
+            "@triton.jit(do_not_specialize=['items', 'rows', 'cols', 'width'])",
+            f"def stage_{number}({ARGUMENTS}, {CONSTANTS}):",
+        ]
+        return "\n".join(head + ["    " + line for line in self.lines])
+
+    def _start(self, blocks: str) -> None:
+        self._add("pid = tl.program_id(0)")
+        if self.whole.matrix:
+            self._add("R = rows", "C = cols", "n_rt = tl.cdiv(R, BR)", "n_ct = tl.cdiv(C, BC)")
+            self._add("n_R = tl.cdiv(R, BV)", "n_C = tl.cdiv(C, BV)")
+            self._add("if ALIGNED:", "    C = tl.multiple_of(C, 16)")
+        else:
+            self._add("n_rt = rows")
+        self._add(f"blocks = {blocks}", "item = (pid // blocks).to(tl.int64)", "block = pid % blocks")
+        if not self.whole.matrix:
+            self._add("N = tl.load(sizes + item)")
+        self._add("one = tl.full((), 1.0, tl.float32)", "room_0 = work + item * width")
+        for i, length in enumerate(list(self.whole.room.values())[:-1]):
+            self._add(f"room_{i + 1} = room_{i} + {' * '.join(length) or '1'}")
+        self._add("alive = True", "if SCALED:", "    alive = tl.load(scalars + 1) != 0")
+
+    def _full(self) -> None:
+        if self.whole.matrix:
+            self._start("n_rt * n_ct")
+            self._add("block_r = block // n_ct", "block_c = block % n_ct")
+            self._add("r = block_r * BR + tl.arange(0, BR)", "c = block_c * BC + tl.arange(0, BC)")
+            self._add("in_r = (r < R)[:, None]", "in_c = (c < C)[None, :]", "inside = in_r & in_c")
+            self._add("at = r.to(tl.int64)[:, None] * C + c[None, :]", "r = r[:, None]", "c = c[None, :]")
+        else:
+            self._start("n_rt")
+            self._add("at = block.to(tl.int64) * BC + tl.arange(0, BC)", "inside = at < N")
+        self._write("")
+
+    def _side(self) -> None:
+        self._start("tl.maximum(n_R, n_C)")
+        self._add("at = block * BV + tl.arange(0, BV)")
+        for side in "RC":
+            self._add(f"inside_{side} = at < {side}")
+            self._write(side)
+
+    def _single(self) -> None:
+        self._start("1")
+        period = self.whole.lengths.get("H")
+        if period:
+            self._add(f"H = {period}", f"h = tl.arange(0, {1 << (period - 1).bit_length()})", f"in_h = h < {period}")
+        self._write("")
+
+    def _write(self, side: str) -> None:
+        """Writes what concerns one side, or all where there are none."""
+
+        def concerns(value: Traced) -> bool:
+            return not side or value.space == frozenset(side)
+
+        for part in self.stage.parts:
+            if concerns(part.args[0]):
+                self._leave_part(part, side)
+        for value in self.stage.kept:
+            if concerns(value):
+                self._leave(value, side)
+        for name, value in self.stage.stores.items():
+            if concerns(value):
+                self._store(name, value, side)
+
+    def _leave_part(self, part: Traced, side: str) -> None:
+        arg, room = part.args[0], self._room("part", part)
+        x, inside = self.of(arg, side), self._inside(arg, side)
+        masked = f"tl.where({inside}, {x}, 0.0)"
+        total = f"tl.{part.op}"
+        if arg.space != frozenset("RC"):
+            self._add(f"tl.store({room} + block, {total}({masked}, 0))")
+        elif part.space == frozenset("R"):
+            self._add(f"tl.store({room} + block_c * R + r, {total}({masked}, 1)[:, None], mask=in_r)")
+        elif part.space == frozenset("C"):
+            self._add(f"tl.store({room} + block_r * C + c, {total}({masked}, 0)[None, :], mask=in_c)")
+        else:
+            self._add(f"tl.store({room} + block, {total}({total}({masked}, 1), 0))")
+
+    def _leave(self, value: Traced, side: str) -> None:
+        x = self.of(value, side)
+        x = f"{x}.to(tl.float32)" if value.kind == "bool" else x
+        if span(value) == SIDE:
+            self._add(f"tl.store({self._room('kept', value)} + at, {x}, mask=inside_{side})")
+        else:
+            self._add(f"tl.store({self._room('kept', value)}, {x})")
+
+    def _store(self, name: str, value: Traced, side: str) -> None:
+        x, array = self.of(value, side), self.whole.arrays[name]
+        place, inside = self._place(array, side), self._inside(array, side)
+        mask = f"({inside}) & alive" if inside else "alive"
+        self._add(f"tl.store({self._pointer(name)} + {place}, {x}.to(tl.{array.dtype}), mask={mask})")
+
+    def of(self, value: Traced, side: str = "") -> str:
+        """Returns the name of a value, and writes what makes it where it isn't there yet."""
+        key = (value, side if span(value) == SIDE else "")
+        if key not in self.names:
+            text = self._made(value, side)
+            self.names[key] = f"x{len(self.names)}"
+            self._add(f"{self.names[key]} = {text}")
+        return self.names[key]
+
+    def _made(self, value: Traced, side: str) -> str:
+        staging, time = self.whole.staging, self.stage.time
+        back = staging.read_back(value, time)
+        if value.shared:
+            text = f"tl.load(scalars + {self.whole.scalar(value)})"
+            return f"{text} != 0" if value.kind == "bool" else text
+        if back is not None:
+            return self._loaded(back, value, side)
+        if staging.is_kept(value, time):
+            return self._kept(value, side)
+        if is_cut(value):
+            return self._total(value, side)
+        if value.op == "array":
+            return self._loaded(value.note, value, side)
+        if value.op == "size":
+            return "*".join(value.note) + " * one"
+        if value.op == "place":
+            return "h.to(tl.float32)"
+        args = [self.of(arg, side) for arg in value.args]
+        if value.op in ("sum", "max"):
+            return f"tl.{value.op}(tl.where(in_h, {args[0]}, 0.0), 0)"
+        if value.op in ("narrow", "rounded"):
+            return args[0] if value.note == "float32" else f"{args[0]}.to(tl.{value.note}).to(tl.float32)"
+        if value.op == "power":
+            return f"tl.div_rn(one, tl.sqrt_rn({args[0]}))"
+        return FORMULA[value.op](*args)
+
+    def _loaded(self, name: str, value: Traced, side: str) -> str:
+        place, inside = self._place(value, side), self._inside(value, side)
+        options = f", mask={inside}, other=0.0" if inside else ""
+        text = f"tl.load({self._pointer(name)} + {place}{options}).to(tl.float32)"
+        if name != "grad":
+            return text
+        self._add(f"gradient = {text}", "if SCALED:", "    gradient = tl.div_rn(gradient, tl.load(scalars))")
+        return "gradient"
+
+    def _kept(self, value: Traced, side: str) -> str:
+        room, place, inside = self._room("kept", value), self._place(value, side), self._inside(value, side)
+        text = f"tl.load({room} + {place}" + (f", mask={inside}, other=0.0)" if inside else ")")
+        return f"{text} != 0" if value.kind == "bool" else text
+
+    def _total(self, part: Traced, side: str) -> str:
+        """Writes the sum of what the blocks have left."""
+        room, number = self._room("part", part), len(self.names)
+        join = "{} + {}" if part.op == "sum" else "tl.maximum({}, {})"
+        total, count = f"total_{number}", " * ".join(_part_room(part))
+        if span(part) == SIDE:
+            blocks = "n_ct" if side == "R" else "n_rt"
+            part_text = (
+                f"tl.{part.op}(tl.load({room} + j[:, None] * {side} + at[None, :], "
+                f"mask=(j < {blocks})[:, None] & inside_{side}[None, :], other=0.0), 0)"
+            )
+            self._add(f"{total} = tl.zeros([BV], tl.float32)", f"for start in range(0, {blocks}, 32):")
+            self._add("    j = start + tl.arange(0, 32)", f"    {total} = {join.format(total, part_text)}")
+            return total
+        self._add(f"{total} = tl.zeros([1024], tl.float32)", f"count = {count}", "for start in range(0, count, 1024):")
+        self._add("    j = start + tl.arange(0, 1024)")
+        self._add(f"    {total} = " + join.format(total, f"tl.load({room} + j, mask=j < count, other=0.0)"))
+        return f"tl.{part.op}({total}, 0)"
+
+    def _place(self, value: Traced, side: str) -> str:
+        if span(value) == FULL or side:
+            return "at" if value.space else "0"
+        return {frozenset("R"): "r", frozenset("C"): "c", frozenset("H"): "h"}.get(value.space, "0")
+
+    def _inside(self, value: Traced, side: str) -> str:
+        if span(value) == FULL:
+            return "inside"
+        if side:
+            return f"inside_{side}" if value.space else ""
+        return {frozenset("R"): "in_r", frozenset("C"): "in_c", frozenset("H"): "in_h"}.get(value.space, "")
+
+    def _pointer(self, name: str) -> str:
+        if name not in self.taken:
+            self.taken.add(name)
+            number, dtype = list(self.whole.arrays).index(name), self.whole.arrays[name].dtype
+            self._add(f"to_{name} = tl.load(pointers + {number} * items + item).to(tl.pointer_type(tl.{dtype}))")
+            self._add("if ALIGNED:", f"    to_{name} = tl.multiple_of(to_{name}, 16)")
+        return f"to_{name}"
+
+    def _room(self, kind: str, value: Traced) -> str:
+        return f"room_{[*self.whole.room].index((kind, value.number))}"
+
+    def _add(self, *lines: str) -> None:
+        self.lines.extend(lines)
+
+
+NUMBERS: Mapping[str, Callable[..., str]] = {
+    **FORMULA,
+    "floordiv": lambda a, b: f"{a} // {b}",
+    "mod": lambda a, b: f"{a} % {b}",
+    "isnan": lambda a: f"{a} != {a}",
+}
+_TYPES = {"int": "tl.int64", "bool": "tl.int1", "float64": "tl.float64", "float32": "tl.float32"}
+
+
+def _numbers(scalars: Mapping[Traced, int], constants: dict[float, int]) -> str:
+    """Writes the kernel that computes what all tensors share from count and rate.
+
+    Args:
+        scalars: The place of each number that stages take.
+        constants: Filled with the numbers of the text that it takes.
+    """
+    names: dict[Traced, str] = {}
+    lines = [
+        "step = tl.full((), 0, tl.int64) + updates",
+        "if COUNTED:",
+        "    step += tl.load(counted)",
+        "rate = tl.full((), 0.0, tl.float64) + high + low",
+        "if RATED:",
+        "    rate = tl.load(rate_at).to(tl.float64)",
+        "common = tl.full((), 1.0, tl.float32)",
+        "if COMMON:",
+        "    common = tl.load(common_at).to(tl.float32)",
+        "if SCALED:",
+        "    tl.store(scalars, tl.load(scale_at).to(tl.float32))",
+        "    tl.store(scalars + 1, (tl.load(found_at) == 0).to(tl.float32))",
+    ]
+
+    def of(value: Traced) -> str:
+        if value not in names:
+            text = made(value)
+            names[value] = f"x{len(names)}"
+            lines.append(f"{names[value]} = ({text}).to({_TYPES[value.kind]})")
+        return names[value]
+
+    def made(value: Traced) -> str:
+        if value.op == "input":
+            return str(value.note)
+        if value.op == "number":
+            return f"tl.load(constants + {constants.setdefault(float(value.note), len(constants))})"
+        args = [of(arg) for arg in value.args]
+        wide = [f"{arg}.to(tl.float64)" for arg in args]
+        if value.op == "power":
+            exponent = constants.setdefault(value.note, len(constants))
+            return f"tl.exp(tl.load(constants + {exponent}) * tl.log({wide[0]}))"
+        if value.op == "exponential":
+            return f"tl.exp({wide[1]} * tl.log({wide[0]}))"
+        if value.op == "one_minus_power":
+            return f"1.0 - tl.exp({wide[1]} * tl.log({wide[0]}))"
+        if value.op in ("narrow", "rounded"):
+            return args[0] if value.note == "float32" else f"{args[0]}.to(tl.{value.note})"
+        if value.op in ("div", "sqrt") and value.kind == "float64":
+            return f"{wide[0]} / {wide[1]}" if value.op == "div" else f"tl.sqrt({wide[0]})"
+        kinds = {"float32": "tl.float32", "float64": "tl.float64", "int": "tl.int64"}
+        if value.op in ("add", "sub", "mul", "div", "maximum", "minimum"):
+            args = [f"{arg}.to({kinds[value.kind]})" for arg in args]
+        elif value.op in ("gt", "lt", "ge", "le", "eq"):
+            args = wide
+        elif value.op == "where":
+            args = [args[0], *(f"{arg}.to({_TYPES[value.kind]})" for arg in args[1:])]
+        elif value.op == "float32":
+            return args[0]
+        return NUMBERS[value.op](*args)
+
+    for value, place in scalars.items():
+        if value.op != "number":
+            lines.append(f"tl.store(scalars + {place}, {of(value)}.to(tl.float32))")
+    head = (
+        "@triton.jit(do_not_specialize=['updates', 'high', 'low'])\n"
+        "def numbers(scalars, constants, updates, counted, high, low, rate_at, common_at, scale_at, found_at, "
+        "COUNTED: tl.constexpr, RATED: tl.constexpr, COMMON: tl.constexpr, SCALED: tl.constexpr):"
+    )
+    return "\n".join([head, *("    " + line for line in lines)])
+
+
+def program(staging: Staging, arrays: Mapping[str, Traced], lengths: Mapping[str, int]) -> Program:
+    """Returns an update as source.
+
+    Args:
+        staging: Its stages.
+        arrays: What a tensor has, by name: `param`, `grad` and slots.
+        lengths: How long axes are; only that of H is written down.
+    """
+    return _Writer(staging, arrays, lengths).program()
+
