@@ -8,7 +8,7 @@ PIP_INSTALL := -m pip --disable-pip-version-check install -qq --constraint const
 
 export JAX_PLATFORMS := cpu
 
-.PHONY: help certificates demo test test-all living fuzz fuzz-atheris soak serve test-service check format package bench tables clean
+.PHONY: help certificates demo test test-all living fuzz fuzz-atheris soak serve test-service check format package bench bench-gpu tables clean
 
 help:
 	@echo "make demo      take a T5 that T5X trained and go on in Transformers"
@@ -24,6 +24,7 @@ help:
 	@echo "make format    lay out the code"
 	@echo "make package   build what is published, and try it in empty environments; needs a registry"
 	@echo "make bench     measure memory and speed"
+	@echo "make bench-gpu  measure optimizers on a GPU, beside their peers, and write docs/performance.md"
 	@echo "make certificates  convert recorded checkpoints and prove each conversion; write docs/certificates and README's table"
 	@echo "make tables    write converters/cards.json, docs/architecture.md and docs/conversions.md; go on in each target's own library and write docs/resuming.md; replay every recording in every backend and write docs/accuracy.md; write docs/reliability.md from what the suites left"
 	@echo "make clean     remove .venv and what the tools left"
@@ -97,6 +98,11 @@ bench: $(READY)
 	@$(BIN)/python tests/benchmarks/steps.py --page
 	@$(BIN)/python tests/benchmarks/tpu_bytes.py
 	@$(BIN)/python tests/benchmarks/verify.py
+
+# With the Python that has torch for this GPU, which .venv has not.
+GPU_PYTHON ?= python3
+bench-gpu:
+	@PYTHONPATH=. $(GPU_PYTHON) tests/benchmarks/gpu.py --jax --page
 
 certificates: $(READY)
 	@$(BIN)/python -W ignore tests/certificates.py

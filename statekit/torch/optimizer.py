@@ -18,6 +18,7 @@ from statekit.state.schema import OptimizerSchema
 from statekit.state.train_state import next_decay
 from statekit.torch.fast.batching import in_own_memory, laid_together
 from statekit.torch.groups import ParamGroup, check_named, rate_fault, read_group, settle_group
+from statekit.torch.kernels.direct import DirectUpdate, refuse_capture
 from statekit.torch.slots import Slots, first_group_slots, first_slots
 from statekit.torch.state_matching import match, taken_over
 from statekit.torch.step import move
@@ -31,6 +32,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
     """An optimizer whose groups say by whose rule they are moved: `schema` and `variant`."""
 
     _plans: dict[int, GroupPlan]
+    _direct: dict[int, DirectUpdate]
 
     @abstractmethod
     def _schemas(self) -> tuple[str, ...]:
@@ -48,7 +50,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes over what a copy or a pickle holds."""
         super().__setstate__(state)
-        self._plans = {}
+        self._plans, self._direct = {}, {}
         self._hold([*self.state], [*self.state.values()])
 
     def add_param_group(self, param_group: ParamGroup) -> None:
@@ -109,6 +111,8 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
 
         Small slots of equal parameters are copies: in the optimizer they share their memory.
         """
+        for i, direct in self._direct.items():
+            direct.settle(self.param_groups[i])
         state = super().state_dict()
         if "state" in state:  # a hook may return anything
             state["state"] = {index: _unshared(slots) for index, slots in state["state"].items()}
@@ -130,7 +134,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         fitted = match(self._schemas(), type(self).__name__, self.param_groups, state_dict)
         # All that may fail comes first: memory that ends leaves the optimizer as it was.
         self._hold([p for p, _ in fitted.slots], [taken_over(p, sources) for p, sources in fitted.slots])
-        self.param_groups, self._plans = list(fitted.groups), {}
+        self.param_groups, self._plans, self._direct = list(fitted.groups), {}, {}
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
 
@@ -139,10 +143,56 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
 
     @_disable_dynamo  # a compiled caller runs it as it is: the fast paths leave nothing to fuse
     def _update(self) -> None:
+        if self._directly():
+            return
+        refuse_capture(self.param_groups)
+        self._settle_counts()
+        if not self._unscaled():
+            return
         plans = [self._plan_of(i, group) for i, group in enumerate(self.param_groups)]
         self._check_ready(plans)
         for group, plan in zip(self.param_groups, plans, strict=True):
             move(group, plan, self.state)
+        self._direct = {
+            i: direct
+            for i, (group, plan) in enumerate(zip(self.param_groups, plans, strict=True))
+            if (direct := DirectUpdate.of(group, plan, self.state))
+        }
+
+    def _directly(self) -> bool:
+        """Has kernels move all groups as they did before; tells whether they have."""
+        if len(self._direct) < len(self.param_groups):
+            return False
+        arrays = []
+        for i, group in enumerate(self.param_groups):
+            ready = self._direct[i].ready(group)
+            if ready is None or (group["lr"] is None and self._direct[i].plan.rate_needed):
+                return False
+            arrays.append(ready)
+        self._check_offsets()
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        for i, group in enumerate(self.param_groups):
+            self._direct[i].run(group, arrays[i], scale, found)
+        return True
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether `torch.amp.GradScaler` leaves it to kernels to divide gradients, and to skip the update."""
+        return len(self._direct) == len(self.param_groups) > 0
+
+    def _unscaled(self) -> bool:
+        """Divides gradients by what a gradient scaler left to kernels; tells whether the update is to be made."""
+        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if scale is not None:
+            for group in self.param_groups:
+                grads = [param.grad for param in group["params"] if param.grad is not None]
+                torch._foreach_div_(grads, scale)
+        return found is None or not bool(found)
+
+    def _settle_counts(self) -> None:
+        for i, direct in self._direct.items():
+            direct.settle(self.param_groups[i])
+        self._direct = {}
 
     def _plan_of(self, index: int, group: ParamGroup) -> GroupPlan:
         plan = self._plans.get(index)
@@ -179,6 +229,9 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             f"Gradients are sparse, and {type(self).__name__} needs them dense",
             remedy="use sparse=False in the embedding",
         )
+        self._check_offsets()
+
+    def _check_offsets(self) -> None:
         for group in self.param_groups:
             if "step_offset" in group and "decay_rate" in group:
                 next_decay(group["step"], group["step_offset"], group["decay_rate"])
@@ -212,6 +265,7 @@ class SchemaOptimizer(GroupedOptimizer, ABC):
         known = usual_options(schema.name, variant)
         kept = {"lr": lr, "step": 0, "schema": schema.name, "variant": variant, "foreach": foreach}
         self._plans: dict[int, GroupPlan] = {}
+        self._direct: dict[int, DirectUpdate] = {}
         super().__init__(params, {**kept, **known, **said.values})
 
     @staticmethod

@@ -48,7 +48,7 @@ class Partition(GroupedOptimizer):
     """
 
     def __init__(self, params: Iterable[dict[str, Any]], lr: Rate = None, *, foreach: bool = True) -> None:
-        self._plans = {}
+        self._plans, self._direct = {}, {}
         super().__init__(params, {"lr": lr, "step": 0, "foreach": foreach})
 
     def _schemas(self) -> tuple[str, ...]:

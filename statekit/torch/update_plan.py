@@ -28,6 +28,7 @@ STACK = 2**22
 """The most elements that the reference text updates in one stack."""
 _OTHERS = ("param_names", "schema", "variant", "rules", "foreach")
 """What of a group, beside its hyperparameters, decides how it is moved."""
+_MISSING = object()
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ class GroupPlan:
         params: Its parameters.
         kinds: What else of them decides it: shapes, dtypes, devices, and whether they are contiguous.
         options: All that the group says about it.
+        by_name: What of it has an entry for each parameter: the group's own objects.
         group: Paths and canonical hyperparameters.
         configs: What each parameter's update depends on, by path; one that can't be stepped is missing.
         faults: Why those can't, by path.
@@ -57,6 +59,7 @@ class GroupPlan:
     params: tuple[torch.Tensor, ...]
     kinds: tuple[Kind, ...]
     options: Mapping[str, Any]
+    by_name: Mapping[str, Any]
     group: Group
     configs: Mapping[str, Hashable]
     faults: Mapping[str, str]
@@ -72,6 +75,23 @@ class GroupPlan:
             and all(map(is_, params, self.params))
             and all(map(_same_kind, params, self.kinds))
             and _deciding(group) == self.options
+        )
+
+    def is_same_rule(self, group: ParamGroup) -> bool:
+        """Tells whether the group still has the same parameters and options; what they hold may have changed.
+
+        Names and factor rules count as the same while they are the same objects: there is one for each parameter.
+        """
+        params = group["params"]
+        return (
+            len(params) == len(self.params)
+            and all(map(is_, params, self.params))
+            and all(group.get(key) is by_name for key, by_name in self.by_name.items())
+            and all(
+                group.get(key, _MISSING) == self.options.get(key, _MISSING)
+                for key in _deciding_keys(group["schema"])
+                if key not in self.by_name
+            )
         )
 
 
@@ -120,6 +140,7 @@ def plan_group(group: ParamGroup, slots: Mapping[torch.Tensor, Slots]) -> GroupP
         tuple(params.values()),
         tuple(map(_kind_of, params.values())),
         copy.deepcopy(_deciding(group)),
+        {key: group.get(key) for key in ("param_names", "rules")},
         known,
         configs,
         faults,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import linecache
 import math
-import os
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -23,7 +22,7 @@ from statekit.optim.steps import Scene
 from statekit.state.constants import variant_constants
 from statekit.state.train_state import Axis, Rule
 from statekit.torch.fast.adafactor import item_of
-from statekit.torch.kernels.source import Program
+from statekit.torch.kernels.source import Program, is_interpreted
 from statekit.torch.kernels.staging import FULL, SIDE
 from statekit.torch.kernels.traced import CannotTraceError
 from statekit.torch.kernels.tracing import Item, dims_of, matrix_rule, traced, vector_rule
@@ -46,7 +45,7 @@ def has_triton() -> bool:
 def runs_on(device: torch.device) -> bool:
     """Tells whether kernels run on a device: a GPU that torch has Triton for, or Triton's interpreter on a CPU."""
     if device.type == "cpu":
-        return os.environ.get("TRITON_INTERPRET") == "1" and has_triton()
+        return is_interpreted() and has_triton()
     return device.type in ("cuda", "xpu") and has_triton()
 
 
@@ -99,16 +98,18 @@ class GroupedMove:
             kind = (param.dtype, grad.dtype, *((name, slot.dtype) for name, slot in arrays.items()))
             kinds.setdefault(kind, []).append(i)
         for members in kinds.values():
-            arrays = {"param": [params[i] for i in members], "grad": [grads[i].contiguous() for i in members]}
+            named = {"param": [params[i] for i in members], "grad": [grads[i].contiguous() for i in members]}
             names = [name for name in slots[members[0]] if name != "average"]
-            arrays |= {name: [slots[i][name] for i in members] for name in names}
-            self.launched(scene, arrays, common).run(scene, arrays, common)
+            named |= {name: [slots[i][name] for i in members] for name in names}
+            self.launched(scene, named, common).run(scene, named, common)
 
     def launched(
         self, scene: Scene, arrays: Mapping[str, Sequence[torch.Tensor]], common: Value | None
     ) -> Launches:
         """Returns the launches for tensors of one kind."""
-        rate = None if scene.rate is None else "float32" if isinstance(scene.rate, torch.Tensor) else "float64"
+        rate = (
+            None if scene.rate is None else "float32" if isinstance(scene.rate, torch.Tensor) else "float64"
+        )
         item = self.item({name: tensors[0] for name, tensors in arrays.items()})
         key = (item, rate, common is None)
         if key not in self.launches:
@@ -176,8 +177,7 @@ def _is_traceable(move: GroupedMove, dtype: torch.dtype) -> bool:
     clips = getattr(config, "clipping_scale", None) is not None
     try:
         traced(move.schema, move.variant, move.config, item, "float64", clips)
-    except CannotTraceError as e:
-        print("NO", e)
+    except CannotTraceError:
         return False
     return True
 
@@ -222,12 +222,34 @@ class Launches:
                 num_warps=WARPS if span == FULL else 4, enable_fp_fusion=False,
             )  # fmt: skip
 
+    def for_graph(self) -> Launches:
+        """Returns launches with memory of their own: a graph finds in it what was there when it was captured."""
+        own = Launches(self.program, self.shape)
+        own.items, own.tile, own.blocks, own.side_blocks = (
+            self.items,
+            self.tile,
+            self.blocks,
+            self.side_blocks,
+        )
+        own.extent, own.width, own.lengths, own.constants = (
+            self.extent,
+            self.width,
+            self.lengths,
+            self.constants,
+        )
+        own.ones, own.zeros, own.aligned, own.addresses = self.ones, self.zeros, self.aligned, [0]
+        own.scalars, own.work = self.scalars.clone(), torch.empty_like(self.work)
+        own.pointers = torch.empty_like(self.pointers)
+        return own
+
     def _share(self, scene: Scene, common: Value | None) -> bool:
         """Computes what all tensors share; tells whether gradients are scaled."""
         counted, scale, found = (getattr(scene, name, None) for name in ("counted", "scale", "found"))
         rate, on_device = scene.rate, None
         if isinstance(rate, torch.Tensor):
-            rate, on_device = (0.0, rate) if rate.device == self.scalars.device != _CPU else (float(rate), None)
+            rate, on_device = (
+                (0.0, rate) if rate.device == self.scalars.device != _CPU else (float(rate), None)
+            )
         high = 0.0 if rate is None else float(np.float32(rate))
         low = 0.0 if rate is None else rate - high
         scaled = scale is not None or found is not None
@@ -261,7 +283,12 @@ class Launches:
         if program.matrix:
             columns = min(COLUMNS, _power(shape[1]))
             self.tile = (min(ROWS * COLUMNS // columns, _power(shape[0])), columns)
-            counts = {"R": shape[0], "C": shape[1], "n_R": -(-shape[0] // SIDE_BLOCK), "n_C": -(-shape[1] // SIDE_BLOCK)}
+            counts = {
+                "R": shape[0],
+                "C": shape[1],
+                "n_R": -(-shape[0] // SIDE_BLOCK),
+                "n_C": -(-shape[1] // SIDE_BLOCK),
+            }
             counts |= {"n_rt": -(-shape[0] // self.tile[0]), "n_ct": -(-shape[1] // self.tile[1])}
             self.blocks, self.side_blocks = counts["n_rt"] * counts["n_ct"], max(counts["n_R"], counts["n_C"])
             self.extent = shape

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -12,8 +13,23 @@ from statekit.torch.kernels.traced import Traced
 SCALARS = 2
 """Numbers before those of the rule: what gradients are divided by, and whether the update is to be made."""
 HEADER = "import triton\nimport triton.language as tl\n"
+NATIVE = """
+@triton.jit
+def rounded_to_bfloat16(x):
+    return x.to(tl.bfloat16).to(tl.float32)
+"""
+BY_BITS = """
+@triton.jit
+def rounded_to_bfloat16(x):
+    bits = x.to(tl.int32, bitcast=True)
+    nearest = (bits + 32767 + ((bits >> 16) & 1)) & -65536
+    return tl.where(x != x, bits, nearest).to(tl.float32, bitcast=True)
+"""
+"""Rounding to nearest even. Triton's interpreter cuts digits off where a GPU rounds; so it is told bit by bit."""
 ARGUMENTS = "pointers, scalars, work, sizes, items, rows, cols, width"
-CONSTANTS = "SCALED: tl.constexpr, ALIGNED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr"
+CONSTANTS = (
+    "SCALED: tl.constexpr, ALIGNED: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr"
+)
 
 FORMULA: Mapping[str, Callable[..., str]] = {
     "add": lambda a, b: f"{a} + {b}",
@@ -90,10 +106,12 @@ class _Writer:
         constants: dict[float, int] = {}
         numbers = _numbers(self.scalars, constants)
         scalars = tuple(
-            float(value.note) if value.op == "number" else None for value in sorted(self.scalars, key=self.scalars.__getitem__)
+            float(value.note) if value.op == "number" else None
+            for value in sorted(self.scalars, key=self.scalars.__getitem__)
         )
         return Program(
-            "\n\n".join((HEADER, numbers, *bodies)), tuple(stage.time % 3 for stage in stages),
+            "\n\n".join((HEADER, BY_BITS if is_interpreted() else NATIVE, numbers, *bodies)),
+            tuple(stage.time % 3 for stage in stages),
             {name: value.dtype for name, value in self.arrays.items()}, tuple(constants), scalars,
             tuple(self.room.values()), self.matrix,
         )  # fmt: skip
@@ -106,7 +124,9 @@ class _Writer:
 def _part_room(part: Traced) -> Room:
     """Returns how many parts of a sum there are for a tensor: one for each block, of each row or column that stays."""
     if part.args[0].space == frozenset("RC"):
-        return {frozenset("R"): ("n_ct", "R"), frozenset("C"): ("n_rt", "C")}.get(part.space, ("n_rt", "n_ct"))
+        return {frozenset("R"): ("n_ct", "R"), frozenset("C"): ("n_rt", "C")}.get(
+            part.space, ("n_rt", "n_ct")
+        )
     return ("n_rt",) if part.args[0].space == frozenset("N") else (f"n_{''.join(part.args[0].space)}",)
 
 
@@ -144,7 +164,7 @@ class _StageWriter:
         self._add("one = tl.full((), 1.0, tl.float32)", "room_0 = work + item * width")
         for i, length in enumerate(list(self.whole.room.values())[:-1]):
             self._add(f"room_{i + 1} = room_{i} + {' * '.join(length) or '1'}")
-        self._add("alive = True", "if SCALED:", "    alive = tl.load(scalars + 1) != 0")
+        self._add("alive = one", "if SCALED:", "    alive = tl.load(scalars + 1)")
 
     def _full(self) -> None:
         if self.whole.matrix:
@@ -169,7 +189,9 @@ class _StageWriter:
         self._start("1")
         period = self.whole.lengths.get("H")
         if period:
-            self._add(f"H = {period}", f"h = tl.arange(0, {1 << (period - 1).bit_length()})", f"in_h = h < {period}")
+            self._add(
+                f"H = {period}", f"h = tl.arange(0, {1 << (period - 1).bit_length()})", f"in_h = h < {period}"
+            )
         self._write("")
 
     def _write(self, side: str) -> None:
@@ -213,8 +235,15 @@ class _StageWriter:
     def _store(self, name: str, value: Traced, side: str) -> None:
         x, array = self.of(value, side), self.whole.arrays[name]
         place, inside = self._place(array, side), self._inside(array, side)
-        mask = f"({inside}) & alive" if inside else "alive"
-        self._add(f"tl.store({self._pointer(name)} + {place}, {x}.to(tl.{array.dtype}), mask={mask})")
+        pointer, number = f"{self._pointer(name)} + {place}", list(self.whole.arrays).index(name)
+        if inside:
+            self._add(f"moved_{number} = {inside}", "if SCALED:")
+            self._add(f"    moved_{number} = tl.where({inside}, alive, 0.0) > 0.5")
+            self._add(f"tl.store({pointer}, {x}.to(tl.{array.dtype}), mask=moved_{number})")
+            return
+        self._add(f"moved_{number} = {x}", "if SCALED:")
+        self._add(f"    moved_{number} = tl.where(alive > 0.5, {x}, tl.load({pointer}).to(tl.float32))")
+        self._add(f"tl.store({pointer}, moved_{number}.to(tl.{array.dtype}))")
 
     def of(self, value: Traced, side: str = "") -> str:
         """Returns the name of a value, and writes what makes it where it isn't there yet."""
@@ -247,7 +276,7 @@ class _StageWriter:
         if value.op in ("sum", "max"):
             return f"tl.{value.op}(tl.where(in_h, {args[0]}, 0.0), 0)"
         if value.op in ("narrow", "rounded"):
-            return args[0] if value.note == "float32" else f"{args[0]}.to(tl.{value.note}).to(tl.float32)"
+            return _rounded(args[0], value.note)
         if value.op == "power":
             return f"tl.div_rn(one, tl.sqrt_rn({args[0]}))"
         return FORMULA[value.op](*args)
@@ -280,7 +309,11 @@ class _StageWriter:
             self._add(f"{total} = tl.zeros([BV], tl.float32)", f"for start in range(0, {blocks}, 32):")
             self._add("    j = start + tl.arange(0, 32)", f"    {total} = {join.format(total, part_text)}")
             return total
-        self._add(f"{total} = tl.zeros([1024], tl.float32)", f"count = {count}", "for start in range(0, count, 1024):")
+        self._add(
+            f"{total} = tl.zeros([1024], tl.float32)",
+            f"count = {count}",
+            "for start in range(0, count, 1024):",
+        )
         self._add("    j = start + tl.arange(0, 1024)")
         self._add(f"    {total} = " + join.format(total, f"tl.load({room} + j, mask=j < count, other=0.0)"))
         return f"tl.{part.op}({total}, 0)"
@@ -301,7 +334,9 @@ class _StageWriter:
         if name not in self.taken:
             self.taken.add(name)
             number, dtype = list(self.whole.arrays).index(name), self.whole.arrays[name].dtype
-            self._add(f"to_{name} = tl.load(pointers + {number} * items + item).to(tl.pointer_type(tl.{dtype}))")
+            self._add(
+                f"to_{name} = tl.load(pointers + {number} * items + item).to(tl.pointer_type(tl.{dtype}))"
+            )
             self._add("if ALIGNED:", f"    to_{name} = tl.multiple_of(to_{name}, 16)")
         return f"to_{name}"
 
@@ -366,7 +401,7 @@ def _numbers(scalars: Mapping[Traced, int], constants: dict[float, int]) -> str:
         if value.op == "one_minus_power":
             return f"1.0 - tl.exp({wide[1]} * tl.log({wide[0]}))"
         if value.op in ("narrow", "rounded"):
-            return args[0] if value.note == "float32" else f"{args[0]}.to(tl.{value.note})"
+            return _rounded(args[0], value.note)
         if value.op in ("div", "sqrt") and value.kind == "float64":
             return f"{wide[0]} / {wide[1]}" if value.op == "div" else f"tl.sqrt({wide[0]})"
         kinds = {"float32": "tl.float32", "float64": "tl.float64", "int": "tl.int64"}
@@ -391,6 +426,17 @@ def _numbers(scalars: Mapping[Traced, int], constants: dict[float, int]) -> str:
     return "\n".join([head, *("    " + line for line in lines)])
 
 
+def _rounded(x: str, dtype: str) -> str:
+    if dtype == "float32":
+        return x
+    return f"rounded_to_bfloat16({x})" if dtype == "bfloat16" else f"{x}.to(tl.{dtype}).to(tl.float32)"
+
+
+def is_interpreted() -> bool:
+    """Tells whether Triton's interpreter runs kernels, on a CPU."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def program(staging: Staging, arrays: Mapping[str, Traced], lengths: Mapping[str, int]) -> Program:
     """Returns an update as source.
 
@@ -400,4 +446,3 @@ def program(staging: Staging, arrays: Mapping[str, Traced], lengths: Mapping[str
         lengths: How long axes are; only that of H is written down.
     """
     return _Writer(staging, arrays, lengths).program()
-

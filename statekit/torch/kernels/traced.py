@@ -123,7 +123,7 @@ class Traced:
     def __bool__(self) -> bool:
         raise CannotTraceError("The rule decides by a value that only the device knows.", found=self.op)
 
-    __float__ = __int__ = __index__ = __bool__  # type: ignore[assignment]
+    __float__ = __int__ = __index__ = __bool__
 
 
 COMPARED = ("gt", "lt", "ge", "le", "eq", "isnan")
@@ -153,14 +153,18 @@ class Graph:
             self._by_key[key] = made
         return self._by_key[key]
 
-    def leaf(self, op: Leaf, name: Any, dims: Dims = (), kind: Kind = "float32", dtype: str = "float32") -> Traced:
-        """Returns a value that nothing here makes: an array of a tensor, a number, a size, or an input of the update."""
+    def leaf(
+        self, op: Leaf, name: Any, dims: Dims = (), kind: Kind = "float32", dtype: str = "float32"
+    ) -> Traced:
+        """Returns a value that nothing here makes: a tensor's array or size, a number, an input of the update."""
         return self.node(op, (), name, dims, kind, dtype, op in ("number", "input"))
 
     def number(self, value: float, kind: Kind | None = None) -> Traced:
         """Returns a number of the text."""
         own: Kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float64"
-        return self.leaf("number", float(value) if kind in ("float32", "float64") else value, kind=kind or own)
+        return self.leaf(
+            "number", float(value) if kind in ("float32", "float64") else value, kind=kind or own
+        )
 
     def taken(self, value: Any) -> Traced:
         """Returns a value or number of the text as one of the graph."""

@@ -1,0 +1,182 @@
+"""The update of a group that kernels move as a whole: nothing is done for each tensor but to ask where it lies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import repeat
+from operator import attrgetter, is_, itemgetter
+from typing import Any
+
+import torch
+
+from statekit.arrays.torch_backend import TorchBackend
+from statekit.errors import UsageError
+from statekit.torch.groups import ParamGroup
+from statekit.torch.kernels.grouped import DeviceScene, GroupedMove, Launches
+from statekit.torch.slots import Slots
+from statekit.torch.update_plan import GroupPlan
+
+_XP = TorchBackend()
+_OF_ALL = ("global_norm_clip_threshold", "clipnorm", "clipvalue", "loss_scale_factor", "clipping_scale")
+"""Options with which the gradients of a group are changed together, before tensors are moved."""
+_GRAD, _SHAPE, _DTYPE = attrgetter("grad"), attrgetter("shape"), attrgetter("dtype")
+
+
+@dataclass
+class DirectBatch:
+    """Tensors that one set of launches moves.
+
+    Attributes:
+        launches: Those.
+        params: The parameters.
+        shapes: Their shapes.
+        holders: The parameters' slots, where the optimizer keeps them.
+        slots: Slot -> tensors, as the launches take them.
+    """
+
+    launches: Launches
+    params: Sequence[torch.Tensor]
+    shapes: list[torch.Size]
+    holders: Sequence[Slots]
+    slots: Mapping[str, Sequence[torch.Tensor]]
+
+    def __post_init__(self) -> None:
+        self.dtypes = {(param.dtype, param.device) for param in self.params}
+        self.grad_dtype = self.params[0].grad.dtype if self.params[0].grad is not None else None
+
+    def ready(self) -> Mapping[str, Sequence[torch.Tensor]] | None:
+        """Returns the arrays of the update; None where a tensor isn't as it was, or a gradient is missing."""
+        grads = list(map(_GRAD, self.params))
+        if any(map(is_, grads, repeat(None))):
+            return None
+        fits = (
+            list(map(_SHAPE, self.params)) == self.shapes
+            and all(map(torch.Tensor.is_contiguous, grads))
+            and set(map(_DTYPE, grads)) == {self.grad_dtype}
+            and all(
+                all(map(is_, map(itemgetter(name), self.holders), tensors))
+                for name, tensors in self.slots.items()
+            )
+        )
+        return {"param": self.params, "grad": grads, **self.slots} if fits else None
+
+
+class DirectUpdate:
+    """The update of a group by kernels alone.
+
+    Attributes:
+        counted: Updates that only the device has counted: those of replayed graphs, and those that a gradient scaler
+            may have skipped. None while there are none.
+    """
+
+    def __init__(self, plan: GroupPlan, batches: Sequence[DirectBatch]) -> None:
+        self.plan, self.batches = plan, batches
+        self.counted: torch.Tensor | None = None
+        self.captured: list[Any] = []
+
+    @classmethod
+    def of(
+        cls, group: ParamGroup, plan: GroupPlan, state: Mapping[torch.Tensor, Slots]
+    ) -> DirectUpdate | None:
+        """Returns the update of a group; None where anything has to be done for single tensors."""
+        hyper = plan.group.hyperparameters
+        whole = not plan.sharded and not plan.faults and not group.get("behind") and group["step"] > 0
+        if not whole or any(hyper.get(name) is not None for name in _OF_ALL) or hyper.get("use_ema"):
+            return None
+        params = dict(zip(plan.group.paths, group["params"], strict=True))
+        batches = []
+        for batch in plan.batches:
+            if not isinstance(batch.fast, GroupedMove):
+                return None
+            chosen = [params[path] for path in batch.paths]
+            made = _direct_batch(batch.fast, group, chosen, [state[param] for param in chosen])
+            if made is None:
+                return None
+            batches.append(made)
+        return cls(plan, batches) if batches else None
+
+    def ready(self, group: ParamGroup) -> Sequence[Mapping[str, Sequence[torch.Tensor]]] | None:
+        """Returns what the launches take; None where the group isn't as it was."""
+        if group.get("behind") or not self.plan.is_same_rule(group):
+            return None
+        arrays = [batch.ready() for batch in self.batches]
+        return None if any(array is None for array in arrays) else arrays  # type: ignore[return-value]
+
+    def run(
+        self,
+        group: ParamGroup,
+        arrays: Sequence[Mapping[str, Sequence[torch.Tensor]]],
+        scale: torch.Tensor | None,
+        found: torch.Tensor | None,
+    ) -> None:
+        """Moves the group and counts the update.
+
+        Args:
+            group: The group.
+            arrays: What `ready` returned.
+            scale: What a gradient scaler has multiplied gradients with.
+            found: Whether it has found one that isn't finite.
+        """
+        captures = is_capturing(group)
+        if (captures or found is not None) and self.counted is None:
+            device = self.batches[0].params[0].device
+            self.counted = torch.zeros((), dtype=torch.int64, device=device)
+        scene = DeviceScene(
+            _XP, group["variant"], group["lr"], group["step"], None, self.counted, scale, found
+        )
+        for batch, named in zip(self.batches, arrays, strict=True):
+            launches = batch.launches
+            if captures:
+                launches = launches.for_graph()
+                self.captured.append(launches)
+            launches.run(scene, named, None)
+        if self.counted is None:
+            group["step"] += 1
+        elif found is None:
+            self.counted.add_(1)
+        else:
+            self.counted.add_((found == 0).to(torch.int64).view(()))
+
+    def settle(self, group: ParamGroup) -> None:
+        """Has the group count what the device has counted; waits for it."""
+        if self.counted is not None:
+            group["step"] += int(self.counted)
+            self.counted.zero_()
+
+
+def _direct_batch(
+    move: GroupedMove, group: ParamGroup, params: Sequence[torch.Tensor], slots: Sequence[Slots]
+) -> DirectBatch | None:
+    grads = [param.grad for param in params if param.grad is not None]
+    if len(grads) < len(params) or not all(grad.is_contiguous() for grad in grads):
+        return None
+    kinds = {
+        (grad.dtype, *((name, slot.dtype) for name, slot in arrays.items()))
+        for grad, arrays in zip(grads, slots, strict=True)
+    }
+    if len(kinds) > 1:
+        return None
+    named = {name: [arrays[name] for arrays in slots] for name in slots[0]}
+    scene = DeviceScene(_XP, group["variant"], group["lr"], group["step"])
+    launches = move.launched(scene, {"param": params, "grad": grads, **named}, None)
+    return DirectBatch(launches, params, list(map(_SHAPE, params)), slots, named)
+
+
+def is_capturing(group: ParamGroup) -> bool:
+    """Tells whether a CUDA graph is being captured where a group's parameters live."""
+    return any(param.is_cuda for param in group["params"][:1]) and torch.cuda.is_current_stream_capturing()
+
+
+def refuse_capture(groups: Sequence[ParamGroup]) -> None:
+    """Refuses to be captured where kernels don't move all, or nothing was moved yet.
+
+    Raises:
+        UsageError: A CUDA graph is being captured.
+    """
+    if any(map(is_capturing, groups)):
+        raise UsageError(
+            "A CUDA graph can't hold this update.",
+            expected="groups that kernels move as a whole, each of which has made an update before",
+            remedy="make one update before the capture; leave options out that act on all gradients together",
+        )

@@ -1,0 +1,245 @@
+"""Checks on a GPU what no CPU can: `python tests/gpu_checks.py`; a line for each check, 1 if one fails."""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
+
+import torch
+
+import statekit.torch
+from statekit.torch.kernels.direct import DirectUpdate
+
+DEVICE = "cuda"
+SHAPES = ((300, 200), (300, 200), (257, 513), (128, 128), (5, 7), (4096,), (77,), (1000, 129), ())
+CLASSES: dict[str, dict[str, Any]] = {
+    "AdamW": {"lr": 1e-3, "weight_decay": 0.1},
+    "LAMB": {"lr": 1e-3},
+    "Adafactor": {"lr": 1e-3},
+    "LANS": {"lr": 1e-3},
+    "ScaledAdam": {"lr": 1e-3},
+}
+
+
+def optimizer(
+    kind: str, dtype: torch.dtype, device: str, foreach: bool = True, seed: int = 0, **options: Any
+) -> Any:
+    """Returns an optimizer over fresh parameters, the same for the same seed."""
+    generator = torch.Generator().manual_seed(seed)
+    named = [
+        (f"p{i}", torch.nn.Parameter((torch.randn(shape, generator=generator) * 0.1).to(dtype).to(device)))
+        for i, shape in enumerate(SHAPES)
+    ]
+    return getattr(statekit.torch, kind)(named, foreach=foreach, **{**CLASSES[kind], **options})
+
+
+def params_of(made: Any) -> list[torch.Tensor]:
+    """Returns the parameters of an optimizer."""
+    return [param for group in made.param_groups for param in group["params"]]
+
+
+def give(made: Any, step: int, factor: float = 1.0) -> None:
+    """Gives every parameter a gradient, the same for the same step, in the memory of the last one."""
+    generator = torch.Generator().manual_seed(1000 + step)
+    for param in params_of(made):
+        grad = (torch.randn(param.shape, generator=generator) * factor).to(param.dtype).to(param.device)
+        if param.grad is None:
+            param.grad = grad
+        else:
+            param.grad.copy_(grad)
+
+
+def arrays_of(made: Any) -> dict[str, torch.Tensor]:
+    """Returns parameters and slots by name."""
+    found = {}
+    for i, param in enumerate(params_of(made)):
+        found[f"p{i}"] = param.detach().cpu().float()
+        found |= {f"p{i} {name}": slot.cpu().float() for name, slot in made.state[param].items()}
+    return found
+
+
+def gap(left: Any, right: Any) -> float:
+    """Returns the largest difference, relative to the largest value of each array."""
+    theirs = arrays_of(right)
+    return max(
+        float((value - theirs[name]).abs().max() / (theirs[name].abs().max() + 1e-30))
+        for name, value in arrays_of(left).items()
+    )
+
+
+def like_the_text(kind: str, dtype: torch.dtype) -> str:
+    ours, text = optimizer(kind, dtype, DEVICE), optimizer(kind, dtype, "cpu", foreach=False)
+    for step in range(3):
+        for made in (ours, text):
+            give(made, step)
+            made.step()
+    allowed = 2e-6 if dtype is torch.float32 else 2e-2
+    found = gap(ours, text)
+    assert all(
+        type(batch.fast).__name__ == "GroupedMove" for plan in ours._plans.values() for batch in plan.batches
+    )
+    assert found < allowed, f"differs by {found:.2e}"
+    return f"differs by {found:.1e}"
+
+
+def never_waits(kind: str, dtype: torch.dtype) -> str:
+    made = optimizer(kind, dtype, DEVICE)
+    for step in range(2):
+        give(made, step)
+        made.step()
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        made.step()
+        for param in params_of(made):  # gradients that lie elsewhere
+            param.grad = None if param.grad is None else param.grad.clone()
+        made.step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    direct = made._direct.get(0)
+    return "directly" if isinstance(direct, DirectUpdate) else "by the general way"
+
+
+def captured(kind: str, dtype: torch.dtype) -> str:
+    ours = optimizer(kind, dtype, DEVICE, lr=torch.tensor(1e-3, device=DEVICE))
+    eager = optimizer(kind, dtype, DEVICE)
+    for made in (ours, eager):
+        for step in range(2):
+            give(made, step)
+            made.step()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        ours.step()
+    for step in range(2, 6):
+        for made in (ours, eager):
+            give(made, step)
+        if step == 4:
+            ours.param_groups[0]["lr"].fill_(5e-4)
+            eager.param_groups[0]["lr"] = 5e-4
+        graph.replay()
+        eager.step()
+    torch.cuda.synchronize()
+    counts = ours.state_dict()["param_groups"][0]["step"], eager.state_dict()["param_groups"][0]["step"]
+    assert counts == (6, 6), counts
+    found = gap(ours, eager)
+    assert found < (1e-6 if dtype is torch.float32 else 1e-2), found
+    return f"4 replays, differs by {found:.1e}"
+
+
+def scaled(kind: str, dtype: torch.dtype) -> str:
+    plain, ours = optimizer(kind, dtype, DEVICE), optimizer(kind, dtype, DEVICE)
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=1024.0, growth_interval=1000)
+    scaler.scale(torch.ones((), device=DEVICE))
+    done = 0
+    for step in range(5):
+        give(ours, step, scaler.get_scale())
+        before = arrays_of(ours)
+        if step == 3:
+            poisoned = params_of(ours)[2].grad
+            assert poisoned is not None
+            poisoned.view(-1)[7] = float("inf")
+        scaler.step(ours)
+        scaler.update()
+        if step == 3:
+            after = arrays_of(ours)
+            assert all(torch.equal(before[name], after[name]) for name in before), (
+                "moved by an infinite gradient"
+            )
+            continue
+        give(plain, step)
+        plain.step()
+        done += 1
+    counted = ours.state_dict()["param_groups"][0]["step"]
+    assert counted == done, f"counts {counted}, not {done}"
+    found = gap(ours, plain)
+    assert found < (1e-5 if dtype is torch.float32 else 2e-2), found
+    return f"differs by {found:.1e}"
+
+
+def same_bits(kind: str, dtype: torch.dtype) -> str:
+    torch.use_deterministic_algorithms(True)
+    try:
+        runs = []
+        for _ in range(2):
+            made = optimizer(kind, dtype, DEVICE)
+            for step in range(3):
+                give(made, step)
+            made.step()
+            runs.append(arrays_of(made))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(runs[0][name], runs[1][name]) for name in runs[0])
+    return "the same bits"
+
+
+def compiled_training(kind: str, dtype: torch.dtype) -> str:
+    made = optimizer(kind, dtype, DEVICE)
+    give(made, 0)
+    made.step()
+
+    @torch.compile
+    def train() -> None:
+        made.step()
+
+    train()
+    train()
+    return "not traced into"
+
+
+def within_the_bound() -> str:
+    from kernel_judging import judged
+    from test_torch_fast import SETTINGS, about_as_large, of_size, poisoned
+
+    changes: Sequence[tuple[Any, ...]] = (
+        (),
+        (of_size, 1e-16),
+        (about_as_large, 3e19),
+        (poisoned, float("nan")),
+    )
+    total, left, unmoved = 0, [], 0
+    for schema, variant, options in SETTINGS:
+        for change in changes:
+            count, outside = judged(schema, variant, options, *change, device=DEVICE)
+            total, unmoved = total + count, unmoved + (count == 0)
+            left += [(schema, variant, *options, *change[:1], *key) for key in outside]
+    assert not left, f"{len(left)} of {total} outside: {left[:12]}"
+    return f"{total} arrays, all within; {unmoved} cases not moved by kernels"
+
+
+def main() -> int:
+    checks: list[tuple[str, Callable[[], str]]] = [("within the bound of the text", within_the_bound)]
+    each = (like_the_text, never_waits, captured, scaled, same_bits)
+    for check in each:
+        for kind in CLASSES:
+            for dtype in (torch.float32, torch.bfloat16):
+                if kind == "LANS" and dtype is torch.bfloat16:
+                    continue
+                name = f"{check.__name__} {kind} {str(dtype)[6:]}"
+                checks.append((name, partial(check, kind, dtype)))
+    checks.append(("compiled_training AdamW", lambda: compiled_training("AdamW", torch.float32)))
+    failed = 0
+    print(torch.cuda.get_device_name(), torch.__version__, flush=True)
+    for name, run in checks:
+        start = time.perf_counter()
+        try:
+            said = run()
+        except Exception as error:
+            failed += 1
+            said = f"FAILED {type(error).__name__}: {str(error)[:600]}"
+            if failed <= 4:
+                said += "\n" + "".join(traceback.format_exc().splitlines(keepends=True)[-14:])
+        print(f"{name}: {said} ({time.perf_counter() - start:.1f} s)", flush=True)
+    print(f"{len(checks) - failed} passed, {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
