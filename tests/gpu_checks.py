@@ -58,11 +58,11 @@ def give(made: Any, step: int, factor: float = 1.0) -> None:
 
 def arrays_of(made: Any) -> dict[str, torch.Tensor]:
     """Returns parameters and slots by name."""
-    found = {}
+    arrays = {}
     for i, param in enumerate(params_of(made)):
-        found[f"p{i}"] = param.detach().cpu().float()
-        found |= {f"p{i} {name}": slot.cpu().float() for name, slot in made.state[param].items()}
-    return found
+        arrays[f"p{i}"] = param.detach().cpu().float()
+        arrays |= {f"p{i} {name}": slot.cpu().float() for name, slot in made.state[param].items()}
+    return arrays
 
 
 def gap(left: Any, right: Any) -> float:
@@ -81,12 +81,12 @@ def like_the_text(kind: str, dtype: torch.dtype) -> str:
             give(made, step)
             made.step()
     allowed = 2e-6 if dtype is torch.float32 else 2e-2
-    found = gap(ours, text)
+    difference = gap(ours, text)
     assert all(
         type(batch.fast).__name__ == "GroupedMove" for plan in ours._plans.values() for batch in plan.batches
     )
-    assert found < allowed, f"differs by {found:.2e}"
-    return f"differs by {found:.1e}"
+    assert difference < allowed, f"differs by {difference:.2e}"
+    return f"differs by {difference:.1e}"
 
 
 def never_waits(kind: str, dtype: torch.dtype) -> str:
@@ -129,9 +129,9 @@ def captured(kind: str, dtype: torch.dtype) -> str:
     torch.cuda.synchronize()
     counts = ours.state_dict()["param_groups"][0]["step"], eager.state_dict()["param_groups"][0]["step"]
     assert counts == (6, 6), counts
-    found = gap(ours, eager)
-    assert found < (1e-6 if dtype is torch.float32 else 1e-2), found
-    return f"4 replays, differs by {found:.1e}"
+    difference = gap(ours, eager)
+    assert difference < (1e-6 if dtype is torch.float32 else 1e-2), difference
+    return f"4 replays, differs by {difference:.1e}"
 
 
 def scaled(kind: str, dtype: torch.dtype) -> str:
@@ -159,9 +159,9 @@ def scaled(kind: str, dtype: torch.dtype) -> str:
         done += 1
     counted = ours.state_dict()["param_groups"][0]["step"]
     assert counted == done, f"counts {counted}, not {done}"
-    found = gap(ours, plain)
-    assert found < (1e-5 if dtype is torch.float32 else 2e-2), found
-    return f"differs by {found:.1e}"
+    difference = gap(ours, plain)
+    assert difference < (1e-5 if dtype is torch.float32 else 2e-2), difference
+    return f"differs by {difference:.1e}"
 
 
 def same_bits(kind: str, dtype: torch.dtype) -> str:

@@ -28,7 +28,7 @@ def outside(
         made: The case.
         device: Where.
         rate: The learning rate.
-        wrong: What the scene is told instead of the truth.
+        wrong: What the scene is choice instead of the truth.
 
     Returns:
         How many arrays kernels moved, and which of them have elements that leave the bound of the text, where the text
@@ -75,7 +75,7 @@ def outside(
 
 
 def judged(
-    schema: str, variant: str, changes: Mapping[str, Any], *change: Any, device: str = "cpu", **told: Any
+    schema: str, variant: str, changes: Mapping[str, Any], *change: Any, device: str = "cpu", **choice: Any
 ) -> tuple[int, list[tuple[str, str]]]:
     """Returns what `outside` does, of a random case; `change` is what is made of its gradients."""
-    return outside(tried(schema, variant, changes, *change, **told), device)
+    return outside(tried(schema, variant, changes, *change, **choice), device)

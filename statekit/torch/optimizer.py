@@ -170,9 +170,9 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
                 return False
             arrays.append(ready)
         self._check_offsets()
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scale, overflow = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for i, group in enumerate(self.param_groups):
-            self._direct[i].run(group, arrays[i], scale, found)
+            self._direct[i].run(group, arrays[i], scale, overflow)
         return True
 
     @property
@@ -182,12 +182,12 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
 
     def _unscaled(self) -> bool:
         """Divides gradients by what a gradient scaler left to kernels; tells whether the update is to be made."""
-        scale, found = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        scale, overflow = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         if scale is not None:
             for group in self.param_groups:
                 grads = [param.grad for param in group["params"] if param.grad is not None]
                 torch._foreach_div_(grads, scale)
-        return found is None or not bool(found)
+        return overflow is None or not bool(overflow)
 
     def _settle_counts(self) -> None:
         for i, direct in self._direct.items():

@@ -268,14 +268,14 @@ def jax_apart(sizes: list[int]) -> list[Figure]:
     return [Figure(**json.loads(line)) for line in output.splitlines() if line.startswith("{")]
 
 
-def torch_figures(torch: Any, copy: float, told: argparse.Namespace) -> Iterator[Figure]:
+def torch_figures(torch: Any, copy: float, options: argparse.Namespace) -> Iterator[Figure]:
     """Measures what is asked for; peers only until the time is up."""
     start = time.monotonic()
-    for dtype in told.dtypes.split(","):
-        for count in told.sizes:
+    for dtype in options.dtypes.split(","):
+        for count in options.sizes:
             for name, (rule, make) in makers(torch).items():
-                late = time.monotonic() - start > told.seconds and not name.startswith("statekit")
-                if told.only in name and not late:
+                late = time.monotonic() - start > options.seconds and not name.startswith("statekit")
+                if options.only in name and not late:
                     yield measured(torch, name, rule, make, dtype, count, copy)
 
 
@@ -296,9 +296,9 @@ def read_options() -> argparse.Namespace:
 
 def main() -> None:
     """Measures, and prints a table."""
-    told = read_options()
-    if told.jax_alone:
-        for figure in jax_figures(told.sizes):
+    options = read_options()
+    if options.jax_alone:
+        for figure in jax_figures(options.sizes):
             print(json.dumps(asdict(figure)), flush=True)
         return
     import torch
@@ -308,22 +308,22 @@ def main() -> None:
     copy = copy_speed(torch)
     head = f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {copy / 1e9:.0f} GB/s read and written"
     print(head, flush=True)
-    if told.tiles:
+    if options.tiles:
         for line in tiles(torch, copy):
             print(line, flush=True)
         return
     figures: list[Figure] = []
-    for figure in torch_figures(torch, copy, told):
+    for figure in torch_figures(torch, copy, options):
         print(table_of([figure]).splitlines()[-1], flush=True)
         figures.append(figure)
     gc.collect()
     torch.cuda.empty_cache()
-    figures += jax_apart(told.sizes) if told.jax else []
+    figures += jax_apart(options.sizes) if options.jax else []
     text = f"{head}\n\n{table_of(figures)}"
     print(text)
-    if told.json:
-        Path(told.json).write_text(json.dumps({"head": head, "figures": [asdict(f) for f in figures]}))
-    if told.page:
+    if options.json:
+        Path(options.json).write_text(json.dumps({"head": head, "figures": [asdict(f) for f in figures]}))
+    if options.page:
         fill("gpu", text)
 
 

@@ -141,10 +141,10 @@ def grouped_move(schema: str, variant: str, config: Any, param: torch.Tensor) ->
     sides: tuple[str, ...] = ()
     shape: tuple[int, ...] = (param.numel(),)
     if isinstance(config, ParamConfig):
-        found = item_of(config.rule, tuple(param.shape))
-        if found is None or config.place is not None or not _is_apart(variant, config.rule):
+        kind = item_of(config.rule, tuple(param.shape))
+        if kind is None or config.place is not None or not _is_apart(variant, config.rule):
             return None
-        shape, sides = found
+        shape, sides = kind
     move = GroupedMove(schema, variant, config, sides, shape)
     return move if _is_traceable(move, param.dtype) else None
 
@@ -224,27 +224,27 @@ class Launches:
 
     def for_graph(self) -> Launches:
         """Returns launches with memory of their own: a graph finds in it what was there when it was captured."""
-        own = Launches(self.program, self.shape)
-        own.items, own.tile, own.blocks, own.side_blocks = (
+        apart = Launches(self.program, self.shape)
+        apart.items, apart.tile, apart.blocks, apart.side_blocks = (
             self.items,
             self.tile,
             self.blocks,
             self.side_blocks,
         )
-        own.extent, own.width, own.lengths, own.constants = (
+        apart.extent, apart.width, apart.lengths, apart.constants = (
             self.extent,
             self.width,
             self.lengths,
             self.constants,
         )
-        own.ones, own.zeros, own.aligned, own.addresses = self.ones, self.zeros, self.aligned, [0]
-        own.scalars, own.work = self.scalars.clone(), torch.empty_like(self.work)
-        own.pointers = torch.empty_like(self.pointers)
-        return own
+        apart.ones, apart.zeros, apart.aligned, apart.addresses = self.ones, self.zeros, self.aligned, [0]
+        apart.scalars, apart.work = self.scalars.clone(), torch.empty_like(self.work)
+        apart.pointers = torch.empty_like(self.pointers)
+        return apart
 
     def _share(self, scene: Scene, common: Value | None) -> bool:
         """Computes what all tensors share; tells whether gradients are scaled."""
-        counted, scale, found = (getattr(scene, name, None) for name in ("counted", "scale", "found"))
+        counted, scale, overflow = (getattr(scene, name, None) for name in ("counted", "scale", "found"))
         rate, on_device = scene.rate, None
         if isinstance(rate, torch.Tensor):
             rate, on_device = (
@@ -252,10 +252,10 @@ class Launches:
             )
         high = 0.0 if rate is None else float(np.float32(rate))
         low = 0.0 if rate is None else rate - high
-        scaled = scale is not None or found is not None
+        scaled = scale is not None or overflow is not None
         self.numbers[(1,)](
             self.scalars, self.constants, scene.step, _or(counted, self.scalars), high, low,
-            _or(on_device, self.scalars), _or(common, self.scalars), _or(scale, self.ones), _or(found, self.zeros),
+            _or(on_device, self.scalars), _or(common, self.scalars), _or(scale, self.ones), _or(overflow, self.zeros),
             COUNTED=counted is not None, RATED=on_device is not None, COMMON=common is not None, SCALED=scaled,
             num_warps=1, enable_fp_fusion=False,
         )  # fmt: skip

@@ -161,7 +161,7 @@ class Graph:
 
     def number(self, value: float, kind: Kind | None = None) -> Traced:
         """Returns a number of the text."""
-        own: Kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float64"
+        plain: Kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float64"
         return self.leaf(
             "number", float(value) if kind in ("float32", "float64") else value, kind=kind or own
         )
