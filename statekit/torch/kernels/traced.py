@@ -163,7 +163,7 @@ class Graph:
         """Returns a number of the text."""
         plain: Kind = "bool" if isinstance(value, bool) else "int" if isinstance(value, int) else "float64"
         return self.leaf(
-            "number", float(value) if kind in ("float32", "float64") else value, kind=kind or own
+            "number", float(value) if kind in ("float32", "float64") else value, kind=kind or plain
         )
 
     def taken(self, value: Any) -> Traced:
