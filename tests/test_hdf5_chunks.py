@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,14 +40,13 @@ def test_filtered_chunks_are_read_to_the_bit(tmp_path: Path, filters: Mapping[st
         for i, (cut, array) in enumerate(arrays):
             file.create_dataset(f"{i}", data=array, chunks=cut, **filters)
     with Files() as files:
-        opened = open_hdf5(files.source(tmp_path / "a.h5"), "a.h5")
+        tree = open_hdf5(files.source(tmp_path / "a.h5"), "a.h5")
         for i, (_, array) in enumerate(arrays):
-            tensor = opened.tree[f"{i}"]
+            tensor = tree[f"{i}"]
             assert np.array_equal(tensor.read(), array)
             for _ in range(3):
                 index = tuple(slice(*map(int, sorted(random.integers(0, n + 1, 2)))) for n in array.shape)
                 assert np.array_equal(tensor.read(index), array[index])
-        opened.close()
     assert files.account.budget.held == 0
 
 
@@ -67,9 +66,8 @@ def test_a_checksum_below_the_compression_is_compared(tmp_path: Path) -> None:
         space = h5py.h5s.create_simple((256,))
         h5py.Dataset(h5py.h5d.create(file.id, b"a", h5py.h5t.NATIVE_INT32, space, plan))[...] = values
     with Files() as files:
-        opened = open_hdf5(files.source(tmp_path / "a.h5"), "a.h5")
-        assert np.array_equal(opened.tree["a"].read(), values)
-        opened.close()
+        tree = open_hdf5(files.source(tmp_path / "a.h5"), "a.h5")
+        assert np.array_equal(tree["a"].read(), values)
 
 
 def stored(path: Path, data: bytes, **filters: Any) -> None:
@@ -95,10 +93,9 @@ def test_a_chunk_of_another_size_or_with_a_fault_is_damage(
 ) -> None:
     stored(tmp_path / "a.h5", data, **filters)
     with Files() as files:
-        opened = open_hdf5(files.source(tmp_path / "a.h5"), "a.h5")
+        tree = open_hdf5(files.source(tmp_path / "a.h5"), "a.h5")
         with pytest.raises(CorruptError, match=fault):
-            opened.tree["a"].read()
-        opened.close()
+            tree["a"].read()
 
 
 @pytest.mark.parametrize(("allowed", "decoded"), [(2**26, 6), (2**23, 96)])
@@ -118,10 +115,9 @@ def test_streaming_decodes_a_chunk_once_while_the_budget_has_room_for_a_row_of_t
 
     monkeypatch.setattr(hdf5_chunks, "_inflated", counted)
     with Files(Budget(Limits(allowed))) as files:
-        opened = open_hdf5(files.source(tmp_path / "a.h5"), "a.h5")
-        blocks = list(chunks(opened.tree["a"], 16 * values.nbytes // 512))
+        tree = open_hdf5(files.source(tmp_path / "a.h5"), "a.h5")
+        blocks = list(chunks(tree["a"], 16 * values.nbytes // 512))
         assert np.array_equal(np.concatenate(blocks), values)
-        opened.close()
     assert (len(blocks), count) == (32, decoded)
 
 
@@ -138,19 +134,18 @@ def test_chunks_are_listed_once_though_blocks_are_read_side_by_side(
             inner.append(one.read((slice(32, 64),)))
         return inflated(*arguments)
 
-    def visit(function: Callable[[Any], None]) -> None:
+    def list_chunks() -> Iterator[hdf5_chunks.StoredChunk]:
         nonlocal listed
         listed += 1
-        chunks.visit(function)
+        yield from chunks.listed()
 
     monkeypatch.setattr(hdf5_chunks, "_inflated", meanwhile)
     with Files() as files:
-        opened = open_hdf5(files.source(tmp_path / "a.h5"), "a.h5")
-        chunks = opened.tree["a"].fetch.__self__.chunks
-        one = replace(chunks, visit=visit)
+        tree = open_hdf5(files.source(tmp_path / "a.h5"), "a.h5")
+        chunks = tree["a"].fetch.__self__.stored
+        one = replace(chunks, listed=list_chunks)
         assert np.array_equal(one.read((slice(0, 32),)), np.arange(32))
         assert np.array_equal(inner[1], np.arange(32, 64))
-        opened.close()
     assert (listed, files.account.budget.held) == (1, 0)
 
 
@@ -159,13 +154,12 @@ def test_a_chunk_larger_than_the_budget_is_refused_by_its_place(tmp_path: Path) 
         file.create_dataset("a", (2**20,), "f4", chunks=(2**20,), compression="gzip")[0] = 1
         place = file["a"].id.get_chunk_info(0).byte_offset
     with Files(Budget(Limits(2**21))) as files:
-        opened = open_hdf5(files.source(tmp_path / "a.h5"), "a.h5")
+        tree = open_hdf5(files.source(tmp_path / "a.h5"), "a.h5")
         with pytest.raises(BudgetError, match="A chunk is more") as caught:
-            opened.tree["a"].read((slice(0, 1),))
+            tree["a"].read((slice(0, 1),))
         assert f"byte {place} of " in str(caught.value)
         assert "`held`" in str(caught.value)
         assert "--budget" in str(caught.value)
-        opened.close()
 
 
 def test_an_empty_group_takes_little_work(tmp_path: Path) -> None:
@@ -179,7 +173,7 @@ def test_an_empty_group_takes_little_work(tmp_path: Path) -> None:
 
         def opened() -> None:
             with Files() as files:
-                open_hdf5(files.source(path), "file").close()
+                open_hdf5(files.source(path), "file")
 
         opened()
         return calls(opened)

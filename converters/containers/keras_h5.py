@@ -63,10 +63,9 @@ class KerasH5:
         """
         refuse_step(path, step)
         with opening(path, budget) as files:
-            opened = open_hdf5(files.source(path), f"{path}")
-            files.on_close(opened.close)
-            proof, findings = documents(opened.tree, path, files)
-        return Checkpoint(self.name, path, opened.tree, {}, None, findings, files.close, proof=proof)
+            tree = open_hdf5(files.source(path), f"{path}")
+            proof, findings = documents(tree, path, files)
+        return Checkpoint(self.name, path, tree, {}, None, findings, files.close, proof=proof)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes the file.

@@ -80,10 +80,9 @@ class KerasZip:
                 for name in (CONFIG, VERSIONS)
                 if name in members
             }
-            opened = open_hdf5(_weights(archive), f"{path}:{WEIGHTS}")
-            files.on_close(opened.close)
-            proof, findings = documents(opened.tree, path, files)
-            tree = {ATTRIBUTES: {**opened.tree.pop(ATTRIBUTES, {}), **documents_read}, **opened.tree}
+            weights = open_hdf5(_weights(archive), f"{path}:{WEIGHTS}")
+            proof, findings = documents(weights, path, files)
+            tree = {ATTRIBUTES: {**weights.pop(ATTRIBUTES, {}), **documents_read}, **weights}
             others = sorted(members.keys() - {CONFIG, VERSIONS, WEIGHTS})
             beside = (Finding("a member that isn't read", f"{name} in {path}") for name in others)
             findings = (*findings, *beside)

@@ -1,7 +1,7 @@
 """Reads the chunks of HDF5 data sets that went through filters: no more comes out of one than it declares.
 
-The library would inflate a chunk as far as it goes, and again for every block that touches it. Here a chunk is decoded
-into the bytes that it shall have, once, and kept for the next block while the job's budget has room for it.
+A chunk is decoded into the bytes that it shall have, once, and kept for the next block while the job's budget has room
+for it.
 Source: The HDF Group, HDF5 File Format Specification 3.0, IV.A.2.l "The Data Storage - Filter Pipeline Message", and
 the library's H5Zshuffle.c and H5checksum.c (`H5_checksum_fletcher32`).
 """
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,10 +23,20 @@ from statekit.files.source import Held, Part, Source, byte_of, bytes_at, hold
 from statekit.tensors.tensor import Array, DType, Index, Shape, index_shape, touched_chunks
 
 DEFLATE, SHUFFLE, FLETCHER32 = 1, 2, 3
-"""Numbers of the filters that are read."""
+FILTERS_READ = {DEFLATE: "deflate", SHUFFLE: "shuffle", FLETCHER32: "fletcher32"}
+"""Numbers of the filters that are read, and their names."""
 _SUM_BYTES, _SUMMED = 4, 65535
 _FEW = 256
 """Chunks of a block up to which their work isn't counted."""
+
+
+class StoredChunk(NamedTuple):
+    """A chunk: where it is in the grid, in elements, where it lies, its bytes, and a bit for each filter left out."""
+
+    offset: tuple[int, ...]
+    address: int
+    size: int
+    mask: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,8 +45,7 @@ class Chunks:
 
     Attributes:
         source: The file.
-        visit: Calls a function with what the library knows of every chunk: its place in the grid, in elements, the
-            filters that were left out, and where it lies.
+        listed: Lists every chunk that is stored.
         shape: The data set's shape.
         chunks: That of a chunk.
         dtype: How values are stored.
@@ -45,7 +54,7 @@ class Chunks:
     """
 
     source: Source
-    visit: Callable[[Callable[[Any], None]], object] = field(repr=False)
+    listed: Callable[[], Iterator[StoredChunk]] = field(repr=False)
     shape: Shape
     chunks: Shape
     dtype: DType
@@ -100,13 +109,10 @@ class Chunks:
 
     def _listed(self) -> dict[tuple[int, ...], tuple[Part, int]]:
         account, places = self.source.account, dict[tuple[int, ...], tuple[Part, int]]()
-
-        def note(chunk: Any) -> None:
+        for chunk in self.listed():
             account.nodes(2, "The list of a data set's chunks", self.what)
-            position = tuple(at // c for at, c in zip(chunk.chunk_offset, self.chunks, strict=True))
-            places[position] = (Part(self.source, chunk.byte_offset, chunk.size), chunk.filter_mask)
-
-        self.visit(note)
+            position = tuple(at // c for at, c in zip(chunk.offset, self.chunks, strict=True))
+            places[position] = (Part(self.source, chunk.address, chunk.size), chunk.mask)
         return places
 
     def _decoded(self, stored: Part, mask: int) -> Array:

@@ -7,6 +7,7 @@ from typing import Any
 
 from statekit.converters.layouts.keras.state import HOME
 from statekit.converters.layouts.keras.variables import CONFIG, VARIABLES, Variable, without
+from statekit.errors import StateError
 from statekit.files.checkpoint import ATTRIBUTES
 from statekit.state.train_state import TrainState
 
@@ -21,9 +22,21 @@ def config_of(tree: Mapping[str, Any]) -> Any:
 
 
 def home_of(tree: Mapping[str, Any], placed: Mapping[str, Variable]) -> dict[str, Any]:
-    """Returns what a file holds besides parameters and the optimizer's variables, and where those lie."""
+    """Returns what a file holds besides parameters and the optimizer's variables, and where those lie.
+
+    Raises:
+        StateError: Where the optimizer's variables lie stands an array.
+    """
     left = without(tree, [variable.place for variable in placed.values()])
-    node = left.get(OPTIMIZER, {}).get(VARIABLES, {})
+    node = left.get(OPTIMIZER, {})
+    node = node.get(VARIABLES, {}) if isinstance(node, Mapping) else node
+    if not isinstance(node, Mapping):
+        raise StateError(
+            "A file of Keras has values where its optimizer's variables lie.",
+            place=f"{OPTIMIZER}/{VARIABLES}",
+            expected="a group of variables",
+            found="an array",
+        )
     kept = {key: part for key, part in node.items() if key == ATTRIBUTES}
     left[OPTIMIZER] = {**left.get(OPTIMIZER, {}), VARIABLES: kept}
     left[ATTRIBUTES] = {key: part for key, part in left.get(ATTRIBUTES, {}).items() if key != SAYINGS}
