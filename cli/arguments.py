@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,17 +12,12 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from statekit.budget import bytes_of
-from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.checkpoint_ref import OPTIONS, CheckpointRef, option
 from statekit.errors import Faults, NotFoundError, TargetExistsError, UsageError, printable
 from statekit.state.train_state import StepOffset
 
 if TYPE_CHECKING:  # entered only where an option names a file
     from statekit.files.source import Files
-
-FOLLOW_LINKS = (
-    "Read what links out of the checkpoint lead to; those in Hugging Face's cache are followed anyway."
-)
-"""What the option of that name does, as the help of each verb says it."""
 
 Complete = Callable[[click.Context, click.Parameter, str], list[str]]
 
@@ -71,50 +66,76 @@ complete_layouts, complete_variants = completing(_layouts), completing(_variants
 complete_maps = completing(_maps)
 
 
-step_option = click.option(
-    "--step", type=int, metavar="N", help="The step of a run's folder. Default: the newest."
-)
-
-
-def from_option(parameter: str, text: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Returns the option that names the container of what is read; the command gets it as `parameter`."""
-    return click.option(
-        "--from", parameter, metavar="CONTAINER", shell_complete=complete_containers, help=text
-    )
-
-
-def checkpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds CHECKPOINT, and the options that say what it is and what it doesn't say.
-
-    The command gets `checkpoint`, `container`, `layout`, `step` and `hints`.
-    """
-    added = (
-        click.argument("checkpoint", type=click.Path(), callback=local_file),
-        from_option("container", "What the file is, if it can't be told."),
-        click.option(
-            "--layout",
-            metavar="LAYOUT",
-            shell_complete=complete_layouts,
-            help="What its names mean, if it can't be told.",
-        ),
-        step_option,
-        hints_options,
-    )
-    return functools.reduce(lambda made, add: add(made), reversed(added), command)
+_COMPLETIONS: Mapping[str, Complete] = {
+    "containers": complete_containers,
+    "layouts": complete_layouts,
+    "variants": complete_variants,
+}
 
 
 def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
     return None if value is None else bytes_of(value)
 
 
-_follow_links_option = click.option("--follow-links", is_flag=True, help=FOLLOW_LINKS)
-budget_option = click.option(
-    "--budget",
-    metavar="SIZE",
-    callback=_size,
-    help="How much memory headers, pickles and trees may take, such as 2GiB, and work in proportion; values of "
-    "tensors stream.  [default: 512MiB]",
-)
+def ref_option(
+    name: str, *, help: str = "", side: str = ""
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns the option of a field of `CheckpointRef`; the command gets its words under the field's name.
+
+    Args:
+        name: The field.
+        help: What `--help` says, where a verb means something else by it.
+        side: `left` or `right`, where a verb takes two checkpoints and the option is of one of them.
+    """
+    known = option(name)
+    flag = f"--{side}-{known.flag[2:]}" if side else known.flag
+    text = help or (f"As {known.flag}, of {SIDES[side]} alone." if side else known.help)
+    if known.kind == "flag":
+        return click.option(flag, f"{side}_{name}" if side else name, is_flag=True, help=text)
+    return click.option(
+        flag,
+        f"{side}_{name}" if side else name,
+        type=click.Choice(known.choices) if known.choices else int if known.kind == "number" else None,
+        multiple=known.kind == "values",
+        metavar=known.metavar or None,
+        callback=_size if known.kind == "bytes" else None,
+        shell_complete=_COMPLETIONS.get(known.completes),
+        help=text,
+    )
+
+
+def _added(command: Callable[..., Any], options: Iterable[Callable[..., Any]]) -> Callable[..., Any]:
+    """Returns a command with options, which `--help` lists in their order."""
+    return functools.reduce(lambda decorated, add: add(decorated), reversed([*options]), command)
+
+
+def ref_options(
+    argument: str = "", *, without: Collection[str] = (), help: Mapping[str, str] = {}
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Returns what adds the options of a `CheckpointRef`; the command gets it as `ref`.
+
+    Args:
+        argument: The argument that is the path of `ref`; the command doesn't get it itself. None if empty.
+        without: Fields that are no options of this verb.
+        help: What `--help` says of fields by which the verb means something else.
+    """
+    names = [known.name for known in OPTIONS if known.name not in without]
+
+    def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(command)
+        def run(*args: Any, **options: Any) -> Any:
+            path = options.pop(argument) if argument else None
+            return command(*args, ref=_ref(path, {name: options.pop(name) for name in names}), **options)
+
+        return _added(run, (ref_option(name, help=help.get(name, "")) for name in names))
+
+    return decorate
+
+
+def checkpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds CHECKPOINT, and the options that say what it is and what it doesn't say; the command gets `ref`."""
+    argument = click.argument("checkpoint", type=click.Path(), callback=local_file)
+    return argument(ref_options("checkpoint")(command))
 
 
 def checkpoints_options(command: Callable[..., Any]) -> Callable[..., Any]:
@@ -122,14 +143,22 @@ def checkpoints_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     The command gets `checkpoints`, `container`, `step`, `follow_links` and `budget`.
     """
-    added = (
-        click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True, callback=local_files),
-        from_option("container", "What the files are, if it can't be told."),
-        click.option("--step", type=int, metavar="N", help="One step of a run's folder. Default: all."),
-        _follow_links_option,
-        budget_option,
+    return _added(
+        command,
+        (
+            click.argument(
+                "checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True, callback=local_files
+            ),
+            ref_option("container", help=OF_FILES["container"]),
+            ref_option("step", help="One step of a run's folder. Default: all."),
+            ref_option("follow_links"),
+            ref_option("budget"),
+        ),
     )
-    return functools.reduce(lambda made, add: add(made), reversed(added), command)
+
+
+OF_FILES = {"container": "What the files are, if it can't be told."}
+"""What options of several checkpoints mean, where that isn't what they mean of one."""
 
 
 def local_files(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[Path, ...]:
@@ -137,129 +166,30 @@ def local_files(ctx: click.Context, param: click.Parameter, values: tuple[str, .
     return tuple(path for value in values if (path := local_file(ctx, param, value)) is not None)
 
 
-def hints_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options that say what a checkpoint doesn't; the command gets `hints`."""
-
-    @click.option(
-        "--hparams",
-        multiple=True,
-        metavar="FILE|KEY=VALUE",
-        help="What the checkpoint doesn't say, by the original's own names: decay_rate=0.8, or a .gin or .json file. "
-        "May be repeated. adamw/b2=0.95 is of one of several optimizers.",
-    )
-    @click.option(
-        "--schedule",
-        metavar="CALL|FILE",
-        help="What makes the run's learning rate, where its files don't say it, as the program has it: "
-        "'optax.cosine_decay_schedule(1e-3, 10000)', or a .gin file of T5X.",
-    )
-    @click.option(
-        "--variant",
-        metavar="NAME",
-        shell_complete=complete_variants,
-        help="Which variant of the optimizer ran, where the files can't tell; of several: adafactor/hf,adamw/torch.",
-    )
-    @click.option(
-        "--param-names",
-        type=click.Path(path_type=Path),
-        metavar="FILE",
-        help="Names in the order of the optimizer's parameters, where it only numbers them: one per line, a JSON list "
-        "(or one for each group), or a file with a state_dict.",
-    )
-    @click.option(
-        "--names-from",
-        type=click.Choice(["config"]),
-        help="Where to take the order of a Trainer's numbered parameters from; config: the architecture that the "
-        "model's config.json names, built without weights (needs statekit[hf]).",
-    )
-    @click.option(
-        "--model-key",
-        metavar="KEY",
-        help="Where the weights lie in a PyTorch file or a tree of JAX, keys joined by /, if several may be meant.",
-    )
-    @click.option(
-        "--optimizer-key", metavar="KEY", help="Where the optimizer's state lies in a PyTorch file."
-    )
-    @click.option(
-        "--accept-damaged",
-        is_flag=True,
-        help="Go on with a checkpoint that its manifest contradicts; says what does.",
-    )
-    @_follow_links_option
-    @budget_option
-    @functools.wraps(command)
-    def run(
-        *args: Any,
-        hparams: tuple[str, ...],
-        schedule: str | None,
-        variant: str | None,
-        param_names: Path | None,
-        names_from: str | None,
-        model_key: str | None,
-        optimizer_key: str | None,
-        accept_damaged: bool,
-        follow_links: bool,
-        budget: int | None,
-        **options: Any,
-    ) -> Any:
-        hints = CheckpointRef(
-            model_key=model_key,
-            optimizer_key=optimizer_key,
-            names_from=names_from,
-            accept_damaged=accept_damaged,
-            follow_links=follow_links,
-            budget=budget,
-        )
-        hints = _with_said(hints, hparams, variant, param_names, schedule)
-        return command(*args, hints=hints, **options)
-
-    return run
-
-
 SIDES = {"left": "A", "right": "B"}
 """What begins the options of one of two checkpoints -> how its argument is called."""
 
 
 def sides_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options that say of one of two checkpoints what it doesn't, below `hints_options`.
+    """Adds the options of two checkpoints, `left` and `right`; the command gets a ref of each under these names.
 
-    The command gets `hints` as those of each: what is said of one side goes before what is said of both.
+    What is said of one side goes before what is said of both.
     """
+    names = [known.name for known in OPTIONS]
 
     @functools.wraps(command)
-    def run(*args: Any, hints: CheckpointRef, **options: Any) -> Any:
-        each = []
-        for side in SIDES:
-            hparams, variant, names, schedule = (
-                options.pop(f"{side}_{name}") for name in ("hparams", "variant", "param_names", "schedule")
-            )
-            each.append(_with_said(hints, hparams, variant, names, schedule))
-        return command(*args, hints=tuple(each), **options)
+    def run(*args: Any, left: Path, right: Path, **options: Any) -> Any:
+        both = {name: options.pop(name) for name in names}
+        refs = {}
+        for side, path in (("left", left), ("right", right)):
+            words = {name: options.pop(f"{side}_{name}") for name in names}
+            hparams = (*both["hparams"], *words["hparams"])
+            given = {name: value for name, value in words.items() if value not in (None, False, ())}
+            refs[side] = _ref(path, {**both, **given, "hparams": hparams})
+        return command(*args, **refs, **options)
 
-    for side, of in SIDES.items():
-        for option in (
-            click.option(
-                f"--{side}-hparams",
-                multiple=True,
-                metavar="FILE|KEY=VALUE",
-                help=f"As --hparams, of {of} alone.",
-            ),
-            click.option(
-                f"--{side}-variant",
-                metavar="NAME",
-                shell_complete=complete_variants,
-                help=f"As --variant, of {of} alone.",
-            ),
-            click.option(
-                f"--{side}-param-names",
-                type=click.Path(path_type=Path),
-                metavar="FILE",
-                help=f"As --param-names, of {of} alone.",
-            ),
-            click.option(f"--{side}-schedule", metavar="CALL|FILE", help=f"As --schedule, of {of} alone."),
-        ):
-            run = option(run)
-    return run
+    of_both = [ref_option(name) for name in names]
+    return _added(run, [*of_both, *(ref_option(name, side=side) for side in SIDES for name in names)])
 
 
 def read_step(ctx: click.Context, param: click.Parameter, value: str) -> StepOffset:
@@ -360,30 +290,33 @@ CHANGES = (
 )
 
 
-def _with_said(
-    hints: CheckpointRef,
-    hparams: tuple[str, ...],
-    variant: str | None,
-    param_names: Path | None,
-    schedule: str | None,
-) -> CheckpointRef:
-    """Returns hints with what options say too, which goes before; files that they name draw on the job's budget."""
-    if variant is not None:
-        hints = replace(hints, variant=variant)
-    if not hparams and param_names is None and schedule is None:
-        return hints
+def _ref(path: Path | None, words: Mapping[str, Any]) -> CheckpointRef:
+    """Returns the ref that the words of a command line make; files that they name draw on the job's budget."""
+    ref = CheckpointRef(path, **{name: value for name, value in words.items() if name not in _WRITTEN})
+    written = {name: words[name] for name in _WRITTEN if words.get(name)}
+    if not written:
+        return ref
     from statekit.files.source import Files
 
-    with Files(hints.job_budget()) as files:
-        if param_names is not None:
-            from statekit.cli.param_names import read_param_names
+    with Files(ref.job_budget()) as files:
+        if hparams := written.get("hparams"):
+            ref = replace(ref, hparams=said_hparams(hparams, files))
+        for name, read in (("param_names", _names), ("schedule", _schedule)):
+            if text := written.get(name):
+                value, is_file = read(text, files)
+                ref = replace(ref, files={**ref.files, **({name: text} if is_file else {})}, **{name: value})
+    return ref
 
-            hints = replace(hints, param_names=read_param_names(param_names, files))
-        if schedule is not None:
-            hints = replace(hints, schedule=_schedule(schedule, files))
-        if hparams:
-            hints = replace(hints, hparams={**hints.hyperparameters, **said_hparams(hparams, files)})
-    return hints
+
+_WRITTEN = ("hparams", "param_names", "schedule")
+"""Fields whose words name a file or are a text to be read."""
+
+
+def _names(text: str, files: Files) -> tuple[Any, bool]:
+    """Returns the names that words give, and whether they stand in a file."""
+    from statekit.cli.param_names import names_of, read_param_names
+
+    return (names_of(text), False) if text.startswith("[") else (read_param_names(Path(text), files), True)
 
 
 def said_hparams(arguments: tuple[str, ...], files: Files) -> Mapping[str, Any]:
@@ -396,14 +329,13 @@ def said_hparams(arguments: tuple[str, ...], files: Files) -> Mapping[str, Any]:
     return settings.values
 
 
-def _schedule(text: str, files: Files) -> Mapping[str, Any]:
-    if text.endswith(".gin"):
-        from statekit.converters.formats.hparams import read_gin_schedule
+def _schedule(text: str, files: Files) -> tuple[Any, bool]:
+    """Returns the call that words give, or the gin file that they name, and whether it stands in a file."""
+    if not text.endswith(".gin"):
+        return text, False
+    from statekit.converters.formats.hparams import read_gin_schedule
 
-        return vars(read_gin_schedule(Path(text), files))
-    from statekit.state.schedules.call_text import parse_call
-
-    return parse_call(text)
+    return vars(read_gin_schedule(Path(text), files)), True
 
 
 def read_config(arguments: tuple[str, ...], name: str | None, files: Files) -> dict[str, Any]:

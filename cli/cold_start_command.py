@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from statekit.cli import output
@@ -29,11 +27,7 @@ MAX_ROWS = 40
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @checkpoint_options
 def command(
-    checkpoint: Path,
-    container: str | None,
-    layout: str | None,
-    step: int | None,
-    hints: CheckpointRef,
+    ref: CheckpointRef,
     updates: int,
     seed: int,
     everything: bool,
@@ -47,11 +41,7 @@ def command(
     with output.progress("updates") as bar:
         task = bar.add_task("stepping", total=2 * updates)
         result = cold_start(
-            checkpoint,
-            container=container,
-            layout=layout,
-            step=step,
-            hints=hints,
+            ref,
             updates=updates,
             seed=seed,
             everything=everything,

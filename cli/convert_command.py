@@ -14,12 +14,10 @@ from statekit.cli.arguments import (
     complete_layouts,
     complete_maps,
     complete_targets,
-    from_option,
-    hints_options,
     local_file,
     read_config,
     read_step,
-    step_option,
+    ref_options,
 )
 from statekit.cli.output import Screen
 from statekit.cli.plan_view import show_measured, show_next, show_plan
@@ -66,7 +64,6 @@ def _maps(
 @click.command("convert")
 @click.argument("source", type=click.Path(), callback=local_file)
 @click.argument("target", type=click.Path(), callback=local_file)
-@from_option("from_", "What the source is, if it can't be told.")
 @click.option(
     "--to",
     metavar="CONTAINER",
@@ -79,8 +76,7 @@ def _maps(
     shell_complete=complete_layouts,
     help="How the target's optimizer wants its slots.",
 )
-@step_option
-@hints_options
+@ref_options("source", without=["layout"], help={"container": "What the source is, if it can't be told."})
 @click.option(
     "--step-offset",
     metavar="keep|reset|N",
@@ -154,13 +150,10 @@ def _maps(
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
-    source: Path,
+    ref: CheckpointRef,
     target: Path,
-    from_: str | None,
     to: str | None,
     layout: str | None,
-    step: int | None,
-    hints: CheckpointRef,
     step_offset: StepOffset,
     require: str,
     like: Path | None,
@@ -191,17 +184,14 @@ def command(
             remedy="leave --verify out",
         )
     planned = plan(
-        source,
+        ref,
         target,
-        from_=from_,
         to=to,
         layout=layout,
-        step=step,
-        hints=hints,
         step_offset=step_offset,
         require=Exactness[require.upper()],
         like=like,
-        maps=_maps(map_name, config, rename, hints),
+        maps=_maps(map_name, config, rename, ref),
         changes=changes,
     )
     if dry_run:
@@ -239,12 +229,10 @@ def _proven(
 
     request = planned.request
     made = verified(
-        request.source,
+        request.ref,
         request.target,
         config,
-        hints=request.hints,
         require=request.require,
-        step=request.step,
         map=map_name,
         step_offset=request.step_offset,
     )

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from statekit.cli import output
-from statekit.cli.arguments import complete_maps, hints_options, local_file, sides_options
+from statekit.cli.arguments import complete_maps, local_file, sides_options
 from statekit.cli.main import DONE, WANTING
 from statekit.cli.output import Screen, Table
 from statekit.cli.report_option import report_option, write_report
@@ -24,7 +24,6 @@ _TENSORS = ("missing", "extra", "shape", "dtype", "values")
 @click.command("diff")
 @click.argument("left", metavar="A", callback=local_file)
 @click.argument("right", metavar="B", callback=local_file)
-@click.option("--step", type=int, metavar="N", help="One step of the folders. Default: all that both have.")
 @click.option(
     "--map",
     "map_name",
@@ -33,16 +32,13 @@ _TENSORS = ("missing", "extra", "shape", "dtype", "values")
     help="The map from A's model to that of B's codebase, as `statekit maps` lists them.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@hints_options
 @sides_options
 @report_option
 def command(
-    left: Path,
-    right: Path,
-    step: int | None,
+    left: CheckpointRef,
+    right: CheckpointRef,
     map_name: str | None,
     as_json: bool,
-    hints: tuple[CheckpointRef, CheckpointRef],
     report: Path | None,
 ) -> int:
     """Says in what two checkpoints differ, or where two runs part.
@@ -53,7 +49,7 @@ def command(
     of both, but for what begins with --left or --right. The exit code is 1 if anything differs.
     """
     with output.reading() as tell:
-        result = diff(left, right, step=step, map=map_name, hints=hints, on_tensor=tell)
+        result = diff(left, right, map=map_name, on_tensor=tell)
     write_report(report, "diff", result.to_json())
     if as_json:
         output.print_json("diff", result.to_json())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -10,7 +11,7 @@ import click
 from statekit.attestation.doctor import Examination, doctor
 from statekit.attestation.file_faults import FAULTS
 from statekit.cli import output
-from statekit.cli.arguments import completing, from_option, hints_options, local_files
+from statekit.cli.arguments import OF_FILES, completing, local_files, ref_options
 from statekit.cli.main import DONE, WANTING
 from statekit.cli.output import Screen, Table
 from statekit.cli.report_option import report_option, write_report
@@ -20,7 +21,6 @@ from statekit.errors import plural, some
 
 @click.command("doctor")
 @click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True, callback=local_files)
-@from_option("container", "What the files are, if it can't be told.")
 @click.option("--step", type=int, metavar="N", help="One step of a run's folder. Default: all.")
 @click.option(
     "--ignore",
@@ -30,15 +30,13 @@ from statekit.errors import plural, some
     help="A finding that is meant to be so, by its name: it is noted, and no failure. May be repeated.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@hints_options
+@ref_options(help={**OF_FILES, "step": "One step of a run's folder. Default: all."})
 @report_option
 def command(
     checkpoints: tuple[Path, ...],
-    container: str | None,
-    step: int | None,
     ignore: tuple[str, ...],
     as_json: bool,
-    hints: CheckpointRef,
+    ref: CheckpointRef,
     report: Path | None,
 ) -> int:
     """Finds silent faults of checkpoints: they load, and go on wrong.
@@ -51,9 +49,7 @@ def command(
     and hyperparameters that changed. Every value is read once. The exit code is 1 if anything was found.
     """
     with output.reading() as tell:
-        each = doctor(
-            *checkpoints, container=container, step=step, hints=hints, ignore=ignore, on_tensor=tell
-        )
+        each = doctor(*(replace(ref, path=path) for path in checkpoints), ignore=ignore, on_tensor=tell)
     passed = all(one.passed for one in each)
     result = {"passed": passed, "checkpoints": [{"passed": one.passed, **one.to_json()} for one in each]}
     write_report(report, "doctor", result)

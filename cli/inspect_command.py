@@ -55,11 +55,7 @@ DROP = ("dtype", "bytes", "slot bytes", "rms", "zeros", "shape", "min", "max")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @report_option
 def command(
-    checkpoint: Path,
-    container: str | None,
-    layout: str | None,
-    step: int | None,
-    hints: CheckpointRef,
+    ref: CheckpointRef,
     pattern: str | None,
     with_slots: bool,
     stats: bool,
@@ -71,12 +67,10 @@ def command(
     CHECKPOINT is a file or folder of any system that `statekit formats` lists, or a run's folder with several steps.
     Only headers are read, except with --stats. Where no layout fits, the tensors are listed by their own names.
     """
-    request = Request(container, layout, step, hints, pattern, stats)
+    request = Request(pattern, stats)
     with output.progress(needed=stats) as bar:
         task = bar.add_task("reading", total=None)
-        inspection = inspect(
-            checkpoint, request, lambda done, all_: bar.update(task, completed=done, total=all_)
-        )
+        inspection = inspect(ref, request, lambda done, all_: bar.update(task, completed=done, total=all_))
     write_report(report, "inspect", inspection.to_json() if report else {})
     if as_json:
         output.print_json("inspect", inspection.to_json())

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from statekit.budget import Account
 from statekit.conversion.registry import container
 from statekit.converters.formats.hparams import read_text
 from statekit.converters.layouts.pytorch.parts import model_in
@@ -39,9 +40,18 @@ def read_param_names(path: Path, files: Files | None = None) -> tuple[str, ...]:
     text = read_text(path, files)
     if path.suffix != ".json":
         return tuple(line.strip() for line in text.splitlines() if line.strip())
-    listed = strict_json(text, path, account)
+    return names_of(text, path, account)
+
+
+def names_of(text: str, place: object = "--param-names", account: Account | None = None) -> tuple[str, ...]:
+    """Returns the names of a JSON list, or of a list of lists, one for each group.
+
+    Raises:
+        FormatError: It is no such list.
+    """
+    listed = strict_json(text, place, account)
     nested = isinstance(listed, list) and all(isinstance(group, list) for group in listed)
     names: Any = [name for group in listed for name in group] if nested else listed
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise FormatError("A file of names isn't a list of them, or one for each group.", place=path)
+        raise FormatError("A file of names isn't a list of them, or one for each group.", place=place)
     return tuple(names)

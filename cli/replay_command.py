@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from statekit.arrays.backend import BACKEND_NAMES, backend
-from statekit.cli.arguments import FOLLOW_LINKS, budget_option, said_hparams
+from statekit.cli.arguments import ref_option, said_hparams
 from statekit.cli.output import Table, print_json, progress, screen
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import NotFoundError, StatekitError, UsageError, listed, plural, printable
@@ -51,14 +51,9 @@ LEGEND = (
     type=click.Path(path_type=Path),
     help="Start from this checkpoint instead of the recorded one.",
 )
-@click.option(
-    "--hparams",
-    multiple=True,
-    metavar="FILE|KEY=VALUE",
-    help="Canonical hyperparameters that our side uses instead.",
-)
-@click.option("--follow-links", is_flag=True, help=FOLLOW_LINKS)
-@budget_option
+@ref_option("hparams", help="Canonical hyperparameters that our side uses instead.")
+@ref_option("follow_links")
+@ref_option("budget")
 @click.option(
     "--trajectory",
     type=click.Path(file_okay=False, path_type=Path),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
 from statekit.cli import output
@@ -24,11 +22,7 @@ from statekit.tensors.tree import to_json
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
-    checkpoint: Path,
-    container: str | None,
-    layout: str | None,
-    step: int | None,
-    hints: CheckpointRef,
+    ref: CheckpointRef,
     framework: str | None,
     as_json: bool,
 ) -> None:
@@ -37,9 +31,7 @@ def command(
     CHECKPOINT is a file or folder of any system that `statekit formats` lists, or a run's folder with several steps.
     `...` stands for what the checkpoint doesn't say.
     """
-    with open_state(
-        checkpoint, container=container, layout=layout, step=step, hints=hints, builds=True
-    ) as opened:
+    with open_state(ref, builds=True) as opened:
         state, place = to_json(opened.state.to_json()), of_checkpoint(opened)
         lines = resume_lines(place, state, framework)
         if as_json:

@@ -13,16 +13,15 @@ from statekit.cli import output
 from statekit.cli.arguments import (
     certificate_place,
     complete_maps,
-    hints_options,
     local_file,
     read_config,
     read_step,
-    step_option,
+    ref_options,
 )
 from statekit.cli.main import DONE, WANTING
 from statekit.cli.output import Screen, Table
 from statekit.cli.report_option import report_option, write_report
-from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.checkpoint_ref import OPTIONS, CheckpointRef
 from statekit.conversion.contracts import Exactness
 from statekit.errors import UsageError, plural, size, some
 from statekit.pages.verdicts import SAYS
@@ -78,7 +77,6 @@ MAX_ROWS = 40
     show_default=True,
     help="The least exactness that passes.",
 )
-@step_option
 @click.option(
     "--map",
     "map_name",
@@ -103,10 +101,10 @@ MAX_ROWS = 40
     help="Write the certificate here.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@hints_options
+@ref_options("source")
 @report_option
 def command(
-    source: Path | None,
+    ref: CheckpointRef,
     target: Path | None,
     repeat: Path | None,
     steps: int,
@@ -115,13 +113,11 @@ def command(
     everything: bool,
     seed: int,
     require: str,
-    step: int | None,
     map_name: str | None,
     config: tuple[str, ...],
     step_offset: StepOffset,
     to: Path | None,
     as_json: bool,
-    hints: CheckpointRef,
     report: Path | None,
 ) -> int:
     """Proves that DST goes on with the run of SRC, or says where not.
@@ -132,6 +128,7 @@ def command(
     held against the bound of the arithmetic (docs/bounds.md). Faults that are put into this very state must be seen by
     it. The exit code is 1 if DST is refuted, or less exact than --require.
     """
+    source = ref.path
     if (repeat is None) == (source is None or target is None) or (
         repeat is not None and source is not None and target is None
     ):
@@ -140,20 +137,18 @@ def command(
         )
     if repeat is not None:
         _refuse_said_again()
-        return _repeat(repeat, source, target, hints, as_json, report)
+        return _repeat(repeat, source, target, ref, as_json, report)
     assert source is not None and target is not None  # said above
     made = verified(
-        source,
+        ref,
         target,
         config,
-        hints=hints,
         steps=steps,
         gradients=gradients,
         backend=backend,
         everything=everything,
         seed=seed,
         require=Exactness[require.upper()],
-        step=step,
         map=map_name,
         step_offset=step_offset,
     )
@@ -164,27 +159,23 @@ def command(
     return DONE if made.passed else WANTING
 
 
-def verified(
-    source: Path, target: Path, config: tuple[str, ...], *, hints: CheckpointRef, **asked: Any
-) -> Certificate:
+def verified(source: CheckpointRef, target: Path, config: tuple[str, ...], **asked: Any) -> Certificate:
     """Verifies two checkpoints while it is shown how far that is.
 
     Args:
         source: The source.
         target: What was made of it.
         config: What `--config` says.
-        hints: What the source doesn't say.
         asked: What else `statekit.verify.verification.verify` takes.
     """
     from statekit.files.source import Files
 
-    with Files(hints.job_budget()) as files:
+    with Files(source.job_budget()) as files:
         said = read_config(config, asked.get("map"), files) if config else None
     with output.reading() as tell:
         return verify(
             source,
             target,
-            hints=hints,
             config=said or None,
             on_progress=lambda phase, name, size: tell(f"{phase} {name}", size),
             **asked,
@@ -202,8 +193,8 @@ def show(made: Certificate, to: Path | None = None, as_json: bool = False) -> No
 
 
 _IN_CERTIFICATE = (
-    "steps", "gradients", "backend", "everything", "seed", "require", "step", "map_name", "config", "step_offset",
-    "hparams", "variant", "to",
+    "steps", "gradients", "backend", "everything", "seed", "require", "map_name", "config", "step_offset",
+    "to", *(known.name for known in OPTIONS if known.use != "trust"),
 )  # fmt: skip
 """What a certificate says itself, and nobody may say otherwise where it is repeated; and where it would be written."""
 

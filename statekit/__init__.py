@@ -144,8 +144,7 @@ def inspect(
     from statekit.conversion.inspection import Request
     from statekit.conversion.inspection import inspect as inspected
 
-    ref = _ref(source, options)
-    return inspected(ref.place, Request(ref.container, ref.layout, ref.step, ref, filter, stats))
+    return inspected(_ref(source, options), Request(filter, stats))
 
 
 def plan(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from fakes import Fake
-from statekit.conversion.contracts import Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.inspection import Inspection, Request, inspect
 from statekit.errors import StateError
 from statekit.files.checkpoint import Finding
@@ -120,17 +121,19 @@ def test_without_a_layout_tensors_keep_their_own_names(monkeypatch: pytest.Monke
     assert "listed by their own names" in inspection.findings[0].what
 
 
-@pytest.mark.parametrize("request_", [Request(layout="fake"), Request(hints=Hints({"beta1": 0.9}))])
-def test_what_the_user_said_must_fit(monkeypatch: pytest.MonkeyPatch, request_: Request) -> None:
+@pytest.mark.parametrize("options", [{"layout": "fake"}, {"hparams": {"beta1": 0.9}}])
+def test_what_the_user_said_must_fit(monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]) -> None:
     NETWORK.but(broken=True).install(monkeypatch)
     with pytest.raises(StateError):
-        inspect(HERE, request_)
+        inspect(CheckpointRef(HERE, **options))
 
 
 def test_json_is_plain_and_complete(monkeypatch: pytest.MonkeyPatch) -> None:
     NETWORK.install(monkeypatch)
     data = json.loads(
-        json.dumps(inspect(HERE, Request(stats=True, container="fake")).to_json(), allow_nan=False)
+        json.dumps(
+            inspect(CheckpointRef(HERE, container="fake"), Request(stats=True)).to_json(), allow_nan=False
+        )
     )
     assert list(data) == [
         "path", "container", "layout", "step", "meta", "optimizer", "parameters", "others", "extra", "run",

@@ -15,9 +15,10 @@ import torch
 
 import statekit
 from goldens import GOLDEN
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import convert, plan
-from statekit.conversion.inspection import Request, inspect
+from statekit.conversion.inspection import inspect
 from statekit.conversion.open_state import open_state
 from statekit.errors import CorruptError, StatekitError
 from statekit.files import file_changes, integrity, manifest, stage
@@ -167,7 +168,7 @@ def test_damage_is_accepted_when_asked_for_and_stands_in_the_lineage(to: str, tm
     assert str(target) in str(caught.value) and "--accept-damaged" in caught.value.remedy
     with pytest.raises(CorruptError):
         open_state(target)
-    seen = inspect(target, Request(hints=Hints(accept_damaged=True)))
+    seen = inspect(CheckpointRef(target, accept_damaged=True))
     assert [finding.place for finding in seen.findings if finding.damage] == [str(file)]
     report = statekit.convert(target, tmp_path / "again.statekit", accept_damaged=True)
     damage = json.loads((report.target / manifest.FILE).read_text())["damage"]

@@ -16,7 +16,7 @@ from test_integrity import FILES, changed_value, files_of, flip, written
 
 import statekit.torch
 from statekit.budget import Budget
-from statekit.conversion.contracts import Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.inspection import Request, inspect
 from statekit.conversion.open_state import open_state
@@ -162,7 +162,7 @@ def test_a_changed_value_in_a_file_with_its_manifest_inside_stops_a_load(to: str
 def test_statistics_of_what_is_damaged_are_given_when_asked_for_and_say_so(tmp_path: Path) -> None:
     target = written("orbax", tmp_path / "written")
     changed_value(target)
-    seen = inspect(target, Request(stats=True, hints=Hints(accept_damaged=True)))
+    seen = inspect(CheckpointRef(target, accept_damaged=True), Request(stats=True))
     damage = [finding for finding in seen.findings if finding.damage]
     assert [finding.what for finding in damage] == ["has other values than when it was written"]
 

@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 
 import statekit
 from goldens import GOLDEN
-from statekit.conversion.contracts import Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import NotFoundError, RefusedError, UsageError
 from statekit.service.catalogue import Catalogue
 from statekit.service.child import Answer, Child, Died, Zygote
@@ -372,8 +372,8 @@ def test_a_list_of_what_shall_go_names_nothing_elsewhere(tmp_path: Path) -> None
     (trash / "removed.json").write_text(json.dumps({"tops": ["../victim"], "said": {}}))
     with pytest.raises(RefusedError, match="beside the list"):
         thin(
-            tmp_path / "run" / "step", tmp_path / "run" / "weights",
-            container="torch", to=None, hints=Hints(), dry_run=False, listener=Listener(io.StringIO()),
+            CheckpointRef(tmp_path / "run" / "step", container="torch"), tmp_path / "run" / "weights",
+            to=None, dry_run=False, listener=Listener(io.StringIO()),
         )  # fmt: skip
     assert (tmp_path / "victim").read_text() == "kept"
 
@@ -388,7 +388,7 @@ def test_a_thinning_that_was_ended_goes_on_only_if_the_same_is_asked_again(
 
     def thinned(to: Path, *, dry_run: bool = False) -> Any:
         return thin(
-            source, to, container="torch", to=None, hints=Hints(), dry_run=dry_run,
+            CheckpointRef(source, container="torch"), to, to=None, dry_run=dry_run,
             listener=Listener(io.StringIO()),
         )  # fmt: skip
 

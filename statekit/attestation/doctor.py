@@ -15,7 +15,7 @@ from statekit.attestation.one_step import narrow_counts, odd, of_one_step
 from statekit.attestation.reading import OnTensor, readings
 from statekit.attestation.two_steps import Step, are_of_one_run, between_steps
 from statekit.conversion import registry
-from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.checkpoints_at import CheckpointAt, checkpoints_at
 from statekit.conversion.contracts import NO_HINTS
 from statekit.conversion.open_state import OpenState, open_state
@@ -70,7 +70,7 @@ class Examination:
 
 
 def doctor(
-    *paths: str | PathLike[str],
+    *sources: CheckpointRef | str | PathLike[str],
     container: str | None = None,
     step: int | None = None,
     hints: CheckpointRef = NO_HINTS,
@@ -83,7 +83,7 @@ def doctor(
     each is held against the one before it, by the updates done.
 
     Args:
-        *paths: Checkpoints, runs' folders, or folders of files that are checkpoints.
+        *sources: Checkpoints, runs' folders, or folders of files that are checkpoints.
         container: Name of the container; found by the content if None.
         step: A step of a run's folder; all of them if None.
         hints: What the checkpoints don't say.
@@ -102,21 +102,23 @@ def doctor(
             raise UsageError(
                 "No finding has that name.", expected=known, found=name, remedy=meant(name, FAULTS)
             )
-    places = [place for path in paths for place in checkpoints_at(Path(path), container, step, hints)]
+    refs = [ref_of(source, hints, container=container, step=step) for source in sources]
+    places = [place for ref in refs for place in checkpoints_at(ref)]
+    is_step_asked = any(ref.step is not None for ref in refs)
     each = list[Examination]()
     with ExitStack() as stack:
         before: tuple[Step, ExitStack] | None = None
-        for place in _by_updates(places, hints):
+        for place in _by_updates(places):
             inner = stack.enter_context(ExitStack())
             try:
-                opened = inner.enter_context(_opened(place, hints))
+                opened = inner.enter_context(open_state(place.ref))
             except NamesError as error:
-                each.append(_of_no_names(place, hints, error))
+                each.append(_of_no_names(place, error))
                 continue
             except (StateError, FormatError, NotFoundError) as error:
-                if step is not None and isinstance(error, NotFoundError):  # the step that was asked for
+                if is_step_asked and isinstance(error, NotFoundError):
                     raise
-                each.append(Examination(place.path, None, _of_no_state(place, hints, error), ()))
+                each.append(Examination(place.path, None, _of_no_state(place, error), ()))
                 continue
             now = Step(opened.state, readings(opened.state, on_tensor))
             findings = list(of_one_step(opened, now.read))
@@ -143,11 +145,7 @@ def _examined(
     return Examination(opened.checkpoint.path, updates, kept, notes, now.read.bytes_read)
 
 
-def _opened(place: CheckpointAt, hints: CheckpointRef) -> OpenState:
-    return open_state(place.path, container=place.container.name, step=place.step, hints=hints)
-
-
-def _by_updates(places: Sequence[CheckpointAt], hints: CheckpointRef) -> Iterator[CheckpointAt]:
+def _by_updates(places: Sequence[CheckpointAt]) -> Iterator[CheckpointAt]:
     """Yields checkpoints in the order of a run: of a run's folder that of its steps, of files that of their updates."""
     if len(places) < 2 or all(place.step is not None for place in places):
         yield from places
@@ -155,7 +153,7 @@ def _by_updates(places: Sequence[CheckpointAt], hints: CheckpointRef) -> Iterato
     counted: list[tuple[int, CheckpointAt]] = []
     for place in places:
         try:
-            with _opened(place, hints) as opened:
+            with open_state(place.ref) as opened:
                 counted.append((opened.state.counts.updates, place))
         except (StateError, FormatError, NotFoundError):  # which is said when its turn comes
             counted.append((0, place))
@@ -167,13 +165,13 @@ def _follows(earlier: Step, now: Step, place: CheckpointAt) -> bool:
     return place.step is not None or now.state.counts.updates > earlier.state.counts.updates
 
 
-def _of_no_names(place: CheckpointAt, hints: CheckpointRef, error: NamesError) -> Examination:
+def _of_no_names(place: CheckpointAt, error: NamesError) -> Examination:
     """Returns what is told of a checkpoint whose optimizer numbers its parameters, and nobody knows which they are.
 
     Raises:
         NamesError: That error: its layout tells nothing without names.
     """
-    with place.opened(hints, hints.job_budget()) as checkpoint:
+    with place.opened() as checkpoint:
         contents = registry.contents(checkpoint)
         if contents is None or contents.unnamed is None:
             raise error
@@ -182,7 +180,7 @@ def _of_no_names(place: CheckpointAt, hints: CheckpointRef, error: NamesError) -
         return Examination(checkpoint.path, contents.unnamed.counts.updates, counts, (lacking,))
 
 
-def _of_no_state(place: CheckpointAt, hints: CheckpointRef, error: StatekitError) -> tuple[Finding, ...]:
+def _of_no_state(place: CheckpointAt, error: StatekitError) -> tuple[Finding, ...]:
     """Returns why a checkpoint makes no state: damage, or values that no optimizer would save.
 
     Raises:
@@ -199,7 +197,7 @@ def _of_no_state(place: CheckpointAt, hints: CheckpointRef, error: StatekitError
     if isinstance(error, (FormatError, NotFoundError)) and not unknown:
         name = "parts-missing" if isinstance(error, NotFoundError) else "damaged"
         return (fault(name, where, error.expected or "what was written", said),)
-    with place.opened(hints, hints.job_budget()) as checkpoint:
+    with place.opened() as checkpoint:
         counts = tuple(narrow_counts(checkpoint.tensors))
     if unknown:
         if counts:

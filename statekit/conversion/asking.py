@@ -85,8 +85,8 @@ def check_optimizer(state: TrainState, request: Request | None = None, place: ob
 def _command(request: Request, optimizer: str) -> list[str]:
     """Returns the command that asks for the same conversion and names the optimizer."""
     words = ["statekit", "convert", str(request.source), str(request.target)]
-    words += replace(request.hints, path=None, optimizer=optimizer).words()
-    named = {"--from": request.from_, "--to": request.to, "--layout": request.layout, "--step": request.step}
+    words += replace(request.ref, optimizer=optimizer).words()
+    named = {"--to": request.to, "--layout": request.layout}
     for flag, value in named.items():
         words += [] if value is None else [flag, str(value)]
     return words

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.budget import Budget
-from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.checkpoints_at import CheckpointAt, OneReport, PathReport, checkpoints_at
 from statekit.errors import BudgetError, CorruptError, NotFoundError, StatekitError, printable
 from statekit.files.checkpoint import Checkpoint
@@ -102,7 +102,7 @@ class CheckReport(PathReport[CheckedCheckpoint]):
 
 
 def check(
-    path: str | PathLike[str],
+    source: CheckpointRef | str | PathLike[str],
     *,
     container: str | None = None,
     step: int | None = None,
@@ -113,7 +113,7 @@ def check(
     """Proves every byte that a manifest or a format's checksum covers, of each checkpoint at a path.
 
     Args:
-        path: A checkpoint, a run's folder, or a folder of files that are checkpoints.
+        source: A checkpoint, a run's folder, or a folder of files that are checkpoints; a ref says what follows.
         container: Name of the container; found by the content if None.
         step: A step of a run's folder; all of them if None.
         follow_links: Whether to read what links out of a checkpoint lead to.
@@ -126,11 +126,12 @@ def check(
         BudgetError: Reading takes more than the budget allows, which says nothing about damage.
     """
     hints, tell = CheckpointRef(follow_links=follow_links, budget=budget), on_progress or silent
+    ref = ref_of(source, hints, container=container, step=step)
     try:
-        places = list(checkpoints_at(Path(path), container, step, hints))
+        places = list(checkpoints_at(ref))
     except CorruptError as error:  # so much is lost that no container fits what is left
-        return CheckReport(Path(path), (_unrecognised(Path(path), error),))
-    return CheckReport(Path(path), tuple(_checked(place, hints, tell, step is not None) for place in places))
+        return CheckReport(ref.place, (_unrecognised(ref.place, error),))
+    return CheckReport(ref.place, tuple(_checked(place, tell, ref.step is not None) for place in places))
 
 
 def _unrecognised(path: Path, error: CorruptError) -> CheckedCheckpoint:
@@ -138,11 +139,11 @@ def _unrecognised(path: Path, error: CorruptError) -> CheckedCheckpoint:
     return CheckedCheckpoint(path, "", None, None, faults=faults)
 
 
-def _checked(place: CheckpointAt, hints: CheckpointRef, tell: OnProgress, asked: bool) -> CheckedCheckpoint:
+def _checked(place: CheckpointAt, tell: OnProgress, asked: bool) -> CheckedCheckpoint:
     """Checks one checkpoint; `asked` is whether somebody named its step, which may not be there."""
-    budget = hints.job_budget()
+    budget = place.ref.job_budget()
     try:
-        with place.opened(hints, budget) as checkpoint:
+        with place.opened(budget) as checkpoint:
             return _proven(checkpoint, budget, tell)
     except BudgetError:  # what can't be read with this budget isn't damaged
         raise

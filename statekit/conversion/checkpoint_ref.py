@@ -23,7 +23,6 @@ from statekit.state.options import checked_hparams, is_known
 from statekit.state.schedules.call_text import call_text, parse_call
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor
-from statekit.tensors.tree import to_json
 
 Kind = Literal["text", "number", "flag", "bytes", "values", "names", "call"]
 """The form of an option's value: `values` by name, the `names` of parameters, the `call` that makes a schedule."""
@@ -304,12 +303,14 @@ class CheckpointRef:
             if (not uses or known.use in uses) and getattr(self, known.name) not in (None, False, {})
         }
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns what was told as plain JSON, without the path and without what each machine decides."""
-        plain = {
-            name: [*v] if name == "param_names" else v for name, v in self.options("place", "meaning").items()
-        }
-        return dict(to_json(plain))
+    def stored(self) -> dict[str, Any]:
+        """Returns what files do not say, as plans, manifests and certificates have it: what changes a result.
+
+        `hparams` and `variant` stand there always, and `optimizer` among `hparams`.
+        """
+        plain = {name: [*v] if name == "param_names" else v for name, v in self.options("meaning").items()}
+        plain.pop(OPTIMIZER, None)
+        return {**plain, "hparams": dict(self.hyperparameters), "variant": self.variant}
 
     def over(self, manifest: Mapping[str, Any] | None) -> Self:
         """Returns the ref with what a target's manifest, or a plan, says of its source; what is told here goes before.
@@ -465,6 +466,20 @@ def _options(of: Iterable[Field[Any]]) -> Iterator[Option]:
     for known in of:
         if (described := known.metadata.get("option")) is not None:
             yield Option(known.name, *described)
+
+
+def ref_of(
+    source: CheckpointRef | str | os.PathLike[str],
+    hints: CheckpointRef | None = None,
+    *,
+    container: str | None = None,
+    layout: str | None = None,
+    step: int | None = None,
+) -> CheckpointRef:
+    """Returns the ref of a verb's source: a ref as it is, a path with what is told beside it."""
+    if isinstance(source, CheckpointRef):
+        return source
+    return (hints or CheckpointRef()).at(Path(source), container=container, layout=layout, step=step)
 
 
 OPTIONS: tuple[Option, ...] = tuple(_options(fields(CheckpointRef)))

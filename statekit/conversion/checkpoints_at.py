@@ -74,33 +74,41 @@ class CheckpointAt:
     """Where a checkpoint is: a container, a path, and which step there if it has several."""
 
     container: Container
-    path: Path
-    step: int | None = None
+    ref: CheckpointRef
 
-    def opened(self, hints: CheckpointRef, budget: Budget) -> Checkpoint:
+    @property
+    def path(self) -> Path:
+        """The checkpoint, or the run's folder."""
+        return self.ref.place
+
+    @property
+    def step(self) -> int | None:
+        """The step of the run's folder."""
+        return self.ref.step
+
+    def opened(self, budget: Budget | None = None) -> Checkpoint:
         """Opens it with what contradicts its manifest among its findings; raises as `registry.opened` does."""
-        return registry.opened(
-            self.container, self.path, self.step, replace(hints, accept_damaged=True), budget
-        )
+        ref = replace(self.ref, accept_damaged=True)
+        return registry.opened(self.container, self.path, self.step, ref, budget or ref.job_budget())
 
 
-def checkpoints_at(
-    path: Path, container: str | None, step: int | None, hints: CheckpointRef
-) -> Iterator[CheckpointAt]:
+def _at(home: Container, ref: CheckpointRef, path: Path, step: int | None = None) -> CheckpointAt:
+    return CheckpointAt(home, replace(ref, path=path, step=step, container=ref.container or home.name))
+
+
+def checkpoints_at(ref: CheckpointRef) -> Iterator[CheckpointAt]:
     """Yields where each checkpoint at a path is, the oldest step first.
 
     Args:
-        path: A checkpoint, a run's folder, or a folder of files that are checkpoints.
-        container: Name of the container; found by the content if None.
-        step: A step of a run's folder; all of them if None.
-        hints: What the user says beside.
+        ref: A checkpoint, a run's folder, or a folder of files that are checkpoints; all steps if it names none.
 
     Raises:
         NotFoundError: Nothing is there.
         UnknownFormatError: No container fits, nor to anything in the folder.
     """
-    if container is not None:
-        home = source_container(container)[0]
+    path = ref.place
+    if ref.container is not None:
+        home = source_container(ref.container)[0]
     else:
         try:
             home, _ = registry.detect_container(path)
@@ -109,27 +117,26 @@ def checkpoints_at(
             if not inside:
                 raise
             for name in inside:
-                yield from checkpoints_at(path / name, None, step, hints)
+                yield from checkpoints_at(replace(ref, path=path / name))
             return
-    if step is not None:
-        yield CheckpointAt(home, path, step)
+    if ref.step is not None:
+        yield _at(home, ref, path, ref.step)
         return
     try:
-        with CheckpointAt(home, path).opened(hints, hints.job_budget()) as newest:
+        with _at(home, ref, path).opened() as newest:
             steps = [number for number in newest.meta.get(STEPS) or () if type(number) is int]
     except StatekitError:  # the newest is damaged, and says itself why; the others are found by their names
-        yield from _numbered(home, path)
+        yield from _numbered(home, ref, path)
         return
     yield from (
-        [CheckpointAt(home, path, number) for number in sorted(steps)]
+        [_at(home, ref, path, number) for number in sorted(steps)]
         if len(steps) > 1
-        else [CheckpointAt(home, path)]
+        else [_at(home, ref, path)]
     )
 
 
-def _numbered(home: Container, path: Path) -> list[CheckpointAt]:
+def _numbered(home: Container, ref: CheckpointRef, path: Path) -> list[CheckpointAt]:
     """Returns the folders in a run's folder that end with a number and are checkpoints; else the path itself."""
     folders = [entry for entry in listing(path) if entry.is_dir() and _NUMBERED.fullmatch(entry.name)]
-    return [CheckpointAt(home, one) for one in folders if registry.fits(home, one) is not None] or [
-        CheckpointAt(home, path)
-    ]
+    steps = [folder for folder in folders if registry.fits(home, folder) is not None]
+    return [_at(home, ref, folder) for folder in steps or [path]]

@@ -5,17 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.checkpoints_at import CheckpointAt, checkpoints_at
-from statekit.conversion.contracts import NO_HINTS
-from statekit.conversion.open_state import open_state
+from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
+from statekit.conversion.checkpoints_at import checkpoints_at
+from statekit.conversion.open_state import OpenState, open_state
 from statekit.errors import NotFoundError, some
-from statekit.state.train_state import TrainState
 from statekit.statistics import pictures
 from statekit.statistics.change import FIGURES, change
 from statekit.statistics.parameter import GUIDE, at_step, parameter_statistics
@@ -28,57 +25,42 @@ OnRead = Callable[[int], object]
 
 
 def parameter(
-    path: str | PathLike[str],
+    source: CheckpointRef | str | PathLike[str],
     name: str,
     *,
-    container: str | None = None,
-    layout: str | None = None,
-    step: int | None = None,
-    hints: CheckpointRef = NO_HINTS,
     on_read: OnRead = lambda size: None,
 ) -> dict[str, Any]:
     """Returns what there is to see of one parameter and its slots, as `statekit.statistics.parameter` has it.
 
     Args:
-        path: A checkpoint of any system, or a run's folder.
+        source: A checkpoint of any system, or a run's folder; a ref of one says what its files don't.
         name: The parameter's canonical path.
-        container: Name of the container; found by the content if None.
-        layout: Name of the layout; found by the names if None.
-        step: A step of a run's folder; the newest if None.
-        hints: What the checkpoint doesn't say; its budget bounds what the figures of the update take.
         on_read: Told the bytes of each block that was read.
 
     Raises:
         NotFoundError: Nothing is there, or no such parameter.
         FormatError, StateError: It can't be read, or has no canonical form.
     """
-    with open_state(Path(path), container=container, layout=layout, step=step, hints=hints) as opened:
-        return parameter_statistics(opened.state, name, hints.job_budget().limits.held, on_read)
+    ref = ref_of(source)
+    with open_state(ref) as opened:
+        return parameter_statistics(opened.state, name, ref.job_budget().limits.held, on_read)
 
 
 def region(
-    path: str | PathLike[str],
+    source: CheckpointRef | str | PathLike[str],
     name: str,
     slot: str | None,
     within: Sequence[int],
     *,
-    container: str | None = None,
-    layout: str | None = None,
-    step: int | None = None,
-    hints: CheckpointRef = NO_HINTS,
     on_read: OnRead = lambda size: None,
 ) -> dict[str, Any]:
     """Returns what a region of a parameter or of one of its slots looks like, as closely as a picture can be.
 
     Args:
-        path: A checkpoint of any system, or a run's folder.
+        source: A checkpoint of any system, or a run's folder; a ref of one says what its files don't.
         name: The parameter's canonical path.
         slot: One of its slots; the parameter itself if None.
         within: Its first row and the one behind its last, and the same of its columns, which are the last axis.
-        container: Name of the container; found by the content if None.
-        layout: Name of the layout; found by the names if None.
-        step: A step of a run's folder; the newest if None.
-        hints: What the checkpoint doesn't say.
         on_read: Told the bytes of each block that was read.
 
     Returns:
@@ -90,8 +72,8 @@ def region(
         FormatError, StateError: It can't be read, or has no canonical form.
     """
     top, bottom, left, right = within
-    with open_state(Path(path), container=container, layout=layout, step=step, hints=hints) as opened:
-        tensor = _tensor(opened.state, path, name, slot)
+    with open_state(ref_of(source)) as opened:
+        tensor = _tensor(opened, name, slot)
         seen = pictures.region(tensor, (top, bottom), (left, right), on_read)
     shape = list(pictures.shape_of_matrix(tensor.shape))
     made = {"path": name, "slot": slot, "shape": shape, "region": [top, bottom, left, right], **seen}
@@ -99,17 +81,15 @@ def region(
 
 
 def over_steps(
-    *paths: str | PathLike[str],
+    *sources: CheckpointRef | str | PathLike[str],
     name: str,
-    hints: CheckpointRef = NO_HINTS,
     on_step: Callable[[int, int], object] = lambda done, all_: None,
 ) -> dict[str, Any]:
     """Returns the numbers of one parameter over the steps of a run.
 
     Args:
-        *paths: Checkpoints of the run, or its folder.
+        *sources: Checkpoints of the run, or its folder.
         name: The parameter's canonical path.
-        hints: What the checkpoints don't say.
         on_step: Told how many steps were read, of how many.
 
     Returns:
@@ -122,22 +102,21 @@ def over_steps(
         NotFoundError: Nothing is there, or no such parameter in one of the steps.
         FormatError, StateError: A step can't be read, or has no canonical form.
     """
-    places = [place for path in paths for place in checkpoints_at(Path(path), None, None, hints)]
+    steps = [place.ref for source in sources for place in checkpoints_at(ref_of(source))]
     seen = []
-    for i, place in enumerate(places):
-        on_step(i, 2 * len(places))
-        record = parameter(place.path, name, container=place.container.name, step=place.step, hints=hints)
-        seen.append((record, place))
+    for i, ref in enumerate(steps):
+        on_step(i, 2 * len(steps))
+        seen.append((parameter(ref, name), ref))
     seen.sort(key=lambda pair: pair[0]["updates"])
-    records, places = [record for record, _ in seen], [place for _, place in seen]
+    records, steps = [record for record, _ in seen], [ref for _, ref in seen]
     changes: dict[str, dict[str, list[float | None]]] = {
-        slot: {figure: [None] * len(places) for figure in FIGURES}
+        slot: {figure: [None] * len(steps) for figure in FIGURES}
         for record in records
         for slot in record["tensors"]
     }
-    for i, (earlier, later) in enumerate(pairwise(places), start=1):
-        on_step(len(places) + i, 2 * len(places))
-        for slot, figures in _changed(earlier, later, name, hints).items():
+    for i, (earlier, later) in enumerate(pairwise(steps), start=1):
+        on_step(len(steps) + i, 2 * len(steps))
+        for slot, figures in _changed(earlier, later, name).items():
             for figure, value in figures.items():
                 changes[slot][figure][i] = value
     numbers = [at_step(record) for record in records]
@@ -159,14 +138,9 @@ def over_steps(
     return dict(to_json(made))
 
 
-def _changed(
-    earlier: CheckpointAt, later: CheckpointAt, name: str, hints: CheckpointRef
-) -> dict[str, dict[str, float | None]]:
+def _changed(earlier: CheckpointRef, later: CheckpointRef, name: str) -> dict[str, dict[str, float | None]]:
     """Returns how far a parameter and each of its slots are from the step before, where that has them so shaped."""
-    with (
-        open_state(earlier.path, container=earlier.container.name, step=earlier.step, hints=hints) as one,
-        open_state(later.path, container=later.container.name, step=later.step, hints=hints) as other,
-    ):
+    with open_state(earlier) as one, open_state(later) as other:
         before, after = (
             {"values": opened.state.params[name], **opened.state.slots.get(name, {})}
             for opened in (one, other)
@@ -179,13 +153,10 @@ def _changed(
 
 
 def difference(
-    left: str | PathLike[str],
-    right: str | PathLike[str],
+    left: CheckpointRef | str | PathLike[str],
+    right: CheckpointRef | str | PathLike[str],
     name: str,
     slot: str | None = None,
-    *,
-    step: int | None = None,
-    hints: CheckpointRef | tuple[CheckpointRef, CheckpointRef] = NO_HINTS,
 ) -> dict[str, Any]:
     """Returns where one parameter, or one of its slots, of a checkpoint isn't that of another.
 
@@ -197,16 +168,12 @@ def difference(
         NotFoundError: One of them lacks it.
         StateError: It has another shape there.
     """
-    each = (hints, hints) if isinstance(hints, CheckpointRef) else hints
-    with (
-        open_state(Path(left), step=step, hints=each[0]) as one,
-        open_state(Path(right), step=step, hints=each[1]) as other,
-    ):
-        a, b = _tensor(one.state, left, name, slot), _tensor(other.state, right, name, slot)
+    with open_state(ref_of(left)) as one, open_state(ref_of(right)) as other:
+        a, b = _tensor(one, name, slot), _tensor(other, name, slot)
         if a.shape != b.shape:
             raise NotFoundError(
                 "It has another shape there.",
-                place=f"{right}: {name}",
+                place=f"{other.checkpoint.path}: {name}",
                 expected=list(a.shape),
                 found=list(b.shape),
             )
@@ -220,11 +187,14 @@ def difference(
     return dict(to_json(made))
 
 
-def _tensor(state: TrainState, where: str | PathLike[str], name: str, slot: str | None) -> Tensor:
-    tensors: Mapping[str, Tensor] = state.params if slot is None else state.slots.get(name, {})
+def _tensor(opened: OpenState, name: str, slot: str | None) -> Tensor:
+    tensors = opened.params if slot is None else opened.slots.get(name, {})
     key = name if slot is None else slot
     if key not in tensors:
         raise NotFoundError(
-            "It isn't there.", place=str(where), expected=f"{name} {slot or ''}", found=some(list(tensors))
+            "It isn't there.",
+            place=str(opened.checkpoint.path),
+            expected=f"{name} {slot or ''}",
+            found=some(list(tensors)),
         )
     return tensors[key]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from statekit.conversion import registry
-from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.contracts import NO_HINTS, Exactness
 from statekit.conversion.kept import FIELD, by_leaf, kept_of, to_field
 from statekit.conversion.open_state import OpenState
@@ -125,23 +125,8 @@ def plan(
     Raises:
         As `statekit.plan`.
     """
-    ref = source if isinstance(source, CheckpointRef) else hints.at(Path(source), container=from_, step=step)
-    return prepare(
-        Request(
-            ref.place,
-            Path(target),
-            ref.container,
-            to,
-            layout,
-            ref.step,
-            ref,
-            step_offset,
-            require,
-            like,
-            maps,
-            changes,
-        )
-    )
+    ref = ref_of(source, hints, container=from_, step=step)
+    return prepare(Request(ref, Path(target), to, layout, step_offset, require, like, maps, changes))
 
 
 def convert(
@@ -235,7 +220,7 @@ def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgres
             }
 
         def judge(faults: Faults) -> None:
-            if not plan.request.hints.accept_damaged:
+            if not plan.request.ref.accept_damaged:
                 check_no_damage(faults, checkpoint.path)
 
         @cache
@@ -264,12 +249,12 @@ def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgres
                 for one in prepared.beside:
                     wrong, entry = _proven_beside(one, tell)
                     lineage.append(entry)
-                    if not plan.request.hints.accept_damaged:
+                    if not plan.request.ref.accept_damaged:
                         check_no_damage(wrong, one.checkpoint.path)
                     known += wrong
                 rest.update(_digest_rest(checkpoint, passed, tell))
                 judge(_changed(checkpoint, rest))
-                if goes_on_with_both and not plan.request.hints.accept_damaged:
+                if goes_on_with_both and not plan.request.ref.accept_damaged:
                     check_masters(prepared.opened.state, checkpoint.path)
                 stage.expect(tensor_names(tree))
                 # A container may make files by other means than the stage's.

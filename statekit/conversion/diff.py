@@ -12,7 +12,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.checkpoints_at import CheckpointAt, checkpoints_at
 from statekit.conversion.contracts import NO_HINTS
 from statekit.conversion.model_settings import with_beside
@@ -85,8 +85,8 @@ class Diff:
 
 
 def diff(
-    left: str | PathLike[str],
-    right: str | PathLike[str],
+    left: CheckpointRef | str | PathLike[str],
+    right: CheckpointRef | str | PathLike[str],
     *,
     step: int | None = None,
     map: str | None = None,
@@ -97,7 +97,7 @@ def diff(
     """Compares two checkpoints of any systems; of two runs' folders step by step, up to the first that differs.
 
     Args:
-        left: A checkpoint or a run's folder, taken for the right one.
+        left: A checkpoint or a run's folder, taken for the right one; a ref says what its files don't.
         right: Another.
         step: A step of the folders; of two runs all that both have, if None.
         map: From the first one's model to that of the second's codebase, e.g. `t5x-t5:hf-t5`.
@@ -110,10 +110,10 @@ def diff(
         FormatError, StateError: One of them can't be read, or has no canonical form.
         UsageError: Two runs have no step in common.
     """
-    paths = Path(left), Path(right)
     each = (hints, hints) if isinstance(hints, CheckpointRef) else hints
-    places = [_steps(path, step, said) for path, said in zip(paths, each, strict=True)]
-    if step is None and all(len(one) > 1 for one in places):
+    refs = ref_of(left, each[0], step=step), ref_of(right, each[1], step=step)
+    places = [_steps(ref) for ref in refs]
+    if all(len(steps) > 1 for steps in places):
         common = [number for number in places[0] if number in places[1]]
         if not common:
             raise UsageError(
@@ -123,38 +123,35 @@ def diff(
                 remedy="name one checkpoint of each",
             )
     else:
-        return _compared(paths, step, (map, config, each), on_tensor, ())
+        return _compared(refs, (map, config), on_tensor, ())
     for i, number in enumerate(common):
-        made = _compared(paths, number, (map, config, each), on_tensor, tuple(common[:i]))
+        both = refs[0].at(refs[0].place, step=number), refs[1].at(refs[1].place, step=number)
+        made = _compared(both, (map, config), on_tensor, tuple(common[:i]))
         if not made.equal:
             break
     return made
 
 
-def _steps(path: Path, step: int | None, hints: CheckpointRef) -> dict[int, CheckpointAt]:
+def _steps(ref: CheckpointRef) -> dict[int, CheckpointAt]:
     """Returns the steps of a run's folder; none of a single checkpoint, or where one is named."""
-    if step is not None or not path.is_dir():
+    if ref.step is not None or not ref.place.is_dir():
         return {}
-    return {one.step: one for one in checkpoints_at(path, None, None, hints) if one.step is not None}
+    return {place.step: place for place in checkpoints_at(ref) if place.step is not None}
 
 
 def _compared(
-    paths: tuple[Path, Path],
-    step: int | None,
-    asked: tuple[str | None, Mapping[str, Any] | None, tuple[CheckpointRef, CheckpointRef]],
+    refs: tuple[CheckpointRef, CheckpointRef],
+    mapped: tuple[str | None, Mapping[str, Any] | None],
     on_tensor: OnTensor,
     done: tuple[int, ...],
 ) -> Diff:
-    name, config, each = asked
+    (name, config), step = mapped, refs[0].step
     with ExitStack() as stack:
-        opened = [
-            stack.enter_context(open_state(path, step=step, hints=hints, builds=True))
-            for path, hints in zip(paths, each, strict=True)
-        ]
+        opened = [stack.enter_context(open_state(ref, builds=True)) for ref in refs]
         first, second = (as_params(one.state)[0] for one in opened)
         if name is not None or config:
             first = carried_through(
-                first, with_beside(maps_of(name, config, budget=each[0].job_budget()), opened[0])
+                first, with_beside(maps_of(name, config, budget=refs[0].job_budget()), opened[0])
             )[0]
         compared = compare_states(first, second, on_tensor=on_tensor)
         same = [one.checkpoint.path for one in opened]

@@ -11,8 +11,8 @@ from typing import Any
 
 from statekit.conversion import registry
 from statekit.conversion.agreement import disagreements, uncounted
-from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.contracts import NO_HINTS, Contents
+from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
+from statekit.conversion.contracts import Contents
 from statekit.conversion.open_state import chosen_container, chosen_layout
 from statekit.errors import (
     NamesError,
@@ -218,18 +218,10 @@ class Request:
     """What to inspect, and how.
 
     Attributes:
-        container: Name of the container; found out if None.
-        layout: Name of the layout; found out if None.
-        step: Which step of a run's folder; the newest if None.
-        hints: What the checkpoint doesn't say.
         pattern: Glob for parameter paths and names of other tensors; `*` also matches `/`. All of them if None.
         stats: Whether to read all values and add statistics.
     """
 
-    container: str | None = None
-    layout: str | None = None
-    step: int | None = None
-    hints: CheckpointRef = NO_HINTS
     pattern: str | None = None
     stats: bool = False
 
@@ -243,7 +235,9 @@ OnProgress = Callable[[int, int], object]
 
 
 def inspect(
-    path: Path, request: Request = Request(), on_progress: OnProgress = lambda done, all_: None
+    source: CheckpointRef | Path,
+    request: Request = Request(),
+    on_progress: OnProgress = lambda done, all_: None,
 ) -> Inspection:
     """Opens a checkpoint and says what it holds, whether or not a layout fits.
 
@@ -253,32 +247,32 @@ def inspect(
         FormatError: The bytes don't follow their format or can't be trusted.
         CorruptError: The checkpoint isn't what its manifest says.
     """
-    chosen, evidence, name = chosen_container(path, request.container, request.layout)
+    ref = ref_of(source)
+    chosen, evidence, name = chosen_container(ref.place, ref.container, ref.layout)
     container = Choice(chosen.name, chosen.title, evidence.because)
-    request = replace(request, layout=name)
-    budget = request.hints.job_budget()
-    with registry.opened(chosen, path, request.step, request.hints, budget) as checkpoint:
+    ref = replace(ref, layout=name)
+    budget = ref.job_budget()
+    with registry.opened(chosen, ref.place, ref.step, ref, budget) as checkpoint:
         opened = Inspection(checkpoint.path, container, None, checkpoint.step, checkpoint.meta)
         opened = replace(opened, findings=checkpoint.findings, integrity=means_of(checkpoint))
         opened = replace(opened, uncounted=uncounted(checkpoint))
         if not request.stats:
-            return _seen(opened, checkpoint, request, on_progress)
-        used = proving(checkpoint, budget, accept=request.hints.accept_damaged)
-        seen = _seen(opened, used.checkpoint, request, on_progress)
+            return _seen(opened, checkpoint, ref, request, on_progress)
+        used = proving(checkpoint, budget, accept=ref.accept_damaged)
+        seen = _seen(opened, used.checkpoint, ref, request, on_progress)
         used.finish()
         return replace(seen, findings=(*seen.findings, *used.damage))
 
 
 def _seen(
-    opened: Inspection, checkpoint: Checkpoint, request: Request, on_progress: OnProgress
+    opened: Inspection, checkpoint: Checkpoint, ref: CheckpointRef, request: Request, on_progress: OnProgress
 ) -> Inspection:
     try:
-        layout, why = chosen_layout(checkpoint, request.layout)
+        layout, why = chosen_layout(checkpoint, ref.layout)
         opened = replace(opened, layout=Choice(layout.name, layout.title, why.because))
-        state = registry.decoded(layout, checkpoint, request.hints)
+        state = registry.decoded(layout, checkpoint, ref)
     except (UnknownFormatError, StateError) as error:
-        hints = request.hints
-        if request.layout or hints.options("meaning").keys() - {"model_key", "optimizer_key"}:
+        if ref.layout or ref.options("meaning").keys() - {"model_key", "optimizer_key"}:
             raise
         return _native(opened, checkpoint, error, request, on_progress)
     findings = (*opened.findings, *disagreements(checkpoint, state))

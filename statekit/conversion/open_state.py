@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from statekit.budget import Budget
 from statekit.conversion import registry
 from statekit.conversion.agreement import disagreements
-from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.contracts import NO_HINTS, Container, Evidence, FindsNames, Layout
 from statekit.conversion.target import agreed_layout, source_container
 from statekit.errors import (
@@ -23,6 +23,9 @@ from statekit.errors import (
     MissingExtraError,
     NamesError,
     StateError,
+    StatekitError,
+    UnknownFormatError,
+    UsageError,
     printable,
 )
 from statekit.files.checkpoint import Checkpoint
@@ -233,11 +236,7 @@ def open_state(
         CorruptError: The checkpoint isn't what its manifest says.
         StateError: The names break the layout.
     """
-    ref = (
-        source
-        if isinstance(source, CheckpointRef)
-        else hints.at(source, container=container, layout=layout, step=step)
-    )
+    ref = ref_of(source, hints, container=container, layout=layout, step=step)
     named, seen, layout = chosen_container(ref.place, ref.container, ref.layout)
     budget = budget or ref.job_budget()
     checkpoint = registry.opened(named, ref.place, ref.step, ref, budget)
@@ -294,6 +293,31 @@ def _named_near(
     return replace(state, assumptions=(*state.assumptions, said))
 
 
+def open_beside(path: Path, ref: CheckpointRef, budget: Budget | None = None) -> OpenState:
+    """Opens a checkpoint beside a source: what was made of it, or a file of its model.
+
+    What a user says of the source is the source's. Another checkpoint is trusted as far; it gets the places of its
+    parts and the names of its parameters from there only where it can't be opened without.
+
+    Args:
+        path: The other checkpoint.
+        ref: The source, with what the user says of it.
+        budget: The job's; that of the ref if None.
+
+    Raises:
+        As `open_state`.
+    """
+    trust = CheckpointRef(path, **ref.options("trust"))
+    keyed = replace(trust, model_key=ref.model_key, optimizer_key=ref.optimizer_key)
+    faults: list[StatekitError] = []
+    for tried in (trust, keyed, replace(keyed, param_names=ref.param_names)):
+        try:
+            return open_state(tried, budget=budget, builds=True)
+        except (UnknownFormatError, StateError, UsageError) as error:
+            faults.append(error)
+    raise faults[0]
+
+
 @contextmanager
 def state_to_load(
     source: CheckpointRef | Path, *, step: int | None = None, hints: CheckpointRef = NO_HINTS
@@ -314,7 +338,7 @@ def state_to_load(
     """
     from statekit.files.proving import proving  # conversions prove their source otherwise
 
-    ref = source if isinstance(source, CheckpointRef) else hints.at(source, step=step)
+    ref = ref_of(source, hints, step=step)
     named, seen, layout = chosen_container(ref.place, ref.container, ref.layout)
     budget = ref.job_budget()
     with registry.opened(named, ref.place, ref.step, ref, budget) as checkpoint:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from statekit.conversion.agreement import uncounted
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.contracts import NO_HINTS, Encoded, Exactness
+from statekit.conversion.contracts import Encoded, Exactness
 from statekit.conversion.kept import Kept, by_leaf, kept_of
 from statekit.conversion.rule_change import RuleChange
 from statekit.errors import Faults, InexactError, printable
@@ -36,13 +36,10 @@ class Request:
     """What was asked for; with it a plan can be carried out. Not part of the plan's digest.
 
     Attributes:
-        source: The checkpoint, or a run's folder.
+        ref: The source, with what the user says about it.
         target: Where the result shall be.
-        from_: Container of the source, if given.
         to: Container of the target, or a shorthand such as `t5x-orbax`, if given.
         layout: Layout of the target, if given.
-        step: Step of the source, if given.
-        hints: What the user says about the source.
         step_offset: `keep`, `reset` (to the number of updates done) or a number.
         require: The worst exactness allowed.
         like: A file of the same model, whose places the target's parameters get.
@@ -50,18 +47,20 @@ class Request:
         changes: What shall be changed of the run; None if nothing.
     """
 
-    source: Path
+    ref: CheckpointRef
     target: Path
-    from_: str | None = None
     to: str | None = None
     layout: str | None = None
-    step: int | None = None
-    hints: CheckpointRef = NO_HINTS
     step_offset: StepOffset = "keep"
     require: Exactness = Exactness.ROUNDING
     like: Path | None = None
     maps: tuple[StateMap, ...] = ()
     changes: Changes | None = None
+
+    @property
+    def source(self) -> Path:
+        """The source's path."""
+        return self.ref.place
 
 
 @dataclass(frozen=True)

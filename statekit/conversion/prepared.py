@@ -29,7 +29,7 @@ from statekit.conversion.contracts import (
     LikeModel,
     Paced,
 )
-from statekit.conversion.open_state import OpenState, open_state
+from statekit.conversion.open_state import OpenState, open_beside, open_state
 from statekit.conversion.plan import Plan, Request, Side, build_plan
 from statekit.conversion.rule_change import (
     RuleChange,
@@ -218,9 +218,7 @@ def prepare(request: Request) -> Plan:
     check_apart(request.source, request.target)
     container, implied = choose_container(request.target, request.to)
     container = written_as(container, request.target)
-    opened = open_state(
-        request.source, container=request.from_, step=request.step, hints=request.hints, builds=True
-    )
+    opened = open_state(request.ref, builds=True)
     beside: tuple[OpenState, ...] = ()
     try:
         state, changes = _changed(opened, request)
@@ -239,7 +237,7 @@ def prepare(request: Request) -> Plan:
             rule_change.check(request.require, lambda: _nearest(opened, request))
             state = rule_change.state
         if request.like is not None:
-            state = _like(layout, state, request.like, opened, request.hints)
+            state = _like(layout, state, request.like, opened, request.ref)
         encoded, state = encoded_in(layout, state)
         if request.changes is not None and (request.changes.slot_dtype or request.changes.param_dtype):
             from statekit.conversion.changing.next_update import check_dtypes
@@ -364,15 +362,7 @@ def _options(
 ) -> dict[str, Any]:
     """Returns what was asked for that changes the result, as it stands in a plan; `state` is the source's."""
     return {
-        "hparams": dict(request.hints.hyperparameters),
-        "variant": request.hints.variant,
-        **({"param_names": list(names)} if (names := request.hints.param_names) else {}),
-        **({"names_from": way} if (way := request.hints.names_from) is not None else {}),
-        **({"schedule": dict(call)} if (call := request.hints.schedule) is not None else {}),
-        **({"model_key": key} if (key := request.hints.model_key) is not None else {}),
-        **({"optimizer_key": key} if (key := request.hints.optimizer_key) is not None else {}),
-        **({"optimizer": name} if (name := request.hints.optimizer) is not None else {}),
-        **({"assume_defaults": True} if request.hints.assume_defaults else {}),
+        **request.ref.stored(),
         "step_offset": {
             "asked": request.step_offset,
             "value": _offset(state, request.step_offset),
@@ -381,7 +371,7 @@ def _options(
         **({"like": request.like.name} if request.like is not None else {}),
         **({"passed_over": passed_over} if passed_over else {}),
         **({"maps": [one.to_json() for one in maps]} if maps else _made_by_map(state)),
-        **({"accept_damaged": True} if request.hints.accept_damaged else {}),
+        **({"accept_damaged": True} if request.ref.accept_damaged else {}),
         **({"changes": request.changes.to_json()} if request.changes is not None else {}),
     }
 
@@ -437,29 +427,13 @@ def _with_missing(
         return state, changes, ()
     from statekit.conversion.changing.at_loading import begun_from
 
-    model = _model_beside(request.changes.init_missing, opened, request.hints)
+    model = open_beside(request.changes.init_missing, request.ref, opened.budget)
     try:
         state, made = begun_from(state, model.state)
     except BaseException:
         model.close()
         raise
     return state, (*changes, made), (model,)
-
-
-def _model_beside(path: Path, opened: OpenState, said: CheckpointRef) -> OpenState:
-    """Opens a file of the target's model, in the source's job and as far trusted as it.
-
-    What is said of the source is said of the file too, where it needs it.
-    """
-    trust = _trust(said)
-    keyed = replace(trust, model_key=said.model_key, optimizer_key=said.optimizer_key)
-    faults: list[StatekitError] = []
-    for hints in (trust, keyed, said):
-        try:
-            return open_state(path, hints=hints, budget=opened.budget, builds=True)
-        except (UnknownFormatError, StateError, UsageError) as error:
-            faults.append(error)
-    raise faults[0]
 
 
 def _trust(said: CheckpointRef) -> CheckpointRef:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from statekit.budget import Budget
-from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.checkpoints_at import CheckpointAt, OneReport, PathReport, checkpoints_at
 from statekit.errors import CorruptError, Faults, UsageError
 from statekit.files.checkpoint import Checkpoint, Proof
@@ -72,7 +72,7 @@ class SealReport(PathReport[SealedCheckpoint]):
 
 
 def seal(
-    path: str | PathLike[str],
+    source: CheckpointRef | str | PathLike[str],
     *,
     container: str | None = None,
     step: int | None = None,
@@ -84,7 +84,7 @@ def seal(
     """Writes a manifest beside each checkpoint at a path that has none which fits.
 
     Args:
-        path: A checkpoint, a run's folder, or a folder of files that are checkpoints.
+        source: A checkpoint, a run's folder, or a folder of files that are checkpoints; a ref says what follows.
         container: Name of the container; found by the content if None.
         step: A step of a run's folder; all of them if None.
         renew: Files that an earlier manifest contradicts and that are taken as they are now: paths, or names as the
@@ -102,13 +102,14 @@ def seal(
         CommitError: The manifest can't be written.
     """
     hints, tell = CheckpointRef(follow_links=follow_links, budget=budget), on_progress or silent
-    places = list(checkpoints_at(Path(path), container, step, hints))
+    ref = ref_of(source, hints, container=container, step=step)
+    places = list(checkpoints_at(ref))
     if renew:
-        _check_names(places, renew, hints)
-    return SealReport(Path(path), tuple(_sealed(place, renew, hints, tell) for place in places))
+        _check_names(places, renew)
+    return SealReport(ref.place, tuple(_sealed(place, renew, tell) for place in places))
 
 
-def _check_names(places: Iterable[CheckpointAt], renew: Collection[str], hints: CheckpointRef) -> None:
+def _check_names(places: Iterable[CheckpointAt], renew: Collection[str]) -> None:
     """Refuses names that are no file of any checkpoint, there or stated, so that none of them is passed over.
 
     Raises:
@@ -116,7 +117,7 @@ def _check_names(places: Iterable[CheckpointAt], renew: Collection[str], hints: 
     """
     known: set[str] = set()
     for place in places:
-        with place.opened(hints, hints.job_budget()) as checkpoint:
+        with place.opened() as checkpoint:
             proof = checkpoint.proof
             base = (manifest_place(checkpoint) if proof is None else proof.place).parent
             damaged = [Path(finding.place) for finding in checkpoint.findings if finding.damage]
@@ -136,11 +137,9 @@ def _names(path: Path, base: Path) -> tuple[str, str, str]:
     return f"{path}", os.path.abspath(path), _name(path, base)
 
 
-def _sealed(
-    place: CheckpointAt, renew: Collection[str], hints: CheckpointRef, tell: OnProgress
-) -> SealedCheckpoint:
-    budget = hints.job_budget()
-    with place.opened(hints, budget) as checkpoint:
+def _sealed(place: CheckpointAt, renew: Collection[str], tell: OnProgress) -> SealedCheckpoint:
+    budget = place.ref.job_budget()
+    with place.opened(budget) as checkpoint:
         paths, proof = files_of(checkpoint), checkpoint.proof
         before = _facts(paths)
         changed = _changed(checkpoint, paths, budget)

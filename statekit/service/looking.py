@@ -9,7 +9,7 @@ from typing import Any
 from statekit.conversion import registry
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.checkpoints_at import CheckpointAt, checkpoints_at
-from statekit.conversion.inspection import Inspection, Request, inspect
+from statekit.conversion.inspection import Inspection, inspect
 from statekit.errors import StatekitError, UnknownFormatError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.file_changes import Change
@@ -42,7 +42,7 @@ def places(request: Mapping[str, Any], listener: Listener) -> dict[str, Any]:
     except StatekitError as error:
         return {"unreadable": error.line}
     try:
-        each = list(checkpoints_at(path, container.name, None, hints))
+        each = list(checkpoints_at(hints.at(path, container=container.name)))
     except StatekitError as error:
         return {"container": container.name, "unreadable": error.line}
     return {
@@ -75,11 +75,11 @@ def describe(request: Mapping[str, Any], listener: Listener) -> dict[str, Any]:
     """Says what one checkpoint is: the columns of its row, where it is, and which files are its parts."""
     hints = CheckpointRef(accept_damaged=True, budget=request.get("budget"))
     container = registry.container(request["container"])
-    place = CheckpointAt(container, Path(request["path"]), request["step"])
-    with place.opened(hints, hints.job_budget()) as checkpoint:
+    ref = hints.at(Path(request["path"]), container=container.name, step=request["step"])
+    with CheckpointAt(container, ref).opened() as checkpoint:
         where = {"path": str(_file_of(checkpoint)), "parts": [str(part) for part in checkpoint.parts]}
         sealed, numbered = _sealed(checkpoint), checkpoint.step if checkpoint.is_numbered else None
-    seen = inspect(place.path, Request(container=container.name, step=place.step, hints=hints))
+    seen = inspect(ref)
     return {**where, **_columns(seen, numbered), **sealed}
 
 

@@ -36,23 +36,19 @@ NEUTRAL = "statekit"
 
 
 def thin(
-    source: Path,
+    ref: CheckpointRef,
     target: Path,
     *,
-    container: str,
     to: str | None,
-    hints: CheckpointRef,
     dry_run: bool,
     listener: Listener,
 ) -> dict[str, Any]:
     """Replaces a checkpoint by its weights.
 
     Args:
-        source: The checkpoint, which is sealed.
+        ref: The checkpoint, which is sealed, with its container and what its files don't say.
         target: Where its weights shall be.
-        container: The source's container.
         to: The target's; the source's, or statekit's own where that has no place for weights alone, if None.
-        hints: What the source doesn't say.
         dry_run: Whether it is only said what would be done: the weights are written, measured and removed.
         listener: Told how far it is.
 
@@ -66,6 +62,7 @@ def thin(
         CorruptError: It isn't what its manifest says, or it was written to meanwhile.
         CommitError: The weights can't be written, or it can't be removed.
     """
+    source, container = ref.place, str(ref.container)
     trash = source.with_name(f"{_REMOVED}{source.name}")
     record = _listed(trash)
     if record is not None and os.path.lexists(weights := record["said"]["target"]):
@@ -77,7 +74,7 @@ def thin(
                 remedy="thin it to that target: this goes on; or remove what is there, if the checkpoint is whole",
             )
         return _go_on(trash, record, listener)
-    with registry.opened(registry.container(container), source, None, hints) as checkpoint:
+    with registry.opened(registry.container(container), source, None, ref) as checkpoint:
         proof, files = checkpoint.proof, files_of(checkpoint)
         tops = (
             [source]
@@ -97,7 +94,7 @@ def thin(
             found=some([os.path.relpath(file, source.parent) for file in unnamed]),
             remedy="move them elsewhere, or seal the checkpoint with them",
         )
-    planned = _planned(source, target, container, to, hints)
+    planned = _planned(ref, target, to)
     going = [*tops, *(one for one in map(beside, tops) if one.is_file())]
     before = _allocated(going)
     said = {
@@ -112,7 +109,7 @@ def thin(
         with temporary_beside(target) as folder:
             place = folder / target.name
             convert(
-                _planned(source, place, container, to, hints),
+                _planned(ref, place, to),
                 on_progress=lambda one: _tell(listener, one, 0.0, 1.0),
             )
             after = _allocated([place, beside(place)])
@@ -136,17 +133,15 @@ def thin(
     return _go_on(trash, record, listener)
 
 
-def _planned(source: Path, target: Path, container: str, to: str | None, hints: CheckpointRef) -> Plan:
+def _planned(ref: CheckpointRef, target: Path, to: str | None) -> Plan:
     def to_container(name: str) -> Plan:
         changes = Changes.of({"params_only": True})
-        return plan(
-            source, target, from_=container, to=name, hints=hints, require=Exactness.ROUNDING, changes=changes
-        )
+        return plan(ref, target, to=name, require=Exactness.ROUNDING, changes=changes)
 
     if to is not None:
         return to_container(to)
     try:
-        return to_container(container)
+        return to_container(str(ref.container))
     except UsageError:  # a container of runs, or one that is only read
         return to_container(NEUTRAL)
 

@@ -36,13 +36,19 @@ PHASES = {"check": "checking the source", "write": "writing", "verify": "reading
 _CHANGES = tuple(field.name for field in fields(Changes))
 
 
-def _hints(options: Mapping[str, Any]) -> CheckpointRef:
-    known = {known.name for known in OPTIONS if known.use != "place"}
-    return CheckpointRef(**{name: value for name, value in options.items() if name in known})
-
-
 def _path(request: Mapping[str, Any], index: int = 0) -> Path:
     return Path(request["paths"][index])
+
+
+def _ref(request: Mapping[str, Any], index: int = 0) -> CheckpointRef:
+    """Returns one of a job's checkpoints with what the job says of it; the scan has told its container.
+
+    `layout` is the target's where the job writes one.
+    """
+    known = {known.name for known in OPTIONS} - ({"layout"} if "target" in request else set())
+    said = {name: value for name, value in request["options"].items() if name in known}
+    container = request.get("container") if index == 0 else None
+    return CheckpointRef(_path(request, index), **{"container": container, **said})
 
 
 @contextmanager
@@ -60,17 +66,9 @@ def _map(options: Mapping[str, Any]) -> Iterator[str | None]:
 
 def _inspect(request: Mapping[str, Any], listener: Listener) -> Any:
     options = request["options"]
-    asked = Request(
-        request.get("container"),
-        options.get("layout"),
-        None,
-        _hints(options),
-        options.get("filter"),
-        options.get("stats", False),
-    )
     seen = inspect(
-        _path(request),
-        asked,
+        _ref(request),
+        Request(options.get("filter"), options.get("stats", False)),
         lambda done, total: listener.progress(done / total if total else None, "reading"),
     )
     return {**seen.to_json(), **_going_on(request)}
@@ -78,10 +76,8 @@ def _inspect(request: Mapping[str, Any], listener: Listener) -> Any:
 
 def _going_on(request: Mapping[str, Any]) -> dict[str, Any]:
     """Returns where a checkpoint resumes, and the code that does it; nothing of what makes no state."""
-    options = request["options"]
-    asked = {"container": request.get("container"), "layout": options.get("layout"), "hints": _hints(options)}
     try:
-        with open_state(_path(request), **asked) as opened:
+        with open_state(_ref(request)) as opened:
             return {
                 "resumes": [one.to_json() for one in resumes_in(opened)],
                 "resume_code": {name: list(lines) for name, lines in resume_code(opened).items()},
@@ -95,20 +91,17 @@ def _parameter(request: Mapping[str, Any], listener: Listener) -> Any:
     options, name = request["options"], request["options"]["path"]
     if len(request["paths"]) > 1:
         return over_steps(
-            *request["paths"],
+            *(_ref(request, i) for i in range(len(request["paths"]))),
             name=name,
-            hints=_hints(options),
             on_step=lambda done, total: listener.progress(done / total, f"reading {name}"),
         )
-    asked = {
-        "container": request.get("container"),
-        "layout": options.get("layout"),
-        "hints": _hints(options),
-        "on_read": lambda size: listener.progress(None, f"reading {name}"),
-    }
+
+    def tell(size: int) -> None:
+        listener.progress(None, f"reading {name}")
+
     if "region" in options:
-        return region(_path(request), name, options.get("slot"), options["region"], **asked)
-    return parameter(_path(request), name, **asked)
+        return region(_ref(request), name, options.get("slot"), options["region"], on_read=tell)
+    return parameter(_ref(request), name, on_read=tell)
 
 
 def _check(request: Mapping[str, Any], listener: Listener) -> Any:
@@ -150,7 +143,8 @@ def _doctor(request: Mapping[str, Any], listener: Listener) -> Any:
         )
         done += size
 
-    each = doctor(*paths, hints=_hints(options), ignore=options.get("ignore", ()), on_tensor=tell)
+    refs = [_ref(request, i) for i in range(len(paths))]
+    each = doctor(*refs, ignore=options.get("ignore", ()), on_tensor=tell)
     return {
         "passed": all(one.passed for one in each),
         "checkpoints": [one.to_json() for one in each],
@@ -172,16 +166,13 @@ def _of(path: str, each: Sequence[Examination]) -> dict[str, Any]:
 def _diff(request: Mapping[str, Any], listener: Listener) -> Any:
     options = request["options"]
     if "path" in options:
-        return difference(
-            _path(request), _path(request, 1), options["path"], options.get("slot"), hints=_hints(options)
-        )
+        return difference(_ref(request), _ref(request, 1), options["path"], options.get("slot"))
     with _map(options) as name:
         return diff(
-            _path(request),
-            _path(request, 1),
+            _ref(request),
+            _ref(request, 1),
             map=name,
             config=options.get("config"),
-            hints=_hints(options),
             on_tensor=lambda tensor, size: listener.progress(None, f"comparing {tensor}"),
         ).to_json()
 
@@ -196,9 +187,8 @@ def _verify(request: Mapping[str, Any], listener: Listener) -> Any:
         asked["require"] = Exactness.asked(options["require"])
     with _map(options) as name:
         made = verify(
-            _path(request),
+            _ref(request),
             _path(request, 1),
-            hints=_hints(options),
             on_progress=lambda phase, what, size: listener.progress(None, f"{phase} {what}"),
             map=name,
             **asked,
@@ -222,16 +212,14 @@ def _plan(request: Mapping[str, Any], name: str | None) -> Plan:
         key: path for key, path in files.items() if key == "init_missing"
     }
     return plan(
-        _path(request),
+        _ref(request),
         Path(request["target"]),
-        from_=request.get("container"),
         to=options.get("to"),
         layout=options.get("layout"),
-        hints=_hints(options),
         step_offset=options.get("step_offset", "keep"),
         require=Exactness.asked(options.get("require", "rounding")),
         like=files.get("like"),
-        maps=maps_of(name, options.get("config"), options.get("rename"), budget=_hints(options).job_budget()),
+        maps=maps_of(name, options.get("config"), options.get("rename"), budget=_ref(request).job_budget()),
         changes=Changes.of(changes),
     )
 
@@ -268,12 +256,10 @@ def _proven(
     asked = planned.request
     try:
         made = verify(
-            asked.source,
+            asked.ref,
             asked.target,
-            hints=asked.hints,
             on_progress=lambda phase, what, size: listener.progress(None, f"{phase} {what}"),
             require=asked.require,
-            step=asked.step,
             map=name,
             config=options.get("config"),
             step_offset=asked.step_offset,
@@ -296,11 +282,9 @@ def _is_written(target: Path, planned: Plan) -> bool:
 def _thin(request: Mapping[str, Any], listener: Listener) -> Any:
     options = request["options"]
     return thin(
-        _path(request),
+        _ref(request),
         Path(request["target"]),
-        container=request["container"],
         to=options.get("to"),
-        hints=_hints(options),
         dry_run=options.get("dry_run", False),
         listener=listener,
     )

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from statekit.arrays.numpy_backend import NumpyBackend
-from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.contracts import NO_HINTS
 from statekit.conversion.open_state import open_state
 from statekit.errors import StateError, UsageError, plural, printable
@@ -106,7 +106,7 @@ class ColdStart:
 
 
 def cold_start(
-    path: str | PathLike[str],
+    source: CheckpointRef | str | PathLike[str],
     *,
     container: str | None = None,
     layout: str | None = None,
@@ -120,7 +120,7 @@ def cold_start(
     """Compares the next updates of a run with those of one that begins with a new optimizer.
 
     Args:
-        path: A checkpoint, or a run's folder.
+        source: A checkpoint, or a run's folder; a ref says what follows.
         container: Name of its container; found by its content if None.
         layout: Name of its layout.
         step: Which step of a run's folder; the newest if None.
@@ -138,10 +138,11 @@ def cold_start(
     """
     if updates < 1:
         raise UsageError("At least one update is looked at.", place="--updates", found=updates)
-    with open_state(Path(path), container=container, layout=layout, step=step, hints=hints) as opened:
+    ref = ref_of(source, hints, container=container, layout=layout, step=step)
+    with open_state(ref) as opened:
         state = as_params(opened.state)[0]
         if any(schema == WEIGHTS for schema, _ in state.optimizer.kinds):
-            raise StateError("There is no optimizer that could be begun anew.", place=path)
+            raise StateError("There is no optimizer that could be begun anew.", place=ref.place)
         for schema, variant in state.optimizer.kinds:
             if variant is None:
                 raise UsageError(
@@ -153,7 +154,7 @@ def cold_start(
         if not chosen.paths:
             raise StateError(
                 "No parameter is moved by the optimizer, so that no update can be compared.",
-                place=path,
+                place=ref.place,
                 expected="a parameter with elements in one of its groups",
                 found=f"{plural(len(state.params), 'parameter')}, none of them such a one",
             )

@@ -7,12 +7,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from statekit.conversion.changing.changes import option
-from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.checkpoint_ref import CheckpointRef, option
 from statekit.conversion.contracts import NO_HINTS
 from statekit.errors import FormatError, UsageError
 from statekit.verify.certificate import Certificate, read_certificate
-from statekit.verify.verification import HINTED, Asked, OnProgress, certificate
+from statekit.verify.verification import Asked, OnProgress, certificate
 
 _PLACES = ("source", "target")
 
@@ -68,16 +67,16 @@ def repeated(
             expected="schemas/statekit-certificate.schema.json",
             found=f"{type(error).__name__}: {error}",
         ) from None
-    given = {name: value for name in HINTED if (value := getattr(hints, name)) is not None}
-    if twice := [name for name in given if getattr(asked, name) is not None]:
+    given = {name: value for name, value in hints.options("place", "meaning").items() if name != "hparams"}
+    if twice := sorted(given.keys() & asked.ref.options("place", "meaning").keys()):
         raise UsageError(
             "A certificate is repeated as it was asked for.",
             place=path,
-            found=f"{', '.join(option(name) for name in twice)} too",
+            found=f"{', '.join(option(name).flag for name in twice)} too",
             remedy="leave it out, or verify source and target anew",
         )
-    asked = replace(asked, **given, source=source or asked.source, target=target or asked.target)
-    again = certificate(asked, hints, on_progress)
+    ref = replace(asked.ref, **given, **hints.options("trust"), path=source or asked.source)
+    again = certificate(replace(asked, ref=ref, target=target or asked.target), on_progress)
     return Repetition(again, tuple(differences(old, again)), tuple(_notes(old, again)))
 
 

@@ -20,9 +20,9 @@ import numpy as np
 from statekit.arrays.backend import backend
 from statekit.conversion import registry
 from statekit.conversion.changing.changes import Changes
-from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.checkpoint_ref import OPTIONS, CheckpointRef, ref_of
 from statekit.conversion.contracts import NO_HINTS, Exactness
-from statekit.conversion.open_state import OpenState, open_state
+from statekit.conversion.open_state import OpenState, open_beside
 from statekit.conversion.plan import Plan, Request
 from statekit.conversion.prepared import SCHEDULE, Prepared, carried_out, prepare
 from statekit.conversion.rule_change import Bridge, Compared, RuleChange
@@ -45,8 +45,6 @@ from statekit.verify.side_by_side import SideBySide
 
 STEPS = 3
 """Updates of each probe, unless somebody says another number."""
-HINTED = ("param_names", "names_from", "schedule", "model_key", "optimizer_key")
-"""Options that a certificate has too where they were told; what may be read, and how much, each run says."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +52,7 @@ class Asked:
     """What is verified, and how; with it a certificate can be made again.
 
     Attributes:
-        source: The checkpoint that was converted.
+        ref: The checkpoint that was converted, and what its files don't say.
         target: What it became.
         steps: Updates of each probe; 0 leaves them out.
         gradients: Kinds of probes, `all`, `random` or `adversarial`; or a file of gradients.
@@ -62,20 +60,12 @@ class Asked:
         everything: Whether every element of every parameter is stepped.
         seed: Of all that is drawn.
         require: The least exactness that passes.
-        step: Step of the source's folder.
         map: The map that was used, where the target doesn't say it.
         config: What the map was told.
-        hparams: What the source doesn't say.
-        variant: Whose rule it is, where the files can't tell.
         step_offset: Where the decay of the second moment was made to start, where the target doesn't say it.
-        param_names: As those of `CheckpointRef`, which the files don't say either; so are the four below.
-        names_from: As above.
-        schedule: As above.
-        model_key: As above.
-        optimizer_key: As above.
     """
 
-    source: Path
+    ref: CheckpointRef
     target: Path
     steps: int = STEPS
     gradients: str = "all"
@@ -83,60 +73,52 @@ class Asked:
     everything: bool = False
     seed: int = 0
     require: Exactness = Exactness.ROUNDING
-    step: int | None = None
     map: str | None = None
     config: Mapping[str, Any] | None = None
-    hparams: Mapping[str, Any] | None = None
-    variant: str | None = None
     step_offset: StepOffset = "keep"
-    param_names: tuple[str, ...] | None = None
-    names_from: str | None = None
-    schedule: Mapping[str, Any] | None = None
-    model_key: str | None = None
-    optimizer_key: str | None = None
+
+    @property
+    def source(self) -> Path:
+        """The path of the checkpoint that was converted."""
+        return self.ref.place
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as it stands in a certificate, which has of `HINTED` what was said."""
-        data = {**vars(self), "source": str(self.source), "target": str(self.target)}
-        said = {name: value for name, value in data.items() if name not in HINTED or value is not None}
-        if self.param_names is not None:
-            said["param_names"] = list(self.param_names)
-        return {**to_json(said), "require": self.require.name.lower()}
+        """Returns it as it stands in a certificate: of the source what was told, but for what each run decides."""
+        data = {name: value for name, value in vars(self).items() if name != "ref"}
+        places = {"step": self.ref.step, **self.ref.options("place")}
+        data |= {"source": str(self.source), "target": str(self.target), **places, **self.ref.stored()}
+        return {**to_json(data), "require": self.require.name.lower()}
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Asked:
         """Returns what a certificate was asked for."""
-        said = {name: from_json(value) for name, value in data.items()}
-        said |= {name: Path(data[name]) for name in ("source", "target")}
-        if (names := data.get("param_names")) is not None:
-            said["param_names"] = tuple(names)
-        return Asked(**{**said, "require": Exactness[data["require"].upper()]})
-
-    def hinted(self, hints: CheckpointRef) -> CheckpointRef:
-        """Returns hints that say what was asked here, and of all else what they said."""
-        said = {name: value for name in HINTED if (value := getattr(self, name)) is not None}
-        return replace(hints, hparams=dict(self.hparams or {}), variant=self.variant, **said)
+        values = {name: from_json(value) for name, value in data.items()}
+        names = [known.name for known in OPTIONS]
+        told = {name: values.pop(name) for name in names if name in values}
+        ref = CheckpointRef(Path(values.pop("source")), **told)
+        paths = {"target": Path(values["target"]), "require": Exactness[values["require"].upper()]}
+        return Asked(ref, **{**values, **paths})
 
     @property
     def command(self) -> str:
         """The line that does it again; what only files say, by the certificate in which it stands."""
-        if self.param_names is not None or self.schedule is not None:
+        if self.ref.param_names is not None or self.ref.schedule is not None:
             return shlex.join(
                 ["statekit", "verify", "--repeat", "CERTIFICATE.json", str(self.source), str(self.target)]
             )
-        usual = Asked(self.source, self.target)
+        usual = Asked(self.ref, self.target)
         words = ["statekit", "verify", str(self.source), str(self.target)]
         for name, value in vars(self).items():
-            if name in ("source", "target") or value == getattr(usual, name) or value in (None, {}):
+            if name in ("ref", "target") or value == getattr(usual, name) or value in (None, {}):
                 continue
             if name == "everything":
                 words.append("--all")
             elif isinstance(value, Mapping):
-                words += [word for key, one in value.items() for word in (f"--{name}", f"{key}={one}")]
+                words += [word for key, item in value.items() for word in (f"--{name}", f"{key}={item}")]
             else:
-                said = value.name.lower() if isinstance(value, Exactness) else str(value)
-                words += [f"--{name.replace('_', '-')}", said]
-        return shlex.join(words)
+                text = value.name.lower() if isinstance(value, Exactness) else str(value)
+                words += [f"--{name.replace('_', '-')}", text]
+        return shlex.join([*words, *self.ref.words("place", "meaning")])
 
 
 OnProgress = Callable[[str, str, int], object]
@@ -144,9 +126,10 @@ OnProgress = Callable[[str, str, int], object]
 
 
 def verify(
-    source: str | PathLike[str],
+    source: CheckpointRef | str | PathLike[str],
     target: str | PathLike[str],
     *,
+    step: int | None = None,
     hints: CheckpointRef = NO_HINTS,
     on_progress: OnProgress = lambda phase, name, size: None,
     **asked: Any,
@@ -154,9 +137,10 @@ def verify(
     """Proves that a checkpoint goes on with the run of another, or says where it doesn't.
 
     Args:
-        source: The checkpoint that was converted.
+        source: The checkpoint that was converted; a ref says what its files don't.
         target: What it became, by statekit or by anyone.
-        hints: What neither says.
+        step: Step of the source's folder.
+        hints: What the source doesn't say.
         on_progress: As `OnProgress`.
         **asked: The other fields of `Asked`.
 
@@ -165,36 +149,25 @@ def verify(
         UnknownRuleError: A step needs what nobody said; names it.
         UsageError: The options don't go together.
     """
-    said = {name: getattr(hints, name) for name in HINTED}
-    made = Asked(
-        Path(source),
-        Path(target),
-        hparams=dict(hints.hyperparameters),
-        variant=hints.variant,
-        **said,
-        **asked,
-    )
+    made = Asked(ref_of(source, hints, step=step), Path(target), **asked)
     if made.steps < 0:
         raise UsageError(
             "A number of updates is wanted.", place="--steps", expected="0 or more", found=made.steps
         )
-    return certificate(made, hints, on_progress)
+    return certificate(made, on_progress)
 
 
-def certificate(
-    asked: Asked, hints: CheckpointRef = NO_HINTS, on_progress: OnProgress = lambda *said: None
-) -> Certificate:
+def certificate(asked: Asked, on_progress: OnProgress = lambda *progress: None) -> Certificate:
     """Returns the certificate of what was asked for; errors are those of `verify`."""
-    hints = asked.hinted(hints)
-    with _opened(asked, hints) as (prepared, plan, target, said):
-        return _Verification(asked, prepared, plan, target, said, on_progress).certificate()
+    with _opened(asked) as (prepared, plan, target, notes):
+        return _Verification(asked, prepared, plan, target, notes, on_progress).certificate()
 
 
 @contextmanager
-def _opened(asked: Asked, hints: CheckpointRef) -> Iterator[tuple[Prepared, Plan, OpenState, list[str]]]:
+def _opened(asked: Asked) -> Iterator[tuple[Prepared, Plan, OpenState, list[str]]]:
     """Opens both sides: the target as it is, the source as a conversion to such a target makes it."""
     with ExitStack() as stack:
-        target = stack.enter_context(open_state(asked.target, hints=_of_target(hints), builds=True))
+        target = stack.enter_context(open_beside(asked.target, asked.ref))
         card = registry.container_card(target.checkpoint.container)
         if card.target_kind is None:
             raise UsageError(
@@ -202,22 +175,17 @@ def _opened(asked: Asked, hints: CheckpointRef) -> Iterator[tuple[Prepared, Plan
                 place=asked.target,
                 remedy="convert it to a container that is written, and verify that",
             )
-        request, said = _request(asked, hints, target)
+        request, said = _request(asked, target)
         plan = prepare(request)
         prepared = stack.enter_context(carried_out(plan))
         yield prepared, plan, target, said
 
 
-def _of_target(hints: CheckpointRef) -> CheckpointRef:
-    """Returns what is said of the target too: how it is read, not what the source's files lack."""
-    return replace(hints, hparams={}, variant=None, schedule=None)
-
-
-def _request(asked: Asked, hints: CheckpointRef, target: OpenState) -> tuple[Request, list[str]]:
+def _request(asked: Asked, target: OpenState) -> tuple[Request, list[str]]:
     """Returns the conversion that makes such a target: as the target's manifest has it, or as is asked."""
     said: list[str] = []
     options: Mapping[str, Any] = from_json((target.checkpoint.manifest or {}).get("options") or {})
-    maps, offset, changes = _maps(asked, hints), asked.step_offset, None
+    maps, offset, changes = _maps(asked), asked.step_offset, None
     if options:
         made = options.get("maps", ())
         if maps:  # said again; how names were changed before, the manifest alone says
@@ -233,25 +201,12 @@ def _request(asked: Asked, hints: CheckpointRef, target: OpenState) -> tuple[Req
                     place=asked.target,
                 )
             changes = Changes.of(record)
-        hints = replace(
-            hints,
-            hparams={**(options.get("hparams") or {}), **hints.hyperparameters},
-            variant=hints.variant or options.get("variant"),
-            param_names=hints.param_names or _names(options.get("param_names")),
-            names_from=hints.names_from or options.get("names_from"),
-            schedule=hints.schedule or options.get("schedule"),
-            model_key=hints.model_key or options.get("model_key"),
-            optimizer_key=hints.optimizer_key or options.get("optimizer_key"),
-        )
         said.append("what was asked for is as the target's manifest has it")
     request = Request(
-        asked.source,
+        asked.ref.over(target.checkpoint.manifest),
         asked.target,
-        None,
         target.checkpoint.container,
         target.layout,
-        asked.step,
-        hints,
         offset,
         Exactness.LOSSY,  # what is less exact is named here, and not refused before it is looked at
         maps=maps,
@@ -264,12 +219,12 @@ def _names(stored: Sequence[str] | None) -> tuple[str, ...] | None:
     return None if stored is None else tuple(stored)
 
 
-def _maps(asked: Asked, hints: CheckpointRef) -> tuple[StateMap, ...]:
+def _maps(asked: Asked) -> tuple[StateMap, ...]:
     if asked.map is None and not asked.config:
         return ()
     from statekit.maps.model_map import maps_of
 
-    return maps_of(asked.map, dict(asked.config or {}), budget=hints.job_budget())
+    return maps_of(asked.map, dict(asked.config or {}), budget=asked.ref.job_budget())
 
 
 def _map_of(record: Mapping[str, Any]) -> StateMap:
@@ -623,13 +578,10 @@ def _fields(source: TrainState, target: TrainState, change: RuleChange | None) -
 def _back(request: Request, asked: Asked, source: OpenState, target: OpenState) -> Iterator[Prepared]:
     """Opens a target as the source of a conversion back; nothing is written."""
     backward = Request(
-        asked.target,
+        replace(target.ref, container=target.checkpoint.container, layout=target.layout),
         asked.source.with_name(f"{asked.source.name}-again"),
-        target.checkpoint.container,
         source.checkpoint.container,
         source.layout,
-        None,
-        _of_target(request.hints),
         require=Exactness.LOSSY,
         maps=tuple(_turned(one) for one in reversed(request.maps)),
     )

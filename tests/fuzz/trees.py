@@ -65,7 +65,7 @@ def _read(number: int, tree: Any) -> object:
     for tensor in tensor_names(encoded.tree).values():
         used_tensor(tensor)
     side = Side(checkpoint.container, row.layout, encoded.step)
-    request = Request(Path("source"), Path("target"), hints=row.hints, require=Exactness.REFUSED)
+    request = Request(row.hints.at(Path("source")), Path("target"), require=Exactness.REFUSED)
     return build_plan(checkpoint, row.layout, state, encoded, side, {}, request).digest
 
 
@@ -123,7 +123,7 @@ def _read_plan(case: tuple[int, str, Any]) -> object:
     encoded = layout.encode(state)
     if isinstance(home, Fitting):
         encoded = home.fitted(encoded)
-    request = Request(Path("source"), Path("target"), hints=row.hints, require=Exactness.REFUSED)
+    request = Request(row.hints.at(Path("source")), Path("target"), require=Exactness.REFUSED)
     side = Side(home.name, target, encoded.step)
     plan = build_plan(checkpoint, row.layout, state, encoded, side, {}, request, rule_change)
     plan.check()
