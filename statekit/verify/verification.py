@@ -94,8 +94,8 @@ class Asked:
         """Returns what a certificate was asked for."""
         values = {name: from_json(value) for name, value in data.items()}
         names = [known.name for known in OPTIONS]
-        told = {name: values.pop(name) for name in names if name in values}
-        ref = CheckpointRef(Path(values.pop("source")), **told)
+        options = {name: values.pop(name) for name in names if name in values}
+        ref = CheckpointRef(Path(values.pop("source")), **options)
         paths = {"target": Path(values["target"]), "require": Exactness[values["require"].upper()]}
         return Asked(ref, **{**values, **paths})
 
