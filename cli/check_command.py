@@ -47,9 +47,9 @@ def command(
         return DONE if passed else WANTING
     stdout = output.screen()
     for report in reports:
-        for one in report.checkpoints:
-            _show(stdout, one)
-    faults = sum(len(one.faults) for report in reports for one in report.checkpoints)
+        for checkpoint in report.checkpoints:
+            _show(stdout, checkpoint)
+    faults = sum(len(checkpoint.faults) for report in reports for checkpoint in report.checkpoints)
     stdout.say()
     stdout.say(
         "Nothing contradicts what was written." if passed else f"{plural(faults, 'fault')}.", bold=True

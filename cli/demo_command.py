@@ -99,7 +99,11 @@ def _as_t5(stdout: Screen, run: demo_t5.Run, out: Path) -> int:
     folder, first = out / "hf-t5", run.updates[0]
     hparams = [f"min_dim_size_to_factor={run.meta['hyperparameters']['min_dim_size_to_factor']}"]
     stdout.say("1. What T5X wrote", bold=True)
-    asked = ["--filter", "*decoder/layers_1/mlp*", *(word for one in hparams for word in ("--hparams", one))]
+    asked = [
+        "--filter",
+        "*decoder/layers_1/mlp*",
+        *(word for hparam in hparams for word in ("--hparams", hparam)),
+    ]
     _run(stdout, inspect_command.command, [str(run.checkpoint), *asked])
     stdout.title("2. As Transformers' T5ForConditionalGeneration, with its optimizer")
     words = ["--map", demo_t5.MAP, "--to", "hf-trainer", *asked[2:], "--replace"]
@@ -107,13 +111,13 @@ def _as_t5(stdout: Screen, run: demo_t5.Run, out: Path) -> int:
     ways = dict(demo_t5.go_on(run, folder))
     stdout.title(f"3. Updates {first} to {run.updates[-1]} in PyTorch")
     stdout.say()
-    apart = {name: demo_t5.errors(run, one) for name, one in ways.items()}
+    apart = {name: demo_t5.errors(run, way) for name, way in ways.items()}
     grid = Table(("update", "T5X's loss", *ways), right=("update", "T5X's loss", *ways))
     for update in run.updates:
         grid.add_row(
             str(update),
             f"{run.losses['loss_float64'][update - 1]:.4f}",
-            *(f"{one.losses[update]:.4f} ({apart[name][update]:.0e})" for name, one in ways.items()),
+            *(f"{way.losses[update]:.4f} ({apart[name][update]:.0e})" for name, way in ways.items()),
         )
     stdout.show(grid)
     stdout.say()
@@ -146,7 +150,7 @@ def t5_picture(run: demo_t5.Run, ways: Mapping[str, demo_t5.Continued]) -> str:
         ),
         Panel(
             "difference from T5X's loss, relative",
-            [Curve(name, demo_t5.errors(run, one), colors[name]) for name, one in ways.items()],
+            [Curve(name, demo_t5.errors(run, way), colors[name]) for name, way in ways.items()],
             powers=True,
         ),
     )

@@ -55,8 +55,8 @@ def picture(panels: Sequence[Panel], mark: int, caption: str) -> str:
     width = (WIDTH - GAP * len(panels)) / len(panels)
     lines = [
         line
-        for i, one in enumerate(panels)
-        for line in _panel(one, GAP + i * (width + GAP), width - 20, mark, caption)
+        for i, panel in enumerate(panels)
+        for line in _panel(panel, GAP + i * (width + GAP), width - 20, mark, caption)
     ]
     return "\n".join(
         [

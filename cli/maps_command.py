@@ -26,7 +26,7 @@ def command(name: str | None, as_json: bool) -> None:
     """
     stdout = output.screen()
     if name is None and as_json:
-        titles = {one: list(load(one).titles) for one in map_names()}
+        titles = {name: list(load(name).titles) for name in map_names()}
         output.print_json("maps", {"maps": titles})
     elif name is None:
         table = Table(("map", "from", "to"))

@@ -127,9 +127,11 @@ def _differences(plan: Plan) -> Iterator[str]:
     """Yields what is less exact than rounding one by one, and the rest in a line."""
     differences = plan.rule_change.differences if plan.rule_change else ()
     yield from (
-        f"{one.exactness.name.lower()}: {one}" for one in differences if one.exactness > Exactness.ROUNDING
+        f"{difference.exactness.name.lower()}: {difference}"
+        for difference in differences
+        if difference.exactness > Exactness.ROUNDING
     )
-    rounding = [one.what for one in differences if one.exactness == Exactness.ROUNDING]
+    rounding = [difference.what for difference in differences if difference.exactness == Exactness.ROUNDING]
     if rounding:
         yield f"rounding: {', '.join(rounding)}"
 
@@ -191,7 +193,9 @@ def _schedule_of(number: int, at: int, schedules: Sequence[Schedule]) -> str:
     """Says which schedule goes on at a step in a group, by its number."""
     if not schedules:
         return f"a schedule of it, if the run has one, goes on at step {at}"
-    moving = dict.fromkeys(one.kind or "its schedule" for one in schedules if one.moves(number))
+    moving = dict.fromkeys(
+        schedule.kind or "its schedule" for schedule in schedules if schedule.moves(number)
+    )
     return f"{' or '.join(moving)} goes on at step {at}" if moving else "no schedule moves it"
 
 
@@ -239,7 +243,7 @@ def _loaded(row: Mapping[str, Any]) -> str:
 
 
 def _schedule_at(number: int, at: int, schedules: Sequence[Schedule]) -> str:
-    moved = not schedules or any(one.moves(number) for one in schedules)
+    moved = not schedules or any(schedule.moves(number) for schedule in schedules)
     return f"{at}" if moved else "-"
 
 

@@ -59,8 +59,8 @@ def command(
         return
     stdout = output.screen()
     table = Table(("checkpoint", "", "manifest", "files", "tensors"), right=("files", "tensors"))
-    for one in (one for report in reports for one in report.checkpoints):
+    for one in (checkpoint for report in reports for checkpoint in report.checkpoints):
         table.add_row(str(one.path), _DONE[one.done], str(one.manifest), str(one.files), str(one.tensors))
     stdout.show(table)
-    for one in (one for report in reports for one in report.checkpoints):
+    for one in (checkpoint for report in reports for checkpoint in report.checkpoints):
         stdout.show_list(f"Changed since, and taken as it is, in {one.path}:", one.changed)

@@ -74,8 +74,10 @@ class DcpSafetensors:
             raise NotFoundError("There is no such checkpoint.", place=path, found=asked)
         with opening(path, budget) as files:
             whole = open_model(path, name, files)
-            model = {key: one for key, one in whole.tensors.items() if not key.startswith(PREFIX)}
-            slots = {key.removeprefix(PREFIX): one for key, one in whole.tensors.items() if key not in model}
+            model = {key: tensor for key, tensor in whole.tensors.items() if not key.startswith(PREFIX)}
+            slots = {
+                key.removeprefix(PREFIX): tensor for key, tensor in whole.tensors.items() if key not in model
+            }
             tree = named({"model": model, "optimizer": {**_options(path, files), **slots}})
             beside = files_beside(path, {OPTIONS, *whole.files}, files)
         meta = {SORTED: whole.is_sorted, FILES_BESIDE: beside}

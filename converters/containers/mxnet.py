@@ -133,8 +133,8 @@ def _in_folder(folder: Path, step: int | None) -> Pair:
     if params and not states:  # one that is damaged is an error, not absent
         states = _found(folder, STATES, Path.exists)
     stems = {p.stem for p in params}
-    pairs = [one for one in states if one.stem in stems]
-    numbered = {number: one for one in pairs if (number := step_of(one)) is not None}
+    pairs = [state for state in states if state.stem in stems]
+    numbered = {number: pair for pair in pairs if (number := step_of(pair)) is not None}
     if step is not None or (numbered and len(numbered) == len(pairs)):
         wanted = max(numbered) if step is None else step
         if wanted not in numbered:

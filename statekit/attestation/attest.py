@@ -172,7 +172,7 @@ def attesting(
             right = carried_to_load(right, with_beside(maps, opened), require)
         known = {path_of(one) for one in (*right.params, *_buffers(right))}
         names = names or {ours: theirs for ours, theirs in remembered.items() if path_of(theirs) in known}
-        each, said = list(findings), [*unchecked, *(one.what for one in opened.checkpoint.findings)]
+        each, said = list(findings), [*unchecked, *(finding.what for finding in opened.checkpoint.findings)]
         if generators is not None:
             more, unsaid = generators(opened)
             each, said = [*each, *more], [*said, *unsaid]
@@ -213,12 +213,26 @@ def attesting(
                 length=live_length,
             )
             needed = right.params if whole_model else _trained(right)
-            lacking = [one for one in compared.differences if _is_one_sided(one, needed, shows_schedule)]
-            assumed = [one for one in compared.differences if _is_assumed(one, right, state)]
-            rules = [one for one in compared.differences if has_weights_alone and one.what == "rule"]
-            later = [] if strict_schedule else [one for one in compared.differences if one.what == "later"]
+            lacking = [
+                difference
+                for difference in compared.differences
+                if _is_one_sided(difference, needed, shows_schedule)
+            ]
+            assumed = [
+                difference for difference in compared.differences if _is_assumed(difference, right, state)
+            ]
+            rules = [
+                difference
+                for difference in compared.differences
+                if has_weights_alone and difference.what == "rule"
+            ]
+            later = (
+                []
+                if strict_schedule
+                else [difference for difference in compared.differences if difference.what == "later"]
+            )
             said_of = {id(one) for one in (*lacking, *assumed, *rules, *later)}
-            apart = [one for one in compared.differences if id(one) not in said_of]
+            apart = [difference for difference in compared.differences if id(difference) not in said_of]
             each += diagnosed(right, state, apart)
             unsaid = [one for one in compared.unsaid if generators is None or one != uncompared("random")]
             said += [*unsaid, *(_lack(one) for one in lacking), *map(_assumption, assumed)]
@@ -293,7 +307,7 @@ def _under_rule_of(right: TrainState, live: TrainState) -> tuple[TrainState, lis
     if schema != live_schema or theirs == mine or theirs is None or mine is None:
         return right, []
     change = change_rule(right, theirs, mine)
-    worse = [one for one in change.differences if one.exactness > Exactness.ROUNDING]
+    worse = [difference for difference in change.differences if difference.exactness > Exactness.ROUNDING]
     return change.state, [
         fault("rule", [one.what], f"{one.source} ({theirs})", f"{one.target} ({mine})") for one in worse
     ]

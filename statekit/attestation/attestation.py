@@ -87,8 +87,8 @@ class Attestation:
         Args:
             findings: Those of each process, in their order.
         """
-        every = list(dict.fromkeys(one for each in findings for one in each))
-        ranks = {one: [i for i, each in enumerate(findings) if one in each] for one in every}
+        every = list(dict.fromkeys(one for finding in findings for one in finding))
+        ranks = {one: [i for i, finding in enumerate(findings) if one in finding] for one in every}
         merged = tuple(
             one
             if len(ranks[one]) == len(findings)
@@ -103,7 +103,7 @@ class Attestation:
             "format": "statekit.attestation/1",
             "passed": self.passed,
             **vars(self),
-            "findings": [one.to_json() for one in self.findings],
+            "findings": [finding.to_json() for finding in self.findings],
             "unchecked": list(self.unchecked),
             "assumptions": list(self.assumptions),
             "warnings": list(self.warnings),
@@ -125,12 +125,15 @@ class Attestation:
             "The live run isn't the checkpoint's.",
             place=self.checkpoint,
             found=listed(
-                f"{one.name}: {one.subject} @ {some(one.where)}; expected {one.expected}, found {one.found}"
-                for one in self.findings
+                f"{finding.name}: {finding.subject} @ {some(finding.where)}; "
+                f"expected {finding.expected}, found {finding.found}"
+                for finding in self.findings
             ),
-            remedy="; ".join(dict.fromkeys(one.remedy for one in self.findings)),
+            remedy="; ".join(dict.fromkeys(finding.remedy for finding in self.findings)),
         )
-        error.faults = tuple((f"{one.name}: {one.subject}", some(one.where)) for one in self.findings)
+        error.faults = tuple(
+            (f"{finding.name}: {finding.subject}", some(finding.where)) for finding in self.findings
+        )
         raise error
 
     def __str__(self) -> str:
@@ -146,10 +149,10 @@ class Attestation:
         )
         updates = f" The next update of {self.stepped} parameters was compared." if self.stepped else ""
         rows = [printable(f"{verdict} {compared}{updates}")]
-        rows += [str(one) for one in self.findings]
-        rows += [printable(f"Warning: {one}.") for one in self.warnings]
+        rows += [str(finding) for finding in self.findings]
+        rows += [printable(f"Warning: {warning}.") for warning in self.warnings]
         rows += [printable(f"Not compared: {one}.") for one in self.unchecked]
-        rows += [printable(f"Assumed: {one}") for one in self.assumptions]
+        rows += [printable(f"Assumed: {assumption}") for assumption in self.assumptions]
         return "\n".join(rows)
 
     def __repr__(self) -> str:

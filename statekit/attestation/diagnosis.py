@@ -193,7 +193,7 @@ class _Diagnosis:
         if empty:
             missing = self._of("missing", slots=True)
             steps = {one.path: one for one in self._of("updates")}
-            done = max((int(one.expected) for one in steps.values()), default=0)
+            done = max((int(step.expected) for step in steps.values()), default=0)
             where = dict.fromkeys([*(one.path for one in missing), *steps])
             count = sum(len(self._right.slots.get(path, {})) for path in where)
             yield fault("optimizer-empty", where, f"{count} slots after {done} updates", "a new optimizer's")
@@ -245,12 +245,12 @@ class _Diagnosis:
         values = {one.place: one for one in self._of("values", slots)}
         rounded = [
             place
-            for place, one in values.items()
-            if place in dtypes and one.distance and one.distance.is_rounding
+            for place, value in values.items()
+            if place in dtypes and value.distance and value.distance.is_rounding
         ]
         yield from _gathered(f"{kind}-rounded", [dtypes[place] for place in rounded])
-        left = [one for place, one in values.items() if place not in {*rounded}]
-        yield from _gathered("dtype", [one for place, one in dtypes.items() if place not in values])
+        left = [value for place, value in values.items() if place not in {*rounded}]
+        yield from _gathered("dtype", [dtype for place, dtype in dtypes.items() if place not in values])
         if not slots:
             yield from _values(f"{kind}-differs", left)
             return
@@ -292,8 +292,8 @@ class _Diagnosis:
         options = self._of("option")
         exchanged = self._are_exchanged(options)
         by_item: dict[str, list[Difference]] = {}
-        for one in options:
-            by_item.setdefault(one.item, []).append(one)
+        for option in options:
+            by_item.setdefault(option.item, []).append(option)
         for item, each in by_item.items():
             is_rate = item in RATE_NAMES
             name = "groups-exchanged" if exchanged else "learning-rate" if is_rate else "hyperparameter"
@@ -305,7 +305,7 @@ class _Diagnosis:
         """Tells whether every parameter with other options has those of another of the checkpoint's groups."""
         groups = self._right.optimizer.groups
         live = {path: group for group in self._live.optimizer.groups for path in group.paths}
-        paths = {one.path for one in options}
+        paths = {option.path for option in options}
         return bool(paths) and all(
             any(path not in group.paths and self._has_options_of(live[path], group) for group in groups)
             for path in paths
@@ -333,13 +333,13 @@ def _gathered(
     if differences:
         first = differences[0]
         values = [shown(one) if one is not None else "nothing" for one in (first.expected, first.actual)]
-        yield fault(name, [one.place for one in differences], *values)
+        yield fault(name, [difference.place for difference in differences], *values)
 
 
 def _values(name: str, differences: Sequence[Difference]) -> Iterator[Finding]:
     if differences:
         worst = max(differences, key=lambda one: one.distance.relative if one.distance else 0.0)
-        where = [worst.place, *(one.place for one in differences if one is not worst)]
+        where = [worst.place, *(difference.place for difference in differences if difference is not worst)]
         yield fault(name, where, "the checkpoint's values", worst.distance)
 
 

@@ -59,9 +59,9 @@ def odd(opened: OpenState, read: Readings) -> Iterator[str]:
         opened: The checkpoint.
         read: What its values are like.
     """
-    for one in opened.checkpoint.findings:
-        if not one.damage and not one.kind:
-            yield f"{one.what} @ {one.place}"
+    for finding in opened.checkpoint.findings:
+        if not finding.damage and not finding.kind:
+            yield f"{finding.what} @ {finding.place}"
     state = opened.state
     if behind := state.counts.behind:
         counts = ", ".join(map(str, sorted({*behind.values()})))
@@ -127,8 +127,8 @@ def _not_finite(state: TrainState, read: Readings) -> Iterator[Finding]:
     empty = {path for path, param in state.params.items() if not math.prod(param.shape)}
     wrong = [
         place((path, name))
-        for (path, name), one in read.tensors.items()
-        if not one.is_finite and path not in empty and name not in thresholds
+        for (path, name), tensor in read.tensors.items()
+        if not tensor.is_finite and path not in empty and name not in thresholds
     ]
     if wrong:
         yield fault("not-finite", wrong, "finite values", "NaN or Inf")
@@ -352,7 +352,9 @@ def _factors(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding
     if exchanged:
         where = [place((path, name)) for path in exchanged for name in FACTORED]
         axes = by_shape(_form(state, exchanged[0]) or {}, state.params[exchanged[0]].shape, True)
-        labels = [", ".join(a.value for a in one) for one in (axes, state.rules[exchanged[0]].axes)]
+        labels = [
+            ", ".join(a.value for a in rule_axes) for rule_axes in (axes, state.rules[exchanged[0]].axes)
+        ]
         yield fault("factors-exchanged", where, *labels)
 
 
@@ -503,11 +505,11 @@ def _counts(opened: OpenState) -> Iterator[Finding]:
     yield from narrow_counts(
         {name: tensor for name, tensor in checkpoint.tensors.items() if bytes_of(tensor) not in known}, counts
     )
-    for said in said_steps(checkpoint, state):
+    for step in said_steps(checkpoint, state):
         for name in _FEW_BITS:
-            rounded = float(np.asarray(said.step, np.float64).astype(DTYPES[name]).astype(np.float64))
-            if said.step != state.counts.updates == rounded:
-                expected = f"{said.step}, as {said.place} says"
+            rounded = float(np.asarray(step.step, np.float64).astype(DTYPES[name]).astype(np.float64))
+            if step.step != state.counts.updates == rounded:
+                expected = f"{step.step}, as {step.place} says"
                 yield fault("count-rounded", ["updates"], expected, state.counts.updates)
                 return
 

@@ -75,8 +75,8 @@ def _of_values(earlier: Step, later: Step) -> Iterator[Finding]:
     params = {path: _same(earlier, later, path, "") for path in later.state.params}
     slots = {
         (path, name): same
-        for path, each in later.state.slots.items()
-        for name in each
+        for path, slots in later.state.slots.items()
+        for name in slots
         if (same := _same(earlier, later, path, name)) is not None
     }
     moved = {path for path, same in params.items() if same is False}
@@ -184,11 +184,14 @@ def _apart(one: Array, other: Array) -> float:
 
 def _options(earlier: TrainState, later: TrainState) -> Iterator[Finding]:
     options: dict[str, list[Any]] = {}
-    moving = {*_PER_UPDATE, *(_CYCLED if any(one.cycles for one in run_of(later.extra).schedules) else ())}
-    for one in compare_states(earlier, later, by_value=lambda path: False).differences:
-        if one.what == "option" and one.item not in moving:
-            options.setdefault(one.item, []).append(one)
-    for item, each in options.items():
-        where = [one.place for one in each]
-        values = (f"{item} {value!r}" for value in (each[0].expected, each[0].actual))
+    moving = {
+        *_PER_UPDATE,
+        *(_CYCLED if any(schedule.cycles for schedule in run_of(later.extra).schedules) else ()),
+    }
+    for difference in compare_states(earlier, later, by_value=lambda path: False).differences:
+        if difference.what == "option" and difference.item not in moving:
+            options.setdefault(difference.item, []).append(difference)
+    for item, differences in options.items():
+        where = [difference.place for difference in differences]
+        values = (f"{item} {value!r}" for value in (differences[0].expected, differences[0].actual))
         yield fault("hyperparameter-changed", where, *values)

@@ -42,7 +42,7 @@ class Cell:
     def reasons(self) -> list[str]:
         """Why it isn't equal in real arithmetic, a sentence each."""
         differences = self.rule_change.differences if self.rule_change else ()
-        return [str(one) for one in differences if one.exactness > Exactness.ROUNDING]
+        return [str(difference) for difference in differences if difference.exactness > Exactness.ROUNDING]
 
     def to_json(self) -> dict[str, Any]:
         """Returns the cell as plain JSON."""

@@ -53,7 +53,7 @@ def _beside(first: ModelMap, opened: OpenState) -> tuple[dict[str, Any], str]:
         place=where or Path(gin.get("file", "")).name,
         remedy="say it in the map's words: --config KEY=VALUE",
     )
-    return {key: one for key, one in values.items() if one is not None}, where
+    return {key: value for key, value in values.items() if value is not None}, where
 
 
 def _at(tree: Any, keys: Sequence[str]) -> Any:

@@ -84,7 +84,9 @@ def resumes_in(opened: OpenState) -> tuple[Resumption, ...]:
                 card.title,
                 card.containers,
                 change.exactness if change else Exactness.BITWISE,
-                tuple(str(one) for one in differences if one.exactness > Exactness.ROUNDING),
+                tuple(
+                    str(difference) for difference in differences if difference.exactness > Exactness.ROUNDING
+                ),
                 tuple(change.compensated_by) if change else (),
                 here,
                 dropped,

@@ -70,7 +70,7 @@ def _rounded_in(tensor: Any) -> Iterator[Narrowed | Scaled]:
     if isinstance(tensor, (Narrowed, Scaled)):
         yield tensor
     if is_dataclass(tensor) and not callable(tensor):
-        for one in fields(tensor):
-            part = getattr(tensor, one.name)
+        for field in fields(tensor):
+            part = getattr(tensor, field.name)
             for inner in part if isinstance(part, (list, tuple)) else (part,):
                 yield from _rounded_in(inner)

@@ -115,7 +115,7 @@ def renamed(
     names = names or _wrapped(ours, native)
     if not names:
         return state
-    ours_of = {path_of(theirs): path_of(ours) for ours, theirs in names.items()}
+    ours_of = {path_of(native): path_of(ours) for ours, native in names.items()}
     mine = {
         name: other for name in native if (other := renamed_path(path_of(name), ours_of)) != path_of(name)
     }

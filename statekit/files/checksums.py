@@ -57,7 +57,7 @@ def zip_fault(source: File) -> str:
     try:
         with zipfile.ZipFile(cast(IO[bytes], as_file(source))) as archive:
             members = archive.infolist()
-            if min((one.header_offset for one in members), default=0):
+            if min((member.header_offset for member in members), default=0):
                 return ""  # several archives, one after the other: each is opened by itself
             for one in members:
                 if one.CRC and one.compress_type == zipfile.ZIP_STORED:

@@ -230,7 +230,7 @@ def _faults(
     faults = [(fault.what, f"{fault.path}") for fault in wrong]
     if not proof.is_whole:
         return faults
-    tensors = {name: one for name, one in checkpoint.tensors.items() if not _is_bytes_of(one, later)}
+    tensors = {name: tensor for name, tensor in checkpoint.tensors.items() if not _is_bytes_of(tensor, later)}
     faults += tensor_faults(proof.manifest, tensors)
     if proof.is_inside:
         file = files.source(proof.place)

@@ -53,7 +53,7 @@ _NAMES = {
     "complex64": "C64", "float8_e4m3fn": "F8_E4M3", "float8_e5m2": "F8_E5M2", "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }  # fmt: skip
-_DTYPES = {theirs: DTYPES[ours] for ours, theirs in _NAMES.items()}
+_DTYPES = {spelling: DTYPES[name] for name, spelling in _NAMES.items()}
 
 
 @dataclass(frozen=True)

@@ -354,7 +354,7 @@ def _of_one_repository(path: Path, real: str) -> bool:
     `models--<name>/blobs/<digest>`.
     """
     folder = Path(os.path.realpath(path.parent))
-    snapshots = next((one for one in folder.parents if one.name == "snapshots"), None)
+    snapshots = next((parent for parent in folder.parents if parent.name == "snapshots"), None)
     if snapshots is None or not snapshots.parent.name.startswith("models--"):
         return False
     return Path(real).parent == snapshots.parent / "blobs"

@@ -37,7 +37,11 @@ def takes_options(schema: str, usual: str) -> Callable[[Maker], Maker]:
 
     def named(make: Maker) -> Maker:
         signature = inspect.signature(make)
-        arguments = [one for one in signature.parameters.values() if one.kind is not one.VAR_KEYWORD]
+        arguments = [
+            parameter
+            for parameter in signature.parameters.values()
+            if parameter.kind is not parameter.VAR_KEYWORD
+        ]
         names = OPTIONS[schema].__annotations__
         options = [inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=...) for name in names]
         make.__signature__ = signature.replace(parameters=[*arguments, *options])  # type: ignore[attr-defined]  # a function

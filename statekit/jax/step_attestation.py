@@ -109,7 +109,7 @@ _MEAN = "optax.MultiSteps takes the mean of gradients (use_grad_mean), as it usu
 
 def _parts(opt_state: Any, kind: type) -> list[Any]:
     leaves = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, kind))
-    return [one for one in leaves if isinstance(one, kind)]
+    return [leaf for leaf in leaves if isinstance(leaf, kind)]
 
 
 def _steps(opt_state: Any) -> list[int]:

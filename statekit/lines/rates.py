@@ -60,7 +60,7 @@ class RatesOf:
 
     def of(self, number: int) -> Told:
         """Returns the rate of a group as a function of the updates done, or why nobody knows one; "" if it has none."""
-        moving = [one for one in self.schedules if one.moves(number)]
+        moving = [schedule for schedule in self.schedules if schedule.moves(number)]
         if len(moving) != 1:
             return "the run has several schedules, and nothing tells what each moves" if moving else ""
         (one,) = moving
@@ -250,14 +250,14 @@ class RatesOf:
     @property
     def in_mxnet(self) -> bool:
         """Whether an optimizer of MXNet has the schedule among its attributes."""
-        return any(one.place.startswith("extra/mxnet/") for one in self.schedules)
+        return any(schedule.place.startswith("extra/mxnet/") for schedule in self.schedules)
 
     @property
     def in_keras(self) -> bool:
         """Whether an optimizer of Keras has the schedule in the place of a variable for the rate."""
         stored = [self._stored(number) for number in range(len(self.state["groups"]))]
         rated = any(rate is not None for rate in stored)
-        return not rated and any(one.place == KERAS_SCHEDULE for one in self.schedules)
+        return not rated and any(schedule.place == KERAS_SCHEDULE for schedule in self.schedules)
 
     def lambdas(self) -> str | None:
         """Returns the functions of a LambdaLR that multiply the rates which its state has, where they are known."""

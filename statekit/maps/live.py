@@ -38,14 +38,14 @@ def flat(tree: Tree) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], dict
 
     def named(others: Mapping[str, Any]) -> dict[str, Any]:
         if not is_nested:
-            return {path.replace("/", ".") if has_dots else path: one for path, one in others.items()}
+            return {path.replace("/", ".") if has_dots else path: other for path, other in others.items()}
         root: dict[str, Any] = {}
-        for path, one in others.items():
+        for path, other in others.items():
             *outer, last = path.split("/")
             node = root
             for key in outer:
                 node = node.setdefault(key, {})
-            node[last] = one
+            node[last] = other
         return root
 
     return arrays, named
@@ -71,8 +71,8 @@ def apart(arrays: Mapping[str, Any], ties: Mapping[str, str]) -> dict[str, Any]:
     """Returns arrays without the further names of tied ones: those that are the same array, or share its memory."""
     tied = {
         name
-        for name, one in ties.items()
-        if name in arrays and one in arrays and _same(arrays[name], arrays[one])
+        for name, tie in ties.items()
+        if name in arrays and tie in arrays and _same(arrays[name], arrays[tie])
     }
     return {name: array for name, array in arrays.items() if name not in tied}
 

@@ -130,7 +130,11 @@ class Entry:
         return self._over(*_JOINING)
 
     def _over(self, *kinds: str) -> tuple[str, ...]:
-        return tuple(str(one["over"]) for one in self.operations if one["op"] in kinds and "over" in one)
+        return tuple(
+            str(operation["over"])
+            for operation in self.operations
+            if operation["op"] in kinds and "over" in operation
+        )
 
 
 @dataclass(frozen=True)
@@ -191,7 +195,7 @@ class ModelMap:
         takes = (
             self.needed.keys() | self.choices.keys() | (self.pretrained.keys if self.pretrained else set())
         )
-        beside = {key: one for key, one in values.items() if key in takes and key not in self.config}
+        beside = {key: value for key, value in values.items() if key in takes and key not in self.config}
         Faults(_no_lengths(beside, self.needed)).check(
             UsageError,
             f"The map {self.name} can't take what lies beside the checkpoint",
@@ -248,7 +252,7 @@ class ModelMap:
         }
         if not frozen:
             return state
-        rest = {name: one for name, one in buffers.items() if name not in frozen}
+        rest = {name: buffer for name, buffer in buffers.items() if name not in frozen}
         params = {**state.params, **{path: buffers[name] for name, path in frozen.items()}}
         return replace(state, params=params, extra={**state.extra, BUFFERS: rest})
 
@@ -350,7 +354,7 @@ class ModelMap:
                 path = next(iter(of_one))
                 faults.add(f"is of a model with {choice} {one}, and others are of one with {other}", path)
             named = {entry.when[1] for entry in bound if entry.when is not None and entry.when[0] == choice}
-            unnamed = [one for one in alternatives if one not in named]
+            unnamed = [alternative for alternative in alternatives if alternative not in named]
             shown = next(iter(seen), (unnamed or list(alternatives))[0])
             if said is not None and said not in ((*seen,) if alike else (shown,)):
                 faults.add(
@@ -381,7 +385,9 @@ class ModelMap:
                     else:
                         counts[name] = max(counts.get(name, 0), number + 1)
                 if (over := entry.unstacked) is not None:
-                    axis = next(one["axis"] for one in entry.operations if one["op"] == "unstack")
+                    axis = next(
+                        operation["axis"] for operation in entry.operations if operation["op"] == "unstack"
+                    )
                     length = shapes[path][axis] if axis < len(shapes[path]) else 0
                     if counts.setdefault(over, length) != length:
                         faults.add(f"has {length} along axis {axis}, others have {counts[over]}", path)
@@ -418,7 +424,7 @@ class ModelMap:
         for part in _bindings(entry.apart, ranges):
             places = {name: ranges[name].index(value) for name, value in part.items()}
             lengths = {name: len(ranges[name]) for name in (*entry.joined, *entry.apart)}
-            operations = tuple(self._operation(one, places, lengths) for one in entry.operations)
+            operations = tuple(self._operation(operation, places, lengths) for operation in entry.operations)
             made: dict[str, list[str]] = {}
             for path, binding in paths.items():
                 made.setdefault(entry.target.path({**binding, **part}), []).append(path)
@@ -586,21 +592,21 @@ def _unfitting(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         place, steps = f"parameters/{i}", line.get("operations", [])
         fields = [{name for name, _ in _FIELD.findall(line[side])} for side in ("source", "target")]
         overs = [
-            [one["over"] for one in steps if one["op"] in kinds and "over" in one]
+            [step["over"] for step in steps if step["op"] in kinds and "over" in step]
             for kinds in (_JOINING, _APART)
         ]
-        if any(len(names) != len({*names}) for names in overs) or [{*one} for one in overs] != [
+        if any(len(names) != len({*names}) for names in overs) or [{*over} for over in overs] != [
             fields[0] - fields[1], fields[1] - fields[0],
         ]:  # fmt: skip
             yield "has fields that the other side hasn't, and that nothing counts", place
-        if any(one["op"] == "unstack" for one in steps[1:]):
+        if any(step["op"] == "unstack" for step in steps[1:]):
             yield "has unstack behind another operation", place
-        if any(one["op"] == "stack" for one in steps[:-1]):
+        if any(step["op"] == "stack" for step in steps[:-1]):
             yield "has stack before another operation", place
         for name, alternative in line.get("when", {}).items():
             if alternative not in choices.get(name, ()):
                 yield f"is for {name} {alternative}, which isn't among the choices", place
-        yield from ((fault, place) for one in steps for fault in _unsound(one, config, words))
+        yield from ((fault, place) for step in steps for fault in _unsound(step, config, words))
     for i, kind in enumerate(data.get("modules", ())):
         yield from ((fault, f"modules/{i}/{place}") for fault, place in kind_faults(kind))
     for side in _SIDES:
@@ -656,7 +662,7 @@ def pretrained_of(name: str) -> Pretrained | None:
 
 def pretrained_class(name: str) -> Pretrained | None:
     """Returns what builds a class of a library, by its name; None if no map is of it."""
-    made = (pretrained_of(one) for one in map_names())
+    made = (pretrained_of(name) for name in map_names())
     return next((one for one in made if one is not None and one.class_name == name), None)
 
 

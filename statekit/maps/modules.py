@@ -82,7 +82,7 @@ class Kind:
     @property
     def reads_rows(self) -> bool:
         """Whether it may read an image whose axes were flattened into one."""
-        return any(one["op"] == "flattened" for leaf in self.leaves for one in leaf.operations)
+        return any(operation["op"] == "flattened" for leaf in self.leaves for operation in leaf.operations)
 
 
 @dataclass(frozen=True)
@@ -209,23 +209,23 @@ class Modules:
             leaf = next(leaf for leaf in kind.leaves if leaf.source == _leaf(path))
             steps: list[Operation] = []
             lengths = shape
-            for one in leaf.operations:
-                axis = one.get("axis", 0)
-                if one["op"] == "permute":
-                    steps.append(Permute(tuple(one["order"])))
-                    lengths = tuple(lengths[i] for i in one["order"])
-                elif one["op"] == "merge":
+            for operation in leaf.operations:
+                axis = operation.get("axis", 0)
+                if operation["op"] == "permute":
+                    steps.append(Permute(tuple(operation["order"])))
+                    lengths = tuple(lengths[i] for i in operation["order"])
+                elif operation["op"] == "merge":
                     steps.append(Merge(axis))
                     lengths = (*lengths[:axis], lengths[axis] * lengths[axis + 1], *lengths[axis + 2 :])
-                elif one["op"] == "part":
+                elif operation["op"] == "part":
                     heads = self._heads_of(name, config)
                     steps.append(Part(axis, heads))
                     lengths = (*lengths[:axis], heads, lengths[axis] // heads, *lengths[axis + 1 :])
                 elif (image := flatten.get(name)) is not None:
-                    rows = lengths[one["axis"]]
+                    rows = lengths[operation["axis"]]
                     if prod(image) != rows:
                         faults.add(f"reads {rows} values, but flatten says an image of {list(image)}", name)
-                    steps.append(_flattened(one, image))
+                    steps.append(_flattened(operation, image))
             links.append(Link((path,), "/".join((*path.split("/")[:-1], leaf.target)), tuple(steps)))
         if not images or (model is not None and model.classes):
             return links, ()
@@ -307,11 +307,11 @@ class Modules:
         for around in dict.fromkeys(name.rpartition("/")[0] for name in modules):
             at = f"{around}/" if around else ""
             parts = {
-                one: (kind, kernel)
+                member: (kind, kernel)
                 for kind in of_heads
-                for one in kind.members
-                if kind.fits({leaf: len(shape) for leaf, shape in modules.get(at + one, {}).items()})
-                for kernel in [max(modules[at + one].values(), key=len)]
+                for member in kind.members
+                if kind.fits({leaf: len(shape) for leaf, shape in modules.get(at + member, {}).items()})
+                for kernel in [max(modules[at + member].values(), key=len)]
             }
             if len(parts) == sum(len(kind.members) for kind in of_heads) == 4:
                 query, key, value, out = (kernel for _, kernel in parts.values())
@@ -370,7 +370,7 @@ def said_faults(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     kinds, flatten, heads = config.get(KINDS, {}), config.get(FLATTEN, {}), config.get(HEADS, 1)
     if type(heads) is not int or heads < 1:
         yield f"is {heads!r:.80}, expected a number from 1 on", HEADS
-    if not isinstance(kinds, Mapping) or not all(isinstance(one, str) for one in kinds.values()):
+    if not isinstance(kinds, Mapping) or not all(isinstance(kind, str) for kind in kinds.values()):
         yield f"is {kinds!r:.80}, expected module -> kind", KINDS
     if not isinstance(flatten, Mapping) or not all(map(_is_image, flatten.values())):
         yield f"is {flatten!r:.80}, expected module -> lengths of the image's axes, channels last", FLATTEN

@@ -84,7 +84,11 @@ def by_layer(parameters: Sequence[Mapping[str, Any]], part: str = "") -> Layers:
         >>> by_layer(each).curves
         {'values': {'h': {0: (25.0, 2), 1: (25.0, 2)}}}
     """
-    placed = [(where, one) for one in parameters if "stats" in one and (where := _place(one["path"]))]
+    placed = [
+        (where, parameter)
+        for parameter in parameters
+        if "stats" in parameter and (where := _place(parameter["path"]))
+    ]
     layers: dict[str, set[int]] = {}
     for (stack, layer, _), _one in placed:
         layers.setdefault(stack, set()).add(layer)

@@ -33,10 +33,10 @@ class Listing:
 
 def listing(parameters: Sequence[Mapping[str, Any]], most: int = MAX_LISTED) -> Listing:
     """Arranges the parameters that `inspect` lists; modules alone, where there are too many for a page."""
-    root = module_tree((one["path"], one) for one in parameters)
+    root = module_tree((parameter["path"], parameter) for parameter in parameters)
     ends: dict[str, list[int]] = {}
-    for one in parameters:
-        for name, tensor in (("values", one), *one["slots"].items()):
+    for parameter in parameters:
+        for name, tensor in (("values", parameter), *parameter["slots"].items()):
             binned = tensor.get("stats", {}).get("magnitudes")
             if binned:
                 first = binned["from"]
@@ -54,10 +54,10 @@ def numbers(parameters: Sequence[Mapping[str, Any]]) -> str:
     table = charts.Plot(
         "parameters", "", "", Markup(""), "", ("parameter", "slot", "shape", "dtype", "bytes", *stats),
         tuple(
-            (one["path"], slot, "x".join(map(str, t["shape"])), t["dtype"], t["bytes"],
+            (parameter["path"], slot, "x".join(map(str, t["shape"])), t["dtype"], t["bytes"],
              *(_plain(t["stats"][name]) if "stats" in t else None for name in stats))
-            for one in parameters
-            for slot, t in (("", one), *one["slots"].items())
+            for parameter in parameters
+            for slot, t in (("", parameter), *parameter["slots"].items())
         ),
     )  # fmt: skip
     return table.csv()
@@ -83,8 +83,8 @@ def inside(module: Module[Mapping[str, Any]]) -> dict[str, int]:
 def total_magnitudes(parameters: Sequence[Mapping[str, Any]]) -> list[charts.Plot]:
     """Returns a histogram of all parameters together and one of each slot, from their statistics."""
     counts: dict[str, dict[int, float]] = {}
-    for one in parameters:
-        for name, tensor in (("values", one), *one["slots"].items()):
+    for parameter in parameters:
+        for name, tensor in (("values", parameter), *parameter["slots"].items()):
             binned = tensor.get("stats", {}).get("magnitudes")
             bins = counts.setdefault(name, {}) if "stats" in tensor else {}
             for i, count in enumerate(binned["counts"] if binned else ()):

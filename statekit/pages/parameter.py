@@ -113,7 +113,7 @@ def of_run(record: Mapping[str, Any], tensor: str = "") -> list[Plot]:
         )
     changes = {name: one for name, one in record["changes"].items() if tensor in ("", name)}
     for figure, (title, powers) in _CHANGES.items() if len(steps) > 1 else ():
-        each = {_called(name): one[figure] for name, one in changes.items()}
+        each = {_called(name): change[figure] for name, change in changes.items()}
         plots.append(charts.lines(title, FIGURES[figure], figure, each, steps, powers=powers))
     plots += [
         charts.lines(name, name, name, {name: values}, steps, powers=True)

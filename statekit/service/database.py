@@ -114,7 +114,7 @@ class Database:
         scripts = ScriptDirectory.from_config(config)
 
         def steps(current: Any, context: MigrationContext) -> Any:
-            ahead = {one.revision for one in scripts.iterate_revisions("head", current or "base")}
+            ahead = {revision.revision for revision in scripts.iterate_revisions("head", current or "base")}
             change = (
                 scripts._upgrade_revs if version == "head" or version in ahead else scripts._downgrade_revs
             )

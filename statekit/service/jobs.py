@@ -144,7 +144,9 @@ class Jobs:
                 created=time.time(), text="", requested_by=printable(requested_by)[:200], last_event=0,
             )  # fmt: skip
             number = connection.execute(made).lastrowid
-            rows = [{"job": number, "position": i, "checkpoint": one} for i, one in enumerate(subjects)]
+            rows = [
+                {"job": number, "position": i, "checkpoint": subject} for i, subject in enumerate(subjects)
+            ]
             connection.execute(SUBJECTS.insert(), rows)
             _add_event(connection, number, "state", {"state": "queued"})
             return _job_of(connection, number)

@@ -319,10 +319,10 @@ def schema(kind: Kind) -> dict[str, Any]:
         "type": "object",
         "description": f"Options of `{kind}`.",
         "properties": {
-            name: {"description": one.expected, **one.schema}
+            name: {"description": option.expected, **option.schema}
             if name in NEEDED[kind]
-            else {"description": one.expected, "anyOf": [one.schema, {"type": "null"}]}
-            for name, one in OPTIONS[kind].items()
+            else {"description": option.expected, "anyOf": [option.schema, {"type": "null"}]}
+            for name, option in OPTIONS[kind].items()
         },
         "required": list(NEEDED[kind]),
         "additionalProperties": False,

@@ -311,7 +311,7 @@ class Scanner:
             nodes = self._parts(before.answer, top)
             if nodes is not None and before.stamp == self._stamp(nodes, top):
                 self._known[key] = before
-                return self._of_answer(before.answer, nodes, top), {one.path for one in nodes}
+                return self._of_answer(before.answer, nodes, top), {node.path for node in nodes}
         answer = self._asked(request)
         nodes = self._parts(answer, top)
         if nodes is None:  # it can't be opened: it is where it was looked for
@@ -327,7 +327,7 @@ class Scanner:
                 **_unread(answer.get("unreadable", "It went while it was looked into.")),
             }
         self._known[key] = _remembered(self._stamp(nodes, top), answer, before)
-        return self._of_answer(answer, nodes, top), {one.path for one in nodes}
+        return self._of_answer(answer, nodes, top), {node.path for node in nodes}
 
     def _of_answer(self, answer: Mapping[str, Any], nodes: list[Folder], top: Folder) -> Seen | None:
         columns = {name: value for name, value in answer.items() if name not in ("path", "parts")}
@@ -338,27 +338,27 @@ class Scanner:
         if "path" not in answer:
             return None
         nodes = [top.child(self._relative(path)) for path in answer["parts"] or [answer["path"]]]
-        return [one for one in nodes if one is not None] or None
+        return [node for node in nodes if node is not None] or None
 
     def _relative(self, path: str) -> str:
         relative = os.path.relpath(path, self.root)
         return "" if relative == "." else relative
 
     def _stamp(self, nodes: list[Folder], top: Folder) -> tuple[str, str]:
-        return _digest((one.path, one.print) for one in nodes), self._proof(nodes, top)
+        return _digest((node.path, node.print) for node in nodes), self._proof(nodes, top)
 
     def _proof(self, nodes: list[Folder], top: Folder) -> str:
         first = Path(nodes[0].path)
         manifests = [beside(first), first.parent / FILE, first.parent.parent / FILE]
         near = [top.child(self._relative(str(path))) for path in manifests if path.is_relative_to(self.root)]
         return _digest(
-            [(one.path, one.proof) for one in nodes] + [(o.path, o.print) for o in near if o is not None]
+            [(node.path, node.proof) for node in nodes] + [(o.path, o.print) for o in near if o is not None]
         )
 
     def _seen(self, node: Folder, nodes: list[Folder], top: Folder, columns: Mapping[str, Any]) -> Seen:
         made, proof = self._stamp(nodes, top)
-        modified = max(one.modified for one in nodes) / 1e9
-        size = sum(one.size for one in nodes)
+        modified = max(node.modified for node in nodes) / 1e9
+        size = sum(node.size for node in nodes)
         place = os.fsencode(self._relative(node.path))
         return Seen(place, made, proof, size, min(max(modified, 0.0), 2.0**36), columns)
 

@@ -189,11 +189,11 @@ class Worker:
             subjects = [checkpoint_of(connection, number) for number in job.subjects]
             if job.kind == "thin" and job.attempts == 1:
                 check_thinning(connection, job.subjects[0], job.id)
-        paths = [self._path(one, job.kind == "thin" and job.attempts > 1) for one in subjects]
+        paths = [self._path(subject, job.kind == "thin" and job.attempts > 1) for subject in subjects]
         files = {
             name: str(self._catalogue.path_of(job.options[name])) for name in _FILES if name in job.options
         }
-        size = sum(one.size for one in subjects)
+        size = sum(subject.size for subject in subjects)
         request: dict[str, Any] = {
             "kind": job.kind,
             "paths": [str(path) for path in paths],

@@ -173,9 +173,9 @@ class _States:
     def _all(self) -> Iterator[Difference]:
         right, other = self._right, self._other
         kinds = [{schema for schema, _ in one.optimizer.kinds} for one in (right, other)]
-        alone = [one for one in kinds if one == {WEIGHTS}]
+        alone = [kind for kind in kinds if kind == {WEIGHTS}]
         if kinds[0] != kinds[1]:
-            yield _differing("rule", "optimizer", [" and ".join(sorted(one)) for one in kinds])
+            yield _differing("rule", "optimizer", [" and ".join(sorted(kind)) for kind in kinds])
         for schema, theirs_of, mine_of in _variants(right, other):
             yield _differing("rule", f"variant/{schema}", [theirs_of, mine_of])
         for path in _both(right.params, other.params):
@@ -191,7 +191,7 @@ class _States:
         yield from self._rules()
         yield from self._options()
         yield from self._group_slots()
-        yield from self._schedules(*(one.schedules for one in self._runs))
+        yield from self._schedules(*(run.schedules for run in self._runs))
         yield from self._parts(*self._runs)
 
     def _of_param(self, path: str) -> Iterator[Difference]:
@@ -204,7 +204,7 @@ class _States:
             slots[1] = {_TURNED.get(name, name): slot for name, slot in slots[1].items()}
             self._normalised[_OTHER_WAY] = None
         for name in _both(*slots):
-            theirs, mine = (each.get(name) for each in slots)
+            theirs, mine = (slot.get(name) for slot in slots)
             place = f"slots/{path}/{name}"
             present = theirs if mine is None else mine if theirs is None else None
             if present is not None and not due and not done:
@@ -254,7 +254,7 @@ class _States:
     def _options(self) -> Iterator[Difference]:
         groups = [_groups_by_path(one) for one in (self._right, self._other)]
         for path in self._right.params:
-            theirs, mine = (each.get(path) for each in groups)
+            theirs, mine = (group.get(path) for group in groups)
             if theirs is None and mine is None:
                 continue
             if theirs is None or mine is None:
@@ -372,7 +372,7 @@ class _States:
 
     def _called(self) -> Iterator[Difference]:
         """Yields where a function that no state holds gives another rate than the right schedule gave last."""
-        each = [one.schedules for one in self._runs]
+        each = [run.schedules for run in self._runs]
         if not self._rates or any(len(one) != 1 for one in each):
             return
         ((theirs,), (mine,)) = each
@@ -395,7 +395,7 @@ class _States:
     def _parts(self, right: RunState, other: RunState) -> Iterator[Difference]:
         parts = [_numbered(one.parts) for one in (right, other)]
         for what, i in _both(*parts):
-            each = [one.get((what, i)) for one in parts]
+            each = [part.get((what, i)) for part in parts]
             if what not in _PARTS:
                 self._unsaid[uncompared(what)] = None
                 continue
@@ -408,12 +408,12 @@ class _States:
         if item not in ("kind", "parameters"):
             return False
         rates = [one.rates for one in (right, other)]
-        if all(each and not any(isinstance(one, str) for one in each) for each in rates):
+        if all(rate and not any(isinstance(one, str) for one in rate) for rate in rates):
             return len(rates[0]) == len(rates[1]) and all(
-                alike({}, mine.rate(count), theirs.rate(count)) is not None
-                for mine, theirs in zip(*rates, strict=True)
-                if not isinstance(mine, str) and not isinstance(theirs, str)
-                for count in (*_COUNTS, *mine.turns, *theirs.turns)
+                alike({}, rate.rate(count), theirs.rate(count)) is not None
+                for rate, theirs in zip(*rates, strict=True)
+                if not isinstance(rate, str) and not isinstance(theirs, str)
+                for count in (*_COUNTS, *rate.turns, *theirs.turns)
             )
         if right.kind != other.kind and {right.place, other.place} & {KERAS_SCHEDULE, f"extra/{CALLED}"}:
             self._unsaid["the schedule: its two forms can't be compared"] = None
@@ -437,7 +437,7 @@ def with_still(state: TrainState, like: TrainState) -> TrainState:
     if not still:
         return state
     names = {*still.values()}
-    rest = {name: one for name, one in buffers.items() if name not in names}
+    rest = {name: buffer for name, buffer in buffers.items() if name not in names}
     params = {**state.params, **{path: buffers[name] for path, name in still.items()}}
     return replace(state, params=params, extra={**state.extra, BUFFERS: rest})
 
@@ -508,7 +508,7 @@ def _forms(
     right: TrainState, other: TrainState, runs: tuple[RunState, RunState], rates: Mapping[int, Rate]
 ) -> dict[str, _Form]:
     """Returns each parameter's schedule where two states have it in other forms; none where one isn't told."""
-    kinds = [[one.kind for one in run.schedules] for run in runs]
+    kinds = [[schedule.kind for schedule in run.schedules] for run in runs]
     if not all(kinds) or (kinds[0] == kinds[1] and not rates):
         return {}
     groups = [
@@ -546,7 +546,7 @@ def length_of(run: RunState) -> int | None:
 
 def _stated(schedules: Sequence[Schedule], number: int) -> Rates | None:
     """Returns what a group's schedule does, where its state says it."""
-    schedule = next((one for one in schedules if one.moves(number)), None)
+    schedule = next((schedule for schedule in schedules if schedule.moves(number)), None)
     stated = None if schedule is None else schedule.of_group(number)
     return stated if isinstance(stated, Rates) else None
 
@@ -560,7 +560,7 @@ def _rate_of(
     groups: Sequence[Group], schedules: Sequence[Schedule], number: int, rates: Mapping[int, Rate]
 ) -> tuple[Rate, int | None, frozenset[int]] | None:
     """Returns what a group's schedule does, where it stands, and its turns; None where that isn't told."""
-    schedule = next((one for one in schedules if one.moves(number)), None)
+    schedule = next((schedule for schedule in schedules if schedule.moves(number)), None)
     if schedule is None:
         options = groups[number].hyperparameters
         rate = next((plain(options[name]) for name in RATE_NAMES if name in options), None)

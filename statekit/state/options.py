@@ -263,7 +263,9 @@ def checked_hparams(
 def is_known(schema: str, name: str) -> bool:
     """Tells whether an optimizer has a hyperparameter, by its canonical name or some variant's own."""
     rules = load_schema(schema)
-    return name in rules.hyperparameters or any(name in native_options(schema, one) for one in rules.variants)
+    return name in rules.hyperparameters or any(
+        name in native_options(schema, variant) for variant in rules.variants
+    )
 
 
 def native_options(schema: str, variant: str) -> dict[str, dict[str, Spelling]]:
@@ -292,9 +294,9 @@ def _elsewhere(rules: OptimizerSchema, variant: str, name: str, rate: str) -> st
     if name in RATE_NAMES:
         return f"isn't an option: the learning rate is {rate}"
     canonical = [
-        one
-        for one in rules.hyperparameters
-        if any(rules.spelling(other, one).argument == name for other in rules.variants)
+        hyperparameter
+        for hyperparameter in rules.hyperparameters
+        if any(rules.spelling(other, hyperparameter).argument == name for other in rules.variants)
     ]
     if name in rules.hyperparameters or not canonical:
         return ""

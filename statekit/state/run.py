@@ -107,7 +107,7 @@ class Schedule:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the schedule as plain data."""
-        rates = [one if isinstance(one, str) else one.to_json() for one in self.rates]
+        rates = [rate if isinstance(rate, str) else rate.to_json() for rate in self.rates]
         plain = {
             "kind": self.kind,
             "parameters": to_json(self.parameters),
@@ -159,7 +159,7 @@ class RunState:
         named: dict[str, Any] = {}
         for part in self.parts:
             named.setdefault(part.what, []).append(part.to_json())
-        schedules = [one.to_json() for one in self.schedules]
+        schedules = [schedule.to_json() for schedule in self.schedules]
         return {
             **({"schedule": schedules} if schedules else {}),
             **named,
@@ -265,7 +265,7 @@ def run_of(extra: Mapping[str, Tree]) -> RunState:
             parts.append(RunPart(what, name, _value(node, what)))
     ties = extra.get(TIES)
     # A LambdaLR without its bases isn't one that was saved: folders of Trainer need it to say where a run stands.
-    schedules = [one for one in schedules if one.bases or one.kind != "LambdaLR"]
+    schedules = [schedule for schedule in schedules if schedule.bases or schedule.kind != "LambdaLR"]
     schedules = _with_call(_with_groups(schedules, around.bases) or counts[:1], around)
     return RunState(
         tuple(schedules),
@@ -292,14 +292,14 @@ def _with_groups(schedules: list[Schedule], bases: Sequence[float | None]) -> li
     Source: pytorch/pytorch torch/optim/lr_scheduler.py, `LRScheduler.__init__`.
     """
     moved = [number for number, base in enumerate(bases) if base is not None]
-    each = [one.bases for one in schedules]
+    each = [schedule.bases for schedule in schedules]
     alone = len(schedules) == 1 and len(moved) == len(bases)
     if alone or not all(each) or [base for rates in each for base in rates] != [bases[i] for i in moved]:
         return schedules
     ends = list(accumulate(map(len, each)))
     return [
-        replace(one, groups=tuple(moved[end - len(rates) : end]))
-        for one, rates, end in zip(schedules, each, ends, strict=True)
+        replace(schedule, groups=tuple(moved[end - len(rates) : end]))
+        for schedule, rates, end in zip(schedules, each, ends, strict=True)
     ]
 
 
@@ -322,9 +322,11 @@ class _Around:
         beside, groups, call = extra.get(BESIDE), extra.get("param_groups"), extra.get(CALLED)
         arguments = beside.get(TRAINER_ARGUMENTS) if isinstance(beside, Mapping) else None
         options = (
-            [one if isinstance(one, Mapping) else {} for one in groups] if isinstance(groups, list) else []
+            [group if isinstance(group, Mapping) else {} for group in groups]
+            if isinstance(groups, list)
+            else []
         )
-        bases = [one.get("base_lr", one.get("initial_lr")) for one in options]
+        bases = [option.get("base_lr", option.get("initial_lr")) for option in options]
         return _Around(
             arguments if isinstance(arguments, Mapping) else None,
             tuple(base if type(base) in (int, float) else None for base in bases),

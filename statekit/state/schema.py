@@ -143,12 +143,12 @@ class OptimizerSchema:
         steps = (step["over_tensor"] for step in self.data.get("steps", ()) if "over_tensor" in step)
         return tuple(
             OverTensor(
-                one["what"],
-                tuple(one["enters"]),
-                any(constants.get(key) in forms for key, forms in one.get("but_for_batch", {}).items()),
+                step["what"],
+                tuple(step["enters"]),
+                any(constants.get(key) in forms for key, forms in step.get("but_for_batch", {}).items()),
             )
-            for one in steps
-            if not any(settings.get(name, ...) in values for name, values in one.get("unless", {}).items())
+            for step in steps
+            if not any(settings.get(name, ...) in values for name, values in step.get("unless", {}).items())
         )
 
     def canonical(self, variant: str, arguments: Mapping[str, Any], place: str = "") -> dict[str, Any]:
@@ -238,7 +238,7 @@ class OptimizerSchema:
             for name, said in native.items()
         }
         names = [str(said.get("name", "")) for said in native.values()]
-        shared = Counter(one.partition("[")[0] for one in names if "[" in one)
+        shared = Counter(name.partition("[")[0] for name in names if "[" in name)
         return {
             name: Spelling(argument, int(index) if index else None, shared[argument], "sign" in native[name])
             for name, (argument, _, index) in parts.items()

@@ -79,7 +79,7 @@ def with_own_rate(state: TrainState) -> TrainState:
         group.hyperparameters[n] for group in groups for n in RATE_NAMES if group.known_from.get(n) == "given"
     ]
     schedules = run_of(state.extra).schedules if given else ()
-    if not schedules or all(isinstance(one, Rates) for each in schedules for one in each.rates):
+    if not schedules or all(isinstance(rate, Rates) for schedule in schedules for rate in schedule.rates):
         return state
     said = (
         f"The run's learning rate follows a schedule ({schedules[0].kind or 'whose function no file has'}):"

@@ -40,7 +40,10 @@ def change(before: Tensor, after: Tensor) -> dict[str, float | None]:
         "cosine": both / (math.sqrt(square) * math.sqrt(other)) if square and other else None,
         "moved": unequal / count if count else None,
     }
-    return {name: one if one is not None and math.isfinite(one) else None for name, one in figures.items()}
+    return {
+        name: figure if figure is not None and math.isfinite(figure) else None
+        for name, figure in figures.items()
+    }
 
 
 def _finite(x: Array, y: Array) -> tuple[Array, Array]:

@@ -67,7 +67,9 @@ def parameter_statistics(
         )
     stored = state
     state = as_params(state)[0]
-    part = next((one for one in state.parts() if any(path in g.paths for g in one.optimizer.groups)), state)
+    part = next(
+        (part for part in state.parts() if any(path in g.paths for g in part.optimizer.groups)), state
+    )
     group = part.group_of(path)
     slots = stored.slots.get(path, {})
     tensors = {"values": stored.params[path], **slots}

@@ -268,7 +268,7 @@ def _generators(variables: Variables, opened: OpenState) -> tuple[list[Finding],
     """
     layers = list(variables._flatten_layers()) if isinstance(variables, keras.Model) else []
     kinds = keras.random.SeedGenerator
-    live = [one.name for one in layers if isinstance(getattr(one, "seed_generator", None), kinds)]
+    live = [layer.name for layer in layers if isinstance(getattr(layer, "seed_generator", None), kinds)]
     kept = [name for name in opened.checkpoint.tensors if "seed_generator" in name]
     unsaid = [f"random: the seed generator of {name}: Keras keeps it in no file" for name in live]
     unsaid += [f"random: {name}: nothing tells whose generator's state it is" for name in kept]
@@ -276,8 +276,8 @@ def _generators(variables: Variables, opened: OpenState) -> tuple[list[Finding],
 
 
 def _strangers(optimizer: Any, variables: Sequence[Any]) -> list[Finding]:
-    known = {id(one) for one in variables}
-    strange = [path_of(one) for one in optimizer._trainable_variables if id(one) not in known]
+    known = {id(variable) for variable in variables}
+    strange = [path_of(variable) for variable in optimizer._trainable_variables if id(variable) not in known]
     if not strange:
         return []
     return [fault("optimizer-elsewhere", strange, "the model's variables", f"{len(strange)} others")]

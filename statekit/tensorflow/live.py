@@ -70,7 +70,7 @@ def live_checkpoint(variables: Mapping[str, Any], optimizer: Any) -> Checkpoint:
 def _checkpoint(variables: Mapping[str, Any], optimizer: Any, built: Any) -> Checkpoint:
     moved, name_of = built._trainable_variables, _names(variables, built)
     ids = {id(one) for one in moved}
-    rest = [one for one in variables.values() if id(one) not in ids]
+    rest = [variable for variable in variables.values() if id(variable) not in ids]
     ordered = [one for one in [*moved, *rest] if id(one) in name_of]
     places = [(str(i), "vars", "0") for i in range(len(ordered))]
     said = [
@@ -106,7 +106,9 @@ def live_state(variables: Mapping[str, Any], optimizer: Any) -> TrainState:
     layout, _ = registry.detect_layout(checkpoint)
     state = registry.decoded(layout, checkpoint, NO_HINTS)
     name_of = _names(variables, built)
-    mine = {name: name_of[id(one)] for name, one in variables.items() if name_of[id(one)] != name}
+    mine = {
+        name: name_of[id(variable)] for name, variable in variables.items() if name_of[id(variable)] != name
+    }
     state = renamed(state, mine, LIVE)
     if isinstance(optimizer.get_config()["learning_rate"], Mapping):
         state = _with_rate(state, optimizer)
@@ -120,7 +122,7 @@ def _built(variables: Mapping[str, Any], optimizer: Any) -> Any:
 def _names(variables: Mapping[str, Any], built: Any) -> dict[int, str]:
     """Returns the name of each variable by its `id`: that which an optimizer of statekit has for it, or the given."""
     names, moved = canonical_names(built), built._trainable_variables
-    given = {id(one): name for name, one in variables.items()}
+    given = {id(variable): name for name, variable in variables.items()}
     return given | {id(one): names[path_of(one)] for one in moved if path_of(one) in names}
 
 

@@ -39,4 +39,6 @@ def parse_spec(text: str) -> tuple[Shape, Extent] | None:
     if match is None or len(pieces) != len(full):
         return None
     numbers = (piece.split(",") for piece in pieces)
-    return full, tuple((0, FULL) if one == ["-"] else (int(one[0]), int(one[1])) for one in numbers)
+    return full, tuple(
+        (0, FULL) if number == ["-"] else (int(number[0]), int(number[1])) for number in numbers
+    )

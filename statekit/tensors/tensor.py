@@ -467,7 +467,7 @@ def ties_of(model: Mapping[str, Tensor], known: Iterable[str]) -> dict[str, str]
         first.setdefault(bytes_of(model[name]), name)
     ties = {name: first.get(bytes_of(tensor), name) for name, tensor in model.items()}
     firsts = set(first.values())
-    return {name: one for name, one in ties.items() if name != one and name not in firsts}
+    return {name: tie for name, tie in ties.items() if name != tie and name not in firsts}
 
 
 def same_values(left: Tensor, right: Tensor) -> bool:

@@ -323,9 +323,11 @@ def _strangers(
 
 
 def _drives_another(schedulers: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer]) -> list[Finding]:
-    each = [_driven(one) for one in schedulers]
-    strange = [one for one in each if one is not None and all(one is not mine for mine in optimizers)]
-    names = " and ".join(type(one).__name__ for one in optimizers)
+    each = [_driven(scheduler) for scheduler in schedulers]
+    strange = [
+        one for one in each if one is not None and all(one is not optimizer for optimizer in optimizers)
+    ]
+    names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
     return [
         fault("schedule-elsewhere", ["the scheduler"], f"this {names}", f"another {type(one).__name__}")
         for one in strange
@@ -344,7 +346,9 @@ def _rates(schedulers: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer
     """
     numbers = {id(group): i for i, group in enumerate(_groups(optimizers))}
     rates: dict[int, Rate] = {}
-    for scheduler in (one for one in schedulers if isinstance(one, torch.optim.lr_scheduler.LambdaLR)):
+    for scheduler in (
+        scheduler for scheduler in schedulers if isinstance(scheduler, torch.optim.lr_scheduler.LambdaLR)
+    ):
         bases, functions = getattr(scheduler, "base_lrs", ()), getattr(scheduler, "lr_lambdas", ())
         groups = getattr(_driven(scheduler), "param_groups", ())
         for group, base, function in zip(groups, bases, functions, strict=False):
@@ -358,8 +362,8 @@ def _length(schedulers: Sequence[Any]) -> int | None:
 
     Source: huggingface/transformers, optimization.py, `get_cosine_schedule_with_warmup`.
     """
-    functions = [function for one in schedulers for function in getattr(one, "lr_lambdas", ())]
-    stated = [getattr(one, "keywords", {}).get("num_training_steps") for one in functions]
+    functions = [function for scheduler in schedulers for function in getattr(scheduler, "lr_lambdas", ())]
+    stated = [getattr(function, "keywords", {}).get("num_training_steps") for function in functions]
     return next((one for one in stated if type(one) is int), None)
 
 
@@ -374,4 +378,4 @@ def _all(one_or_several: Any) -> list[Any]:
 
 
 def _groups(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
-    return [group for one in optimizers for group in one.param_groups]
+    return [group for optimizer in optimizers for group in optimizer.param_groups]

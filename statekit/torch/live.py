@@ -168,7 +168,7 @@ def live_checkpoint(
         name: LiveSlice(param.detach(), flat[id(param)], name) if id(param) in flat else param
         for name, param in params.items()
     }
-    states = [named_state(one, names, flat) for one in optimizers]
+    states = [named_state(optimizer, names, flat) for optimizer in optimizers]
     parts = {"optimizer": states[0]} if len(states) == 1 else {"optimizers": states}
     tree = live_tree({"model": {**model, **buffers}, **parts, **beside})
     return Checkpoint("torch", LIVE, tree)

@@ -106,7 +106,9 @@ class _Watch:
         self._depth += 1
         if not self._update.is_awaited or self._depth > 1:
             return None
-        closure = kwargs.get("closure") or next((one for one in args[1:] if callable(one)), None)
+        closure = kwargs.get("closure") or next(
+            (argument for argument in args[1:] if callable(argument)), None
+        )
         if closure is None:
             self._take()
             return None
@@ -117,7 +119,7 @@ class _Watch:
             return loss
 
         kept = {name: one for name, one in kwargs.items() if name != "closure"}
-        rest = [one for one in args[1:] if one is not closure]
+        rest = [argument for argument in args[1:] if argument is not closure]
         return (args[0], *rest), {**kept, "closure": taking}
 
     def _take(self) -> None:

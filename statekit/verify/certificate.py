@@ -54,7 +54,7 @@ class Certificate:
     def counts(self) -> dict[str, int]:
         """Returns how many tensors each verdict is said of, from the best to the worst."""
         counts = Counter(self.tensors.values())
-        return {one: counts[one] for one in VERDICTS if counts[one]}
+        return {verdict: counts[verdict] for verdict in VERDICTS if counts[verdict]}
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data."""

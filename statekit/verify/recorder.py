@@ -191,7 +191,7 @@ def _usual(hyperparameters: Mapping[str, Any]) -> Execution:
     if not all({"schema", "variant"} <= one.keys() for one in said):
         return "compiled"
     constants = (variant_constants(str(one["schema"]), str(one["variant"])) for one in said)
-    usual = {USUAL.get(one.get("compute_dtype", ""), "compiled") for one in constants}
+    usual = {USUAL.get(constant.get("compute_dtype", ""), "compiled") for constant in constants}
     return usual.pop() if len(usual) == 1 else "compiled"
 
 

@@ -144,7 +144,7 @@ class Recording(AbstractContextManager["Recording"]):
         Raises:
             FormatError: No phase covers it.
         """
-        phase = next((one for one in self.phases if one.first <= update <= one.last), None)
+        phase = next((phase for phase in self.phases if phase.first <= update <= phase.last), None)
         if phase is None:
             raise FormatError("No phase covers an update.", place=self.folder / DESCRIPTION, found=update)
         return phase

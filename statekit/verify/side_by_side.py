@@ -156,8 +156,8 @@ class SideBySide:
             for probe in probes:
                 tell(probe.name)
                 ran, bound = self._probe(probe, xp, sides, before, right, rates)
-                for key, one in ran.tensors.items():
-                    worst[key] = worst.get(key, Worst()).with_(one)
+                for key, tensor in ran.tensors.items():
+                    worst[key] = worst.get(key, Worst()).with_(tensor)
                 rows.append(_row(probe, ran))
                 for name in [name for name in pending if name not in seen and wrong[name] is not None]:
                     tell(f"{probe.name}, control: {name}")

@@ -68,7 +68,9 @@ def _renamed(state: TrainState, said: TrainState) -> TrainState:
     """Returns a state without the prefix that all its paths have before the recording's."""
     first = next(iter(said.params), "")
     prefixes = [path.removesuffix(first) for path in state.params if path.endswith(f"/{first}")]
-    prefix = next((one for one in prefixes if all(one + path in state.params for path in said.params)), "")
+    prefix = next(
+        (prefix for prefix in prefixes if all(prefix + path in state.params for path in said.params)), ""
+    )
     if first in state.params or not prefix:
         return state
 

@@ -71,7 +71,7 @@ def universal_state(
             found=", ".join(gone[:5]),
         )
     engine = {key: value for key, value in record.items() if key not in _OF_RANK and key != "param_groups"}
-    return state, [require(one, dict, "a group", folder / _STATE) for one in groups], engine
+    return state, [require(group, dict, "a group", folder / _STATE) for group in groups], engine
 
 
 def _parameter(

@@ -111,10 +111,10 @@ def open_model(folder: Path, name: str, files: Files) -> Model:
     shards = {file: tensors for file, (tensors, _, _) in opened.items()}
     faults = Faults((f"isn't in {file}", one) for one, file in weights.items() if one not in shards[file])
     faults += [
-        (f"is in {file}, not by the index", one)
+        (f"is in {file}, not by the index", tensor)
         for file, tensors in shards.items()
-        for one in tensors
-        if weights.get(one) != file
+        for tensor in tensors
+        if weights.get(tensor) != file
     ]
     faults.check(CorruptError, "Index and shards contradict each other", place=place)
     whole = {one: shards[file][one] for one, file in weights.items()}

@@ -30,7 +30,7 @@ def constant_schedule(
     rates = _distinct(group.get("lr") for group in groups)
     decays = _distinct(group.get("weight_decay") for group in groups if group.get("wd_mult", 1.0)) or [0.0]
     if schedules:
-        kinds = " and ".join(one.kind or "of an unknown kind" for one in schedules)
+        kinds = " and ".join(schedule.kind or "of an unknown kind" for schedule in schedules)
         why = f"the run's, {kinds}, isn't one of Megatron-LM's"
     elif not all(type(one) in (int, float) for one in (*rates, *decays)):
         why = "a rate or weight decay is a tensor, or unknown"

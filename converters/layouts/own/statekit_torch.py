@@ -337,12 +337,12 @@ class _Part:
 
     def _map_faults(self, values: Mapping[str, Any], paths: Names) -> Iterator[tuple[str, str]]:
         yield from (
-            (f"is {one!r:.80}, expected {expected} for a parameter of model", f"{self.place}/{key}/{name}")
+            (f"is {value!r:.80}, expected {expected} for a parameter of model", f"{self.place}/{key}/{name}")
             for key in BY_NAME
             if isinstance(values.get(key), Mapping)
             for kinds, expected in [((bool,), "boolean") if key in BY_NAME[:2] else ((int, float), "number")]
-            for name, one in values[key].items()
-            if name not in paths or not isinstance(one, kinds)
+            for name, value in values[key].items()
+            if name not in paths or not isinstance(value, kinds)
         )
 
     def others(self) -> dict[str, Tree]:
@@ -497,7 +497,9 @@ def _decoded(tree: Any, faults: Faults) -> TrainState | None:
     ]
     notes = entries.get("assumptions", [])
     if isinstance(notes, list):
-        faults += [("is no text", f"assumptions/{i}") for i, one in enumerate(notes) if type(one) is not str]
+        faults += [
+            ("is no text", f"assumptions/{i}") for i, note in enumerate(notes) if type(note) is not str
+        ]
     if not isinstance(model, Mapping):
         faults.add("there are no parameters", "model")
     if faults or not isinstance(model, Mapping):
@@ -513,10 +515,10 @@ def _decoded(tree: Any, faults: Faults) -> TrainState | None:
     if faults:
         return None
     ties = ties_of({name: leaf for name, leaf in model.items() if isinstance(leaf, Tensor)}, paths)
-    ties = {name: one for name, one in ties.items() if name not in paths}
+    ties = {name: tie for name, tie in ties.items() if name not in paths}
     buffers = {name: leaf for name, leaf in model.items() if name not in paths and name not in ties}
     beside = _beside(tree, entries, decoded.updates)
-    by_path = {path_of(name): paths[one] for name, one in ties.items()}
+    by_path = {path_of(name): paths[tie] for name, tie in ties.items()}
     named = {path: name for name, path in paths.items() if "/" in name} | stated_names(ties)
     parts = {BUFFERS: buffers, TIES: by_path, NAMES: named, GROUPS: list(decoded.others), BESIDE: beside}
     notes = [*notes, *decoded.notes]

@@ -108,7 +108,7 @@ def running_statistics(names: Iterable[str]) -> Iterator[str]:
     for name in names:
         module, _, last = name.rpartition(".")
         around = f"{module}." if module else ""
-        if last in _STATISTICS and {f"{around}{one}" for one in _STATISTICS[:2]} <= every:
+        if last in _STATISTICS and {f"{around}{statistic}" for statistic in _STATISTICS[:2]} <= every:
             yield name
 
 

@@ -244,7 +244,7 @@ def extra_of(parts: Parts, params: Iterable[str], options: Iterable[str]) -> dic
         ties, rest = {**rest[TIES], **ties}, without(rest, (TIES,))
     extra: dict[str, Any] = {
         BUFFERS: {name: leaf for name, leaf in parts.model.items() if name not in taken and name not in ties},
-        TIES: {path_of(name): path_of(one) for name, one in ties.items()},
+        TIES: {path_of(name): path_of(tie) for name, tie in ties.items()},
         NAMES: stated_names([*moved, *ties]),
         GROUPS: [{key: value for key, value in group.items() if key not in known} for group in parts.groups],
         BESIDE: rest,

@@ -218,7 +218,7 @@ class TensorFlow1:
     def _only_variant(self, hints: CheckpointRef) -> str | None:
         """Returns the one variant that takes the hyperparameters that were given; None if several do."""
         schema, given = load_schema(self.schema), {*hints.hyperparameters} - {"learning_rate", "factor_map"}
-        takes = [one for one in self.makers if given <= schema.variant(one)["defaults"].keys()]
+        takes = [maker for maker in self.makers if given <= schema.variant(maker)["defaults"].keys()]
         variants = takes if len(self.makers) > 1 else self.makers
         return variants[0] if len(variants) == 1 else None
 

@@ -76,7 +76,7 @@ class TorchWeights:
         )
         ties = ties_of(model, model)
         extra: dict[str, Tree] = {
-            TIES: {path_of(name): path_of(one) for name, one in ties.items()},
+            TIES: {path_of(name): path_of(tie) for name, tie in ties.items()},
             NAMES: stated_names(map(str, model)),
             BESIDE: rest,
             PLACE: list(place),

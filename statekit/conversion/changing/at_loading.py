@@ -251,13 +251,13 @@ def with_first_slots(state: TrainState) -> TrainState:
 
 def _with_path(groups: Iterable[Group], first: str, path: str) -> Group:
     """Returns a group with one more parameter, of which all is said that is the same of the others by path."""
-    group = next(one for one in groups if first in one.paths)
+    group = next(group for group in groups if first in group.paths)
     said = dict(group.hyperparameters)
     for name, value in said.items():
         if not isinstance(value, Mapping) or name not in BY_NAME or path in value:
             continue
         values = list(value.values())
-        if any(one != values[0] for one in values):
+        if any(value != values[0] for value in values):
             raise UsageError(
                 "A hyperparameter is said of each parameter by itself, and not of a new one.",
                 place=INIT_MISSING,

@@ -225,7 +225,7 @@ def _trials(state: State, whose: Mapping[str, Any], group: Mapping[str, Any]) ->
     schema, variant = load_schema(whose["schema"]), str(whose["variant"])
     steps = steps_for(whose["schema"], whose["variant"])
     rules = {path: state["rules"][path] for path in group["paths"] if path in state["rules"]}
-    factored = [path for path, one in rules.items() if Rule.from_json(one).factored]
+    factored = [path for path, rule in rules.items() if Rule.from_json(rule).factored]
     path = next(iter([*factored, *rules]), group["paths"][0])
     record = rules.get(path)
     rule = Rule((Axis.NONE, Axis.NONE), "given") if record is None else Rule.from_json(record)

@@ -92,7 +92,7 @@ async def _said_once(request: Request) -> None:
 
 def _parameters(dependant: Dependant) -> list[str]:
     """Returns the names of the query's parameters that a route, or what it depends on, takes."""
-    below = [name for one in dependant.dependencies for name in _parameters(one)]
+    below = [name for dependency in dependant.dependencies for name in _parameters(dependency)]
     return [*(param.alias for param in dependant.query_params), *below]
 
 

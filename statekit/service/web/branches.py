@@ -61,7 +61,7 @@ class Branch:
 
 def tree_of(parameters: Sequence[Parameter]) -> Tree:
     """Arranges parameters by their paths."""
-    return module_tree((one["path"], (index, one)) for index, one in enumerate(parameters))
+    return module_tree((parameter["path"], (index, parameter)) for index, parameter in enumerate(parameters))
 
 
 def branch(tree: Tree, at: str = "", after: int = 0, limit: int = MOST_ROWS) -> Branch:

@@ -67,7 +67,7 @@ def _run(routes: APIRouter, of: Screens) -> None:
         """Shows a run: its steps, and what doctor found between them."""
         run = of.catalogue.run(number)
         page = of.catalogue.checkpoints(Query(run=number, sort="step"), None, MOST_OF_RUN)
-        readable = tuple(one.id for one in page.items if one.resumable)
+        readable = tuple(item.id for item in page.items if item.resumable)
         job = _doctor_of(of, readable)
         said = {
             "run": run,
@@ -98,7 +98,9 @@ def _steps(checkpoints: tuple[Checkpoint, ...], readable: tuple[int, ...], resul
     steps, before = [], None
     for one in checkpoints:
         findings = examined.get(one.id, ())
-        stale = tuple((each["name"], tuple(each["where"])) for each in findings if each["name"] in STALE)
+        stale = tuple(
+            (finding["name"], tuple(finding["where"])) for finding in findings if finding["name"] in STALE
+        )
         steps.append(Step(one, before, findings, stale))
         before = one.id if one.resumable else before
     return steps

@@ -94,7 +94,7 @@ class Screens:
         if run is None:
             return ()
         page = self.catalogue.checkpoints(Query(run=run, readable=True, sort="-step"), None, MOST_STEPS)
-        return tuple(one.id for one in reversed(page.items) if one.resumable)
+        return tuple(item.id for item in reversed(page.items) if item.resumable)
 
     def about_parameter(self, subjects: tuple[int, ...], path: str, **more: Any) -> Job | None:
         """Returns the job that has looked at a parameter, or the last that was asked to.

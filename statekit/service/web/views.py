@@ -67,9 +67,9 @@ class Group:
 def grouped(checkpoints: tuple[Checkpoint, ...], runs: Callable[[int], Run]) -> list[Group]:
     """Returns checkpoints with those of one run together, where the first of them stands."""
     groups: dict[tuple[str, int], list[Checkpoint]] = {}
-    for one in checkpoints:
-        key = ("run", one.run) if one.run is not None else ("one", one.id)
-        groups.setdefault(key, []).append(one)
+    for checkpoint in checkpoints:
+        key = ("run", checkpoint.run) if checkpoint.run is not None else ("one", checkpoint.id)
+        groups.setdefault(key, []).append(checkpoint)
     return [Group(_run_of(runs, some[0]), tuple(some)) for some in groups.values()]
 
 
@@ -362,7 +362,7 @@ def _targets(checkpoint: Checkpoint, layout: str | None) -> dict[str, Any]:
     layouts = [registry.layout_card(name) for name in registry.layout_names()]
     schema = (checkpoint.optimizer or "").partition("/")[0]
     chosen = next((one for one in layouts if one.name == layout), None)
-    writable = [one for one in containers if one.target_kind]
+    writable = [container for container in containers if container.target_kind]
     usual = (
         next((name for name in chosen.containers if name in {one.name for one in writable}), "")
         if chosen
@@ -370,7 +370,7 @@ def _targets(checkpoint: Checkpoint, layout: str | None) -> dict[str, Any]:
     )
     return {
         "containers": writable,
-        "layouts": [one for one in layouts if not schema or one.holds(schema.split("+"))],
+        "layouts": [layout for layout in layouts if not schema or layout.holds(schema.split("+"))],
         "maps": map_names(),
         "target_path": f"{checkpoint.path}-{chosen.name if chosen else 'converted'}",
         "chosen_layout": chosen.name if chosen else "",

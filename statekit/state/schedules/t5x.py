@@ -57,7 +57,7 @@ def _read(said: Mapping[str, Any], base: float | None) -> Told:
     if unknown := [name for name in names if name not in _NEEDS]:
         return f"the factor {', '.join(map(repr, unknown))} isn't one of T5X's that is known here"
     needed = dict.fromkeys(
-        [*(one for name in names for one in _NEEDS[name]), "step_offset", "min_learning_rate"]
+        [*(need for name in names for need in _NEEDS[name]), "step_offset", "min_learning_rate"]
     )
     counts = [name for name in _COUNTS if name in needed]
     if why := fault(said, needed, counts, ["step_offset"]):

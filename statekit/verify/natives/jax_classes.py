@@ -51,7 +51,7 @@ def runner(name: str, variant: str) -> Native:
 
 
 def _params(state: TrainState) -> Any:
-    return nested({tuple(path.split("/")): jnp.asarray(one.read()) for path, one in state.params.items()})
+    return nested({tuple(path.split("/")): jnp.asarray(param.read()) for path, param in state.params.items()})
 
 
 def _of_optax(state: TrainState, rate: float, variant: str, folder: Path) -> tuple[Any, Any, Any]:

@@ -27,7 +27,7 @@ def runner(name: str, variant: str) -> Native:
             raise UsageError("Keras' own base class keeps averages.", found="average")
         if not kept:
             optimizer, variables = _loaded(state, one_rate(name, rates), variant)
-            kept.append((optimizer, variables, [_array(one) for one in optimizer.variables]))
+            kept.append((optimizer, variables, [_array(variable) for variable in optimizer.variables]))
         optimizer, variables, begun = kept[0]
         for path, variable in variables.items():
             variable.assign(state.params[path].read())

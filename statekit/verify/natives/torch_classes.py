@@ -25,7 +25,7 @@ def runner(name: str, variant: str) -> Native:
             path = written(state, "torch", "torch-optim", Path(folder))
             saved = torch.load(path, weights_only=True)
         params = params_of(state)
-        groups = [{"params": [params[one] for one in group.paths]} for group in state.optimizer.groups]
+        groups = [{"params": [params[path] for path in group.paths]} for group in state.optimizer.groups]
         optimizer = made(groups)
         optimizer.load_state_dict(saved["optimizer"])
         return moved(optimizer, params, updates, rates)

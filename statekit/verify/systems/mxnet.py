@@ -22,7 +22,9 @@ def describe(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
     name, _ = kind(meta, KINDS)
     schema = load_schema(name)
     fused = arguments["use_fused_step"]
-    variant = next(one for one in schema.variants if schema.settings(one).get("use_fused_step") is fused)
+    variant = next(
+        variant for variant in schema.variants if schema.settings(variant).get("use_fused_step") is fused
+    )
     scales = extra["rescale_grad_used"]
     starts = [i for i, scale in enumerate(scales) if i == 0 or scale != scales[i - 1]]
     group = {
