@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replaying import COMPILING, marks
 from statekit.arrays.backend import BACKEND_NAMES, Backend, backend
 from statekit.arrays.intervals import UNIT, IntervalBackend
 from statekit.arrays.numpy_backend import ORACLE
@@ -28,10 +29,11 @@ DEFAULTS: dict[str, Any] = dict(load_schema("scaled_adam").variants["zip2025"]["
 NEWEST, SEED = "zip2025", "gptsovits"
 
 
+# The text is one: that a backend which compiles runs it too, test_conformance_steps.py shows in `make test`.
 @pytest.fixture(
     params=[
-        pytest.param(name, marks=getattr(pytest.mark, name) if name in ("torch", "jax") else ())
-        for name in ("float64", *BACKEND_NAMES)
+        "float64",
+        *(pytest.param(name, marks=marks(name, name in COMPILING)) for name in BACKEND_NAMES),
     ]
 )
 def xp(request: pytest.FixtureRequest) -> Backend:
