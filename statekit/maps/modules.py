@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from math import prod
-from typing import Any
+from typing import Any, NoReturn
 
 from statekit.errors import Faults, UsageError
 from statekit.maps.along_axis import Reorder
@@ -202,35 +202,40 @@ class Modules:
         links = []
         for path, shape in shapes.items():
             name = _module(path)
-            if (kind := kinds.get(name)) is None:
-                if _said(config.get(KINDS, {}), path, name) == SAME:
-                    links.append(Link((path,), path))
-                continue
-            leaf = next(leaf for leaf in kind.leaves if leaf.source == _leaf(path))
-            steps: list[Operation] = []
-            lengths = shape
-            for operation in leaf.operations:
-                axis = operation.get("axis", 0)
-                if operation["op"] == "permute":
-                    steps.append(Permute(tuple(operation["order"])))
-                    lengths = tuple(lengths[i] for i in operation["order"])
-                elif operation["op"] == "merge":
-                    steps.append(Merge(axis))
-                    lengths = (*lengths[:axis], lengths[axis] * lengths[axis + 1], *lengths[axis + 2 :])
-                elif operation["op"] == "part":
-                    heads = self._heads_of(name, config)
-                    steps.append(Part(axis, heads))
-                    lengths = (*lengths[:axis], heads, lengths[axis] // heads, *lengths[axis + 1 :])
-                elif (image := flatten.get(name)) is not None:
-                    rows = lengths[operation["axis"]]
-                    if prod(image) != rows:
-                        faults.add(f"reads {rows} values, but flatten says an image of {list(image)}", name)
-                    steps.append(_flattened(operation, image))
-            links.append(Link((path,), "/".join((*path.split("/")[:-1], leaf.target)), tuple(steps)))
+            if (kind := kinds.get(name)) is not None:
+                links.append(self._link(path, shape, kind, config, faults))
+            elif _said(config.get(KINDS, {}), path, name) == SAME:
+                links.append(Link((path,), path))
         if not images or (model is not None and model.classes):
             return links, ()
         few = ", ".join(_few(images))
         return links, (f"Names don't tell convolutions from transposed ones; taken for convolutions: {few}.",)
+
+    def _link(self, path: str, shape: Shape, kind: Kind, config: Mapping[str, Any], faults: Faults) -> Link:
+        """Returns what becomes of one parameter of a module of a kind."""
+        name = _module(path)
+        leaf = next(leaf for leaf in kind.leaves if leaf.source == _leaf(path))
+        image: Sequence[int] | None = config.get(FLATTEN, {}).get(name)
+        steps: list[Operation] = []
+        lengths = shape  # what the axes are before the next step
+        for operation in leaf.operations:
+            axis = operation.get("axis", 0)
+            if operation["op"] == "permute":
+                steps.append(Permute(tuple(operation["order"])))
+                lengths = tuple(lengths[i] for i in operation["order"])
+            elif operation["op"] == "merge":
+                steps.append(Merge(axis))
+                lengths = (*lengths[:axis], lengths[axis] * lengths[axis + 1], *lengths[axis + 2 :])
+            elif operation["op"] == "part":
+                heads = self._heads_of(name, config)
+                steps.append(Part(axis, heads))
+                lengths = (*lengths[:axis], heads, lengths[axis] // heads, *lengths[axis + 1 :])
+            elif image is not None:
+                if prod(image) != lengths[operation["axis"]]:
+                    rows = lengths[operation["axis"]]
+                    faults.add(f"reads {rows} values, but flatten says an image of {list(image)}", name)
+                steps.append(_flattened(operation, image))
+        return Link((path,), "/".join((*path.split("/")[:-1], leaf.target)), tuple(steps))
 
     def _kinds(
         self,
@@ -240,54 +245,69 @@ class Modules:
         faults: Faults,
     ) -> Iterator[tuple[str, Kind]]:
         """Yields the kind of each module."""
-        by_name = {kind.name: kind for kind in self.kinds}
-        faults += [
-            (f"is said to be of kind {kind}, expected one of {', '.join((*by_name, SAME))}", pattern)
-            for pattern, kind in said.items()
-            if kind not in (*by_name, SAME)
-        ]
-        faults += [
-            ("is said to be of a kind, and there is no such module", pattern)
-            for pattern in said
-            if not any(fnmatchcase(one, pattern) for path in shapes for one in (path, _module(path)))
-        ]
-        open_: dict[str, list[str]] = {}
+        faults += self._unfit_kinds(shapes, said)
         modules: dict[str, dict[str, Shape]] = {}
         for path, shape in shapes.items():
             if _said(said, path, _module(path)) != SAME:
                 modules.setdefault(_module(path), {})[_leaf(path)] = shape
         attention = dict(self._attention(modules))
+        ambiguous: dict[str, list[str]] = {}
         for name, leaves in modules.items():
             ranks = {leaf: len(shape) for leaf, shape in leaves.items()}
-            if why := next((why for pattern, why in self.refused if fnmatchcase(name, pattern)), None):
-                faults.add(f"can't be held by the target: {why}", name)
-                continue
-            one = _said(said, name)
-            fitting = (
-                [attention[name]] if one is None and name in attention else self._fitting(name, ranks, one)
-            )
-            if model is not None and (cls := model.classes.get(name)) is not None:
-                fitting = [kind for kind in fitting if not kind.classes or cls in kind.classes]
-                if not fitting:
-                    faults.add(f"is a {cls} in the model, which is of no kind that the map knows", name)
-                    continue
-            if len(fitting) > 1 and model is not None:
-                fitting = [kind for kind in fitting if _made(kind, name, ranks) <= model.paths] or fitting
-            if len(fitting) == 1:
-                yield name, fitting[0]
-            elif fitting:
-                open_[name] = [kind.name for kind in fitting]
-            else:
-                has = ", ".join(f"{leaf} of rank {rank}" for leaf, rank in ranks.items())
-                faults.add(f"is of no kind that the map knows: it has {has}", name or "the model itself")
-        if open_:
-            shown = "; ".join(f"{name}: {' or '.join(kinds)}" for name, kinds in open_.items())
-            first, kinds = next(iter(open_.items()))
-            raise UsageError(
-                f"Names and shapes don't tell which kind these modules are of: {shown}.",
-                place="--config",
-                remedy=f"""say it, by patterns: --config '{KINDS}={{"{first}": "{kinds[-1]}", "*": "{kinds[0]}"}}'""",
-            )
+            kinds = self._kinds_of(name, ranks, _said(said, name), attention.get(name), model, faults)
+            if len(kinds) == 1:
+                yield name, kinds[0]
+            elif kinds:
+                ambiguous[name] = [kind.name for kind in kinds]
+        if ambiguous:
+            self._ask_kinds(ambiguous)
+
+    def _unfit_kinds(self, shapes: Mapping[str, Shape], said: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+        """Yields what the user says of kinds that can't be: no such kind, or no such module."""
+        kinds = (*(kind.name for kind in self.kinds), SAME)
+        for pattern, kind in said.items():
+            if kind not in kinds:
+                yield f"is said to be of kind {kind}, expected one of {', '.join(kinds)}", pattern
+        names = [name for path in shapes for name in (path, _module(path))]
+        for pattern in said:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                yield "is said to be of a kind, and there is no such module", pattern
+
+    def _kinds_of(
+        self,
+        name: str,
+        ranks: Mapping[str, int],
+        said: str | None,
+        attention: Kind | None,
+        model: TargetModel | None,
+        faults: Faults,
+    ) -> list[Kind]:
+        """Returns the kinds that one module may be of; adds a fault where it can be of none."""
+        if why := next((why for pattern, why in self.refused if fnmatchcase(name, pattern)), None):
+            faults.add(f"can't be held by the target: {why}", name)
+            return []
+        # Modules that stand together as an attention's prove their kinds, unless the user says another.
+        kinds = [attention] if attention and said is None else self._fitting(name, ranks, said)
+        if model is not None and (cls := model.classes.get(name)) is not None:
+            kinds = [kind for kind in kinds if not kind.classes or cls in kind.classes]
+            if not kinds:
+                faults.add(f"is a {cls} in the model, which is of no kind that the map knows", name)
+                return []
+        if len(kinds) > 1 and model is not None:
+            kinds = [kind for kind in kinds if _made(kind, name, ranks) <= model.paths] or kinds
+        if not kinds:
+            has = ", ".join(f"{leaf} of rank {rank}" for leaf, rank in ranks.items())
+            faults.add(f"is of no kind that the map knows: it has {has}", name or "the model itself")
+        return kinds
+
+    def _ask_kinds(self, ambiguous: Mapping[str, Sequence[str]]) -> NoReturn:
+        shown = "; ".join(f"{name}: {' or '.join(kinds)}" for name, kinds in ambiguous.items())
+        first, kinds = next(iter(ambiguous.items()))
+        raise UsageError(
+            f"Names and shapes don't tell which kind these modules are of: {shown}.",
+            place="--config",
+            remedy=f"""say it, by patterns: --config '{KINDS}={{"{first}": "{kinds[-1]}", "*": "{kinds[0]}"}}'""",
+        )
 
     def _fitting(self, name: str, ranks: Mapping[str, int], said: str | None) -> list[Kind]:
         """Returns the kinds that a module may be of by its tensors, and by its name where these leave several open."""
@@ -327,7 +347,7 @@ class Modules:
             )
         return int(config[HEADS])
 
-    def _ask(self, images: Sequence[str], asked: Sequence[str]) -> None:
+    def _ask(self, images: Sequence[str], asked: Sequence[str]) -> NoReturn:
         raise UsageError(
             f"The model has convolutions ({', '.join(_few(images))}), and nothing tells whether one of the dense "
             f"layers ({', '.join(_few(asked))}) reads a flattened image: torch flattens channels first, the other side "
