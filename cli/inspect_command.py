@@ -107,7 +107,7 @@ def _summary(stdout: Screen, inspection: Inspection) -> None:
         for i, group in enumerate(optimizer.groups):
             named = f", {group.schema}" if group.schema else ""
             lines.append((f"group {i}", f"{plural(len(group.paths), 'parameter')}{named}"))
-            for source in ("file", "given", "assumed"):
+            for source in ("file", "given", "inferred", "assumed"):
                 known = [f"{k}={group.hyperparameters[k]!r}" for k in _known(group, source)]
                 lines += [(f"  {source}", "  ".join(known))] if known else []
             unknown = unknown_hyperparameters(optimizer, group)

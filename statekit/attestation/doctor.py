@@ -32,6 +32,8 @@ from statekit.errors import (
     printable,
 )
 from statekit.state.stored_slots import PLACEHOLDER
+from statekit.tensors.stats import measure
+from statekit.tensors.tensor import nbytes
 
 _ONCE = frozenset({"slots-missing"})
 """Faults that a checkpoint shows by itself, and beside the step before once more."""
@@ -115,6 +117,9 @@ def doctor(
             except NamesError as error:
                 each.append(_of_no_names(place, error))
                 continue
+            except UnknownFormatError as error:
+                each.append(_of_unknown(place, error, on_tensor))
+                continue
             except (StateError, FormatError, NotFoundError) as error:
                 if is_step_asked and isinstance(error, NotFoundError):
                     raise
@@ -178,6 +183,28 @@ def _of_no_names(place: CheckpointAt, error: NamesError) -> Examination:
         counts = tuple(narrow_counts(checkpoint.tensors))
         lacking = f"not looked at: the slots, as nothing tells whose they are; {error.remedy}"
         return Examination(checkpoint.path, contents.unnamed.counts.updates, counts, (lacking,))
+
+
+def _of_unknown(place: CheckpointAt, error: UnknownFormatError, on_tensor: OnTensor) -> Examination:
+    """Returns what is told of a checkpoint whose optimizer no schema has: whether its values are finite.
+
+    Raises:
+        UnknownFormatError: That error: nothing is known of what the checkpoint holds.
+    """
+    with place.opened(place.ref.job_budget()) as checkpoint:
+        contents = registry.contents(checkpoint)
+        if contents is None or not contents.params:
+            raise error
+        broken, size = [], 0
+        for name, tensor in checkpoint.tensors.items():
+            on_tensor(name, nbytes(tensor))
+            size += nbytes(tensor)
+            stats = measure(tensor)
+            broken += [name] if stats.nans or stats.infs else []
+        findings = [fault("not-finite", broken, "finite values", "NaN or infinite ones")] if broken else []
+        findings += narrow_counts(checkpoint.tensors)
+        lacking = f"healthy as far as statekit knows it: {contents.what}; values alone were looked at"
+        return Examination(checkpoint.path, None, tuple(findings), (lacking,), size)
 
 
 def _of_no_state(place: CheckpointAt, error: StatekitError) -> tuple[Finding, ...]:

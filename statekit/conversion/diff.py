@@ -12,19 +12,25 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from statekit.conversion import registry
 from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.checkpoints_at import CheckpointAt, checkpoints_at
 from statekit.conversion.contracts import NO_HINTS
 from statekit.conversion.model_settings import with_beside
-from statekit.conversion.open_state import OpenState, open_state
-from statekit.errors import UsageError, printable
-from statekit.files.checkpoint import STEPS
+from statekit.conversion.open_state import OpenState, chosen_container, open_state
+from statekit.errors import StateError, UnknownFormatError, UsageError, printable
+from statekit.files.checkpoint import STEPS, Checkpoint
 from statekit.maps.links import carried_through
 from statekit.maps.model_map import maps_of
 from statekit.state.comparison import Difference, compare_states
+from statekit.state.schema import WEIGHTS
 from statekit.state.stored_params import as_params
+from statekit.state.train_state import Counts, Optimizer, TrainState
 
 OnTensor = Callable[[str, int], object]
+_OWN_NAMES = (
+    "what only a state tells: no layout makes one of both, and tensors are compared by their own names"
+)
 
 
 @dataclass(frozen=True, repr=False)
@@ -147,7 +153,12 @@ def _compared(
 ) -> Diff:
     (name, config), step = mapped, refs[0].step
     with ExitStack() as stack:
-        opened = [stack.enter_context(open_state(ref, builds=True)) for ref in refs]
+        try:
+            opened = [stack.enter_context(open_state(ref, builds=True)) for ref in refs]
+        except (UnknownFormatError, StateError):
+            if name is not None or config:
+                raise
+            return _by_own_names(refs, on_tensor, done)
         first, second = (as_params(one.state)[0] for one in opened)
         if name is not None or config:
             first = carried_through(
@@ -165,6 +176,45 @@ def _compared(
         compared.tensors,
         compared.bytes_read,
         compared.unsaid,
+        compared.normalised,
+    )
+
+
+def _by_own_names(refs: Sequence[CheckpointRef], on_tensor: OnTensor, done: tuple[int, ...]) -> Diff:
+    """Compares two checkpoints of which one makes no state, by the names that their tensors have in the files.
+
+    Raises:
+        UnknownFormatError: They are of different containers, whose names have nothing in common.
+    """
+    with ExitStack() as stack:
+        opened: list[Checkpoint] = []
+        for ref in refs:
+            container = chosen_container(ref.place, ref.container, ref.layout)[0]
+            opened.append(stack.enter_context(registry.opened(container, ref.place, ref.step, ref)))
+        first, second = opened
+        if first.container != second.container:
+            raise UnknownFormatError(
+                "No layout makes a state of both checkpoints, and their containers name tensors in other ways.",
+                place=refs[0].place,
+                expected="one container",
+                found=f"{first.container} and {second.container}",
+                remedy="`statekit inspect` lists their tensors",
+            )
+        states = [
+            TrainState(dict(one.tensors), {}, Optimizer(WEIGHTS, None, ()), Counts(0, 0, says_schedule=False))
+            for one in opened
+        ]
+        compared = compare_states(*states, on_tensor=on_tensor)
+    unsaid = (_OWN_NAMES, *compared.unsaid)
+    return Diff(
+        first.path,
+        second.path,
+        refs[0].step,
+        done,
+        compared.differences,
+        compared.tensors,
+        compared.bytes_read,
+        unsaid,
         compared.normalised,
     )
 

@@ -28,6 +28,9 @@ STEPS = "steps"
 SORTED = "model_sorted"
 """Key in `Checkpoint.meta`: whether the model part is sorted by name, and not in the order of its parameters."""
 
+OPTIMIZER_NAME = "optimizer_name"
+"""Key in `Checkpoint.meta`: what a configuration beside the state calls the optimizer."""
+
 MODEL_KEY, OPTIMIZER_KEY = "model_key", "optimizer_key"
 """Keys in `Checkpoint.meta`: paths of these parts in the tree, keys joined by `/`, where the user named them."""
 

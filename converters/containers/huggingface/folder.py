@@ -158,9 +158,9 @@ def _schedule_arguments(arguments: Tree, trainer_state: Tree) -> dict[str, Any]:
         return {}
     settings = {key: fields[key] for key in _OF_SCHEDULES if fields.get(key) is not None}
     settings |= {key: fields[key] for key, off in _OF_GRADIENTS.items() if fields.get(key) not in (None, off)}
-    kind = settings.get("lr_scheduler_type")
-    if isinstance(kind, Record) and len(kind.args) == 1:  # an Enum
-        settings["lr_scheduler_type"] = kind.args[0]
+    settings |= {"optim": fields["optim"]} if fields.get("optim") is not None else {}
+    enums = {key: one for key, one in settings.items() if isinstance(one, Record) and len(one.args) == 1}
+    settings |= {key: one.args[0] for key, one in enums.items()}
     counted = trainer_state.get("max_steps") if isinstance(trainer_state, Mapping) else None
     if type(counted) is int and counted > 0:
         settings["max_steps"] = counted

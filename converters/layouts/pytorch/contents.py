@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from typing import Any
@@ -23,22 +23,56 @@ from statekit.files.checkpoint import MODEL_KEY, SORTED, Checkpoint
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import at, loose, tensor_names
 
+STEP = "step"
+_WRAPPED = "__bnb_optimizer_quant_state__"
+
 
 @dataclass(frozen=True)
 class Signature:
-    """By what an optimizer is told.
+    """By what an optimizer is told, and how its dialect says what its schema's optimizer in PyTorch does.
 
     Attributes:
         name: What it is called.
         slots: Names that some parameter has.
         options: Keys that every group has.
         schema: The schema of its state, if there is one.
+        variant: The schema's variant.
+        more: Names that its parameters may have besides; `*` is any.
+        absent: Keys that no group has.
+        fixed: Options that must have these values.
+        inferred: Options that its groups don't have, as its release does it.
+        assumed: Options that nothing says, with a default and whose that is.
+        renamed: Slots of other names -> the names of PyTorch's own.
+        private: Options that mean nothing to PyTorch's own.
+        beyond: Why no other system goes on with it; "" if others do.
+        several: Optimizers of which any may have left such a state.
     """
 
     name: str
     slots: tuple[str, ...]
     options: tuple[str, ...]
     schema: str | None = None
+    variant: str | None = None
+    more: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    inferred: Mapping[str, Any] = field(default_factory=dict)
+    assumed: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    private: tuple[str, ...] = ()
+    beyond: str = ""
+    several: tuple[str, ...] = ()
+
+    def fits(self, slots: Collection[str], groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Tells whether an optimizer has its slots and no others, and its options in every group."""
+        known = {*self.slots, *self.more, STEP}
+        return (
+            {*self.slots} <= {*slots}
+            and ("*" in self.more or known.issuperset(slots))
+            and all(group.keys() >= {*self.options} for group in groups)
+            and not any(key in group for group in groups for key in self.absent)
+            and all(group[key] == value for group in groups for key, value in self.fixed.items())
+        )
 
 
 def contents_of(checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Contents | None:
@@ -101,14 +135,25 @@ def _several(checkpoint: Checkpoint, beside: SideBySide) -> Contents:
 
 
 def signature_of(parts: Parts) -> Signature | None:
-    """Returns the signature that fits an optimizer best; None if none does."""
-    slots = {slot for record in parts.state.values() for slot in record}
-    fits = [
-        one
-        for one in signatures()
-        if slots.issuperset(one.slots) and all(group.keys() >= {*one.options} for group in parts.groups)
-    ]
-    return max(fits, key=lambda one: len(one.slots) + len(one.options), default=None)
+    """Returns the signature that an optimizer has; None if none fits.
+
+    Groups without parameters say nothing, as torch.distributed takes their options.
+    """
+    slots = {str(slot) for record in parts.state.values() for slot in unwrapped_record(record)}
+    groups = [group for group in parts.groups if group["params"]] or parts.groups
+    fits = [signature for signature in signatures() if signature.fits(slots, groups)]
+    return max(fits, key=lambda signature: len(signature.slots) + len(signature.options), default=None)
+
+
+def unwrapped_record(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a parameter's state without the part in which bitsandbytes keeps its tensors since 0.49.
+
+    Source: bitsandbytes-foundation/bitsandbytes, bitsandbytes/optim/optimizer.py, `Optimizer8bit.state_dict`.
+    """
+    part = record.get(_WRAPPED)
+    if not isinstance(part, Mapping):
+        return record
+    return {**{key: value for key, value in record.items() if key != _WRAPPED}, **part}
 
 
 @cache
@@ -117,8 +162,8 @@ def signatures() -> tuple[Signature, ...]:
     text = resources.files(__package__).joinpath("signatures.json").read_text(encoding="utf-8")
     entries: list[dict[str, Any]] = json.loads(text)["optimizers"]
     return tuple(
-        Signature(one["name"], tuple(one["slots"]), tuple(one["options"]), one.get("schema"))
-        for one in entries
+        Signature(**{key: tuple(part) if isinstance(part, list) else part for key, part in entry.items()})
+        for entry in entries
     )
 
 

@@ -10,6 +10,7 @@ Source: pytorch/pytorch torch/optim/{adamw,_adafactor}.py; huggingface/transform
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,7 +26,13 @@ from statekit.converters.layouts.pytorch.architecture import (
     names_beside,
     names_by_config,
 )
-from statekit.converters.layouts.pytorch.contents import contents_of, signature_of
+from statekit.converters.layouts.pytorch.contents import (
+    STEP,
+    Signature,
+    contents_of,
+    signature_of,
+    unwrapped_record,
+)
 from statekit.converters.layouts.pytorch.param_order import REMEDY, found_order
 from statekit.converters.layouts.pytorch.parts import (
     GROUPS,
@@ -50,9 +57,10 @@ from statekit.converters.layouts.pytorch.side_by_side import (
     side_by_side,
 )
 from statekit.errors import Faults, InexactError, StateError
-from statekit.files.checkpoint import SORTED, Checkpoint
+from statekit.files.checkpoint import OPTIMIZER_NAME, SORTED, Checkpoint
 from statekit.lines.printing import SavedRun, State
 from statekit.state.constants import variant_constants
+from statekit.state.evidence import Fact, KnownFrom, beyond, fits_several
 from statekit.state.factoring import by_shape
 from statekit.state.run import SIDE_BY_SIDE, TRAINER_ARGUMENTS
 from statekit.state.schema import load_schema
@@ -73,24 +81,33 @@ class TorchOptimizer:
         schema: The optimizer.
         variant: Whose rule.
         options: Keys that its groups have and no other optimizer's together.
-        beside: What its state holds besides slots and `step`, for people: kept, never used.
+        notes: What its state holds besides slots and `step`, for people, and no other's does: kept, never used.
+        beside: What its state may hold besides: kept, never used.
         count: Dtype of `step` where it is a tensor; "" where it is a number.
         usual: Options of a new optimizer's groups: loading a distributed checkpoint asks for all of them.
         own_rate: An option with which it makes its rate itself; it looks for `lr` nevertheless, and finds None.
+        signature: By what a file's optimizer was told; None of one that is written.
     """
 
     schema: str
     variant: str
     options: tuple[str, ...]
     count: str = "float32"
+    notes: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
     usual: Mapping[str, Any] = field(default_factory=dict)
     own_rate: str = ""
+    signature: Signature | None = None
 
     @property
     def names(self) -> dict[str, str]:
         """Canonical slot -> name in the state."""
         return load_schema(self.schema).slot_names(self.variant)
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys of a group by which it is told."""
+        return self.options if self.signature is None else self.signature.options
 
     @property
     def form(self) -> Mapping[str, Any]:
@@ -112,7 +129,13 @@ KINDS = (
     TorchOptimizer(
         "adafactor", "hf", ("scale_parameter", "clip_threshold"), "", ("RMS",), own_rate="relative_step"
     ),
-    TorchOptimizer("adamw", "torch", ("betas", "amsgrad", "eps", "weight_decay", "maximize"), usual=_ADAMW),
+    TorchOptimizer(
+        "adamw",
+        "torch",
+        ("betas", "amsgrad", "eps", "weight_decay"),
+        usual=_ADAMW,
+        beside=("grad_norm_exp_avg", "master_param"),
+    ),
 )
 _SAID = {"index": "by index", "name": "by name", "flat": "an entry for each parameter's option"}
 _FORM_NOTES = {
@@ -129,7 +152,16 @@ _PIECES = (
 )
 _GATHERED = ("dcp",)
 """Containers in which an optimizer by name is nothing special."""
-CLIP = "global_norm_clip_threshold"
+_LIMIT = "max_grad_norm"
+CLIP, DECOUPLED = "global_norm_clip_threshold", "decoupled_weight_decay"
+_DECOUPLES = {"adamw": True, "adam": False}
+"""Whether an optimizer's weight decay is decoupled."""
+_ADAM_OR_ADAMW = (
+    "older releases of torch save torch.optim.Adam and AdamW alike, and weight decay makes a difference; --hparams"
+    " decoupled_weight_decay=true or false says it too"
+)
+_ADAMW_NAMED = re.compile(r"(?i)fairseqadam|(paged_)?adamw.*")
+"""What configurations call an optimizer whose weight decay is decoupled: FairseqAdam is one, in spite of its name."""
 _BY_NAME = "torch_by_name"
 """Key in `extra`: whether the state lies under names."""
 _INFORMATION = "torch_information"
@@ -171,7 +203,7 @@ class TorchOptim:
             return None
         if self.form == "name" and checkpoint.container not in _GATHERED:
             return None
-        because = "slots of its names" if _is_bare(parts) else f"groups with {', '.join(kind.options)}"
+        because = "slots of its names" if _is_bare(parts) else f"groups with {', '.join(kind.keys)}"
         return Evidence(21, f"{because}, {_SAID[parts.form]}") if self.form else Evidence(20, because)
 
     def describe(self, checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Contents | None:
@@ -226,7 +258,7 @@ class TorchOptim:
                     notes[_PIECES] = None
                 slots[path] = dict(_slots(kind, record, rules[path], params[path].shape, path, faults))
                 counts[path] = _count(record.get("step"), path, faults)
-                left = {key: record[key] for key in kind.beside if key in record}
+                left = {key: record[key] for key in (*kind.notes, *kind.beside) if key in record}
                 beside |= {path: left} if left else {}
         faults.check(StateError, "The state doesn't fit the parameters", place=checkpoint.path)
         by_name = any(isinstance(index, str) for index in parts.state)
@@ -238,7 +270,9 @@ class TorchOptim:
                 params,
                 slots,
                 Optimizer.of(
-                    _clipped(_groups(kinds, parts, order.groups), checkpoint),
+                    _clipped(
+                        _groups(kinds, parts, order.groups, _decoupled(checkpoint, hints)), parts, checkpoint
+                    ),
                     [(kind.schema, kind.variant) for kind in kinds],
                 ),
                 _counts(counts, params),
@@ -388,7 +422,7 @@ def _parts_and_kinds(
         kind = _kind(parts) if parts else None
         if parts is None or kind is None:
             raise _incomplete(checkpoint)
-        return parts, [kind] * len(parts.groups), [], []
+        return _as_torch(parts, kind), [kind] * len(parts.groups), [], []
     kinds = [(_kind(parts), len(parts.groups)) for parts in beside.each]
     places = ["/".join(map(str, place)) for place in beside.places]
     faults = Faults()
@@ -420,7 +454,7 @@ def _unnamed(checkpoint: Checkpoint) -> Unnamed | None:
         counts = {str(i): _count(record.get("step"), str(i), faults) for i, record in parts.state.items()}
         if faults:
             return None
-        groups = _clipped(_groups(kinds, parts, numbers), checkpoint)
+        groups = _clipped(_groups(kinds, parts, numbers, _decoupled(checkpoint, NO_HINTS)), parts, checkpoint)
     except StateError:
         return None
     extra = extra_of(parts, parts.model, {name for kind in kinds for name in _options(kind)})
@@ -461,18 +495,39 @@ def _incomplete(checkpoint: Checkpoint) -> StateError:
 
 
 def _kind(parts: Parts) -> TorchOptimizer | None:
+    """Returns the optimizer that parts are of, by their signature; None if it is none of these."""
     slot_names = {key for record in parts.state.values() for key in record}
-    fits = [kind for kind in KINDS if slot_names <= {*kind.names.values(), "step", *kind.beside}]
     if slot_names and _is_bare(parts):
         # Where only tensors were saved, slots must do: the notes of Hugging Face's Adafactor tell it from AdamW.
-        return next((kind for kind in fits if set(kind.beside) <= slot_names), None)
-    kind = next((k for k in fits if all(set(k.options) <= group.keys() for group in parts.groups)), None)
-    return kind if parts.groups else None
+        fits = [kind for kind in KINDS if slot_names <= {*kind.names.values(), STEP, *kind.notes}]
+        return next((kind for kind in fits if set(kind.notes) <= slot_names), None)
+    signature = signature_of(parts) if parts.groups else None
+    if signature is None:
+        return None
+    kinds = ((kind.schema, kind.variant, kind) for kind in KINDS)
+    same = (kind for *key, kind in kinds if key == [signature.schema, signature.variant])
+    return next((replace(kind, signature=signature) for kind in same), None)
 
 
 def _is_bare(parts: Parts) -> bool:
     """Tells whether the groups say nothing of their optimizer."""
     return not any(kind.options[0] in group for kind in KINDS for group in parts.groups)
+
+
+def _as_torch(parts: Parts, kind: TorchOptimizer) -> Parts:
+    """Returns an optimizer's parts in the words of PyTorch's own, where they are of a dialect."""
+    dialect = kind.signature
+    if dialect is None or not (dialect.renamed or dialect.private or dialect.assumed):
+        return parts
+    counts = {index: group.get(STEP) for group in parts.groups for index in group["params"]}
+    state: dict[Any, Mapping[str, Any]] = {}
+    for index, record in parts.state.items():
+        plain = {dialect.renamed.get(key, key): value for key, value in unwrapped_record(record).items()}
+        state[index] = plain if STEP in plain or not plain else {**plain, STEP: counts.get(index)}
+    groups = [
+        {key: value for key, value in group.items() if key not in dialect.private} for group in parts.groups
+    ]
+    return replace(parts, groups=groups, state=state)
 
 
 def _shape_of(kind: TorchOptimizer, record: Mapping[str, Any]) -> Shape | None:
@@ -553,7 +608,12 @@ def _native(
     return record | dict(state.extra.get(_INFORMATION, {}).get(path, {}))
 
 
-def _groups(kinds: Sequence[TorchOptimizer], parts: Parts, names: Sequence[Sequence[str]]) -> Iterator[Group]:
+def _groups(
+    kinds: Sequence[TorchOptimizer],
+    parts: Parts,
+    names: Sequence[Sequence[str]],
+    decoupled: tuple[bool, KnownFrom] | None,
+) -> Iterator[Group]:
     for i, (kind, options, param_names) in enumerate(zip(kinds, parts.groups, names, strict=True)):
         schema = load_schema(kind.schema)
         values = schema.canonical(kind.variant, options, f"param_groups/{i}")
@@ -562,15 +622,70 @@ def _groups(kinds: Sequence[TorchOptimizer], parts: Parts, names: Sequence[Seque
             if value is not scalar(value) and (fault := schema.fault(name, scalar(value))):
                 faults.add(f"is {scalar(value)!r}, {fault}", f"groups/{i}/{name}")
         faults.check(StateError, f"Hyperparameters of {schema.name} can't be these")
-        yield Group(tuple(map(path_of, param_names)), values, dict.fromkeys(values, "file"))
+        known: dict[str, KnownFrom] = dict.fromkeys(values, "file")
+        yield _told_by_dialect(Group(tuple(map(path_of, param_names)), values, known), kind, decoupled)
 
 
-def _clipped(groups: Iterable[Group], checkpoint: Checkpoint) -> list[Group]:
-    """Returns groups with the limit of the gradients' norm that Trainer's arguments have, where they lie beside.
+def _decoupled(checkpoint: Checkpoint, hints: CheckpointRef) -> tuple[bool, KnownFrom] | None:
+    """Returns whether weight decay is AdamW's, where the user or what lies beside the optimizer tells it.
 
-    Source: huggingface/transformers, trainer.py, `Trainer._clip_grad_norm`: 0 clips nothing.
+    Source: facebookresearch/fairseq, fairseq/trainer.py, `Trainer.state_dict`; huggingface/transformers,
+    training_args.py, `OptimizerNames`.
     """
-    limit = at(checkpoint.tree, (TRAINER_ARGUMENTS, "max_grad_norm"))
+    if hints.optimizer in _DECOUPLES:
+        return _DECOUPLES[hints.optimizer], "given"
+    stated = next((v for k, v in hints.hyperparameters.items() if k.rpartition("/")[2] == DECOUPLED), None)
+    if isinstance(stated, bool):
+        return stated, "given"
+    history = at(checkpoint.tree, ("optimizer_history",))
+    last = history[-1] if isinstance(history, list) and history else None
+    names = (
+        at(checkpoint.tree, (TRAINER_ARGUMENTS, "optim")),
+        last.get("optimizer_name") if isinstance(last, Mapping) else None,
+        checkpoint.meta.get(OPTIMIZER_NAME),
+    )
+    is_adamw = any(isinstance(name, str) and _ADAMW_NAMED.fullmatch(name) for name in names)
+    return (True, "inferred") if is_adamw else None
+
+
+def _told_by_dialect(group: Group, kind: TorchOptimizer, decoupled: tuple[bool, KnownFrom] | None) -> Group:
+    """Returns a group with what its optimizer's signature tells, and the facts that are open then."""
+    dialect = kind.signature
+    if dialect is None or kind.schema != "adamw":
+        return group
+    values, known = dict(group.hyperparameters), dict(group.known_from)
+    facts = list(group.facts)
+    for name, value in dialect.inferred.items():
+        if name not in values:
+            values[name], known[name] = value, "inferred"
+    decays = bool(values.get("weight_decay_rate"))
+    for name, (value, whose) in dialect.assumed.items():
+        values[name], known[name] = value, "assumed" if decays else "inferred"
+        facts += [Fact(name, value, "assumed", whose)] if decays else []
+    if dialect.several:
+        because = f"its groups have {', '.join(dialect.options)}, as those of several libraries"
+        facts.append(fits_several(dialect.several, because))
+    elif DECOUPLED not in values and decoupled is not None:
+        values[DECOUPLED], known[DECOUPLED] = decoupled
+    elif DECOUPLED not in values and not decays:
+        values[DECOUPLED], known[DECOUPLED] = True, "inferred"
+    elif DECOUPLED not in values:
+        facts.append(fits_several(tuple(_DECOUPLES), _ADAM_OR_ADAMW))
+    if dialect.beyond:
+        facts.append(beyond(dialect.beyond))
+    return replace(group, hyperparameters=values, known_from=known, facts=tuple(facts))
+
+
+def _clipped(groups: Iterable[Group], parts: Parts, checkpoint: Checkpoint) -> list[Group]:
+    """Returns groups with the limit of the gradients' norm that Trainer's arguments have, or OLMo's groups themselves.
+
+    Source: huggingface/transformers, trainer.py, `Trainer._clip_grad_norm`: 0 clips nothing; allenai/OLMo,
+    olmo/optim.py, `Optimizer.clip_grads_and_collect_metrics`.
+    """
+    limit = at(checkpoint.tree, (TRAINER_ARGUMENTS, _LIMIT))
+    if limit is None:
+        limits = [group.get(_LIMIT) for group in parts.groups if group["params"]]
+        limit = limits[0] if limits and all(one == limits[0] for one in limits) else None
     if not fits(limit, Finite) or limit <= 0:
         return list(groups)
     return [

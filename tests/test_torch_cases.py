@@ -1,0 +1,176 @@
+"""Files of PyTorch of the shapes that people report: what each is, with the right values, and what is open."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import statekit
+from statekit.cli.main import main
+from statekit.errors import StatekitError
+from statekit.torch import attest, load_optimizer, load_params
+
+pytestmark = pytest.mark.torch
+CASES = Path(__file__).parent / "cases"
+
+
+def values(path: Path, **options: Any) -> tuple[dict[str, Any], int]:
+    """Returns the first group's hyperparameters, and the updates done."""
+    with statekit.open(path, **options) as opened:
+        return dict(opened.groups[0].hyperparameters), opened.counts.updates
+
+
+def stored(path: Path) -> dict[str, Any]:
+    part: dict[str, Any] = torch.load(path, weights_only=False)
+    return part
+
+
+def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+    assert main(arguments) == 3
+    return " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.parametrize("name", ["torch1_10", "torch1_11", "torch1_12", "old_keys_tensor_step"])
+def test_files_of_older_torch_are_read_and_do_not_say_adam_or_adamw(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = CASES / "old_torch_adamw" / f"{name}.pt"
+    known, updates = values(path)
+    assert updates == 6
+    assert (known["amsgrad"], known["maximize"]) == (False, False)
+    assert "decoupled_weight_decay" not in known
+    told, _ = values(path, hparams={"decoupled_weight_decay": True})
+    assert told["decoupled_weight_decay"] is True
+    across = ["convert", str(path), str(tmp_path / "optax"), "--to", "orbax", "--layout", "optax"]
+    assert "--optimizer NAME, one of adamw, adam" in refused(across, capsys)
+    assert main([*across, "--hparams", "decoupled_weight_decay=true"]) == 0
+    assert main(["convert", str(path), str(tmp_path / "again.pt")]) == 0
+    assert "if you know which it is (adamw or adam)" in capsys.readouterr().out
+
+
+def test_weight_decay_of_zero_leaves_nothing_to_ask(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    saved = optimizer.state_dict()
+    for group in saved["param_groups"]:
+        del group["decoupled_weight_decay"]
+    torch.save({"model": model.state_dict(), "optimizer": saved}, tmp_path / "run.pt")
+    with statekit.open(tmp_path / "run.pt") as opened:
+        assert not opened.groups[0].facts
+
+
+def test_fused_adam_counts_in_its_group_and_its_mode_is_assumed(tmp_path: Path) -> None:
+    path = CASES / "apex_fusedadam" / "fusedadam.pt"
+    native = stored(path)["optimizer"]["state"]
+    with statekit.open(path) as opened:
+        (group,) = opened.groups
+        assert opened.counts.updates == 6
+        assert group.known_from["decoupled_weight_decay"] == "assumed"
+        for index, name in enumerate(group.paths):
+            assert np.array_equal(opened.slots[name]["m"].read(), native[index]["exp_avg"].numpy())
+    assert main(["convert", str(path), str(tmp_path / "run.pt")]) == 0
+    again = stored(tmp_path / "run.pt")
+    assert {float(record["step"]) for record in again["optimizer"]["state"].values()} == {6.0}
+    model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.ReLU(), torch.nn.Linear(12, 4))
+    model.load_state_dict(again["model"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.load_state_dict(again["optimizer"])
+    model(torch.ones(8)).sum().backward()
+    optimizer.step()
+    assert int(optimizer.state[model[0].weight]["step"]) == 7
+
+
+def test_transformers_own_adamw_is_carried_and_refused_elsewhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = CASES / "adam_or_adamw_old" / "hf_adamw_nobias.pt"
+    known, updates = values(path)
+    assert updates == 6
+    assert (known["learning_rate"], known["epsilon"], known["weight_decay_rate"]) == (0.01, 1e-6, 0.1)
+    across = ["convert", str(path), str(tmp_path / "optax"), "--to", "orbax", "--layout", "optax"]
+    assert "transformers' own AdamW" in refused(across, capsys)
+    assert main(["convert", str(path), str(tmp_path / "neutral"), "--to", "statekit"]) == 0
+
+
+def test_statistics_of_batch_norms_are_known_by_name() -> None:
+    path = CASES / "batchnorm" / "resnetlike.pt"
+    rows = (line.split() for line in (CASES / "batchnorm" / "right.txt").read_text().splitlines())
+    with statekit.open(path) as opened:
+        assert opened.counts.updates == 6
+        firsts = {name: float(opened.slots[name.replace(".", "/")]["m"].read().flat[0]) for name, _ in rows}
+    rows = (line.split() for line in (CASES / "batchnorm" / "right.txt").read_text().splitlines())
+    assert firsts == {name: float(value) for name, value in rows}
+
+
+class Inner(torch.nn.Module):
+    """The parameters of a file without the prefix of its wrapper."""
+
+    def __init__(self, weights: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        made: dict[int, torch.nn.Parameter] = {}
+        for name, value in weights.items():
+            *outer, last = name.removeprefix("_orig_mod.").split(".")
+            home: torch.nn.Module = self
+            for part in outer:
+                if part not in home._modules:
+                    home.add_module(part, torch.nn.Module())
+                home = home.get_submodule(part)
+            param = made.setdefault(value.data_ptr(), torch.nn.Parameter(torch.zeros_like(value)))
+            home.register_parameter(last, param)
+
+
+def test_a_compiled_models_file_fits_the_model_inside(tmp_path: Path) -> None:
+    path = CASES / "nanogpt_compiled" / "ckpt.pt"
+    file = stored(path)
+    model = Inner(file["model"])
+    load_params(path, model)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, file["model"][f"_orig_mod.{name}"])
+    optimizer: Any = load_optimizer(path, model.named_parameters())
+    assert [group["step"] for group in optimizer.param_groups] == [7, 7]
+    params = [param for _, param in model.named_parameters()]
+    groups = [[p for p in params if p.dim() >= 2], [p for p in params if p.dim() < 2]]
+    live = torch.optim.AdamW([{"params": group} for group in groups])
+    live.load_state_dict(file["optimizer"])
+    assert attest(live, model.named_parameters(), path).passed
+    live.state[params[0]]["exp_avg"].zero_()
+    assert not attest(live, model.named_parameters(), path).passed
+    names = CASES / "nanogpt_compiled" / "names.txt"
+    target = tmp_path / "run.pt"
+    assert main(["convert", str(path), str(target), "--param-names", str(names)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("slots", "options", "name"),
+    [
+        ({"exp_avg", "exp_avg_sq"}, {"weight_decouple", "ams_bound", "final_lr", "gamma"}, "AdaBound"),
+        ({"exp_avg", "exp_avg_sq", "exp_avg_slow"}, {"alpha", "t_alpha_beta3"}, "AdEMAMix"),
+        ({"exp_avg", "exp_avg_sq", "something"}, set(), None),
+        ({"exp_avg"}, set(), "Lion"),
+    ],
+)
+def test_no_optimizer_is_called_by_anothers_name(
+    slots: set[str], options: set[str], name: str | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usual = {"lr": 0.01, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    more = {"weight_decouple": True, "fixed_decay": False, "foreach": None, "step": 3} if options else {}
+    group = {**usual, **more, **dict.fromkeys(options, 0.1), "params": [0]}
+    state = {0: {slot: torch.ones(2, 3) for slot in slots}}
+    path = tmp_path / "run.pt"
+    torch.save(
+        {"model": {"w": torch.ones(2, 3)}, "optimizer": {"state": state, "param_groups": [group]}}, path
+    )
+    assert main(["inspect", str(path), "--json"]) == 0
+    what = json.loads(capsys.readouterr().out)["contents"]
+    assert (name if name is not None else "isn't known") in what
+    with pytest.raises(StatekitError, match=name or "isn't known"):
+        statekit.open(path)
+    assert main(["doctor", str(path)]) == 0
+    assert main(["diff", str(path), str(path)]) == 0
