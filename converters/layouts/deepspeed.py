@@ -27,6 +27,7 @@ from statekit.state.schema import load_schema
 from statekit.state.stored_params import MASTER, Proven
 from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensors.tensor import Filled, Tensor
+from statekit.tensors.tree import at
 from statekit.tensors.typed import Name, fits, typed
 
 _WEIGHT = "fp32"
@@ -37,6 +38,10 @@ _NOT_STORED = 3
 _FLAT = (
     "Adafactor moved the flat pieces that ranks hold, and took its means over them: no variant does that, so a step"
     " with one is another run."
+)
+_AHEAD = (
+    "DeepSpeed's wrapper made a first step with gradients of zero: the optimizer's count is one ahead of the run's and"
+    " stays so; the schedule stands at the run's."
 )
 _DEFECT = "save the run again after deepspeed loaded its weights, which refreshes the optimizer's copy"
 
@@ -108,8 +113,13 @@ class DeepSpeed:
         }
         copies = {} if checkpoint.meta.get("zero_stage") == _NOT_STORED else model
         slots = _whole(state, checkpoint.tree) if flat else state.slots
+        ahead = at(checkpoint.tree, ("deepspeed", "first_steps")) or 0
+        counts = state.counts
+        if ahead:
+            counts = replace(counts, schedule=max(counts.updates - ahead, 0), says_schedule=True)
         return replace(
             state,
+            counts=counts,
             params={
                 path: stored_params.get(path) or _proven(weights[path], copies.get(path), path)
                 for path in state.params
@@ -120,7 +130,7 @@ class DeepSpeed:
             },
             rules={path: Rule((Axis.NONE,) * len(weights[path].shape), "file") for path in state.rules},
             optimizer=replace(state.optimizer, variant=hints.variant) if flat else state.optimizer,
-            assumptions=(*state.assumptions, *([_FLAT] if flat else [])),
+            assumptions=(*state.assumptions, *([_FLAT] if flat else []), *([_AHEAD] if ahead else [])),
         )
 
     def encode(self, state: TrainState) -> Encoded:

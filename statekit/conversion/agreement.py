@@ -67,6 +67,8 @@ Names below the checkpoint; a folder's, as that of an array of zarr, ends in `/`
 _COUNTS = frozenset({"step", "count"})
 """Names of counts among tensors: PyTorch's of each parameter, Optax' and T5X' of a run."""
 _SKIPPED = ("deepspeed", "skipped_steps")
+FIRST_STEPS = ("deepspeed", "first_steps")
+"""Where DeepSpeed's container says how many steps a wrapper has made before the run's first."""
 _LIGHTNING = "pytorch-lightning_version"
 _BY_RANK = frozenset({"dcp", "dcp-safetensors", "deepspeed", "megatron", "fsdp1-ranks"})
 """Containers of which each rank writes a file."""
@@ -161,7 +163,9 @@ def _of_counts(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
     may_skip = any(part.what in ("scaler", "accumulation") for part in run.parts)
     if record is not None:
         skipped = at(checkpoint.tree, _SKIPPED)
+        first = at(checkpoint.tree, FIRST_STEPS)
         expected = record.step - (skipped if type(skipped) is int else 0)
+        expected += first if type(first) is int else 0
         if updates != expected and not (may_skip and updates < expected):
             yield f"{record.place} says step {expected}, the optimizer has done {updates} updates: {_why()}"
     elif name is not None and abs(updates - name.step) > 1 and not may_skip:  # or called by the one before

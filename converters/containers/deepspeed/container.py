@@ -23,6 +23,7 @@ from typing import Any, Literal
 from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.deepspeed.files import MASTER, Tag, complete, locate, open_file, require
+from statekit.converters.containers.deepspeed.trainer import beside_tag
 from statekit.converters.containers.deepspeed.universal import universal_state
 from statekit.converters.containers.deepspeed.zero import Shapes, joined, part_of
 from statekit.converters.formats.pytorch.reader import named
@@ -48,6 +49,8 @@ _OPTIMIZER_TAKEN = {
     "param_slice_mappings", "param_groups",
 }  # fmt: skip
 _STAGE = "zero_stage"
+FIRST_STEPS = "first_steps"
+"""Key of how many steps a wrapper has made before the run's first: they count in the optimizer alone."""
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,9 @@ class DeepSpeedFolder:
 def _tree(tag: Tag, files: Files, findings: list[Finding]) -> dict[str, Tree]:
     models = [_model_file(path, files, findings) for _, path in sorted(tag.models.items())]
     first, place = models[0], f"{tag.path}"
+    trainers = beside_tag(tag.path.parent, files)
+    if first.get("param_shapes") is None and isinstance(first.get("optimizer"), dict):
+        return {**trainers, **_unsharded(first, place)}
     shapes = _shapes(first.get("param_shapes"), place)
     if tag.universal:
         state, groups, engine = universal_state(tag.path, shapes, files, findings)
@@ -129,6 +135,7 @@ def _tree(tag: Tag, files: Files, findings: list[Finding]) -> dict[str, Tree]:
     client = {key: value for key, value in first.items() if key not in _ENGINE | _TAKEN and value is not None}
     apart = _apart(models)
     return {
+        **trainers,
         **client,
         "model": _model(models, state, shapes, place),
         "optimizer": {
@@ -136,6 +143,59 @@ def _tree(tag: Tag, files: Files, findings: list[Finding]) -> dict[str, Tree]:
             "param_groups": [{**g, "params": list(names)} for g, names in zip(groups, shapes, strict=True)],
         },
         "deepspeed": {**settings, **engine, **({"ranks": apart} if apart else {})},
+    }
+
+
+def _unsharded(first: Mapping[str, Any], place: str) -> dict[str, Tree]:
+    """Returns the tree of a run without ZeRO, whose optimizer lies in the model's file, in the order of its parameters.
+
+    A model of lower precision has masters in a wrapper, which makes a first step with gradients of zero: the
+    optimizer's count is one ahead of the run's.
+    Source: deepspeedai/DeepSpeed deepspeed/runtime/fp16/unfused_optimizer.py, `initialize_optimizer_states`.
+
+    Raises:
+        FormatError: Nothing tells whose slots they are.
+    """
+    wrapper = first["optimizer"]
+    optimizer = require(wrapper.get("optimizer_state_dict", wrapper), dict, "an optimizer", place)
+    groups = require(optimizer.get("param_groups"), list, "param_groups", place)
+    records = require(optimizer.get("state"), dict, "state", place)
+    shared, buffers = first.get("shared_params") or {}, {*(first.get("buffer_names") or ())}
+    module = first["module"]
+    names = [name for name in module if name not in shared and name not in buffers]
+    numbers = [i for group in groups for i in require(group, dict, "a group", place).get("params", ())]
+    masters = [one for group in wrapper.get("fp32_groups") or () for one in group]
+    weights = dict(zip(numbers, masters or [module[name] for name in names], strict=False))
+    slots = {
+        i: [one for one in records.get(i, {}).values() if isinstance(one, Tensor) and one.shape]
+        for i in numbers
+    }
+    fits = len(numbers) == len(names) == len(weights) and all(
+        weights[i].shape == module[name].shape == one.shape
+        for i, name in zip(numbers, names, strict=True)
+        for one in slots[i] or [weights[i]]
+    )
+    if not fits:
+        raise FormatError(
+            "The optimizer of a run without ZeRO only numbers its parameters, and they aren't those of the model in its"
+            " order.",
+            place=place,
+            expected=f"{len(names)} parameters",
+            found=f"{len(numbers)} in {len(groups)} groups",
+            remedy="open the model's file by itself and give the names: --from torch --param-names FILE",
+        )
+    name_of = dict(zip(numbers, names, strict=True))
+    settings = {key: value for key, value in first.items() if key in _ENGINE}
+    client = {key: value for key, value in first.items() if key not in _ENGINE | _TAKEN and value is not None}
+    ahead = {FIRST_STEPS: 1} if masters else {}
+    return {
+        **client,
+        "model": dict(module),
+        "optimizer": {
+            "state": {name_of[i]: {**records.get(i, {}), MASTER: weights[i]} for i in numbers},
+            "param_groups": [{**group, "params": [name_of[i] for i in group["params"]]} for group in groups],
+        },
+        "deepspeed": {**settings, _STAGE: 0, **ahead},
     }
 
 

@@ -36,6 +36,7 @@ _TAG = re.compile(r"global_step(\d{1,18})(_universal)?")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
 _OTHER = re.compile(r"(layer_\d+-model.*|.*expert_\d+.*|expp_rank_.*)\.pt")
+_TRAINERS = re.compile(r"checkpoint-(\d{1,18})")
 _MAX_TAG = 4096
 """Bytes that are read of the name of a folder. Source: Linux, limits.h, `PATH_MAX`."""
 
@@ -113,7 +114,20 @@ def locate(path: Path, step: int | None = None, files: Files | None = None) -> L
         if number is not None:
             check_step(step, number, path)
         return Located(here)
-    return _among(path, step, files)
+    return _among(path, step, files) or _of_trainer(path, step, files)
+
+
+def _of_trainer(run: Path, step: int | None, files: Files | None) -> Located | None:
+    """Finds the checkpoint in a run's folder of Transformers' Trainer, which has one in each step's folder."""
+    matches = ((_TRAINERS.fullmatch(entry.name), entry) for entry in listing(run))
+    folders = {
+        int(match[1]): entry for match, entry in sorted((m, e) for m, e in matches if m) if entry.is_dir()
+    }
+    each = {number: _among(folder, None, files) for number, folder in sorted(folders.items())}
+    steps = {number: located for number, located in each.items() if located is not None}
+    if not steps or (step is not None and step not in steps):
+        return None
+    return Located(steps[max(steps) if step is None else step].tag, tuple(steps))
 
 
 def _among(run: Path, step: int | None, files: Files | None) -> Located | None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from statekit.converters.containers.huggingface.folder import TRAINER_STATE, HuggingFaceFolder
-from statekit.converters.containers.huggingface.model import find_model
+from statekit.converters.containers.huggingface.model import SHARDED_OPTIMIZER, find_model, sharded_part
 from statekit.files.source import listing
 
 
@@ -26,6 +26,7 @@ def _accelerate(folder: Path) -> str:
         *(entry.name for entry in listing(folder, ".pkl") if entry.name.startswith("random_states_")),
     ]
     beside = next((name for name in others if (folder / name).is_file()), "")
+    beside = beside or sharded_part(folder, SHARDED_OPTIMIZER)
     return f"{beside} beside {model}" if beside else ""
 
 

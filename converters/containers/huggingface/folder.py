@@ -27,11 +27,14 @@ from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.huggingface.model import (
     ADAPTER_CONFIG,
     SHARD_BYTES,
+    SHARDED_OPTIMIZER,
     find_model,
     metadata_of,
     open_alone,
     open_model,
+    open_sharded,
     save_model,
+    sharded_part,
     ties_in,
 )
 from statekit.converters.containers.step_folders import check_step, step_prefix
@@ -120,6 +123,11 @@ def open_beside(folder: Path, taken: Collection[str], files: Files) -> Beside:
             odd += notes
             read.add(name)
             passed |= {*names} - {name}
+    shards = "" if "optimizer" in tree else sharded_part(folder, SHARDED_OPTIMIZER)
+    if shards:
+        tree["optimizer"], notes = open_sharded(folder / shards, "optimizer", files)
+        odd += notes
+        read.add(shards)
     if (folder / REST).is_file():
         rest, notes = _open_part(folder / REST, files)
         if not isinstance(rest, Mapping):
@@ -450,18 +458,15 @@ class HuggingFaceFolder:
         return Checkpoint(self.name, folder.path, tree, meta, number, findings, files.close)
 
     def _missing(self, folder: Path) -> Iterator[Finding]:
-        """Yields the files that the library always writes and that aren't there.
-
-        Source: huggingface/accelerate, utils/fsdp_utils.py, `save_fsdp_optimizer`, for the folder of a sharded one.
-        """
-        entries = {entry.name: entry.is_dir() for entry in listing(folder)}
+        """Yields the files that the library always writes and that aren't there."""
+        entries = [entry.name for entry in listing(folder)]
         for pattern, lost in self.companions.items():
             if any(fnmatchcase(name, pattern) for name in entries):
                 continue
             stem = pattern.partition(".")[0]
-            sharded = next((name for name, is_dir in entries.items() if is_dir and name.startswith(stem)), "")
-            instead = f"FSDP's {sharded} isn't read with this folder; open it by itself" if sharded else lost
-            yield Finding(f"{pattern} isn't there: {instead}", f"{folder}")
+            if stem == SHARDED_OPTIMIZER and sharded_part(folder, SHARDED_OPTIMIZER):
+                continue
+            yield Finding(f"{pattern} isn't there: {lost}", f"{folder}")
 
     def fitted(self, encoded: Encoded) -> Encoded:
         """Returns a state with its parts where the folder keeps them, and what the library can't do without.

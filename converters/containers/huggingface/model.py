@@ -6,18 +6,24 @@
 
 The safetensors library sorts what it writes, by dtype and name, and Transformers sorts its index: the order of the
 parameters, which an optimizer's indices need, is in neither.
-Source: huggingface/transformers, modeling_utils.py, `save_pretrained`; huggingface_hub serialization/_torch.py.
+FSDP with sharded states has a folder of torch.distributed.checkpoint in its place, pytorch_model_fsdp_0.
+Source: huggingface/transformers, modeling_utils.py, `save_pretrained`; huggingface_hub serialization/_torch.py;
+huggingface/accelerate, utils/fsdp_utils.py, `save_fsdp_model`, `save_fsdp_optimizer`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NotRequired, TypeAlias, TypedDict
 
+from statekit.converters.containers.dcp import open_folder
 from statekit.converters.containers.torch_file import open_torch
+from statekit.converters.formats.dcp.metadata import METADATA
+from statekit.converters.formats.dcp.tree import tree_of
 from statekit.errors import CorruptError, Faults, FormatError
 from statekit.files.checkpoint import Finding
 from statekit.files.manifest import inside
@@ -25,12 +31,15 @@ from statekit.files.safetensors import open_safetensors, save_safetensors, shard
 from statekit.files.source import Files, listing, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Tensor, nbytes
-from statekit.tensors.tree import strict_json
+from statekit.tensors.tree import Tree, strict_json
 from statekit.tensors.typed import Name, typed
 
 SHARD_BYTES = 5 * 10**9
 """Bytes of tensors in a shard at most; a larger tensor has one to itself. Source: Transformers' usual 5 GB."""
 ADAPTER_CONFIG = "adapter_config.json"
+SHARDED_MODEL, SHARDED_OPTIMIZER = "pytorch_model_fsdp", "optimizer"
+"""What the folders are called, before a number, in which FSDP keeps the shards of a part."""
+_NO_MODEL = "A model's shards aren't tensors by name"
 INDEX = ".index.json"
 _SAFE, _BIN = ".safetensors", ".bin"
 _STEMS = (("model", _SAFE), ("pytorch_model", _BIN), ("pytorch_model_fsdp", _BIN), ("adapter_model", _SAFE),
@@ -74,11 +83,42 @@ def find_model(folder: Path) -> str | None:
     known = next((name for name in names if (folder / name).is_file()), None)
     if known is not None:
         return known
+    if sharded_part(folder, SHARDED_MODEL):
+        return sharded_part(folder, SHARDED_MODEL)
     for suffix in (f"{_SAFE}{INDEX}", _SAFE):
         files = [entry.name for entry in listing(folder, suffix) if entry.is_file()]
         if files:
             return files[0] if len(files) == 1 else None
     return None
+
+
+def sharded_part(folder: Path, stem: str) -> str:
+    """Returns the name of the folder in which FSDP keeps a part in shards; "" if there is none, or several."""
+    names = [
+        entry.name
+        for entry in listing(folder)
+        if re.fullmatch(rf"{stem}(_[0-9]+)?", entry.name) and (entry / METADATA).is_file()
+    ]
+    return names[0] if len(names) == 1 else ""
+
+
+def open_sharded(folder: Path, key: str, files: Files) -> tuple[Tree, tuple[Finding, ...]]:
+    """Opens a part that FSDP keeps in shards, and says what was odd about it.
+
+    Args:
+        folder: Its folder.
+        key: The part's key in there.
+        files: The checkpoint's open files.
+
+    Raises:
+        FormatError: The folder hasn't the part, or can't be trusted.
+    """
+    opened = open_folder(folder, files)
+    tree = tree_of(opened.contents.paths, opened.values, f"{folder / METADATA}", files.account)
+    part = tree.get(key) if isinstance(tree, Mapping) else None
+    if not isinstance(part, Mapping):
+        raise FormatError("A folder of shards doesn't hold its part.", place=folder, expected=key)
+    return part, opened.findings
 
 
 def open_model(folder: Path, name: str, files: Files) -> Model:
@@ -95,6 +135,9 @@ def open_model(folder: Path, name: str, files: Files) -> Model:
     """
     if name.endswith(_SAFE):
         return open_alone(folder / name, files)
+    if (folder / name).is_dir():
+        part, odd = open_sharded(folder / name, "model", files)
+        return Model(typed(part, dict[Name, Tensor], folder / name, _NO_MODEL), (name,), False, {}, odd)
     if not name.endswith(INDEX):
         tensors, metadata, findings = _open_file(folder / name, files)
         return Model(tensors, (name,), False, metadata, findings)
