@@ -174,3 +174,108 @@ def test_no_optimizer_is_called_by_anothers_name(
         statekit.open(path)
     assert main(["doctor", str(path)]) == 0
     assert main(["diff", str(path), str(path)]) == 0
+
+
+@pytest.mark.parametrize("kind", ["sharded", "real"])
+def test_fsdp_shards_of_model_and_optimizer_are_one_checkpoint(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = CASES / "fsdp_sharded_trainer" / kind
+    whole = CASES / "fsdp_sharded_trainer" / "full" / "checkpoint-6"
+    for path in (run, run / "checkpoint-6"):
+        with statekit.open(path) as opened:
+            assert opened.counts.updates == 6
+            assert sum(map(len, opened.slots.values())) == 8
+            assert opened.groups[0].hyperparameters["learning_rate"] == pytest.approx(0.0094)
+    for source, name in ((run / "checkpoint-6", "shards.pt"), (whole, "whole.pt")):
+        assert main(["convert", str(source), str(tmp_path / name)]) == 0
+    shards, full = (stored(tmp_path / name) for name in ("shards.pt", "whole.pt"))
+    for name, value in full["model"].items():
+        assert torch.equal(shards["model"][name], value)
+    capsys.readouterr()
+    assert main(["diff", str(run / "checkpoint-6"), str(whole)]) == 0
+    assert main(["doctor", str(run)]) == 0
+    model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.ReLU(), torch.nn.Linear(12, 4))
+    model.load_state_dict(full["model"])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    fresh = attest(optimizer, model.named_parameters(), run / "checkpoint-6")
+    assert "optimizer-empty" in [finding.name for finding in fresh.findings]
+    optimizer.load_state_dict(torch.load(whole / "optimizer.bin", weights_only=True))
+    assert attest(optimizer, model.named_parameters(), run / "checkpoint-6").passed
+
+
+def test_trainers_folders_under_deepspeed_open_with_their_optimizer(tmp_path: Path) -> None:
+    folder = CASES / "ds_zero2_lora"
+    for name, updates, schedule in (("full", 4, 4), ("z0", 4, 4), ("z0bf", 5, 4)):
+        for path in (folder / name, folder / name / "checkpoint-4"):
+            with statekit.open(path) as opened:
+                assert opened.checkpoint.container == "deepspeed"
+                assert (opened.counts.updates, opened.counts.schedule) == (updates, schedule)
+                assert "scheduler" in opened.state.extra["torch"]
+                assert not [finding for finding in opened.checkpoint.findings if finding.kind == "mixed"]
+        assert main(["doctor", str(folder / name)]) == 0
+    file = stored(folder / "z0" / "checkpoint-4" / "global_step4" / "mp_rank_00_model_states.pt")
+    with statekit.open(folder / "z0") as opened:
+        for index, name in enumerate(file["module"]):
+            first = opened.slots[name.replace(".", "/")]["m"].read()
+            assert np.array_equal(first, file["optimizer"]["state"][index]["exp_avg"].numpy())
+    masters = stored(folder / "z0bf" / "checkpoint-4" / "global_step4" / "mp_rank_00_model_states.pt")
+    with statekit.open(folder / "z0bf") as opened:
+        name = next(iter(masters["module"])).replace(".", "/")
+        master = masters["optimizer"]["fp32_groups"][0][0].detach().numpy()
+        assert np.array_equal(opened.slots[name]["master"].read(), master)
+
+
+def test_where_lightning_averages_the_runs_own_weights_go_on(tmp_path: Path) -> None:
+    path = CASES / "lightning_ema" / "last.ckpt"
+    with statekit.open(path) as opened:
+        row = opened.tensors["params/a/weight"].read()[0, :3]
+        average = opened.tensors["extra/torch/state_dict/a.weight"].read()[0, :3]
+    assert np.allclose(row, [-0.2578, -0.0257, 0.1238], atol=1e-4)
+    assert np.allclose(average, [-0.2528, -0.0666, 0.1248], atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("model", "average"), [("net", "net_ema"), ("net", "shadow"), ("weights", "teacher")]
+)
+def test_an_average_is_never_taken_for_the_model(model: str, average: str, tmp_path: Path) -> None:
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(net.parameters())
+    net(torch.ones(3)).sum().backward()
+    optimizer.step()
+    zeros = {name: torch.zeros_like(value) for name, value in net.state_dict().items()}
+    parts = {average: zeros, model: net.state_dict(), "opt": optimizer.state_dict()}
+    torch.save(parts, tmp_path / "run.pt")
+    with statekit.open(tmp_path / "run.pt") as opened:
+        assert np.array_equal(opened.params["weight"].read(), net.weight.detach().numpy())
+
+
+@pytest.mark.parametrize("names", ["names.txt", "names_nodefault.txt"])
+def test_an_adapters_names_are_those_of_its_model_or_of_its_file(names: str, tmp_path: Path) -> None:
+    path, given = CASES / "lora_trainer" / "run" / "checkpoint-6", CASES / "lora_trainer" / names
+    order = given.read_text().split()
+    native = stored(path / "optimizer.pt")["state"]
+    assert main(["convert", str(path), str(tmp_path / "run.pt"), "--param-names", str(given)]) == 0
+    with statekit.open(path, param_names=order) as opened:
+        assert [len(group.paths) for group in opened.groups] == [8, 0]
+        for index, name in enumerate(order):
+            key = name.replace(".default", "").replace(".", "/")
+            assert np.array_equal(opened.slots[key]["m"].read(), native[index]["exp_avg"].numpy())
+
+
+def test_an_adapters_optimizer_goes_on_in_the_model_around_it() -> None:
+    path = CASES / "lora_trainer" / "run" / "checkpoint-6"
+    order = (CASES / "lora_trainer" / "names.txt").read_text().split()
+    from safetensors.torch import load_file
+
+    weights = load_file(path / "adapter_model.safetensors")
+    params = {name: torch.nn.Parameter(weights[name.replace(".default", "")]) for name in order}
+    resumed: Any = load_optimizer(path, params.items(), lr=1e-3)
+    native = stored(path / "optimizer.pt")
+    for index, param in enumerate(params.values()):
+        assert torch.equal(resumed.state[param]["m"], native["state"][index]["exp_avg"])
+    live = torch.optim.AdamW([{"params": list(params.values())}, {"params": []}])
+    live.load_state_dict(native)
+    assert attest(live, params.items(), path).passed
+    live.state[params[order[3]]]["exp_avg"].add_(1)
+    assert not attest(live, params.items(), path).passed

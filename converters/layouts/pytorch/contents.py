@@ -64,10 +64,13 @@ class Signature:
     several: tuple[str, ...] = ()
 
     def fits(self, slots: Collection[str], groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Tells whether an optimizer has its slots and no others, and its options in every group."""
+        """Tells whether an optimizer has its slots and no others, and its options in every group.
+
+        One that has made no update has no slots yet.
+        """
         known = {*self.slots, *self.more, STEP}
         return (
-            {*self.slots} <= {*slots}
+            (not slots or {*self.slots} <= {*slots})
             and ("*" in self.more or known.issuperset(slots))
             and all(group.keys() >= {*self.options} for group in groups)
             and not any(key in group for group in groups for key in self.absent)

@@ -14,6 +14,7 @@ src/lightning/pytorch/trainer/connectors/checkpoint_connector.py, `dump_checkpoi
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
@@ -46,8 +47,20 @@ OPTIMIZERS: tuple[Path, ...] = (
     ("optimizer_states", 0),
     ("optim",),
 )
-MODELS: tuple[Path, ...] = (("model",), ("state_dict",), ("model_state_dict",), ("module",))
-"""Paths at which others keep an optimizer's state, and a model's; the first of each is ours."""
+MODELS: tuple[Path, ...] = (
+    ("model",),
+    ("current_model_state",),
+    ("state_dict",),
+    ("model_state_dict",),
+    ("module",),
+)
+"""Paths at which others keep an optimizer's state, and a model's; the first of each is ours.
+
+Where Lightning averages weights, the average stands at state_dict, and what the optimizer moves beside it.
+Source: Lightning-AI/pytorch-lightning, src/lightning/pytorch/callbacks/weight_averaging.py, `on_save_checkpoint`.
+"""
+_AVERAGE = re.compile(r"(?i)(.*[_.-])?(n?ema\d*|swa|avg|averaged?|shadow|teacher|polyak)([_.-].*)?")
+"""What keys are called that hold an average of the weights: no optimizer moves that."""
 DEEPEST, MOST_PARTS = 2, 100
 """How deep below the top other places are looked for, and the longest list that is looked through."""
 BUFFERS, GROUPS = "buffers", "param_groups"
@@ -107,7 +120,16 @@ def model_place(tree: Tree, key: str | None = None, optimizer: Path | None = Non
 
 def possible_models(tree: Tree) -> list[str]:
     """Returns the keys of all parts that may be the model of a checkpoint's optimizer, for `--model-key`."""
-    return ["/".join(map(str, path)) for path in _models(tree, optimizer_place(tree))]
+    return ["/".join(map(str, path)) for path in _moved(_models(tree, optimizer_place(tree)))]
+
+
+def _moved(models: Mapping[Path, Any]) -> dict[Path, Any]:
+    """Returns the parts that may be what an optimizer moves: no averages."""
+    return {
+        path: node
+        for path, node in models.items()
+        if not any(isinstance(key, str) and _AVERAGE.fullmatch(key) for key in path)
+    }
 
 
 def _models(tree: Tree, optimizer: Path | None) -> dict[Path, Any]:
@@ -134,6 +156,7 @@ def part_place(usual: Sequence[Path], models: Mapping[Path, Any], key: str | Non
         UsageError: There is none at the key.
     """
     if key is None:
+        models = _moved(models)
         known = next((path for path in usual if path in models), None)
         return next(iter(models)) if known is None and len(models) == 1 else known
     names = {"/".join(map(str, path)): path for path in models}
