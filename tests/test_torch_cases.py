@@ -84,7 +84,8 @@ def test_fused_adam_counts_in_its_group_and_its_mode_is_assumed(tmp_path: Path) 
     optimizer.load_state_dict(again["optimizer"])
     model(torch.ones(8)).sum().backward()
     optimizer.step()
-    assert int(optimizer.state[model[0].weight]["step"]) == 7
+    first: Any = model[0].weight
+    assert int(optimizer.state[first]["step"]) == 7
 
 
 def test_transformers_own_adamw_is_carried_and_refused_elsewhere(
@@ -274,7 +275,8 @@ def test_an_adapters_optimizer_goes_on_in_the_model_around_it() -> None:
     native = stored(path / "optimizer.pt")
     for index, param in enumerate(params.values()):
         assert torch.equal(resumed.state[param]["m"], native["state"][index]["exp_avg"])
-    live = torch.optim.AdamW([{"params": list(params.values())}, {"params": []}])
+    groups: list[dict[str, Any]] = [{"params": list(params.values())}, {"params": []}]
+    live = torch.optim.AdamW(groups)
     live.load_state_dict(native)
     assert attest(live, params.items(), path).passed
     live.state[params[order[3]]]["exp_avg"].add_(1)

@@ -5,7 +5,7 @@ Both are decoded to canonical form and compared there (statekit/state/comparison
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from os import PathLike

@@ -164,10 +164,14 @@ def signatures() -> tuple[Signature, ...]:
     """Returns all signatures, as signatures.json has them."""
     text = resources.files(__package__).joinpath("signatures.json").read_text(encoding="utf-8")
     entries: list[dict[str, Any]] = json.loads(text)["optimizers"]
-    return tuple(
-        Signature(**{key: tuple(part) if isinstance(part, list) else part for key, part in entry.items()})
-        for entry in entries
-    )
+    return tuple(map(_signature, entries))
+
+
+def _signature(entry: Mapping[str, Any]) -> Signature:
+    fields: dict[str, Any] = {
+        key: tuple(part) if isinstance(part, list) else part for key, part in entry.items()
+    }
+    return Signature(**fields)
 
 
 def _weights(checkpoint: Checkpoint) -> Contents | None:
