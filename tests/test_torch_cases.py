@@ -44,8 +44,8 @@ def test_files_of_older_torch_are_read_and_do_not_say_adam_or_adamw(
     assert updates == 6
     assert (known["amsgrad"], known["maximize"]) == (False, False)
     assert "decoupled_weight_decay" not in known
-    told, _ = values(path, hparams={"decoupled_weight_decay": True})
-    assert told["decoupled_weight_decay"] is True
+    stated, _ = values(path, hparams={"decoupled_weight_decay": True})
+    assert stated["decoupled_weight_decay"] is True
     across = ["convert", str(path), str(tmp_path / "optax"), "--to", "orbax", "--layout", "optax"]
     assert "--optimizer NAME, one of adamw, adam" in refused(across, capsys)
     assert main([*across, "--hparams", "decoupled_weight_decay=true"]) == 0
