@@ -21,7 +21,6 @@ from statekit.errors import plural, some
 
 @click.command("doctor")
 @click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True, callback=local_files)
-@click.option("--step", type=int, metavar="N", help="One step of a run's folder. Default: all.")
 @click.option(
     "--ignore",
     multiple=True,
