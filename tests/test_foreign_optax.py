@@ -120,7 +120,7 @@ def test_an_original_goes_on_by_the_lines_alone(kind: str, container: str, tmp_p
 
 
 @pytest.mark.parametrize("container", ["orbax", "flax"])
-@pytest.mark.parametrize("wrapper", ["bare", "accumulated", "injected"])
+@pytest.mark.parametrize("wrapper", ["bare", "chain", "accumulated", "injected"])
 def test_an_original_partition_goes_on_by_the_lines_alone(
     wrapper: str, container: str, tmp_path: Path
 ) -> None:
@@ -132,7 +132,8 @@ def test_an_original_partition_goes_on_by_the_lines_alone(
     )
     rates = {True: "learning_rate=1e-2", False: "learning_rate=1e-3, weight_decay=0.1"}
     each = [one.replace("learning_rate=...", rates["optax.adafactor" in one]) for one in lines.splitlines()]
-    lines = "\n".join(each)
+    lines = "\n".join(each).replace("chain(...,", "chain(optax.clip_by_global_norm(10.0),")
+    assert "statekit.json" not in lines and "import statekit" in lines
     scope = gone_on(lines, run.saved[0])
     optimizer = scope["optimizer"]
     if wrapper == "accumulated":
@@ -143,6 +144,10 @@ def test_an_original_partition_goes_on_by_the_lines_alone(
 
 
 def test_what_lies_around_it_otherwise_is_said(tmp_path: Path) -> None:
-    lines = lines_of(Run("chain").save(tmp_path / "run", "orbax"))
-    assert "# the state lies in opt_state/1 there: put the optimizer where the run had it" in lines
-    assert "statekit.json" not in lines and "import statekit" in lines
+    """A chain by names says what its links are called, and not what they are."""
+    import optax
+
+    run = Run()
+    run.optimizer = optax.named_chain(("clip", optax.clip(9.0)), ("rule", run.optimizer))
+    lines = lines_of(run.save(tmp_path / "run", "orbax"))
+    assert "# the state lies in opt_state/rule there: put the optimizer where the run had it" in lines

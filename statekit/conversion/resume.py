@@ -83,6 +83,7 @@ def of_checkpoint(opened: OpenState) -> SavedRun:
         run_of(opened.state.extra),
         converted,
         folder,
+        tuple(checkpoint.meta.get("items", ())),
         manifest["source"]["container"] if converted and manifest else None,
         manifest["options"] if converted and manifest else {},
     )

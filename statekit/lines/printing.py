@@ -40,6 +40,7 @@ class SavedRun:
         run: What is known of the run.
         converted: Whether statekit wrote it; None where its step or a manifest in its folder tells.
         folder: The folder that `files` are named in, where `path` is one of them.
+        items: Names of the trees that it holds beside one another, as Orbax has them.
         source: The container that it was converted from; None if nobody knows.
         options: What its conversion was asked for.
         own_name: The name of the checkpoint, where `path` stands for any place.
@@ -55,6 +56,7 @@ class SavedRun:
     run: RunState = field(default_factory=RunState)
     converted: bool | None = None
     folder: Path | None = None
+    items: tuple[str, ...] = ()
     source: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     own_name: str | None = None

@@ -67,8 +67,10 @@ def construction(
     schemas = [group.get("schema") for group in groups]
     moved = {path for group in groups for path in group["paths"]}
     frozen = any(name.startswith("params/") and name.removeprefix("params/") not in moved for name in names)
-    form = form_of_groups(settings, frozen or not mask or len({*schemas}) > 1, schemas)
-    partition = _partition(groups, names, empty) if form == "parts" else None
+    partition = _partition(groups, names, empty)
+    form = (
+        "parts" if partition else form_of_groups(settings, frozen or not mask or len({*schemas}) > 1, schemas)
+    )
     groups, frozen_label = (partition.groups, partition.frozen) if partition else (groups, FROZEN)
     place = _place(names, moved)
     inner = f"{place}/{INNER}" if frozen else place
@@ -94,11 +96,13 @@ def construction(
             reading,
             mask,
         ),
-        *_around(place),
+        *_around(place, names, empty),
     ]
 
 
 _WHOLE = "opt_state"
+_NOT_FINITE = "notfinite_count"
+"""A field of the state of `optax.apply_if_finite`."""
 _CORE = ("mu", "nu", "v_row", "v_col", "v")
 _STATIC = ("dtype_momentum", "min_dim_size_to_factor", "decay_offset")
 """Arguments of Adafactor that inject_hyperparams takes for no hyperparameter, unless it is asked to."""
@@ -112,7 +116,8 @@ def _place(names: Collection[str], paths: Collection[str]) -> str:
         parts = name.split("/")
         for i in (i for i, part in enumerate(parts) if part in _CORE and "/".join(parts[i + 1 :]) in known):
             if (match := link.fullmatch("/".join(parts[:i]))) is not None:
-                return match[1]
+                place = match[1]
+                return f"{place}/{INNER}" if f"{place}/{_NOT_FINITE}" in names else place
     return _WHOLE
 
 
@@ -142,13 +147,35 @@ _INJECTED = "hyperparams"
 """The field of the state of inject_hyperparams that has their values."""
 
 
-def _around(place: str) -> list[str]:
-    """Returns the lines that put `optimizer` into what a run had around it."""
-    if place == _WHOLE:
-        return []
-    if place == f"{_WHOLE}/inner_opt_state":
-        return ["optimizer = optax.MultiSteps(optimizer, every_k_schedule=...)  # as many as the run took"]
-    return [f"# the state lies in {place} there: put the optimizer where the run had it"]
+def _around(place: str, names: Collection[str], empty: Collection[str]) -> list[str]:
+    """Returns the lines that put `optimizer` into what a run had around it, the innermost first.
+
+    Source: google-deepmind/optax optax/transforms/_accumulation.py, `MultiSteps`; _conditionality.py,
+    `apply_if_finite`; _combining.py, `chain`.
+    """
+    lines, at = [], _WHOLE
+    for step in place.split("/")[1:]:
+        if step == "inner_opt_state":
+            call = "optax.MultiSteps(optimizer, every_k_schedule=...)  # as many as the run took"
+        elif step == INNER and f"{at}/{_NOT_FINITE}" in names:
+            call = "optax.apply_if_finite(optimizer, max_consecutive_errors=...)  # as many as the run bore"
+        elif step.isdecimal():
+            call = _chain(int(step), at, names, empty)
+        else:
+            return [f"# the state lies in {place} there: put the optimizer where the run had it"]
+        lines.append(f"optimizer = {call}")
+        at = f"{at}/{step}"
+    return lines[::-1]
+
+
+def _chain(number: int, place: str, names: Collection[str], empty: Collection[str]) -> str:
+    """Returns the call of a chain in which `optimizer` is a link, and others stand that the names don't tell."""
+    link = re.compile(rf"{re.escape(place)}/(\d+)(?:/.*)?")
+    numbers = {int(match[1]) for match in filter(None, map(link.fullmatch, [*names, *empty]))}
+    links = ", ".join("optimizer" if i == number else "..." for i in range(max(numbers) + 1))
+    if links == "optimizer":
+        return "optax.chain(optimizer)"
+    return f"optax.chain({links})  # ...: another link of the run's, often optax.clip_by_global_norm(1.0)"
 
 
 def _schedule(name: str, groups: Sequence[Mapping[str, Any]]) -> list[str]:

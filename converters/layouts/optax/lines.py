@@ -30,7 +30,11 @@ CLASSES: Mapping[tuple[str, str | None], str] = {
     ("adafactor", "optax"): "optax.adafactor",
     ("lamb", "optax"): "optax.lamb",
 }
-_NOT_ARGUMENTS = ("clipvalue", "global_norm_clip_threshold", "exclude_from_weight_decay")
+_CLIP = "global_norm_clip_threshold"
+_NOT_ARGUMENTS = ("clipvalue", _CLIP, "exclude_from_weight_decay")
+_PARAMS, _STATE = "params", "opt_state"
+_METADATA = "_METADATA"
+"""The file in every item of Orbax that is a tree of arrays."""
 _ITEM = "default"
 """The item that Orbax' CheckpointManager and Checkpointer keep a tree in."""
 
@@ -44,11 +48,25 @@ def optax_lines(state: State, saved: SavedRun) -> list[str]:
         return _call(CLASSES.get((alone["schema"], alone["variant"]), UNKNOWN), arguments, code)
 
     others = [] if has_several(state) else native_arguments(state, _NOT_ARGUMENTS)[1]
+    others = [argument for argument in others if not argument.startswith(_CLIP)]
     name = CLASSES.get((state["schema"], state["variant"]), UNKNOWN)
     passed_over = [f"# not an argument of {name}: {', '.join(others)}"] if others else []
     schema = next((group["schema"] for group in state["groups"] if "schema" in group), state["schema"])
     mask = load_schema(schema).hyperparameters["exclude_from_weight_decay"]["native"]["optax"]["name"]
-    return _tree_lines(saved, "import optax", [*passed_over, *_optimizer_lines(state, saved, call, mask)])
+    optimizer = _optimizer_lines(state, saved, call, mask)
+    return [*_tree_lines(saved, "import optax", [*passed_over, *optimizer]), *_clip_lines(state, optimizer)]
+
+
+def _clip_lines(state: State, optimizer: Sequence[str]) -> list[str]:
+    """Returns the lines that put the run's clipping before an optimizer whose file has no link for it."""
+    norms = {group["hyperparameters"].get(_CLIP) for group in state["groups"]}
+    if norms <= {None, 0} or any("optax.chain(" in line for line in optimizer):
+        return []
+    norm = repr(norms.pop()) if len(norms) == 1 else UNKNOWN
+    return [
+        f"optimizer = optax.chain(optax.clip_by_global_norm({norm}), optimizer)  # as the run clipped its gradients",
+        'state["opt_state"] = (optax.EmptyState(), state["opt_state"])',
+    ]
 
 
 def own_lines(state: State, saved: SavedRun) -> list[str]:
@@ -63,6 +81,8 @@ def own_lines(state: State, saved: SavedRun) -> list[str]:
 
 
 def _call(name: str, arguments: Sequence[str], code: Mapping[str, str]) -> str:
+    if name == UNKNOWN:
+        return f"{UNKNOWN}  # the run's optimizer, whose class is not known"
     kept = [argument for argument in arguments if argument.partition("=")[0] not in code]
     return f"{name}({', '.join([*kept, *(f'{name}={value}' for name, value in code.items())])})"
 
@@ -101,7 +121,9 @@ def _optimizer_lines(state: State, saved: SavedRun, call: Call, mask: str) -> li
     ]
     if not groups:
         return [f"optimizer = {call({'hyperparameters': {}}, {})}"]
-    return construction(groups, saved.tensors, saved.empty, call, _reading(saved), mask)
+    above = place_above(saved)
+    names, empty = ([name.removeprefix(above) for name in names] for names in (saved.tensors, saved.empty))
+    return construction(groups, names, empty, call, _reading(saved), mask)
 
 
 def _reading(saved: SavedRun) -> list[str]:
@@ -120,8 +142,9 @@ def _reading(saved: SavedRun) -> list[str]:
 
 def _tree_lines(saved: SavedRun, module: str, optimizer: Sequence[str]) -> list[str]:
     """Returns the lines that restore parameters and the state of an optimizer that some lines make."""
-    target = 'target = {"params": params, "opt_state": optimizer.init(params)}'
+    above = place_above(saved)
     if saved.container == "flax":
+        target, _ = _target(saved, above, open_value="None")
         return [
             module,
             "from flax.training import checkpoints",
@@ -129,17 +152,80 @@ def _tree_lines(saved: SavedRun, module: str, optimizer: Sequence[str]) -> list[
             target,
             f"state = checkpoints.restore_checkpoint({quoted(saved.path.absolute())}, target)",
         ]
-    item = orbax_item(saved)
+    items = orbax_items(saved)
+    lines = [module, "import orbax.checkpoint as ocp", *optimizer]
+    if _STATE in items and _PARAMS in items:
+        restore = "ocp.StandardCheckpointer().restore"
+        return [
+            *lines,
+            'target = {"params": params, "opt_state": optimizer.init(params)}',
+            f'items = {{name: {quoted(items[_STATE].parent)} + "/" + name for name in target}}',
+            f"state = {{name: {restore}(items[name], value) for name, value in target.items()}}",
+        ]
+    item = items.get(above.removesuffix("/")) or next(iter(items.values()))
+    target, left = _target(saved, above)
+    if not left:
+        return [*lines, target, f"state = ocp.StandardCheckpointer().restore({quoted(item)}, target)"]
     return [
-        module,
-        "import orbax.checkpoint as ocp",
-        *optimizer,
+        *lines,
+        f"# left in the file: {', '.join(left)}; with a value of yours in target it is restored too",
         target,
-        f"state = ocp.StandardCheckpointer().restore({quoted(item)}, target)",
+        "read = ocp.checkpoint_utils.construct_restore_args(target)",
+        "read = ocp.args.PyTreeRestore(target, restore_args=read, partial_restore=True)",
+        f"state = ocp.PyTreeCheckpointer().restore({quoted(item)}, args=read)",
     ]
 
 
+def place_above(saved: SavedRun) -> str:
+    """Returns what stands before `opt_state` in a checkpoint's names: an item of Orbax, with a slash, or nothing."""
+    mark = f"/{_STATE}/"
+    names = (name.partition(mark)[0] for name in saved.tensors if mark in name)
+    return next((f"{name}/" for name in names if f"/{name}/".count(mark) == 0), "")
+
+
+def _target(saved: SavedRun, above: str, open_value: str = "") -> tuple[str, list[str]]:
+    """Returns the line that makes the tree to restore into, and the keys of the file that it hasn't.
+
+    Args:
+        saved: The checkpoint.
+        above: What stands before `opt_state` in its names.
+        open_value: What stands for a part that the lines can't make; without it, the part is left out.
+    """
+    names = [name.removeprefix(above) for name in saved.tensors if name.startswith(above)]
+    shapes: dict[str, set[str]] = {}
+    for name in names:
+        top, _, below = name.partition("/")
+        shapes.setdefault(top, set()).add(below)
+    code = {_PARAMS: "params", _STATE: "optimizer.init(params)"}
+    left = []
+    for top, below in shapes.items():
+        if top in code:
+            continue
+        if below == {""}:
+            code[top] = open_value or "0"
+        elif below == shapes.get(_PARAMS):  # an average of the parameters
+            code[top] = "params"
+        elif open_value:
+            code[top] = open_value
+        else:
+            left.append(top)
+    pairs = ", ".join(f"{quoted(key)}: {value}" for key, value in code.items())
+    return f"target = {{{pairs}}}", left
+
+
+def orbax_items(saved: SavedRun) -> dict[str, Path]:
+    """Returns the items of a step in Orbax: the folder of each by its name, or of the only one by `""`."""
+    step = saved.step_path("{step}").absolute()
+    written = [Path(file).parent for file in saved.files if Path(file).name == _METADATA]
+    names = list(saved.items) or [folder.name for folder in written]
+    if not names:
+        is_item = step.is_dir() and not (step / _ITEM).is_dir()
+        return {"": step if is_item else step / _ITEM}
+    if len(names) == 1:
+        return {"": step if names[0] in ("", step.name) else step / names[0]}
+    return {name: step / name for name in names}
+
+
 def orbax_item(saved: SavedRun) -> Path:
-    """Returns the item `default` of a step in Orbax, or the step itself where it is there and has none."""
-    path = saved.step_path("{step}").absolute()
-    return path if path.is_dir() and not (path / _ITEM).is_dir() else path / _ITEM
+    """Returns the first item of a step in Orbax."""
+    return next(iter(orbax_items(saved).values()))

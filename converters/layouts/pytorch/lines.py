@@ -40,6 +40,7 @@ _LIGHTNING = '["state_dict"]', '["optimizer_states"][0]'
 """Where Lightning keeps the model and the first optimizer."""
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 """Names of what batch normalisation keeps beside its parameters."""
+_CLIP = "global_norm_clip_threshold"
 _BEFORE = "before the state is loaded: making it sets the rate"
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 _FLAT = "options = StateDictOptions(flatten_optimizer_state_dict=True)"
@@ -71,7 +72,7 @@ def torch_file_lines(state: State, saved: SavedRun, form: str | None) -> list[st
     }
     rates = saved.rates(state)
     return [
-        *(["import json"] if saved.is_converted else []),
+        *_group_imports(state, saved),
         *_imports(state),
         *modules.get(form or "", []),
         f"checkpoint = torch.load({path}, weights_only=True)",
@@ -98,7 +99,7 @@ def distributed_lines(state: State, saved: SavedRun, form: str | None) -> list[s
         "set_state_dict(model, optimizer, **states, options=options)",
     ]
     return [
-        *_folder_imports(saved),
+        *_group_imports(state, saved, "import pathlib"),
         *_imports(state),
         "import torch.distributed.checkpoint as dcp",
         f"from {_STATE_DICT} import {names}",
@@ -152,7 +153,7 @@ def rank_lines(saved: SavedRun) -> list[str]:
 def accelerate_lines(state: State, saved: SavedRun) -> list[str]:
     """Returns the lines for a folder of Accelerate."""
     return [
-        *_folder_imports(saved),
+        *_group_imports(state, saved, "import pathlib"),
         *_imports(state),
         *_manifest_in_folder(saved),
         *_group_lines(state, saved),
@@ -177,7 +178,7 @@ def pretrained_lines(state: State, saved: SavedRun) -> list[str]:
     """Returns the lines for a model of Transformers in safetensors, beside which lies optimizer.pt."""
     path, rates = saved.path, saved.rates(state)
     return [
-        *_folder_imports(saved),
+        *_group_imports(state, saved, "import pathlib"),
         *_imports(state),
         f"model = type(model).from_pretrained({quoted(path)})  # with the model's config.json in the folder",
         *_manifest_in_folder(saved),
@@ -192,8 +193,10 @@ def trainer_lines(state: State, saved: SavedRun) -> list[str]:
     """Returns the lines for a folder of Transformers' Trainer: what it wrote itself needs no optimizer."""
     path = saved.step_path("checkpoint-{step}")
     train = f"trainer.train(resume_from_checkpoint={quoted(path)})"
+    norms = {group["hyperparameters"].get(_CLIP) for group in state["groups"]}
+    clipped = [f"# args.max_grad_norm is {norm!r} in the run" for norm in norms if norm not in (None, 1.0)]
     if not saved.is_converted:
-        return [train]
+        return [*clipped, train]
     schedule, scheduler = trainer_schedule(state, saved)
     named = 'named[name] for name in part["param_names"]'
     reason = "Trainer's own would number the parameters in another order"
@@ -205,6 +208,7 @@ def trainer_lines(state: State, saved: SavedRun) -> list[str]:
         f'groups = [{{"params": [{named}], "lr": args.learning_rate}} for part in parts]',
         f"optimizer = {class_of(state)}(groups)  # {reason}",
         *schedule,
+        *clipped,
         "trainer = transformers.Trainer(model, args, train_dataset=dataset, "
         f"optimizers=(optimizer, {scheduler}))",
         "class Intervals(transformers.TrainerCallback):",
@@ -260,8 +264,17 @@ def _imports(state: State) -> list[str]:
     return ["import torch", *([f"import {module}"] if module and not module.startswith("torch") else [])]
 
 
-def _folder_imports(saved: SavedRun) -> list[str]:
-    return ["import json", "import pathlib"] if saved.is_converted else []
+def _group_imports(state: State, saved: SavedRun, *beside: str) -> list[str]:
+    """Returns the imports that the lines of `groups` need.
+
+    Args:
+        state: The state.
+        saved: Its checkpoint.
+        beside: Imports that a manifest in a folder needs.
+    """
+    if saved.is_converted:
+        return ["import json", *beside]
+    return [] if _is_whole_model(state, saved) else ["import statekit"]
 
 
 def _manifest_in_folder(saved: SavedRun) -> list[str]:
@@ -288,7 +301,6 @@ def _group_lines(state: State, saved: SavedRun, keeps_empty: bool = True) -> lis
     if saved.is_converted:
         return [named, code]
     return [
-        "import statekit",
         named,
         f"with statekit.open({quoted(saved.path)}) as opened:",
         f"    {code}",
@@ -314,7 +326,19 @@ def _optimizer_lines(state: State, saved: SavedRun) -> list[str]:
     arguments = ", ".join(["groups" if grouped else "model.parameters()", *_arguments(state)])
     unknown = "  # the class of the run's optimizer" if class_of(state) == UNKNOWN else ""
     rates = saved.rates(state)
-    return [f"optimizer = {class_of(state)}({arguments}){unknown}", *early_schedule(rates, f"  # {_BEFORE}")]
+    return [
+        f"optimizer = {class_of(state)}({arguments}){unknown}",
+        *clip_comment(state),
+        *early_schedule(rates, f"  # {_BEFORE}"),
+    ]
+
+
+def clip_comment(state: State) -> list[str]:
+    """Returns a line about the clipping of gradients, which a program of PyTorch does itself."""
+    norms = {group["hyperparameters"].get(_CLIP) for group in state["groups"]}
+    clipped = [norm for norm in norms if norm]
+    call = "torch.nn.utils.clip_grad_norm_(model.parameters(), {})"
+    return [f"# before each optimizer.step(): {call.format(repr(norm))}" for norm in clipped]
 
 
 def early_schedule(rates: RatesOf, reason: str = "") -> list[str]:
@@ -353,7 +377,7 @@ def _several_lines(state: State, saved: SavedRun) -> list[str]:
         "    scheduler.load_state_dict(state)",
     ]
     return [
-        *(["import json"] if saved.is_converted else []),
+        *_group_imports(state, saved),
         "import torch",
         *dict.fromkeys(modules),
         f"checkpoint = torch.load({quoted(saved.path)}, weights_only=True)",
