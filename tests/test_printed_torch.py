@@ -104,7 +104,7 @@ def updated(net: torch.nn.Module, optimizer: torch.optim.Optimizer, first: int) 
 
 def written(net: torch.nn.Module, optimizer: torch.optim.Optimizer, home: str, path: Path) -> Path:
     """Saves a run by PyTorch's own means."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
     parts: dict[str, Any] = {"model": net.state_dict(), "optimizer": optimizer.state_dict()}
@@ -112,7 +112,7 @@ def written(net: torch.nn.Module, optimizer: torch.optim.Optimizer, home: str, p
         options = StateDictOptions(flatten_optimizer_state_dict="flat" in home)
         parts = dict(zip(parts, get_state_dict(net, optimizer, options=options), strict=True))
     if home.startswith("dcp"):
-        dcp.save(parts, checkpoint_id=path, no_dist=True)
+        state_dict_saver.save(parts, checkpoint_id=path, no_dist=True)
     else:
         torch.save(parts, path)
     return path

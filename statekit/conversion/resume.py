@@ -86,6 +86,7 @@ def of_checkpoint(opened: OpenState) -> SavedRun:
         tuple(checkpoint.meta.get("items", ())),
         manifest["source"]["container"] if converted and manifest else None,
         manifest["options"] if converted and manifest else {},
+        ref=opened.ref,
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.files.manifest import FILE
 from statekit.lines.rates import RatesOf
 from statekit.maps.pretrained import Pretrained
@@ -43,6 +44,7 @@ class SavedRun:
         items: Names of the trees that it holds beside one another, as Orbax has them.
         source: The container that it was converted from; None if nobody knows.
         options: What its conversion was asked for.
+        ref: What the user said of it; None of a conversion's target, which says it itself.
         own_name: The name of the checkpoint, where `path` stands for any place.
     """
 
@@ -60,6 +62,7 @@ class SavedRun:
     source: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     own_name: str | None = None
+    ref: CheckpointRef | None = None
 
     def step_path(self, name: str) -> Path:
         """Returns the step's own folder or file, which may be the checkpoint itself or lie in it.
@@ -81,6 +84,19 @@ class SavedRun:
     def rates(self, state: State) -> RatesOf:
         """Returns the run's learning rates, which print themselves for every system."""
         return RatesOf(self.run.schedules, state)
+
+    def code(self, *between: str, path: Path | None = None) -> str:
+        """Returns the arguments of a function of statekit that opens it again: its path, and what the user said.
+
+        Args:
+            *between: Code of further arguments, which stand behind the path.
+            path: The path, where `path` is a run's folder.
+        """
+        keywords = {} if self.ref is None else self.ref.keywords()
+        told = [
+            f"{name}={value}" for name, value in keywords.items() if name != "step"
+        ]  # the path is the step's
+        return ", ".join([quoted(path or self.path), *filter(None, between), *told])
 
     @property
     def is_converted(self) -> bool:
@@ -261,7 +277,6 @@ def missing_arguments(state: State, rate: str | None) -> str:
 
 def torch_lines(state: State, saved: SavedRun) -> list[str]:
     """Returns the lines that go on from any checkpoint with an optimizer of statekit.torch."""
-    path = quoted(saved.path)
     schedule, is_made = _schedule(state, saved, RatesOf.torch_lines)
     # A schedule whose state lies in the file sets the rate only once the layout's own lines load it.
     rated = is_made and not saved.rates(state).torch_call()
@@ -270,7 +285,7 @@ def torch_lines(state: State, saved: SavedRun) -> list[str]:
     )
     return [
         "import statekit.torch",
-        f"statekit.torch.load_params({path}, model)",
+        f"statekit.torch.load_params({saved.code('model')})",
         *after_loading(state, saved),
         *([] if state["schema"] == WEIGHTS else [f"optimizer = {load}"]),
         *schedule,
@@ -291,7 +306,7 @@ def jax_lines(state: State, saved: SavedRun) -> list[str]:
     load = _load(saved, "jax", "params", _rated(state, is_made))
     return [
         "import statekit.jax",
-        f"params = statekit.jax.load_params({quoted(saved.path)}, params)",
+        f"params = statekit.jax.load_params({saved.code('params')})",
         *schedule,
         *([] if state["schema"] == WEIGHTS else [f"optimizer, state = {load}"]),
     ]
@@ -303,7 +318,7 @@ def tensorflow_lines(state: State, saved: SavedRun) -> list[str]:
     load = _load(saved, "tensorflow", "model.trainable_variables", _rated(state, is_made))
     return [
         "import statekit.tensorflow",
-        f"statekit.tensorflow.load_params({quoted(saved.path)}, model)",
+        f"statekit.tensorflow.load_params({saved.code('model')})",
         *schedule,
         *([] if state["schema"] == WEIGHTS else [f"optimizer = {load}"]),
     ]
@@ -326,7 +341,7 @@ def _rated(state: State, is_made: bool) -> str:
 
 
 def _load(saved: SavedRun, framework: str, params: str, arguments: str) -> str:
-    return f"statekit.{framework}.load_optimizer({quoted(saved.path)}, {params}{arguments})"
+    return f"statekit.{framework}.load_optimizer({saved.code(params + arguments)})"
 
 
 def after_loading(state: State, saved: SavedRun) -> list[str]:

@@ -161,6 +161,11 @@ class RatesOf:
         alone = len(kept) == 1 and not kept[0].groups and len(kept[0].bases or range(groups)) >= groups
         return kept[0] if alone else None
 
+    def python_function(self) -> str | None:
+        """Returns the rate of all groups as a function of the updates done; None if nobody knows it."""
+        rates = self._same()
+        return None if rates is None else python_code(rates)
+
     def torch_lines(self) -> list[str]:
         """Returns the lines that make the schedule of an `optimizer` of PyTorch; none if nobody knows it."""
         each = self._each() if self.schedules else []

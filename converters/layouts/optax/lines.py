@@ -135,7 +135,7 @@ def _reading(saved: SavedRun) -> list[str]:
     group = '{"paths": group.paths, "hyperparameters": dict(group.hyperparameters)}'
     return [
         "import statekit",
-        f"with statekit.open({quoted(saved.path.absolute())}) as opened:",
+        f"with statekit.open({saved.code(path=saved.path.absolute())}) as opened:",
         f"    groups = [{group} for group in opened.groups]",
     ]
 
@@ -197,20 +197,15 @@ def _target(saved: SavedRun, above: str, open_value: str = "") -> tuple[str, lis
         top, _, below = name.partition("/")
         shapes.setdefault(top, set()).add(below)
     code = {_PARAMS: "params", _STATE: "optimizer.init(params)"}
-    left = []
-    for top, below in shapes.items():
-        if top in code:
-            continue
-        if below == {""}:
-            code[top] = open_value or "0"
-        elif below == shapes.get(_PARAMS):  # an average of the parameters
-            code[top] = "params"
-        elif open_value:
-            code[top] = open_value
-        else:
-            left.append(top)
+    averages = [top for top, below in shapes.items() if below == shapes.get(_PARAMS)]
+    numbers = [top for top, below in shapes.items() if below == {""}]
+    code |= dict.fromkeys([top for top in averages if top not in code], "params")
+    code |= dict.fromkeys(numbers, open_value or "0")
+    left = [top for top in shapes if top not in code]
+    if open_value:
+        code |= dict.fromkeys(left, open_value)
     pairs = ", ".join(f"{quoted(key)}: {value}" for key, value in code.items())
-    return f"target = {{{pairs}}}", left
+    return f"target = {{{pairs}}}", [] if open_value else left
 
 
 def orbax_items(saved: SavedRun) -> dict[str, Path]:

@@ -49,9 +49,9 @@ def torch_lines(state: State, saved: SavedRun) -> list[str]:
         "import torch",
         *(["import torch.distributed.checkpoint as dcp"] if saved.container == "dcp" else []),
         "import statekit.torch",
-        f"statekit.torch.load_params({path}, model)",
+        f"statekit.torch.load_params({saved.code('model')})",
         *after_loading(state, saved),
-        f"optimizer = {_load(saved.path, missing_arguments(state, 'lr'))}",
+        f"optimizer = {_load(saved, saved.path, missing_arguments(state, 'lr'))}",
         *early_schedule(rates),
         *source[saved.container],
         "for group, rate in zip(optimizer.param_groups, scheduler.get_last_lr()):",
@@ -66,7 +66,7 @@ def accelerate_lines(state: State, saved: SavedRun) -> list[str]:
     return [
         *(["import torch"] if rates.torch_call() else []),
         "import statekit.torch",
-        f"optimizer = {_load(saved.path, missing_arguments(state, None if is_new else 'lr'))}",
+        f"optimizer = {_load(saved, saved.path, missing_arguments(state, None if is_new else 'lr'))}",
         *early_schedule(rates),
         *prepared_lines(rates, saved),
     ]
@@ -104,7 +104,7 @@ def trainer_lines(state: State, saved: SavedRun) -> list[str]:
         "import statekit.torch",
         "import transformers",
         *model,
-        f"optimizer = {_load(path, missing)}",
+        f"optimizer = {_load(saved, path, missing)}",
         *(own_rate if any(group["hyperparameters"].get("relative_step") for group in groups) else []),
         *schedule,
         "trainer = transformers.Trainer(model, args, train_dataset=dataset, "
@@ -135,8 +135,8 @@ def _resumed(sets_rate: bool) -> list[str]:
     ]
 
 
-def _load(path: Path, missing: str) -> str:
-    return f"statekit.torch.load_optimizer({quoted(path)}, model.named_parameters(){missing})"
+def _load(saved: SavedRun, path: Path, missing: str) -> str:
+    return f"statekit.torch.load_optimizer({saved.code(f'model.named_parameters(){missing}', path=path)})"
 
 
 def neutral_lines(state: State, saved: SavedRun) -> list[str]:

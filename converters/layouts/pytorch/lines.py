@@ -11,7 +11,7 @@ src/transformers/trainer.py, `Trainer.train`; src/transformers/modeling_utils.py
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from itertools import accumulate
 
 from statekit.lines.printing import (
@@ -54,7 +54,7 @@ def torch_file_lines(state: State, saved: SavedRun, form: str | None) -> list[st
         saved: Its checkpoint.
         form: How the optimizer lies in it: by index, or by `name`, or `flat`.
     """
-    path, keys = quoted(saved.path), keys_of_optimizers(saved.tensors)
+    path, keys = quoted(saved.path), _optimizer_keys(saved)
     model, optimizer = model_keys(state, saved), [*keys, '["optimizer"]'][0]
     if form is None and (model, optimizer) == _LIGHTNING:
         return [f"trainer.fit(model, ckpt_path={path})"]
@@ -79,9 +79,10 @@ def torch_file_lines(state: State, saved: SavedRun, form: str | None) -> list[st
         f"model.load_state_dict(checkpoint{model})",
         *after_loading(state, saved),
         *(['manifest = json.loads(checkpoint["statekit"])'] if saved.is_converted else []),
-        *_group_lines(state, saved, keeps_empty=form is None),
+        *_group_lines(state, saved),
         *_optimizer_lines(state, saved),
         *load[form],
+        *([] if form is None else _empty_group_lines(state)),
         *_late_schedule(rates, f"checkpoint{subscripts(rates.torch_place)}"),
     ]
 
@@ -104,13 +105,14 @@ def distributed_lines(state: State, saved: SavedRun, form: str | None) -> list[s
         "import torch.distributed.checkpoint as dcp",
         f"from {_STATE_DICT} import {names}",
         *_manifest_in_folder(saved),
-        *_group_lines(state, saved, keeps_empty=False),
+        *_group_lines(state, saved),
         *_optimizer_lines(state, saved),
         *([_FLAT] if flat else []),
         f'parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer{options})))',
         *([f"{schedule} = scheduler.state_dict()"] if rates.torch_call() else []),
         f"dcp.load(parts, checkpoint_id={quoted(saved.path)})",
         *(put if flat else [f"set_state_dict(model, optimizer, {weights}, {slots})"]),
+        *_empty_group_lines(state),
         *_late_schedule(rates, schedule),
     ]
 
@@ -126,7 +128,7 @@ def distributed_safetensors_lines(state: State, saved: SavedRun) -> list[str]:
         "import torch.distributed.checkpoint as dcp",
         f"from {_STATE_DICT} import StateDictOptions, get_state_dict, set_state_dict",
         *_manifest_in_folder(saved),
-        *_group_lines(state, saved, keeps_empty=False),
+        *_group_lines(state, saved),
         *_optimizer_lines(state, saved),
         _FLAT,
         "weights, slots = get_state_dict(model, optimizer, options=options)",
@@ -138,6 +140,7 @@ def distributed_safetensors_lines(state: State, saved: SavedRun) -> list[str]:
         'slots.update({name.removeprefix("optim."): value.item() for name, value in counts.items()})',
         f"slots.update(json.loads(pathlib.Path({options}).read_text()))",
         "set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=slots, options=options)",
+        *_empty_group_lines(state),
         *_late_schedule(rates, schedule),
     ]
 
@@ -282,28 +285,35 @@ def _manifest_in_folder(saved: SavedRun) -> list[str]:
     return [f"manifest = json.loads(pathlib.Path({path}).read_text())"] if saved.is_converted else []
 
 
-def _group_lines(state: State, saved: SavedRun, keeps_empty: bool = True) -> list[str]:
-    """Returns the lines that make `groups` by name; none where they are all of the model's parameters, in its order.
-
-    Args:
-        state: The state.
-        saved: Its checkpoint.
-        keeps_empty: Whether groups without parameters stay: a state by index has them, one by name has not.
-    """
+def _group_lines(state: State, saved: SavedRun) -> list[str]:
+    """Returns the lines that make `groups` by name; none if they are the model's parameters in its order."""
     if not saved.is_converted and _is_whole_model(state, saved):
         return []
-    some_empty = any(not group["paths"] for group in state["groups"]) and not keeps_empty
     paths = 'group["paths"]' if saved.is_converted else "group.paths"
     groups = 'manifest["state"]["groups"]' if saved.is_converted else "opened.groups"
     params = f'{{"params": [named[path.replace("/", ".")] for path in {paths}]}}'
-    code = f"groups = [{params} for group in {groups}{f' if {paths}' if some_empty else ''}]"
+    code = f"groups = [{params} for group in {groups}]"
     named = "named = dict(model.named_parameters())"
     if saved.is_converted:
         return [named, code]
     return [
         named,
-        f"with statekit.open({quoted(saved.path)}) as opened:",
+        f"with statekit.open({saved.code()}) as opened:",
         f"    {code}",
+    ]
+
+
+def _empty_group_lines(state: State) -> list[str]:
+    """Returns the lines that give groups without parameters their options again.
+
+    Source: pytorch/pytorch torch/distributed/checkpoint/state_dict.py, `_split_optim_state_dict`, which drops them.
+    """
+    if all(group["paths"] for group in state["groups"]):
+        return []
+    return [
+        "for group in optimizer.param_groups:",
+        "    for name, value in optimizer.defaults.items():",
+        "        group.setdefault(name, value)  # set_state_dict drops those of a group without parameters",
     ]
 
 
@@ -313,7 +323,7 @@ def _is_whole_model(state: State, saved: SavedRun) -> bool:
     if len(groups) != 1:
         return False
     mine = [path.replace("/", ".") for path in groups[0]["paths"]]
-    place = _model_place(saved.tensors, groups[0]["paths"])
+    place = _model_place(saved, groups[0]["paths"])
     if place is None:
         return True
     names = [name.removeprefix(f"{place}/") for name in saved.tensors if name.startswith(f"{place}/")]
@@ -366,7 +376,7 @@ def _several_lines(state: State, saved: SavedRun) -> list[str]:
         groups = ", ".join(f"groups[{i}]" for i in numbers)
         modules += _imports(alone)[1:]
         calls.append(f"{class_of(alone)}({', '.join([f'[{groups}]', *_arguments(alone)])})")
-    rates, keys = saved.rates(state), keys_of_optimizers(saved.tensors)
+    rates, keys = saved.rates(state), _optimizer_keys(saved)
     keys = keys if len(keys) == len(sides) else [f'["optimizers"][{i}]' for i in range(len(sides))]
     schedules = rates.torch_calls(sides)
     records = ", ".join(f"checkpoint{subscripts(place)}" for place in schedules)
@@ -397,7 +407,7 @@ def _sides(state: State, saved: SavedRun) -> list[list[int]]:
     """Returns the numbers of the groups of each optimizer: as they lie side by side, or of each kind."""
     groups, counts = state["groups"], saved.run.optimizers
     ends = list(accumulate(counts))
-    if ends and ends[-1] == len(groups) and len(ends) == len(keys_of_optimizers(saved.tensors)):
+    if ends and ends[-1] == len(groups) and len(ends) == len(_optimizer_keys(saved)):
         return [list(range(end - count, end)) for end, count in zip(ends, counts, strict=True)]
     kinds = [kind_of(state, group) for group in groups]
     first = {kinds.index(kind): kind for kind in kinds}
@@ -406,20 +416,24 @@ def _sides(state: State, saved: SavedRun) -> list[list[int]]:
 
 def model_keys(state: State, saved: SavedRun) -> str:
     """Returns the keys of a file's model, as `["model"]`, the usual one where no tensor's name tells."""
-    place = _model_place(saved.tensors, paths_of(state))
+    place = _model_place(saved, paths_of(state))
     return '["model"]' if place is None else subscripts(place)
 
 
-def _model_place(tensors: Iterable[str], paths: Collection[str]) -> str | None:
-    """Returns where a file's model lies, keys joined by `/`; None where no tensor's name tells."""
+def _model_place(saved: SavedRun, paths: Collection[str]) -> str | None:
+    """Returns where a file's model lies, keys joined by `/`; None where nobody said it and no tensor's name tells."""
+    if saved.ref is not None and saved.ref.model_key is not None:
+        return saved.ref.model_key
     ends = tuple("/" + path.replace("/", ".") for path in paths)
-    places = (name.removesuffix(end) for name in tensors for end in ends if name.endswith(end))
+    places = (name.removesuffix(end) for name in saved.tensors for end in ends if name.endswith(end))
     return next((place for place in places if "/state" not in place), None)
 
 
-def keys_of_optimizers(tensors: Iterable[str]) -> list[str]:
-    """Returns the keys of each of a file's optimizers, as `["optimizers"][0]`, in its order."""
-    places = (name.partition(mark)[0] for name in tensors for mark in _STATE if mark in name)
+def _optimizer_keys(saved: SavedRun) -> list[str]:
+    """Returns the keys of each of a file's optimizers, as `["optimizers"][0]`, in its order, or of the one meant."""
+    if saved.ref is not None and saved.ref.optimizer_key is not None:
+        return [subscripts(saved.ref.optimizer_key)]
+    places = (name.partition(mark)[0] for name in saved.tensors for mark in _STATE if mark in name)
     return [subscripts(place) for place in dict.fromkeys(places)]
 
 

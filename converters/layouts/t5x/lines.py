@@ -5,43 +5,44 @@ Source: google-research/t5x t5x/utils.py, `RestoreCheckpointConfig`; t5x/adafact
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from statekit.lines.printing import RATE, SavedRun, State, has_several, native_arguments, quoted
-
-_NEVER_STORED = ("multiply_by_parameter_scale", "decay_rate", "clipping_threshold", "epsilon1")
+from statekit.lines.printing import RATE, UNKNOWN, SavedRun, State, has_several, native_arguments, quoted
 
 
 def gin_lines(state: State, saved: SavedRun) -> list[str]:
-    """Returns the lines of gin."""
+    """Returns the lines of gin, which follow the run's own: that has what no file of T5X says."""
     path = saved.step_path("checkpoint_{step}").absolute()
-    groups = state["groups"]
-    offsets = {group["hyperparameters"].get("step_offset") or 0 for group in groups}
-    known = any(map(_says_arguments, groups))
+    offsets = {group["hyperparameters"].get("step_offset") or 0 for group in state["groups"]}
+    offset = max(offsets) if len(offsets) == 1 else 0
     return [
         f"utils.RestoreCheckpointConfig.path = {quoted(path)}",
         'utils.RestoreCheckpointConfig.mode = "specific"',
-        *(_arguments(state) if known else []),
-        *(
-            [f"adafactor.Adafactor.step_offset = {max(offsets)}"]
-            if len(offsets) == 1 and max(offsets)
-            else []
-        ),
+        *_argument_lines(state, saved),
+        *_rate_lines(state, saved),
+        *([f"adafactor.Adafactor.step_offset = {offset}"] if offset else []),
     ]
 
 
-def _says_arguments(group: Mapping[str, Any]) -> bool:
-    """Tells whether anybody said what T5X' own files never say; where nobody did, the run's own gin has it."""
-    return any(group["known_from"].get(name) in ("file", "given") for name in _NEVER_STORED)
-
-
-def _arguments(state: State) -> list[str]:
-    """Returns the lines that give Adafactor its arguments; its rate comes with each update."""
+def _argument_lines(state: State, saved: SavedRun) -> list[str]:
+    """Returns the lines that give Adafactor what is known, and a comment on what is not."""
     arguments = [] if has_several(state) else native_arguments(state)[0]
-    pairs = (argument.partition("=") for argument in arguments)
-    return [
-        f"adafactor.Adafactor.{name} = {value}"
-        for name, _, value in pairs
-        if name not in (RATE, "step_offset")
+    pairs = [argument.partition("=")[::2] for argument in arguments]
+    pairs = [(name, value) for name, value in pairs if name not in (RATE, "step_offset", UNKNOWN)]
+    unknown = [name for name, value in pairs if value == UNKNOWN]
+    lines = [f"adafactor.Adafactor.{name} = {value}" for name, value in pairs if value != UNKNOWN]
+    # T5X itself may have written the checkpoint: then its gin is at hand, and complete.
+    if unknown and saved.is_converted:
+        lines.append(f"# the run's own gin must say, as nothing here does: {', '.join(unknown)}")
+    maps = [group["hyperparameters"].get("factor_map") for group in state["groups"]]
+    lines += [
+        f"# adafactor.Adafactor.factor_map, which Python must make: {rules!r}" for rules in maps if rules
     ]
+    return lines
+
+
+def _rate_lines(state: State, saved: SavedRun) -> list[str]:
+    """Returns a comment on the run's learning rate, which T5X' own schedules may not have."""
+    rates = saved.rates(state)
+    code = rates.python_function()
+    return (
+        [f"# trainer.Trainer.learning_rate_fn is, of the updates done: {code}"] if code else rates.comment()
+    )

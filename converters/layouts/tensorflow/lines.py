@@ -7,7 +7,7 @@ tensorflow/python/checkpoint/checkpoint.py, `Checkpoint.restore`; tensorflow/mes
 
 from __future__ import annotations
 
-from statekit.lines.printing import SavedRun, State, has_several, native_arguments, quoted
+from statekit.lines.printing import RATE, SavedRun, State, has_several, native_arguments, quoted
 
 STEP = "model.ckpt-{step}"
 
@@ -20,11 +20,17 @@ def graph_lines(state: State, saved: SavedRun, trainer: str = "") -> list[str]:
         saved: Its checkpoint.
         trainer: The command that goes on with a run's folder, with `{folder}` for it.
     """
-    path = saved.step_path(STEP)
+    path, rates = saved.step_path(STEP), saved.rates(state)
+    code = rates.python_function()
+    schedule = [f"# its learning rate, of the updates done: {code}"] if code else rates.comment()
     arguments = [] if has_several(state) else native_arguments(state)[0]
-    command = f"  # or {trainer.format(folder=quoted(path.parent))}" if trainer else ""
+    arguments = [name for name in arguments if not schedule or name.partition("=")[0] not in (RATE, "lr")]
+    # A trainer's graph has more variables than the source of another system.
+    is_foreign = saved.source not in (None, "tf-bundle")
+    command = f"  # or {trainer.format(folder=quoted(path.parent))}" if trainer and not is_foreign else ""
     return [
         f"# into a graph whose optimizer has these arguments: {', '.join(arguments)}",
+        *schedule,
         f"tf.compat.v1.train.Saver().restore(session, {quoted(path)}){command}",
     ]
 
