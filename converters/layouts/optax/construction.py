@@ -133,9 +133,10 @@ def _injecting(call: Call, names: Collection[str], places: Mapping[str, str]) ->
     def injecting(group: Mapping[str, Any], code: Mapping[str, str]) -> str:
         above = f"{places[group['label']]}/{_INJECTED}/"
         injected = {name.removeprefix(above) for name in names if name.startswith(above)}
-        callee, _, arguments = call(group, code).partition("(")
-        if not injected:
-            return f"{callee}({arguments}"
+        whole = call(group, code)
+        callee, opens, arguments = whole.partition("(")
+        if not injected or not opens:
+            return whole
         static = tuple(name for name in _STATIC if name not in injected and callee == "optax.adafactor")
         said = f", static_args={static!r}" if static else ""
         return f"optax.inject_hyperparams({callee}{said})({arguments}"

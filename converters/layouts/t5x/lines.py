@@ -28,8 +28,13 @@ def _argument_lines(state: State, saved: SavedRun) -> list[str]:
     pairs = [argument.partition("=")[::2] for argument in arguments]
     pairs = [(name, value) for name, value in pairs if name not in (RATE, "step_offset", UNKNOWN)]
     unknown = [name for name, value in pairs if value == UNKNOWN]
-    lines = [f"adafactor.Adafactor.{name} = {value}" for name, value in pairs if value != UNKNOWN]
-    # T5X itself may have written the checkpoint: then its gin is at hand, and complete.
+    known = [(name, value) for name, value in pairs if value != UNKNOWN]
+    if not saved.is_converted:  # T5X wrote it, and its gin has all but what a user tells anew
+        sources = [group.get("known_from", {}) for group in state["groups"]]
+        known = [
+            (name, value) for name, value in known if "given" in [source.get(name) for source in sources]
+        ]
+    lines = [f"adafactor.Adafactor.{name} = {value}" for name, value in known]
     if unknown and saved.is_converted:
         lines.append(f"# the run's own gin must say, as nothing here does: {', '.join(unknown)}")
     maps = [group["hyperparameters"].get("factor_map") for group in state["groups"]]
