@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.files.manifest import FILE
 from statekit.lines.rates import RatesOf
 from statekit.maps.pretrained import Pretrained
@@ -24,6 +23,21 @@ UNKNOWN = "..."
 RULES = ("factor_map", "logical_factor_rules")
 State = Mapping[str, Any]
 """A state without its tensors, as `TrainState.to_json` gives it."""
+
+
+class Told(Protocol):
+    """What a user said of a checkpoint, as `statekit.CheckpointRef` has it."""
+
+    @property
+    def model_key(self) -> str | None:
+        """Where the model lies, keys joined by `/`; None where nobody said it."""
+
+    @property
+    def optimizer_key(self) -> str | None:
+        """Where the optimizer's state lies; None where nobody said it."""
+
+    def keywords(self) -> dict[str, str]:
+        """Returns the keywords of a function of statekit, each with the code of its value."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +76,7 @@ class SavedRun:
     source: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     own_name: str | None = None
-    ref: CheckpointRef | None = None
+    ref: Told | None = None
 
     def step_path(self, name: str) -> Path:
         """Returns the step's own folder or file, which may be the checkpoint itself or lie in it.
