@@ -110,7 +110,7 @@ class SavedRun:
         told = [
             f"{name}={value}" for name, value in keywords.items() if name != "step"
         ]  # the path is the step's
-        return ", ".join([quoted(path or self.path), *filter(None, between), *told])
+        return ", ".join([quoted(path or self.path), *filter(None, between), *options])
 
     @property
     def is_converted(self) -> bool:
