@@ -107,9 +107,8 @@ class SavedRun:
             path: The path, where `path` is a run's folder.
         """
         keywords = {} if self.ref is None else self.ref.keywords()
-        told = [
-            f"{name}={value}" for name, value in keywords.items() if name != "step"
-        ]  # the path is the step's
+        # The path is the step's own.
+        options = [f"{name}={value}" for name, value in keywords.items() if name != "step"]
         return ", ".join([quoted(path or self.path), *filter(None, between), *options])
 
     @property
