@@ -75,7 +75,7 @@ def mistaken(
                 patch.setattr(
                     module,
                     "variant_constants",
-                    lambda schema, name: {**constants_of(schema, name), **(constants or {})},
+                    lambda *names: {**constants_of(*names), **(constants or {})},
                 )
                 return right(other, *arguments)
 

@@ -32,16 +32,17 @@ from statekit.optim.adafactor_storage import STORAGE
 from statekit.optim.gradient_clipping import clipped
 from statekit.optim.steps import (
     Arrays,
-    Execution,
     Scene,
     Slots,
-    execution_of,
     no_group_slots,
     promoting,
+    rounds_added,
+    rounds_of,
     stored,
     sum_of,
 )
 from statekit.state.constants import variant_constants
+from statekit.state.executions import Rounds
 from statekit.state.hyperparameters import IS_EXCLUDED, settled
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Group, Rule, TrainState
@@ -182,9 +183,9 @@ def compounded(scene: Scene, group: Group, params: Arrays, grads: Arrays) -> tup
 
 
 def _setting(scene: Scene, hyper: AdafactorHyperparameters, rule: Rule, param: Value) -> Setting:
-    constants = variant_constants("adafactor", scene.variant)
-    execution = execution_of(scene, constants["compute_dtype"])
-    return Setting(scene.xp, constants, hyper, rule, scene.xp.dtype(param), execution)
+    constants = variant_constants("adafactor", scene.variant, scene.execution)
+    rounds = rounds_of(scene, constants["compute_dtype"])
+    return Setting(scene.xp, constants, hyper, rule, scene.xp.dtype(param), rounds, rounds_added(scene))
 
 
 def _plain(xp: Backend, scale: Value) -> Value:
@@ -206,7 +207,7 @@ def update(
 
     Source: `schemas/adafactor.json`, `steps` and each variant's `sources`.
     """
-    constants = variant_constants("adafactor", scene.variant)
+    constants = variant_constants("adafactor", scene.variant, scene.execution)
     squares, grad = getattr(grad, "squares", None), sum_of(grad)
     scene = promoting(scene, constants["compute_dtype"], [param, grad, *slots.values()], LOW)
     s = _setting(scene, config.hyper, config.rule, param)
@@ -247,7 +248,7 @@ def update(
 
 
 def clip_by_global_norm(
-    xp: Backend, grads: Arrays, threshold: float | None, execution: Execution = "compiled"
+    xp: Backend, grads: Arrays, threshold: float | None, execution: Rounds = "compiled"
 ) -> dict[str, Value]:
     """Scales all gradients by threshold * min(1/threshold, 1/norm); does nothing for None or 0.
 
@@ -274,7 +275,7 @@ def clip_by_global_norm(
 
 def _own_norm(scene: Scene, group: Group, grads: Arrays) -> Arrays:
     threshold = group.hyperparameters.get("global_norm_clip_threshold")
-    return clip_by_global_norm(scene.xp, grads, threshold, scene.execution or "compiled")
+    return clip_by_global_norm(scene.xp, grads, threshold, rounds_of(scene, "float32"))
 
 
 def _limited(scene: Scene, group: Group, grads: Arrays) -> Arrays:

@@ -17,8 +17,8 @@ from typing import Any
 from statekit.arrays.backend import Value
 from statekit.errors import UnknownRuleError
 from statekit.optim import steps
-from statekit.optim.steps import Execution
 from statekit.state.constants import AdafactorConstants
+from statekit.state.executions import Rounds
 from statekit.state.hyperparameters import Exclusion
 from statekit.state.train_state import Axis, Rule
 from statekit.tensors.tensor import DTYPES, float_info
@@ -64,11 +64,13 @@ class Setting(steps.Setting[AdafactorConstants, AdafactorHyperparameters]):
         rule: How the parameter is factored.
         dtype: The parameter's dtype.
         execution: Which roundings of low precision the original makes.
+        rounds_added: Whether a number that is added to arrays, or a multiple of it, is rounded to their dtype first.
     """
 
     rule: Rule
     dtype: str
-    execution: Execution
+    execution: Rounds
+    rounds_added: bool = True
 
     def mean_over(self, value: Value, over: str) -> Value:
         """Returns the mean over the `tensor`, or else over all axes that aren't BATCH; averaged axes stay as 1."""
@@ -380,7 +382,7 @@ DECAYED: Mapping[str, Callable[[Setting, Value, Any], Value]] = {
 
 
 def _fused(s: Setting, p: Value, u: Value, size: Value, y: Value) -> Value:
-    product = s.returned(size) * y
+    product = (s.returned(size) if s.rounds_added else size) * y
     return s.xp.either(lambda: p - product, lambda: p - s.returned(product))
 
 

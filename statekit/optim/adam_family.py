@@ -12,7 +12,7 @@ from statekit.arrays.promotion import LOW
 from statekit.errors import UnknownRuleError
 from statekit.optim.adam_moments import CORRECTION, RATE
 from statekit.optim.gradient_clipping import Limits
-from statekit.optim.steps import LOW_PRECISION, Scene, Setting, execution_of
+from statekit.optim.steps import LOW_PRECISION, Scene, Setting, rounds_added, rounds_of
 from statekit.state.constants import AdamWConstants, LambConstants, variant_constants
 from statekit.state.hyperparameters import (
     IS_EXCLUDED,
@@ -57,28 +57,35 @@ class AdamSetting(Setting[C, H], Generic[C, H]):
         step: Updates done so far (int, or 0-d integer array).
         dtype: What every operation of the original rounds its result to.
         fused: Whether an original whose operations round by themselves was compiled.
+        rounds_added: Whether a number that is added to arrays is rounded to `dtype` first.
     """
 
     rate: Value
     step: Value
     dtype: str
     fused: bool = False
+    rounds_added: bool = True
 
     @classmethod
     def of(cls, scene: Scene, form: C, hyper: H, dtype: str = "float32") -> AdamSetting[C, H]:
         """Returns the setting of an update of a parameter, `dtype` its own or its master's."""
         rate = RATE[form["lr_precision"]](scene.xp, scene.rate)
         if form["compute_dtype"] == "converted":
-            compiled = execution_of(scene, form["compute_dtype"]) == "compiled"
+            compiled = rounds_of(scene, form["compute_dtype"]) == "compiled"
             return cls(scene.xp, form, hyper, scene.xp.cast(rate, dtype), scene.step, dtype, compiled)
         each = form["compute_dtype"] == "each_operation"
-        fused = each and execution_of(scene, form["compute_dtype"]) == "compiled"
+        fused = each and rounds_of(scene, form["compute_dtype"]) == "compiled"
         rounds = each and not fused
-        return cls(scene.xp, form, hyper, rate, scene.step, dtype if rounds else "float32", fused)
+        rounded_to = dtype if rounds else "float32"
+        return cls(scene.xp, form, hyper, rate, scene.step, rounded_to, fused, rounds_added(scene))
 
     def returned(self, value: Value) -> Value:
         """Returns what an operation of the original returns."""
         return self.xp.rounded(value, self.dtype)
+
+    def added(self, number: float) -> float:
+        """Returns a number as an operation of the original adds it to arrays."""
+        return self.xp.constant(number, self.dtype if self.rounds_added else "float32")
 
     def times(self, value: Value, number: Value) -> Value:
         """Returns a product with a number as an operation of the original returns it."""

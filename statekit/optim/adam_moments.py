@@ -40,8 +40,14 @@ def weighted_product(decayed: Value, g: Value, d: Decay) -> Value:
     return decayed + (d.new * g) * g
 
 
+def _in_float32(xp: Backend, d: Decay) -> Decay:
+    """Returns the weights of a kernel whose betas are float32: it takes 1 - beta in float32 too."""
+    return Decay(d.old, xp.constant(1.0 - d.old))
+
+
 FIRST: Mapping[str, Blend] = {
     "weighted_sum": lambda xp, m, g, d: d.old * m + d.new * g,
+    "weighted_sum_float32": lambda xp, m, g, d: d.old * m + _in_float32(xp, d).new * g,
     "lerp": lambda xp, m, g, d: xp.lerp(m, g, xp.widen(d.new)),
     "difference": lambda xp, m, g, d: m + (g - m) * d.new,
 }
@@ -50,6 +56,7 @@ FIRST: Mapping[str, Blend] = {
 SECOND: Mapping[str, Blend] = {
     "weighted_sum": lambda xp, v, g, d: d.old * v + d.new * (g * g),
     "weighted_product": lambda xp, v, g, d: weighted_product(d.old * v, g, d),
+    "weighted_product_float32": lambda xp, v, g, d: weighted_product(d.old * v, g, _in_float32(xp, d)),
     "difference": lambda xp, v, g, d: v + (g * g - v) * d.new,
     "unspecified": lambda xp, v, g, d: d.old * v + d.new * (g * g),
 }

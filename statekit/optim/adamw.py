@@ -60,7 +60,7 @@ class Moving:
 
 def _denominator(s: Setting, v: Value) -> Value:
     # PyTorch's CPU kernel rounds a number that it adds to the arrays' dtype, and keeps a factor or divisor float32.
-    return s.returned(DENOMINATOR[s.form["denominator_form"]](s, v) + s.xp.constant(s.hyper.epsilon, s.dtype))
+    return s.returned(DENOMINATOR[s.form["denominator_form"]](s, v) + s.added(s.hyper.epsilon))
 
 
 def _root_over_root(s: Setting, v: Value) -> Value:
@@ -82,6 +82,18 @@ DENOMINATOR: Mapping[str, Callable[[Setting, Value], Value]] = {
 
 def _step_size(s: Setting, x: Moving) -> Value:
     return s.returned(x.p - ((s.rate / s.corrections[0]) * x.m) / _denominator(s, x.v))
+
+
+def _step_in_denominator(s: Setting, x: Moving) -> Value:
+    # The step size is a tensor, as the count is: it divides the denominator, in the loop before epsilon is added.
+    step, root = s.rate / s.corrections[0], s.xp.sqrt(s.corrections[1])
+
+    def inside() -> Value:
+        quotient = s.returned(s.returned(s.xp.sqrt(x.v)) / (root * step))
+        return s.returned(quotient + s.added(s.hyper.epsilon) / step)
+
+    denominator = s.xp.either(lambda: s.returned(_denominator(s, x.v) / step), inside)
+    return s.returned(x.p - x.m / denominator)
 
 
 def _direction(s: Setting, x: Moving) -> Value:
@@ -111,6 +123,7 @@ def _decayed(s: Setting, x: Moving, direction: Value) -> Value:
 
 UPDATE: Mapping[str, Callable[[Setting, Moving], Value]] = {
     "step_size": _step_size,
+    "step_in_denominator": _step_in_denominator,
     "direction": _direction,
     "reciprocal": _reciprocal,
     "scaled_moment": _scaled_moment,
@@ -174,7 +187,8 @@ def update(
 
     Where there is a master, it is what moves, and the parameter its rounding.
     """
-    constants, moved = variant_constants("adamw", scene.variant), slots.get(MASTER, param)
+    constants = variant_constants("adamw", scene.variant, scene.execution)
+    moved = slots.get(MASTER, param)
     squares, grad = getattr(grad, "squares", None), sum_of(grad)
     if MASTER in slots:
         grad = scene.xp.widen(grad)

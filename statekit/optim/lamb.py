@@ -53,7 +53,7 @@ def update(
     scene: Scene, param: Value, grad: Value, slots: Arrays, config: AdamHyperparameters, common: None
 ) -> tuple[Value, dict[str, Value]]:
     """Returns a parameter and its slots after one update, as `statekit.optim.steps.Steps.update`."""
-    constants = variant_constants("lamb", scene.variant)
+    constants = variant_constants("lamb", scene.variant, scene.execution)
     squares, grad = getattr(grad, "squares", None), sum_of(grad)
     scene = promoting(scene, constants["compute_dtype"], [param, grad, *slots.values()])
     s: Setting = AdamSetting.of(scene, constants, config)

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from statekit.arrays.backend import Backend, Value
 from statekit.arrays.promotion import Promoting, any_low
+from statekit.state.executions import Rounds, execution
 from statekit.state.train_state import Group, Rule, TrainState
 
-Execution: TypeAlias = Literal["op_by_op", "compiled"]
-"""How the original ran: `op_by_op` rounds every low-precision product, `compiled` keeps products in float32."""
+Execution: TypeAlias = str
+"""How the original ran: a name of `statekit.state.executions`."""
 Arrays: TypeAlias = Mapping[str, Value]
 Slots: TypeAlias = Mapping[str, Arrays]
 C = TypeVar("C")
@@ -29,7 +30,7 @@ class Scene:
         variant: Whose rule.
         rate: Learning rate, a number or 0-d array; a number stays as precise as it is. None where the rule has its own.
         step: Updates done before this one (int, or 0-d integer array).
-        execution: Which roundings of low precision the original makes; None: as it usually runs.
+        execution: How the original ran; None: as it usually runs, on a CPU.
     """
 
     xp: Backend
@@ -102,9 +103,14 @@ LOW_PRECISION = ("each_operation", "promoted", "converted")
 """Values of `compute_dtype` with which operations round to a dtype of low precision."""
 
 
-def execution_of(scene: Scene, compute_dtype: str) -> Execution:
-    """Returns how the original ran: as the scene says, or as it usually does by its `compute_dtype`."""
-    return scene.execution or USUAL.get(compute_dtype, "compiled")
+def rounds_of(scene: Scene, compute_dtype: str) -> Rounds:
+    """Returns which roundings the original made: as the scene says, or as it usually does by its `compute_dtype`."""
+    return execution(scene.execution or USUAL.get(compute_dtype, "compiled")).rounds
+
+
+def rounds_added(scene: Scene) -> bool:
+    """Tells whether the original rounds a number that it adds to arrays of low precision to their dtype."""
+    return scene.execution is None or execution(scene.execution).rounds_added
 
 
 USUAL: Mapping[str, Execution] = {"each_operation": "op_by_op"}
@@ -127,7 +133,7 @@ def promoting(
     listed = list(arrays)
     if compute_dtype not in ("promoted", "converted") or not any_low(scene.xp, listed):
         return scene
-    op_by_op = compute_dtype == "converted" or execution_of(scene, compute_dtype) == "op_by_op"
+    op_by_op = compute_dtype == "converted" or rounds_of(scene, compute_dtype) == "op_by_op"
     within = () if op_by_op or scene.xp.dtype(listed[0]) not in loose else loose
     return replace(scene, xp=Promoting(scene.xp, op_by_op, within))
 

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, Literal, TypedDict, get_args, get_type_hints, overload
 
 from statekit.errors import Faults, StateError
+from statekit.state.executions import execution as execution_named
 from statekit.state.schema import load_schema
 
 
@@ -82,12 +83,14 @@ class AdamWConstants(TypedDict):
     step_base: Literal["before", "after", "powers", "unused"]
     step_scope: Literal["shared", "per_parameter", "per_transformation", "global_step", "powers"]
     step_dtype: Literal["float32", "int32", "int64", "python_int", "powers"]
-    first_moment_update: Literal["lerp", "weighted_sum", "difference"]
-    second_moment_update: Literal["weighted_sum", "weighted_product", "difference"]
+    first_moment_update: Literal["lerp", "weighted_sum", "weighted_sum_float32", "difference"]
+    second_moment_update: Literal[
+        "weighted_sum", "weighted_product", "weighted_product_float32", "difference"
+    ]
     bias_correction: Literal["both", "in_learning_rate", "none"]
     bias_correction_precision: Literal["float64", "float32", "parameter", "float32_powers", "absent"]
     denominator_form: Literal["root_over_root", "root_of_quotient", "root"]
-    update_form: Literal["step_size", "direction", "reciprocal", "scaled_moment"]
+    update_form: Literal["step_size", "step_in_denominator", "direction", "reciprocal", "scaled_moment"]
     lr_precision: Literal["float64", "float32", "parameter", "update"]
     epsilon_place: Literal["beside_corrected_root", "beside_uncorrected_root"]
     weight_decay_form: Literal["lr", "none", "absent"]
@@ -203,22 +206,37 @@ CONSTANTS: Mapping[str, type] = {
 
 
 @overload
-def variant_constants(schema: Literal["adafactor"], variant: str) -> AdafactorConstants: ...
+def variant_constants(
+    schema: Literal["adafactor"], variant: str, execution: str | None = None
+) -> AdafactorConstants: ...
 @overload
-def variant_constants(schema: Literal["adamw"], variant: str) -> AdamWConstants: ...
+def variant_constants(
+    schema: Literal["adamw"], variant: str, execution: str | None = None
+) -> AdamWConstants: ...
 @overload
-def variant_constants(schema: Literal["lamb"], variant: str) -> LambConstants: ...
+def variant_constants(
+    schema: Literal["lamb"], variant: str, execution: str | None = None
+) -> LambConstants: ...
 @overload
-def variant_constants(schema: Literal["lans"], variant: str) -> LansConstants: ...
+def variant_constants(
+    schema: Literal["lans"], variant: str, execution: str | None = None
+) -> LansConstants: ...
 @overload
-def variant_constants(schema: Literal["scaled_adam"], variant: str) -> ScaledAdamConstants: ...
+def variant_constants(
+    schema: Literal["scaled_adam"], variant: str, execution: str | None = None
+) -> ScaledAdamConstants: ...
 @overload
-def variant_constants(schema: str, variant: str) -> Mapping[str, Any]: ...
-def variant_constants(schema: str, variant: str) -> Any:
+def variant_constants(schema: str, variant: str, execution: str | None = None) -> Mapping[str, Any]: ...
+def variant_constants(schema: str, variant: str, execution: str | None = None) -> Any:
     """Returns a variant's constants: difference -> name of its form.
 
     What a schema says is unknown of a variant is None, whatever its type; no step runs such a variant but one that can
     do without.
+
+    Args:
+        schema: Name of the schema.
+        variant: Whose.
+        execution: How it runs, where that has other forms (`statekit.state.executions`).
 
     Raises:
         NotFoundError: No schema or no variant of that name.
@@ -228,13 +246,15 @@ def variant_constants(schema: str, variant: str) -> Any:
         >>> variant_constants("lamb", "keras")["weight_decay_place"]
         'first'
     """
-    return _checked(schema, variant)
+    return _checked(schema, variant, execution)
 
 
 @cache
-def _checked(schema: str, variant: str) -> Mapping[str, Any]:
+def _checked(schema: str, variant: str, name: str | None) -> Mapping[str, Any]:
     entry = load_schema(schema).variant(variant)
     constants: Mapping[str, Any] = entry["constants"]
+    if name is not None:
+        constants = {**constants, **execution_named(name).forms.get(schema, {}).get(variant, {})}
     if schema in CONSTANTS:
         Faults(constant_faults(schema, constants, entry["unknown"])).check(
             StateError,

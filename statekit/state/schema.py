@@ -361,11 +361,17 @@ def _described(limits: Mapping[str, Any]) -> str:
     return ", ".join(words.get(key, f"{key} {limit}") for key, limit in limits.items())
 
 
+EXECUTIONS = "executions.json"
+"""What lies beside the schemas and is none: how originals ran."""
+
+
 def schema_names() -> list[str]:
     """Returns the names of all schemas."""
     files = resources.files("statekit.schemas").iterdir()
     return sorted(
-        f.name[:-5] for f in files if f.name.endswith(".json") and not f.name.endswith(".schema.json")
+        f.name[:-5]
+        for f in files
+        if f.name.endswith(".json") and not f.name.endswith(".schema.json") and f.name != EXECUTIONS
     )
 
 

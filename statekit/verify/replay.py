@@ -26,6 +26,7 @@ from statekit.conversion.open_state import open_state
 from statekit.errors import NotFoundError, StateError, UnknownFormatError, printable
 from statekit.optim.run import Live, Move, initial, kernels_contract, load, mover, store
 from statekit.optim.steps import Execution
+from statekit.state.executions import execution
 from statekit.state.train_state import TrainState
 from statekit.tensors.distance import gap
 from statekit.tensors.tensor import DTYPES, Tensor, in_memory, widens
@@ -293,7 +294,7 @@ class _Stepper:
         What steps in another way than the text does as it likes.
         """
         ours = self.xp.contracts or self.make is not mover
-        return ours or self.execution == "compiled" or kernels_contract(state)
+        return ours or execution(self.execution).contracts or kernels_contract(state)
 
     def __call__(self, state: TrainState, live: Live, update: int) -> Live:
         recording, xp = self.subject.recording, self.xp

@@ -20,6 +20,7 @@ from statekit.conversion.contracts import Hints
 from statekit.conversion.registry import layout
 from statekit.errors import Faults, NotFoundError, StateError, UnknownRuleError
 from statekit.files.checkpoint import Checkpoint
+from statekit.state.executions import of_xla
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, TrainState
 from statekit.tensors.tensor import Tensor
@@ -84,7 +85,10 @@ class Optax:
         if "factored_dims_d1_d0" in meta["extra"]:
             spec["rules"] = _rules(meta)
         recorded = described(
-            meta, [(1, int(meta["steps"]), spec)], checkpoint_of(meta["checkpoint"]["files"]), "compiled"
+            meta,
+            [(1, int(meta["steps"]), spec)],
+            checkpoint_of(meta["checkpoint"]["files"]),
+            of_xla(str(meta["versions"].get("backend", "cpu"))),
         )
         return _by_update(recorded, arguments.get(GRADIENTS_PER_UPDATE) or _every(said))
 

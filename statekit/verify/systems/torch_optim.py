@@ -17,6 +17,7 @@ import numpy as np
 
 from statekit.conversion.registry import container
 from statekit.errors import FormatError, NotFoundError
+from statekit.state.executions import of_torch
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import Array, Tensor, in_memory
@@ -56,9 +57,10 @@ class TorchOptim:
                 "by": "parameter" if stage == 3 else "group",
             }
         path = checkpoint_of(meta["checkpoint"]["files"])
-        # The fused kernel keeps everything float32 until it stores; else each operation rounds what it returns.
-        fused = all(group.get("fused") for group in spec["groups"])
-        return described(meta, [(1, int(meta["steps"]), spec)], path, "compiled" if fused else "op_by_op")
+        # A fused kernel keeps everything float32 until it stores; else each operation rounds what it returns.
+        fused, capturable = (all(group.get(key) for group in groups) for key in ("fused", "capturable"))
+        ran = of_torch("cuda" if "cuda" in meta["versions"] else "cpu", fused=fused, capturable=capturable)
+        return described(meta, [(1, int(meta["steps"]), spec)], path, ran)
 
     def decode(self, tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState:
         """Returns the canonical state of one step; flat copies over ranks must hold the same values.
