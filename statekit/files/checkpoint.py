@@ -16,6 +16,8 @@ ATTRIBUTES = "@"
 """Key in a tree under which formats that give attributes to groups (HDF5) keep those of a group."""
 SEQUENCES_AS_MAPS = "sequences_as_maps"
 """Key in `Checkpoint.meta` of containers that keep a sequence as a map with the keys "0", "1", ... and None as {}."""
+EMPTY_LEFT_OUT = "empty_left_out"
+"""Key in `Checkpoint.meta` of containers whose programs leave out nodes that hold nothing, and their keys."""
 
 PRETRAINED = "pretrained"
 """Key beside a model of the files that its library builds it from, as a map made them: name -> JSON."""

@@ -55,6 +55,7 @@ class GroupRecord(TypedDict):
     schema: NotRequired[Name]
     variant: NotRequired[Name | None]
     facts: NotRequired[list[FactRecord]]
+    label: NotRequired[Name]
 
 
 class StateRecord(TypedDict):
@@ -128,6 +129,7 @@ class Group:
         slots: State of the group as a whole, by canonical slot name, e.g. ScaledAdam's `model_norms`.
         schema: Name of its schema, where a run has several optimizers; None where it is the `Optimizer`'s.
         variant: Name of its variant there, or None where the file can't tell.
+        label: Its name in the run, such as the label of a part of `optax.partition`; None if it has none.
         facts: What else its layout noticed that updates depend on: which optimizers fit, a mask that nobody knows.
     """
 
@@ -138,6 +140,7 @@ class Group:
     schema: str | None = None
     variant: str | None = None
     facts: tuple[Fact, ...] = ()
+    label: str | None = None
 
     def renamed(self, rename: Callable[[str], str]) -> Group:
         """Returns the group with other paths, also in hyperparameters that have a value for each path."""
@@ -499,6 +502,7 @@ class TrainState:
                     "known_from": dict(g.known_from),
                     **({} if g.schema is None else {"schema": g.schema, "variant": g.variant}),
                     **({"facts": [fact.to_json() for fact in g.facts]} if g.facts else {}),
+                    **({} if g.label is None else {"label": g.label}),
                 }
                 for g in self.optimizer.groups
             ],

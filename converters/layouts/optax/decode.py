@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, TypeAlias
 
 from statekit.conversion.contracts import Contents
@@ -17,20 +18,20 @@ from statekit.converters.layouts.optax.links import (
     LABELLED,
     SLOT_TREES,
     STRANGER,
-    STRANGERS,
     Link,
     children,
     find_params,
     is_tensor,
     leaves,
     links,
+    stranger_of,
     strangers,
     under,
     with_sequences,
 )
 from statekit.converters.layouts.optax.skeleton import frame_of
 from statekit.errors import Faults, StateError
-from statekit.files.checkpoint import FILES_BESIDE, MODEL_KEY, SEQUENCES_AS_MAPS, Checkpoint
+from statekit.files.checkpoint import EMPTY_LEFT_OUT, FILES_BESIDE, MODEL_KEY, SEQUENCES_AS_MAPS, Checkpoint
 from statekit.state.factoring import PathPattern, first_entry, labels, map_entries
 from statekit.state.train_state import Group, Rule
 from statekit.tensors.tensor import Tensor
@@ -50,21 +51,30 @@ class Opened:
         all_links: All its links.
         where: Where its parameters are.
         params: They, by path.
+        left_out: Whether states that hold nothing were left out by the program that wrote it.
+        schedules: The links that count for the schedule of the rate.
     """
 
     checkpoint: Checkpoint
     all_links: list[Link]
     where: Path
     params: Mapping[str, Tensor]
+    left_out: bool = False
+    schedules: tuple[Link, ...] = ()
+
+    @cached_property
+    def strangers(self) -> list[Link]:
+        """The links of optimizers without a schema."""
+        return strangers(self.checkpoint.tree)
 
     @property
     def has_schedule(self) -> bool:
-        """Whether a link counts for a schedule."""
-        return any(link.kind == "schedule" for link in self.all_links)
+        """Whether a link counts for the schedule of the rate."""
+        return bool(self.schedules)
 
     def schedule(self, updates: int) -> int:
         """Returns the count of the schedule; that of updates where no link counts for one."""
-        return next((count_of(link) for link in self.all_links if link.kind == "schedule"), updates)
+        return next(map(count_of, self.schedules), updates)
 
     def extra(
         self, key: str, kept: Collection[Path], updates: int, groups: Collection[str] = ()
@@ -80,7 +90,15 @@ class Opened:
         meta, step = self.checkpoint.meta, self.checkpoint.step
         counts = updates, self.schedule(updates)
         form: dict[str, Tree] = {
-            "tree": frame_of(self.checkpoint.tree, self.where, self.all_links, kept, *counts, groups)
+            "tree": frame_of(
+                self.checkpoint.tree,
+                self.where,
+                self.all_links,
+                kept,
+                *counts,
+                groups,
+                {link.path for link in self.schedules},
+            )
         }
         if len(meta.get("items", ())) > 1:
             form["items"] = True
@@ -102,6 +120,7 @@ def opened(checkpoint: Checkpoint, kinds: Collection[str], faults: Faults) -> Op
         StateError: There are none, or several trees may be they.
         UsageError: The user named a key at which there are none.
     """
+    left_out = bool(checkpoint.meta.get(EMPTY_LEFT_OUT))
     if checkpoint.meta.get(SEQUENCES_AS_MAPS):
         checkpoint = replace(checkpoint, tree=with_sequences(checkpoint.tree))
     all_links = links(checkpoint.tree)
@@ -117,7 +136,9 @@ def opened(checkpoint: Checkpoint, kinds: Collection[str], faults: Faults) -> Op
             remedy=f"name one: --model-key {names[0]}, in Python model_key={names[0]!r}",
         )
     (where,) = places
-    return Opened(checkpoint, all_links, where, dict(_params(checkpoint.tree, where, faults)))
+    params = dict(_params(checkpoint.tree, where, faults))
+    counting = tuple(link for link in all_links if link.kind == "schedule")
+    return Opened(checkpoint, all_links, where, params, left_out, counting)
 
 
 def _params(tree: Tree, where: Path, faults: Faults) -> Iterator[tuple[str, Tensor]]:
@@ -170,7 +191,7 @@ def foreign(tree: Opened, stepped: Sequence[Slots]) -> list[Foreign]:
         if slots:
             parts.append(Foreign(" and ".join(fields), "/".join(map(str, keys)), slots))
     left = {*unmoved.values()} - {path for part in parts for path in part.slots}
-    for link in strangers(tree.checkpoint.tree):
+    for link in tree.strangers:
         others = {path: tensors for path, tensors in slots_of([link]).items() if path in left}
         if others:
             parts.append(Foreign(named(link.state), "/".join(map(str, link.path)), others))
@@ -189,11 +210,12 @@ def _partition_labels(tree: Tree) -> Iterator[tuple[Path, Tree]]:
 
 def named(state: Tree) -> str:
     """Returns what optimizer a link's state is of, by its fields."""
+    if (stranger := stranger_of(state)) is not None:
+        return f"{stranger.name}, which has no schema yet"
     fields = tuple(map(str, state)) if isinstance(state, Mapping) else ()
     if frozenset(fields) in KINDS:
         return f"{KINDS[frozenset(fields)]}, of another library than the others"
-    name = STRANGERS.get(frozenset(fields), f"a link with {', '.join(fields)}")
-    return f"{name}, which has no schema yet"
+    return f"a link with {', '.join(fields)}, which has no schema yet"
 
 
 _KNOWN = {"adam": "AdamW or its like", "adafactor": "Adafactor", "ema": "momentum"}

@@ -3,43 +3,23 @@
     params/...  opt_state/<link>/{count, v_row, v_col, v | mu, nu | ema}/...  step
 
 The links are found by their fields wherever they hang: in chains, inject_hyperparams, MultiSteps, masked,
-multi_transform. What the tree is like beside parameters and slots is kept in extra/optax, and rebuilt from there.
-A state from elsewhere becomes what `optax.adafactor`, `adamw` and `lamb` make of parameters:
-
-    adafactor   FactoredState, clipping, rate, parameter scale, EmaState, decay, sign; what is off is absent
-    adamw       ScaleByAdamState, decay, rate
-    lamb        ScaleByAdamState, decay, trust ratio, rate
-
-A rate that isn't a number, or that a scheduler moves, is a schedule, which counts. Groups that differ in weight decay
-alone, with and without it, are one optimizer with a mask; groups that differ in anything else are the parts of
-`optax.partition`, each under its number. Parameters that no group moves are masked, or the part `frozen`.
-Source: google-deepmind/optax optax/_src/alias.py, optax/transforms/_combining.py.
+multi_transform. Which optimizer they are of is told by all that stands around them. What the tree is like beside
+parameters and slots is kept in extra/optax, and rebuilt from there.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
-import numpy as np
-
-from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Contents as Described
-from statekit.conversion.contracts import Encoded, Evidence, Exactness
-from statekit.converters.layouts.hyperparameters import MINIMUM
-from statekit.converters.layouts.optax.construction import (
-    BY_RATE,
-    DECAY,
-    FROZEN,
-    INNER,
-    PARTS,
-    RULES,
-    form_of_groups,
-)
+from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.converters.layouts.hyperparameters import ManifestRecord
+from statekit.converters.layouts.optax.construction import Call, construction
 from statekit.converters.layouts.optax.decode import (
     FACTOR_MAP,
+    Opened,
     Slots,
     described,
     entries_of,
@@ -53,350 +33,27 @@ from statekit.converters.layouts.optax.decode import (
     stated,
     updates_of,
 )
-from statekit.converters.layouts.optax.factoring import Factoring, factoring, rule_of, usual_axes
-from statekit.converters.layouts.optax.inferred_hyperparameters import (
-    VARIANT,
-    CoreLink,
-    canonical,
-    core_link,
-    inferred,
-    native_names,
-    schema_of,
+from statekit.converters.layouts.optax.encode import encoded, slot_names
+from statekit.converters.layouts.optax.factoring import Factoring, factoring, rule_of
+from statekit.converters.layouts.optax.inferred_hyperparameters import VARIANT, canonical, inferred
+from statekit.converters.layouts.optax.links import CORE_LINKS, Link, find_params, links
+from statekit.converters.layouts.optax.recognition import (
+    PLATEAU_LOST,
+    Recognised,
+    recognised_all,
+    stored_scale,
 )
-from statekit.converters.layouts.optax.lines import optax_lines
-from statekit.converters.layouts.optax.links import (
-    CORE_LINKS,
-    find_params,
-    is_tensor,
-    leaves,
-    links,
-    replaced,
-)
-from statekit.converters.layouts.optax.skeleton import (
-    COUNT,
-    Contents,
-    count,
-    count_faults,
-    counted,
-    in_own_form,
-    own_form,
-    placed,
-    slot_paths,
-    usual_tree,
-)
-from statekit.errors import Faults, InexactError, StateError, some
+from statekit.converters.layouts.optax.surroundings import CoreLink, core_link
+from statekit.errors import Faults, StateError, some
 from statekit.files.checkpoint import Checkpoint
-from statekit.lines.printing import SavedRun, State
-from statekit.state.run import run_of
+from statekit.state.evidence import Fact, beyond, fits_several, taken_for
 from statekit.state.schema import OptimizerSchema, load_schema
-from statekit.state.stored_slots import FACTORED, WHOLE, with_placeholders
-from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensors.tensor import DTYPES, Tensor, in_memory
-from statekit.tensors.tree import Path, Tree, nested, walk
+from statekit.state.train_state import Counts, Group, Kind, Optimizer, Rule, TrainState
+from statekit.tensors.tensor import Tensor
 
 Specified: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""By schema, the hyperparameters that were told."""
-WAITING = "acc_grads"
-"""The field of `optax.MultiSteps` with the gradients that wait for their update."""
-_HELD = ("adafactor", "adamw", "lamb")
-_SCHEDULED = re.compile(r"scheduler|^initial_lr$")
-"""Names under which others keep that a scheduler moves the rate."""
-
-
-def encoded(state: TrainState) -> Encoded:
-    """Returns Optax' tree of a state.
-
-    Raises:
-        InexactError: Optax can't hold the state; lists every reason.
-        StateError: The form that the state carries isn't one of its parameters.
-    """
-    others = [schema for schema, _ in state.optimizer.kinds if schema not in _HELD]
-    if others:
-        raise InexactError(
-            "The layout optax can't hold this optimizer's state.",
-            expected=", ".join(_HELD),
-            found=", ".join(others),
-        )
-    form = own_form(state, VARIANT)
-    if form is not None and not any(_foreign(state)):
-        Faults(_strayed(form, state)).check(
-            InexactError,
-            "Gradients that wait for their update (acc_grads) don't follow parameters under other names or axes",
-            remedy="save the run after an update, and convert from optax without MultiSteps around it",
-        )
-        return counted(in_own_form(state, VARIANT, _with_given(form, state), _contents(state)), state)
-    faults = Faults(_faults(state))
-    faults.check(InexactError, "Optax can't hold the state")
-    return counted(placed(state, VARIANT, _opt_state(state), _contents(state), dict(_inexact(state))), state)
-
-
-def _strayed(form: Tree, state: TrainState) -> Iterator[tuple[str, str]]:
-    """Yields the gradients in a form that are of no parameter of the state."""
-    for path, leaf in leaves(form):
-        if WAITING in path and is_tensor(leaf):
-            name = "/".join(map(str, path[path.index(WAITING) + 1 :]))
-            param = state.params.get(name)
-            if param is None or param.shape != leaf.shape:
-                of_what = "of no parameter" if param is None else f"of shape {leaf.shape}, not {param.shape}"
-                yield f"is {of_what}", "/".join(map(str, path))
-
-
-def _foreign(state: TrainState) -> Iterator[str]:
-    """Yields what a state never has that was read from Optax: then the form it carries is of an earlier conversion."""
-    yield from state.counts.behind
-    yield from (path for group in state.optimizer.groups for path in group.paths if path not in state.slots)
-    for path, slots in state.slots.items():
-        rule = state.rules.get(path)
-        if "v_row" in slots and rule is not None and _as_usual(rule, state.params[path].shape) is not False:
-            yield path
-
-
-def _contents(state: TrainState) -> Contents:
-    whose = {path: part for part in state.parts() for path in part.slots}
-    natives = {part.optimizer.schema: _natives(part.optimizer.schema) for part in state.parts()}
-
-    def slot(path: str, native: str) -> Tensor | None:
-        if path not in whose:
-            return None
-        slot_names = natives[whose[path].optimizer.schema]
-        of_another = native not in slot_names and any(native in names for names in natives.values())
-        return None if of_another else _slots(whose[path], path)[native]
-
-    return Contents(state.params, slot, state.counts.updates, state.counts.schedule)
-
-
-def _natives(schema: str) -> dict[str, str]:
-    """Returns Optax' name of each slot -> its canonical name."""
-    slots = load_schema(schema).slots.items()
-    return {slot.aliases[VARIANT]: name for name, slot in slots if VARIANT in slot.aliases}
-
-
-def _slots(state: TrainState, path: str) -> dict[str, Tensor]:
-    """Returns a parameter's slots by Optax' names, with placeholders where Adafactor doesn't use one."""
-    schema = load_schema(state.optimizer.schema)
-    slots = state.slots[path]
-    if schema.name == "adafactor":
-        slots = with_placeholders(VARIANT, slots, (*FACTORED, *WHOLE), DTYPES[state.params[path].dtype.name])
-    return {schema.slots[name].aliases[VARIANT]: tensor for name, tensor in slots.items()}
-
-
-def _with_given(frame: Tree, state: TrainState) -> Tree:
-    """Returns a frame whose inject_hyperparams hold what the user gave."""
-    changes: dict[tuple[Any, ...], Tensor] = {}
-    for keys, leaf in leaves(frame):
-        if keys[-2:-1] != ("hyperparams",) or not is_tensor(leaf):
-            continue
-        for group in _groups_below(frame, keys[:-2], state):
-            native = native_names(load_schema(state.optimizer.kind(group)[0]))
-            name = native.get(str(keys[-1]), str(keys[-1]))
-            if group.known_from.get(name) == "given":
-                changes[keys] = in_memory(np.asarray(group.hyperparameters[name], leaf.dtype), name)
-    return replaced(frame, changes)
-
-
-def _groups_below(frame: Tree, above: Path, state: TrainState) -> list[Group]:
-    """Returns the groups whose slots lie below a node of a frame."""
-    if len(state.optimizer.groups) == 1:
-        return list(state.optimizer.groups)
-    contents = _contents(state)
-    paths: set[str] = set()
-    for mark in (mark for keys, mark in leaves(frame) if keys[: len(above)] == above):
-        paths.update(slot_paths(mark, contents) or ())
-    return [group for group in state.optimizer.groups if paths.intersection(group.paths)]
-
-
-def _faults(state: TrainState) -> Iterator[tuple[str, str]]:
-    if not state.slots:
-        yield "holds parameters and no optimizer state", "slots"
-    yield from count_faults(state)
-    for path, updates in state.counts.behind.items():
-        yield f"has made {updates} of {state.counts.updates} updates; Optax counts them together", path
-    moved = [path for group in state.optimizer.groups for path in group.paths]
-    yield from (("has no slots yet; Optax makes them all at once", p) for p in moved if p not in state.slots)
-    for part in state.parts():
-        schema = load_schema(part.optimizer.schema)
-        for path, slots in part.slots.items():
-            unknown = [name for name in slots if VARIANT not in schema.slots[name].aliases]
-            yield from ((f"has slot {name}, for which Optax has no place", path) for name in unknown)
-            if "v_max" in slots and part.optimizer.variant != VARIANT:
-                yield "has v_max of another rule: Optax keeps the maximum of the corrected moment", path
-    for chain in _chains(state):
-        kept = {frozenset(state.slots[path]) & {"m", "v_max"} for path in chain.paths if path in state.slots}
-        if len(kept) > 1:
-            yield (
-                "some parameters have momentum or v_max and others don't; Optax keeps them in two optimizers",
-                "slots",
-            )
-        if chain.of.optimizer.schema == "adafactor":
-            yield from _factor_faults(state, chain.paths)
-    for i, group in enumerate(state.optimizer.groups):
-        yield from ((f"has slot {name} as a whole", f"groups/{i}") for name in group.slots)
-        yield from ((fault, f"groups/{i}") for fault in _unsaid(group, state.optimizer.kind(group)[0]))
-
-
-def _unsaid(group: Group, schema: str) -> Iterator[str]:
-    """Yields the settings that no link of Optax takes."""
-    specs, offered = load_schema(schema).hyperparameters, load_schema(schema).variant(VARIANT)["defaults"]
-    for name, value in group.hyperparameters.items():
-        known = name in offered or VARIANT in specs[name].get("native", {})
-        if not known and name not in (*BY_RATE, *RULES) and value != specs[name].get("if_absent"):
-            yield f"{name} is {value!r:.80}, which no link of Optax does"
-    scale = group.hyperparameters.get("multiply_by_parameter_scale")
-    if isinstance(scale, Mapping) and len(set(scale.values())) > 1:
-        yield "multiply_by_parameter_scale differs between parameters"
-
-
-def _factor_faults(state: TrainState, paths: Iterable[str]) -> Iterator[tuple[str, str]]:
-    sizes: dict[bool, list[int]] = {True: [], False: []}
-    for path, slots in ((path, state.slots[path]) for path in paths if path in state.slots):
-        shape, rule = state.params[path].shape, state.rules.get(path)
-        factored = "v_row" in slots
-        if len(shape) > 1:
-            sizes[factored].append(sorted(shape)[-2])
-        if not factored and "v" not in slots:
-            yield "has no second moment", path
-        if factored and rule is not None and _as_usual(rule, shape) is None:
-            axes = ", ".join(axis.value for axis in rule.axes)
-            yield f"is factored along {axes}; Optax factors the two largest axes of {shape}", path
-    if not all(sizes.values()):
-        return
-    low, high = min(sizes[True]), max(sizes[False])
-    if high >= low:
-        yield (
-            f"a parameter with a size of {low} is factored, one with {high} isn't; no {MINIMUM} does that",
-            "slots",
-        )
-
-
-def _as_usual(rule: Rule, shape: tuple[int, ...]) -> bool | None:
-    """Tells whether row and column change places in Optax; None if it averages other axes away."""
-    usual = usual_axes(shape)
-    roles = tuple(axis if axis in (Axis.ROW, Axis.COLUMN) else Axis.NONE for axis in rule.axes)
-    swapped = {Axis.ROW: Axis.COLUMN, Axis.COLUMN: Axis.ROW}
-    if roles == usual:
-        return False
-    return True if roles == tuple(swapped.get(axis, axis) for axis in usual) else None
-
-
-def _inexact(state: TrainState) -> Iterator[tuple[str, tuple[Exactness, str]]]:
-    """Yields the slots that go on by another rule: Optax clips and scales a stack as a whole."""
-    place = {path: chain.place for chain in _chains(state) for path in chain.paths}
-    for path, rule in state.rules.items():
-        if Axis.BATCH in rule.axes and path in state.slots:
-            why = "Optax takes parameter scale and clipping over the whole stack, not over each of its parts"
-            for native in ("v_row", "v_col") if rule.factored else ("v",):
-                yield "/".join((*place[path], "0", native, path)), (Exactness.STATISTICS, why)
-
-
-@dataclass(frozen=True)
-class _Chain:
-    """One optimizer of Optax: all of the state, or a part of it.
-
-    Attributes:
-        place: Its keys below the optimizer's state.
-        of: The state of the optimizer.
-        paths: Its parameters.
-        hyperparameters: Its hyperparameters.
-        masked_decay: Whether a mask says which of them are decayed.
-    """
-
-    place: tuple[str, ...]
-    of: TrainState
-    paths: tuple[str, ...]
-    hyperparameters: Mapping[str, Any]
-    masked_decay: bool = False
-
-
-def _chains(state: TrainState) -> list[_Chain]:
-    """Returns the optimizers that a state's groups become."""
-    optimizer, whose = state.optimizer, dict(zip(state.optimizer.kinds, state.parts(), strict=True))
-    groups = [(str(i), group) for i, group in enumerate(optimizer.groups) if group.paths]
-    settings = [group.hyperparameters for _, group in groups]
-    frozen = any(path not in state.slots for path in state.params)
-    form = form_of_groups(settings, frozen, [group.schema for _, group in groups])
-    if form == "parts":
-        return [
-            _Chain((PARTS, label, INNER), whose[optimizer.kind(group)], group.paths, group.hyperparameters)
-            for label, group in groups
-        ]
-    place = (INNER,) if frozen else ()
-    decayed = [one for one in settings if one.get(DECAY)]
-    return [_Chain(place, state, tuple(state.slots), next(iter([*decayed, *settings]), {}), form == "mask")]
-
-
-def _opt_state(state: TrainState) -> Tree:
-    made: dict[tuple[str, ...], Tree] = {
-        chain.place: (_adafactor if chain.of.optimizer.schema == "adafactor" else _adam)(state, chain)
-        for chain in _chains(state)
-    }
-    frozen = any(path not in state.slots for path in state.params)
-    if () not in made and (INNER,) not in made and frozen:
-        made[PARTS, FROZEN, INNER] = None
-    return made[()] if () in made else nested(made)
-
-
-def _adafactor(state: TrainState, chain: _Chain) -> list[Tree]:
-    said = chain.hyperparameters
-    scale = said.get("multiply_by_parameter_scale", True)
-    momentum = any("m" in state.slots[path] for path in chain.paths)
-    links: list[Tree] = [_link(state, chain, "v_row", "v_col", "v")]
-    links += [None] if said.get("clipping_threshold", 1.0) is not None else []
-    links += [_rate(state, chain)]
-    links += [None] if (all(scale.values()) if isinstance(scale, Mapping) else scale) else []
-    links += [_link(state, chain, "ema")] if momentum else []
-    links += [_decay(chain)] if said.get(DECAY) else []
-    return [*links, None]
-
-
-def _adam(state: TrainState, chain: _Chain) -> list[Tree]:
-    most = any("v_max" in state.slots[path] for path in chain.paths)
-    first = _link(state, chain, "mu", "nu", *(("nu_max",) if most else ()))
-    ratio = [None] if chain.of.optimizer.schema == "lamb" else []
-    return [first, _decay(chain), *ratio, _rate(state, chain)]
-
-
-def _decay(chain: _Chain) -> Tree:
-    return {INNER: None} if chain.masked_decay else None
-
-
-def _rate(state: TrainState, chain: _Chain) -> Tree:
-    constant = isinstance(chain.hyperparameters.get("learning_rate"), (int, float))
-    return None if constant and not _is_scheduled(state) else {COUNT: count(state.counts.schedule)}
-
-
-def _is_scheduled(state: TrainState) -> bool:
-    """Tells whether a scheduler moved the rate: the one in the groups is then that of a moment."""
-    return bool(run_of(state.extra).schedules) or any(
-        leaf is not None and any(isinstance(key, str) and _SCHEDULED.search(key) for key in keys)
-        for keys, leaf in walk(dict(state.extra))
-    )
-
-
-def _link(state: TrainState, chain: _Chain, *natives: str) -> Tree:
-    """Returns the state of a link: its count, and a tree for each field.
-
-    Raises:
-        StateError: A parameter has some of its slots and not all.
-    """
-    slots = {path: _turned(chain.of, path) for path in chain.paths if path in state.slots}
-    lacking = Faults((f"lacks {one}", path) for path in slots for one in natives if one not in slots[path])
-    lacking.check(
-        StateError,
-        "Optax keeps these of each parameter",
-        remedy="if the checkpoint is complete, --drop-slots-of lets the parameter begin anew",
-    )
-    fields = {
-        native: usual_tree({path: slots[path][native] if path in slots else None for path in state.params})
-        for native in natives
-    }
-    return {COUNT: count(state.counts.updates), **fields}
-
-
-def _turned(state: TrainState, path: str) -> dict[str, Tensor]:
-    fields, rule = _slots(state, path), state.rules.get(path)
-    if rule is not None and rule.factored and _as_usual(rule, state.params[path].shape):
-        fields = {**fields, "v_row": fields["v_col"], "v_col": fields["v_row"]}
-    return fields
+"""By schema, or by the label of a partition, the hyperparameters that were told."""
+_RATE = "learning_rate"
 
 
 _STRANGE = "Other links act on the same parameters with statistics of their own, which statekit keeps but doesn't step."
@@ -430,7 +87,7 @@ class Optax:
         """Names the optimizers without a schema, and lists their slots by parameter."""
         return described(checkpoint)
 
-    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
+    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
         """Returns the canonical state.
 
         Hyperparameters come, the stronger first, from the hints, from the manifest of a conversion, from the state of
@@ -442,54 +99,30 @@ class Optax:
         """
         faults = Faults()
         tree = opened(checkpoint, CORE_LINKS, faults)
-        core_links = [link for link in tree.all_links if link.kind in CORE_LINKS]
-        cores = [core_link(link, tree.all_links, tree.checkpoint.tree, tree.where) for link in core_links]
-        schemas, notes, hints_of = _schemas(cores, hints)
-        parts = [
-            _part(core, schema, tree.params, faults) for core, schema in zip(cores, schemas, strict=True)
-        ]
+        hints = hints.with_optimizer()
+        parts = _parts(tree, hints, faults)
+        told = _told(parts, hints)
         slots = [part.slots for part in parts]
-        updates = updates_of(core_links, slots, faults)
-        faults += [
-            (f"has the state of {part.name}, for {some(list(part.slots))}", part.place)
-            for part in foreign(tree, slots)
-        ]
-        specified = {
-            name: canonical(load_schema(name), part.hyperparameters) for name, part in hints_of.items()
-        }
-        rules = dict(_rules(tree.params, parts, specified, faults))
+        updates = _counted(tree, parts, faults)
+        rules = dict(_rules(tree.params, parts, told, faults))
         faults.check(
             StateError,
             "The checkpoint isn't a state of Optax that statekit knows",
             place=checkpoint.path,
         )
-        known = stated(checkpoint, [schema.name for schema in schemas], slots)
-        begun = [
-            link for link in tree.all_links if link.kind == "accumulate" and link.state["mini_step"].read()
-        ]
-        if known is not None:
-            groups, kinds, rules = groups_of(known, specified), known.kinds, rules_of(known, rules)
-            notes = [] if hints.hyperparameters else [*known.assumptions]
-        else:
-            groups, more = _settled(parts, specified)
-            strange = any(core.others for core in cores)
-            kinds = tuple((schema.name, None if strange else VARIANT) for schema in schemas)
-            notes += [*more, *_rule_notes(rules), *([_STRANGE] if strange else [])]
-        notes += [_BEGUN] if begun and _BEGUN not in notes else []
-        kept = {
-            path: _canonical(part.schema, param_slots, part.shown.get(path))
-            for part in parts
-            for path, param_slots in part.slots.items()
-        }
+        known = stated(checkpoint, [part.schema.name for part in parts], slots)
+        groups, kinds, notes = _groups(parts, told, known, hints)
+        rules = rules if known is None else rules_of(known, rules)
+        notes += [] if known is not None else [*_rule_notes(rules)]
+        notes += [_BEGUN] if _is_begun(tree) and _BEGUN not in notes else []
+        tree = replace(tree, schedules=_rate_schedules(parts))
         return TrainState(
             tree.params,
-            kept,
-            Optimizer.of(
-                groups, [(schema, hints_of[schema].variant or variant) for schema, variant in kinds]
-            ),
+            {path: dict(part.canonical(path)) for part in parts for path in part.slots},
+            Optimizer.of(groups, kinds),
             Counts(updates, tree.schedule(updates), says_schedule=tree.has_schedule),
             rules,
-            tree.extra("optax", {path for core in cores for path in core.paths}, updates),
+            tree.extra(VARIANT, {path for part in parts for path in part.core.paths}, updates),
             tuple(notes),
         )
 
@@ -501,9 +134,20 @@ class Optax:
         """
         return encoded(state)
 
-    def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on in Optax."""
-        return optax_lines(state, saved)
+    def construction(
+        self,
+        schema: str,
+        groups: Sequence[Mapping[str, Any]],
+        names: Collection[str],
+        empty: Collection[str],
+        call: Call,
+        reading: Sequence[str],
+    ) -> list[str]:
+        """Returns the lines that make the optimizer."""
+        native = load_schema(groups[0].get("schema", schema)).hyperparameters["exclude_from_weight_decay"][
+            "native"
+        ]
+        return construction(groups, names, empty, call, reading, native[VARIANT]["name"])
 
 
 @dataclass(frozen=True)
@@ -512,33 +156,67 @@ class _Part:
 
     Attributes:
         core: The core link.
+        recognised: What it is of.
         schema: The optimizer's.
         slots: For each path, its slots by Optax' names.
         shown: For each path, how Adafactor's slots show it to be factored.
     """
 
     core: CoreLink
+    recognised: Recognised
     schema: OptimizerSchema
     slots: Slots
     shown: Mapping[str, Factoring]
 
+    def canonical(self, path: str) -> Iterator[tuple[str, Tensor]]:
+        """Yields a parameter's slots by canonical name; what isn't in use is left out."""
+        shown, names = self.shown.get(path), slot_names(self.schema.name)
+        unused = () if shown is None else (("v",) if shown.factored else ("v_row", "v_col"))
+        for native, tensor in self.slots[path].items():
+            if native not in unused:
+                yield names[native], tensor
 
-def _schemas(
-    cores: Sequence[CoreLink], hints: CheckpointRef
-) -> tuple[list[OptimizerSchema], list[str], dict[str, CheckpointRef]]:
-    """Returns the schema of each core link, what was assumed for that, and what is said of each optimizer."""
-    asked = hints.optimizer
-    several = len({core.link.kind == "adafactor" for core in cores}) > 1
-    choices = [
-        schema_of(core, None if several and core.link.kind == "adafactor" else asked) for core in cores
+    def specified(self, told: _Told) -> dict[str, Any]:
+        """Returns the hyperparameters that were told of it: of its label, then of its schema."""
+        given = {**told.by_schema[self.schema.name], **told.by_label.get(self.core.label or "", {})}
+        scale = stored_scale(self.core)
+        if scale is not None and isinstance(given.get(_RATE), (int, float)):
+            given[_RATE] = given[_RATE] * scale
+        return given
+
+
+@dataclass(frozen=True)
+class _Told:
+    """What the user says of a run's optimizers.
+
+    Attributes:
+        by_schema: Hyperparameters by canonical name, for each schema.
+        by_label: The same, for labels of a partition.
+        variants: By schema, the variant.
+    """
+
+    by_schema: Specified
+    by_label: Specified
+    variants: Mapping[str, str | None]
+
+
+def _parts(tree: Opened, hints: Hints, faults: Faults) -> list[_Part]:
+    """Returns the optimizers of a tree, each with its slots."""
+    core_links = [link for link in tree.all_links if link.kind in CORE_LINKS]
+    cores = [
+        core_link(link, tree.all_links, tree.checkpoint.tree, tree.where, tree.strangers, tree.left_out)
+        for link in core_links
     ]
-    names = [name for name, _ in choices]
-    by_schema = replace(hints, optimizer=None).of(names)
-    notes = list(dict.fromkeys(why for _, why in choices if why))
-    return [load_schema(name) for name in names], notes, by_schema
+    return [
+        _part(core, recognised, tree.params, faults)
+        for core, recognised in zip(
+            cores, recognised_all(cores, hints.optimizer, hints.variants), strict=True
+        )
+    ]
 
 
-def _part(core: CoreLink, schema: OptimizerSchema, params: Mapping[str, Tensor], faults: Faults) -> _Part:
+def _part(core: CoreLink, recognised: Recognised, params: Mapping[str, Tensor], faults: Faults) -> _Part:
+    schema = load_schema(recognised.alias.schema or "adamw")
     slots = slots_of(core.links)
     fields = [name for link in core.links for name, _ in link.trees()]
     shown: dict[str, Factoring] = {}
@@ -551,33 +229,122 @@ def _part(core: CoreLink, schema: OptimizerSchema, params: Mapping[str, Tensor],
                 faults.add(inferred_factoring, path)
             else:
                 shown[path] = inferred_factoring
-    return _Part(core, schema, slots, shown)
+    return _Part(core, recognised, schema, slots, shown)
+
+
+def _told(parts: Sequence[_Part], hints: Hints) -> _Told:
+    """Returns what is said of each optimizer; a name may begin with a schema, or with the label of a partition."""
+    schemas = {part.schema.name: part.schema for part in parts}
+    labelled = {part.core.label: part.schema for part in parts if part.core.label not in (None, *schemas)}
+    by_label: dict[str, dict[str, Any]] = {}
+    rest: dict[str, Any] = {}
+    for key, value in hints.hyperparameters.items():
+        label, _, name = key.rpartition("/")
+        if label in labelled:
+            by_label.setdefault(label, {})[name] = value
+        else:
+            rest[key] = value
+    by_schema = replace(hints, hyperparameters=rest).of(schemas)
+    return _Told(
+        {name: canonical(schemas[name], part.hyperparameters) for name, part in by_schema.items()},
+        {label: canonical(labelled[label], values) for label, values in by_label.items()},
+        {name: part.variant for name, part in by_schema.items()},
+    )
+
+
+def _counted(tree: Opened, parts: Sequence[_Part], faults: Faults) -> int:
+    """Returns the count of updates; it is a fault if optimizers share parameters, or one has no schema."""
+    slots = [part.slots for part in parts]
+    updates = updates_of([part.core.link for part in parts], slots, faults)
+    faults += [
+        (f"has the state of {part.name}, for {some(list(part.slots))}", part.place)
+        for part in foreign(tree, slots)
+    ]
+    return updates
+
+
+def _is_begun(tree: Opened) -> bool:
+    """Tells whether gradients of an update are being accumulated."""
+    return any(link.kind == "accumulate" and bool(link.state["mini_step"].read()) for link in tree.all_links)
+
+
+def _rate_schedules(parts: Sequence[_Part]) -> tuple[Link, ...]:
+    """Returns the links that count for the schedule of the rate, each once."""
+    rates = {part.recognised.rate.path: part.recognised.rate for part in parts if part.recognised.rate}
+    return tuple(rates.values())
 
 
 def _rules(
-    params: Mapping[str, Tensor], parts: Sequence[_Part], specified: Specified, faults: Faults
+    params: Mapping[str, Tensor], parts: Sequence[_Part], told: _Told, faults: Faults
 ) -> Iterator[tuple[str, Rule]]:
     for part in parts:
-        entries = entries_of(specified[part.schema.name])
+        entries = entries_of(part.specified(told))
         for path, shown in part.shown.items():
             slots = part.slots[path]
             given = given_rule(entries, path, shown.shape, slots, faults) if shown.factored else None
             yield path, given or rule_of(shown.shape, slots, shown.factored)
 
 
-def _settled(parts: Sequence[_Part], specified: Specified) -> tuple[list[Group], list[str]]:
-    groups, notes = [], []
-    for part in parts:
-        given = specified[part.schema.name]
-        hyperparameters, open_points = inferred(part.core, part.schema, list(part.shown.values()), given)
-        settings = hyperparameters.over(given, "given")
-        groups.append(group_of(tuple(part.slots), settings))
-        notes += open_points
-        if assumed := settings.assumed():
-            shown = ", ".join(f"{name}={value}" for name, value in assumed.items())
-            whose = f" of {part.schema.name}" if len({one.schema.name for one in parts}) > 1 else ""
-            notes.append(f"Optax stores no hyperparameters{whose}; assumed: {shown}.")
-    return groups, notes
+def _groups(
+    parts: Sequence[_Part], told: _Told, known: ManifestRecord | None, hints: Hints
+) -> tuple[list[Group], list[Kind], list[str]]:
+    """Returns the groups, whose rule each follows, and what was assumed for that."""
+    if known is not None:
+        kinds = [(schema, told.variants[schema] or variant) for schema, variant in known.kinds]
+        groups = groups_of(known, told.by_schema)
+        labels = {path: part.core.label for part in parts for path in part.slots}
+        groups = [replace(one, label=labels[one.paths[0]]) if one.paths else one for one in groups]
+        return groups, kinds, [] if hints.hyperparameters else [*known.assumptions]
+    strange = any(part.core.others for part in parts)
+    kinds = [
+        (part.schema.name, told.variants[part.schema.name] or part.recognised.variant(VARIANT, strange))
+        for part in parts
+    ]
+    settled = [_hyperparameters(part, told, len({one.schema.name for one in parts}) > 1) for part in parts]
+    notes = [note for _, open_points in settled for note in open_points]
+    return [group for group, _ in settled], kinds, [*dict.fromkeys(notes), *([_STRANGE] if strange else [])]
+
+
+def _hyperparameters(part: _Part, told: _Told, several: bool) -> tuple[Group, list[str]]:
+    """Returns the group of one optimizer, and what was assumed or is open."""
+    given = part.specified(told)
+    hyperparameters, unknown = inferred(
+        part.core, part.recognised, part.schema, list(part.shown.values()), given
+    )
+    settings = hyperparameters.over(given, "given")
+    notes = [*part.recognised.notes(), *unknown]
+    if assumed := settings.assumed():
+        shown = ", ".join(f"{name}={value}" for name, value in assumed.items())
+        whose = f" of {part.schema.name}" if several else ""
+        notes.append(f"Optax stores no hyperparameters{whose}; assumed: {shown}.")
+    scale = stored_scale(part.core)
+    if scale is not None:
+        notes.append(
+            f"reduce_on_plateau multiplies the rate by {scale:g}, which the file has. {PLATEAU_LOST}"
+        )
+    group = group_of(tuple(part.slots), settings)
+    facts = (*_facts(part.recognised), *_unknown_facts(unknown, given, scale))
+    return replace(group, label=part.core.label, facts=facts), notes
+
+
+def _facts(recognised: Recognised) -> Iterator[Fact]:
+    """Yields which optimizer it may be, and what else the run does."""
+    others = tuple(name for name in recognised.fitting if name != recognised.name)
+    if others and (recognised.settled or recognised.beyond):  # which it is decides nothing then
+        yield taken_for(recognised.name, others, recognised.because)
+    elif others:
+        yield fits_several(recognised.fitting, recognised.because)
+    yield from map(beyond, recognised.beyond)
+
+
+def _unknown_facts(
+    unknown: Mapping[str, tuple[str, ...]], given: Collection[str], scale: float | None
+) -> Iterator[Fact]:
+    """Yields the hyperparameters that something in the file leaves open, each with what that is."""
+    for why, names in unknown.items():
+        yield from (Fact(name, because=why.rstrip(".")) for name in names if name not in given)
+    if scale is not None and _RATE not in given:
+        yield Fact(_RATE, because=f"reduce_on_plateau has it multiplied by {scale:g} by now")
 
 
 def _rule_notes(rules: Mapping[str, Rule]) -> Iterator[str]:
@@ -587,15 +354,6 @@ def _rule_notes(rules: Mapping[str, Rule]) -> Iterator[str]:
             f"Which of several equal axes v_row and v_col average isn't told by their shapes ({some(ties)}): it depends"
             f" on numpy and the machine that ran; a step needs {FACTOR_MAP}."
         )
-
-
-def _canonical(
-    schema: OptimizerSchema, slots: Mapping[str, Tensor], shown: Factoring | None
-) -> dict[str, Tensor]:
-    """Returns a parameter's slots by canonical name; what isn't in use is left out."""
-    unused = () if shown is None else (("v",) if shown.factored else ("v_row", "v_col"))
-    names = _natives(schema.name)
-    return {names[native]: tensor for native, tensor in slots.items() if native not in unused}
 
 
 LAYOUT = Optax()

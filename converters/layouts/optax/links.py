@@ -21,6 +21,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from statekit.converters.layouts.optax.kinds import INNER, NOVOGRAD, STRANGERS, Stranger
 from statekit.errors import UsageError
 from statekit.state.schema import load_schema
 from statekit.tensors.tensor import Stored, Tensor
@@ -50,32 +51,20 @@ KINDS: dict[frozenset[str], str] = {
     frozenset({"mini_step", "gradient_step", "inner_opt_state", "acc_grads", "skip_state"}): "accumulate",
 }
 """What the state of a link is called here, by its fields."""
-_MOST_FIELDS = max(map(len, KINDS))
+_MOST_FIELDS = max(map(len, {**KINDS, **STRANGERS}))
 SLOT_TREES: dict[str, tuple[str, ...]] = {
     **{f"statekit.{schema}": fields for schema, fields in OWN_FIELDS.items()},
     "adafactor": ("v_row", "v_col", "v"),
     "adam": ("mu", "nu", "nu_max"),
     "ema": ("ema",),
-    "stranger": ("mu", "nu", "trace", "sum_of_squares", "e_g", "e_x"),
+    "stranger": tuple(dict.fromkeys(name for one in (*STRANGERS.values(), NOVOGRAD) for name in one.trees)),
 }
 """The fields of a link's state that are trees like the parameters'."""
 _SLOTS = {name for names in SLOT_TREES.values() for name in names}
 LABELLED = "inner_states"
 """The field of `optax.partition`: the state of each part under its label."""
-STRANGERS: dict[frozenset[str], str] = {
-    frozenset({"count", "mu", "ns_coeffs"}): "Muon",
-    frozenset({"count", "mu"}): "Lion",
-    frozenset({"trace"}): "SGD with momentum",
-    frozenset({"nu"}): "RMSprop",
-    frozenset({"count", "nu"}): "RMSprop",
-    frozenset({"mu", "nu"}): "centered RMSprop",
-    frozenset({"sum_of_squares"}): "Adagrad",
-    frozenset({"e_g", "e_x"}): "Adadelta",
-}
-"""Optimizers of Optax without a schema, by the fields of their states."""
 STRANGER = "stranger"
-"""The kind of their links."""
-_INNER = {"inner_state", "inner_opt_state", LABELLED}
+"""The kind of the links of optimizers that have no schema."""
 CORE_LINKS = ("adafactor", "adam")
 """The links that an optimizer of Optax is known by."""
 OWN_CORE_LINKS = tuple(f"statekit.{schema}" for schema in OWN_FIELDS)
@@ -109,6 +98,8 @@ def links(tree: Tree) -> list[Link]:
         path, node = stack.pop()
         few = isinstance(node, Mapping) and len(node) <= _MOST_FIELDS
         kind = KINDS.get(frozenset(node)) if few else None
+        if kind == "adam" and _is_novograd(node):
+            continue
         if kind is not None and _counts(node):
             all_links.append(Link(kind, path, node))
         if kind not in SLOT_TREES:
@@ -128,8 +119,7 @@ def strangers(tree: Tree) -> list[Link]:
     stack: list[tuple[Path, Any]] = [((), tree)]
     while stack:
         path, node = stack.pop()
-        few = isinstance(node, Mapping) and len(node) <= _MOST_FIELDS
-        if few and frozenset(node) in STRANGERS and _counts(node):
+        if stranger_of(node) is not None:
             link = Link(STRANGER, path, node)
             if any(children(own_tree) for _, own_tree in link.trees()):
                 places.append(link)
@@ -138,9 +128,26 @@ def strangers(tree: Tree) -> list[Link]:
     return places
 
 
+def stranger_of(node: Tree) -> Stranger | None:
+    """Returns which optimizer without a schema a link's state is of; None if it is of none."""
+    if not isinstance(node, Mapping) or len(node) > _MOST_FIELDS or not _counts(node):
+        return None
+    if KINDS.get(frozenset(node)) == "adam":
+        return NOVOGRAD if _is_novograd(node) else None
+    return STRANGERS.get(frozenset(node))
+
+
+def _is_novograd(node: Mapping[str, Any]) -> bool:
+    """Tells whether a state of Adam's fields has one number of each parameter as its second moment."""
+    shaped = (path for path, leaf in leaves(node["mu"]) if is_tensor(leaf) and leaf.shape)
+    path = next(shaped, None)
+    second = None if path is None else _get(node["nu"], path)
+    return isinstance(second, Tensor) and second.shape == ()
+
+
 def _counts(node: Mapping[str, Any]) -> bool:
     """Tells whether what should count is an integer."""
-    counters = [node[name] for name in ("count", "mini_step", "gradient_step") if name in node]
+    counters = [node[name] for name in ("count", "mini_step", "gradient_step", "t") if name in node]
     return all(is_tensor(leaf) and leaf.shape == () and leaf.dtype.kind in "iu" for leaf in counters)
 
 
@@ -151,16 +158,15 @@ def children(node: Any) -> list[tuple[Any, Any]]:
     return list(enumerate(node)) if isinstance(node, list) else []
 
 
-def sequence(node: Any) -> list[Any] | None:
-    """Returns the items of a sequence, however it is stored, or None if it isn't one."""
-    if isinstance(node, list):
-        return node
-    if (
-        isinstance(node, Mapping)
-        and node
-        and [str(key) for key in node] == [str(i) for i in range(len(node))]
-    ):
-        return list(node.values())
+def chain_items(node: Tree) -> dict[int, Tree] | None:
+    """Returns the links of a chain by their indices, of which some may be missing; None if a node is no chain.
+
+    nnx and EasyLM leave the states out that hold nothing.
+    """
+    if isinstance(node, list) and node:
+        return dict(enumerate(node))
+    if isinstance(node, Mapping) and node and all(str(key).isdecimal() for key in node):
+        return dict(sorted((int(key), child) for key, child in node.items()))
     return None
 
 
@@ -168,6 +174,7 @@ def with_sequences(tree: Tree) -> Tree:
     """Returns a tree whose chains are lists, and None where a NamedTuple is empty, as Orbax has them.
 
     Maps with the keys "0", "1", ... are sequences only where they lead to a link's state: parameters may be named so.
+    An index that is missing becomes None: some programs leave the states out that hold nothing.
     """
     all_links = links(tree)
     above = [link.path[:i] for link in all_links for i in range(len(link.path) + 1)]
@@ -176,14 +183,14 @@ def with_sequences(tree: Tree) -> Tree:
 
 
 def _is_state(node: Any) -> bool:
-    return sequence(node) is not None or bool(_INNER & node.keys()) or frozenset(node) in KINDS
+    return chain_items(node) is not None or bool(INNER & node.keys()) or frozenset(node) in KINDS
 
 
 def _chain(node: Any) -> Tree:
     if node == {}:
         return None
-    if (items := sequence(node)) is not None:
-        return [_chain(item) for item in items]
+    if (items := chain_items(node)) is not None:
+        return [_chain(items.get(index)) for index in range(max(items) + 1)]
     if not isinstance(node, Mapping):
         return node
     parts: dict[str, Tree] = {}
@@ -193,7 +200,7 @@ def _chain(node: Any) -> Tree:
         elif name in _SLOTS:
             parts[name] = replaced(child, {keys: None for keys, leaf in leaves(child) if leaf == {}})
         else:
-            parts[name] = _chain(child) if name in _INNER else child
+            parts[name] = _chain(child) if name in INNER else child
     return parts
 
 

@@ -79,6 +79,7 @@ def frame_of(
     updates: int,
     schedule: int,
     groups: Collection[str] = (),
+    schedules: Collection[Path] = (),
 ) -> Tree:
     """Returns the frame of a tree.
 
@@ -90,35 +91,43 @@ def frame_of(
         updates: The count of updates.
         schedule: The schedule's.
         groups: Fields of a link that belong to all parameters together.
+        schedules: The paths of the links that count for the schedule of the rate.
     """
     node = under(tree, at)
     paths = {keys: "/".join(map(str, keys)) for keys, leaf in leaves(node) if is_tensor(leaf)}
     form = form_of(node, paths)
     usual = usual_form(dict.fromkeys(paths.values()))
     parts: dict[Path, Tree] = {at: (PARAMS,) if form == usual else (PARAMS, _packed(form))}
+    kept_links = [link for link in all_links if link.path in kept]
+    parts |= _slot_marks(kept_links, form, paths)
+    for link in kept_links:
+        together = [name for name in groups if is_tensor(link.state.get(name))]
+        parts |= {(*link.path, name): (GROUP, name) for name in together}
+    for link in all_links:
+        kind, value = (SCHEDULE, schedule) if link.path in schedules else (COUNT, updates)
+        counting = [name for name in ("count", "gradient_step") if _is(link.state.get(name), value)]
+        parts |= {(*link.path, name): (kind,) for name in counting}
+    if isinstance(tree, Mapping) and _is(tree.get("step"), updates):
+        parts[("step",)] = (COUNT,)
+    return replaced(tree, parts)
+
+
+def _slot_marks(kept: list[Link], form: Tree, paths: Mapping[Path, str]) -> dict[Path, Tree]:
+    """Returns the marks of all slots; a form goes with one that isn't the usual of its field."""
     paths_of: dict[str, set[str]] = {}
-    for name, field_tree in (pair for link in all_links if link.path in kept for pair in link.trees()):
-        paths_of.setdefault(name, set()).update(
-            paths[keys] for keys, leaf in leaves(field_tree) if is_tensor(leaf)
-        )
+    for name, field_tree in (pair for link in kept for pair in link.trees()):
+        holding = (paths[keys] for keys, leaf in leaves(field_tree) if is_tensor(leaf))
+        paths_of.setdefault(name, set()).update(holding)
     plain = {
         name: replaced(form, {keys: None for keys, path in paths.items() if path not in holders})
         for name, holders in paths_of.items()
     }
-    for link in all_links:
-        for name, field_tree in link.trees() if link.path in kept else ():
+    marks: dict[Path, Tree] = {}
+    for link in kept:
+        for name, field_tree in link.trees():
             mine = form_of(field_tree, paths)
-            parts[(*link.path, name)] = (SLOT, name) if mine == plain[name] else (SLOT, name, _packed(mine))
-        for name in groups if link.path in kept else ():
-            if is_tensor(link.state.get(name)):
-                parts[(*link.path, name)] = (GROUP, name)
-        kind, value = (SCHEDULE, schedule) if link.kind == SCHEDULE else (COUNT, updates)
-        for name in ("count", "gradient_step"):
-            if name in link.state and _is(link.state[name], value):
-                parts[(*link.path, name)] = (kind,)
-    if isinstance(tree, Mapping) and is_tensor(tree.get("step")) and _is(tree["step"], updates):
-        parts[("step",)] = (COUNT,)
-    return replaced(tree, parts)
+            marks[(*link.path, name)] = (SLOT, name) if mine == plain[name] else (SLOT, name, _packed(mine))
+    return marks
 
 
 def _is(leaf: Any, value: int) -> bool:

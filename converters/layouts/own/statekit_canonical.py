@@ -104,6 +104,7 @@ def _state(tree: Parts, record: StateRecord) -> TrainState:
             g.get("schema"),
             g.get("variant"),
             tuple(map(Fact.from_json, g.get("facts", ()))),
+            g.get("label"),
         )
         for g, slots in zip(record["groups"], tree["groups"], strict=True)
     )
