@@ -29,7 +29,7 @@ from statekit.converters.layouts.optax.links import (
     under,
     with_sequences,
 )
-from statekit.converters.layouts.optax.skeleton import frame_of
+from statekit.converters.layouts.optax.skeleton import as_buffers, frame_of
 from statekit.errors import Faults, StateError
 from statekit.files.checkpoint import EMPTY_LEFT_OUT, FILES_BESIDE, MODEL_KEY, SEQUENCES_AS_MAPS, Checkpoint
 from statekit.state.factoring import PathPattern, first_entry, labels, map_entries
@@ -40,6 +40,11 @@ from statekit.tensors.tree import Path, Tree
 Slots: TypeAlias = Mapping[str, Mapping[str, Tensor]]
 
 FACTOR_MAP = "factor_map"
+_BUFFERS = {"mean": "var", "var": "mean", "count": "key", "key": "count"}
+"""Names of the buffers of Flax' nnx, each with that of the one beside it: those of BatchNorm and of RngStream.
+
+Source: google/flax flax/nnx/nn/normalization.py, flax/nnx/rnglib.py.
+"""
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,24 @@ class Opened:
     def schedule(self, updates: int) -> int:
         """Returns the count of the schedule; that of updates where no link counts for one."""
         return next(map(count_of, self.schedules), updates)
+
+    def split(self, slots: Sequence[Slots]) -> tuple[dict[str, Tensor], dict[str, Tree]]:
+        """Returns the parameters without buffers, and the buffers as `extra` has them.
+
+        A tree of nnx holds both: means and variances of batches, counters and keys of random streams. No optimizer has
+        slots for them.
+        """
+        moved = {path for part in slots for path in part}
+        buffers = {path: tensor for path, tensor in self.params.items() if self._is_buffer(path, moved)}
+        return {p: t for p, t in self.params.items() if p not in buffers}, as_buffers(buffers)
+
+    def _is_buffer(self, path: str, moved: Collection[str]) -> bool:
+        above, _, name = path.rpartition("/")
+        if path in moved or name not in _BUFFERS:
+            return False
+        other, unsigned = _BUFFERS[name], self.params[path].dtype.name in ("uint32", "uint64")
+        sibling = f"{above}/{other}" if above else other
+        return sibling in self.params and sibling not in moved and unsigned == (name in ("count", "key"))
 
     def extra(
         self, key: str, kept: Collection[Path], updates: int, groups: Collection[str] = ()

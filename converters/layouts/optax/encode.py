@@ -36,6 +36,7 @@ from statekit.converters.layouts.optax.links import is_tensor, leaves, replaced
 from statekit.converters.layouts.optax.skeleton import (
     COUNT,
     Contents,
+    buffers_of,
     count,
     count_faults,
     counted,
@@ -119,7 +120,8 @@ def _contents(state: TrainState) -> Contents:
         of_another = native not in slot_names and any(native in names for names in natives.values())
         return None if of_another else _slots(whose[path], path)[native]
 
-    return Contents(state.params, slot, state.counts.updates, state.counts.schedule)
+    counts = state.counts
+    return Contents(state.params, slot, counts.updates, counts.schedule, buffers=buffers_of(state))
 
 
 def slot_names(schema: str) -> dict[str, str]:

@@ -116,13 +116,15 @@ class Optax:
         notes += [] if known is not None else [*_rule_notes(rules)]
         notes += [_BEGUN] if _is_begun(tree) and _BEGUN not in notes else []
         tree = replace(tree, schedules=_rate_schedules(parts))
+        params, buffers = tree.split(slots)
+        extra = tree.extra(VARIANT, {path for part in parts for path in part.core.paths}, updates)
         return TrainState(
-            tree.params,
+            params,
             {path: dict(part.canonical(path)) for part in parts for path in part.slots},
             Optimizer.of(groups, kinds),
             Counts(updates, tree.schedule(updates), says_schedule=tree.has_schedule),
             rules,
-            tree.extra(VARIANT, {path for part in parts for path in part.core.paths}, updates),
+            {**extra, **buffers},
             tuple(notes),
         )
 

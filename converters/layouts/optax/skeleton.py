@@ -36,7 +36,7 @@ from statekit.converters.layouts.optax.links import (
     under,
 )
 from statekit.errors import InexactError, StateError
-from statekit.state.run import COUNTED
+from statekit.state.run import BUFFERS, COUNTED
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor, in_memory
 from statekit.tensors.tree import Path, Tree, leaf_names, nested
@@ -154,6 +154,7 @@ class Contents:
         updates: The count of updates.
         schedule: The schedule's.
         groups: Slots of all parameters together.
+        buffers: By path, the tensors among the parameters that no optimizer is for.
     """
 
     params: Mapping[str, Tensor]
@@ -161,6 +162,26 @@ class Contents:
     updates: int
     schedule: int
     groups: Mapping[str, Tensor] = field(default_factory=dict)
+    buffers: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def model(self) -> dict[str, Tensor]:
+        """Parameters and buffers."""
+        return {**self.params, **self.buffers}
+
+
+def buffers_of(state: TrainState) -> dict[str, Tensor]:
+    """Returns a state's buffers by their paths among the parameters."""
+    return {_path(name): buffer for name, buffer in (state.extra.get(BUFFERS) or {}).items()}
+
+
+def as_buffers(tensors: Mapping[str, Tensor]) -> dict[str, Tree]:
+    """Returns tensors among the parameters as `extra` has a model's buffers: none, or all under one key."""
+    return {BUFFERS: {path.replace("/", "."): tensor for path, tensor in tensors.items()}} if tensors else {}
+
+
+def _path(name: str) -> str:
+    return name.replace(".", "/")
 
 
 def rebuilt(frame: Tree, contents: Contents) -> Tree:
@@ -170,7 +191,7 @@ def rebuilt(frame: Tree, contents: Contents) -> Tree:
         StateError: The frame has other marks than it may, or isn't of these parameters.
     """
     try:
-        usual = usual_form(contents.params)
+        usual = usual_form(contents.model)
         forms = [mark for _, mark in leaves(frame) if isinstance(mark, tuple) and mark[:1] == (PARAMS,)]
         form = _unpacked(forms[0][1]) if forms and len(forms[0]) > 1 else usual
         marks = {keys: mark for keys, mark in leaves(frame) if isinstance(mark, tuple) and mark}
@@ -186,7 +207,7 @@ def rebuilt(frame: Tree, contents: Contents) -> Tree:
 def _value(mark: tuple[Any, ...], form: Tree, contents: Contents) -> Tree:
     kind = mark[0]
     if kind == PARAMS:
-        return filled(form, contents.params.__getitem__)
+        return filled(form, contents.model.__getitem__)
     if kind == SLOT and len(mark) > 2:
         return filled(_unpacked(mark[2]), lambda path: _held(contents.slot(path, mark[1]), path))
     if kind == SLOT:
@@ -261,9 +282,9 @@ def in_own_form(state: TrainState, key: str, form: Tree, contents: Contents) -> 
         StateError: The form isn't one of these parameters.
     """
     step, place = _where(state, key)
-    return Encoded(
-        rebuilt(form, contents), step, dropped=dropped_from(state.extra, (key,), FORMS[key]), place=place
-    )
+    tree = rebuilt(form, contents)
+    held = (key, *_held_buffers(tree, contents))
+    return Encoded(tree, step, dropped=dropped_from(state.extra, held, FORMS[key]), place=place)
 
 
 def placed(
@@ -297,11 +318,18 @@ def placed(
             f"extra/{other}/{name}": f"{system} has no place for it"
             for name in leaf_names({"tree": {part: form[part]}})
         }
-        dropped = {**dropped_from(state.extra, (key, other), system), **gone}
+        held = (key, other, *_held_buffers(tree, contents))
+        dropped = {**dropped_from(state.extra, held, system), **gone}
         return Encoded({**tree, part: opt_state}, step, _below(part, exactness), dropped, place)
     tree = {"params": usual_tree(state.params), "opt_state": opt_state}
     dropped = dropped_from(state.extra, (key,), system)
     return Encoded(tree, state.counts.updates, _below("opt_state", exactness), dropped)
+
+
+def _held_buffers(tree: Tree, contents: Contents) -> tuple[str, ...]:
+    """Returns the key of the buffers in `extra` if a tree has them all among its parameters."""
+    held = {id(leaf) for _, leaf in leaves(tree)}
+    return (BUFFERS,) if {id(buffer) for buffer in contents.buffers.values()} <= held else ()
 
 
 def counted(encoded: Encoded, state: TrainState) -> Encoded:

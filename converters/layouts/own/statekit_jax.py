@@ -50,6 +50,7 @@ from statekit.converters.layouts.optax.links import (
 )
 from statekit.converters.layouts.optax.skeleton import (
     Contents,
+    buffers_of,
     count,
     count_faults,
     counted,
@@ -135,14 +136,15 @@ class StatekitJax:
             groups = [group_of(tuple(part), hyperparameters) for part, (hyperparameters, _) in pairs]
             groups = _with_slots(groups, core_links, slots)
             notes += _rule_notes(rules)
+        params, buffers = tree.split(slots)
         together = {name for schema in schemas for name in OWN_GROUP_FIELDS.get(schema, ())}
         state = TrainState(
-            tree.params,
+            params,
             {path: param_slots for part in slots for path, param_slots in part.items()},
             Optimizer.of(groups, kinds),
             Counts(updates, tree.schedule(updates), says_schedule=tree.has_schedule),
             rules,
-            tree.extra(_KEY, {link.path for link in core_links}, updates, together),
+            {**tree.extra(_KEY, {link.path for link in core_links}, updates, together), **buffers},
             tuple(notes),
         )
         return hints.applied(state)
@@ -232,7 +234,8 @@ def _contents(state: TrainState) -> Contents:
         return state.slots.get(path, {}).get(name)
 
     groups = {name: tensor for group in state.optimizer.groups for name, tensor in group.slots.items()}
-    return Contents(state.params, slot, state.counts.updates, state.counts.schedule, groups)
+    counts = state.counts
+    return Contents(state.params, slot, counts.updates, counts.schedule, groups, buffers_of(state))
 
 
 def _faults(state: TrainState) -> Iterator[tuple[str, str]]:
