@@ -93,6 +93,8 @@ class Encoded:
             for containers in which a program finds its own again; None if the run has one, or `tree` has them all.
         assumptions: What was made up because the target can't do without it, one sentence each.
         paced: Where the run's schedule stands, and the rate of each group's next update, as far as it tells.
+        variables: The items of `tree` whose arrays the source had under `value`, as flax.nnx.State has its variables; ""
+            is the tree itself.
     """
 
     tree: Tree
@@ -105,6 +107,7 @@ class Encoded:
     side_by_side: Encoded | None = None
     assumptions: tuple[str, ...] = ()
     paced: Paced | None = None
+    variables: tuple[str, ...] = ()
 
 
 class Container(Protocol):

@@ -16,6 +16,8 @@ ATTRIBUTES = "@"
 """Key in a tree under which formats that give attributes to groups (HDF5) keep those of a group."""
 SEQUENCES_AS_MAPS = "sequences_as_maps"
 """Key in `Checkpoint.meta` of containers that keep a sequence as a map with the keys "0", "1", ... and None as {}."""
+VARIABLES = "variables"
+"""Key in `Checkpoint.meta` of the items whose arrays each lay under `value`, which their names are without."""
 EMPTY_LEFT_OUT = "empty_left_out"
 """Key in `Checkpoint.meta` of containers whose programs leave out nodes that hold nothing, and their keys."""
 

@@ -38,7 +38,7 @@ from statekit.converters.containers.orbax.metadata import (
     parse,
     tree_of,
 )
-from statekit.converters.containers.orbax.writer import step_metadata, write_item
+from statekit.converters.containers.orbax.writer import VALUE, step_metadata, write_item
 from statekit.converters.containers.step_folders import (
     INDEX,
     JSON_ITEM,
@@ -56,7 +56,7 @@ from statekit.converters.containers.stored_arrays import ArrayPlace, Arrays
 from statekit.converters.formats.msgpack.reader import parse as parse_msgpack
 from statekit.converters.formats.zarr.stores import FolderStore, open_store, read_whole
 from statekit.errors import CorruptError, Faults, FormatError
-from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.checkpoint import VARIABLES, Checkpoint, Finding
 from statekit.files.source import Files, Source, listing, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tree import Tree, strict_json
@@ -71,12 +71,14 @@ class Item:
         findings: What was odd.
         names: The names of its files and folders that belong to its arrays.
         custom: What the user kept with its metadata.
+        are_variables: Whether every array lay under `value`, as flax.nnx.State has its variables.
     """
 
     tree: Tree
     findings: tuple[Finding, ...] = ()
     names: frozenset[str] = frozenset()
     custom: Tree = None
+    are_variables: bool = False
 
 
 def open_item(folder: Path, opened: Files) -> Item:
@@ -127,16 +129,13 @@ def _item(files: FolderStore, index: Source | None, metadata: TreeMetadata | Non
     tensors, findings = arrays.open(places)
     leaves: dict[int, Any] = dict(zip(array_entries, tensors, strict=True))
     leaves |= _strings(files, entries)
-    if _are_variables(entries):
+    are_variables = _are_variables(entries)
+    if are_variables:
         entries = tuple(replace(one, path=one.path[:-1]) if one.is_array else one for one in entries)
-        said = f"every array lies under {_VALUE!r}, as flax.nnx.State has its variables; names are without it"
+        said = f"every array lies under {VALUE!r}, as flax.nnx.State has its variables; names are without it"
         findings = (*findings, Finding(said, metadata.place))
     tree = tree_of(entries, leaves, metadata.place)
-    return Item(tree, findings, _tops({p.prefix for p in places}), metadata.custom)
-
-
-_VALUE = "value"
-"""Source: google/flax flax/nnx/variablelib.py, the only child that a Variable has as a node of a JAX tree."""
+    return Item(tree, findings, _tops({p.prefix for p in places}), metadata.custom, are_variables)
 
 
 def _are_variables(entries: Sequence[LeafMetadata]) -> bool:
@@ -144,7 +143,7 @@ def _are_variables(entries: Sequence[LeafMetadata]) -> bool:
     arrays = [one.path for one in entries if one.is_array]
     around = {one.path[:i] for one in entries for i in range(len(one.path) - 1)}
     return bool(arrays) and all(
-        len(path) > 1 and path[-1] == _VALUE and path[:-1] not in around for path in arrays
+        len(path) > 1 and path[-1] == VALUE and path[:-1] not in around for path in arrays
     )
 
 
@@ -250,9 +249,11 @@ class OrbaxFolder:
             }
             for folder, item in opened.items():
                 known |= item.names if folder == step_folder.path else {folder.name}
+            variables = [folder.name for folder, item in opened.items() if item.are_variables]
             meta = {
                 "generation": "orbax",
                 "items": [folder.name for folder in folders],
+                **({VARIABLES: variables} if variables else {}),
                 "custom_metadata": {
                     f.name: item.custom for f, item in opened.items() if item.custom is not None
                 },
@@ -272,11 +273,12 @@ class OrbaxFolder:
         begun = time.time_ns()
         if item == "{item}":
             handlers = {
-                name: write_item(stage, f"{prefix}{name}", tree, f"{name}/")
+                name: write_item(stage, f"{prefix}{name}", tree, f"{name}/", name in encoded.variables)
                 for name, tree in encoded.tree.items()
             }
         else:
-            handlers = {item: write_item(stage, f"{prefix}{item}", encoded.tree)}
+            boxed = "" in encoded.variables
+            handlers = {item: write_item(stage, f"{prefix}{item}", encoded.tree, boxed=boxed)}
         with stage.file(f"{prefix}{STEP_METADATA}") as output:
             output.write(step_metadata(handlers, begun))
 

@@ -22,10 +22,12 @@ from statekit.tensors.tree import Tree, tensor_names, walk
 _HANDLERS = "orbax.checkpoint._src.handlers."
 _TREE = f"{_HANDLERS}pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _JSON = f"{_HANDLERS}json_checkpoint_handler.JsonCheckpointHandler"
+VALUE = "value"
+"""Source: google/flax flax/nnx/variablelib.py, the only child that a Variable has as a node of a JAX tree."""
 _COMMIT_BYTES = 16 * 2**20
 
 
-def write_item(stage: Stage, folder: str, tree: Tree, name: str = "") -> str:
+def write_item(stage: Stage, folder: str, tree: Tree, name: str = "", boxed: bool = False) -> str:
     """Writes an item below the stage and returns the name of the handler that reads it.
 
     Args:
@@ -33,6 +35,7 @@ def write_item(stage: Stage, folder: str, tree: Tree, name: str = "") -> str:
         folder: The item's folder below it.
         tree: What it holds.
         name: What the names of its tensors begin with in the whole tree, with its `/`.
+        boxed: Whether each array goes under `value`, as flax.nnx.State has its variables.
 
     Raises:
         UsageError: The tree holds what Orbax can't.
@@ -43,8 +46,11 @@ def write_item(stage: Stage, folder: str, tree: Tree, name: str = "") -> str:
         with stage.file(f"{folder}/{JSON_ITEM}") as output:
             output.write(json.dumps(tree).encode())
         return _JSON
-    arrays = array_names(tree)
-    document = document_of(tree)
+    shown = _as_variables(tree) if boxed else tree
+    arrays = array_names(shown)
+    document = document_of(shown)
+    if boxed:
+        arrays = {leaf: arrays[f"{leaf}/{VALUE}"] for leaf in tensors}
     _write_database(stage, folder, name, tensors, arrays)
     strings = {".".join(map(str, path)): leaf for path, leaf in walk(tree) if isinstance(leaf, str)}
     if strings:
@@ -53,6 +59,15 @@ def write_item(stage: Stage, folder: str, tree: Tree, name: str = "") -> str:
     with stage.file(f"{folder}/{TREE_METADATA}") as output:
         output.write(json.dumps(document).encode())
     return _TREE
+
+
+def _as_variables(tree: Tree) -> Tree:
+    """Returns a tree in which each tensor lies under `value`."""
+    if isinstance(tree, dict):
+        return {key: _as_variables(child) for key, child in tree.items()}
+    if isinstance(tree, list):
+        return [_as_variables(child) for child in tree]
+    return {VALUE: tree} if isinstance(tree, Tensor) else tree
 
 
 def step_metadata(handlers: Mapping[str, str], begun: int) -> bytes:

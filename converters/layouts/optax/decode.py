@@ -20,7 +20,6 @@ from statekit.converters.layouts.optax.links import (
     STRANGER,
     Link,
     children,
-    find_params,
     is_tensor,
     leaves,
     links,
@@ -29,9 +28,18 @@ from statekit.converters.layouts.optax.links import (
     under,
     with_sequences,
 )
+from statekit.converters.layouts.optax.places import find_network, find_params
 from statekit.converters.layouts.optax.skeleton import as_buffers, frame_of
-from statekit.errors import Faults, StateError
-from statekit.files.checkpoint import EMPTY_LEFT_OUT, FILES_BESIDE, MODEL_KEY, SEQUENCES_AS_MAPS, Checkpoint
+from statekit.errors import Faults
+from statekit.files.checkpoint import (
+    EMPTY_LEFT_OUT,
+    FILES_BESIDE,
+    MODEL_KEY,
+    OPTIMIZER_KEY,
+    SEQUENCES_AS_MAPS,
+    VARIABLES,
+    Checkpoint,
+)
 from statekit.state.factoring import PathPattern, first_entry, labels, map_entries
 from statekit.state.train_state import Group, Rule
 from statekit.tensors.tensor import Tensor
@@ -58,6 +66,7 @@ class Opened:
         params: They, by path.
         left_out: Whether states that hold nothing were left out by the program that wrote it.
         schedules: The links that count for the schedule of the rate.
+        assumed: How its optimizer was told from those of other networks, in a sentence; "" if nothing was assumed.
     """
 
     checkpoint: Checkpoint
@@ -66,6 +75,7 @@ class Opened:
     params: Mapping[str, Tensor]
     left_out: bool = False
     schedules: tuple[Link, ...] = ()
+    assumed: str = ""
 
     @cached_property
     def strangers(self) -> list[Link]:
@@ -127,6 +137,8 @@ class Opened:
             form["items"] = True
         if step not in (None, updates):
             form["step"] = step
+        if meta.get(VARIABLES):
+            form[VARIABLES] = list(meta[VARIABLES]) if form.get("items") else [""]
         beside = list(meta.get(FILES_BESIDE, ()))
         return {key: form, **({FILES_BESIDE: beside} if beside else {})}
 
@@ -146,22 +158,12 @@ def opened(checkpoint: Checkpoint, kinds: Collection[str], faults: Faults) -> Op
     left_out = bool(checkpoint.meta.get(EMPTY_LEFT_OUT))
     if checkpoint.meta.get(SEQUENCES_AS_MAPS):
         checkpoint = replace(checkpoint, tree=with_sequences(checkpoint.tree))
-    all_links = links(checkpoint.tree)
-    places = find_params(checkpoint.tree, all_links, kinds, checkpoint.meta.get(MODEL_KEY))
-    if not places:
-        raise StateError("There are no states of links with their parameters.", place=checkpoint.path)
-    if len(places) > 1:
-        names = ["/".join(map(str, place)) for place in places]
-        raise StateError(
-            "Several parts of the checkpoint may be the parameters.",
-            place=checkpoint.path,
-            found=", ".join(names),
-            remedy=f"name one: --model-key {names[0]}, in Python model_key={names[0]!r}",
-        )
-    (where,) = places
+    keys = (checkpoint.meta.get(MODEL_KEY), checkpoint.meta.get(OPTIMIZER_KEY))
+    network = find_network(checkpoint.tree, links(checkpoint.tree), kinds, *keys, checkpoint.path)
+    where, all_links = network.where, network.links
     params = dict(_params(checkpoint.tree, where, faults))
     counting = tuple(link for link in all_links if link.kind == "schedule")
-    return Opened(checkpoint, all_links, where, params, left_out, counting)
+    return Opened(checkpoint, all_links, where, params, left_out, counting, network.assumed)
 
 
 def _params(tree: Tree, where: Path, faults: Faults) -> Iterator[tuple[str, Tensor]]:

@@ -36,7 +36,8 @@ from statekit.converters.layouts.optax.decode import (
 from statekit.converters.layouts.optax.encode import encoded, slot_names
 from statekit.converters.layouts.optax.factoring import Factoring, factoring, rule_of
 from statekit.converters.layouts.optax.inferred_hyperparameters import VARIANT, canonical, inferred
-from statekit.converters.layouts.optax.links import CORE_LINKS, Link, find_params, links
+from statekit.converters.layouts.optax.links import CORE_LINKS, Link, links
+from statekit.converters.layouts.optax.places import has_network
 from statekit.converters.layouts.optax.recognition import (
     PLATEAU_LOST,
     Recognised,
@@ -77,8 +78,9 @@ class Optax:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for the fields of a link's state, and for parameters that fit them."""
-        core_links = [link for link in links(checkpoint.tree) if link.kind in CORE_LINKS]
-        if not core_links or not find_params(checkpoint.tree, core_links):
+        all_links = links(checkpoint.tree)
+        core_links = [link for link in all_links if link.kind in CORE_LINKS]
+        if not has_network(checkpoint.tree, all_links, CORE_LINKS):
             return None
         place = "/".join(map(str, core_links[0].path)) or "the top"
         return Evidence(20, f"{place} has {', '.join(core_links[0].state)}, as a state of Optax has them")
@@ -114,6 +116,7 @@ class Optax:
         groups, kinds, notes = _groups(parts, told, known, hints)
         rules = rules if known is None else rules_of(known, rules)
         notes += [] if known is not None else [*_rule_notes(rules)]
+        notes += [tree.assumed] if tree.assumed else []
         notes += [_BEGUN] if _is_begun(tree) and _BEGUN not in notes else []
         tree = replace(tree, schedules=_rate_schedules(parts))
         params, buffers = tree.split(slots)

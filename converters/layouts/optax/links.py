@@ -17,12 +17,11 @@ transforms/_accumulation.py, _accumulating.py, _masking.py.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from statekit.converters.layouts.optax.kinds import INNER, NOVOGRAD, STRANGERS, Stranger
-from statekit.errors import UsageError
 from statekit.state.schema import load_schema
 from statekit.tensors.tensor import Stored, Tensor
 from statekit.tensors.tree import Path, Tree
@@ -141,7 +140,7 @@ def _is_novograd(node: Mapping[str, Any]) -> bool:
     """Tells whether a state of Adam's fields has one number of each parameter as its second moment."""
     shaped = (path for path, leaf in leaves(node["mu"]) if is_tensor(leaf) and leaf.shape)
     path = next(shaped, None)
-    second = None if path is None else _get(node["nu"], path)
+    second = None if path is None else at(node["nu"], path)
     return isinstance(second, Tensor) and second.shape == ()
 
 
@@ -239,68 +238,8 @@ def replaced(tree: Tree, parts: Mapping[Path, Tree], path: Path = ()) -> Tree:
     return below if isinstance(tree, Mapping) else list(below.values())
 
 
-def find_params(
-    tree: Tree, all_links: list[Link], cores: Collection[str] = CORE_LINKS, key: str | None = None
-) -> list[Path]:
-    """Returns where the parameters are: the node that has a tensor wherever a slot is; none if there is none.
-
-    An average of parameters is such a node too. One that is called `params` goes before others, then the one that is
-    nearest to the top and to the optimizer; several come back where that doesn't tell.
-
-    Args:
-        tree: The tree.
-        all_links: Its links.
-        cores: The kinds of those whose slots are the parameters'.
-        key: Where somebody says that they are, keys joined by `/`.
-
-    Raises:
-        UsageError: There is no such node at the key.
-    """
-    core_links = [link for link in all_links if link.kind in cores]
-    trees = [field_tree for link in core_links for _, field_tree in link.trees()]
-    slots = [path for field_tree in trees for path, leaf in leaves(field_tree) if is_tensor(leaf)]
-    inside = [link.path for link in all_links]
-    places: list[Path] = []
-    level: list[tuple[Path, Any]] = [((), tree)]
-    while level:
-        places += [path for path, node in level if _covers(node, slots)]
-        level = [
-            ((*path, name), child)
-            for path, node in level
-            for name, child in children(node)
-            if children(child) and not any((*path, name)[: len(place)] == place for place in inside)
-        ]
-    if key is not None:
-        return _at_key(places, key)
-    places = [path for path in places if path[-1:] == ("params",)] or places
-    near = {path: max(_shared(path, link.path) for link in core_links) for path in places}
-    nearest = [path for path in places if near[path] == max(near.values())]
-    highest = [path for path in places if len(path) == min(map(len, places))]
-    return [path for path in highest if path in nearest] or [*highest, *nearest]
-
-
-def _at_key(places: list[Path], key: str) -> list[Path]:
-    names = {"/".join(map(str, path)): path for path in places}
-    if key not in names:
-        raise UsageError(
-            "There are no parameters at this key.",
-            place="--model-key",
-            expected=", ".join(names) or "there are none",
-            found=key,
-        )
-    return [names[key]]
-
-
-def _shared(path: Path, other: Path) -> int:
-    """Returns how many keys two paths begin with together."""
-    return next((i for i, (a, b) in enumerate(zip(path, other, strict=False)) if a != b), len(path))
-
-
-def _covers(node: Tree, slots: list[Path]) -> bool:
-    return bool(slots) and all(is_tensor(_get(node, path)) for path in slots)
-
-
-def _get(node: Any, path: Path) -> Any:
+def at(node: Any, path: Path) -> Any:
+    """Returns the node under a path; None if there is none."""
     for key in path:
         if isinstance(node, Mapping):
             node = node.get(key)

@@ -28,14 +28,15 @@ from statekit.converters.layouts.optax.links import (
     CORE_LINKS,
     OWN_CORE_LINKS,
     Link,
-    find_params,
     is_tensor,
     leaves,
     links,
     replaced,
     under,
 )
+from statekit.converters.layouts.optax.places import find_params
 from statekit.errors import InexactError, StateError
+from statekit.files.checkpoint import VARIABLES
 from statekit.state.run import BUFFERS, COUNTED
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor, in_memory
@@ -284,7 +285,9 @@ def in_own_form(state: TrainState, key: str, form: Tree, contents: Contents) -> 
     step, place = _where(state, key)
     tree = rebuilt(form, contents)
     held = (key, *_held_buffers(tree, contents))
-    return Encoded(tree, step, dropped=dropped_from(state.extra, held, FORMS[key]), place=place)
+    variables = tuple(state.extra[key].get(VARIABLES, ()))
+    dropped = dropped_from(state.extra, held, FORMS[key])
+    return Encoded(tree, step, dropped=dropped, place=place, variables=variables)
 
 
 def placed(

@@ -44,10 +44,10 @@ from statekit.converters.layouts.optax.links import (
     OWN_FIELDS,
     OWN_GROUP_FIELDS,
     Link,
-    find_params,
     is_tensor,
     links,
 )
+from statekit.converters.layouts.optax.places import has_network
 from statekit.converters.layouts.optax.skeleton import (
     Contents,
     buffers_of,
@@ -89,8 +89,9 @@ class StatekitJax:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for the fields of a state, and for parameters that fit them."""
-        core_links = [link for link in links(checkpoint.tree) if link.kind in OWN_CORE_LINKS]
-        if not core_links or not find_params(checkpoint.tree, core_links, OWN_CORE_LINKS):
+        all_links = links(checkpoint.tree)
+        core_links = [link for link in all_links if link.kind in OWN_CORE_LINKS]
+        if not has_network(checkpoint.tree, all_links, OWN_CORE_LINKS):
             return None
         place = "/".join(map(str, core_links[0].path)) or "the top"
         return Evidence(
@@ -136,6 +137,7 @@ class StatekitJax:
             groups = [group_of(tuple(part), hyperparameters) for part, (hyperparameters, _) in pairs]
             groups = _with_slots(groups, core_links, slots)
             notes += _rule_notes(rules)
+        notes += [tree.assumed] if tree.assumed else []
         params, buffers = tree.split(slots)
         together = {name for schema in schemas for name in OWN_GROUP_FIELDS.get(schema, ())}
         state = TrainState(
