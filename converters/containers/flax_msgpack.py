@@ -66,7 +66,7 @@ class FlaxFile:
         step_folder = find_step(path, step, "flax")
         with opening(path, budget) as files:
             source = files.source(step_folder.path)
-            tree = _with_tensors(parse(source), (), source.place)
+            tree = with_tensors(parse(source), (), source.place)
             if not isinstance(tree, dict):
                 raise FormatError(
                     "A Flax file holds no map.", place=step_folder.path, found=type(tree).__name__
@@ -101,14 +101,14 @@ def _number(value: float, name: str = "", place: str = "") -> Stored:
     return replace(in_memory(np.asarray(value), name, place), note=NUMBER)
 
 
-def _with_tensors(node: Any, path: Keys, place: str) -> Tree:
+def with_tensors(node: Any, path: Keys, place: str) -> Tree:
     """Returns a parsed tree with tensors in the place of arrays and numbers."""
     children = (
         node.items() if isinstance(node, Mapping) else enumerate(node) if isinstance(node, list) else ()
     )
     below = {}
     for key, child in children:  # a loop, because a comprehension costs a second stack frame for each level
-        below[key] = _with_tensors(child, (*path, key), place)
+        below[key] = with_tensors(child, (*path, key), place)
     if below:
         return below if isinstance(node, Mapping) else list(below.values())
     name = "/".join(map(str, path))

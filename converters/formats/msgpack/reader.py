@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -138,6 +138,34 @@ def parse(value: Source) -> Any:
     return tree
 
 
+def parse_stream(value: Source) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yields the records of a stream: the keys of a leaf, and what `flax.serialization.to_bytes` made of it.
+
+    Each record is an array of two, the keys and bytes, and one follows the other to the end of the file.
+
+    Raises:
+        As `parse`.
+
+    Source: young-geng/EasyLM EasyLM/checkpoint.py, `StreamingCheckpointer.save_train_state_to_file`.
+    """
+    cursor = _Cursor(value)
+    parser = _Parser(cursor)
+    while cursor.position < value.size:
+        start = cursor.position
+        keys = parser.tree() if parser.token() == ("array", 2) else None
+        kind, size = parser.head()
+        if not isinstance(keys, list) or not keys or kind != "bin":
+            raise FormatError(
+                "A record of a msgpack stream isn't a leaf's keys and its bytes.",
+                place=byte_of(value, start),
+                expected="[[key, ...], bytes]",
+            )
+        cursor.need(size)
+        yield tuple(parser.keys(keys)), parse(Part(value, cursor.position, size))
+        cursor.skip(size)
+    parser.settle()
+
+
 class _Frame:
     """A map or array that is being filled."""
 
@@ -211,6 +239,15 @@ class _Parser:
         return (
             _unchunked(node, self._cursor) if isinstance(node, dict) and node.get(CHUNKED) is True else node
         )
+
+    def keys(self, items: list[Any]) -> list[Any]:
+        """Returns items as the keys of a tree."""
+        return [self._key(item, {}) for item in items]
+
+    def head(self) -> tuple[str, int]:
+        """Reads the head of what has bytes, and leaves these where they are."""
+        kind, form = _SIZED.get(self._cursor.take(1)[0], ("", "B"))
+        return kind, struct.unpack(form, self._cursor.take(struct.calcsize(form)))[0]
 
     def settle(self) -> None:
         """Asks the budget for the values since last time."""

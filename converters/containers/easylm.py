@@ -1,0 +1,89 @@
+"""Container `easylm`: the streams that EasyLM and EasyDeL save a run in, one msgpack record for each leaf.
+
+It reads them; statekit writes none. In goes a file, called `streaming_train_state_<step>` or `streaming_params_<step>`:
+
+    [[params, params, dense, kernel], bytes]      keys, and what flax.serialization.to_bytes made of the leaf
+    [[opt_state, 1, 0, count], bytes]
+
+Out comes the tree. States that hold nothing were left out, with their indices; floats were rounded to bfloat16 unless
+the program was told otherwise.
+Source: young-geng/EasyLM EasyLM/checkpoint.py, `StreamingCheckpointer`.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from statekit.budget import Budget
+from statekit.conversion.contracts import Encoded, Evidence
+from statekit.converters.containers.flax_msgpack import with_tensors
+from statekit.converters.containers.step_folders import check_step
+from statekit.converters.formats.msgpack.reader import parse_stream
+from statekit.errors import FormatError, StatekitError, UsageError
+from statekit.files.checkpoint import EMPTY_LEFT_OUT, SEQUENCES_AS_MAPS, Checkpoint
+from statekit.files.source import first_bytes, opening
+from statekit.files.stage import Stage
+from statekit.tensors.tree import Tree
+
+_BEGINS = re.compile(rb"\x92[\x91-\x9f](?:[\xa1-\xbf]|\xd9.)[A-Za-z_]", re.DOTALL)
+"""A record of two, whose first is an array of keys, whose first is a name."""
+_NUMBERED = re.compile(r"_(\d+)$")
+
+
+@dataclass(frozen=True)
+class EasyLM:
+    """Streams of msgpack records."""
+
+    name: str = "easylm"
+    title: str = "EasyLM and EasyDeL: streaming_train_state, a msgpack record for each leaf"
+    suffixes: tuple[str, ...] = ()
+    target_kind: Literal["file", "folder"] | None = None
+
+    def detect(self, path: Path) -> Evidence | None:
+        """Looks at the first bytes."""
+        try:
+            fits = not path.is_dir() and _BEGINS.match(first_bytes(path, 16)) is not None
+        except (OSError, StatekitError):
+            return None
+        return Evidence(10, "it begins with the msgpack record of a leaf: its keys") if fits else None
+
+    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
+        """Parses the records, skipping the values of arrays.
+
+        Raises:
+            NotFoundError: No such file, or it is of another step.
+            FormatError: The file doesn't follow the format or can't be trusted.
+        """
+        numbered = _NUMBERED.search(path.name)
+        number = int(numbered[1]) if numbered else None
+        check_step(step, number, path)
+        with opening(path, budget) as files:
+            source = files.source(path)
+            tree: dict[Any, Tree] = {}
+            for keys, leaf in parse_stream(source):
+                _put(tree, keys, with_tensors(leaf, keys, source.place), source.place)
+            meta = {"generation": "msgpack stream", SEQUENCES_AS_MAPS: True, EMPTY_LEFT_OUT: True}
+            return Checkpoint(self.name, path, tree, meta, number, on_close=files.close)
+
+    def write(self, encoded: Encoded, stage: Stage) -> None:
+        """Refuses: statekit writes no streams.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError("statekit doesn't write EasyLM's streams.", place=stage.target, remedy="choose --to flax")
+
+
+def _put(tree: dict[Any, Tree], keys: tuple[Any, ...], leaf: Tree, place: str) -> None:
+    node: Any = tree
+    for key in keys[:-1]:
+        node = node.setdefault(key, {}) if isinstance(node, dict) else None
+    if not isinstance(node, dict) or keys[-1] in node:
+        raise FormatError("A stream has two records in one place.", place=place, found="/".join(map(str, keys)))
+    node[keys[-1]] = leaf
+
+
+CONTAINER = EasyLM()
