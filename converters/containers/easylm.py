@@ -74,7 +74,9 @@ class EasyLM:
         Raises:
             UsageError: Always.
         """
-        raise UsageError("statekit doesn't write EasyLM's streams.", place=stage.target, remedy="choose --to flax")
+        raise UsageError(
+            "statekit doesn't write EasyLM's streams.", place=stage.target, remedy="choose --to flax"
+        )
 
 
 def _put(tree: dict[Any, Tree], keys: tuple[Any, ...], leaf: Tree, place: str) -> None:
@@ -82,7 +84,9 @@ def _put(tree: dict[Any, Tree], keys: tuple[Any, ...], leaf: Tree, place: str) -
     for key in keys[:-1]:
         node = node.setdefault(key, {}) if isinstance(node, dict) else None
     if not isinstance(node, dict) or keys[-1] in node:
-        raise FormatError("A stream has two records in one place.", place=place, found="/".join(map(str, keys)))
+        raise FormatError(
+            "A stream has two records in one place.", place=place, found="/".join(map(str, keys))
+        )
     node[keys[-1]] = leaf
 
 

@@ -13,10 +13,10 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Contents as Described
-from statekit.conversion.contracts import Encoded, Evidence, Hints
+from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.hyperparameters import ManifestRecord
-from statekit.converters.layouts.optax.construction import Call, construction
 from statekit.converters.layouts.optax.decode import (
     FACTOR_MAP,
     Opened,
@@ -36,6 +36,7 @@ from statekit.converters.layouts.optax.decode import (
 from statekit.converters.layouts.optax.encode import encoded, slot_names
 from statekit.converters.layouts.optax.factoring import Factoring, factoring, rule_of
 from statekit.converters.layouts.optax.inferred_hyperparameters import VARIANT, canonical, inferred
+from statekit.converters.layouts.optax.lines import optax_lines
 from statekit.converters.layouts.optax.links import CORE_LINKS, Link, links
 from statekit.converters.layouts.optax.places import has_network
 from statekit.converters.layouts.optax.recognition import (
@@ -47,6 +48,7 @@ from statekit.converters.layouts.optax.recognition import (
 from statekit.converters.layouts.optax.surroundings import CoreLink, core_link
 from statekit.errors import Faults, StateError, some
 from statekit.files.checkpoint import Checkpoint
+from statekit.lines.printing import SavedRun, State
 from statekit.state.evidence import Fact, beyond, fits_several, taken_for
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.train_state import Counts, Group, Kind, Optimizer, Rule, TrainState
@@ -89,7 +91,7 @@ class Optax:
         """Names the optimizers without a schema, and lists their slots by parameter."""
         return described(checkpoint)
 
-    def decode(self, checkpoint: Checkpoint, hints: Hints) -> TrainState:
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state.
 
         Hyperparameters come, the stronger first, from the hints, from the manifest of a conversion, from the state of
@@ -101,7 +103,6 @@ class Optax:
         """
         faults = Faults()
         tree = opened(checkpoint, CORE_LINKS, faults)
-        hints = hints.with_optimizer()
         parts = _parts(tree, hints, faults)
         told = _told(parts, hints)
         slots = [part.slots for part in parts]
@@ -139,20 +140,9 @@ class Optax:
         """
         return encoded(state)
 
-    def construction(
-        self,
-        schema: str,
-        groups: Sequence[Mapping[str, Any]],
-        names: Collection[str],
-        empty: Collection[str],
-        call: Call,
-        reading: Sequence[str],
-    ) -> list[str]:
-        """Returns the lines that make the optimizer."""
-        native = load_schema(groups[0].get("schema", schema)).hyperparameters["exclude_from_weight_decay"][
-            "native"
-        ]
-        return construction(groups, names, empty, call, reading, native[VARIANT]["name"])
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the lines that go on in Optax."""
+        return optax_lines(state, saved)
 
 
 @dataclass(frozen=True)
@@ -205,7 +195,7 @@ class _Told:
     variants: Mapping[str, str | None]
 
 
-def _parts(tree: Opened, hints: Hints, faults: Faults) -> list[_Part]:
+def _parts(tree: Opened, hints: CheckpointRef, faults: Faults) -> list[_Part]:
     """Returns the optimizers of a tree, each with its slots."""
     core_links = [link for link in tree.all_links if link.kind in CORE_LINKS]
     cores = [
@@ -237,21 +227,21 @@ def _part(core: CoreLink, recognised: Recognised, params: Mapping[str, Tensor], 
     return _Part(core, recognised, schema, slots, shown)
 
 
-def _told(parts: Sequence[_Part], hints: Hints) -> _Told:
+def _told(parts: Sequence[_Part], hints: CheckpointRef) -> _Told:
     """Returns what is said of each optimizer; a name may begin with a schema, or with the label of a partition."""
     schemas = {part.schema.name: part.schema for part in parts}
     labelled = {part.core.label: part.schema for part in parts if part.core.label not in (None, *schemas)}
     by_label: dict[str, dict[str, Any]] = {}
     rest: dict[str, Any] = {}
-    for key, value in hints.hyperparameters.items():
+    for key, value in hints.hparams.items():
         label, _, name = key.rpartition("/")
         if label in labelled:
             by_label.setdefault(label, {})[name] = value
         else:
             rest[key] = value
-    by_schema = replace(hints, hyperparameters=rest).of(schemas)
+    by_schema = replace(hints, optimizer=None, hparams=rest).of(schemas)
     return _Told(
-        {name: canonical(schemas[name], part.hyperparameters) for name, part in by_schema.items()},
+        {name: canonical(schemas[name], part.hparams) for name, part in by_schema.items()},
         {label: canonical(labelled[label], values) for label, values in by_label.items()},
         {name: part.variant for name, part in by_schema.items()},
     )
@@ -291,7 +281,7 @@ def _rules(
 
 
 def _groups(
-    parts: Sequence[_Part], told: _Told, known: ManifestRecord | None, hints: Hints
+    parts: Sequence[_Part], told: _Told, known: ManifestRecord | None, hints: CheckpointRef
 ) -> tuple[list[Group], list[Kind], list[str]]:
     """Returns the groups, whose rule each follows, and what was assumed for that."""
     if known is not None:
@@ -299,7 +289,7 @@ def _groups(
         groups = groups_of(known, told.by_schema)
         labels = {path: part.core.label for part in parts for path in part.slots}
         groups = [replace(one, label=labels[one.paths[0]]) if one.paths else one for one in groups]
-        return groups, kinds, [] if hints.hyperparameters else [*known.assumptions]
+        return groups, kinds, [] if hints.hparams else [*known.assumptions]
     strange = any(part.core.others for part in parts)
     kinds = [
         (part.schema.name, told.variants[part.schema.name] or part.recognised.variant(VARIANT, strange))
