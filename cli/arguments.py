@@ -221,7 +221,8 @@ def changes_options(command: Callable[..., Any]) -> Callable[..., Any]:
         multiple=True,
         metavar="keep|drop:SLOT|reset:SLOT",
         help="What becomes of slots, by canonical name: reset:v begins it anew, drop:m leaves it behind where the rule "
-        "goes on without it; 'reset:v*' is all that fit, reset:count the updates done. May be repeated.",
+        "goes on without it; 'reset:v*' is all that fit, reset:count the updates done, 'reset:*@GLOB' all of the "
+        "parameters that fit or of a label, their count too. May be repeated.",
     )
     @click.option("--params-only", is_flag=True, help="Leave the optimizer behind.")
     @click.option(

@@ -25,7 +25,7 @@ from statekit.state.stored_params import entered
 from statekit.state.train_state import Axis, Group, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Tensor, scalar
 from statekit.tensors.tree import plain
-from statekit.tensors.views import Mean
+from statekit.tensors.views import Mean, Scaled
 
 EFFECTS: Mapping[str, Exactness] = {
     "none": Exactness.BITWISE,
@@ -41,6 +41,7 @@ _DECAY, _EXCLUDED = "weight_decay_rate", "exclude_from_weight_decay"
 _OFFSET, _OFF_COUNT = "step_offset", "step_offset is taken off the count"
 UNKNOWN = "unknown"
 """Stands for the value of a hyperparameter that is on, and that nobody knows."""
+_STORED = "moments_stored"
 _BY_NAME = ("name_regex", "last_name_regex", "mask")
 
 
@@ -232,6 +233,8 @@ def change_rule(state: TrainState, source: str, target: str) -> RuleChange:
     taken = replace(state, optimizer=optimizer, counts=counts, assumptions=said)
     moved, refactored = _refactored(entered(taken, source), target)
     moved = _relabelled(moved, target)
+    moved, recast = _recast_moments(moved, source, target)
+    differences.update(recast)
     worst_first = sorted([*differences.values(), *refactored], key=lambda one: -one.exactness)
     return RuleChange(source, target, moved, tuple(worst_first), tuple(compensated_by))
 
@@ -550,6 +553,31 @@ def _refactored(state: TrainState, target: str) -> tuple[TrainState, list[Differ
     what = f"v of {len(done)} parameters ({', '.join(done[:3])}{', ...' if len(done) > 3 else ''})"
     lost = [Difference(what, "full", "averaged into v_row and v_col", Exactness.STATISTICS)] if done else []
     return replace(state, slots=slots, rules=rules), lost
+
+
+def _recast_moments(state: TrainState, source: str, target: str) -> tuple[TrainState, dict[str, Difference]]:
+    """Returns a state whose moments are averages again, where the source keeps them divided by 1 - beta^t.
+
+    Only where both decays of a group are known; else the difference stays as it is.
+    """
+    here, there = (variant_constants(state.optimizer.schema, one).get(_STORED) for one in (source, target))
+    decays = {"m": "beta1", "v": "beta2"}
+    settings = [group.hyperparameters for group in state.optimizer.groups]
+    known = all(isinstance(values.get(name), float) for values in settings for name in decays.values())
+    if (here, there) != ("corrected", "averages") or not known:
+        return state, {}
+    slots = {path: dict(tensors) for path, tensors in state.slots.items()}
+    for group in state.optimizer.groups:
+        factors = {
+            slot: 1.0 - group.hyperparameters[name] ** state.counts.updates for slot, name in decays.items()
+        }
+        for path in group.paths:
+            slots[path] = {
+                name: Scaled(tensor, factors[name]) if name in factors else tensor
+                for name, tensor in slots.get(path, {}).items()
+            }
+    how = "multiplied by 1 - beta^t"
+    return replace(state, slots=slots), {_STORED: Difference(_STORED, here, how, Exactness.ROUNDING)}
 
 
 def _relabelled(state: TrainState, target: str) -> TrainState:

@@ -101,6 +101,7 @@ class AdamWConstants(TypedDict):
     first_moment_dtype: Literal["parameter", "dtype_momentum", "float32"]
     repeated_rows: Literal["summed", "squared_apart"]
     moment_dtype: Literal["parameter", "float32"]
+    moments_stored: Literal["averages", "corrected"]
     compute_dtype: Literal["float32", "parameter", "each_operation", "promoted", "converted"]
     momentum_read: Literal["unrounded", "same"]
     gradient_clipping: Literal["none", "elements", "base_class", "chain", "global_norm"]

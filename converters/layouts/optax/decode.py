@@ -201,26 +201,28 @@ def foreign(tree: Opened, stepped: Sequence[Slots]) -> list[Foreign]:
     """
     moved = {path for part in stepped for path in part}
     unmoved = {tuple(path.split("/")): path for path in tree.params if path not in moved}
-    parts = []
-    for keys, inner in _partition_labels(tree.checkpoint.tree):
-        slots: dict[str, dict[str, Tensor]] = {}
-        fields: dict[str, None] = {}
-        for below, leaf in leaves(inner):
-            names = tuple(map(str, below))
-            start = next((i for i in range(1, len(names)) if names[i:] in unmoved), None)
-            if start is None or not is_tensor(leaf):
-                continue
-            path, state = unmoved[names[start:]], under(inner, below[: start - 1])
-            slots.setdefault(path, {})[names[start - 1]] = leaf
-            fields[named(state)] = None
-        if slots:
-            parts.append(Foreign(" and ".join(fields), "/".join(map(str, keys)), slots))
+    inners = _partition_labels(tree.checkpoint.tree)
+    parts = [part for keys, inner in inners if (part := _foreign_part(keys, inner, unmoved)).slots]
     left = {*unmoved.values()} - {path for part in parts for path in part.slots}
     for link in tree.strangers:
         others = {path: tensors for path, tensors in slots_of([link]).items() if path in left}
         if others:
             parts.append(Foreign(named(link.state), "/".join(map(str, link.path)), others))
     return parts
+
+
+def _foreign_part(keys: Path, inner: Tree, unmoved: Mapping[tuple[str, ...], str]) -> Foreign:
+    """Returns what a part of a partition holds for parameters that no link known here moves."""
+    slots: dict[str, dict[str, Tensor]] = {}
+    fields: dict[str, None] = {}
+    for below, leaf in leaves(inner):
+        names = tuple(map(str, below))
+        start = next((i for i in range(1, len(names)) if names[i:] in unmoved), None)
+        if start is None or not is_tensor(leaf):
+            continue
+        slots.setdefault(unmoved[names[start:]], {})[names[start - 1]] = leaf
+        fields[named(under(inner, below[: start - 1]))] = None
+    return Foreign(" and ".join(fields), "/".join(map(str, keys)), slots)
 
 
 def _partition_labels(tree: Tree) -> Iterator[tuple[Path, Tree]]:

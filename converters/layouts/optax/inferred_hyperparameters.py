@@ -67,7 +67,8 @@ def inferred(
         factorings: What its parameters' slots show, of Adafactor.
         specified: Names of the hyperparameters that are known better.
     """
-    usual = {k: v for k, v in schema.variant(VARIANT)["defaults"].items() if k != "learning_rate"}
+    variant = recognised.alias.variant or VARIANT
+    usual = {k: v for k, v in schema.variant(variant)["defaults"].items() if k != "learning_rate"}
     hyperparameters = Hyperparameters().over(usual, "assumed")
     if schema.name == "adafactor":
         hyperparameters, unknown = _adafactor(core, hyperparameters)
@@ -82,11 +83,17 @@ def inferred(
         hyperparameters, notes = _with_factoring(hyperparameters, factorings)
         unknown |= dict.fromkeys(notes, ())
     injected = dict(_values(core.injected, schema))
-    known = {*specified, *injected}
-    unknown = {why: names for why, names in unknown.items() if not names or not {*names} <= known}
+    unknown = _still_unknown(unknown, {*specified, *injected})
     if any(one.kind in ("stateless", "masked") for one in core.after):
         unknown[_AFTER] = ()
     return hyperparameters.over(injected, "file"), unknown
+
+
+def _still_unknown(
+    unknown: Mapping[str, tuple[str, ...]], known: Collection[str]
+) -> dict[str, tuple[str, ...]]:
+    """Returns what is open beside hyperparameters that are known from elsewhere."""
+    return {why: names for why, names in unknown.items() if not names or not {*names} <= {*known}}
 
 
 def _values(injected: Mapping[str, Tensor], schema: OptimizerSchema) -> Iterator[tuple[str, Any]]:
@@ -111,10 +118,16 @@ def _adam(
     if "dtype_momentum" in offered and len(first) == 1 and first != second:
         hyperparameters = hyperparameters.over({"dtype_momentum": first.pop()}, "file")
     settings = {name: value for name, value in recognised.alias.settings.items() if name != "amsgrad"}
+    if recognised.name == "amsgrad" and len(core.kinds_behind) == 1 and not core.gaps:
+        settings[_RATE[0]] = 0.0  # the one link behind it is the rate
     hyperparameters = hyperparameters.over(settings, "given" if recognised.told else "assumed")
     if recognised.decay is not None:
         unknown["The weight decay follows a schedule; a step needs its next value."] = _RATE
-    elif _RATE[0] not in settings and not (recognised.exact and recognised.settled and _is_whole(core)):
+    elif (
+        recognised.alias.variant is None
+        and _RATE[0] not in settings
+        and not (recognised.exact and recognised.settled and _is_whole(core))
+    ):
         unknown["The weight decay isn't stored, and the chain isn't the one that a default is known of."] = (
             _RATE
         )

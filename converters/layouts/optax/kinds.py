@@ -42,7 +42,7 @@ STRANGERS: Final[dict[frozenset[str], Stranger]] = {
     _fields("trace"): _stranger("SGD with momentum", "trace"),
     _fields("nu"): _stranger("RMSprop", "nu"),
     _fields("count nu"): _stranger("RMSprop", "nu"),
-    _fields("mu nu"): _stranger("centered RMSprop or SM3", "mu nu"),
+    _fields("mu nu"): _stranger("centered RMSprop", "mu nu"),
     _fields("sum_of_squares"): _stranger("Adagrad", "sum_of_squares"),
     _fields("e_g e_x"): _stranger("Adadelta", "e_g e_x"),
     _fields("m v n g t"): _stranger("Adan", "m v n g"),
@@ -75,6 +75,9 @@ STRANGERS: Final[dict[frozenset[str], Stranger]] = {
 }
 NOVOGRAD: Final = _stranger("NovoGrad", "mu nu")
 """It has the fields of Adam, and of each parameter one number in `nu`."""
+
+SM3: Final = _stranger("SM3", "nu")
+"""It has the fields of centered RMSprop, and in `mu` a vector for each axis."""
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,7 @@ from statekit.converters.layouts.optax.surroundings import CoreLink, core_link
 from statekit.errors import Faults, StateError, some
 from statekit.files.checkpoint import Checkpoint
 from statekit.lines.printing import SavedRun, State
-from statekit.state.evidence import Fact, beyond, fits_several, taken_for
+from statekit.state.evidence import OPTIMIZER, Fact, beyond, fits_several, taken_for
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.train_state import Counts, Group, Kind, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor
@@ -72,7 +72,11 @@ class Optax:
     name: str = "optax"
     title: str = "Optax: params and opt_state, bare or in a TrainState; chained, masked, MultiSteps, injected"
     variants: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: {"adafactor": (VARIANT,), "adamw": (VARIANT,), "lamb": (VARIANT,)}
+        default_factory=lambda: {
+            "adafactor": (VARIANT,),
+            "adamw": (VARIANT, "maxtext_pax"),
+            "lamb": (VARIANT,),
+        }
     )
     containers: tuple[str, ...] = ("orbax", "flax")
     schedule_in: str = "apart"
@@ -286,18 +290,26 @@ def _groups(
     """Returns the groups, whose rule each follows, and what was assumed for that."""
     if known is not None:
         kinds = [(schema, told.variants[schema] or variant) for schema, variant in known.kinds]
-        groups = groups_of(known, told.by_schema)
-        labels = {path: part.core.label for part in parts for path in part.slots}
-        groups = [replace(one, label=labels[one.paths[0]]) if one.paths else one for one in groups]
-        return groups, kinds, [] if hints.hparams else [*known.assumptions]
+        notes = [] if hints.hparams else [*known.assumptions]
+        return _labelled(groups_of(known, told.by_schema), parts), kinds, notes
     strange = any(part.core.others for part in parts)
     kinds = [
         (part.schema.name, told.variants[part.schema.name] or part.recognised.variant(VARIANT, strange))
         for part in parts
     ]
-    settled = [_hyperparameters(part, told, len({one.schema.name for one in parts}) > 1) for part in parts]
-    notes = [note for _, open_points in settled for note in open_points]
-    return [group for group, _ in settled], kinds, [*dict.fromkeys(notes), *([_STRANGE] if strange else [])]
+    several = len({part.schema.name for part in parts}) > 1
+    groups, open_points = [], dict[str, None]()
+    for part in parts:
+        group, notes = _hyperparameters(part, told, several)
+        groups.append(group)
+        open_points.update(dict.fromkeys(notes))
+    return groups, kinds, [*open_points, *([_STRANGE] if strange else [])]
+
+
+def _labelled(groups: Sequence[Group], parts: Sequence[_Part]) -> list[Group]:
+    """Returns groups with the labels of the parts that move them."""
+    labels = {path: part.core.label for part in parts for path in part.slots}
+    return [replace(group, label=labels[group.paths[0]]) if group.paths else group for group in groups]
 
 
 def _hyperparameters(part: _Part, told: _Told, several: bool) -> tuple[Group, list[str]]:
@@ -329,6 +341,8 @@ def _facts(recognised: Recognised) -> Iterator[Fact]:
         yield taken_for(recognised.name, others, recognised.because)
     elif others:
         yield fits_several(recognised.fitting, recognised.because)
+    elif recognised.name != recognised.alias.schema:
+        yield Fact(OPTIMIZER, recognised.name, "file", recognised.because)
     yield from map(beyond, recognised.beyond)
 
 

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from statekit.converters.layouts.optax.kinds import INNER, NOVOGRAD, STRANGERS, Stranger
+from statekit.converters.layouts.optax.kinds import INNER, NOVOGRAD, SM3, STRANGERS, Stranger
 from statekit.state.schema import load_schema
 from statekit.tensors.tensor import Stored, Tensor
 from statekit.tensors.tree import Path, Tree
@@ -86,7 +86,9 @@ class Link:
 
     def trees(self) -> Iterator[tuple[str, Tree]]:
         """Yields the fields that are trees like the parameters', by name."""
-        yield from ((name, self.state[name]) for name in SLOT_TREES.get(self.kind, ()) if name in self.state)
+        stranger = stranger_of(self.state) if self.kind == STRANGER else None
+        names = stranger.trees if stranger is not None else SLOT_TREES.get(self.kind, ())
+        yield from ((name, self.state[name]) for name in names if name in self.state)
 
 
 def links(tree: Tree) -> list[Link]:
@@ -133,7 +135,17 @@ def stranger_of(node: Tree) -> Stranger | None:
         return None
     if KINDS.get(frozenset(node)) == "adam":
         return NOVOGRAD if _is_novograd(node) else None
+    if frozenset(node) == _CENTERED and not _are_alike(node["mu"], node["nu"]):
+        return SM3
     return STRANGERS.get(frozenset(node))
+
+
+_CENTERED = frozenset({"mu", "nu"})
+
+
+def _are_alike(tree: Tree, other: Tree) -> bool:
+    """Tells whether two trees have leaves in the same places."""
+    return [path for path, _ in leaves(tree)] == [path for path, _ in leaves(other)]
 
 
 def _is_novograd(node: Mapping[str, Any]) -> bool:

@@ -94,22 +94,21 @@ def find_network(
         for top, links in chosen.items()
         for where in (find_params if model_key is None else covering)(tree, links, cores, among=all_links)
     ]
+    (where, top), assumed = _chosen(pairs, model_key, optimizer_key, place)
+    elsewhere = [other for other in optimizers if other != top]
+    return Network(where, [link for link in all_links if not _is_in(link.path, elsewhere)], assumed)
+
+
+def _chosen(
+    pairs: Sequence[Pair], model_key: str | None, optimizer_key: str | None, place: object
+) -> tuple[Pair, str]:
+    """Returns the parameters and the optimizer that the keys mean, or the names; and what was assumed for that."""
     if model_key is not None:
         where = _at_key([where for where, _ in pairs], model_key)
-        pairs = [pair for pair in pairs if pair[0] == where]
-    elif optimizer_key is None:
+        return _paired([pair for pair in pairs if pair[0] == where], place, "--optimizer-key")
+    if optimizer_key is None or not pairs:
         _only([where for where, _ in pairs], "--model-key", "parameters", place)
-    if not pairs:
-        raise StateError("There are no states of links with their parameters.", place=place)
-    (where, top), assumed = _paired(pairs, place, "--model-key" if model_key is None else "--optimizer-key")
-    elsewhere = {link.path for other, links in optimizers.items() if other != top for link in links}
-    inside = [other for other in optimizers if other != top]
-    links = [
-        link
-        for link in all_links
-        if link.path not in elsewhere and not any(link.path[: len(other)] == other for other in inside)
-    ]
-    return Network(where, links, assumed)
+    return _paired(pairs, place, "--model-key")
 
 
 def has_network(tree: Tree, all_links: list[Link], cores: Collection[str]) -> bool:
@@ -144,8 +143,11 @@ def find_params(
     places = covering(tree, core_links, cores, among)
     if key is not None:
         return [_at_key(places, key)]
-    places = [path for path in places if path[-1:] == ("params",)] or places
-    tops = [link.path for link in core_links if link.kind in cores]
+    return _likeliest(places, [link.path for link in core_links if link.kind in cores])
+
+
+def _likeliest(places: Sequence[Path], tops: Sequence[Path]) -> list[Path]:
+    places = [path for path in places if path[-1:] == ("params",)] or list(places)
     near = {path: max(_shared(path, top) for top in tops) for path in places}
     nearest = [path for path in places if near[path] == max(near.values())]
     highest = [path for path in places if len(path) == min(map(len, places))]

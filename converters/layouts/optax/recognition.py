@@ -104,8 +104,9 @@ class Recognised:
         return ALIASES[self.name]
 
     def variant(self, usual: str, strange: bool) -> str | None:
-        """Returns its variant; None where other statistics around it leave that open."""
-        return None if strange else self.alias.variant or usual
+        """Returns its variant; None where other statistics around it, or what it may be, leave that open."""
+        several = len({ALIASES[name].variant for name in self.fitting}) > 1
+        return None if strange or (several and not self.settled) else self.alias.variant or usual
 
     def notes(self) -> Iterator[str]:
         """Yields which optimizer it is taken for, where a file doesn't say it, and what its updates are besides."""
@@ -172,14 +173,8 @@ def recognised(core: CoreLink, asked: str | None) -> Recognised:
         _is_exact(core),
         rate,
         decay,
-        (*_beyond(core), *_unstepped(name, asked is not None)),
+        tuple(_beyond(core)),
     )
-
-
-def _unstepped(name: str, told: bool) -> Iterator[str]:
-    """Yields that a named optimizer has no schema."""
-    if told and ALIASES[name].schema is None:
-        yield f"The run is one of {name}, which statekit doesn't step."
 
 
 def _fitting(core: CoreLink) -> tuple[tuple[str, ...], str]:

@@ -105,12 +105,16 @@ def frame_of(
         together = [name for name in groups if is_tensor(link.state.get(name))]
         parts |= {(*link.path, name): (GROUP, name) for name in together}
     for link in all_links:
-        kind, value = (SCHEDULE, schedule) if link.path in schedules else (COUNT, updates)
-        counting = [name for name in ("count", "gradient_step") if _is(link.state.get(name), value)]
-        parts |= {(*link.path, name): (kind,) for name in counting}
+        mark, value = ((SCHEDULE,), schedule) if link.path in schedules else ((COUNT,), updates)
+        parts |= _count_marks(link, mark, value)
     if isinstance(tree, Mapping) and _is(tree.get("step"), updates):
         parts[("step",)] = (COUNT,)
     return replaced(tree, parts)
+
+
+def _count_marks(link: Link, mark: tuple[str], value: int) -> dict[Path, Tree]:
+    names = ("count", "gradient_step")
+    return {(*link.path, name): mark for name in names if _is(link.state.get(name), value)}
 
 
 def _slot_marks(kept: list[Link], form: Tree, paths: Mapping[Path, str]) -> dict[Path, Tree]:

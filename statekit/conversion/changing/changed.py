@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.conversion.changing.changes import COUNT, FLOATS, Change, Changes, Policy, option
+from statekit.conversion.changing.changes import AT, COUNT, FLOATS, Change, Changes, Policy, option
 from statekit.conversion.contracts import Encoded
 from statekit.conversion.resume import needs_weights
 from statekit.errors import Faults, UsageError, meant, some
@@ -156,7 +156,11 @@ def _frozen(state: TrainState, patterns: Iterable[str], done: list[Change]) -> T
 def _by_policy(state: TrainState, policy: Mapping[str, Policy], done: list[Change]) -> TrainState:
     ways: dict[str, Policy] = {}
     known = _slots_of(state)
-    for pattern, way in policy.items():
+    for key, way in policy.items():
+        pattern, of_some, where = key.partition(AT)
+        if of_some:
+            state = _begun_anew(state, pattern, where, way, done)
+            continue
         names = [name for name in (*known, COUNT) if fnmatchcase(name, pattern)]
         if pattern != COUNT and COUNT in names:
             names.remove(COUNT)
@@ -191,6 +195,44 @@ def _by_policy(state: TrainState, policy: Mapping[str, Policy], done: list[Chang
                 )
             )
     return _recounted(state, done) if ways.get(COUNT) == "reset" else state
+
+
+def _begun_anew(state: TrainState, pattern: str, where: str, way: Policy, done: list[Change]) -> TrainState:
+    """Returns a state in which some parameters' slots, and their counts, have the values that the rule begins with.
+
+    Args:
+        state: The state.
+        pattern: Of slots, or of `count`.
+        where: A pattern of parameters, or of the labels that the run gave its groups.
+        way: What becomes of them.
+        done: What was changed; added to.
+    """
+    groups = state.optimizer.groups
+    paths = [
+        path
+        for group in groups
+        for path in group.paths
+        if fnmatchcase(path, where) or fnmatchcase(group.label or "", where)
+    ]
+    names = {name for path in paths for name in state.slots.get(path, {}) if fnmatchcase(name, pattern)}
+    counts = fnmatchcase(COUNT, pattern)
+    if way != "reset" or not paths or not (names or counts):
+        labels = [group.label for group in groups if group.label]
+        raise UsageError(
+            "There are no such slots of such parameters that could begin anew.",
+            place=option("slot_policy"),
+            expected=f"reset:SLOT{AT}PARAMETERS: a pattern of slots and of parameters{' or labels' * bool(labels)}",
+            found=f"{way}:{pattern}{AT}{where}",
+            remedy=f"the parameters are {some([*labels, *(p for group in groups for p in group.paths)])}",
+        )
+    for name in names:
+        state = state.each(partial(_reset, name=name, done=done, only=paths))
+    if counts:
+        said = f"the updates done by {len(paths)} parameters are 0 instead of {state.counts.updates}"
+        done.append(Change(option("slot_policy"), said, tuple(paths), Exactness.LOSSY))
+        behind = {**state.counts.behind, **dict.fromkeys(paths, 0)}
+        state = replace(state, counts=replace(state.counts, behind=behind))
+    return state
 
 
 def _slots_of(state: TrainState) -> tuple[str, ...]:
@@ -261,15 +303,18 @@ def _off(schema: OptimizerSchema, name: str) -> Any:
     return None if "null" in spec["type"] else spec["off"][0] if "off" in spec else False
 
 
-def _reset(state: TrainState, name: str, done: list[Change]) -> TrainState:
-    """Returns a state in which a slot has the value that the rule begins with."""
+def _reset(
+    state: TrainState, name: str, done: list[Change], only: Collection[str] | None = None
+) -> TrainState:
+    """Returns a state in which a slot has the value that the rule begins with, of all parameters or of some."""
     schema = load_schema(state.optimizer.schema)
     if name not in _slots_of(state):
         return state
     init = schema.slots[name].init
+    reached = [path for path in state.slots if only is None or path in only]
     if name == MASTER:
-        state = replace(state, slots={path: _remastered(state, path) for path in state.slots})
-        touched = [path for path, tensors in state.slots.items() if name in tensors]
+        state = replace(state, slots={**state.slots, **{path: _remastered(state, path) for path in reached}})
+        touched = [path for path in reached if name in state.slots[path]]
         said = "masters are the parameters, widened: the digits that only masters had are lost"
         done.append(Change(option("slot_policy"), said, tuple(touched), Exactness.LOSSY))
         return state
@@ -280,8 +325,9 @@ def _reset(state: TrainState, name: str, done: list[Change]) -> TrainState:
             found=f"reset:{name}",
             expected=f"keep:{name}",
         )
-    touched = [f"{path}/{name}" for path, tensors in state.slots.items() if name in tensors]
-    touched += [f"groups/{i}/{name}" for i, one in enumerate(state.optimizer.groups) if name in one.slots]
+    touched = [f"{path}/{name}" for path in reached if name in state.slots[path]]
+    groups = state.optimizer.groups if only is None else ()
+    touched += [f"groups/{i}/{name}" for i, group in enumerate(groups) if name in group.slots]
     note = schema.data["slots"][name].get("note")
     done.append(
         Change(
@@ -298,10 +344,10 @@ def _reset(state: TrainState, name: str, done: list[Change]) -> TrainState:
             for n, slot in tensors.items()
         }
 
-    groups = tuple(replace(group, slots=anew(group.slots)) for group in state.optimizer.groups)
+    groups = tuple(replace(group, slots=anew(group.slots)) for group in groups) or state.optimizer.groups
     return replace(
         state,
-        slots={path: anew(tensors) for path, tensors in state.slots.items()},
+        slots={path: anew(slots) if path in reached else slots for path, slots in state.slots.items()},
         optimizer=replace(state.optimizer, groups=groups),
     )
 

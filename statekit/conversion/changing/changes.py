@@ -21,6 +21,8 @@ Policy: TypeAlias = Literal["keep", "drop", "reset"]
 POLICIES = ("keep", "drop", "reset")
 COUNT = "count"
 """What `reset` of a slot policy may name beside slots: the updates done, from which bias corrections count."""
+AT = "@"
+"""Between a pattern of slots in a policy and the parameters, or the label, that it is for."""
 FLOATS = ("float32", "bfloat16", "float16", "float64")
 """The dtypes that may be asked for."""
 
@@ -32,6 +34,8 @@ class Changes:
     Attributes:
         schedule_step: Where the learning-rate schedule stands: `keep`, `reset` (at its beginning), or a number.
         slot_policy: Pattern of canonical slot names, or `count` -> `keep`, `drop` or `reset`; later ones win.
+            `v@encoder/*` is of the parameters that fit, or of the groups with such a label; `*@LABEL` is their count
+            too.
         params_only: Whether the optimizer is left behind.
         state_only: Whether the parameters are left behind.
         drop_slots_of: Patterns of parameters that are frozen: they keep their values, and nothing moves them.

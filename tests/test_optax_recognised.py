@@ -1,0 +1,397 @@
+"""An optimizer of Optax is recognised by its exact structure: what is convertible goes on as Optax does."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from statekit.arrays.numpy_backend import NumpyBackend
+from statekit.conversion.changing.changed import changed
+from statekit.conversion.changing.changes import Changes
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Exactness
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
+from statekit.conversion.registry import decoded
+from statekit.conversion.rule_change import change_rule
+from statekit.converters.layouts.optax.layout import LAYOUT
+from statekit.errors import InexactError, StateError, UnknownRuleError, UsageError
+from statekit.files.checkpoint import MODEL_KEY, Checkpoint
+from statekit.optim.run import load, mover
+from statekit.state.evidence import BEYOND, OPTIMIZER, Fact
+from statekit.state.train_state import TrainState
+
+pytestmark = pytest.mark.jax
+DONE, MORE, RATE = 5, 3, 0.01
+SHAPES = {"dense": {"kernel": (8, 6), "bias": (6,)}, "out": {"kernel": (6, 4)}}
+SHORT = ("adam", "adamax", "radam", "nadam", "yogi", "adabelief", "adopt")
+LONG = ("adamw", "nadamw", "adamaxw", "acprop")
+
+
+def drawn(seed: int, size: float) -> dict[str, dict[str, Any]]:
+    random = np.random.default_rng(seed)
+    return {
+        name: {key: (size * random.normal(size=shape)).astype(np.float32) for key, shape in inner.items()}
+        for name, inner in SHAPES.items()
+    }
+
+
+def flat(tree: Mapping[str, Any]) -> dict[str, Any]:
+    return {f"{name}/{key}": np.asarray(leaf) for name, inner in tree.items() for key, leaf in inner.items()}
+
+
+def updated(tx: Any, params: Any, state: Any, first: int, last: int) -> tuple[Any, Any]:
+    """Makes updates of Optax, compiled."""
+    import jax
+    import optax
+
+    update = jax.jit(optax.with_extra_args_support(tx).update)
+    for i in range(first, last):
+        updates, state = update(drawn(100 + i, 0.1), state, params, value=np.float32(1.0))
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def run_of(tx: Any) -> tuple[Any, Any]:
+    return updated(tx, drawn(0, 0.3), tx.init(drawn(0, 0.3)), 0, DONE)
+
+
+def tree_of(params: Any, state: Any) -> dict[str, Any]:
+    """Returns what Orbax would keep."""
+    from statekit.jax.live import live_tree
+
+    tree: dict[str, Any] = live_tree({"params": params, "opt_state": state})
+    return tree
+
+
+def read(tree: Any, *, meta: Mapping[str, Any] | None = None, **options: Any) -> TrainState:
+    return decoded(LAYOUT, Checkpoint("orbax", Path("run"), tree, dict(meta or {})), CheckpointRef(**options))
+
+
+def facts(state: TrainState, name: str) -> list[Fact]:
+    return [fact for group in state.optimizer.groups for fact in group.facts if fact.name == name]
+
+
+def fitting(state: TrainState) -> set[str]:
+    return {name for fact in facts(state, OPTIMIZER) for name in (fact.value, *fact.others) if name}
+
+
+def gone_on(state: TrainState, updates: int = MORE, rates: Callable[[int], float] | None = None) -> Any:
+    """Makes updates by statekit's own rule; the rates are the groups', unless a schedule gives them."""
+    xp = NumpyBackend()
+    live, move = load(xp, state), mover(xp, state)
+    for i in range(DONE, DONE + updates):
+        stored = tuple(group.hyperparameters.get("learning_rate") for group in state.optimizer.groups)
+        grads = {path: grad for path, grad in flat(drawn(100 + i, 0.1)).items() if path in state.params}
+        live = move(live, grads, tuple(rates(live.updates) for _ in stored) if rates else stored)
+    return {path: np.asarray(param) for path, param in live.params.items()}
+
+
+def off(ours: Mapping[str, Any], theirs: Any, before: Any) -> float:
+    """Returns the largest difference, relative to what that parameter moved."""
+    due, start = flat(theirs), flat(before)
+    moved = {path: np.abs(due[path] - start[path]).max() for path in due}
+    return float(max(np.abs(ours[path] - due[path]).max() / moved[path] for path in due))
+
+
+def test_every_optimizer_of_optax_fits_its_own_name_or_is_described_by_it() -> None:
+    """The zoo: no optimizer is called by another's name, with a constant rate or a schedule."""
+    import optax
+    from optax import contrib
+
+    told = {**vars(optax), **vars(contrib)}
+    names = [*SHORT, *LONG, "amsgrad", "lamb", "adafactor", *STRANGERS]
+    seen = {}
+    for name in (name for name in names if name in told):
+        for rate in (RATE, optax.linear_schedule(RATE, 0.0, 20)):
+            options = (
+                {"learning_rate": rate} if "learning_rate" in inspect.signature(told[name]).parameters else {}
+            )
+            try:
+                tree = tree_of(drawn(0, 0.3), told[name](**options).init(drawn(0, 0.3)))
+            except (TypeError, ValueError):  # some take no schedule
+                continue
+            checkpoint = Checkpoint("orbax", Path("run"), tree)
+            if name in STRANGERS:
+                assert LAYOUT.detect(checkpoint) is None, name
+                described = LAYOUT.describe(checkpoint)
+                assert described is not None and STRANGERS[name] in described.what, name
+                continue
+            state = LAYOUT.decode(checkpoint, CheckpointRef())
+            assert name in (fitting(state) or {state.optimizer.schema}), name
+            seen[name] = [fact.source for fact in facts(state, OPTIMIZER)]
+            assert state.counts.says_schedule == callable(rate), name
+    assert {name for name, sources in seen.items() if sources == ["unknown"]} == {*SHORT} & told.keys()
+
+
+STRANGERS = {
+    "lion": "Lion",
+    "adan": "Adan",
+    "adagrad": "Adagrad",
+    "adadelta": "Adadelta",
+    "rmsprop": "RMSprop",
+    "novograd": "NovoGrad",
+    "rprop": "Rprop",
+    "sm3": "SM3",
+    "lbfgs": "L-BFGS",
+    "optimistic_gradient_descent": "optimistic gradient descent",
+    "ademamix": "AdEMAMix",
+    "simplified_ademamix": "simplified AdEMAMix",
+    "prodigy": "Prodigy",
+    "dadapt_adamw": "D-Adaptation AdamW",
+    "momo": "MoMo",
+    "momo_adam": "MoMo-Adam",
+    "dog": "DoG",
+    "dowg": "DoWG",
+    "cocob": "COCOB",
+    "sophia": "Sophia",
+    "muon": "Muon",
+}
+"""Optimizers without a schema, and what they are called."""
+
+
+def convertible() -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Returns optimizers that statekit steps, each with what has to be told."""
+    import optax
+
+    rate = {"learning_rate": RATE}
+    clipped = {"clipvalue": None, "global_norm_clip_threshold": 0.1}
+    return {
+        "adam": (optax.adam(RATE), {"optimizer": "adam", "hparams": rate}),
+        "nadam": (optax.nadam(RATE), {"optimizer": "nadam", "hparams": rate}),
+        "amsgrad": (optax.amsgrad(RATE), {"hparams": rate}),
+        "adamw": (optax.adamw(RATE), {"hparams": rate}),
+        "nadamw": (optax.nadamw(RATE), {"optimizer": "nadamw", "hparams": rate}),
+        "lamb": (optax.lamb(RATE), {"hparams": rate}),
+        "clipped": (
+            optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(RATE, weight_decay=0.1)),
+            {"hparams": {**rate, **clipped, "weight_decay": 0.1}},
+        ),
+        "old idiom": (
+            optax.chain(optax.scale_by_adam(), optax.scale_by_schedule(lambda count: RATE), optax.scale(-1)),
+            {"optimizer": "adam", "hparams": rate},
+        ),
+        "if finite": (optax.apply_if_finite(optax.adamw(RATE), 5), {"hparams": rate}),
+    }
+
+
+def test_what_is_convertible_goes_on_as_optax_does() -> None:
+    for name, (tx, told) in convertible().items():
+        params, state = run_of(tx)
+        due, _ = updated(tx, params, state, DONE, DONE + MORE)
+        ours = read(tree_of(params, state), **told)
+        assert not facts(ours, BEYOND), name
+        assert off(gone_on(ours), due, params) < 1e-5, name
+
+
+def changing() -> dict[str, tuple[Any, str]]:
+    """Returns optimizers whose updates aren't those of a schema, and what is said of them."""
+    import optax
+    from optax import contrib
+
+    adam = optax.adam(RATE)
+    return {
+        "schedule_free": (
+            contrib.schedule_free(optax.adamw(RATE, b1=0.0), RATE),
+            "schedule_free stands around",
+        ),
+        "mechanize": (contrib.mechanize(adam), "mechanize stands around"),
+        "sam": (contrib.sam(adam, optax.sgd(0.05), opaque_mode=False), "sam stands around"),
+        "conditional": (
+            optax.transforms.conditionally_transform(adam, lambda step: step % 2 == 0),
+            "conditionally_transform",
+        ),
+        "ema behind": (
+            optax.chain(optax.scale_by_adam(), optax.ema(0.9), optax.scale(-RATE)),
+            "ema, an average",
+        ),
+        "trace behind": (
+            optax.chain(optax.scale_by_adam(), optax.trace(0.9), optax.scale(-RATE)),
+            "trace, a mom",
+        ),
+        "ema in a chain around": (optax.chain(adam, optax.ema(0.9)), "ema, an average"),
+        "noise": (optax.chain(optax.add_noise(0.01, 0.55, 0), adam), "add_noise stands before"),
+        "schedule before": (
+            optax.chain(
+                optax.scale_by_schedule(lambda count: 0.5), optax.scale_by_adam(), optax.scale(-RATE)
+            ),
+            "A schedule scales the gradients before Adam",
+        ),
+        "optimistic": (optax.optimistic_adam_v2(RATE), "scale_by_optimistic_gradient stands behind"),
+        "schedule before adafactor": (
+            optax.chain(optax.scale_by_schedule(lambda count: 0.5), optax.adafactor(RATE)),
+            "A schedule scales the gradients before Adafactor",
+        ),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:Specifying a key:UserWarning")
+def test_what_changes_the_updates_is_said_by_its_name() -> None:
+    for name, (tx, sentence) in changing().items():
+        tree = tree_of(drawn(0, 0.3), tx.init(drawn(0, 0.3)))
+        state = read(tree)
+        assert any(sentence in fact.because for fact in facts(state, BEYOND)), name
+        assert "a learning-rate schedule" not in str(state.assumptions) and not state.counts.says_schedule, (
+            name
+        )
+
+
+def test_a_schedule_right_behind_adam_is_of_the_decay_or_of_the_rate() -> None:
+    import optax
+
+    tree = tree_of(*run_of(optax.adamw(RATE, weight_decay=optax.linear_schedule(0.1, 0.0, 20))))
+    state = read(tree)
+    assert fitting(state) == {"adamw", "nadamw", "adamaxw", "adam"} and not state.counts.says_schedule
+    said = read(tree, optimizer="adamw", hparams={"learning_rate": RATE})
+    assert (
+        not said.counts.says_schedule and "weight_decay_rate" not in said.optimizer.groups[0].hyperparameters
+    )
+    (decay,) = facts(said, "weight_decay_rate")
+    assert "follows a schedule" in decay.because
+    idiom = read(tree, optimizer="adam")
+    assert (
+        idiom.counts.says_schedule and idiom.optimizer.groups[0].hyperparameters["weight_decay_rate"] == 0.0
+    )
+
+
+def test_the_scale_that_reduce_on_plateau_stored_is_a_factor_of_the_rate() -> None:
+    import optax
+    from optax import contrib
+
+    tx = optax.chain(optax.adamw(RATE), contrib.reduce_on_plateau(factor=0.5, patience=2))
+    params, state = run_of(tx)
+    scale = float(state[1].scale)
+    assert scale < 1
+    due, _ = updated(tx, params, state, DONE, DONE + 1)  # the next one may change it again
+    ours = read(tree_of(params, state), hparams={"learning_rate": RATE})
+    assert any(f"multiplies the rate by {scale:g}" in said for said in ours.assumptions)
+    assert off(gone_on(ours, 1), due, params) < 1e-5
+
+
+def test_a_masked_decay_is_asked_for() -> None:
+    import optax
+
+    mask = {"dense": {"kernel": True, "bias": False}, "out": {"kernel": True}}
+    state = read(tree_of(*run_of(optax.adamw(RATE, mask=mask))))
+    [group] = state.optimizer.groups
+    assert not {"weight_decay_rate", "exclude_from_weight_decay"} & group.hyperparameters.keys()
+    assert "A masked link" in facts(state, "exclude_from_weight_decay")[0].because
+
+
+def test_moments_that_maxtext_corrects_in_advance_become_averages() -> None:
+    """As praxis' sharded_adam has it, whose decays are corrected: MaxText's opt_type=adam_pax."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+
+    first, second = 0.9, 0.95
+
+    def corrected(decay: float, done: Any) -> Any:
+        updates = done.astype(jnp.float32) + 1
+        return decay * (1 - decay ** (updates - 1)) / (1 - decay**updates)
+
+    def init(params: Any) -> Any:
+        zeros = jax.tree.map(jnp.zeros_like, params)
+        return optax.ScaleByAdamState(jnp.zeros([], jnp.int32), zeros, zeros)
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        b1, b2 = corrected(first, state.count), corrected(second, state.count)
+        mu = jax.tree.map(lambda g, m: (1 - b1) * g + b1 * m, grads, state.mu)
+        nu = jax.tree.map(lambda g, v: (1 - b2) * g * g + b2 * v, grads, state.nu)
+        step = jax.tree.map(lambda m, v, p: -RATE * (m / (jnp.sqrt(v) + 1e-8) + 0.1 * p), mu, nu, params)
+        return step, optax.ScaleByAdamState(state.count + 1, mu, nu)
+
+    tx = optax.GradientTransformation(init, update)
+    params, state = run_of(tx)
+    tree = tree_of(params, state)
+    assert fitting(read(tree)) == {"adam_pax", "scale_by_adam"}
+    due, _ = updated(tx, params, state, DONE, DONE + MORE)
+    for told in ({"optimizer": "adam_pax"}, {"variant": "maxtext_pax"}):
+        ours = read(tree, hparams={"learning_rate": RATE}, **told)
+        assert ours.optimizer.variant == "maxtext_pax"
+        way = change_rule(ours, "maxtext_pax", "optax")
+        assert way.exactness == Exactness.ROUNDING
+        assert off(gone_on(way.state), due, params) < 1e-5
+
+
+def test_each_label_of_a_partition_has_its_own_rate_and_may_begin_anew() -> None:
+    import optax
+
+    labels = {"dense": {"kernel": "a", "bias": "a"}, "out": {"kernel": "b"}}
+    tx = optax.partition({"a": optax.adam(RATE), "b": optax.adam(0.3 * RATE)}, labels)
+    params, state = run_of(tx)
+    rates = {"a/learning_rate": RATE, "b/learning_rate": 0.3 * RATE}
+    ours = read(tree_of(params, state), optimizer="adam", hparams=rates)
+    assert [(group.label, len(group.paths)) for group in ours.optimizer.groups] == [("a", 2), ("b", 1)]
+    due, _ = updated(tx, params, state, DONE, DONE + MORE)
+    assert off(gone_on(ours), due, params) < 1e-5
+    inner = {"a": tx.init(params).inner_states["a"], "b": state.inner_states["b"]}
+    due, _ = updated(tx, params, state._replace(inner_states=inner), DONE, DONE + MORE)
+    for policy in ("reset:*@a", "reset:*@dense/*"):
+        anew, _ = changed(ours, Changes.of({"slot_policy": policy}) or Changes(), ())
+        assert anew.counts.behind == {"dense/bias": 0, "dense/kernel": 0}
+        for path in anew.counts.behind:  # torch keeps a count for each parameter
+            assert not any(slot.read().any() for slot in anew.slots[path].values())
+        torch = change_rule(anew, "optax", "torch").state
+        assert off(gone_on(torch), due, params) < 1e-4
+    with pytest.raises(UsageError, match="could begin anew"):
+        changed(ours, Changes.of({"slot_policy": "reset:*@c"}) or Changes(), ())
+
+
+@pytest.mark.parametrize(
+    ("names", "key", "updates", "assumed"),
+    [
+        (("actor/params", "actor/opt_state", "critic/params", "critic/opt_state"), "critic/params", 3, False),
+        (("g_params", "g_opt", "d_params", "d_opt"), "g_params", DONE, True),
+        (("params_d", "opt_g", "params_g", "opt_d"), "params_d", DONE, True),
+    ],
+)
+def test_each_network_has_the_optimizer_of_its_branch_or_of_its_name(
+    names: tuple[str, ...], key: str, updates: int, assumed: bool
+) -> None:
+    import optax
+
+    tx = optax.adamw(RATE)
+    first = run_of(tx)
+    second = updated(tx, drawn(1, 0.3), tx.init(drawn(1, 0.3)), 0, 3)
+    values = dict(zip(names, (*first, *second), strict=True))
+    if names[1] == "opt_g":
+        values = {"params_d": first[0], "opt_d": first[1], "params_g": second[0], "opt_g": second[1]}
+    tree: dict[str, Any] = {}
+    for name, value in values.items():
+        branch, _, leaf = name.rpartition("/")
+        (tree.setdefault(branch, {}) if branch else tree)[leaf] = tree_of({}, value)["opt_state"]
+    with pytest.raises(StateError, match="--model-key"):
+        read(tree)
+    state = read(tree, meta={MODEL_KEY: key})
+    assert state.counts.updates == updates
+    assert any("by its name" in said for said in state.assumptions) == assumed
+    other = {"a": tree_of({}, first[1])["opt_state"], "b": tree_of({}, second[1])["opt_state"]}
+    nothing = {"params": tree_of(first[0], None)["params"], **other}
+    with pytest.raises(StateError, match="--optimizer-key"):
+        read(nothing, meta={MODEL_KEY: "params"})
+    assert read(nothing, meta={MODEL_KEY: "params", "optimizer_key": "b"}).counts.updates == 3
+
+
+def test_a_look_alike_is_asked_for_across_frameworks_and_carried_otherwise(tmp_path: Path) -> None:
+    import optax
+    import orbax.checkpoint as ocp
+
+    params, state = run_of(optax.radam(RATE))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "run", {"params": params, "opt_state": state})
+    with pytest.raises(UnknownRuleError, match=r"radam.*(?s:.*)statekit convert .*--optimizer adam"):
+        plan(tmp_path / "run", tmp_path / "run.pt")
+    with pytest.raises(InexactError, match="radam"):
+        plan(tmp_path / "run", tmp_path / "run.pt", hints=CheckpointRef(optimizer="radam"))
+    convert(plan(tmp_path / "run", tmp_path / "neutral", to="statekit"))
+    with pytest.raises(UnknownRuleError, match="radam"):
+        plan(tmp_path / "neutral", tmp_path / "run.pt")
+    convert(plan(tmp_path / "neutral", tmp_path / "back", to="orbax"))
+    with open_state(tmp_path / "run") as before, open_state(tmp_path / "back") as after:
+        assert before.tensors.keys() == after.tensors.keys() and "radam" in fitting(after.state)
