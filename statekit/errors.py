@@ -10,6 +10,11 @@ StatekitError
 │   └── UnknownFormatError                   no format fits, or several fit equally well
 ├── StateError          (ValueError)         a train state breaks its schema; lists every fault
 │   └── NamesError                           nothing tells which parameters an optimizer's numbers mean
+
+
+│   └── NoSchemaError   (UnknownFormatError) a part of a run has an optimizer that no schema describes
+
+
 ├── InexactError        (ValueError)         a conversion would be less exact than required
 ├── UnknownRuleError    (LookupError)        a step needs a rule or hyperparameter nobody has given
 ├── TargetExistsError   (FileExistsError)    the target is there already
@@ -133,6 +138,10 @@ class StateError(StatekitError, ValueError):
 
 class NamesError(StateError):
     """Nothing tells which parameters an optimizer's numbers mean."""
+
+
+class NoSchemaError(StateError, UnknownFormatError):
+    """A part of a run has an optimizer that no schema describes: its state is known by its own names alone."""
 
 
 class InexactError(StatekitError, ValueError):

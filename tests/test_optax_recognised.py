@@ -150,7 +150,6 @@ STRANGERS = {
     "dowg": "DoWG",
     "cocob": "COCOB",
     "sophia": "Sophia",
-    "muon": "Muon",
 }
 """Optimizers without a schema, and what they are called."""
 

@@ -46,7 +46,7 @@ from statekit.converters.layouts.optax.recognition import (
     stored_scale,
 )
 from statekit.converters.layouts.optax.surroundings import CoreLink, core_link
-from statekit.errors import Faults, StateError, some
+from statekit.errors import Faults, NoSchemaError, StateError, some
 from statekit.files.checkpoint import Checkpoint
 from statekit.lines.printing import SavedRun, State
 from statekit.state.evidence import OPTIMIZER, Fact, beyond, fits_several, taken_for
@@ -110,12 +110,18 @@ class Optax:
         parts = _parts(tree, hints, faults)
         told = _told(parts, hints)
         slots = [part.slots for part in parts]
-        updates = _counted(tree, parts, faults)
+        updates = updates_of([part.core.link for part in parts], slots, faults)
         rules = dict(_rules(tree.params, parts, told, faults))
         faults.check(
             StateError,
             "The checkpoint isn't a state of Optax that statekit knows",
             place=checkpoint.path,
+        )
+        Faults(_without_schema(tree, slots)).check(
+            NoSchemaError,
+            "A part of the run has an optimizer that statekit has no schema of",
+            place=checkpoint.path,
+            remedy="`statekit inspect` lists its tensors",
         )
         known = stated(checkpoint, [part.schema.name for part in parts], slots)
         groups, kinds, notes = _groups(parts, told, known, hints)
@@ -251,15 +257,10 @@ def _told(parts: Sequence[_Part], hints: CheckpointRef) -> _Told:
     )
 
 
-def _counted(tree: Opened, parts: Sequence[_Part], faults: Faults) -> int:
-    """Returns the count of updates; it is a fault if optimizers share parameters, or one has no schema."""
-    slots = [part.slots for part in parts]
-    updates = updates_of([part.core.link for part in parts], slots, faults)
-    faults += [
-        (f"has the state of {part.name}, for {some(list(part.slots))}", part.place)
-        for part in foreign(tree, slots)
-    ]
-    return updates
+def _without_schema(tree: Opened, slots: Sequence[Slots]) -> Iterator[tuple[str, str]]:
+    """Yields the parts of the run whose optimizer has no schema, and where they lie."""
+    for part in foreign(tree, slots):
+        yield f"has the state of {part.name}, for {some(list(part.slots))}", part.place
 
 
 def _is_begun(tree: Opened) -> bool:
