@@ -210,6 +210,15 @@ class HoldsSeveral(Protocol):
 
 
 @runtime_checkable
+class ReadsOthers(Protocol):
+    """A layout in whose form other systems write too, by rules of their own."""
+
+    @property
+    def reads(self) -> Mapping[str, tuple[str, ...]]:
+        """By schema, the variants of those systems: a file doesn't tell them, `--variant` does."""
+
+
+@runtime_checkable
 class KeepsMasters(Protocol):
     """A layout with a place for masters beside parameters of lower precision, whoever keeps them."""
 

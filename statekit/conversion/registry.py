@@ -27,7 +27,15 @@ from statekit.conversion.cards import (
     of_layout,
 )
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.contracts import Container, Contents, Describes, Evidence, FindsNames, Layout
+from statekit.conversion.contracts import (
+    Container,
+    Contents,
+    Describes,
+    Evidence,
+    FindsNames,
+    Layout,
+    ReadsOthers,
+)
 from statekit.conversion.kept import with_kept
 from statekit.errors import (
     NotFoundError,
@@ -350,6 +358,8 @@ def _check_variant(layout: Layout, checkpoint: Checkpoint, hints: CheckpointRef)
     for schema, part in hints.of(stored).items():
         variant = stored[schema]
         possible = (variant,) if variant is not None else layout.variants.get(schema, ())
+        if isinstance(layout, ReadsOthers):
+            possible = (*possible, *layout.reads.get(schema, ()))
         if part.variant is None or part.variant in possible:
             continue
         evidence = layout.detect(checkpoint)

@@ -249,15 +249,7 @@ class OrbaxFolder:
             }
             for folder, item in opened.items():
                 known |= item.names if folder == step_folder.path else {folder.name}
-            variables = [folder.name for folder, item in opened.items() if item.are_variables]
-            meta = {
-                "generation": "orbax",
-                "items": [folder.name for folder in folders],
-                **({VARIABLES: variables} if variables else {}),
-                "custom_metadata": {
-                    f.name: item.custom for f, item in opened.items() if item.custom is not None
-                },
-            }
+            meta = _meta(opened)
             findings = tuple(finding for item in opened.values() for finding in item.findings)
             return step_checkpoint(self.name, step_folder, tree, meta, known, findings, files)
 
@@ -281,6 +273,13 @@ class OrbaxFolder:
             handlers = {item: write_item(stage, f"{prefix}{item}", encoded.tree, boxed=boxed)}
         with stage.file(f"{prefix}{STEP_METADATA}") as output:
             output.write(step_metadata(handlers, begun))
+
+
+def _meta(opened: Mapping[Path, Item]) -> dict[str, Any]:
+    variables = [folder.name for folder, item in opened.items() if item.are_variables]
+    customs = {folder.name: item.custom for folder, item in opened.items() if item.custom is not None}
+    meta = {"generation": "orbax", "items": [folder.name for folder in opened], "custom_metadata": customs}
+    return {**meta, VARIABLES: variables} if variables else meta
 
 
 def _require_all(step: Path, item_names: set[str], files: Files) -> None:

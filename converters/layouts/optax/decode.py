@@ -83,6 +83,11 @@ class Opened:
         return strangers(self.checkpoint.tree)
 
     @property
+    def notes(self) -> list[str]:
+        """What was assumed of where its parts lie."""
+        return [self.assumed] if self.assumed else []
+
+    @property
     def has_schedule(self) -> bool:
         """Whether a link counts for the schedule of the rate."""
         return bool(self.schedules)

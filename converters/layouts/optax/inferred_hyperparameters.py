@@ -117,9 +117,7 @@ def _adam(
     first, second = _dtypes(core.link, "mu"), _dtypes(core.link, "nu")
     if "dtype_momentum" in offered and len(first) == 1 and first != second:
         hyperparameters = hyperparameters.over({"dtype_momentum": first.pop()}, "file")
-    settings = {name: value for name, value in recognised.alias.settings.items() if name != "amsgrad"}
-    if recognised.name == "amsgrad" and len(core.kinds_behind) == 1 and not core.gaps:
-        settings[_RATE[0]] = 0.0  # the one link behind it is the rate
+    settings = _of_name(core, recognised)
     hyperparameters = hyperparameters.over(settings, "given" if recognised.told else "assumed")
     if recognised.decay is not None:
         unknown["The weight decay follows a schedule; a step needs its next value."] = _RATE
@@ -132,6 +130,13 @@ def _adam(
             _RATE
         )
     return hyperparameters, unknown
+
+
+def _of_name(core: CoreLink, recognised: Recognised) -> dict[str, Any]:
+    """Returns what the optimizer's name says of its hyperparameters."""
+    settings = {name: value for name, value in recognised.alias.settings.items() if name != "amsgrad"}
+    is_short = len(core.kinds_behind) == 1 and not core.gaps  # the one link behind it is the rate
+    return {**settings, _RATE[0]: 0.0} if recognised.name == "amsgrad" and is_short else settings
 
 
 def _is_whole(core: CoreLink) -> bool:

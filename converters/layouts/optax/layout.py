@@ -72,12 +72,9 @@ class Optax:
     name: str = "optax"
     title: str = "Optax: params and opt_state, bare or in a TrainState; chained, masked, MultiSteps, injected"
     variants: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: {
-            "adafactor": (VARIANT,),
-            "adamw": (VARIANT, "maxtext_pax"),
-            "lamb": (VARIANT,),
-        }
+        default_factory=lambda: {"adafactor": (VARIANT,), "adamw": (VARIANT,), "lamb": (VARIANT,)}
     )
+    reads: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"adamw": ("maxtext_pax",)})
     containers: tuple[str, ...] = ("orbax", "flax")
     schedule_in: str = "apart"
     holds_several: bool = True
@@ -127,7 +124,7 @@ class Optax:
         groups, kinds, notes = _groups(parts, told, known, hints)
         rules = rules if known is None else rules_of(known, rules)
         notes += [] if known is not None else [*_rule_notes(rules)]
-        notes += [tree.assumed] if tree.assumed else []
+        notes += tree.notes
         notes += [_BEGUN] if _is_begun(tree) and _BEGUN not in notes else []
         tree = replace(tree, schedules=_rate_schedules(parts))
         params, buffers = tree.split(slots)

@@ -137,7 +137,7 @@ class StatekitJax:
             groups = [group_of(tuple(part), hyperparameters) for part, (hyperparameters, _) in pairs]
             groups = _with_slots(groups, core_links, slots)
             notes += _rule_notes(rules)
-        notes += [tree.assumed] if tree.assumed else []
+        notes += tree.notes
         params, buffers = tree.split(slots)
         together = {name for schema in schemas for name in OWN_GROUP_FIELDS.get(schema, ())}
         state = TrainState(

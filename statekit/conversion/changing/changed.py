@@ -55,7 +55,8 @@ def changed(
         check_known(state, makers)
         state = _params_only(state.each(decoded), done)
     state = _frozen(state, asked.drop_slots_of, done)
-    state = _by_policy(state, asked.slot_policy, done)
+    state, policy = _begun_anew(state, asked.slot_policy, done)
+    state = _by_policy(state, policy, done)
     state = _at_schedule(state, asked.schedule_step, done)
     if asked.loss_scale is not None:
         state = _rescaled(state, asked.loss_scale, done)
@@ -156,11 +157,7 @@ def _frozen(state: TrainState, patterns: Iterable[str], done: list[Change]) -> T
 def _by_policy(state: TrainState, policy: Mapping[str, Policy], done: list[Change]) -> TrainState:
     ways: dict[str, Policy] = {}
     known = _slots_of(state)
-    for key, way in policy.items():
-        pattern, of_some, where = key.partition(AT)
-        if of_some:
-            state = _begun_anew(state, pattern, where, way, done)
-            continue
+    for pattern, way in policy.items():
         names = [name for name in (*known, COUNT) if fnmatchcase(name, pattern)]
         if pattern != COUNT and COUNT in names:
             names.remove(COUNT)
@@ -197,7 +194,18 @@ def _by_policy(state: TrainState, policy: Mapping[str, Policy], done: list[Chang
     return _recounted(state, done) if ways.get(COUNT) == "reset" else state
 
 
-def _begun_anew(state: TrainState, pattern: str, where: str, way: Policy, done: list[Change]) -> TrainState:
+def _begun_anew(
+    state: TrainState, policy: Mapping[str, Policy], done: list[Change]
+) -> tuple[TrainState, dict[str, Policy]]:
+    """Returns a state in which some parameters began anew, and what the policy says of all."""
+    of_some = [key for key in policy if AT in key]
+    for key in of_some:
+        pattern, _, where = key.partition(AT)
+        state = _some_anew(state, pattern, where, policy[key], done)
+    return state, {key: way for key, way in policy.items() if key not in of_some}
+
+
+def _some_anew(state: TrainState, pattern: str, where: str, way: Policy, done: list[Change]) -> TrainState:
     """Returns a state in which some parameters' slots, and their counts, have the values that the rule begins with.
 
     Args:
@@ -207,23 +215,19 @@ def _begun_anew(state: TrainState, pattern: str, where: str, way: Policy, done: 
         way: What becomes of them.
         done: What was changed; added to.
     """
-    groups = state.optimizer.groups
     paths = [
-        path
-        for group in groups
-        for path in group.paths
-        if fnmatchcase(path, where) or fnmatchcase(group.label or "", where)
+        path for group in state.optimizer.groups for path in group.paths if _is_meant(path, group, where)
     ]
     names = {name for path in paths for name in state.slots.get(path, {}) if fnmatchcase(name, pattern)}
     counts = fnmatchcase(COUNT, pattern)
     if way != "reset" or not paths or not (names or counts):
-        labels = [group.label for group in groups if group.label]
+        labels = [group.label for group in state.optimizer.groups if group.label]
         raise UsageError(
             "There are no such slots of such parameters that could begin anew.",
             place=option("slot_policy"),
-            expected=f"reset:SLOT{AT}PARAMETERS: a pattern of slots and of parameters{' or labels' * bool(labels)}",
+            expected=f"reset:SLOT{AT}PATTERN, of parameters or of labels",
             found=f"{way}:{pattern}{AT}{where}",
-            remedy=f"the parameters are {some([*labels, *(p for group in groups for p in group.paths)])}",
+            remedy=f"there are {some([*labels, *state.slots])}",
         )
     for name in names:
         state = state.each(partial(_reset, name=name, done=done, only=paths))
@@ -233,6 +237,10 @@ def _begun_anew(state: TrainState, pattern: str, where: str, way: Policy, done: 
         behind = {**state.counts.behind, **dict.fromkeys(paths, 0)}
         state = replace(state, counts=replace(state.counts, behind=behind))
     return state
+
+
+def _is_meant(path: str, group: Group, where: str) -> bool:
+    return fnmatchcase(path, where) or fnmatchcase(group.label or "", where)
 
 
 def _slots_of(state: TrainState) -> tuple[str, ...]:
@@ -313,11 +321,7 @@ def _reset(
     init = schema.slots[name].init
     reached = [path for path in state.slots if only is None or path in only]
     if name == MASTER:
-        state = replace(state, slots={**state.slots, **{path: _remastered(state, path) for path in reached}})
-        touched = [path for path in reached if name in state.slots[path]]
-        said = "masters are the parameters, widened: the digits that only masters had are lost"
-        done.append(Change(option("slot_policy"), said, tuple(touched), Exactness.LOSSY))
-        return state
+        return _masters_reset(state, reached, done)
     if not isinstance(init, (int, float)):
         raise UsageError(
             f"{name} has no value to begin with: {init or 'it first exists with the value of its recurrence'}.",
@@ -350,6 +354,13 @@ def _reset(
         slots={path: anew(slots) if path in reached else slots for path, slots in state.slots.items()},
         optimizer=replace(state.optimizer, groups=groups),
     )
+
+
+def _masters_reset(state: TrainState, reached: Sequence[str], done: list[Change]) -> TrainState:
+    touched = [path for path in reached if MASTER in state.slots[path]]
+    said = "masters are the parameters, widened: the digits that only masters had are lost"
+    done.append(Change(option("slot_policy"), said, tuple(touched), Exactness.LOSSY))
+    return replace(state, slots={**state.slots, **{path: _remastered(state, path) for path in reached}})
 
 
 def _remastered(state: TrainState, path: str) -> dict[str, Tensor]:
