@@ -28,7 +28,10 @@ from statekit.state.train_state import TrainState
 
 pytestmark = pytest.mark.jax
 DONE, MORE, RATE = 5, 3, 0.01
-SHAPES = {"dense": {"kernel": (8, 6), "bias": (6,)}, "out": {"kernel": (6, 4)}}
+SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
+    "dense": {"kernel": (8, 6), "bias": (6,)},
+    "out": {"kernel": (6, 4)},
+}
 SHORT = ("adam", "adamax", "radam", "nadam", "yogi", "adabelief", "adopt")
 LONG = ("adamw", "nadamw", "adamaxw", "acprop")
 
@@ -310,7 +313,8 @@ def test_moments_that_maxtext_corrects_in_advance_become_averages() -> None:
     tree = tree_of(params, state)
     assert fitting(read(tree)) == {"adam_pax", "scale_by_adam"}
     due, _ = updated(tx, params, state, DONE, DONE + MORE)
-    for told in ({"optimizer": "adam_pax"}, {"variant": "maxtext_pax"}):
+    ways: list[dict[str, Any]] = [{"optimizer": "adam_pax"}, {"variant": "maxtext_pax"}]
+    for told in ways:
         ours = read(tree, hparams={"learning_rate": RATE}, **told)
         assert ours.optimizer.variant == "maxtext_pax"
         way = change_rule(ours, "maxtext_pax", "optax")

@@ -117,10 +117,10 @@ def _msgpack_changed(data: bytes, random: Random) -> bytes:
 
 
 def _read_msgpack(data: bytes) -> object:
-    from statekit.converters.containers.flax_msgpack import _with_tensors
+    from statekit.converters.containers.flax_msgpack import with_tensors
     from statekit.converters.formats.msgpack.reader import parse
 
-    return used(_with_tensors(parse(Held(data, PLACE)), (), PLACE))
+    return used(with_tensors(parse(Held(data, PLACE)), (), PLACE))
 
 
 # TensorFlow
