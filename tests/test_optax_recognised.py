@@ -107,16 +107,18 @@ def test_every_optimizer_of_optax_fits_its_own_name_or_is_described_by_it() -> N
     import optax
     from optax import contrib
 
-    told = {**vars(optax), **vars(contrib)}
+    library = {**vars(optax), **vars(contrib)}
     names = [*SHORT, *LONG, "amsgrad", "lamb", "adafactor", *STRANGERS]
     seen = {}
-    for name in (name for name in names if name in told):
+    for name in (name for name in names if name in library):
         for rate in (RATE, optax.linear_schedule(RATE, 0.0, 20)):
             options = (
-                {"learning_rate": rate} if "learning_rate" in inspect.signature(told[name]).parameters else {}
+                {"learning_rate": rate}
+                if "learning_rate" in inspect.signature(library[name]).parameters
+                else {}
             )
             try:
-                tree = tree_of(drawn(0, 0.3), told[name](**options).init(drawn(0, 0.3)))
+                tree = tree_of(drawn(0, 0.3), library[name](**options).init(drawn(0, 0.3)))
             except (TypeError, ValueError):  # some take no schedule
                 continue
             checkpoint = Checkpoint("orbax", Path("run"), tree)
@@ -129,7 +131,7 @@ def test_every_optimizer_of_optax_fits_its_own_name_or_is_described_by_it() -> N
             assert name in (fitting(state) or {state.optimizer.schema}), name
             seen[name] = [fact.source for fact in facts(state, OPTIMIZER)]
             assert state.counts.says_schedule == callable(rate), name
-    assert {name for name, sources in seen.items() if sources == ["unknown"]} == {*SHORT} & told.keys()
+    assert {name for name, sources in seen.items() if sources == ["unknown"]} == {*SHORT} & library.keys()
 
 
 STRANGERS = {
@@ -183,10 +185,10 @@ def convertible() -> dict[str, tuple[Any, dict[str, Any]]]:
 
 
 def test_what_is_convertible_goes_on_as_optax_does() -> None:
-    for name, (tx, told) in convertible().items():
+    for name, (tx, options) in convertible().items():
         params, state = run_of(tx)
         due, _ = updated(tx, params, state, DONE, DONE + MORE)
-        ours = read(tree_of(params, state), **told)
+        ours = read(tree_of(params, state), **options)
         assert not facts(ours, BEYOND), name
         assert off(gone_on(ours), due, params) < 1e-5, name
 
@@ -314,8 +316,8 @@ def test_moments_that_maxtext_corrects_in_advance_become_averages() -> None:
     assert fitting(read(tree)) == {"adam_pax", "scale_by_adam"}
     due, _ = updated(tx, params, state, DONE, DONE + MORE)
     ways: list[dict[str, Any]] = [{"optimizer": "adam_pax"}, {"variant": "maxtext_pax"}]
-    for told in ways:
-        ours = read(tree, hparams={"learning_rate": RATE}, **told)
+    for options in ways:
+        ours = read(tree, hparams={"learning_rate": RATE}, **options)
         assert ours.optimizer.variant == "maxtext_pax"
         way = change_rule(ours, "maxtext_pax", "optax")
         assert way.exactness == Exactness.ROUNDING

@@ -118,7 +118,7 @@ def _adam(
     if "dtype_momentum" in offered and len(first) == 1 and first != second:
         hyperparameters = hyperparameters.over({"dtype_momentum": first.pop()}, "file")
     settings = _of_name(core, recognised)
-    hyperparameters = hyperparameters.over(settings, "given" if recognised.told else "assumed")
+    hyperparameters = hyperparameters.over(settings, "given" if recognised.is_named else "assumed")
     if recognised.decay is not None:
         unknown["The weight decay follows a schedule; a step needs its next value."] = _RATE
     elif (

@@ -55,7 +55,7 @@ from statekit.state.train_state import Counts, Group, Kind, Optimizer, Rule, Tra
 from statekit.tensors.tensor import Tensor
 
 Specified: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""By schema, or by the label of a partition, the hyperparameters that were told."""
+"""By schema, or by the label of a partition, the hyperparameters that the user gave."""
 _RATE = "learning_rate"
 
 
@@ -105,10 +105,10 @@ class Optax:
         faults = Faults()
         tree = opened(checkpoint, CORE_LINKS, faults)
         parts = _parts(tree, hints, faults)
-        told = _told(parts, hints)
+        specified = _specified(parts, hints)
         slots = [part.slots for part in parts]
         updates = updates_of([part.core.link for part in parts], slots, faults)
-        rules = dict(_rules(tree.params, parts, told, faults))
+        rules = dict(_rules(tree.params, parts, specified, faults))
         faults.check(
             StateError,
             "The checkpoint isn't a state of Optax that statekit knows",
@@ -121,7 +121,7 @@ class Optax:
             remedy="`statekit inspect` lists its tensors",
         )
         known = stated(checkpoint, [part.schema.name for part in parts], slots)
-        groups, kinds, notes = _groups(parts, told, known, hints)
+        groups, kinds, notes = _groups(parts, specified, known, hints)
         rules = rules if known is None else rules_of(known, rules)
         notes += [] if known is not None else [*_rule_notes(rules)]
         notes += tree.notes
@@ -178,9 +178,9 @@ class _Part:
             if native not in unused:
                 yield names[native], tensor
 
-    def specified(self, told: _Told) -> dict[str, Any]:
+    def given(self, specified: _Specified) -> dict[str, Any]:
         """Returns the hyperparameters that were told of it: of its label, then of its schema."""
-        given = {**told.by_schema[self.schema.name], **told.by_label.get(self.core.label or "", {})}
+        given = {**specified.by_schema[self.schema.name], **specified.by_label.get(self.core.label or "", {})}
         scale = stored_scale(self.core)
         if scale is not None and isinstance(given.get(_RATE), (int, float)):
             given[_RATE] = given[_RATE] * scale
@@ -188,7 +188,7 @@ class _Part:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Specified:
     """What the user says of a run's optimizers.
 
     Attributes:
@@ -234,7 +234,7 @@ def _part(core: CoreLink, recognised: Recognised, params: Mapping[str, Tensor], 
     return _Part(core, recognised, schema, slots, shown)
 
 
-def _told(parts: Sequence[_Part], hints: CheckpointRef) -> _Told:
+def _specified(parts: Sequence[_Part], hints: CheckpointRef) -> _Specified:
     """Returns what is said of each optimizer; a name may begin with a schema, or with the label of a partition."""
     schemas = {part.schema.name: part.schema for part in parts}
     labelled = {part.core.label: part.schema for part in parts if part.core.label not in (None, *schemas)}
@@ -247,7 +247,7 @@ def _told(parts: Sequence[_Part], hints: CheckpointRef) -> _Told:
         else:
             rest[key] = value
     by_schema = replace(hints, optimizer=None, hparams=rest).of(schemas)
-    return _Told(
+    return _Specified(
         {name: canonical(schemas[name], part.hparams) for name, part in by_schema.items()},
         {label: canonical(labelled[label], values) for label, values in by_label.items()},
         {name: part.variant for name, part in by_schema.items()},
@@ -272,10 +272,10 @@ def _rate_schedules(parts: Sequence[_Part]) -> tuple[Link, ...]:
 
 
 def _rules(
-    params: Mapping[str, Tensor], parts: Sequence[_Part], told: _Told, faults: Faults
+    params: Mapping[str, Tensor], parts: Sequence[_Part], specified: _Specified, faults: Faults
 ) -> Iterator[tuple[str, Rule]]:
     for part in parts:
-        entries = entries_of(part.specified(told))
+        entries = entries_of(part.given(specified))
         for path, shown in part.shown.items():
             slots = part.slots[path]
             given = given_rule(entries, path, shown.shape, slots, faults) if shown.factored else None
@@ -283,22 +283,22 @@ def _rules(
 
 
 def _groups(
-    parts: Sequence[_Part], told: _Told, known: ManifestRecord | None, hints: CheckpointRef
+    parts: Sequence[_Part], specified: _Specified, known: ManifestRecord | None, hints: CheckpointRef
 ) -> tuple[list[Group], list[Kind], list[str]]:
     """Returns the groups, whose rule each follows, and what was assumed for that."""
     if known is not None:
-        kinds = [(schema, told.variants[schema] or variant) for schema, variant in known.kinds]
+        kinds = [(schema, specified.variants[schema] or variant) for schema, variant in known.kinds]
         notes = [] if hints.hparams else [*known.assumptions]
-        return _labelled(groups_of(known, told.by_schema), parts), kinds, notes
+        return _labelled(groups_of(known, specified.by_schema), parts), kinds, notes
     strange = any(part.core.others for part in parts)
     kinds = [
-        (part.schema.name, told.variants[part.schema.name] or part.recognised.variant(VARIANT, strange))
+        (part.schema.name, specified.variants[part.schema.name] or part.recognised.variant(VARIANT, strange))
         for part in parts
     ]
     several = len({part.schema.name for part in parts}) > 1
     groups, open_points = [], dict[str, None]()
     for part in parts:
-        group, notes = _hyperparameters(part, told, several)
+        group, notes = _hyperparameters(part, specified, several)
         groups.append(group)
         open_points.update(dict.fromkeys(notes))
     return groups, kinds, [*open_points, *([_STRANGE] if strange else [])]
@@ -310,9 +310,9 @@ def _labelled(groups: Sequence[Group], parts: Sequence[_Part]) -> list[Group]:
     return [replace(group, label=labels[group.paths[0]]) if group.paths else group for group in groups]
 
 
-def _hyperparameters(part: _Part, told: _Told, several: bool) -> tuple[Group, list[str]]:
+def _hyperparameters(part: _Part, specified: _Specified, several: bool) -> tuple[Group, list[str]]:
     """Returns the group of one optimizer, and what was assumed or is open."""
-    given = part.specified(told)
+    given = part.given(specified)
     hyperparameters, unknown = inferred(
         part.core, part.recognised, part.schema, list(part.shown.values()), given
     )

@@ -80,7 +80,7 @@ class Recognised:
         name: The optimizer that it is, or is carried as.
         fitting: All that its structure fits; one if that is certain.
         settled: Whether nobody has to be asked: it was told, is certain, or is taken for the commonest.
-        told: Whether the user named it.
+        is_named: Whether the user named it.
         because: What the structure is, in a few words.
         exact: Whether its chain is as an optimizer of Optax makes it, with no link left out.
         rate: The link that counts for the schedule of the rate.
@@ -91,7 +91,7 @@ class Recognised:
     name: str
     fitting: tuple[str, ...]
     settled: bool
-    told: bool
+    is_named: bool
     because: str
     exact: bool = False
     rate: Link | None = None
@@ -111,7 +111,7 @@ class Recognised:
     def notes(self) -> Iterator[str]:
         """Yields which optimizer it is taken for, where a file doesn't say it, and what its updates are besides."""
         others = [name for name in self.fitting if name != self.name]
-        if others and not self.told:
+        if others and not self.is_named:
             how = f"it is taken for {self.name}" if self.settled else f"it is shown as {self.name}"
             yield (
                 f"A file doesn't say which optimizer its Adam-like state is of: {self.because}; {how} "
@@ -230,7 +230,7 @@ def _is_exact(core: CoreLink) -> bool:
     return core.behind is not None and not core.gaps and str(core.link.path[-1]) == "0"
 
 
-def _schedules(core: CoreLink, name: str, told: bool) -> tuple[Link | None, Link | None]:
+def _schedules(core: CoreLink, name: str, is_named: bool) -> tuple[Link | None, Link | None]:
     """Returns the links that count for schedules of the rate and of the decay.
 
     A schedule right behind Adam with links behind it is of the decay in adamw, and of the rate in an older idiom:
@@ -243,8 +243,8 @@ def _schedules(core: CoreLink, name: str, told: bool) -> tuple[Link | None, Link
     if core.link.kind == "adam" and core.kinds_behind[:1] == ("schedule",) and len(core.kinds_behind) > 1:
         first, *counts = counts
         if name != "adam":
-            decay = _link(first) if told else decay
-        elif told:
+            decay = _link(first) if is_named else decay
+        elif is_named:
             counts = [first, *counts]
     if rate is None and counts:
         rate = _link(counts[-1])

@@ -288,9 +288,9 @@ def in_own_form(state: TrainState, key: str, form: Tree, contents: Contents) -> 
     """
     step, place = _where(state, key)
     tree = rebuilt(form, contents)
-    held = (key, *_held_buffers(tree, contents))
+    kept_keys = (key, *_held_buffers(tree, contents))
     variables = tuple(state.extra[key].get(VARIABLES, ()))
-    dropped = dropped_from(state.extra, held, FORMS[key])
+    dropped = dropped_from(state.extra, kept_keys, FORMS[key])
     return Encoded(tree, step, dropped=dropped, place=place, variables=variables)
 
 
@@ -325,8 +325,8 @@ def placed(
             f"extra/{other}/{name}": f"{system} has no place for it"
             for name in leaf_names({"tree": {part: form[part]}})
         }
-        held = (key, other, *_held_buffers(tree, contents))
-        dropped = {**dropped_from(state.extra, held, system), **gone}
+        kept_keys = (key, other, *_held_buffers(tree, contents))
+        dropped = {**dropped_from(state.extra, kept_keys, system), **gone}
         return Encoded({**tree, part: opt_state}, step, _below(part, exactness), dropped, place)
     tree = {"params": usual_tree(state.params), "opt_state": opt_state}
     dropped = dropped_from(state.extra, (key,), system)
@@ -335,8 +335,8 @@ def placed(
 
 def _held_buffers(tree: Tree, contents: Contents) -> tuple[str, ...]:
     """Returns the key of the buffers in `extra` if a tree has them all among its parameters."""
-    held = {id(leaf) for _, leaf in leaves(tree)}
-    return (BUFFERS,) if {id(buffer) for buffer in contents.buffers.values()} <= held else ()
+    stored = {id(leaf) for _, leaf in leaves(tree)}
+    return (BUFFERS,) if {id(buffer) for buffer in contents.buffers.values()} <= stored else ()
 
 
 def counted(encoded: Encoded, state: TrainState) -> Encoded:
