@@ -24,7 +24,7 @@ from statekit.errors import CorruptError
 from statekit.files import file_changes, integrity
 from statekit.files.checkpoint import Checkpoint, Proof
 from statekit.files.manifest import FILE, RECORDS, sealed, tensor_entry, to_text
-from statekit.files.proving import Reading, proving
+from statekit.files.proving import ProvingReading, proving
 from statekit.files.source import File, Files
 from statekit.files.whole_file import MOST_APART, whole_file_fault
 from statekit.tensors.digest import records_digest, tensor_digest
@@ -234,7 +234,7 @@ def test_a_consumers_next_step_leaves_the_digest_of_the_records(tmp_path: Path) 
         statekit.torch.load_params(step, model)
 
 
-def reading(values: Array, changed: bool = False) -> tuple[Reading, list[str]]:
+def reading(values: Array, changed: bool = False) -> tuple[ProvingReading, list[str]]:
     tensor: Stored = in_memory(values, "w")
     entry = {
         "shape": list(values.shape),
@@ -242,7 +242,7 @@ def reading(values: Array, changed: bool = False) -> tuple[Reading, list[str]]:
         "blake3": tensor_digest(in_memory(values + 1) if changed else tensor),
     }
     blamed: list[str] = []
-    return Reading(tensor, "w", entry, lambda what, place: blamed.append(place)), blamed
+    return ProvingReading(tensor, "w", entry, lambda what, place: blamed.append(place)), blamed
 
 
 VALUES = np.arange(24, dtype=np.float32).reshape(4, 2, 3)

@@ -27,7 +27,7 @@ from statekit.conversion.seal import seal
 from statekit.errors import CorruptError, NotFoundError, StatekitError, TargetExistsError, UsageError
 from statekit.files import file_changes, integrity
 from statekit.files.manifest import FILE, is_manifest
-from statekit.testing.container_trials import Contents
+from statekit.testing.container_trials import WrittenContents
 
 TRAINER = GOLDEN / "torch_formats/adamw_trainer/checkpoint/checkpoint-4"
 T5X = GOLDEN / "t5x/momentum_f32/checkpoint"
@@ -62,9 +62,9 @@ def state_of(folder: Path) -> dict[str, tuple[bytes, int]]:
     return {f"{path}": (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
-def contents(path: Path) -> Contents:
+def contents(path: Path) -> WrittenContents:
     with registry.opened(registry.detect_container(path)[0], path, None, NO_HINTS) as opened:
-        return Contents.of(opened)
+        return WrittenContents.of(opened)
 
 
 def flip(file: Path, bit: int) -> None:

@@ -274,7 +274,7 @@ MATRIX: Mapping[str, tuple[Fault, ...]] = {
         Fault(TRAINER, settings={"epsilon": 0.0, "epsilon_root": 1e-8}, constants=IN_QUOTIENT),
         Fault(KERAS, settings={"epsilon": 0.0, "epsilon_root": 1e-6}, constants=IN_QUOTIENT),
         Fault(LAMB, settings={"epsilon": 0.0, "epsilon_root": 1e-5}),
-        Fault(FUSED, settings={"epsilon": 0.0}, code=((lans.Setting, "corrected", squared_and_added),)),
+        Fault(FUSED, settings={"epsilon": 0.0}, code=((lans.LansSetting, "corrected", squared_and_added),)),
         Fault(SEED, code=((scaled_adam_forms, "root", root_of_sum),)),
         Fault(NEWEST, code=((scaled_adam_forms, "root", root_of_sum),)),
     ),

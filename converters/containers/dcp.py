@@ -23,7 +23,7 @@ from typing import Any, Literal
 from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.step_folders import check_step, files_beside
-from statekit.converters.formats.dcp.metadata import METADATA, Contents, read_metadata
+from statekit.converters.formats.dcp.metadata import METADATA, StoredContents, read_metadata
 from statekit.converters.formats.dcp.tree import tree_of
 from statekit.converters.formats.dcp.values import read_values
 from statekit.converters.formats.dcp.writer import write_dcp
@@ -42,7 +42,7 @@ class Folder:
     """An opened folder of pieces: where it is, what it holds, the same by path, what was odd, and its open files."""
 
     path: Path
-    contents: Contents
+    contents: StoredContents
     values: Mapping[str, Tree]
     findings: tuple[Finding, ...]
     files: Files

@@ -27,7 +27,7 @@ from statekit.tensors.tensor import Array, Index, Shape, Stored, Tensor, bytes_o
 from statekit.tensors.tree import mapped
 
 
-class Reading:
+class ProvingReading:
     """What has been read of a tensor, and whether that is what its manifest says.
 
     Args:
@@ -112,7 +112,7 @@ class Proving:
 
     checkpoint: Checkpoint
     damage: list[Finding]
-    _readings: Sequence[Reading] = ()
+    _readings: Sequence[ProvingReading] = ()
 
     def finish(self) -> None:
         """Proves the tensors that were read in part.
@@ -151,7 +151,7 @@ def proving(checkpoint: Checkpoint, budget: Budget, *, accept: bool = False) -> 
     if not accept:
         check_no_damage(faults, checkpoint.path)
     damage += [Finding(what, place, True) for what, place in faults]
-    readings: dict[Any, Reading] = {}
+    readings: dict[Any, ProvingReading] = {}
     names = {id(tensor): name for name, tensor in checkpoint.tensors.items()}
 
     def watched(leaf: Any) -> Any:
@@ -160,7 +160,7 @@ def proving(checkpoint: Checkpoint, budget: Budget, *, accept: bool = False) -> 
             return leaf
         entry = proof.tensors[name]  # tied tensors have one digest, or the manifest contradicts the tie
         key = bytes_of(leaf), entry["blake3"]
-        reading = readings.setdefault(key, Reading(leaf, name, entry, blame))
+        reading = readings.setdefault(key, ProvingReading(leaf, name, entry, blame))
         if isinstance(leaf, Stored):
             return replace(leaf, fetch=reading.fetch)
         checksum = of_tensor(leaf)

@@ -78,7 +78,7 @@ class ParamConfig:
 
 
 @dataclass(frozen=True)
-class Setting(steps.Setting[LansConstants, LansHyperparameters]):
+class LansSetting(steps.Setting[LansConstants, LansHyperparameters]):
     """Where one parameter's update runs.
 
     Attributes:
@@ -125,7 +125,7 @@ DECAY: Mapping[str, Callable[[Backend, float], Decay]] = {
 }
 
 
-SECOND_SHARE: Mapping[str, Callable[[Setting], Value]] = {
+SECOND_SHARE: Mapping[str, Callable[[LansSetting], Value]] = {
     "float64_product": lambda s: s.xp.number(1.0 - s.xp.constant(s.hyper.beta1)),
     "float32": lambda s: s.first.new,
     "unspecified": lambda s: s.first.new,
@@ -133,39 +133,39 @@ SECOND_SHARE: Mapping[str, Callable[[Setting], Value]] = {
 """The weight of the second half of the update."""
 
 
-def _over_norm_and_epsilon(s: Setting, g: Value) -> Value:
+def _over_norm_and_epsilon(s: LansSetting, g: Value) -> Value:
     norm = s.norm(g)
     return g / s.xp.if_greater(norm, 0.0, norm + s.xp.constant(s.hyper.epsilon), 1.0 + norm)
 
 
-NORMALISED: Mapping[str, Callable[[Setting, Value], Value]] = {
+NORMALISED: Mapping[str, Callable[[LansSetting, Value], Value]] = {
     "norm": lambda s, g: g / s.norm(g),
     "norm_plus_epsilon": _over_norm_and_epsilon,
 }
 
 
-def _clamp(s: Setting, g: Value, edge: float) -> Value:
+def _clamp(s: LansSetting, g: Value, edge: float) -> Value:
     return s.xp.minimum(s.xp.maximum(g, -edge), edge)
 
 
-def _clamp_nan_too(s: Setting, g: Value, edge: float) -> Value:
+def _clamp_nan_too(s: LansSetting, g: Value, edge: float) -> Value:
     g = s.xp.if_greater(-g, -edge, g, edge)  # CUDA's min and max prefer the number to NaN
     return s.xp.if_greater(g, -edge, g, -edge)
 
 
-CLAMPED: Mapping[str, Callable[[Setting, Value, float], Value]] = {
+CLAMPED: Mapping[str, Callable[[LansSetting, Value, float], Value]] = {
     "nan": _clamp,
     "nan_unless_clipped": _clamp_nan_too,
 }
 
 
-def _limit(s: Setting, limit: float | None) -> float | None:
+def _limit(s: LansSetting, limit: float | None) -> float | None:
     """Returns a limit; None where it is off. 0.0 counts as off or not, by `false_bounds`."""
     off = limit is None or (s.form["false_bounds"] == "ignored" and limit <= 0)
     return None if off else limit
 
 
-def bounded(s: Setting, norm: Value) -> Value:
+def bounded(s: LansSetting, norm: Value) -> Value:
     """Returns the norm of a parameter within its bounds."""
     lower, upper = _limit(s, s.hyper.lower_bound), _limit(s, s.hyper.upper_bound)
     if lower is not None:
@@ -173,7 +173,7 @@ def bounded(s: Setting, norm: Value) -> Value:
     return norm if upper is None else s.xp.minimum(norm, s.xp.constant(upper))
 
 
-def coefficient(s: Setting, weight: Value, norm: Value, share: Value) -> Value:
+def coefficient(s: LansSetting, weight: Value, norm: Value, share: Value) -> Value:
     """Returns learning rate * ratio * share of one half of the update."""
     if s.form["rate_product"] == "norm_first":
         return s.ratio(s.rate * weight, norm, s.rate) * share
@@ -217,7 +217,7 @@ def update(
     """
     xp, hyper, constants = scene.xp, config.hyper, variant_constants("lans", scene.variant)
     rate = RATE[constants["lr_precision"]](xp, scene.rate) * config.lr_mult
-    s = Setting(xp, constants, hyper, rate, config.wd, scene.step + hyper.begin_num_update)
+    s = LansSetting(xp, constants, hyper, rate, config.wd, scene.step + hyper.begin_num_update)
     p = xp.widen(slots.get("master", param))
     g = _gradient(s, p, xp.widen(grad))
     m = FIRST["weighted_sum"](xp, xp.widen(slots["m"]), g, s.first)
@@ -233,7 +233,7 @@ def update(
     return xp.narrow(p, xp.dtype(param)), stored(xp, {name: new[name] for name in slots}, slots)
 
 
-def _gradient(s: Setting, p: Value, g: Value) -> Value:
+def _gradient(s: LansSetting, p: Value, g: Value) -> Value:
     """Returns the gradient that the moments see."""
     g = g * s.xp.constant(s.hyper.rescale_grad)
     if s.hyper.normalize_grad:
@@ -244,7 +244,7 @@ def _gradient(s: Setting, p: Value, g: Value) -> Value:
     return g if s.hyper.adam_w_mode else g + s.xp.constant(s.wd) * p
 
 
-def _decayed(s: Setting, direction: Value, p: Value) -> Value:
+def _decayed(s: LansSetting, direction: Value, p: Value) -> Value:
     return direction + s.xp.constant(s.wd) * p if s.hyper.adam_w_mode else direction
 
 

@@ -34,7 +34,7 @@ from statekit.optim.scaled_adam_forms import (
     MOMENTUM,
     Moving,
     ScaledAdamHyperparameters,
-    Setting,
+    ScaledAdamSetting,
     hyperparameters,
 )
 from statekit.optim.steps import Arrays, Scene, Slots, stored
@@ -84,10 +84,10 @@ def prepare(
     return full, *scaled_adam_clip.clip(s, params, full, slots, buffers)
 
 
-def setting(scene: Scene, hyper: ScaledAdamHyperparameters) -> Setting:
+def setting(scene: Scene, hyper: ScaledAdamHyperparameters) -> ScaledAdamSetting:
     """Returns where a group's update runs."""
     constants = variant_constants("scaled_adam", scene.variant)
-    return Setting(scene.xp, constants, hyper, scene.xp.number(scene.rate), scene.step)
+    return ScaledAdamSetting(scene.xp, constants, hyper, scene.xp.number(scene.rate), scene.step)
 
 
 def update(
@@ -123,18 +123,18 @@ def update(
     return xp.narrow(p, dtypes[0]), stored(xp, {name: wide[name] for name in slots}, slots)
 
 
-def _second_moment(s: Setting, v: Value, g: Value, dtype: str) -> Value:
+def _second_moment(s: ScaledAdamSetting, v: Value, g: Value, dtype: str) -> Value:
     beta2 = s.hyper.betas[1]
     return s.kept(s.kept(v * beta2, dtype) + ((1.0 - beta2) * g) * g, dtype)
 
 
-def _clamped(s: Setting, p: Value, dtype: str) -> Value:
+def _clamped(s: ScaledAdamSetting, p: Value, dtype: str) -> Value:
     limit = s.xp.constant(s.hyper.scalar_max, dtype)
     return s.xp.minimum(s.xp.maximum(p, -limit), limit)
 
 
 def _sized(
-    s: Setting, p: Value, products: Value, slots: Arrays, dtypes: tuple[str, str, str]
+    s: ScaledAdamSetting, p: Value, products: Value, slots: Arrays, dtypes: tuple[str, str, str]
 ) -> tuple[dict[str, Value], Value]:
     """Returns the slots with those that learn the parameter's size moved on, and the relative step x of its size.
 
@@ -152,7 +152,7 @@ def _sized(
 
 
 def sized(
-    s: Setting, gradient: Value, refreshed: Value, slots: Arrays, state: str
+    s: ScaledAdamSetting, gradient: Value, refreshed: Value, slots: Arrays, state: str
 ) -> tuple[dict[str, Value], Value]:
     """Returns the slots with those that learn the parameter's size moved on, and the relative step x of its size.
 
@@ -179,7 +179,7 @@ def sized(
     return {**slots, "scale_grads": history, "param_rms": rms, "scale_exp_avg_sq": moment}, x
 
 
-def _limited(s: Setting, x: Value, rms: Value, dtype: str) -> Value:
+def _limited(s: ScaledAdamSetting, x: Value, rms: Value, dtype: str) -> Value:
     """Returns x, 0 where the parameter is too small, and held back where it is too large."""
     xp, limit = s.xp, s.form["size_step_limit"]
     x = xp.if_greater(-rms, -xp.constant(s.hyper.param_min_rms, dtype), xp.widen(0.0), x)

@@ -18,7 +18,7 @@ import math
 from collections.abc import Hashable, Mapping
 
 from statekit.arrays.backend import Backend, Value
-from statekit.optim.scaled_adam_forms import ScaledAdamHyperparameters, Setting
+from statekit.optim.scaled_adam_forms import ScaledAdamHyperparameters, ScaledAdamSetting
 
 JOINT = "unused_size_slots"
 """In a state's extra: what the seed generation keeps for a batch of one-element parameters and never uses, by the
@@ -52,7 +52,7 @@ def init(xp: Backend, like: Value, hyper: ScaledAdamHyperparameters) -> dict[str
 
 
 def clip(
-    s: Setting,
+    s: ScaledAdamSetting,
     params: Mapping[str, Value],
     grads: Mapping[str, Value],
     slots: Mapping[str, Mapping[str, Value]],
@@ -83,14 +83,14 @@ def clip(
     return {name: xp.narrow(value, xp.dtype(shared[name])) for name, value in after.items()}, factor
 
 
-def reached(s: Setting, grad: Value, factor: Value) -> Value:
+def reached(s: ScaledAdamSetting, grad: Value, factor: Value) -> Value:
     """Returns what clipping makes of a gradient, widened. A factor of 0 stands for an infinite norm."""
     scaled = s.kept(s.xp.widen(grad) * factor, s.xp.dtype(grad))
     return scaled if s.form["infinite_gradient"] == "spreads" else s.xp.if_greater(factor, 0.0, scaled, 0.0)
 
 
 def _square(
-    s: Setting,
+    s: ScaledAdamSetting,
     params: Mapping[str, Value],
     grads: Mapping[str, Value],
     slots: Mapping[str, Mapping[str, Value]],
@@ -111,7 +111,7 @@ def _square(
     return total
 
 
-def _threshold(s: Setting, norms: Value, old: Value) -> tuple[Value, Value]:
+def _threshold(s: ScaledAdamSetting, norms: Value, old: Value) -> tuple[Value, Value]:
     """Returns whether the threshold is estimated in this update, and the threshold in its own dtype."""
     xp, step, period = s.xp, s.step, s.hyper.clipping_update_period
     assert s.hyper.clipping_scale is not None

@@ -45,7 +45,7 @@ def hyperparameters(group: Group, variant: str) -> ScaledAdamHyperparameters:
 
 
 @dataclass(frozen=True)
-class Setting(steps.Setting[ScaledAdamConstants, ScaledAdamHyperparameters]):
+class ScaledAdamSetting(steps.Setting[ScaledAdamConstants, ScaledAdamHyperparameters]):
     """Where a group's update runs.
 
     Attributes:
@@ -117,7 +117,7 @@ class Moving:
     one: bool
 
 
-def root(s: Setting, m: Moving) -> Value:
+def root(s: ScaledAdamSetting, m: Moving) -> Value:
     """Returns sqrt(v / c) + eps."""
     xp, v, state = s.xp, m.slots["exp_avg_sq"], m.dtypes[2]
     beta2 = s.hyper.betas[1]
@@ -135,7 +135,7 @@ def corrected_updates(beta2: float) -> int:
     return next(k for k in range(near, near + 6) if not 1.0 - beta2 ** (k + 1) < 0.99)
 
 
-def _accumulate(s: Setting, m: Moving, x: Value) -> Value:
+def _accumulate(s: ScaledAdamSetting, m: Moving, x: Value) -> Value:
     p_dtype, g_dtype, state = m.dtypes
     beta1 = s.hyper.betas[0]
     rest = s.xp.number(1.0 - beta1)
@@ -151,7 +151,7 @@ def _accumulate(s: Setting, m: Moving, x: Value) -> Value:
     return s.kept(delta + s.kept(direction * scale, g_dtype, state), state)
 
 
-def _blend(s: Setting, m: Moving, x: Value) -> Value:
+def _blend(s: ScaledAdamSetting, m: Moving, x: Value) -> Value:
     p_dtype, g_dtype, state = m.dtypes
     beta1, both = s.hyper.betas[0], (g_dtype, state)
     rate = s.scalar_rate if m.one else s.rate
@@ -162,28 +162,28 @@ def _blend(s: Setting, m: Moving, x: Value) -> Value:
     return s.kept(s.plus(s.kept(m.slots["delta"] * beta1, state), 1.0 - beta1, y, *both), state)
 
 
-MOMENTUM: Mapping[str, Callable[[Setting, Moving, Value], Value]] = {
+MOMENTUM: Mapping[str, Callable[[ScaledAdamSetting, Moving, Value], Value]] = {
     "accumulate": _accumulate,
     "blend": _blend,
 }
 
 
-def at_least(s: Setting, rms: Value, dtype: str) -> Value:
+def at_least(s: ScaledAdamSetting, rms: Value, dtype: str) -> Value:
     """Returns max(param_rms, param_min_rms)."""
     return s.xp.maximum(rms, s.xp.constant(s.hyper.param_min_rms, dtype))
 
 
-def _replace(s: Setting, x: Value, rms: Value, dtype: str) -> Value:
+def _replace(s: ScaledAdamSetting, x: Value, rms: Value, dtype: str) -> Value:
     largest = s.added(-s.scalar_rate * s.xp.number(s.hyper.size_update_period), dtype)
     return s.xp.if_greater(rms, s.xp.constant(s.hyper.param_max_rms, dtype), largest, x)
 
 
-def _limit(s: Setting, x: Value, rms: Value, dtype: str) -> Value:
+def _limit(s: ScaledAdamSetting, x: Value, rms: Value, dtype: str) -> Value:
     room = s.kept(s.kept(s.added(s.hyper.param_max_rms, dtype) - rms, dtype) / rms, dtype)
     return s.xp.minimum(x, room)
 
 
-MAX_RMS: Mapping[str, Callable[[Setting, Value, Value, str], Value]] = {
+MAX_RMS: Mapping[str, Callable[[ScaledAdamSetting, Value, Value, str], Value]] = {
     "replace": _replace,
     "limit": _limit,
 }

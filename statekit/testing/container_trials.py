@@ -49,7 +49,7 @@ class Sample:
 
 
 @dataclass(frozen=True)
-class Contents:
+class WrittenContents:
     """All that a checkpoint holds."""
 
     values: Values
@@ -57,13 +57,15 @@ class Contents:
     findings: frozenset[str]
 
     @staticmethod
-    def of(checkpoint: Checkpoint) -> Contents:
+    def of(checkpoint: Checkpoint) -> WrittenContents:
         """Reads everything."""
         values = {
             name: (tensor.dtype.name, tensor.shape, tensor.read().tobytes())
             for name, tensor in checkpoint.tensors.items()
         }
-        return Contents(values, to_json(checkpoint.tree), frozenset(f.what for f in checkpoint.findings))
+        return WrittenContents(
+            values, to_json(checkpoint.tree), frozenset(f.what for f in checkpoint.findings)
+        )
 
 
 def open_proven(container: Container, path: Path, budget: Budget | None = None) -> Checkpoint:
@@ -109,14 +111,14 @@ class Trial:
         return self.container.target_kind is not None and self.sample.writes != "nothing"
 
     @cached_property
-    def contents(self) -> Contents:
+    def contents(self) -> WrittenContents:
         """All that the sample holds."""
         return self.read()
 
-    def read(self) -> Contents:
+    def read(self) -> WrittenContents:
         """Opens the copy and reads everything."""
         with open_proven(self.container, self.path) as checkpoint:
-            return Contents.of(checkpoint)
+            return WrittenContents.of(checkpoint)
 
     @property
     def victims(self) -> list[Path]:

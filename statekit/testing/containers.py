@@ -35,7 +35,7 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.files.manifest import is_manifest
 from statekit.tensors.tensor import DTYPES, Index, Tensor, chunks, in_memory, nbytes, whole
 from statekit.tensors.tree import Tree, mapped, to_json, walk
-from statekit.testing.container_trials import FILES, Contents, Trial, open_proven
+from statekit.testing.container_trials import FILES, Trial, WrittenContents, open_proven
 from statekit.testing.damage import Damage, as_link, damages, files_of, poisons, restored, within_budget
 
 LEAST = 16
@@ -234,7 +234,7 @@ def comes_back_as_written(trial: Trial) -> None:
         target = trial.write(tree, step, "once")
         assert trial.container.detect(target), "doesn't detect what it wrote"
         with open_proven(trial.container, target) as again:
-            contents = Contents.of(again)
+            contents = WrittenContents.of(again)
     assert contents.values == trial.contents.values, f"other tensors: {_unlike(contents, trial.contents)}"
     assert contents.view == trial.contents.view, "the tree is another one"
     odd = contents.findings - trial.contents.findings  # which its original already had
@@ -271,7 +271,7 @@ def notices_damage(trial: Trial) -> None:
 
 
 def _noticed(
-    trial: Trial, file: Path, damage: Damage, outcome: Contents | BaseException, sound: Contents
+    trial: Trial, file: Path, damage: Damage, outcome: WrittenContents | BaseException, sound: WrittenContents
 ) -> bool:
     if isinstance(outcome, BaseException):
         return isinstance(outcome, StatekitError)
@@ -309,14 +309,16 @@ def stays_inside(trial: Trial) -> None:
     assert not broken, f"{len(broken)} links:\n" + "\n".join(broken[:20])
 
 
-def _says_link(outcome: Contents | BaseException, file: Path) -> bool:
+def _says_link(outcome: WrittenContents | BaseException, file: Path) -> bool:
     if isinstance(outcome, StatekitError):
         return "leads out" in str(outcome) and str(file) in str(outcome)
-    return isinstance(outcome, Contents) and any("leads out" in finding for finding in outcome.findings)
+    return isinstance(outcome, WrittenContents) and any(
+        "leads out" in finding for finding in outcome.findings
+    )
 
 
-def _same(outcome: Contents | BaseException, other: Contents | BaseException) -> bool:
-    if not (isinstance(outcome, Contents) and isinstance(other, Contents)):
+def _same(outcome: WrittenContents | BaseException, other: WrittenContents | BaseException) -> bool:
+    if not (isinstance(outcome, WrittenContents) and isinstance(other, WrittenContents)):
         return False
     return (outcome.values, outcome.view) == (other.values, other.view)
 
@@ -418,13 +420,15 @@ LAWS: Mapping[str, Law] = {
 }
 
 
-def _outcome(container: Container, path: Path, budget: Budget | None = None) -> Contents | BaseException:
+def _outcome(
+    container: Container, path: Path, budget: Budget | None = None
+) -> WrittenContents | BaseException:
     """Detects, opens and reads a checkpoint; returns what it holds, or the error that says why not."""
     try:
         with within_budget():
             container.detect(path)
             with open_proven(container, path, budget) as opened:
-                return Contents.of(opened)
+                return WrittenContents.of(opened)
     except KeyboardInterrupt:
         raise
     except BaseException as error:
@@ -439,11 +443,11 @@ def _matches(name: str, globs: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, glob) for glob in globs)
 
 
-def _told(outcome: Contents | BaseException, sound: Contents) -> str:
+def _told(outcome: WrittenContents | BaseException, sound: WrittenContents) -> str:
     return f"{outcome!r}" if isinstance(outcome, BaseException) else _unlike(outcome, sound)
 
 
-def _unlike(contents: Contents, sound: Contents) -> str:
+def _unlike(contents: WrittenContents, sound: WrittenContents) -> str:
     names = [n for n in {**sound.values, **contents.values} if contents.values.get(n) != sound.values.get(n)]
     if not names:
         return "another tree"

@@ -31,7 +31,7 @@ _MEGATRON = "megatron.core.dist_checkpointing.strategies.torch.MCoreMetadata"
 
 
 @dataclass(frozen=True)
-class Piece:
+class StoredPiece:
     """A run of bytes in one of the checkpoint's files: what torch.save wrote of one entry or one part of it."""
 
     file: str
@@ -44,7 +44,7 @@ class Chunk:
     """A box of a tensor, and where its values lie."""
 
     box: Box
-    piece: Piece
+    piece: StoredPiece
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Entry:
 
 
 @dataclass(frozen=True)
-class Contents:
+class StoredContents:
     """What `.metadata` says.
 
     Attributes:
@@ -69,7 +69,7 @@ class Contents:
     """
 
     tensors: Mapping[str, Entry]
-    objects: Mapping[str, Piece]
+    objects: Mapping[str, StoredPiece]
     paths: Mapping[str, Path]
     version: str | None
     notes: tuple[str, ...]
@@ -90,17 +90,17 @@ class _Reading:
 
     place: str
     account: Account
-    pieces: dict[tuple[str, Shape | None], Piece] = field(default_factory=dict)
+    pieces: dict[tuple[str, Shape | None], StoredPiece] = field(default_factory=dict)
     faults: Faults = field(default_factory=Faults)
 
-    def piece(self, key: str, offsets: Shape | None) -> Piece | None:
+    def piece(self, key: str, offsets: Shape | None) -> StoredPiece | None:
         piece = self.pieces.get((key, offsets))
         if piece is None:
             self.faults.add(f"its values at {offsets} are nowhere" if offsets else "lies nowhere", key)
         return piece
 
 
-def read_metadata(data: bytes, place: str, account: Account | None = None) -> Contents:
+def read_metadata(data: bytes, place: str, account: Account | None = None) -> StoredContents:
     """Reads and checks the pickle; lists every fault.
 
     Args:
@@ -120,7 +120,7 @@ def read_metadata(data: bytes, place: str, account: Account | None = None) -> Co
         raise FormatError("The metadata lists no entries or no places.", place=place)
     reading = _Reading(place, account or Account())
     _pieces(reading, stored)
-    tensors, objects = dict[str, Entry](), dict[str, Piece]()
+    tensors, objects = dict[str, Entry](), dict[str, StoredPiece]()
     for key, entry in listed.items():
         if not isinstance(key, str):
             raise FormatError("The name of an entry is no text.", place=place, found=shown(key))
@@ -132,7 +132,7 @@ def read_metadata(data: bytes, place: str, account: Account | None = None) -> Co
             tensors |= {key: tensor} if tensor else {}
     reading.faults.check(CorruptError, "The metadata contradicts itself", place=place)
     version = whole.get("version")
-    return Contents(
+    return StoredContents(
         tensors,
         objects,
         _paths(listed, whole.get("planner_data"), place),
@@ -211,7 +211,7 @@ def _pieces(reading: _Reading, stored: Mapping[Any, Any]) -> None:
                 found=", ".join(map(shown, fields["transform_descriptors"] or ())),
                 remedy="load it with the PyTorch that wrote it and save it without extensions",
             )
-        piece = Piece(file, start, size)
+        piece = StoredPiece(file, start, size)
         if reading.pieces.setdefault((key, offsets), piece) != piece:
             reading.faults.add(f"lies in two places at {offsets}", key)
     _apart(reading)

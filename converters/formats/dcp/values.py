@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
-from statekit.converters.formats.dcp.metadata import Chunk, Contents, Entry, Piece
+from statekit.converters.formats.dcp.metadata import Chunk, Entry, StoredContents, StoredPiece
 from statekit.converters.formats.pytorch.reader import Opened, read_object
 from statekit.errors import CorruptError, Faults
 from statekit.files.checkpoint import Finding
@@ -22,7 +22,7 @@ _REPEATED = 4096
 """Bytes up to which equal objects are parsed once: hyperparameters stand there again for every parameter."""
 
 
-def read_sources(contents: Contents, folder: Path, files: Files) -> dict[str, File]:
+def read_sources(contents: StoredContents, folder: Path, files: Files) -> dict[str, File]:
     """Returns every file that is mentioned, by name.
 
     Raises:
@@ -53,7 +53,7 @@ def read_sources(contents: Contents, folder: Path, files: Files) -> dict[str, Fi
 
 
 def read_values(
-    contents: Contents, folder: Path, files: Files
+    contents: StoredContents, folder: Path, files: Files
 ) -> tuple[dict[str, Tree], tuple[Finding, ...]]:
     """Returns the tensor or object of every key, and what was odd; tensors are read when asked for.
 
@@ -75,7 +75,7 @@ def read_values(
     return values, tuple(dict.fromkeys(finding for one in objects.values() for finding in one.findings))
 
 
-def _part(sources: Mapping[str, File], piece: Piece) -> Part:
+def _part(sources: Mapping[str, File], piece: StoredPiece) -> Part:
     return Part(sources[piece.file], piece.start, piece.size)
 
 

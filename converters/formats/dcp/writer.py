@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import BinaryIO
 
-from statekit.converters.formats.dcp.metadata import METADATA, Piece
+from statekit.converters.formats.dcp.metadata import METADATA, StoredPiece
 from statekit.converters.formats.dcp.tree import flat_paths
 from statekit.converters.formats.pytorch.writer import Opcodes, write_archive
 from statekit.files.stage import Stage
@@ -33,7 +33,7 @@ class Saved:
     key: str
     path: Path
     value: Tree
-    piece: Piece
+    piece: StoredPiece
 
 
 def write_dcp(tree: Tree, stage: Stage, below: str = "", named: str = "", nested: bool = True) -> None:
@@ -66,7 +66,7 @@ def _written(
                 name, start = f"__0_{number}.distcp", 0
                 file, number = opened.enter_context(stage.file(f"{below}{name}")), number + 1
             _save(file, value, stage, f"{named}{'/'.join(map(str, path))}")
-            yield Saved(key, path, value, Piece(name, start, file.tell() - start))
+            yield Saved(key, path, value, StoredPiece(name, start, file.tell() - start))
             start = file.tell()
 
 
@@ -182,7 +182,7 @@ class _Metadata:
             ops.out += b"N"
         ops.out += b"ub"
 
-    def _info(self, piece: Piece) -> None:
+    def _info(self, piece: StoredPiece) -> None:
         ops = self._ops
         self._begin(_STORAGE, "_StorageInfo")
         ops.text("relative_path")

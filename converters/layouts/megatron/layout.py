@@ -67,7 +67,7 @@ _FUSED = "The optimizer is FusedAdam, which equals torch's AdamW up to rounding.
 _SHOWN = 20
 
 
-class Parts(TypedDict):
+class MegatronParts(TypedDict):
     """The parts that the container gives: common.pt, and what is cut by its flat keys."""
 
     common: dict[Name, Any]
@@ -106,7 +106,11 @@ class MegatronAdam:
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks at the keys of what is cut."""
         tree = checkpoint.tree
-        if not fits(tree, Parts) or _inner(tree[COMMON]) is None or self._is_other(tree[COMMON]["optimizer"]):
+        if (
+            not fits(tree, MegatronParts)
+            or _inner(tree[COMMON]) is None
+            or self._is_other(tree[COMMON]["optimizer"])
+        ):
             return None
         between = "" if self.masters is None else "/optimizer"
         said = "" if self.sharding is None else f", {_SHARDING}"
@@ -125,7 +129,11 @@ class MegatronAdam:
             UsageError: A hint that the schema doesn't know.
         """
         whole = typed(
-            checkpoint.tree, Parts, checkpoint.path, "The checkpoint isn't Megatron-Core's", StateError
+            checkpoint.tree,
+            MegatronParts,
+            checkpoint.path,
+            "The checkpoint isn't Megatron-Core's",
+            StateError,
         )
         common, parts = whole["common"], _parts(whole["sharded"])
         optimizer = _inner(common)

@@ -148,7 +148,7 @@ class Files(Trained):
     files: WrittenFiles
 
 
-class Reading:
+class MXNetReading:
     """A checkpoint on its way to a state."""
 
     def __init__(self, kind: MXNetOptimizer, checkpoint: Checkpoint, hints: CheckpointRef) -> None:
@@ -495,7 +495,7 @@ class MXNetOptim:
                 place=checkpoint.path,
                 expected=".params and .states of the same step in one folder",
             )
-        return Reading(self.kind, checkpoint, hints).state()
+        return MXNetReading(self.kind, checkpoint, hints).state()
 
     def encode(self, state: TrainState) -> Encoded:
         """Returns the tree of both files.

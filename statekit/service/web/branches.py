@@ -20,7 +20,7 @@ Tree: TypeAlias = Module[tuple[int, Parameter]]
 
 
 @dataclass(frozen=True)
-class Row:
+class BranchRow:
     """A module with all it holds, or one parameter.
 
     Attributes:
@@ -54,7 +54,7 @@ class Branch:
     """
 
     at: str
-    rows: tuple[Row, ...]
+    rows: tuple[BranchRow, ...]
     further: int | None
     left: int
 
@@ -94,7 +94,7 @@ def branch(tree: Tree, at: str = "", after: int = 0, limit: int = MOST_ROWS) -> 
     return Branch(at, rows, after + len(rows) if left else None, left)
 
 
-def _row(at: str, label: str, item: tuple[int, Parameter] | None, module: Tree | None) -> Row:
+def _row(at: str, label: str, item: tuple[int, Parameter] | None, module: Tree | None) -> BranchRow:
     members = [item] if item is not None else list(module.everything()) if module is not None else []
     each = [one for _, one in members]
     size = sum(one["bytes"] + sum(slot["bytes"] for slot in one["slots"].values()) for one in each)
@@ -102,4 +102,4 @@ def _row(at: str, label: str, item: tuple[int, Parameter] | None, module: Tree |
     norm = math.hypot(*norms) if len(norms) == len(each) else None
     path = f"{at}/{label}" if at else label
     index, parameter = item if item is not None else (None, None)
-    return Row(label, path, len(each), index, parameter, size, norm)
+    return BranchRow(label, path, len(each), index, parameter, size, norm)

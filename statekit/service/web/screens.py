@@ -27,7 +27,7 @@ _HERE = Path(__file__).parent
 _TYPES = {".js": "text/javascript", ".css": "text/css", ".svg": "image/svg+xml", ".txt": "text/plain"}
 
 
-class Contents:
+class ScreenContents:
     """What looking into a checkpoint came to: its parameters as a tree, and where it resumes.
 
     Args:
@@ -57,7 +57,7 @@ class Screens:
         self.static["statekit.css"] = (stylesheet().encode(), _TYPES[".css"])
         self.static["statekit.js"] = (script().encode(), _TYPES[".js"])
         # A job that has ended stays as it is, and the tree of a large checkpoint takes a while.
-        self._read = lru_cache(maxsize=4)(lambda job: Contents(self.jobs.result(job)))
+        self._read = lru_cache(maxsize=4)(lambda job: ScreenContents(self.jobs.result(job)))
 
     def latest(self, number: int) -> dict[str, Job]:
         """Returns the youngest job of each kind about a checkpoint."""
@@ -72,7 +72,7 @@ class Screens:
         is_whole = job.kind != "parameter" or len(job.subjects) == 1 or "changes" in result
         return result if is_whole else None
 
-    def contents_of(self, number: int) -> Contents | None:
+    def contents_of(self, number: int) -> ScreenContents | None:
         """Returns what the last look into a checkpoint came to."""
         chosen = self.service.last_look(number)
         return None if chosen is None else self._read(chosen.id)

@@ -30,7 +30,7 @@ from statekit.service.web.closer_views import closer_screens, over_run
 from statekit.service.web.drawing import drawn
 from statekit.service.web.forms import subjects_of
 from statekit.service.web.problems import problem_of, problem_of_input
-from statekit.service.web.screens import Contents, Screens, as_data, result_as_data, tensor_of
+from statekit.service.web.screens import ScreenContents, Screens, as_data, result_as_data, tensor_of
 
 ROWS = 50
 """Rows of a table on one page."""
@@ -335,7 +335,7 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
         return drawn(request, "compare.html", said)
 
 
-def _below(contents: Contents | None, unfolded: frozenset[str], at: str) -> Branch | None:
+def _below(contents: ScreenContents | None, unfolded: frozenset[str], at: str) -> Branch | None:
     """Returns what stands in a module that is open; None of any other."""
     return branch(contents.tree, at) if contents is not None and at in unfolded else None
 

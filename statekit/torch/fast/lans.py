@@ -56,7 +56,7 @@ class FastLans:
         """Moves parameters and slots, as `statekit.torch.fast.dispatch.FastMove`."""
         xp, hyper, constants = backend("torch"), self.config.hyper, variant_constants("lans", self.variant)
         rate = RATE[constants["lr_precision"]](xp, scene.rate) * self.config.lr_mult
-        s = lans.Setting(xp, constants, hyper, rate, self.config.wd, scene.step + hyper.begin_num_update)
+        s = lans.LansSetting(xp, constants, hyper, rate, self.config.wd, scene.step + hyper.begin_num_update)
         c1, c2 = (self._correction(s, beta) for beta in (hyper.beta1, hyper.beta2))
         share, root = lans.SECOND_SHARE[constants["second_half_factor"]](s), math.sqrt(c2)
         moments = by_name(slots, ("m", "v"))
@@ -93,7 +93,7 @@ class FastLans:
         in_stacks(kernel, {"param": params, **moments}, {"grad": grads}, rooms=3)
 
     def _in_loops(
-        self, s: lans.Setting, c1: float, c2: float, share: Value, items: Sequence[Tensors], cuts: int
+        self, s: lans.LansSetting, c1: float, c2: float, share: Value, items: Sequence[Tensors], cuts: int
     ) -> None:
         """Moves parameters, their gradients and slots where they lie, in pieces; c1 and c2 correct the moments."""
         from statekit.torch.fast import numba_kernels
@@ -116,7 +116,7 @@ class FastLans:
         sizes = torch.stack(halves, 1).repeat_interleave(cuts, 0)
         loops.run(numba_kernels.lans_params, by_norm, sizes, *scaling, *corrections)
 
-    def _correction(self, s: lans.Setting, beta: float) -> float:
+    def _correction(self, s: lans.LansSetting, beta: float) -> float:
         if not s.hyper.bias_correction:
             return 1.0
         return float(CORRECTION[s.form["constants_precision"]](s.xp, beta, s.count + 1))

@@ -14,7 +14,12 @@ import torch
 from statekit.arrays.backend import Value
 from statekit.optim.scaled_adam import setting, sized
 from statekit.optim.scaled_adam_clip import reached
-from statekit.optim.scaled_adam_forms import ScaledAdamHyperparameters, Setting, at_least, corrected_updates
+from statekit.optim.scaled_adam_forms import (
+    ScaledAdamHyperparameters,
+    ScaledAdamSetting,
+    at_least,
+    corrected_updates,
+)
 from statekit.optim.steps import Scene
 from statekit.torch.fast.batching import (
     Slots,
@@ -110,7 +115,9 @@ class FastScaledAdam:
         names = ("delta", "exp_avg_sq", *SIZES)
         in_stacks(kernel, {"param": params, **by_name(slots, names)}, {"grad": grads})
 
-    def _in_loops(self, s: Setting, items: Sequence[Tensors], slots: Slots, clip: float, cuts: int) -> None:
+    def _in_loops(
+        self, s: ScaledAdamSetting, items: Sequence[Tensors], slots: Slots, clip: float, cuts: int
+    ) -> None:
         """Moves parameters and slots where they lie, in pieces; `clip` is what gradients are multiplied with."""
         from statekit.torch.fast import numba_kernels
 
@@ -137,18 +144,18 @@ class FastScaledAdam:
         )  # fmt: skip
 
 
-def _refreshes(s: Setting) -> bool:
+def _refreshes(s: ScaledAdamSetting) -> bool:
     return bool(s.period_ends or s.step == 0)
 
 
-def _correction(s: Setting) -> float:
+def _correction(s: ScaledAdamSetting) -> float:
     """Returns what second moments are divided by; 1 where that changes nothing any more."""
     beta2 = s.hyper.betas[1]
     return 1.0 - beta2 ** (s.step + 1) if s.step < corrected_updates(beta2) else 1.0
 
 
 def _learn(
-    s: Setting, gradient: torch.Tensor, square: torch.Tensor | None, count: int, sizes: Stacks
+    s: ScaledAdamSetting, gradient: torch.Tensor, square: torch.Tensor | None, count: int, sizes: Stacks
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Moves the slots that learn the sizes of parameters.
 
