@@ -72,11 +72,11 @@ __all__ = [  # noqa: RUF022 (the verbs first)
 ]  # fmt: skip
 
 
-def open(source: _Source, **options: Unpack[RefOptions]) -> OpenState:
+def open(path: _Source, **options: Unpack[RefOptions]) -> OpenState:
     """Opens a checkpoint and decodes it to its canonical state; reads headers and scalars only.
 
     Args:
-        source: A checkpoint, a run's folder, or a `CheckpointRef`, which holds the options too.
+        path: A checkpoint, a run's folder, or a `CheckpointRef`, which holds the options too.
         **options: What the files don't say, and how far they are trusted. Each verb and framework takes them:
             container: How its arrays lie in files; found by its content if None.
             layout: What its names mean; found by the names if None.
@@ -113,11 +113,11 @@ def open(source: _Source, **options: Unpack[RefOptions]) -> OpenState:
     """
     from statekit.conversion.open_state import open_state
 
-    return open_state(_ref(source, options), builds=True)
+    return open_state(_ref(path, options), builds=True)
 
 
 def inspect(
-    source: _Source,
+    path: _Source,
     *,
     filter: str | None = None,
     stats: bool = False,
@@ -126,7 +126,7 @@ def inspect(
     """Says what a checkpoint holds, whether or not a layout fits its names.
 
     Args:
-        source: As in `open`.
+        path: As in `open`.
         filter: Glob for parameter paths and names of other tensors; `*` also matches `/`.
         stats: Whether to read all values and add norm, rms, min, max, zeros, NaN and Inf.
         **options: As in `open`.
@@ -144,7 +144,7 @@ def inspect(
     from statekit.conversion.inspection import Request
     from statekit.conversion.inspection import inspect as inspected
 
-    return inspected(_ref(source, options), Request(filter, stats))
+    return inspected(_ref(path, options), Request(filter, stats))
 
 
 def plan(

@@ -212,7 +212,7 @@ def test_a_checkpoint_that_does_not_fit_is_refused_whole(stored: TrainState, sou
     with pytest.raises(UnknownRuleError, match="doesn't say"):
         load_optimizer(source, variables, 1e-3)
     with pytest.raises(UsageError):
-        load_optimizer(source, variables, 1e-3, hparams=options(), colour="red")
+        load_optimizer(source, variables, 1e-3, hparams=options(), colour="red")  # type: ignore[call-arg]
     assert all(not v.numpy().any() for v in variables)
 
 

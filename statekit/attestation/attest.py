@@ -11,7 +11,7 @@ from pathlib import Path
 
 from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.diagnosis import broken, diagnosed, fault, is_new
-from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.model_settings import with_beside
 from statekit.conversion.open_state import OpenState, open_state
@@ -36,7 +36,7 @@ _LACKS = {True: "the checkpoint has it, and none was given", False: "the checkpo
 
 
 def attest(
-    path: str | PathLike[str],
+    path: CheckpointRef | str | PathLike[str],
     live: Callable[[OpenState], TrainState],
     *,
     findings: Iterable[Finding] = (),
@@ -141,7 +141,7 @@ class Sides:
 
 @contextmanager
 def attesting(
-    path: str | PathLike[str],
+    path: CheckpointRef | str | PathLike[str],
     live: Callable[[OpenState], TrainState],
     *,
     findings: Iterable[Finding] = (),
@@ -166,7 +166,7 @@ def attesting(
     """Compares a live run with a checkpoint, and keeps that open; arguments and errors are those of `attest`."""
     if sample is not None and sample < 1:
         raise UsageError("A sample has at least one parameter.", place="sample", found=sample)
-    with _opened(Path(path), step, hints, instead) as (opened, taken):
+    with _opened(ref_of(path).place, step, hints, instead) as (opened, taken):
         right = as_params(opened.state)[0]
         if maps:
             right = carried_to_load(right, with_beside(maps, opened), require)
@@ -186,7 +186,7 @@ def attesting(
         except StatekitError as error:
             each += broken(error)
             result = Attestation(place, right.counts.updates, tuple(each), tuple(said), (), 0, 0, 0)
-        right = _without(_by_path(renamed(right, names, path)), {path_of(name) for name in elsewhere})
+        right = _without(_by_path(renamed(right, names, place)), {path_of(name) for name in elsewhere})
         if state is not None:
             right, more = _under_rule_of(right, state)
             each += more

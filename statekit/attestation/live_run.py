@@ -12,6 +12,7 @@ from statekit.attestation.attest import attest
 from statekit.attestation.attestation import Attestation
 from statekit.attestation.unknown_rule import attest_by_names
 from statekit.conversion import registry
+from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.errors import UnknownFormatError
 from statekit.files.checkpoint import Checkpoint
 
@@ -31,7 +32,7 @@ class LiveRun:
     gathered: Callable[[Callable[[], Attestation]], Attestation] = lambda here: here()
 
     def attested(
-        self, path: str | PathLike[str], sample: int | None, seed: int, strict: bool = False
+        self, path: CheckpointRef | str | PathLike[str], sample: int | None, seed: int, strict: bool = False
     ) -> Attestation:
         """Returns whether it is the run of a checkpoint; where no schema has the optimizer's rule, by names alone.
 
@@ -42,23 +43,23 @@ class LiveRun:
             result.check()
         return result
 
-    def _here(self, path: str | PathLike[str], sample: int | None, seed: int) -> Attestation:
+    def _here(self, path: CheckpointRef | str | PathLike[str], sample: int | None, seed: int) -> Attestation:
         try:
             return attest(path, **self.arguments, sample=sample, seed=seed)
         except UnknownFormatError:
-            result = self._by_names(Path(path), sample, seed)
+            result = self._by_names(ref_of(path).place, sample, seed)
             if result is None:
                 raise
             return result
 
     def _by_names(self, path: Path, sample: int | None, seed: int) -> Attestation | None:
         """Returns what is found by names alone; None where either side doesn't say whose its tensors are."""
-        hints, step = self.arguments["hints"], self.arguments.get("step")
+        hints = self.arguments["hints"]
         ordered = self.arguments.get("instead")
         if any(self.arguments.get(name) for name in ("names", "maps", "generators")):
             return None
         running = self.checkpoint()
-        with registry.opened(registry.detect_container(path)[0], path, step, hints) as checkpoint:
+        with registry.opened(registry.detect_container(path)[0], path, hints.step, hints) as checkpoint:
             right, said = registry.contents(checkpoint, hints.param_names), ""
             if right is not None and right.params and not right.slots and ordered:
                 right, said = registry.contents(checkpoint, ordered[0][0].param_names), ordered[0][1]

@@ -19,6 +19,7 @@ from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.diagnosis import broken
 from statekit.attestation.live_run import LiveRun
 from statekit.attestation.update import Chosen, Gradient, chosen_blocks, update_findings
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import StatekitError, UnknownFormatError, UsageError
 from statekit.state.train_state import Group
 from statekit.tensors.tensor import Index
@@ -126,7 +127,7 @@ class NextUpdate:
 @contextmanager
 def next_update(
     run: LiveRun,
-    path: str | PathLike[str],
+    path: CheckpointRef | str | PathLike[str],
     *,
     sample: int | None,
     seed: int,

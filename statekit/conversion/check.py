@@ -102,7 +102,7 @@ class CheckReport(PathReport[CheckedCheckpoint]):
 
 
 def check(
-    source: CheckpointRef | str | PathLike[str],
+    path: CheckpointRef | str | PathLike[str],
     *,
     container: str | None = None,
     step: int | None = None,
@@ -113,7 +113,7 @@ def check(
     """Proves every byte that a manifest or a format's checksum covers, of each checkpoint at a path.
 
     Args:
-        source: A checkpoint, a run's folder, or a folder of files that are checkpoints; a ref says what follows.
+        path: A checkpoint, a run's folder, or a folder of files that are checkpoints; a ref says what follows.
         container: Name of the container; found by the content if None.
         step: A step of a run's folder; all of them if None.
         follow_links: Whether to read what links out of a checkpoint lead to.
@@ -126,7 +126,7 @@ def check(
         BudgetError: Reading takes more than the budget allows, which says nothing about damage.
     """
     hints, tell = CheckpointRef(follow_links=follow_links, budget=budget), on_progress or silent
-    ref = ref_of(source, hints, container=container, step=step)
+    ref = ref_of(path, hints, container=container, step=step)
     try:
         places = list(checkpoints_at(ref))
     except CorruptError as error:  # so much is lost that no container fits what is left

@@ -437,12 +437,11 @@ class CheckpointRef:
         return replace(state, optimizer=replace(state.optimizer, variant=self.variant))
 
 
-class SourceOptions(TypedDict, total=False):
-    """The fields of `CheckpointRef` as keywords of Python, for verbs whose `layout` is the target's."""
+class HintOptions(TypedDict, total=False):
+    """The fields of `CheckpointRef` as keywords of Python; below stand those that some verb has another meaning for."""
 
     step: int | None
     hparams: Mapping[str, Any] | None
-    optimizer: str | None
     variant: str | None
     param_names: Sequence[str] | None
     names_from: Literal["config"] | None
@@ -455,11 +454,21 @@ class SourceOptions(TypedDict, total=False):
     budget: int | None
 
 
-class RefOptions(SourceOptions, total=False):
-    """The fields of `CheckpointRef` but the path, as keywords of Python; a test holds the two together."""
+class PlaceOptions(TypedDict, total=False):
+    """What a checkpoint is. The `layout` of a verb that writes is the target's."""
 
     container: str | None
     layout: str | None
+
+
+class SourceOptions(HintOptions, total=False):
+    """What is said of the source of a verb that writes."""
+
+    optimizer: str | None
+
+
+class RefOptions(SourceOptions, PlaceOptions, total=False):
+    """The fields of `CheckpointRef` but the path; a test holds the two together."""
 
 
 def _options(of: Iterable[Field[Any]]) -> Iterator[Option]:

@@ -6,7 +6,7 @@ n containers and k layouts make n * k formats: everything goes native -> canonic
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -56,6 +56,13 @@ class Hints(CheckpointRef):
             variant=variant, param_names=None if param_names is None else tuple(param_names), **others
         )
         object.__setattr__(self, "model", model)
+
+    @classmethod
+    def of_model(cls, ref: CheckpointRef, model: Mapping[str, Tensor]) -> Hints:
+        """Returns a ref with the model that goes on."""
+        return cls(
+            model=model, **{known.name: getattr(ref, known.name) for known in fields(ref) if known.init}
+        )
 
 
 NO_HINTS = CheckpointRef()

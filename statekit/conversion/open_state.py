@@ -346,13 +346,13 @@ def state_to_load(
         opened = _decoded(used.checkpoint, seen, layout, ref, budget, builds=True)
         doubts = [finding.what for finding in opened.checkpoint.findings[len(checkpoint.findings) :]]
         if doubts:  # to whoever called load_...
-            warnings.warn(printable(f"{'; '.join(doubts)} @ {checkpoint.path}"), stacklevel=4)
+            warnings.warn(printable(f"{'; '.join(doubts)} @ {checkpoint.path}"), stacklevel=5)
         yield opened
         used.finish()
         damage = [finding for finding in checkpoint.findings if finding.damage] + used.damage
         if damage:
             listed = "; ".join(f"{finding.what} @ {finding.place}" for finding in damage)
-            warnings.warn(printable(f"loaded as it is, though damaged: {listed}"), stacklevel=4)
+            warnings.warn(printable(f"loaded as it is, though damaged: {listed}"), stacklevel=5)
 
 
 @contextmanager

@@ -72,7 +72,7 @@ class SealReport(PathReport[SealedCheckpoint]):
 
 
 def seal(
-    source: CheckpointRef | str | PathLike[str],
+    path: CheckpointRef | str | PathLike[str],
     *,
     container: str | None = None,
     step: int | None = None,
@@ -84,7 +84,7 @@ def seal(
     """Writes a manifest beside each checkpoint at a path that has none which fits.
 
     Args:
-        source: A checkpoint, a run's folder, or a folder of files that are checkpoints; a ref says what follows.
+        path: A checkpoint, a run's folder, or a folder of files that are checkpoints; a ref says what follows.
         container: Name of the container; found by the content if None.
         step: A step of a run's folder; all of them if None.
         renew: Files that an earlier manifest contradicts and that are taken as they are now: paths, or names as the
@@ -102,7 +102,7 @@ def seal(
         CommitError: The manifest can't be written.
     """
     hints, tell = CheckpointRef(follow_links=follow_links, budget=budget), on_progress or silent
-    ref = ref_of(source, hints, container=container, step=step)
+    ref = ref_of(path, hints, container=container, step=step)
     places = list(checkpoints_at(ref))
     if renew:
         _check_names(places, renew)

@@ -161,6 +161,100 @@ class AdamWOptions(AdamFamilyOptions, total=False):
     mu_dtype: str | None
 
 
+class Overrides(TypedDict, total=False):
+    """What `load_optimizer` takes of hyperparameters, by every name that a variant has, and of changes at loading."""
+
+    factored: Any
+    multiply_by_parameter_scale: Any
+    beta1: Any
+    decay_rate: Any
+    step_offset: Any
+    clipping_threshold: Any
+    weight_decay_rate: Any
+    min_dim_size_to_factor: Any
+    epsilon1: Any
+    epsilon2: Any
+    dtype_momentum: Any
+    factor_map: Any
+    weight_decay_rate_lr_exponent: Any
+    global_norm_clip_threshold: Any
+    max_parameter_scale: Any
+    skip_nan_updates: Any
+    relative_step: Any
+    warmup_init: Any
+    decay_type: Any
+    beta2: Any
+    second_moment_decay: Any
+    simulated_quantize_bits: Any
+    parameter_encoding: Any
+    stacked_dim_names: Any
+    activation_dtype: Any
+    exclude_from_parameter_scale: Any
+    exclude_from_weight_decay: Any
+    maximize: Any
+    clipnorm: Any
+    clipvalue: Any
+    loss_scale_factor: Any
+    gradient_accumulation_steps: Any
+    use_ema: Any
+    ema_momentum: Any
+    ema_overwrite_frequency: Any
+    beta2_decay: Any
+    beta_2_decay: Any
+    clip_threshold: Any
+    d: Any
+    decay_offset: Any
+    eps: Any
+    epsilon_1: Any
+    epsilon_2: Any
+    global_clipnorm: Any
+    momentum: Any
+    scale_parameter: Any
+    weight_decay: Any
+    clipping_scale: Any
+    betas: Any
+    scalar_lr_scale: Any
+    param_min_rms: Any
+    param_max_rms: Any
+    scalar_max: Any
+    size_update_period: Any
+    clipping_update_period: Any
+    parameters_names: Any
+    show_dominant_parameters: Any
+    epsilon: Any
+    wd: Any
+    lower_bound: Any
+    upper_bound: Any
+    clip_gradient: Any
+    rescale_grad: Any
+    lr_mult: Any
+    wd_mult: Any
+    multi_precision: Any
+    begin_num_update: Any
+    aggregate_num: Any
+    use_fused_step: Any
+    bias_correction: Any
+    grad_averaging: Any
+    normalize_grad: Any
+    adam_w_mode: Any
+    epsilon_root: Any
+    b1: Any
+    b2: Any
+    beta_1: Any
+    beta_2: Any
+    eps_root: Any
+    amsgrad: Any
+    nesterov: Any
+    decoupled_weight_decay: Any
+    gradient_clipping: Any
+    mu_dtype: Any
+    slot_policy: Any
+    drop_slots_of: Any
+    loss_scale: Any
+    init_missing: Any
+    name: Any
+
+
 OPTIONS: Mapping[str, type] = {
     "adafactor": AdafactorOptions,
     "scaled_adam": ScaledAdamOptions,

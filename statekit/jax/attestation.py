@@ -2,41 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any
+from typing import Any, Unpack
 
 from statekit.attestation.attestation import Attestation
 from statekit.attestation.live_run import LiveRun
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.jax.from_checkpoint import model_of
+from statekit.dropin.loading import AttestOptions, Call
+from statekit.jax.from_checkpoint import maps_to
 from statekit.jax.generators import compare_generators
 from statekit.jax.leaves import leaves_of
 from statekit.jax.live import live_checkpoint, live_state
-from statekit.maps.model_map import maps_of
-from statekit.state.exactness import Level
 
 
 def attest(
     params: Any,
     opt_state: Any,
-    path: str | PathLike[str],
+    path: CheckpointRef | str | PathLike[str],
     *,
     generators: Any = None,
     strict: bool = False,
     sample: int | None = None,
     seed: int = 0,
-    names: Mapping[str, str] | None = None,
-    param_names: Sequence[str] | None = None,
-    variant: str | None = None,
-    step: int | None = None,
-    hparams: Mapping[str, Any] | None = None,
-    map: str | None = None,
-    config: Mapping[str, Any] | None = None,
-    require: Level = "rounding",
-    follow_links: bool = False,
-    budget: int | None = None,
+    **options: Unpack[AttestOptions],
 ) -> Attestation:
     """Compares a live run with the checkpoint that it goes on from, by name and bit for bit.
 
@@ -53,16 +42,7 @@ def attest(
         strict: Whether to raise what is wrong.
         sample: How many parameters are compared by value, drawn with `seed`; all if None.
         seed: Of the sample.
-        names: Names in the checkpoint by the leaves', where they differ.
-        param_names: As in `load_optimizer`.
-        variant: As in `load_optimizer`.
-        step: Which step of a run's folder; the newest if None.
-        hparams: What the checkpoint doesn't say, in the original system's names.
-        map: As in `load_optimizer`.
-        config: As in `load_optimizer`.
-        require: As in `load_optimizer`.
-        follow_links: As in `load_optimizer`.
-        budget: As in `load_optimizer`.
+        **options: As in `load_params`: what the files don't say, `names`, and a map.
 
     Returns:
         The verdict with every finding. `print` shows it, `.json()` is for programs.
@@ -75,17 +55,9 @@ def attest(
     """
     run = live_run(
         Live(params, opt_state),
+        path,
         generators=generators,
-        names=names,
-        param_names=param_names,
-        variant=variant,
-        step=step,
-        hparams=hparams,
-        map=map,
-        config=config,
-        require=require,
-        follow_links=follow_links,
-        budget=budget,
+        **options,
     )
     return run.attested(path, sample, seed, strict)
 
@@ -105,33 +77,19 @@ class Live:
 
 def live_run(
     live: Live,
+    path: CheckpointRef | str | PathLike[str],
     *,
     generators: Any = None,
-    names: Mapping[str, str] | None = None,
-    param_names: Sequence[str] | None = None,
-    variant: str | None = None,
-    step: int | None = None,
-    hparams: Mapping[str, Any] | None = None,
-    map: str | None = None,
-    config: Mapping[str, Any] | None = None,
-    require: Level = "rounding",
-    follow_links: bool = False,
-    budget: int | None = None,
+    **options: Unpack[AttestOptions],
 ) -> LiveRun:
     """Returns a run as it is held against a checkpoint, with what it has by then; arguments are those of `attest`."""
+    call = Call.of(path, options).alone()
     arguments = {
         "live": lambda opened: live_state(live.params, live.opt_state),
         "generators": compare_generators(generators),
-        "names": names,
-        "maps": maps_of(map, config, builds=False, model=model_of(leaves_of(live.params), names)),
-        "require": require,
-        "step": step,
-        "hints": CheckpointRef(
-            hparams=hparams or {},
-            variant=variant,
-            param_names=param_names,
-            follow_links=follow_links,
-            budget=budget,
-        ),
+        "names": call.names,
+        "maps": maps_to(call, leaves_of(live.params)),
+        "require": call.require,
+        "hints": call.ref,
     }
     return LiveRun(arguments, lambda: live_checkpoint(live.params, live.opt_state))

@@ -4,36 +4,33 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from os import PathLike
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from statekit.conversion.changing.at_loading import changed_at_loading, with_first_slots
+from statekit.conversion.changing.at_loading import with_first_slots
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.model_settings import with_beside
-from statekit.conversion.open_state import state_to_load
 from statekit.dropin.by_name import path_of, renamed_path
-from statekit.dropin.matching import Given, copy_fault, match_faults, renamed, require_resumable
+from statekit.dropin.loading import Call, Framework, Loaded, LoadOptions, ResumeOptions, put, resumed
+from statekit.dropin.matching import Given, copy_fault, match_faults
 from statekit.dropin.options import refuse_options
-from statekit.dropin.overrides import overridden, rate_of
+from statekit.dropin.overrides import rate_of
 from statekit.errors import Faults, StateError
 from statekit.jax.leaves import Leaves, leaves_of
 from statekit.jax.sharding import slot_sharding
 from statekit.jax.states import STATES, State
 from statekit.jax.transformation import OptimizerSpec, Rate, built, rate_faults, state_of
-from statekit.maps.links import carried_to_load
+from statekit.maps.links import StateMap
 from statekit.maps.model_map import maps_of
 from statekit.maps.modules import TargetModel
 from statekit.optim.run import steps_for
-from statekit.state.exactness import Level
 from statekit.state.options import FACTOR_MAP, RATE_NAMES, known_options, read_options, taken
-from statekit.state.stored_params import as_params, as_variable
+from statekit.state.stored_params import as_variable
 from statekit.state.train_state import Group, TrainState
-from statekit.tensors.tensor import Tensor, dtype_named
+from statekit.tensors.tensor import DType, Shape, Tensor, dtype_named
 
 HOME = "statekit.jax"
 MAKERS = {schema: schema for schema in STATES}
@@ -42,23 +39,11 @@ _REMEDY = "names must be those of the checkpoint, with dots or slashes, or given
 
 
 def load_optimizer(
-    path: str | PathLike[str],
+    path: CheckpointRef | str | PathLike[str],
     params: Any,
     *,
     learning_rate: Rate | Mapping[str, Rate] = None,
-    variant: str | None = None,
-    names: Mapping[str, str] | None = None,
-    param_names: Sequence[str] | None = None,
-    names_from: Literal["config"] | None = None,
-    step: int | None = None,
-    hparams: Mapping[str, Any] | None = None,
-    map: str | None = None,
-    config: Mapping[str, Any] | None = None,
-    require: Level = "rounding",
-    accept_damaged: bool = False,
-    follow_links: bool = False,
-    budget: int | None = None,
-    **overrides: Any,
+    **options: Unpack[ResumeOptions],
 ) -> tuple[optax.GradientTransformation, Any]:
     """Builds the optimizer that a checkpoint records, and loads its state by parameter name.
 
@@ -68,30 +53,23 @@ def load_optimizer(
     `optax.partition` of one for each.
 
     Args:
-        path: Anything statekit reads: a T5X run or step folder, an Orbax or torch checkpoint, a statekit folder.
+        path: Anything statekit reads: a T5X run or step folder, an Orbax or torch checkpoint, a statekit folder; or a
+            `CheckpointRef`.
         params: The parameters: arrays, or `jax.ShapeDtypeStruct`s with shardings.
         learning_rate: A number, a 0-d array or a schedule of the updates done; if None, as the checkpoint has it. Most
             systems store none; then every update raises. Where the run had several optimizers, one for all, or one for
             each: `{"adafactor": 1e-2, "adamw": schedule}`.
-        variant: Whose rule, where the checkpoint can't tell; of several optimizers `adafactor/optax,adamw/torch`.
-        names: Names in the checkpoint by the leaves', or by modules around them, where they differ.
-        param_names: Names in the checkpoint in the order of the optimizer's parameters, where it only numbers them.
-        names_from: `config`: that order from the architecture that config.json beside a Trainer's weights names, built
-            without weights; it needs statekit[hf].
-        step: Which step of a run's folder; the newest if None.
-        hparams: What the checkpoint doesn't say, in the original system's names, as in its configuration.
-        map: From the checkpoint's model to that of another codebase, e.g. `t5x-t5-scanned:t5x-t5-unscanned`, or from
-            the modules of one framework to another's: `torch:flax`; `names` are of its names then.
-        config: What the map needs to know of the model and no checkpoint says, e.g. `{"num_heads": 12}`.
-        require: The least exactness that a map may have for slots, as in `statekit.convert`.
-        accept_damaged: Whether to go on with what its manifest contradicts, and warn of each place.
-        follow_links: Whether to read what links out of the checkpoint lead to.
-        budget: Bytes that may be held of headers, pickles and trees, and work in proportion; 512 MiB if None.
-        **overrides: Hyperparameters for every group, e.g. `clipping_threshold=None`; `step_offset="reset"` lets the
-            second moment's decay start anew, as finetuning does. What can be overridden is the law that
-            `statekit.dropin.overrides.overridden` states. Beside them stand `slot_policy`, `drop_slots_of` and
-            `loss_scale` as in `statekit.convert`, and `init_missing=["head.*"]`: parameters that begin anew, as the
-            checkpoint lacks them or has them in another shape.
+        **options: What the files don't say, as in `statekit.open`. Beside it:
+            names: Names in the checkpoint by the leaves', or by modules around them, where they differ.
+            map: From the checkpoint's model to that of another codebase, e.g. `t5x-t5:hf-t5`, or from the modules of
+                one framework to another's: `torch:flax`; `names` are of its names then.
+            config: What the map needs to know of the model and no checkpoint says, e.g. `{"num_heads": 12}`.
+            require: The least exactness that a map may have for slots, as in `statekit.convert`.
+            Any other name is a hyperparameter for every group, e.g. `clipping_threshold=None`; `step_offset="reset"`
+            lets the second moment's decay start anew, as finetuning does. What can be overridden is the law that
+            `statekit.dropin.overrides.overridden` states. `slot_policy`, `drop_slots_of` and `loss_scale` are as in
+            `statekit.convert`, and `init_missing=["head.*"]` names parameters that begin anew, as the checkpoint lacks
+            them or has them in another shape.
 
     Returns:
         The transformation, and its state.
@@ -105,49 +83,29 @@ def load_optimizer(
         CorruptError: What is read isn't what its manifest or a checksum says.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    hints = CheckpointRef(
-        hparams=hparams or {},
-        variant=variant,
-        param_names=param_names,
-        names_from=names_from,
-        accept_damaged=accept_damaged,
-        follow_links=follow_links,
-        budget=budget,
+    return resumed(FRAMEWORK, path, leaves_of(params), learning_rate, options)
+
+
+def _built(
+    loaded: Loaded, leaves: Leaves, learning_rate: Rate | Mapping[str, Rate]
+) -> tuple[optax.GradientTransformation, Any]:
+    state = with_first_slots(loaded.state)
+    groups = [group for group in state.optimizer.groups if group.paths]
+    moved = [path_of(path) for group in groups for path in group.paths]
+    faults = _shape_faults(state.params, moved, leaves)
+    faults += [
+        ("has no slots in the checkpoint", path)
+        for group in groups
+        for path in group.paths
+        if not state.slots.get(path)
+    ]
+    Faults(faults).check(
+        StateError, "The checkpoint doesn't fit the parameters", place=loaded.place, remedy=_REMEDY
     )
-    model = model_of(leaves_of(params), names)
-    with state_to_load(Path(path), step=step, hints=hints) as opened:
-        state = carried_to_load(
-            as_params(opened.state)[0],
-            with_beside(maps_of(map, config, builds=False, model=model), opened),
-            require,
-        )
-        require_resumable(state, path, HOME, MAKERS)
-        state = renamed(state, names or {}, path, leaves_of(params).by_name)
-        model_has = {
-            name: (tuple(leaf.shape), dtype_named(str(leaf.dtype)))
-            for name, leaf in leaves_of(params).by_name.items()
-        }
-        state, overrides = changed_at_loading(state, overrides, model_has, opened.makers)
-        state = overridden(
-            state, overrides, "learning_rate", lambda schema: f"{HOME}.{MAKERS[schema]}(...).init(params)"
-        )
-        state = with_first_slots(state)
-        leaves, groups = leaves_of(params), [group for group in state.optimizer.groups if group.paths]
-        moved = [path_of(path) for group in groups for path in group.paths]
-        faults = _shape_faults(state.params, moved, leaves)
-        faults += [
-            ("has no slots in the checkpoint", path)
-            for group in groups
-            for path in group.paths
-            if not state.slots.get(path)
-        ]
-        Faults(faults).check(
-            StateError, "The checkpoint doesn't fit the parameters", place=path, remedy=_REMEDY
-        )
-        specs = [spec_of(state, group, learning_rate) for group in groups]
-        if len(groups) == 1 and len(groups[0].paths) == len(leaves.names):
-            return built(specs[0]), _loaded(specs[0], state, groups[0], leaves)
-        return _partition(specs, groups, state, leaves)
+    specs = [spec_of(state, group, learning_rate) for group in groups]
+    if len(groups) == 1 and len(groups[0].paths) == len(leaves.names):
+        return built(specs[0]), _loaded(specs[0], state, groups[0], leaves)
+    return _partition(specs, groups, state, leaves)
 
 
 def _partition(
@@ -222,39 +180,16 @@ def _placed(tensor: Tensor, sharding: jax.sharding.Sharding | None, dtype: Any =
 
 
 def load_params(
-    path: str | PathLike[str],
-    params: Any,
-    *,
-    names: Mapping[str, str] | None = None,
-    param_names: Sequence[str] | None = None,
-    names_from: Literal["config"] | None = None,
-    step: int | None = None,
-    hparams: Mapping[str, Any] | None = None,
-    map: str | None = None,
-    config: Mapping[str, Any] | None = None,
-    require: Level = "rounding",
-    accept_damaged: bool = False,
-    follow_links: bool = False,
-    budget: int | None = None,
+    path: CheckpointRef | str | PathLike[str], params: Any, **options: Unpack[LoadOptions]
 ) -> Any:
     """Returns a checkpoint's parameters in the place of others, by name, laid out over devices as they are.
 
     Values are widened where a leaf's dtype is wider, never narrowed.
 
     Args:
-        path: Anything statekit reads.
+        path: Anything statekit reads, or a `CheckpointRef`.
         params: Arrays, or `jax.ShapeDtypeStruct`s; a leaf's name is its keys joined by `/`, dots count as slashes.
-        names: As in `load_optimizer`.
-        param_names: As in `load_optimizer`.
-        names_from: As in `load_optimizer`.
-        step: Which step of a run's folder; the newest if None.
-        hparams: What the checkpoint doesn't say, in the original system's names.
-        map: As in `load_optimizer`.
-        config: As in `load_optimizer`.
-        require: As in `load_optimizer`; for parameters alone.
-        accept_damaged: As in `load_optimizer`.
-        follow_links: As in `load_optimizer`.
-        budget: As in `load_optimizer`.
+        **options: As in `load_optimizer`, without hyperparameters; `require` is for parameters alone.
 
     Raises:
         StateError: Parameters are missing on either side, or of other shapes or narrower dtypes; lists every one.
@@ -263,43 +198,31 @@ def load_params(
         CorruptError: What is read isn't what its manifest or a checksum says.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    hints = CheckpointRef(
-        hparams=hparams or {},
-        variant=None,
-        param_names=param_names,
-        names_from=names_from,
-        accept_damaged=accept_damaged,
-        follow_links=follow_links,
-        budget=budget,
+    return put(FRAMEWORK, path, leaves_of(params), options, _with_values)
+
+
+def _with_values(loaded: Loaded, leaves: Leaves) -> Any:
+    state = loaded.state
+    stored, dtypes = state.params, {path_of(name): leaf.dtype for name, leaf in leaves.by_name.items()}
+    sources = {
+        path_of(name): as_variable(state, name, dtypes.get(path_of(name), tensor.dtype), loaded.opened.makers)
+        for name, tensor in stored.items()
+    }
+    faults = _shape_faults(stored, [path_of(name) for name in stored], leaves)
+    faults += [
+        (fault, name)
+        for name, leaf in leaves.by_name.items()
+        if (source := sources.get(path_of(name))) is not None
+        and (fault := copy_fault(source, source.shape, leaf.dtype))
+    ]
+    Faults(faults).check(
+        StateError, "The checkpoint's parameters don't fit", place=loaded.place, remedy=_REMEDY
     )
-    leaves = leaves_of(params)
-    model = model_of(leaves, names)
-    with state_to_load(Path(path), step=step, hints=hints) as opened:
-        state = carried_to_load(
-            as_params(opened.state)[0],
-            with_beside(maps_of(map, config, builds=False, model=model), opened),
-            require,
-            slots=False,
-        )
-        state = renamed(state, names or {}, path, leaves_of(params).by_name)
-        stored, dtypes = state.params, {path_of(name): leaf.dtype for name, leaf in leaves.by_name.items()}
-        sources = {
-            path_of(name): as_variable(state, name, dtypes.get(path_of(name), tensor.dtype), opened.makers)
-            for name, tensor in stored.items()
-        }
-        faults = _shape_faults(stored, [path_of(name) for name in stored], leaves)
-        faults += [
-            (fault, name)
-            for name, leaf in leaves.by_name.items()
-            if (source := sources.get(path_of(name))) is not None
-            and (fault := copy_fault(source, source.shape, leaf.dtype))
-        ]
-        Faults(faults).check(StateError, "The checkpoint's parameters don't fit", place=path, remedy=_REMEDY)
-        placed = {
-            name: _placed(sources[path_of(name)], getattr(leaf, "sharding", None), leaf.dtype)
-            for name, leaf in leaves.by_name.items()
-        }
-        return leaves.tree(placed)
+    placed = {
+        name: _placed(sources[path_of(name)], getattr(leaf, "sharding", None), leaf.dtype)
+        for name, leaf in leaves.by_name.items()
+    }
+    return leaves.tree(placed)
 
 
 def model_of(leaves: Leaves, names: Mapping[str, str] | None) -> TargetModel:
@@ -314,3 +237,25 @@ def _shape_faults(
     shapes = {path_of(path): tensor.shape for path, tensor in stored.items()}
     given = {path_of(name): Given(name, tuple(leaf.shape)) for name, leaf in leaves.by_name.items()}
     return list(match_faults(shapes, moved, given, "parameters"))
+
+
+def maps_to(call: Call, leaves: Leaves) -> tuple[StateMap, ...]:
+    """Returns the maps to a model that is there."""
+    return maps_of(call.map, call.config, builds=False, model=model_of(leaves, call.names))
+
+
+def _shapes(leaves: Leaves, names: Mapping[str, str]) -> dict[str, tuple[Shape, DType]]:
+    return {name: (tuple(leaf.shape), dtype_named(str(leaf.dtype))) for name, leaf in leaves.by_name.items()}
+
+
+FRAMEWORK = Framework(
+    HOME,
+    MAKERS,
+    "learning_rate",
+    hints=lambda call, leaves: call.ref,
+    maps=maps_to,
+    names=lambda opened, call, leaves: (call.names, leaves.by_name),
+    shapes=_shapes,
+    build=_built,
+    anew="(...).init(params)",
+)

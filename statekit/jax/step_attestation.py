@@ -17,6 +17,7 @@ from statekit.attestation.attest import Sides
 from statekit.attestation.attestation import Attestation
 from statekit.attestation.next_update import NextUpdate, enclosed_rate, next_update
 from statekit.attestation.update import Gradient
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.dropin.by_name import path_of
 from statekit.dropin.overrides import rate_of
 from statekit.errors import UsageError
@@ -129,7 +130,7 @@ def _is_array(value: Any) -> bool:
 def attested_step(
     params: Any,
     opt_state: Any,
-    path: str | PathLike[str],
+    path: CheckpointRef | str | PathLike[str],
     *,
     learning_rate: Rate | Mapping[str, Rate] = None,
     sample: int | None = 32,
@@ -178,7 +179,13 @@ def attested_step(
         return _rates(sides, learning_rate)
 
     with next_update(
-        live_run(live, **options), path, sample=sample, seed=seed, strict=strict, awaited=awaited, rate=rates
+        live_run(live, path, **options),
+        path,
+        sample=sample,
+        seed=seed,
+        strict=strict,
+        awaited=awaited,
+        rate=rates,
     ) as update:
         yield AttestedStep(live, update)
 

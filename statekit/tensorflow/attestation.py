@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import keras
 
@@ -18,11 +18,11 @@ from statekit.attestation.once import AttestsOnce
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.registry import detect_container
+from statekit.dropin.loading import AttestOptions, Call
 from statekit.errors import Faults, UsageError
 from statekit.maps.model_map import maps_of
-from statekit.state.exactness import Level
 from statekit.state.train_state import TrainState
-from statekit.tensorflow.from_checkpoint import Variables, model_of, order_of, renumbered
+from statekit.tensorflow.from_checkpoint import Variables, hints_of, model_of, renumbered
 from statekit.tensorflow.live import canonical_names, live_checkpoint, live_state
 from statekit.tensorflow.naming import path_of, twice
 from statekit.tensorflow.optimizer import SchemaOptimizer
@@ -31,23 +31,14 @@ from statekit.tensorflow.optimizer import SchemaOptimizer
 def attest(
     optimizer: Any,
     variables: Variables,
-    path: str | PathLike[str],
+    path: CheckpointRef | str | PathLike[str],
     *,
     generators: bool = False,
     strict: bool = False,
     sample: int | None = None,
     seed: int = 0,
-    names: Mapping[str, str] | None = None,
-    param_names: Sequence[str] | None = None,
-    variant: str | None = None,
-    step: int | None = None,
-    hparams: Mapping[str, Any] | None = None,
-    map: str | None = None,
-    config: Mapping[str, Any] | None = None,
-    require: Level = "rounding",
-    follow_links: bool = False,
-    budget: int | None = None,
     strict_schedule: bool = True,
+    **options: Unpack[AttestOptions],
 ) -> Attestation:
     """Compares a live run with the checkpoint that it goes on from, by name and bit for bit.
 
@@ -63,19 +54,9 @@ def attest(
         strict: Whether to raise what is wrong.
         sample: How many variables are compared by value, drawn with `seed`; all if None.
         seed: Of the sample.
-        names: Names in the checkpoint by the variables' paths, where they differ; those that the optimizer was loaded
-            with if None.
-        param_names: As in `load_optimizer`.
-        variant: As in `load_optimizer`.
-        step: Which step of a run's folder; the newest if None.
-        hparams: What the checkpoint doesn't say, in the original system's names.
-        map: As in `load_optimizer`.
-        config: As in `load_optimizer`.
-        require: As in `load_optimizer`.
-        follow_links: As in `load_optimizer`.
-        budget: As in `load_optimizer`.
         strict_schedule: Whether it is a finding that only an update after the next has another learning rate; a
             warning otherwise.
+        **options: As in `load_params`: what the files don't say, `names`, and a map.
 
     Returns:
         The verdict with every finding. `print` shows it, `.json()` is for programs.
@@ -92,17 +73,8 @@ def attest(
         variables,
         path,
         generators=generators,
-        names=names,
-        param_names=param_names,
-        variant=variant,
-        step=step,
-        hparams=hparams,
-        map=map,
-        config=config,
-        require=require,
-        follow_links=follow_links,
-        budget=budget,
         strict_schedule=strict_schedule,
+        **options,
     )
     return run.run.attested(path, sample, seed, strict)
 
@@ -125,20 +97,11 @@ class KerasRun:
 def live_run(
     optimizer: Any,
     variables: Variables,
-    path: str | PathLike[str],
+    path: CheckpointRef | str | PathLike[str],
     *,
     generators: bool = False,
-    names: Mapping[str, str] | None = None,
-    param_names: Sequence[str] | None = None,
-    variant: str | None = None,
-    step: int | None = None,
-    hparams: Mapping[str, Any] | None = None,
-    map: str | None = None,
-    config: Mapping[str, Any] | None = None,
-    require: Level = "rounding",
-    follow_links: bool = False,
-    budget: int | None = None,
     strict_schedule: bool = True,
+    **options: Unpack[AttestOptions],
 ) -> KerasRun:
     """Returns a run as it is held against a checkpoint; arguments are those of `attest`."""
     given = _floating(variables)
@@ -146,27 +109,21 @@ def live_run(
         UsageError, "The variables can't be told apart", remedy="give layers names of their own"
     )
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
-    remembered = {} if names else canonical_names(optimizer)
-    hints = CheckpointRef(
-        hparams=hparams or {},
-        variant=variant,
-        param_names=order_of(Path(path), variables, param_names),
-        follow_links=follow_links,
-        budget=budget,
-    )
+    call = Call.of(path, options).alone()
+    names, remembered = call.names, {} if call.names else canonical_names(optimizer)
+    hints = hints_of(call, variables)
 
-    said = _periods(Path(path), hints, optimizer)
+    said = _periods(call.path, hints, optimizer)
     if said:
-        hints = replace(hints, hparams={**hints.hyperparameters, _PERIODS: said})
+        hints = replace(hints, hparams={**hints.hparams, _PERIODS: said})
 
-    names = names or {}
     order = [{**remembered, **names}.get(path_of(one), path_of(one)) for one in given if one.trainable]
 
     named: dict[str, Any] = {}
 
     def live(opened: OpenState) -> TrainState:
         # The optimizer remembers the names of what it moves; batch statistics aren't among that.
-        here = {} if names or map else renumbered(opened, given)
+        here = {} if names or call.map else renumbered(opened, given)
         here = {path: name for path, name in here.items() if path not in remembered}
         named.update({here.get(path_of(one), path_of(one)): one for one in given})
         return live_state(named, optimizer)
@@ -178,14 +135,13 @@ def live_run(
         "unchecked": [f"{_PERIODS}: the checkpoint doesn't say it"] if said else (),
         "names": names,
         "remembered": remembered,
-        "maps": maps_of(map, config, builds=False, model=model_of(given, {**remembered, **names})),
-        "require": require,
+        "maps": maps_of(call.map, call.config, builds=False, model=model_of(given, {**remembered, **names})),
+        "require": call.require,
         "shows_schedule": True,
         "strict_schedule": strict_schedule,
         "whole_model": isinstance(variables, keras.Model),
-        "step": step,
         "hints": hints,
-        "instead": _otherwise(hints, param_names, optimizer, order),
+        "instead": _otherwise(hints, call.ref.param_names, optimizer, order),
     }
     by_path = {path_of(one): one for one in given}
     return KerasRun(optimizer, named, LiveRun(arguments, lambda: live_checkpoint(by_path, optimizer)))

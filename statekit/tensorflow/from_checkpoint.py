@@ -3,34 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from os import PathLike
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 import keras
 
 from statekit.arrays.backend import backend
-from statekit.conversion.changing.at_loading import changed_at_loading, with_first_slots
+from statekit.conversion.changing.at_loading import with_first_slots
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.model_settings import with_beside
-from statekit.conversion.open_state import OpenState, changing, state_to_load
+from statekit.conversion.open_state import OpenState, changing
 from statekit.conversion.registry import detect_container
 from statekit.dropin.by_name import renamed_path
-from statekit.dropin.matching import Given, copy_fault, match_faults, require_resumable
-from statekit.dropin.overrides import overridden
+from statekit.dropin.loading import Call, Framework, Loaded, LoadOptions, ResumeOptions, put, resumed
+from statekit.dropin.matching import Given, copy_fault, match_faults
 from statekit.errors import Faults, StateError, UnknownRuleError, UsageError
-from statekit.maps.links import carried_to_load
+from statekit.maps.links import StateMap
 from statekit.maps.model_map import maps_of
 from statekit.maps.modules import TargetModel
-from statekit.state.exactness import Level
 from statekit.state.options import FACTOR, FACTOR_MAP, KERAS, known_options, stored_rate, taken
-from statekit.state.stored_params import as_params, as_variable
+from statekit.state.stored_params import as_variable
 from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensorflow.naming import normal, partners, path_of, twice
 from statekit.tensorflow.optimizer import Rate, SchemaOptimizer
 from statekit.tensorflow.optimizers import LAMB, LANS, Adafactor, AdamW, ScaledAdam
 from statekit.tensorflow.spec import by_keras
-from statekit.tensors.tensor import DTYPES, DType, Tensor, blocks, dtype_named
+from statekit.tensors.tensor import DTYPES, DType, Shape, Tensor, blocks, dtype_named
 
 Variables: TypeAlias = Iterable[Any] | keras.Model
 Fault: TypeAlias = tuple[str, str]
@@ -51,50 +51,30 @@ _REMEDY = "names must be those of the checkpoint, or given: names={variable.path
 
 
 def load_optimizer(
-    path: str | PathLike[str],
+    path: CheckpointRef | str | PathLike[str],
     variables: Variables,
     learning_rate: Rate = None,
-    *,
-    variant: str | None = None,
-    names: Mapping[str, str] | None = None,
-    param_names: Sequence[str] | None = None,
-    names_from: Literal["config"] | None = None,
-    step: int | None = None,
-    hparams: Mapping[str, Any] | None = None,
-    map: str | None = None,
-    config: Mapping[str, Any] | None = None,
-    require: Level = "rounding",
-    accept_damaged: bool = False,
-    follow_links: bool = False,
-    budget: int | None = None,
-    **overrides: Any,
+    **options: Unpack[ResumeOptions],
 ) -> SchemaOptimizer:
     """Builds the optimizer that a checkpoint records, and loads its state by the variables' names.
 
     Args:
-        path: Anything statekit reads: a T5X run or step folder, a TensorFlow or PyTorch file, a statekit folder, ...
+        path: Anything statekit reads: a T5X run or step folder, a TensorFlow or PyTorch file, a statekit folder; or a
+            `CheckpointRef`. Of a model and a file of Keras, the model knows `param_names`.
         variables: `model.trainable_variables`, or the model; their order doesn't matter.
         learning_rate: A number, a schedule (of `iterations`) or a callable; as the checkpoint has it if None.
-        variant: Whose rule goes on, where the file can't tell.
-        names: Names in the checkpoint by the variables' paths, or by those of layers, where they differ.
-        param_names: Names in the checkpoint in the order of the optimizer's parameters, where it only numbers them; of
-            a model and a file of Keras, the model knows them.
-        names_from: `config`: that order from the architecture that config.json beside a Trainer's weights names, built
-            without weights; it needs statekit[hf].
-        step: Which step of a run's folder; the newest if None.
-        hparams: What the checkpoint doesn't say, in the original system's names, as in its configuration.
-        map: From the checkpoint's model to that of another codebase, e.g. `t5x-t5-scanned:t5x-t5-unscanned`, or from
-            the modules of one framework to another's: `torch:keras`; `names` are of its names then.
-        config: What the map needs to know of the model and no checkpoint says, e.g. `{"num_heads": 12}`.
-        require: The least exactness that a map may have for slots, as in `statekit.convert`.
-        accept_damaged: Whether to go on with what its manifest contradicts, and warn of each place.
-        follow_links: Whether to read what links out of the checkpoint lead to.
-        budget: Bytes that may be held of headers, pickles and trees, and work in proportion; 512 MiB if None.
-        **overrides: Hyperparameters for all parameters, which outweigh the checkpoint's, and arguments of the
-            optimizer; `step_offset="reset"` lets the second moment's decay start anew, as finetuning does. What can be
-            overridden is the law that `statekit.dropin.overrides.overridden` states. Beside them stand
-            `slot_policy`, `drop_slots_of` and `loss_scale` as in `statekit.convert`, and `init_missing=["head.*"]`:
-            parameters that begin anew, as the checkpoint lacks them or has them in another shape.
+        **options: What the files don't say, as in `statekit.open`. Beside it:
+            names: Names in the checkpoint by the variables' paths, or by those of layers, where they differ.
+            map: From the checkpoint's model to that of another codebase, e.g. `t5x-t5:hf-t5`, or from the modules of
+                one framework to another's: `torch:keras`; `names` are of its names then.
+            config: What the map needs to know of the model and no checkpoint says, e.g. `{"num_heads": 12}`.
+            require: The least exactness that a map may have for slots, as in `statekit.convert`.
+            Any other name is an argument of the optimizer, or a hyperparameter for all parameters;
+            `step_offset="reset"` lets the second moment's decay start anew, as finetuning does. What can be overridden
+            is the law that
+            `statekit.dropin.overrides.overridden` states. `slot_policy`, `drop_slots_of` and `loss_scale` are as in
+            `statekit.convert`, and `init_missing=["head.*"]` names parameters that begin anew, as the checkpoint lacks
+            them or has them in another shape.
 
     Returns:
         The optimizer, built for the variables.
@@ -109,40 +89,17 @@ def load_optimizer(
         CorruptError: What is read isn't what its manifest or a checksum says.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    order = order_of(Path(path), variables, param_names)
-    hints = CheckpointRef(
-        hparams=hparams or {},
-        variant=variant,
-        param_names=order,
-        names_from=names_from,
-        accept_damaged=accept_damaged,
-        follow_links=follow_links,
-        budget=budget,
-    )
-    with state_to_load(Path(path), step=step, hints=hints) as opened:
-        maps = maps_of(map, config, builds=False, model=model_of(_trainable(variables), names))
-        state = carried_to_load(as_params(opened.state)[0], with_beside(maps, opened), require)
-        require_resumable(state, path, HOME, MAKERS, "Keras moves the variables of a model by one")
-        names = names or ({} if map else renumbered(opened, _trainable(variables)))
-        model_has = {
-            renamed_path(path_of(v), names): (tuple(v.shape), dtype_named(str(v.dtype)))
-            for v in _trainable(variables)
-        }
-        state, overrides = changed_at_loading(state, overrides, model_has, opened.makers)
-        schema, variant = state.optimizer.schema, str(state.optimizer.variant)
-        arguments = {
-            k: v for k, v in overrides.items() if k in _ARGUMENTS and k not in taken(schema, variant)
-        }
-        said = {k: v for k, v in overrides.items() if k not in arguments}
-        state = overridden(state, said, "learning_rate", lambda schema: f"{HOME}.{MAKERS[schema]}(...)")
-        state = with_first_slots(state)
-        pairs = _moved(state, variables, names or {}, path)
-        optimizer = built(state, pairs, learning_rate, arguments, path)
-        targets = _targets(optimizer, state, path)
-        for target, source in targets:
-            _copied(target, source)
-        periods = optimizer.gradient_accumulation_steps or 1
-        optimizer._iterations.assign(state.counts.updates * periods)
+    return resumed(FRAMEWORK, path, variables, learning_rate, options)
+
+
+def _optimizer(loaded: Loaded, variables: Variables, learning_rate: Rate) -> SchemaOptimizer:
+    state = with_first_slots(loaded.state)
+    pairs = _moved(state, variables, loaded.names, loaded.place)
+    optimizer = built(state, pairs, learning_rate, loaded.arguments, loaded.place)
+    for target, source in _targets(optimizer, state, loaded.place):
+        _copied(target, source)
+    periods = optimizer.gradient_accumulation_steps or 1
+    optimizer._iterations.assign(state.counts.updates * periods)
     return optimizer
 
 
@@ -310,41 +267,17 @@ def _targets(optimizer: SchemaOptimizer, state: TrainState, place: object) -> li
 
 
 def load_params(
-    path: str | PathLike[str],
-    variables: Variables,
-    *,
-    names: Mapping[str, str] | None = None,
-    param_names: Sequence[str] | None = None,
-    names_from: Literal["config"] | None = None,
-    step: int | None = None,
-    hparams: Mapping[str, Any] | None = None,
-    map: str | None = None,
-    config: Mapping[str, Any] | None = None,
-    require: Level = "rounding",
-    accept_damaged: bool = False,
-    follow_links: bool = False,
-    budget: int | None = None,
+    path: CheckpointRef | str | PathLike[str], variables: Variables, **options: Unpack[LoadOptions]
 ) -> None:
     """Copies a checkpoint's parameters into variables, by name, in place; nothing is copied unless all fit.
 
     Values are widened where the variable's dtype is wider, never narrowed.
 
     Args:
-        path: Anything statekit reads.
+        path: Anything statekit reads, or a `CheckpointRef`. Of a model and a file of Keras, the model knows
+            `param_names`.
         variables: A model, whose trainable variables must all be in the checkpoint; or the variables that must be.
-        names: Names in the checkpoint by the variables' paths, or by those of layers, where they differ.
-        param_names: Names in the checkpoint in the order of the optimizer's parameters, where it only numbers them; of
-            a model and a file of Keras, the model knows them.
-        names_from: `config`: that order from the architecture that config.json beside a Trainer's weights names, built
-            without weights; it needs statekit[hf].
-        step: Which step of a run's folder; the newest if None.
-        hparams: What the checkpoint doesn't say, in the original system's names.
-        map: As in `load_optimizer`.
-        config: As in `load_optimizer`.
-        require: As in `load_optimizer`; for parameters alone.
-        accept_damaged: As in `load_optimizer`.
-        follow_links: As in `load_optimizer`.
-        budget: As in `load_optimizer`.
+        **options: As in `load_optimizer`, without hyperparameters; `require` is for parameters alone.
 
     Raises:
         StateError: Parameters are missing on either side, or of other shapes or narrower dtypes; lists every one.
@@ -354,43 +287,42 @@ def load_params(
             other values were copied already; then the error says so.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    model = isinstance(variables, keras.Model)
-    wanted = list(variables.variables if isinstance(variables, keras.Model) else variables)
-    order = order_of(Path(path), variables, param_names)
-    hints = CheckpointRef(
-        hparams=hparams or {},
-        variant=None,
-        param_names=order,
-        names_from=names_from,
-        accept_damaged=accept_damaged,
-        follow_links=follow_links,
-        budget=budget,
+    put(
+        replace(FRAMEWORK, names=partial(_names, _all), maps=partial(maps_to, _all)),
+        path,
+        variables,
+        options,
+        _put,
     )
-    with state_to_load(Path(path), step=step, hints=hints) as opened:
-        names = names or ({} if map else renumbered(opened, wanted))
-        maps = maps_of(map, config, builds=False, model=model_of(wanted, names))
-        state = carried_to_load(as_params(opened.state)[0], with_beside(maps, opened), require, slots=False)
-        sources = {normal(p): p for p in state.params}
-        targets = {normal(renamed_path(path_of(v), names or {})): v for v in wanted}
-        faults = [
-            ("is in the checkpoint, but no variable", p) for key, p in sources.items() if key not in targets
-        ]
-        faults += [
-            ("isn't in the checkpoint", path_of(v))
-            for key, v in targets.items()
-            if key not in sources and (v.trainable or not model)
-        ]
-        pairs = [
-            (v, as_variable(state, sources[key], _dtype_of(v), opened.makers), path_of(v))
-            for key, v in targets.items()
-            if key in sources
-        ]
-        Faults([*faults, *_misfits(pairs, "the model")]).check(
-            StateError, "The checkpoint's parameters don't fit the variables", place=path, remedy=_REMEDY
-        )
-        with changing("the variables"):
-            for target, source, _ in pairs:
-                _copied(target, source)
+
+
+def _all(variables: Variables) -> list[Any]:
+    return list(variables.variables if isinstance(variables, keras.Model) else variables)
+
+
+def _put(loaded: Loaded, variables: Variables) -> None:
+    state, wanted, model = loaded.state, _all(variables), isinstance(variables, keras.Model)
+    sources = {normal(p): p for p in state.params}
+    targets = {normal(renamed_path(path_of(v), loaded.names)): v for v in wanted}
+    faults = [
+        ("is in the checkpoint, but no variable", p) for key, p in sources.items() if key not in targets
+    ]
+    faults += [
+        ("isn't in the checkpoint", path_of(v))
+        for key, v in targets.items()
+        if key not in sources and (v.trainable or not model)
+    ]
+    pairs = [
+        (v, as_variable(state, sources[key], _dtype_of(v), loaded.opened.makers), path_of(v))
+        for key, v in targets.items()
+        if key in sources
+    ]
+    Faults([*faults, *_misfits(pairs, "the model")]).check(
+        StateError, "The checkpoint's parameters don't fit the variables", place=loaded.place, remedy=_REMEDY
+    )
+    with changing("the variables"):
+        for target, source, _ in pairs:
+            _copied(target, source)
 
 
 def _dtype_of(variable: Any) -> DType:
@@ -413,3 +345,47 @@ def _copied(target: Any, source: Tensor) -> None:
             variable.assign(xp.asarray(block))
         else:
             variable[index].assign(xp.asarray(block))
+
+
+def hints_of(call: Call, variables: Variables) -> CheckpointRef:
+    """Returns the ref, with the order of a model's trainable variables where a file of Keras numbers them."""
+    return replace(call.ref, param_names=order_of(call.path, variables, call.ref.param_names))
+
+
+def maps_to(
+    of: Callable[[Variables], Sequence[Any]], call: Call, variables: Variables
+) -> tuple[StateMap, ...]:
+    """Returns the maps to a model that is there; `of` gives the variables that count."""
+    return maps_of(call.map, call.config, builds=False, model=model_of(of(variables), call.names))
+
+
+def _names(
+    of: Callable[[Variables], Sequence[Any]], opened: OpenState, call: Call, variables: Variables
+) -> tuple[Mapping[str, str], Iterable[str]]:
+    return call.names or ({} if call.map else renumbered(opened, of(variables))), ()
+
+
+def _shapes(variables: Variables, names: Mapping[str, str]) -> dict[str, tuple[Shape, DType]]:
+    return {
+        renamed_path(path_of(v), names): (tuple(v.shape), dtype_named(str(v.dtype)))
+        for v in _trainable(variables)
+    }
+
+
+def _arguments(state: TrainState) -> frozenset[str]:
+    return frozenset(_ARGUMENTS) - frozenset(taken(state.optimizer.schema, str(state.optimizer.variant)))
+
+
+FRAMEWORK = Framework(
+    HOME,
+    MAKERS,
+    "learning_rate",
+    hints=hints_of,
+    maps=partial(maps_to, _trainable),
+    names=partial(_names, _trainable),
+    shapes=_shapes,
+    build=_optimizer,
+    arguments=_arguments,
+    alone="Keras moves the variables of a model by one",
+    renames=False,
+)

@@ -19,6 +19,7 @@ from statekit.arrays.backend import backend
 from statekit.attestation.attest import Sides
 from statekit.attestation.next_update import NextUpdate, enclosed_rate, next_update
 from statekit.attestation.update import Gradient
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.dropin.by_name import path_of as canonical
 from statekit.errors import UsageError
 from statekit.state.train_state import Group
@@ -33,7 +34,7 @@ _PLACE = "statekit.tensorflow.attested_step"
 def attested_step(
     optimizer: Any,
     variables: Variables,
-    path: str | PathLike[str],
+    path: CheckpointRef | str | PathLike[str],
     *,
     sample: int | None = 32,
     seed: int = 0,

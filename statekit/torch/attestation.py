@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 import torch
 
@@ -14,12 +14,12 @@ from statekit.attestation.attest import ORDERED
 from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.diagnosis import fault
 from statekit.attestation.live_run import LiveRun
-from statekit.conversion.contracts import Hints
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.dropin.loading import AttestOptions, Call
 from statekit.errors import StateError, StatekitError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.comparison import Rate
-from statekit.state.exactness import Level
-from statekit.torch.from_checkpoint import NamedParameters, hints_of, maps_to, pairs_of
+from statekit.torch.from_checkpoint import Model, NamedParameters, hints_of, maps_to, pairs_of
 from statekit.torch.generators import compare_generators
 from statekit.torch.live import is_dense, live_checkpoint, live_state
 from statekit.torch.sharding import FLAT_PREFIX, FlatPart, flat_parts, is_sharded
@@ -31,7 +31,7 @@ Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 def attest(
     optimizer: Optimizers,
     named_parameters: NamedParameters | torch.nn.Module,
-    path: str | PathLike[str],
+    path: CheckpointRef | str | PathLike[str],
     *,
     scheduler: Any = None,
     scaler: Any = None,
@@ -39,17 +39,8 @@ def attest(
     strict: bool = False,
     sample: int | None = None,
     seed: int = 0,
-    names: Mapping[str, str] | None = None,
-    param_names: Sequence[str] | None = None,
-    variant: str | None = None,
-    step: int | None = None,
-    hparams: Mapping[str, Any] | None = None,
-    map: str | None = None,
-    config: Mapping[str, Any] | None = None,
-    require: Level = "rounding",
-    follow_links: bool = False,
-    budget: int | None = None,
     strict_schedule: bool = True,
+    **options: Unpack[AttestOptions],
 ) -> Attestation:
     """Compares a live run with the checkpoint that it goes on from, by name and bit for bit.
 
@@ -72,18 +63,9 @@ def attest(
         strict: Whether to raise what is wrong.
         sample: How many parameters are compared by value, drawn with `seed`; all if None.
         seed: Of the sample.
-        names: Names in the checkpoint by those of `named_parameters`, where they differ.
-        param_names: As in `load_optimizer`.
-        variant: As in `load_optimizer`.
-        step: Which step of a run's folder; the newest if None.
-        hparams: What the checkpoint doesn't say, in the original system's names.
-        map: As in `load_optimizer`.
-        config: As in `load_optimizer`.
-        require: As in `load_optimizer`.
-        follow_links: As in `load_optimizer`.
-        budget: As in `load_optimizer`.
         strict_schedule: Whether it is a finding that only an update after the next has another learning rate, as with
             another number of updates in all; a warning otherwise.
+        **options: As in `load_params`: what the files don't say, `names`, and a map.
 
     Returns:
         The verdict with every finding. `print` shows it, `.json()` is for programs.
@@ -98,20 +80,12 @@ def attest(
     run = live_run(
         optimizer,
         named_parameters,
+        path,
         scheduler=scheduler,
         scaler=scaler,
         generators=generators,
-        names=names,
-        param_names=param_names,
-        variant=variant,
-        step=step,
-        hparams=hparams,
-        map=map,
-        config=config,
-        require=require,
-        follow_links=follow_links,
-        budget=budget,
         strict_schedule=strict_schedule,
+        **options,
     )
     return run.run.attested(path, sample, seed, strict)
 
@@ -136,21 +110,13 @@ class TorchRun:
 def live_run(
     optimizer: Optimizers,
     named_parameters: NamedParameters | torch.nn.Module,
+    path: CheckpointRef | str | PathLike[str],
     *,
     scheduler: Any = None,
     scaler: Any = None,
     generators: bool = False,
-    names: Mapping[str, str] | None = None,
-    param_names: Sequence[str] | None = None,
-    variant: str | None = None,
-    step: int | None = None,
-    hparams: Mapping[str, Any] | None = None,
-    map: str | None = None,
-    config: Mapping[str, Any] | None = None,
-    require: Level = "rounding",
-    follow_links: bool = False,
-    budget: int | None = None,
     strict_schedule: bool = True,
+    **options: Unpack[AttestOptions],
 ) -> TorchRun:
     """Returns a run as it is held against a checkpoint; arguments are those of `attest`."""
     inner = [_innermost(one, "optimizer", torch.optim.Optimizer) for one in _all(optimizer)]
@@ -160,18 +126,8 @@ def live_run(
     every = {name.replace(FLAT_PREFIX, ""): param for name, param in pairs_of(named)}
     here = {name: param for name, param in every.items() if id(param) not in flat or flat[id(param)].count}
     pairs = list(here.items())
-    maps = maps_to(map, config, pairs, names)
-    hints = hints_of(
-        [] if maps else pairs,
-        names or {},
-        param_names,
-        None,
-        hparams,
-        variant,
-        False,
-        follow_links,
-        budget,
-    )
+    call, model = Call.of(path, options).alone(), Model(pairs)
+    hints = hints_of(call, model)
     beside: dict[str, Any] = {}
     moved = [_innermost(one, "scheduler") for one in _all(scheduler)]
     if moved:
@@ -190,14 +146,13 @@ def live_run(
         "live_length": _length(moved),
         "strict_schedule": strict_schedule,
         "generators": compare_generators if generators else None,
-        "names": names,
-        "maps": maps,
+        "names": call.names,
+        "maps": maps_to(call, model),
         "unchecked": _buffers(named_parameters)[1] if is_model else (),
-        "require": require,
+        "require": call.require,
         "whole_model": is_model,
-        "step": step,
         "hints": hints,
-        "instead": _in_order(hints, inner, every, names or {}),
+        "instead": _in_order(hints, inner, every, call.names),
         "elsewhere": [name for name in every if name not in here],
     }
     is_apart = bool(flat) or any(is_sharded(param) for param in here.values())
@@ -294,11 +249,11 @@ def _innermost(outer: Any, name: str, kind: type = object) -> Any:
 
 
 def _in_order(
-    hints: Hints,
+    hints: CheckpointRef,
     optimizers: Sequence[torch.optim.Optimizer],
     params: Mapping[str, torch.Tensor],
     names: Mapping[str, str],
-) -> list[tuple[Hints, str]]:
+) -> list[tuple[CheckpointRef, str]]:
     """Returns hints with the checkpoint's names in the order of the live optimizers; none if they move others too."""
     known = {id(param): names.get(name, name) for name, param in params.items()}
     order = [known.get(id(param)) for group in _groups(optimizers) for param in group["params"]]

@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from os import PathLike
-from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias, Unpack
 
 import torch
 
-from statekit.conversion.changing.at_loading import changed_at_loading
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Hints
-from statekit.conversion.model_settings import with_beside
-from statekit.conversion.open_state import changing, state_to_load
+from statekit.conversion.open_state import changing
 from statekit.conversion.registry import layout
 from statekit.dropin.by_name import path_of, renamed_path
-from statekit.dropin.matching import Given, copy_fault, match_faults, renamed, require_resumable
-from statekit.dropin.overrides import overridden, rate_of
+from statekit.dropin.loading import Call, Framework, Loaded, LoadOptions, ResumeOptions, put, resumed
+from statekit.dropin.matching import Given, copy_fault, match_faults, require_resumable
+from statekit.dropin.overrides import rate_of
 from statekit.errors import Faults, StateError, UsageError
-from statekit.maps.links import StateMap, carried_to_load
+from statekit.maps.links import StateMap
 from statekit.maps.model_map import maps_of
 from statekit.maps.modules import TargetModel
-from statekit.state.exactness import Level
 from statekit.state.options import RATE_NAMES
 from statekit.state.schema import load_schema
-from statekit.state.stored_params import as_params, as_variable
+from statekit.state.stored_params import as_variable
 from statekit.state.train_state import Axis, Rule, TrainState
-from statekit.tensors.tensor import Array, Stored, Tensor, same_values
+from statekit.tensors.tensor import Array, DType, Shape, Stored, Tensor, same_values
 from statekit.torch.groups import rate_fault
 from statekit.torch.optimizer import Rate
 from statekit.torch.optimizers import LAMB, LANS, Adafactor, AdamW, ScaledAdam
@@ -57,23 +55,11 @@ _REMEDY = (
 
 
 def load_optimizer(
-    path: str | PathLike[str],
+    path: CheckpointRef | str | PathLike[str],
     named_parameters: NamedParameters,
     *,
     lr: Rate | Mapping[str, Rate] = None,
-    variant: str | None = None,
-    names: Mapping[str, str] | None = None,
-    param_names: Sequence[str] | None = None,
-    names_from: Literal["config"] | None = None,
-    step: int | None = None,
-    hparams: Mapping[str, Any] | None = None,
-    map: str | None = None,
-    config: Mapping[str, Any] | None = None,
-    require: Level = "rounding",
-    accept_damaged: bool = False,
-    follow_links: bool = False,
-    budget: int | None = None,
-    **overrides: Any,
+    **options: Unpack[ResumeOptions],
 ) -> torch.optim.Optimizer:
     """Builds the optimizer that a checkpoint records, and loads its state by parameter name.
 
@@ -84,32 +70,22 @@ def load_optimizer(
     weights (`torch.save(optimizer.state_dict())`) goes on too.
 
     Args:
-        path: Anything statekit reads: a T5X run or step folder, a torch file, a statekit folder.
+        path: Anything statekit reads: a T5X run or step folder, a torch file, a statekit folder; or a `CheckpointRef`.
         named_parameters: `model.named_parameters()`.
         lr: Learning rate of every group, before parameter scale; as the checkpoint has it if None. T5X stores none.
             Where the run had several optimizers, one for all, or one for each: `{"adafactor": 1e-2, "adamw": 1e-3}`.
             A scheduler goes on where the run stood with `last_epoch=optimizer.param_groups[0]["step"] - 1`.
-        names: Names in the checkpoint by those of `named_parameters`, or of modules among them, where they differ.
-        param_names: Names in the checkpoint in the order of the optimizer's parameters, where it only numbers them.
-        names_from: `config`: that order from the architecture that config.json beside a Trainer's weights names, built
-            without weights; it needs statekit[hf].
-        variant: Whose rule goes on, by its name in the optimizer's schema, where the checkpoint can't tell: the
-            generations of ScaledAdam leave the same files, and so do MXNet's two paths of LANS. As the checkpoint
-            has it if None.
-        step: Which step of a run's folder; the newest if None.
-        hparams: What the checkpoint doesn't say, in the original system's names, as in its configuration.
-        map: From the checkpoint's model to that of another codebase, e.g. `t5x-t5:hf-t5`, or from the modules of one
-            framework to another's: `flax:torch`, `keras:torch`; `names` are of its names then.
-        config: What the map needs to know of the model and no checkpoint says, e.g. `{"num_heads": 12}`.
-        require: The least exactness that a map may have for slots, as in `statekit.convert`.
-        accept_damaged: Whether to go on with what its manifest contradicts, and warn of each place.
-        follow_links: Whether to read what links out of the checkpoint lead to.
-        budget: Bytes that may be held of headers, pickles and trees, and work in proportion; 512 MiB if None.
-        **overrides: Hyperparameters for every group, e.g. `clipping_threshold=None`; `step_offset="reset"` lets the
-            second moment's decay start anew, as finetuning does. What can be overridden is the law that
-            `statekit.dropin.overrides.overridden` states. Beside them stand `slot_policy`, `drop_slots_of` and
-            `loss_scale` as in `statekit.convert`, and `init_missing=["head.*"]`: parameters that begin anew, as the
-            checkpoint lacks them or has them in another shape.
+        **options: What the files don't say, as in `statekit.open`. Beside it:
+            names: Names in the checkpoint by those of `named_parameters`, or of modules among them, where they differ.
+            map: From the checkpoint's model to that of another codebase, e.g. `t5x-t5:hf-t5`, or from the modules of
+                one framework to another's: `flax:torch`; `names` are of its names then.
+            config: What the map needs to know of the model and no checkpoint says, e.g. `{"num_heads": 12}`.
+            require: The least exactness that a map may have for slots, as in `statekit.convert`.
+            Any other name is a hyperparameter for every group, e.g. `clipping_threshold=None`; `step_offset="reset"`
+            lets the second moment's decay start anew, as finetuning does. What can be overridden is the law that
+            `statekit.dropin.overrides.overridden` states. `slot_policy`, `drop_slots_of` and `loss_scale` are as in
+            `statekit.convert`, and `init_missing=["head.*"]` names parameters that begin anew, as the checkpoint lacks
+            them or has them in another shape.
 
     Returns:
         The optimizer; a `Partition`, where the run had several. What a step needs and nobody knows doesn't stop the
@@ -127,26 +103,13 @@ def load_optimizer(
     for rate in lr.values() if isinstance(lr, Mapping) else (lr,):
         if fault := rate_fault(rate):
             raise UsageError("This can't be a learning rate.", place="lr", found=fault)
-    pairs = pairs_of(named_parameters)
-    maps = maps_to(map, config, pairs, names)
-    model = [] if maps else pairs  # the checkpoint has other ones
-    hints = hints_of(
-        model, names or {}, param_names, names_from, hparams, variant, accept_damaged, follow_links, budget
-    )
-    with state_to_load(Path(path), step=step, hints=hints) as opened:
-        state = as_params(opened.state)[0]
-        if maps:
-            state = carried_to_load(state, with_beside(maps, opened), require)
-        require_resumable(state, path, HOME, MAKERS)
-        state = renamed(state, names or {}, path, [name for name, _ in pairs])
-        model_has = {
-            name: (tuple(param.shape), dtype_of(param)) for name, param in pairs if param.requires_grad
-        }
-        state, overrides = changed_at_loading(state, overrides, model_has, opened.makers)
-        state = overridden(state, overrides, "lr", lambda schema: f"{HOME}.{MAKERS[schema]}(...)")
-        optimizer = optimizer_for(state, pairs, path)
+    return resumed(FRAMEWORK, path, Model(pairs_of(named_parameters)), lr, options)
+
+
+def _built(loaded: Loaded, model: Model, lr: Rate | Mapping[str, Rate]) -> torch.optim.Optimizer:
+    optimizer = optimizer_for(loaded.state, model.pairs, loaded.place)
     for group in optimizer.param_groups:
-        rate = rate_of(lr, group["schema"], state, "lr")
+        rate = rate_of(lr, group["schema"], loaded.state, "lr")
         if rate is not None:
             group["lr"] = rate
             group["initial_lr"] = rate.clone() if isinstance(rate, torch.Tensor) else rate
@@ -196,20 +159,7 @@ def _new(state: TrainState, groups: Sequence[dict[str, Any]]) -> torch.optim.Opt
 
 
 def load_params(
-    path: str | PathLike[str],
-    model: torch.nn.Module,
-    *,
-    names: Mapping[str, str] | None = None,
-    param_names: Sequence[str] | None = None,
-    names_from: Literal["config"] | None = None,
-    step: int | None = None,
-    hparams: Mapping[str, Any] | None = None,
-    map: str | None = None,
-    config: Mapping[str, Any] | None = None,
-    require: Level = "rounding",
-    accept_damaged: bool = False,
-    follow_links: bool = False,
-    budget: int | None = None,
+    path: CheckpointRef | str | PathLike[str], model: torch.nn.Module, **options: Unpack[LoadOptions]
 ) -> None:
     """Copies a checkpoint's parameters into a model, by name, in place; nothing is copied unless all fit.
 
@@ -217,19 +167,10 @@ def load_params(
     them.
 
     Args:
-        path: Anything statekit reads: a T5X run or step folder, a torch file, a statekit folder.
+        path: Anything statekit reads: a T5X run or step folder, a torch file, a statekit folder; or a `CheckpointRef`.
         model: The module.
-        names: Names in the checkpoint by those of the model's parameters and buffers, where they differ.
-        param_names: As in `load_optimizer`.
-        names_from: As in `load_optimizer`.
-        step: Which step of a run's folder; the newest if None.
-        hparams: What the checkpoint doesn't say, in the original system's names.
-        map: As in `load_optimizer`.
-        config: As in `load_optimizer`.
-        require: As in `load_optimizer`; for parameters alone.
-        accept_damaged: As in `load_optimizer`.
-        follow_links: As in `load_optimizer`.
-        budget: As in `load_optimizer`.
+        **options: As in `load_optimizer`, without hyperparameters; `names` are of buffers too, and `require` is for
+            parameters alone.
 
     Raises:
         StateError: Parameters are missing on either side, or of other shapes or narrower dtypes; lists every one.
@@ -239,21 +180,16 @@ def load_params(
             other values were copied already; then the error says so.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    tensors = [*model.named_parameters(), *model.named_buffers()]
-    maps = maps_to(map, config, tensors, names, _classes(model))
-    pairs = [] if maps else list(model.named_parameters())
-    hints = hints_of(
-        pairs, names or {}, param_names, names_from, hparams, None, accept_damaged, follow_links, budget
-    )
-    with state_to_load(Path(path), step=step, hints=hints) as opened:
-        state = as_params(opened.state)[0]
-        if maps:
-            state = carried_to_load(state, with_beside(maps, opened), require, slots=False)
-        state = renamed(state, names or {}, path, [name for name, _ in tensors])
-        fitted = _fitted(state, opened.makers, model, path)
-        with changing("the model"):
-            for target, source in fitted:
-                copy_into(target, source)
+    put(FRAMEWORK, path, Model(list(model.named_parameters()), model), options, _copied_into)
+
+
+def _copied_into(loaded: Loaded, model: Model) -> None:
+    module = model.module
+    assert module is not None  # load_params gives it
+    fitted = _fitted(loaded.state, loaded.opened.makers, module, loaded.place)
+    with changing("the model"):
+        for target, tensor in fitted:
+            copy_into(target, tensor)
 
 
 def _fitted(
@@ -295,20 +231,33 @@ def _fitted(
     return pairs
 
 
-def maps_to(
-    name: str | None,
-    config: Mapping[str, Any] | None,
-    tensors: Iterable[tuple[str, torch.Tensor]],
-    names: Mapping[str, str] | None,
-    classes: Mapping[str, str] | None = None,
-) -> tuple[StateMap, ...]:
+@dataclass(frozen=True)
+class Model:
+    """A model that goes on.
+
+    Attributes:
+        pairs: Its parameters with their names.
+        module: The module, whose buffers and classes count too; None where there are parameters alone.
+    """
+
+    pairs: Sequence[tuple[str, torch.Tensor]]
+    module: torch.nn.Module | None = None
+
+    @property
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Parameters and buffers with their names."""
+        return [*self.pairs, *(self.module.named_buffers() if self.module is not None else ())]
+
+
+def maps_to(call: Call, model: Model) -> tuple[StateMap, ...]:
     """Returns the maps to a model that is there: its tensors, and its modules' classes where they are known."""
-    if name is None and not config:
+    if call.map is None and not call.config:
         return ()
-    theirs = {path_of(mine): path_of(one) for mine, one in (names or {}).items()}
-    paths = frozenset(renamed_path(path_of(mine), theirs) for mine, _ in tensors)
-    of = {renamed_path(path_of(mine), theirs): one for mine, one in (classes or {}).items()}
-    return maps_of(name, config, builds=False, model=TargetModel(paths, of))
+    theirs = {path_of(mine): path_of(name) for mine, name in call.names.items()}
+    classes = {} if model.module is None else _classes(model.module)
+    paths = frozenset(renamed_path(path_of(mine), theirs) for mine, _ in model.tensors)
+    of = {renamed_path(path_of(mine), theirs): kind for mine, kind in classes.items()}
+    return maps_of(call.map, call.config, builds=False, model=TargetModel(paths, of))
 
 
 def _classes(model: torch.nn.Module) -> dict[str, str]:
@@ -332,19 +281,11 @@ def pairs_of(named_parameters: NamedParameters) -> list[tuple[str, torch.Tensor]
     return pairs
 
 
-def hints_of(
-    pairs: Sequence[tuple[str, torch.Tensor]],
-    names: Mapping[str, str],
-    param_names: Sequence[str] | None,
-    names_from: str | None,
-    hparams: Mapping[str, Any] | None,
-    variant: str | None,
-    accept_damaged: bool,
-    follow_links: bool,
-    budget: int | None,
-) -> Hints:
-    """Returns what the caller says of a checkpoint, the parameters that it has for it among that."""
-    theirs = {path_of(mine): name for mine, name in names.items()}
+def hints_of(call: Call, model: Model) -> CheckpointRef:
+    """Returns what a layout decodes by: the ref, and the parameters that the caller has for the checkpoint."""
+    if maps_to(call, model):
+        return call.ref  # the checkpoint has other parameters
+    theirs = {path_of(mine): name for mine, name in call.names.items()}
     modules = {mine: path_of(name) for mine, name in theirs.items()}
 
     def there(name: str) -> str:
@@ -352,20 +293,27 @@ def hints_of(
         around = renamed_path(path, modules)
         return theirs.get(path, name if around == path else around.replace("/", "."))
 
-    model: dict[str, Tensor] = {
+    trained: dict[str, Tensor] = {
         name: Stored(tuple(param.shape), dtype_of(param), _no_values(name), name, "the model")
-        for name, param in ((there(n), p) for n, p in pairs if p.requires_grad)
+        for name, param in ((there(n), p) for n, p in model.pairs if p.requires_grad)
     }
-    return Hints(
-        hparams,
-        variant,
-        param_names,
-        model=model,
-        names_from=names_from,
-        accept_damaged=accept_damaged,
-        follow_links=follow_links,
-        budget=budget,
-    )
+    return Hints.of_model(call.ref, trained)
+
+
+def _shapes(model: Model, names: Mapping[str, str]) -> dict[str, tuple[Shape, DType]]:
+    return {name: (tuple(param.shape), dtype_of(param)) for name, param in model.pairs if param.requires_grad}
+
+
+FRAMEWORK = Framework(
+    HOME,
+    MAKERS,
+    "lr",
+    hints=hints_of,
+    maps=maps_to,
+    names=lambda opened, call, model: (call.names, [name for name, _ in model.tensors]),
+    shapes=_shapes,
+    build=_built,
+)
 
 
 def _no_values(name: str) -> Callable[[object], Array]:

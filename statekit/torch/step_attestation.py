@@ -13,6 +13,7 @@ import torch
 from statekit.arrays.backend import backend
 from statekit.attestation.next_update import NextUpdate, next_update
 from statekit.attestation.update import Gradient
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.dropin.by_name import path_of
 from statekit.tensors.tensor import Array, Index
 from statekit.torch.attestation import TorchRun, live_run, only
@@ -28,7 +29,7 @@ SQRT_UNITS = 2.0
 def attested_step(
     optimizer: torch.optim.Optimizer,
     named_parameters: NamedParameters | torch.nn.Module,
-    path: str | PathLike[str],
+    path: CheckpointRef | str | PathLike[str],
     *,
     sample: int | None = 32,
     seed: int = 0,
@@ -63,7 +64,7 @@ def attested_step(
         UsageError: No update was made in the block, or there are several optimizers.
         StateError: With `strict`, the state or the update isn't the checkpoint's; others as of `attest`.
     """
-    run = live_run(optimizer, named_parameters, **options)
+    run = live_run(optimizer, named_parameters, path, **options)
     only(run.optimizers, "optimizer")
     awaited = (
         "statekit.torch.attested_step",
