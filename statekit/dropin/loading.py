@@ -89,10 +89,10 @@ class Call:
             UsageError: The ref can't be made.
         """
         known = {option.name for option in OPTIONS}
-        told = {name: value for name, value in options.items() if name in known}
+        given = {name: value for name, value in options.items() if name in known}
         others = {name: value for name, value in options.items() if name not in {*known, *_LOADING}}
         return cls(
-            CheckpointRef.given(source, **told),
+            CheckpointRef.given(source, **given),
             dict(options.get("names") or {}),
             options.get("map"),
             options.get("config"),
