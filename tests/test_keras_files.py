@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 import subprocess
 import sys
@@ -172,8 +173,22 @@ def test_a_lost_exclusion_is_said_to_be_assumed() -> None:
         group = opened.state.optimizer.groups[0]
         assert group.known_from["exclude_from_weight_decay"] == "assumed"
         assert any("kept from weight decay" in note for note in opened.state.assumptions)
+
+
+def test_averages_are_told_from_waiting_gradients_by_their_likeness_to_the_weights(tmp_path: Path) -> None:
+    case = next(case for case in CASES if case.name == "adamw_ema_schedule_clip")
+    names = hints_of(case, FORMS[0])
+    with open_state(case / "checkpoint" / FORMS[0], hints=replace(names, hparams={})) as opened:
+        is_recorded(opened.state, case)
+    other = tmp_path / FORMS[0]
+    shutil.copy(case / "checkpoint" / FORMS[0], other)
+    with h5py.File(other, "r+") as file:
+        weights = len(meta_of(case)["extra"]["param_order"])
+        for number in range(1, 1 + weights):
+            average = file[f"optimizer/vars/{number}"]
+            average[...] = np.random.RandomState(number).randn(*average.shape)
     with pytest.raises(StateError, match=r"could be several things") as caught:
-        open_state(case / "checkpoint" / FORMS[0])
+        open_state(other, hints=replace(names, hparams={}))
     assert "use_ema" in caught.value.remedy
 
 

@@ -26,7 +26,7 @@ from statekit.files.integrity import proof_inside
 from statekit.files.source import Files, first_bytes, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tree import strict_json
-from statekit.tensors.typed import Name, typed
+from statekit.tensors.typed import Name, fits, typed
 
 MAGIC = b"\x89HDF\r\n\x1a\n"
 CONFIG, VERSIONS = "config.json", "metadata.json"
@@ -65,7 +65,9 @@ class KerasH5:
         with opening(path, budget) as files:
             tree = open_hdf5(files.source(path), f"{path}")
             proof, findings = documents(tree, path, files)
-        return Checkpoint(self.name, path, tree, {}, None, findings, files.close, proof=proof)
+        version = tree.get(ATTRIBUTES, {}).get("keras_version")
+        meta = {"keras_version": version} if fits(version, Name) else {}
+        return Checkpoint(self.name, path, tree, meta, None, findings, files.close, proof=proof)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes the file.

@@ -30,7 +30,7 @@ from statekit.errors import (
 )
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.schema import WEIGHTS
-from statekit.state.train_state import Counts, Group, KnownFrom, TrainState
+from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, TrainState
 from statekit.tensors.tensor import Tensor, dtype_name
 from statekit.tensors.tree import tensor_names
 
@@ -316,6 +316,51 @@ def open_beside(path: Path, ref: CheckpointRef, budget: Budget | None = None) ->
         except (UnknownFormatError, StateError, UsageError) as error:
             faults.append(error)
     raise faults[0]
+
+
+def open_params(ref: CheckpointRef) -> OpenState:
+    """Opens a checkpoint for its parameters alone: where no layout decodes the optimizer, they are read without it.
+
+    Raises:
+        As `open_state`.
+    """
+    try:
+        return open_state(ref, builds=True)
+    except (StateError, UnknownFormatError) as error:
+        named, seen, _ = chosen_container(ref.place, ref.container, ref.layout)
+        checkpoint = registry.opened(named, ref.place, ref.step, ref)
+        opened = _params_of(checkpoint, seen, error, ref)
+        if opened is None:
+            checkpoint.close()
+            raise
+        return opened
+
+
+def _params_of(
+    checkpoint: Checkpoint, seen: Evidence, error: StatekitError, ref: CheckpointRef
+) -> OpenState | None:
+    """Returns the parameters that a checkpoint holds besides what no layout decodes; None if none are known."""
+    described = registry.contents(checkpoint, ref.param_names)
+    if described is None or not described.params:
+        return None
+    cards = {name: registry.layout_card(name) for name in registry.layout_names()}
+    of_weights = [
+        name
+        for name, card in cards.items()
+        if WEIGHTS in card.variants and checkpoint.container in card.containers
+    ]
+    if not of_weights:
+        return None
+    done = checkpoint.step or 0
+    state = TrainState(
+        described.params,
+        {},
+        Optimizer(WEIGHTS, None, ()),
+        Counts(done, done, says_schedule=False),
+        assumptions=(f"The optimizer is left unread: {error.subject}",),
+    )
+    why = Evidence(0, f"the parameters alone were asked for; there is {described.what}")
+    return OpenState(checkpoint, of_weights[0], (seen, why), state, ref.job_budget(), ref)
 
 
 @contextmanager

@@ -29,7 +29,7 @@ from statekit.conversion.contracts import (
     LikeModel,
     Paced,
 )
-from statekit.conversion.open_state import OpenState, open_beside, open_state
+from statekit.conversion.open_state import OpenState, open_beside, open_params, open_state
 from statekit.conversion.plan import Plan, Request, Side, build_plan
 from statekit.conversion.rule_change import (
     RuleChange,
@@ -218,7 +218,7 @@ def prepare(request: Request) -> Plan:
     check_apart(request.source, request.target)
     container, implied = choose_container(request.target, request.to)
     container = written_as(container, request.target)
-    opened = open_state(request.ref, builds=True)
+    opened = _opened(request)
     beside: tuple[OpenState, ...] = ()
     try:
         state, changes = _changed(opened, request)
@@ -389,6 +389,13 @@ def _made_by_map(state: TrainState) -> dict[str, Any]:
 def _offset(state: TrainState, asked: StepOffset) -> int | None:
     """Returns where the decay of a source's second moment was made to start; None where that stays."""
     return None if asked == "keep" else state.counts.updates if asked == "reset" else asked
+
+
+def _opened(request: Request) -> OpenState:
+    """Returns a conversion's source, open; for its parameters alone, whatever the optimizer is."""
+    if request.changes is not None and request.changes.params_only:
+        return open_params(request.ref)
+    return open_state(request.ref, builds=True)
 
 
 def _changed(opened: OpenState, request: Request) -> tuple[TrainState, tuple[Change, ...]]:

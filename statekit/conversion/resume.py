@@ -87,6 +87,7 @@ def of_checkpoint(opened: OpenState) -> SavedRun:
         manifest["source"]["container"] if converted and manifest else None,
         manifest["options"] if converted and manifest else {},
         ref=opened.ref,
+        version=checkpoint.meta.get("keras_version"),
     )
 
 

@@ -60,6 +60,7 @@ class SavedRun:
         options: What its conversion was asked for.
         ref: What the user said of it; None of a conversion's target, which says it itself.
         own_name: The name of the checkpoint, where `path` stands for any place.
+        version: The version of the library that wrote it, where its file says that.
     """
 
     container: str
@@ -77,6 +78,7 @@ class SavedRun:
     options: Mapping[str, Any] = field(default_factory=dict)
     own_name: str | None = None
     ref: Told | None = None
+    version: str | None = None
 
     def step_path(self, name: str) -> Path:
         """Returns the step's own folder or file, which may be the checkpoint itself or lie in it.

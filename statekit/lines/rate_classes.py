@@ -49,10 +49,17 @@ def _keras_own(rates: Rates) -> str | None:
                 power = f", power={n['power']!r}" if first.kind == "polynomial" else ""
                 ends = f"end_learning_rate={float(n['end'])!r}"
                 return f"PolynomialDecay({float(n['start'])!r}, {n['steps']!r}, {ends}{power})"
-            case "exponential" | "step":
-                stairs = ", staircase=True" if first.kind == "step" else ""
-                return f"ExponentialDecay({float(n['start'])!r}, {n['every']!r}, {n['factor']!r}{stairs})"
+            case "exponential" | "step" | "inverse":
+                return _keras_decay(first)
     return _keras_cosine(rates)
+
+
+def _keras_decay(one: Piece) -> str:
+    """Returns the call of Keras' class that is a piece which decays by a factor."""
+    n = one.numbers
+    name = "InverseTimeDecay" if one.kind == "inverse" else "ExponentialDecay"
+    stairs = ", staircase=True" if one.kind == "step" or n.get("stairs") else ""
+    return f"{name}({float(n['start'])!r}, {n['every']!r}, {n['factor']!r}{stairs})"
 
 
 def _keras_cosine(rates: Rates) -> str | None:

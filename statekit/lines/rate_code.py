@@ -175,6 +175,9 @@ def _formula(one: Piece, step: str, dialect: Dialect) -> str:
         case "rsqrt":
             root = dialect.function.format(name="sqrt", of=f"1 + {step} / {n['shift']!r}")
             return f"{n['start']!r} / {root}"
+        case "inverse":
+            part = f"({step} {'//' if n['stairs'] else '/'} {n['every']!r})"
+            return f"{n['start']!r} / (1 + {n['factor']!r} * {part})"
         case "eden":
             count = step if n["every"] == 1 else f"({step} // {n['every']!r})"
             return f"{n['start']!r} * (1 + ({count} / {n['scale']!r}) ** 2) ** -{n['power']!r}"

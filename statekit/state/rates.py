@@ -26,6 +26,7 @@ Kind: TypeAlias = Literal[
     "step",
     "multistep",
     "rsqrt",
+    "inverse",
     "eden",
     "product",
 ]
@@ -51,6 +52,7 @@ class Piece:
             step         the same with whole steps: start factor^floor(t / every)
             multistep    start, factor, at: start factor^n after n of the numbers of updates in `at`
             rsqrt        start, shift: start / sqrt((t + shift) / shift)
+            inverse      start, factor, every, stairs: start / (1 + factor t / every), of whole `every` with stairs
             eden         start, scale, power, every: start (1 + (n / scale)^2)^-power with n = floor(t / every)
             product      of: the product of other pieces, each with an origin of its own
             Any kind may have a `floor`: it is at least that.
@@ -90,6 +92,9 @@ class Piece:
                 return float(numbers["start"] * _power(numbers["factor"], bisect_right(numbers["at"], done)))
             case "rsqrt":
                 return float(numbers["start"] / math.sqrt((done + numbers["shift"]) / numbers["shift"]))
+            case "inverse":
+                part = done // numbers["every"] if numbers["stairs"] else done / numbers["every"]
+                return float(numbers["start"] / (1 + numbers["factor"] * part))
             case "eden":
                 part = (done // numbers["every"]) / numbers["scale"]
                 return float(numbers["start"] * (1 + part**2) ** -numbers["power"])

@@ -43,7 +43,7 @@ HOME = "statekit.tensorflow"
 MAKERS = {schema: kind.__name__ for schema, kind in OPTIMIZERS.items()}
 KERAS_FILES = ("keras", "keras-h5")
 """Containers that number a model's variables."""
-KERAS_LAYOUTS = ("keras", "statekit-keras", "tf2-keras", "tf2-statekit")
+KERAS_LAYOUTS = ("keras", "keras-model-h5", "statekit-keras", "tf2-keras", "tf2-keras2", "tf2-statekit")
 """Layouts whose names are paths of Keras' variables."""
 _ARGUMENTS = ("jit_compile", "name", *KERAS)
 """Arguments of the optimizers that are no hyperparameters; those of Keras' base class unless the variant has them."""

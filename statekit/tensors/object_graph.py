@@ -23,6 +23,8 @@ VALUE = "VARIABLE_VALUE"
 SUFFIX = f"/.ATTRIBUTES/{VALUE}"
 SLOT = ".OPTIMIZER_SLOT"
 SAVE_COUNTER = "save_counter"
+METRICS = "/keras_api/"
+"""In keys of a SavedModel, what Keras keeps of a model besides its variables: the metrics."""
 
 
 @dataclass(frozen=True)

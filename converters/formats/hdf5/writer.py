@@ -126,7 +126,7 @@ def _datasets(
 ) -> Iterator[tuple[str, Tensor, int]]:
     """Makes groups and data sets; yields each tensor's name, and where in the file its values are to be."""
     for key, value in tree.get(ATTRIBUTES, {}).items():
-        group.attrs[key] = json.dumps(value) if isinstance(value, (dict, list)) else value
+        group.attrs[key] = _attribute(value)
     for key, value in tree.items():
         if key == ATTRIBUTES:
             continue
@@ -134,6 +134,15 @@ def _datasets(
             yield from _datasets(group.create_group(key), value, (*path, key))
         else:
             yield "/".join((*path, key)), value, _dataset(group, key, value)
+
+
+def _attribute(value: Any) -> Any:
+    """Returns a value as an attribute holds it: names as an array of texts, other trees as JSON."""
+    import h5py
+
+    if isinstance(value, list) and all(isinstance(name, str) for name in value):
+        return np.array(value, h5py.string_dtype())
+    return json.dumps(value) if isinstance(value, (dict, list)) else value
 
 
 def _dataset(group: Any, key: str, tensor: Tensor) -> int:

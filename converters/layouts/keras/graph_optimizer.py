@@ -18,6 +18,7 @@ from statekit.converters.layouts.keras.state import (
     ACCUMULATOR,
     AVERAGE,
     HOME,
+    HOMES,
     ITERATION,
     RATE,
     Kept,
@@ -31,11 +32,7 @@ from statekit.tensors.object_graph import GRAPH, SAVE_COUNTER, SUFFIX, Builder, 
 from statekit.tensors.tensor import Tensor, in_memory
 
 VARIABLES, TRAINED = "_variables", "_trainable_variables"
-ITERATIONS, _RATE = "_iterations", "_learning_rate"
-_OF_FILES = {
-    "tree": "what a file of Keras has besides: its config, states that aren't parameters",
-    "places": "where a parameter lies in a file of Keras",
-}
+ITERATIONS, RATE_NODE = "_iterations", "_learning_rate"
 BASE_LISTS = {AVERAGE: "_model_variables_moving_average", ACCUMULATOR: "_accumulated_gradients"}
 
 
@@ -75,7 +72,7 @@ class GraphOptimizer:
 
     def kept(self) -> Kept:
         """Returns what it keeps besides its slots."""
-        rate = self.graph.child(self.node, _RATE)
+        rate = self.graph.child(self.node, RATE_NODE)
         return Kept(
             rate is not None and self.graph.nodes[rate].variable is not None,
             self.has(BASE_LISTS[AVERAGE]),
@@ -203,8 +200,8 @@ def encoded_graph(
     order = order_of(state)
     frozen = [path for path in state.params if path not in {*order}]
     dropped = dropped_from(state.extra, (HOME,), "tf.train.Checkpoint")
-    for part, reason in _OF_FILES.items():
-        if part in home:
+    for part, reason in HOMES.items():
+        if part in home and part != "graph":
             dropped[f"extra/{HOME}/{part}"] = reason
     had = home.get("graph")
     had = had if had and had.keys() >= {"layout", "others", "objects", "own", "places"} else None
@@ -256,7 +253,7 @@ def _new(
                 )  # kernels and embeddings are properties of what is stored
             tree[key + SUFFIX] = tensor
     variables = builder.add(optimizer, VARIABLES)
-    attributes = {ITERATION: ITERATIONS, RATE: _RATE}
+    attributes = {ITERATION: ITERATIONS, RATE: RATE_NODE}
     for number, row in enumerate(rows):
         if silent and row.what == RATE and row.path is None:
             continue

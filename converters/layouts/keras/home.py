@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from statekit.converters.layouts.keras.state import HOME
-from statekit.converters.layouts.keras.variables import CONFIG, VARIABLES, Variable, without
+from statekit.converters.layouts.keras.variables import CONFIG, VARIABLES, VERSIONS, Variable, without
 from statekit.errors import StateError
 from statekit.files.checkpoint import ATTRIBUTES
 from statekit.state.train_state import TrainState
+from statekit.tensors.typed import Name, fits
 
 OPTIMIZER = "optimizer"
+INNER = "inner_optimizer"
+"""Where Keras 2 saves the variables of an optimizer once more if a loss scale is around it."""
 SAYINGS = "statekit_keras"
 """Attribute of a whole file in which statekit says what Keras doesn't: the names of all variables."""
 
@@ -19,6 +22,13 @@ SAYINGS = "statekit_keras"
 def config_of(tree: Mapping[str, Any]) -> Any:
     """Returns the model's config; None if the file has none."""
     return tree.get(ATTRIBUTES, {}).get(CONFIG)
+
+
+def is_keras2(tree: Mapping[str, Any]) -> bool:
+    """Tells whether Keras 2 wrote a file, by the version that it has there."""
+    attributes = tree.get(ATTRIBUTES, {})
+    version = attributes.get(VERSIONS, attributes).get("keras_version")
+    return fits(version, Name) and version.startswith("2.")
 
 
 def home_of(tree: Mapping[str, Any], placed: Mapping[str, Variable]) -> dict[str, Any]:
@@ -39,6 +49,8 @@ def home_of(tree: Mapping[str, Any], placed: Mapping[str, Variable]) -> dict[str
         )
     kept = {key: part for key, part in node.items() if key == ATTRIBUTES}
     left[OPTIMIZER] = {**left.get(OPTIMIZER, {}), VARIABLES: kept}
+    if is_keras2(tree) and INNER in left[OPTIMIZER]:
+        left[OPTIMIZER][INNER] = {VARIABLES: {}}
     left[ATTRIBUTES] = {key: part for key, part in left.get(ATTRIBUTES, {}).items() if key != SAYINGS}
     return {"tree": left, "places": {path: list(variable.place) for path, variable in placed.items()}}
 

@@ -20,11 +20,20 @@ from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence, Exactness
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.hyperparameters import manifest_state
-from statekit.converters.layouts.keras.home import OPTIMIZER, SAYINGS, config_of, home_in, home_of
+from statekit.converters.layouts.keras.home import (
+    INNER,
+    OPTIMIZER,
+    SAYINGS,
+    config_of,
+    home_in,
+    home_of,
+    is_keras2,
+)
 from statekit.converters.layouts.keras.like import laid_out_like
 from statekit.converters.layouts.keras.lines import model_file_lines, weights_file_lines
 from statekit.converters.layouts.keras.state import (
     HOME,
+    HOMES,
     NO_RATE,
     SCHEMAS,
     VARIANT,
@@ -103,7 +112,7 @@ class Keras:
         entries = optimizer_variables(tree)
         known = manifest_state(checkpoint, named.schema)
         every = variables(tree, config)
-        trained = [variable.tensor.shape for variable in every if variable.trained]
+        trained = [variable.tensor for variable in every if variable.trained]
         rows = [entries[key] for key in map(str, range(len(entries))) if key in entries]
         if len(rows) != len(entries):
             raise StateError("The optimizer's variables aren't numbered from 0 on.", place=checkpoint.path)
@@ -138,10 +147,14 @@ class Keras:
         named = tree.get(OPTIMIZER, {}).get(VARIABLES, {}).get(ATTRIBUTES)
         name = named if home.get("class") == kind and named else {"name": usual_name(kind)}
         tree[OPTIMIZER] = {**tree.get(OPTIMIZER, {}), VARIABLES: {ATTRIBUTES: name, **entries}}
-        with_config(tree, "keras.optimizers", kind, None, _arguments(state, home, kind))
+        if INNER in tree[OPTIMIZER] and home.get("keras2"):
+            tree[OPTIMIZER][INNER] = {VARIABLES: entries}
+        tree_before = home.get("tree", {})
+        before = by_config(config_of(tree_before), is_keras2(tree_before))
+        with_config(tree, "keras.optimizers", kind, None, arguments(state, before, kind))
         unknown = kept.rate and rate_of(state) is None
         exactness = {RATE_PLACE: (Exactness.ROUNDING, NO_RATE)} if unknown else {}
-        return Encoded(tree, state.counts.updates, exactness, left_out(state))
+        return Encoded(tree, state.counts.updates, exactness, left_out(state, "tree", "places"))
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the lines that go on in Keras."""
@@ -153,12 +166,18 @@ RATE_PLACE = f"{OPTIMIZER}/{VARIABLES}/1"
 """Where the learning rate lies if it does."""
 
 
-def left_out(state: TrainState) -> dict[str, str]:
-    """Returns what a file of Keras has no place for."""
+def left_out(state: TrainState, *held: str) -> dict[str, str]:
+    """Returns what a file of Keras has no place for.
+
+    Args:
+        state: The state.
+        held: The keys of the home that this form of file holds.
+    """
+    home = home_in(state)
     dropped = dropped_from(state.extra, (HOME,), "a file of Keras")
-    if "graph" in home_in(state):
-        dropped[f"extra/{HOME}/graph"] = "the objects of tf.train.Checkpoint that aren't parameters"
-    return dropped
+    return dropped | {
+        f"extra/{HOME}/{key}": why for key, why in HOMES.items() if key in home and key not in held
+    }
 
 
 def optimizer_variables(tree: Any) -> dict[str, Tensor]:
@@ -176,6 +195,7 @@ class KeptRecord(TypedDict):
     average: NotRequired[bool]
     accumulate: NotRequired[bool]
     amsgrad: NotRequired[bool]
+    placeholders: NotRequired[bool]
 
 
 class Saying(TypedDict, total=False):
@@ -245,34 +265,34 @@ def saved_order(tree: Mapping[str, Any], every: Sequence[Variable]) -> Order | N
 
 def _named(tree: Mapping[str, Any], config: Any) -> Named | None:
     said = sayings(tree)
-    named = by_config(config) or (
+    named = by_config(config, is_keras2(tree)) or (
         Named(said["class"])
         if fits(said.get("class"), Name) and said["class"] in SCHEMAS
         else by_name(attribute(tree, OPTIMIZER, "name"))
     )
     if named is None or "kept" not in said:
         return named
-    return replace(
-        named, kept=Kept(**{key: said["kept"].get(key, False) for key in KeptRecord.__annotations__})
-    )
+    return replace(named, kept=Kept(**said["kept"]))
+
+
+def given_order(
+    every: Sequence[Variable], names: Sequence[str], shapes: Sequence[Any], has_config: bool
+) -> Order:
+    """Returns the variables of these names, which somebody gave: by name, or else in the model's order."""
+    if len(names) != len(shapes):
+        return by_names(every, names, shapes)
+    try:
+        return by_names(every, names, shapes)
+    except StateError:  # layers may have been numbered anew since: the names are right if the order is
+        order = in_order(every, shapes, has_config)
+        return Order(dict(zip(names, order.moved.values(), strict=True)), order.notes)
 
 
 def _order(
-    tree: Mapping[str, Any],
-    every: Sequence[Variable],
-    hints: CheckpointRef,
-    shapes: Sequence[Any],
-    config: Any,
+    tree: Mapping[str, Any], every: Sequence[Variable], ref: CheckpointRef, shapes: Sequence[Any], config: Any
 ) -> Order:
-    names = hints.param_names
-    if names is not None and len(names) == len(shapes):
-        try:
-            return by_names(every, names, shapes)
-        except StateError:  # layers may have been numbered anew since: the names are right if the order is
-            order = in_order(every, shapes, config is not None)
-            return Order(dict(zip(names, order.moved.values(), strict=True)), order.notes)
-    if names is not None:
-        return by_names(every, names, shapes)
+    if ref.param_names is not None:
+        return given_order(every, ref.param_names, shapes, config is not None)
     said = saved_order(tree, every)
     if said is None or [v.tensor.shape for v in said.moved.values()] != list(shapes):
         return in_order(every, shapes, config is not None)
@@ -300,13 +320,14 @@ def model_tree(state: TrainState, home: Mapping[str, Any], said: Mapping[str, An
             number = counted[above] = counted.get(above, -1) + 1
             place = (*above, VARIABLES, str(number))
         names.append([list(place), path, path in {*moved}])
-        _put(tree, place, state.params[path], () if path in placed else place[:-2])
-    merged = _merged(skeleton, tree)
-    attributes = {**merged.get(ATTRIBUTES, {}), SAYINGS: {**said, "variables": names}}
-    return {ATTRIBUTES: attributes, **{key: part for key, part in merged.items() if key != ATTRIBUTES}}
+        put(tree, place, state.params[path], () if path in placed else place[:-2])
+    whole = merged(skeleton, tree)
+    attributes = {**whole.get(ATTRIBUTES, {}), SAYINGS: {**said, "variables": names}}
+    return {ATTRIBUTES: attributes, **{key: part for key, part in whole.items() if key != ATTRIBUTES}}
 
 
-def _put(tree: dict[str, Any], place: Sequence[str], leaf: Tensor, named: Sequence[str]) -> None:
+def put(tree: dict[str, Any], place: Sequence[str], leaf: Tensor, named: Sequence[str]) -> None:
+    """Puts a leaf at a place, below groups that are made on the way; `named` gives the last group its name."""
     node = tree
     for key in place[:-1]:
         node = node.setdefault(key, {})
@@ -315,20 +336,20 @@ def _put(tree: dict[str, Any], place: Sequence[str], leaf: Tensor, named: Sequen
     node[place[-1]] = leaf
 
 
-def _merged(skeleton: Any, tree: Any) -> Any:
+def merged(skeleton: Any, tree: Any) -> Any:
     """Returns a tree in the order of a skeleton, with what it lacks; numbers in their order."""
     if not isinstance(skeleton, Mapping) or not isinstance(tree, Mapping):
         return tree
     keys = [*skeleton, *(key for key in tree if key not in skeleton)]
-    merged = {
-        key: _merged(skeleton[key], tree[key])
+    whole = {
+        key: merged(skeleton[key], tree[key])
         if key in skeleton and key in tree
         else tree.get(key, skeleton.get(key))
         for key in keys
     }
-    if not all(key.isdecimal() for key in merged if key != ATTRIBUTES):
-        return merged
-    return {key: merged[key] for key in sorted(merged, key=lambda key: int(key) if key.isdecimal() else -1)}
+    if not all(key.isdecimal() for key in whole if key != ATTRIBUTES):
+        return whole
+    return {key: whole[key] for key in sorted(whole, key=lambda key: int(key) if key.isdecimal() else -1)}
 
 
 def with_config(
@@ -351,14 +372,15 @@ def with_config(
     }
 
 
-def _arguments(state: TrainState, home: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """Returns the arguments of a class for a state."""
-    before = by_config(config_of(home.get("tree", {})))
+def arguments(state: TrainState, before: Named | None, kind: str) -> dict[str, Any]:
+    """Returns the arguments of a class for a state: those that a file had, with the state's values over them."""
     same = dict(before.config or {}) if before and before.kind == kind else {"name": usual_name(kind)}
     groups = state.optimizer.groups
     values = dict(groups[0].hyperparameters) if groups else {}
     native = load_schema(state.optimizer.schema).native(VARIANT, values)
     native.pop("exclude_from_weight_decay", None)
+    if before and before.is_keras2:  # which has no arguments that came later
+        native = {name: value for name, value in native.items() if name in same}
     return same | {name: value for name, value in native.items() if value != same.get(name, name)}
 
 

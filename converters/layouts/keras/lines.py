@@ -24,6 +24,7 @@ CLASSES: Mapping[tuple[str, str | None], str] = {
     ("adafactor", "keras"): "keras.optimizers.Adafactor",
     ("lamb", "keras"): "keras.optimizers.Lamb",
 }
+KERAS2 = "import tf_keras as keras  # Keras 2, which Keras 3 does not replace: its optimizers number other variables"
 _PLACED = ("keras-h5", "keras")
 """Containers that say where a model of Keras has its parameters."""
 
@@ -31,6 +32,8 @@ _PLACED = ("keras-h5", "keras")
 def model_file_lines(state: State, saved: SavedRun) -> list[str]:
     """Returns the lines for a file that holds the whole model."""
     path = quoted(saved.path)
+    if (saved.version or "").startswith("2."):
+        return [KERAS2, f"model = keras.models.load_model({path})"]
     schedule, after, _ = _schedule_lines(state, saved)
     load = f"model = keras.saving.load_model({path})"
     return [
@@ -75,6 +78,18 @@ def object_lines(state: State, saved: SavedRun) -> list[str]:
         f"checkpoint.restore({quoted(saved.step_path('model.ckpt-{step}'))}).assert_existing_objects_matched()",
         *([] if before else schedule),
         *(["optimizer.learning_rate = schedule"] if after else []),
+    ]
+
+
+def keras2_object_lines(saved: SavedRun) -> list[str]:
+    """Returns the lines for a model and an optimizer of Keras 2 as objects of TensorFlow 2."""
+    path = quoted(saved.step_path("ck-{step}"))
+    return [
+        KERAS2,
+        "import tensorflow as tf",
+        "optimizer = ...  # the run's own: its arguments are in no checkpoint of TensorFlow",
+        "checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer)",
+        f"checkpoint.restore({path}).assert_existing_objects_matched()",
     ]
 
 

@@ -7,6 +7,8 @@ which variables are kept from weight decay: Keras itself forgets it. The optimiz
     Adam, AdamW, Lamb: m and v of each parameter; then v_max of each
     Adafactor:         r, c and v of each parameter; r and c of vectors are int32 zeros, v of matrices follows
 
+Keras 2 has no variable for the rate, which its config says, and no zeros for the r and c of vectors.
+
 Source: keras-team/keras, keras/src/optimizers/base_optimizer.py, `BaseOptimizer.get_config`;
 keras/src/optimizers/{base_optimizer,adam,lamb,adafactor}.py, `build`.
 """
@@ -34,6 +36,7 @@ from statekit.state.schema import load_schema
 from statekit.state.stored_slots import FACTORED, placeholder, stored_shape
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Filled, Shape, Tensor, in_memory
+from statekit.tensors.typed import fits
 
 ITERATION, RATE, AVERAGE, ACCUMULATOR = "iteration", "learning_rate", "average", "gradient_accumulator"
 _OWN = {"adamw": ("m", "v"), "lamb": ("m", "v"), "adafactor": ("v_row", "v_col", "v")}
@@ -48,12 +51,14 @@ class Kept:
         average: Averages of the parameters.
         accumulate: Gradients of an unfinished accumulation.
         amsgrad: The maximum of v.
+        placeholders: Zeros for the slots that a parameter does not use, as Keras 3 has them and Keras 2 has not.
     """
 
     rate: bool
     average: bool = False
     accumulate: bool = False
     amsgrad: bool = False
+    placeholders: bool = True
 
 
 @dataclass(frozen=True)
@@ -86,7 +91,8 @@ def places(schema: str, shapes: Sequence[Shape], kept: Kept) -> Iterator[tuple[i
         yield from ((i, ACCUMULATOR, shape) for i, shape in enumerate(shapes))
     for i, shape in enumerate(shapes):
         for slot in _OWN[schema]:
-            yield i, slot, slot_shape(slot, shape)
+            if kept.placeholders or _placeholder(slot, shape) is None:
+                yield i, slot, slot_shape(slot, shape)
     if kept.amsgrad:
         yield from ((i, "v_max", shape) for i, shape in enumerate(shapes))
 
@@ -105,7 +111,10 @@ def _placeholder(slot: str, shape: Shape) -> Tensor | None:
 
 
 def numbered(
-    schema: str, variables: Sequence[Tensor], known: Mapping[str, bool], model: Sequence[Shape] = ()
+    schema: str,
+    variables: Sequence[Tensor],
+    known: Mapping[str, bool],
+    model: Sequence[Tensor] = (),
 ) -> Numbered:
     """Tells an optimizer's variables apart.
 
@@ -113,58 +122,136 @@ def numbered(
         schema: The optimizer.
         variables: In their order.
         known: What is known of what it keeps: `rate`, `average`, `accumulate`, `amsgrad`.
-        model: Shapes of all variables that it may move, which decide where its own leave several ways open.
+        model: All variables that it may move, which decide where its own leave several ways open.
 
     Raises:
         StateError: They aren't the variables of such an optimizer, or could be several ways.
     """
-    options = ("rate", "average", "accumulate", *(("amsgrad",) if schema == "adamw" else ()))
-    choices = itertools.product(*((known[o],) if o in known else (True, False) for o in options))
-    fits = [
-        fit
-        for choice in choices
-        if (fit := _fit(schema, variables, Kept(**dict(zip(options, choice, strict=True))))) is not None
-    ]
-    if len(fits) > 1:
-        fits = [fit for fit in fits if Counter(fit.shapes) == Counter(model)] or fits
+    shapes = [tensor.shape for tensor in model]
+    ways = (_fit(schema, variables, kept, shapes) for kept in _choices(schema, variables, known))
+    fits = [fit for fit in ways if fit is not None]
+    fits = _decided(fits, model)
     if len(fits) == 1:
         return fits[0]
+    count, expected = len(variables), "iteration, learning_rate unless there is a schedule, then slots"
+    if not fits:
+        raise StateError(
+            f"The optimizer's {count} variables aren't those of Keras' {schema}.",
+            expected=expected,
+            found=f"shapes {[variable.shape for variable in variables][:20]}",
+        )
     raise StateError(
-        f"The optimizer's {len(variables)} variables "
-        + ("could be several things." if fits else f"aren't those of Keras' {schema}."),
-        expected="iteration, learning_rate unless there is a schedule, then slots",
-        found="; ".join(f"{fit.kept}" for fit in fits)
-        or f"shapes {[variable.shape for variable in variables][:20]}",
-        remedy="give --hparams with use_ema and amsgrad, or read the .keras file" if fits else "",
+        f"The optimizer's {count} variables could be several things.",
+        expected=expected,
+        found="; ".join(f"{fit.kept}" for fit in fits),
+        remedy="give --hparams with use_ema and amsgrad, or read the .keras file",
     )
 
 
-def _fit(schema: str, variables: Sequence[Tensor], kept: Kept) -> Numbered | None:
-    before = 1 + kept.rate
-    each = len(_OWN[schema]) + kept.average + kept.accumulate + kept.amsgrad
-    count, left = divmod(len(variables) - before, each)
-    if left or count < 0 or not variables or variables[0].dtype.kind not in "iu":
+def _decided(fits: list[Numbered], model: Sequence[Tensor]) -> list[Numbered]:
+    """Returns the ways that the model leaves open: by its shapes, then by what is like its weights."""
+    shapes = Counter(tensor.shape for tensor in model)
+    if len(fits) > 1:
+        fits = [fit for fit in fits if Counter(fit.shapes) == shapes] or fits
+    if len(fits) > 1:
+        fits = [fit for fit in fits if _is_average_by_value(fit, model)] or fits
+    return fits
+
+
+def _choices(schema: str, variables: Sequence[Tensor], known: Mapping[str, bool]) -> Iterator[Kept]:
+    """Yields what an optimizer may keep, as far as it is not known."""
+    # Only Keras 3 has zeros for slots that a parameter does not use, and they alone are whole numbers.
+    has_zeros = any(variable.dtype.kind in "iu" for variable in variables[1:])
+    known = {**known, "placeholders": schema != "adafactor" or has_zeros}
+    options = ("rate", "average", "accumulate", *(("amsgrad",) if schema == "adamw" else ()), "placeholders")
+    for choice in itertools.product(*((known[o],) if o in known else (True, False) for o in options)):
+        yield Kept(**dict(zip(options, choice, strict=True)))
+
+
+_ALIKE, _READ = 0.9, 2**16
+"""Cosine above which arrays are taken for averages of the weights; most elements of an array that is compared."""
+
+
+def _is_average_by_value(fit: Numbered, model: Sequence[Tensor]) -> bool:
+    """Tells whether what a fit takes for averages of the weights, and nothing else of their shape, is like them.
+
+    Averages begin as the weights and follow them; accumulated gradients and moments point anywhere.
+    """
+    if not fit.kept.average or fit.kept.accumulate or fit.shapes != tuple(tensor.shape for tensor in model):
+        return False
+    small = [
+        (weight, slots[AVERAGE])
+        for weight, slots in zip(model, fit.slots, strict=True)
+        if math.prod(weight.shape) <= _READ
+    ]
+    if not small:
+        return False
+    weights, averages = (
+        np.concatenate([np.asarray(tensor.read(), np.float64).ravel() for tensor in tensors])
+        for tensors in zip(*small, strict=True)
+    )
+    return bool(weights @ averages > _ALIKE * np.linalg.norm(weights) * np.linalg.norm(averages))
+
+
+def _fit(schema: str, variables: Sequence[Tensor], kept: Kept, model: Sequence[Shape]) -> Numbered | None:
+    """Returns an optimizer's variables as one that keeps just this has them; None if they are not."""
+    if not variables or variables[0].dtype.kind not in "iu":
         return None
-    first = before if kept.average or kept.accumulate else None
-    step = len(_OWN[schema])
-    shapes = tuple(
-        variables[before + i if first else before + (i + 1) * step - 1].shape for i in range(count)
-    )
+    shapes = _shapes(schema, variables, kept, model)
+    expected = [] if shapes is None else [*places(schema, shapes, kept)]
+    if shapes is None or len(expected) != len(variables):
+        return None
     slots: list[dict[str, Tensor]] = [{} for _ in shapes]
-    for (i, name, shape), variable in zip(places(schema, shapes, kept), variables, strict=True):
-        if variable.shape != shape or (name == RATE and variable.dtype.kind not in "fV"):
+    for (i, name, shape), variable in zip(expected, variables, strict=True):
+        is_slot = i is not None and _placeholder(name, shapes[i]) is None
+        # Counts and placeholders are whole numbers; the rate and every slot are not.
+        is_whole = not is_slot and name != RATE
+        if variable.shape != shape or (variable.dtype.kind in "iu") != is_whole:
             return None
-        if i is not None:
-            unused = _placeholder(name, shapes[i]) is not None
-            if unused != (variable.dtype.kind in "iu"):
-                return None
-            slots[i] |= {} if unused else {name: variable}
+        if i is not None and is_slot:
+            slots[i][name] = variable
     return Numbered(kept, shapes, variables[0], variables[1] if kept.rate else None, tuple(slots))
+
+
+def _shapes(
+    schema: str, variables: Sequence[Tensor], kept: Kept, model: Sequence[Shape]
+) -> tuple[Shape, ...] | None:
+    """Returns the shape of each parameter, by the optimizer's variables; None if they make no whole number of them."""
+    before, step = 1 + kept.rate, len(_OWN[schema])
+    if schema == "adafactor" and not kept.placeholders:
+        copies = len(model) * (kept.average + kept.accumulate)
+        return _shapes_apart([variable.shape for variable in variables[before + copies :]])
+    each = step + kept.average + kept.accumulate + kept.amsgrad
+    count, left = divmod(len(variables) - before, each)
+    if left or count < 0:
+        return None
+    if kept.average or kept.accumulate:
+        return tuple(variable.shape for variable in variables[before : before + count])
+    return tuple(variables[before + (i + 1) * step - 1].shape for i in range(count))
+
+
+def _shapes_apart(shapes: Sequence[Shape]) -> tuple[Shape, ...]:
+    """Returns the shapes of parameters whose slots are `r, c, v` of a matrix and `v` alone of a vector, in a row."""
+    params: list[Shape] = []
+    at = 0
+    while at < len(shapes):
+        whole = shapes[at + 2] if at + 2 < len(shapes) else ()
+        is_matrix = len(whole) > 1 and shapes[at] == whole[:-1] and shapes[at + 1] == (*whole[:-2], whole[-1])
+        params.append(whole if is_matrix else shapes[at])
+        at += 3 if is_matrix else 1
+    return tuple(params)
 
 
 VARIANT = "keras"
 HOME = "keras"
 """Key in `extra` of what a file of Keras holds besides."""
+HOMES = {
+    "tree": "what a file of Keras has besides: its config, states that aren't parameters",
+    "places": "where a parameter lies in a file of Keras",
+    "graph": "the objects of tf.train.Checkpoint that aren't parameters",
+    "whole_h5": "what a whole-model .h5 has besides: its configs, states that aren't parameters",
+}
+"""What each form of Keras' files has besides, by its keys in the home."""
 SCHEMAS = {"Adam": "adamw", "AdamW": "adamw", "Lamb": "lamb", "Adafactor": "adafactor"}
 """Class in a config -> schema."""
 _NAMES = {"adam": "Adam", "adam_w": "AdamW", "lamb": "Lamb", "adafactor": "Adafactor"}
@@ -179,11 +266,15 @@ class Named:
         kind: Its class.
         config: Its arguments, if the file has them.
         kept: What it keeps, if the file says so.
+        is_keras2: Whether it is one of Keras 2, which has its rate in the config alone.
+        is_partial: Whether `config` lacks arguments, as a TensorFlow checkpoint has only those that are variables.
     """
 
     kind: str
     config: Mapping[str, Any] | None = None
     kept: Kept | None = None
+    is_keras2: bool = False
+    is_partial: bool = False
 
     @property
     def schema(self) -> str:
@@ -199,18 +290,40 @@ class Named:
         known = said.keys() if self.config is None else options.values()
         kept = {name: bool(said.get(option)) for name, option in options.items() if option in known}
         if self.config is not None:
-            kept["rate"] = not isinstance(self.config.get(RATE), Mapping)
+            kept["rate"] = not self.is_keras2 and not isinstance(self.config.get(RATE), Mapping)
         return kept
 
 
-def by_config(config: Any) -> Named | None:
+def by_config(config: Any, is_keras2: bool = False) -> Named | None:
     """Returns the optimizer of a model's config; None if it is none of Keras' own that statekit knows."""
     compiled = config.get("compile_config") if isinstance(config, Mapping) else None
     optimizer = compiled.get("optimizer") if isinstance(compiled, Mapping) else None
     if not isinstance(optimizer, Mapping) or optimizer.get("registered_name") is not None:
         return None
-    kind, settings = optimizer.get("class_name"), optimizer.get("config")
-    return Named(kind, settings) if kind in SCHEMAS and isinstance(settings, Mapping) else None
+    kind, settings = class_and_config(optimizer) if is_keras2 else called(optimizer)
+    return Named(kind, settings, None, is_keras2) if kind in SCHEMAS and settings is not None else None
+
+
+def called(record: Mapping[str, Any]) -> tuple[str, Mapping[str, Any] | None]:
+    """Returns class and arguments of a record of Keras' serialization; None for arguments that it has not."""
+    settings = record.get("config")
+    return str(record.get("class_name")), settings if isinstance(settings, Mapping) else None
+
+
+def class_and_config(record: Mapping[str, Any]) -> tuple[str, Mapping[str, Any] | None]:
+    """Returns class and arguments of an optimizer of Keras 2: of the one inside where a loss scale is around it.
+
+    Source: keras-team/keras v2.15.0, keras/mixed_precision/loss_scale_optimizer.py, `get_config`;
+    keras/saving/object_registration.py, `get_registered_name`, which puts `Custom>` before new optimizers.
+    """
+    kind, settings = called(record)
+    inner = (settings or {}).get("inner_optimizer")
+    if kind in LOSS_SCALES and isinstance(inner, Mapping):
+        kind, settings = called(inner)
+    return kind.removeprefix("Custom>"), settings
+
+
+LOSS_SCALES = ("LossScaleOptimizer", "LossScaleOptimizerV3")
 
 
 def by_name(name: Any) -> Named | None:
@@ -253,56 +366,85 @@ def state_of(parts: Parts, key: str, known: ManifestRecord | None, hints: Checkp
         StateError: It makes no state.
         UsageError: A hint that the schema doesn't know.
     """
-    schema, numbered_slots = load_schema(parts.named.schema), parts.numbered
-    slots_of, rules = dict[str, dict[str, Tensor]](), dict[str, Rule]()
-    derived, accumulated = dict[str, Tensor](), dict[str, Tensor]()
-    for (path, param), slots in zip(parts.moved.items(), numbered_slots.slots, strict=True):
-        param_slots = dict(slots)
-        if ACCUMULATOR in param_slots:
-            accumulated[path] = param_slots.pop(ACCUMULATOR)
-        if schema.name == "adafactor":
-            rules[path] = usual_rule(param.shape)
-            if rules[path].factored:
-                derived[path] = param_slots.pop("v")
-        slots_of[path] = param_slots
-    settings, notes = _settings(parts)
-    if known is not None and known.groups:
-        groups = tuple(member.group() for member in known.groups)
-        notes = list(known.assumptions)
-    else:
-        groups = (Group(tuple(parts.moved), settings.values, settings.known_from),)
-        notes = [*parts.notes, *notes]
-    periods = next((g.hyperparameters.get(_PERIODS) for g in groups), None)
-    periods = hints.hyperparameters.get(_PERIODS, periods) or 1
-    calls = int(numbered_slots.iteration.read())
+    groups, notes = _groups(parts, known)
+    slots, rules, home = _slots(parts)
+    calls = int(parts.numbered.iteration.read())
     if calls < 0:
         raise StateError("The optimizer's iteration is negative.", found=calls)
-    home = {
-        **parts.home,
-        "class": parts.named.kind,
-        "iteration": calls,
-        "iteration_dtype": numbered_slots.iteration.dtype.name,
-        "schedule": True if numbered_slots.rate is None else None,
-        "derived_v": derived,
-        "gradient_accumulators": accumulated,
-    }
-    extra: dict[str, Any] = {key: {name: part for name, part in home.items() if part not in ({}, None)}}
-    extra |= called_by(parts.named.config)
+    periods = next((g.hyperparameters.get(_PERIODS) for g in groups), None)
+    periods = hints.hyperparameters.get(_PERIODS, periods) or 1
     state = TrainState(
         {**parts.moved, **parts.frozen},
-        slots_of,
-        Optimizer(schema.name, VARIANT, groups),
+        slots,
+        Optimizer(parts.named.schema, VARIANT, groups),
         Counts(calls // periods, calls),
         rules,
-        extra,
+        {key: _extra(parts, calls, home), **called_by(parts.named.config)},
         tuple(notes),
     )
     return hints.applied(state)
 
 
+def _groups(parts: Parts, known: ManifestRecord | None) -> tuple[tuple[Group, ...], list[str]]:
+    """Returns the groups, with their hyperparameters, and what was assumed."""
+    if known is not None and known.groups:
+        return tuple(member.group() for member in known.groups), list(known.assumptions)
+    settings, notes = _settings(parts)
+    group = Group(tuple(parts.moved), settings.values, settings.known_from)
+    return (group,), [*parts.notes, *notes]
+
+
+def _slots(
+    parts: Parts,
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Rule], dict[str, dict[str, Tensor]]]:
+    """Returns the slots by path, the rules by which they are factored, and what is no slot: derived or waiting."""
+    slots, rules = dict[str, dict[str, Tensor]](), dict[str, Rule]()
+    derived, accumulated = dict[str, Tensor](), dict[str, Tensor]()
+    for (path, param), stored in zip(parts.moved.items(), parts.numbered.slots, strict=True):
+        slots[path] = dict(stored)
+        if ACCUMULATOR in stored:
+            accumulated[path] = slots[path].pop(ACCUMULATOR)
+        if parts.named.schema == "adafactor":
+            rules[path] = usual_rule(param.shape)
+            if rules[path].factored:
+                derived[path] = slots[path].pop("v")
+    return slots, rules, {"derived_v": derived, "gradient_accumulators": accumulated}
+
+
+def _extra(parts: Parts, calls: int, beside: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what goes back into a file of Keras besides parameters and slots."""
+    home = {
+        **parts.home,
+        "class": parts.named.kind,
+        "iteration": calls,
+        "iteration_dtype": parts.numbered.iteration.dtype.name,
+        "schedule": True if _is_scheduled(parts) else None,
+        "keras2": parts.named.is_keras2 or None,
+        "placeholders": None if parts.numbered.kept.placeholders else False,
+        **beside,
+    }
+    return {name: part for name, part in home.items() if part not in ({}, None)}
+
+
+def _is_scheduled(parts: Parts) -> bool:
+    """Tells whether a schedule stands in the place of the rate."""
+    config = parts.named.config or {}
+    if parts.named.is_keras2:
+        return bool(called_by(config)) or RATE not in config
+    return parts.numbered.rate is None
+
+
 def called_by(config: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns what an optimizer's config says of a schedule in the place of its rate, for a state's extra."""
-    made = (config or {}).get(RATE)
+    """Returns what an optimizer's config says of a schedule in the place of its rate, for a state's extra.
+
+    A legacy optimizer of Keras 2 divides its rate by 1 + `decay` times its iterations, as InverseTimeDecay does.
+    Source: keras-team/keras v2.15.0, keras/optimizers/legacy/optimizer_v2.py, `_decayed_lr`.
+    """
+    config = config or {}
+    made, decay = config.get(RATE), config.get("decay")
+    if fits(made, float) and fits(decay, float) and decay:
+        arguments = {"initial_learning_rate": made, "decay_steps": 1, "decay_rate": decay}
+        return {CALLED: {"function": "InverseTimeDecay", "arguments": arguments, "whole": True}}
     if not isinstance(made, Mapping) or not isinstance(made.get("config"), Mapping):
         return {}
     said = {"function": str(made.get("class_name")), "arguments": dict(made["config"]), "whole": True}
@@ -323,20 +465,29 @@ def _settings(parts: Parts) -> tuple[Hyperparameters, list[str]]:
     usual.pop(RATE)
     settings = Hyperparameters().over(usual, "assumed")
     notes = []
-    if named.config is not None:
-        said = schema.canonical(VARIANT, named.config)
-        settings = settings.over({n: v for n, v in said.items() if n != RATE}, "file")
-        if settings.values.get(_DECAY):
-            notes.append("No file of Keras says what is kept from weight decay; assumed: nothing is.")
-    else:
+    said = schema.canonical(VARIANT, named.config or {})
+    settings = settings.over({n: v for n, v in said.items() if n != RATE}, "file")
+    if named.config is None or named.is_partial:
         seen = {"use_ema": kept.average} | ({"amsgrad": kept.amsgrad} if schema.name == "adamw" else {})
         settings = settings.over({n: v for n, v in seen.items() if n in usual}, "file")
         open_ = ", ".join(f"{n}={v}" for n, v in settings.assumed().items())
         notes.append(f"The file holds no config; assumed: {open_}.")
-    rate = None if parts.numbered.rate is None else float(parts.numbered.rate.read())
+    elif settings.values.get(_DECAY):
+        notes.append("No file of Keras says what is kept from weight decay; assumed: nothing is.")
+    rate = _rate(parts)
     if rate is not None and math.isfinite(rate):
         settings = settings.over({RATE: rate}, "file")
     return settings, notes
+
+
+def _rate(parts: Parts) -> float | None:
+    """Returns the rate that a file holds; None where a schedule makes it, or nobody said one."""
+    if parts.named.is_keras2 and called_by(parts.named.config):
+        return None
+    if parts.numbered.rate is not None:
+        return float(parts.numbered.rate.read())
+    said = (parts.named.config or {}).get(RATE)
+    return said if parts.named.is_keras2 and fits(said, float) else None
 
 
 def kind_of(state: TrainState, home: Mapping[str, Any]) -> str:
@@ -458,8 +609,9 @@ def _kept(
         kept[name] = bool(having)
         if having and len(having) < len(order):
             faults.add(f"some parameters have {name} and others don't", having[0])
-    rate = rate_of(state) is not None or not home.get("schedule")
-    return Kept(rate, kept[AVERAGE], kept[ACCUMULATOR], kept["v_max"])
+    rate = not home.get("keras2") and (rate_of(state) is not None or not home.get("schedule"))
+    placeholders = bool(home.get("placeholders", True))
+    return Kept(rate, kept[AVERAGE], kept[ACCUMULATOR], kept["v_max"], placeholders)
 
 
 def _own(state: TrainState, path: str, home: Mapping[str, Any], faults: Faults) -> dict[str, Tensor]:

@@ -482,7 +482,7 @@ class StatekitKeras:
         tree[OPTIMIZER] = {**tree.get(OPTIMIZER, {}), VARIABLES: named_variables}
         if config_of(tree) is not None:
             with_config(tree, MODULE, kind, f"statekit>{kind}", arguments(state, before))
-        return Encoded(tree, state.counts.updates, dropped=left_out(state))
+        return Encoded(tree, state.counts.updates, dropped=left_out(state, "tree", "places"))
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the lines that go on with an optimizer of statekit.tensorflow."""

@@ -30,6 +30,8 @@ Place: TypeAlias = tuple[str, ...]
 VARIABLES = "vars"
 CONFIG = "config.json"
 """Attribute of a whole file: the model's config."""
+VERSIONS = "metadata.json"
+"""Attribute of a whole file: who wrote it."""
 REMEDY = "name them in the order of model.trainable_variables: --param-names FILE, or read the .keras file"
 _SHOWN = 20
 
@@ -76,6 +78,11 @@ def _known() -> Any:
     return json.loads(text)
 
 
+def may_move(name: str, tensor: Tensor) -> bool:
+    """Tells whether an optimizer may move a variable: it is no count, seed, or statistic of batches."""
+    return name.rpartition("/")[2] not in _known()["not_trained"] and tensor.dtype.kind in "fV"
+
+
 def group_faults(node: Any, place: Place = ()) -> Iterator[tuple[str, str]]:
     """Yields what isn't as a file of groups has it: groups and tensors by name, attributes by theirs; and where."""
     if not fits(node, dict[Name, Any]):
@@ -106,25 +113,41 @@ def variables(tree: Mapping[str, Any], config: Any = None) -> list[Variable]:
 def _below(
     node: Mapping[str, Any], place: Place, names: tuple[str, ...], config: Any, trained: bool, ordered: bool
 ) -> Iterator[Variable]:
-    own_node = node.get(VARIABLES)
-    said = own_node.get(ATTRIBUTES, {}).get("name") if isinstance(own_node, Mapping) else None
-    layer = said if fits(said, Name) else None
+    layer = _layer_name(node, place, config)
     if place and place[-1] != "layers":
-        names = (*names, str(layer or place[-1]))
+        names = (*names, layer or place[-1])
     if isinstance(config, Mapping) and _of(config).get("trainable") is False:
         trained = False
-    if isinstance(own_node, Mapping):
-        tensors = {key: leaf for key, leaf in own_node.items() if isinstance(leaf, Tensor)}
-        called = _called(_kind(place), len(tensors))
-        for i, (key, tensor) in enumerate(tensors.items()):
-            name = called[i] if called else key
-            moved = trained and name not in _known()["not_trained"] and tensor.dtype.kind in "fV"
-            prefix = names or ((str(layer),) if layer else ())
-            yield Variable((*place, VARIABLES, key), "/".join((*prefix, name)), tensor, moved, ordered)
+    prefix = names or ((layer,) if layer else ())
+    for key, name, tensor in _own_variables(node, place):
+        moved = trained and may_move(name, tensor)
+        yield Variable((*place, VARIABLES, key), "/".join((*prefix, name)), tensor, moved, ordered)
     inner, in_order = _children(node, place, config)
     for key in inner:
         below = _layer_config(config, key)
         yield from _below(node[key], (*place, key), names, below, trained, ordered and in_order)
+
+
+def _layer_name(node: Mapping[str, Any], place: Place, config: Any) -> str | None:
+    """Returns a layer's name: the attribute of its variables, or of files of Keras 2 its config's."""
+    own = node.get(VARIABLES)
+    name = own.get(ATTRIBUTES, {}).get("name") if isinstance(own, Mapping) else None
+    if not fits(name, Name) and place and isinstance(config, Mapping):
+        name = _of(config).get("name")
+    return str(name) if fits(name, Name) else None
+
+
+def _own_variables(node: Mapping[str, Any], place: Place) -> Iterator[tuple[str, str, Tensor]]:
+    """Yields key, name and values of a layer's own variables; their numbers where its class doesn't tell names."""
+    own = node.get(VARIABLES)
+    tensors = (
+        {key: leaf for key, leaf in own.items() if isinstance(leaf, Tensor)}
+        if isinstance(own, Mapping)
+        else {}
+    )
+    names = _called(_kind(place), len(tensors)) or list(tensors)
+    for (key, tensor), name in zip(tensors.items(), names, strict=True):
+        yield key, name, tensor
 
 
 def _children(node: Mapping[str, Any], place: Place, config: Any) -> tuple[list[str], bool]:

@@ -12,14 +12,14 @@ Source: tensorflow/tensorflow, core/protobuf/trackable_object_graph.proto; pytho
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
 import numpy as np
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.contracts import Encoded, Evidence
+from statekit.conversion.contracts import Contents, Encoded, Evidence
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.tensorflow.names import OF_OPTIMIZERS
 from statekit.converters.layouts.weights.lines import object_lines
@@ -27,7 +27,7 @@ from statekit.converters.layouts.weights.state import VARIANTS, not_weights, req
 from statekit.files.checkpoint import Checkpoint
 from statekit.lines.printing import SavedRun, State
 from statekit.state.train_state import TrainState
-from statekit.tensors.object_graph import GRAPH, SAVE_COUNTER, SUFFIX, Builder, Graph, Node
+from statekit.tensors.object_graph import GRAPH, METRICS, SAVE_COUNTER, SUFFIX, Builder, Graph, Node
 from statekit.tensors.tensor import Tensor, in_memory
 from statekit.tensors.tree import Tree
 from statekit.tensors.typed import Name, typed
@@ -65,6 +65,25 @@ class ObjectWeights:
         """Looks for variables in the object graph, and that no optimizer moves any."""
         keys = _keys(checkpoint)
         return Evidence(5, "variables of objects, and no optimizer that ran") if keys else None
+
+    def describe(self, checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Contents | None:
+        """Says what the objects of a checkpoint hold whose optimizer statekit does not decode."""
+        tree, graph = checkpoint.tree, Graph.from_record(checkpoint.meta.get(GRAPH))
+        if checkpoint.container != "tf-bundle" or graph is None or not isinstance(tree, Mapping):
+            return None
+        optimizers = [i for i, node in enumerate(graph.nodes) if _is_optimizer(node) or node.slots]
+        keys = _named(tree, graph, _of_optimizers(graph, optimizers)) if optimizers else {}
+        if not keys:
+            return None
+        used = {*keys.values()}
+        others = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in used}
+        kinds = " and ".join(_kind(graph, i) for i in optimizers)
+        return Contents(
+            f"objects of TensorFlow, with {kinds}",
+            {path: tree[key] for path, key in keys.items()},
+            {},
+            others,
+        )
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state.
@@ -113,20 +132,49 @@ def _keys(checkpoint: Checkpoint) -> dict[str, str]:
     if GRAPH not in tree or any(node.slots or _has_moved(graph, node) for node in graph.nodes):
         return {}
     idle = {child for node in graph.nodes if _is_optimizer(node) for child in node.children.values()}
+    keys = _named(tree, graph, idle)
+    if any(map(OF_OPTIMIZERS.search, (*keys, *(key.removesuffix(SUFFIX) for key in keys.values())))):
+        return {}
+    return keys
+
+
+def _kind(graph: Graph, node: int) -> str:
+    """Returns what an optimizer calls itself in the name of its count, and what it keeps."""
+    counts = (graph.child(node, name) for name in ("_iterations", "iter"))
+    names = [value.full_name for i in counts if i is not None and (value := graph.nodes[i].variable)]
+    above = names[0].rpartition("/")[0] if names else ""
+    kept = {*graph.nodes[node].children, *(slot.name for slot in graph.nodes[node].slots)}
+    return f"the optimizer {above}" if above else f"an optimizer that keeps {', '.join(sorted(kept))}"
+
+
+def _of_optimizers(graph: Graph, optimizers: Sequence[int]) -> set[int]:
+    """Returns all that optimizers hold, but for the parameters that they move."""
+    inside = {slot.node for i in optimizers for slot in graph.nodes[i].slots}
+    waiting = [child for i in optimizers for name, child in graph.nodes[i].children.items() if name != _MOVED]
+    while waiting:
+        node = waiting.pop()
+        if node not in inside:
+            inside.add(node)
+            waiting += graph.nodes[node].children.values()
+    moved = {item for i in optimizers for item in graph.items(graph.nodes[i].children.get(_MOVED))}
+    return inside - moved
+
+
+def _named(tree: Mapping[str, Any], graph: Graph, without: Collection[int]) -> dict[str, str]:
+    """Returns the key of each variable by its path, but for some nodes."""
     values = [(i, node.variable) for i, node in enumerate(graph.nodes)]
     kept = {
         value.key: value.full_name
         for i, value in values
         if value is not None
-        and i not in idle
+        and i not in without
+        and METRICS not in f"/{value.key}"
         and isinstance(tree.get(value.key), Tensor)
         and tree[value.key].dtype.kind in "fV"
     }
     names = [*kept.values()]
     if len({*names}) < len(names) or not all(names) or any(map(_UNNAMED.fullmatch, names)):
         names = [key.removesuffix(SUFFIX) for key in kept]
-    if any(map(OF_OPTIMIZERS.search, (*names, *(key.removesuffix(SUFFIX) for key in kept)))):
-        return {}
     return dict(zip(names, kept, strict=True))
 
 

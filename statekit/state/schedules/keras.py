@@ -24,6 +24,15 @@ def _exponential(said: Mapping[str, Any], base: float | None) -> Told:
     return Rates((piece("step" if said.get("staircase") else "exponential", **numbers),))
 
 
+def _inverse(said: Mapping[str, Any], base: float | None) -> Told:
+    if why := fault(said, [_START, _STEPS, "decay_rate"]) or _no_steps(said):
+        return why
+    if said["decay_rate"] < 0:
+        return f"decay_rate is {said['decay_rate']!r}"
+    numbers = {"start": said[_START], "factor": said["decay_rate"], "every": said[_STEPS]}
+    return Rates((piece("inverse", **numbers, stairs=bool(said.get("staircase"))),))
+
+
 def _polynomial(said: Mapping[str, Any], base: float | None) -> Told:
     if why := fault(said, [_START, _STEPS, "end_learning_rate", "power"]) or _no_steps(said):
         return why
@@ -69,6 +78,9 @@ def _no_steps(said: Mapping[str, Any]) -> str | None:
 FUNCTIONS: dict[str, Function] = {
     "ExponentialDecay": Function(
         (_START, _STEPS, "decay_rate", "staircase", "name"), _exponential, {"staircase": False}, ("name",)
+    ),
+    "InverseTimeDecay": Function(
+        (_START, _STEPS, "decay_rate", "staircase", "name"), _inverse, {"staircase": False}, ("name",)
     ),
     "PolynomialDecay": Function(
         (_START, _STEPS, "end_learning_rate", "power", "cycle", "name"),

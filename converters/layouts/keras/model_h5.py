@@ -1,0 +1,253 @@
+"""The layout `keras-model-h5`: a whole model in one `.h5` file, as `model.save("model.h5")` of Keras 2 and 3 writes it.
+
+    model_weights/<layer>/<weight>     optimizer_weights/<variable>     @model_config, @training_config
+
+The file lists all names in order, and both configs, so that nothing is left to ask. `listed` finds them.
+
+    Keras 3           iteration, learning_rate, m and v of each parameter ...    adam/sequential_dense_kernel_momentum
+    Keras 2           iteration, m and v of each parameter ...                   Adam/m/hidden/kernel:0
+    Keras 2, legacy   iter, m of all parameters, v of all ...                    Adam/hidden/kernel/m:0
+
+A state goes back into the file that it came from; one from elsewhere has no names of TensorFlow's variables.
+
+Source: keras-team/keras, keras/src/legacy/saving/legacy_h5_format.py, `save_model_to_hdf5`;
+keras-team/keras v2.15.0, keras/saving/legacy/hdf5_format.py; keras/optimizers/legacy/optimizer_v2.py, `weights`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Encoded, Evidence
+from statekit.converters.layouts.hyperparameters import manifest_state
+from statekit.converters.layouts.keras.home import home_in, is_keras2
+from statekit.converters.layouts.keras.layout import (
+    arguments,
+    file_tree,
+    frozen_of,
+    given_order,
+    left_out,
+    merged,
+    put,
+)
+from statekit.converters.layouts.keras.lines import model_file_lines
+from statekit.converters.layouts.keras.listed import (
+    is_listed,
+    listed_config,
+    listed_rows,
+    listed_variables,
+)
+from statekit.converters.layouts.keras.slot_names import owners
+from statekit.converters.layouts.keras.state import (
+    HOME,
+    SCHEMAS,
+    VARIANT,
+    Named,
+    Numbered,
+    Parts,
+    by_config,
+    kind_of,
+    numbered,
+    order_of,
+    places,
+    state_of,
+    variables_of,
+)
+from statekit.converters.layouts.keras.variables import Order, Place, Variable, in_order, is_group, without
+from statekit.errors import InexactError, StateError
+from statekit.files.checkpoint import ATTRIBUTES, Checkpoint
+from statekit.lines.printing import SavedRun, State
+from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import Tensor
+
+WHOLE = "whole_h5"
+"""Key in the home of Keras' layouts: what a whole-model file holds besides, and where everything lies in it."""
+_LEGACY_ITERATION = ("iter", "iter:0")
+TRAINING = "training_config"
+
+
+@dataclass(frozen=True)
+class KerasModelH5:
+    """Keras' own optimizers, in whole-model files."""
+
+    name: str = "keras-model-h5"
+    title: str = "Keras 2's and 3's Adafactor, LAMB, Adam and AdamW in a whole-model .h5"
+    variants: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: dict.fromkeys(("adafactor", "lamb", "adamw"), (VARIANT,))
+    )
+    containers: tuple[str, ...] = ("keras-h5",)
+    schedule_in: str = "iterations"
+
+    def detect(self, checkpoint: Checkpoint) -> Evidence | None:
+        """Looks for listed weights of a model and of an optimizer."""
+        tree = checkpoint.tree
+        if checkpoint.container not in self.containers or not is_group(tree) or not is_listed(tree):
+            return None
+        rows = listed_rows(tree)
+        return Evidence(20, f"optimizer_weights lists {len(rows)} variables") if rows else None
+
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
+        """Returns the canonical state.
+
+        Raises:
+            StateError: Nothing tells which optimizer it is, or shapes and names contradict each other.
+            UsageError: A hint that the schema doesn't know.
+        """
+        tree = file_tree(checkpoint)
+        named = _named(tree, checkpoint)
+        every = listed_variables(tree)
+        rows = _in_keras_order(listed_rows(tree), named)
+        trained = [variable.tensor for variable in every if variable.trained]
+        slots = numbered(named.schema, [tensor for _, _, tensor in rows], named.known_kept(hints), trained)
+        order = _order(every, rows, slots, named.schema, hints.param_names)
+        frozen = frozen_of(tree, every, order)
+        parts = Parts(
+            named,
+            slots,
+            {path: variable.tensor for path, variable in order.moved.items()},
+            {path: variable.tensor for path, variable in frozen.items()},
+            order.notes,
+            {WHOLE: _home(tree, order, frozen, rows, slots, named.schema)},
+        )
+        return state_of(parts, HOME, manifest_state(checkpoint, named.schema), hints)
+
+    def encode(self, state: TrainState) -> Encoded:
+        """Returns the file's tree: the one that the state came from, with its values.
+
+        Raises:
+            InexactError: It came from no such file, or no optimizer of Keras holds it; lists every reason.
+        """
+        home = home_in(state)
+        whole = home.get(WHOLE)
+        if not isinstance(whole, Mapping):
+            raise InexactError(
+                "A whole-model .h5 file has the model's config and names, which this state does not have.",
+                place=f"layout {self.name}",
+                expected="a state of such a file",
+                found="one from elsewhere",
+                remedy="write a .weights.h5 (--layout keras), and load it into the model",
+            )
+        _, rows = variables_of(state, home, self.name)
+        order = order_of(state)
+        values = {(None if i is None else order[i], what): tensor for i, what, tensor in rows}
+        had = {(path, what): tuple(place) for path, what, place in whole["rows"]}
+        if values.keys() != had.keys() or state.params.keys() != whole["places"].keys():
+            raise InexactError(
+                "The state has other parameters or slots than the file that it came from.",
+                place=f"layout {self.name}",
+                expected=f"{len(had)} variables of the optimizer and {len(whole['places'])} of the model",
+                found=f"{len(values)} and {len(state.params)}",
+                remedy="write a .weights.h5 (--layout keras), and load it into the model",
+            )
+        tree: dict[str, Any] = {}
+        for path, tensor in state.params.items():
+            put(tree, whole["places"][path], tensor, ())
+        for key, place in had.items():
+            put(tree, place, values[key], ())
+        tree = merged(_with_arguments(whole["tree"], state, home), tree)
+        return Encoded(tree, state.counts.updates, dropped=left_out(state, WHOLE))
+
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the lines that go on in Keras."""
+        return model_file_lines(state, saved)
+
+
+def _named(tree: Mapping[str, Any], checkpoint: Checkpoint) -> Named:
+    """Returns the optimizer of the file's config.
+
+    Raises:
+        StateError: It is none that statekit knows.
+    """
+    config = listed_config(tree)
+    named = by_config(config, is_keras2(tree))
+    if named is None:
+        record = (config or {}).get("compile_config", {}).get("optimizer", {})
+        raise StateError(
+            "The file doesn't say which optimizer of Keras it is about, or statekit does not know it.",
+            place=checkpoint.path,
+            expected=", ".join(SCHEMAS),
+            found=record.get("class_name") or "no optimizer_config",
+        )
+    return named
+
+
+def _in_keras_order(
+    rows: Sequence[tuple[Place, str, Tensor]], named: Named
+) -> list[tuple[Place, str, Tensor]]:
+    """Returns an optimizer's variables in the order of Keras 3: of legacy optimizers, each slot stands in a row.
+
+    Source: keras-team/keras v2.15.0, keras/optimizers/legacy/adam.py, `_create_slots`.
+    """
+    first, *slots = rows
+    if first[1].rpartition("/")[2] not in _LEGACY_ITERATION:
+        return [*rows]
+    kinds = 3 if (named.config or {}).get("amsgrad") else 2
+    count = len(slots) // kinds
+    pairs = [slot for i in range(count) for slot in (slots[i], slots[i + count])]
+    return [first, *pairs, *slots[2 * count :]]
+
+
+def _order(
+    every: Sequence[Variable],
+    rows: Sequence[tuple[Place, str, Tensor]],
+    slots: Numbered,
+    schema: str,
+    given: Sequence[str] | None,
+) -> Order:
+    """Returns the variables that the optimizer moves: by the names of its own, or else by the model's order."""
+    if given is not None:
+        return given_order(every, given, slots.shapes, True)
+    what = [name for _, name, _ in places(schema, slots.shapes, slots.kept)]
+    second = [(row[1], row[2].shape) for row, slot in zip(rows, what, strict=True) if slot == "v"]
+    names = owners(second, {variable.name: variable.tensor.shape for variable in every})
+    if names is None:
+        return in_order(every, slots.shapes, True)
+    by_name = {variable.name: variable for variable in every}
+    return Order({name: by_name[name] for name in names})
+
+
+def _home(
+    tree: Mapping[str, Any],
+    order: Order,
+    frozen: Mapping[str, Variable],
+    rows: Sequence[tuple[Place, str, Tensor]],
+    slots: Numbered,
+    schema: str,
+) -> dict[str, Any]:
+    """Returns what the file holds besides parameters and slots, and where those lie."""
+    placed = {path: variable.place for path, variable in {**order.moved, **frozen}.items()}
+    moved = [*order.moved]
+    what = [(i, name) for i, name, _ in places(schema, slots.shapes, slots.kept)]
+    owned = [
+        [None if i is None else moved[i], name, list(place)]
+        for (i, name), (place, _, _) in zip(what, rows, strict=True)
+    ]
+    taken = [*placed.values(), *(place for place, _, _ in rows)]
+    return {
+        "tree": without(tree, taken),
+        "places": {path: list(place) for path, place in placed.items()},
+        "rows": owned,
+    }
+
+
+def _with_arguments(tree: Mapping[str, Any], state: TrainState, home: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a file's tree whose training_config has the state's hyperparameters."""
+    config = listed_config(tree) or {}
+    before = by_config(config, is_keras2(tree))
+    if before is None or before.config is None:
+        return tree
+    now = arguments(state, before, kind_of(state, home))
+    if now == before.config:
+        return tree
+    training = json.loads(tree[ATTRIBUTES][TRAINING])
+    record = training["optimizer_config"]
+    holder = record["config"].get("inner_optimizer", record)
+    holder["config"] = now
+    return {**tree, ATTRIBUTES: {**tree[ATTRIBUTES], TRAINING: json.dumps(training)}}
+
+
+LAYOUT = KerasModelH5()

@@ -1,0 +1,321 @@
+"""Layout `tf2-keras2`: optimizers of Keras 2 in `tf.train.Checkpoint`, `save_weights` and SavedModels.
+
+    optimizer/_iterations, _learning_rate, _variables/<n>      new optimizers, from TensorFlow 2.11 on
+    <variable>/.OPTIMIZER_SLOT/optimizer/m                     legacy ones, with iter, beta_1, decay ... beside
+
+New optimizers list their variables in order, and their names say whose they are; of legacy ones the object graph says
+it. A checkpoint has the rate, a legacy one the betas and the decay of the rate too; what else there is to an update
+stands in no file. A state goes back into the objects that it came from.
+
+Source: keras-team/keras v2.15.0, keras/optimizers/{optimizer,adam,adafactor}.py, `build`;
+keras/optimizers/legacy/optimizer_v2.py, `_restore_slot_variable`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Encoded, Evidence
+from statekit.converters.layouts.dropped import dropped_from
+from statekit.converters.layouts.hyperparameters import manifest_state
+from statekit.converters.layouts.keras.graph_optimizer import (
+    ITERATIONS,
+    RATE_NODE,
+    TRAINED,
+    VARIABLES,
+    GraphOptimizer,
+    frozen_keys,
+    graph_home,
+    tensors_of,
+    values_of,
+)
+from statekit.converters.layouts.keras.home import home_in
+from statekit.converters.layouts.keras.lines import keras2_object_lines
+from statekit.converters.layouts.keras.slot_names import owners
+from statekit.converters.layouts.keras.state import (
+    HOME,
+    HOMES,
+    RATE,
+    SCHEMAS,
+    VARIANT,
+    Named,
+    Numbered,
+    Parts,
+    numbered,
+    order_of,
+    places,
+    state_of,
+    variables_of,
+)
+from statekit.errors import InexactError, StateError
+from statekit.files.checkpoint import Checkpoint
+from statekit.lines.printing import SavedRun, State
+from statekit.state.schema import load_schema
+from statekit.state.train_state import TrainState
+from statekit.tensors.object_graph import GRAPH, METRICS, Graph
+from statekit.tensors.tensor import Tensor, in_memory
+
+_MOMENTS, _FACTORS = {"_momentums", "_velocities"}, {"_r", "_c", "_v"}
+_NEVER = {"_u_product", "_average_gradients"}
+"""Lists of other optimizers that have momentums and velocities too: Nadam, RMSprop."""
+_LEGACY = {"iter", "beta_1", "beta_2"}
+_ARGUMENTS = ("learning_rate", "decay", "beta_1", "beta_2")
+
+
+@dataclass(frozen=True)
+class Keras2Optimizer:
+    """An optimizer of Keras 2 in a checkpoint.
+
+    Attributes:
+        objects: It, with key and name of each of its variables in the order of Keras 3, and of what it moves.
+        arguments: Key of each argument that is a variable, by its name.
+        kind: Its class.
+    """
+
+    objects: GraphOptimizer
+    arguments: Mapping[str, str]
+    kind: str
+
+
+@dataclass(frozen=True)
+class Keras2Graph:
+    """Keras 2's own optimizers."""
+
+    name: str = "tf2-keras2"
+    title: str = "Keras 2's Adam, AdamW and Adafactor in tf.train.Checkpoint and SavedModel"
+    containers: tuple[str, ...] = ("tf-bundle",)
+    schedule_in: str = "iterations"
+    variants: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: dict.fromkeys(("adafactor", "adamw"), (VARIANT,))
+    )
+
+    def detect(self, checkpoint: Checkpoint) -> Evidence | None:
+        """Looks for the lists or the slots of an optimizer in the object graph."""
+        optimizer = _optimizer(checkpoint)
+        return Evidence(30, f"an optimizer of Keras 2: {optimizer.kind}") if optimizer else None
+
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
+        """Returns the canonical state.
+
+        Raises:
+            StateError: There is no optimizer that statekit knows, or names do not tell whose its variables are.
+            UsageError: A hint that the schema doesn't know.
+        """
+        tree, optimizer = checkpoint.tree, _optimizer(checkpoint)
+        if optimizer is None:
+            raise StateError(
+                "The checkpoint holds no optimizer of Keras 2 that statekit knows.",
+                place=checkpoint.path,
+                expected=", ".join(SCHEMAS),
+            )
+        objects = optimizer.objects
+        named = Named(optimizer.kind, _arguments(tree, optimizer), None, True, True)
+        rows = tensors_of(tree, objects.variables, checkpoint.path)
+        slots = numbered(named.schema, rows, {"rate": False, **_lists(objects)})
+        objects = replace(objects, moved=_moved(tree, objects, slots, named.schema, checkpoint.path))
+        params = {name: tree[key] for key, name in objects.moved}
+        frozen = _frozen(tree, objects)
+        order = [*params]
+        owned = [
+            (None if i is None else order[i], what)
+            for i, what, _ in places(named.schema, slots.shapes, slots.kept)
+        ]
+        placed = {name: key for key, name in objects.moved} | frozen
+        home = graph_home(tree, objects, placed, owned, self.name)
+        home["graph"]["arguments"] = dict(optimizer.arguments)
+        parts = Parts(named, slots, params, {name: tree[key] for name, key in frozen.items()}, (), home)
+        return state_of(parts, HOME, manifest_state(checkpoint, named.schema), hints)
+
+    def encode(self, state: TrainState) -> Encoded:
+        """Returns the flat tree of keys: the objects that the state came from, with its values.
+
+        Raises:
+            InexactError: It came from no such checkpoint, or no optimizer of Keras holds it; lists every reason.
+        """
+        home = home_in(state)
+        had = home.get("graph") or {}
+        _, rows = variables_of(state, home, self.name)
+        order = order_of(state)
+        values = {(None if i is None else order[i], what): tensor for i, what, tensor in rows}
+        is_same = values.keys() == {(path, what) for _, path, what in had.get("own", ())}
+        if had.get("layout") != self.name or not is_same or had["places"].keys() != state.params.keys():
+            raise InexactError(
+                "statekit writes Keras 2's objects only where a state came from them.",
+                place=f"layout {self.name}",
+                expected="a state of a checkpoint of Keras 2, with its parameters and slots",
+                found="another one",
+                remedy="write a checkpoint of Keras 3 (--layout tf2-keras)",
+            )
+        tree = {**had["others"], GRAPH: had["objects"]}
+        tree |= {key: values[path, what] for key, path, what in had["own"]}
+        tree |= {had["places"][path]: tensor for path, tensor in state.params.items()}
+        tree |= _changed(state, tree, had["arguments"])
+        dropped = dropped_from(state.extra, (HOME,), "tf.train.Checkpoint")
+        dropped |= {
+            f"extra/{HOME}/{key}": why for key, why in HOMES.items() if key in home and key != "graph"
+        }
+        return Encoded(tree, state.counts.updates, dropped=dropped)
+
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the lines that go on in Keras 2, with objects of TensorFlow 2."""
+        return keras2_object_lines(saved)
+
+
+def _optimizer(checkpoint: Checkpoint) -> Keras2Optimizer | None:
+    """Returns the one optimizer of Keras 2 in a checkpoint; None if there is none.
+
+    Raises:
+        StateError: There are several.
+    """
+    graph = Graph.from_record(checkpoint.meta.get(GRAPH))
+    if graph is None or not isinstance(checkpoint.tree, Mapping) or GRAPH not in checkpoint.tree:
+        return None
+    each = [_new(graph, i) or _legacy(graph, i) for i in range(len(graph.nodes))]
+    optimizers = [optimizer for optimizer in each if optimizer is not None]
+    if len(optimizers) > 1:
+        raise StateError(
+            "The checkpoint holds several optimizers of Keras.",
+            place=checkpoint.path,
+            found=f"{len(optimizers)} of them",
+        )
+    return optimizers[0] if optimizers else None
+
+
+def _new(graph: Graph, node: int) -> Keras2Optimizer | None:
+    """Returns a new optimizer of Keras 2 at a node; None if it is none."""
+    children = graph.nodes[node].children
+    # Keras 3 lists what it moves, and other optimizers have lists of their own.
+    if not {VARIABLES, ITERATIONS} <= children.keys() or children.keys() & {TRAINED, *_NEVER}:
+        return None
+    variables = values_of(graph, children[VARIABLES])
+    is_factored, is_adam = children.keys() >= _FACTORS, children.keys() >= _MOMENTS
+    if len(variables) < 2 or not (is_factored or is_adam):
+        return None
+    prefix = variables[1][1].partition("/")[0]
+    kind = "Adafactor" if is_factored else prefix if prefix in ("Adam", "AdamW") else "AdamW"
+    return Keras2Optimizer(
+        GraphOptimizer(graph, node, prefix, variables, ()),
+        _variable_keys(graph, node, {RATE_NODE: RATE}),
+        kind,
+    )
+
+
+def _legacy(graph: Graph, node: int) -> Keras2Optimizer | None:
+    """Returns a legacy Adam at a node, its slots in the order of Keras 3; None if it is none."""
+    by_kind: dict[str, dict[int, int]] = {"m": {}, "v": {}, "vhat": {}}
+    for slot in graph.nodes[node].slots:
+        by_kind.setdefault(slot.name, {})[slot.variable] = slot.node
+    first, second, maxima = by_kind["m"], by_kind["v"], by_kind["vhat"]
+    is_adam = graph.nodes[node].children.keys() >= _LEGACY and len(by_kind) == 3
+    if not is_adam or not first or first.keys() != second.keys():
+        return None
+    pairs = [slot for param in first for slot in (first[param], second[param])]
+    variables = _values(graph, [graph.nodes[node].children["iter"], *pairs, *maxima.values()])
+    params = _values(graph, first)
+    keys = _variable_keys(graph, node, {name: name for name in _ARGUMENTS})
+    return Keras2Optimizer(GraphOptimizer(graph, node, "Adam", variables, params), keys, "Adam")
+
+
+def _values(graph: Graph, nodes: Iterable[int]) -> tuple[tuple[str, str], ...]:
+    """Returns key and name of each variable of some nodes."""
+    values = (graph.nodes[node].variable for node in nodes)
+    return tuple((value.key, value.full_name) for value in values if value is not None)
+
+
+def _variable_keys(graph: Graph, node: int, names: Mapping[str, str]) -> dict[str, str]:
+    """Returns the key of each argument that is a variable, by its name."""
+    keys = {}
+    for child, name in names.items():
+        at = graph.child(node, child)
+        value = None if at is None else graph.nodes[at].variable
+        if value is not None:
+            keys[name] = value.key
+    return keys
+
+
+def _arguments(tree: Mapping[str, Any], optimizer: Keras2Optimizer) -> dict[str, float]:
+    tensors = {name: tree.get(key) for name, key in optimizer.arguments.items()}
+    return {
+        name: float(tensor.read())
+        for name, tensor in tensors.items()
+        if isinstance(tensor, Tensor) and tensor.shape == ()
+    }
+
+
+def _changed(state: TrainState, tree: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Tensor]:
+    """Returns the arguments that the state has another value of than the checkpoint that it came from, by key."""
+    group = state.optimizer.groups[0].hyperparameters if state.optimizer.groups else {}
+    native = load_schema(state.optimizer.schema).native(VARIANT, group)
+    changed: dict[str, Tensor] = {}
+    for name, key in keys.items():
+        value = native.get(name)
+        if isinstance(value, float) and float(tree[key].read()) != value:
+            changed[key] = in_memory(np.asarray(value, np.float32), key)
+    return changed
+
+
+def _frozen(tree: Mapping[str, Any], objects: GraphOptimizer) -> dict[str, str]:
+    """Returns names and keys of the variables of the model that the optimizer doesn't move; none of metrics."""
+    inside, waiting = set[int](), [objects.node]
+    while waiting:
+        node = waiting.pop()
+        inside.add(node)
+        waiting += {*objects.graph.nodes[node].children.values()} - inside
+    own = {value.key for i in inside if (value := objects.graph.nodes[i].variable) is not None}
+    frozen = frozen_keys(tree, objects)
+    return {name: key for name, key in frozen.items() if key not in own and METRICS not in f"/{key}"}
+
+
+def _lists(objects: GraphOptimizer) -> dict[str, bool]:
+    """Returns what a new optimizer is known to keep, by its lists; a legacy one's slots tell it."""
+    kept = objects.kept()
+    if objects.moved:
+        return {"average": False, "accumulate": False}
+    return {"average": kept.average, "accumulate": False, "amsgrad": kept.amsgrad}
+
+
+def _moved(
+    tree: Mapping[str, Any], objects: GraphOptimizer, slots: Numbered, schema: str, place: object
+) -> tuple[tuple[str, str], ...]:
+    """Returns key and name of each parameter that an optimizer moves, in its order.
+
+    Raises:
+        StateError: The names of its variables do not tell them.
+    """
+    if objects.moved:
+        return objects.moved
+    what = [name for _, name, _ in places(schema, slots.shapes, slots.kept)]
+    second = [
+        (name, tree[key].shape)
+        for (key, name), slot in zip(objects.variables, what, strict=True)
+        if slot == "v"
+    ]
+    keys = _model_keys(tree, objects)
+    names = owners(second, {name: tree[key].shape for name, key in keys.items()})
+    if names is None:
+        raise StateError(
+            "The names of the optimizer's variables don't tell whose they are.",
+            place=place,
+            found=", ".join(name for name, _ in second[:10]),
+            remedy="read the model's .h5 or .keras file, or take the weights alone: --params-only",
+        )
+    return tuple((keys[name], name) for name in names)
+
+
+def _model_keys(tree: Mapping[str, Any], objects: GraphOptimizer) -> dict[str, str]:
+    """Returns the key of each variable that is none of the optimizer's, by its name."""
+    own = {key for key, _ in objects.variables}
+    values: Sequence[Any] = [node.variable for node in objects.graph.nodes]
+    return {
+        value.full_name: value.key
+        for value in values
+        if value is not None and value.key not in own and isinstance(tree.get(value.key), Tensor)
+    }
+
+
+LAYOUT = Keras2Graph()

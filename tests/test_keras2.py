@@ -1,0 +1,199 @@
+"""Files of Keras 2, and whole-model .h5 files of every Keras: read by name and order, and gone on with as Keras did.
+
+The files are Keras 2.15's own, and `expected.npz` holds the weights that it had three updates later: see
+tests/cases/keras2/make.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import h5py
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import statekit.tensorflow
+from statekit.conversion.changing.changes import Changes
+from statekit.conversion.contracts import Exactness
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
+from statekit.errors import InexactError, StateError
+from statekit.state.schedules.called import KEY as CALLED
+from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import Array
+
+CASES = Path(__file__).parent / "cases/keras2"
+KERAS3 = Path(__file__).parent / "cases/keras3_h5"
+FORMS = [
+    (case.name, form.name)
+    for case in sorted(CASES.iterdir())
+    for form in sorted(case.iterdir() if case.is_dir() else ())
+    if form.name in ("model.h5", "model.keras", "tfckpt", "weights_ckpt.index")
+    and (case.name, form.name) != ("legacy_adam", "model.keras")
+]
+MOVED = ["hidden/kernel", "hidden/bias", "bn/gamma", "bn/beta", "out/kernel", "out/bias"]
+SLOTS = {"amsgrad_clip": {"m", "v", "v_max", "average"}}
+
+
+def stored(case: str, suffix: str) -> Array:
+    """Returns a variable of the optimizer by the end of its name, as h5py reads it."""
+    with h5py.File(CASES / case / "model.h5") as file:
+        group = file["optimizer_weights"]
+        [name] = [name for name in group.attrs["weight_names"] if name.endswith(suffix)]
+        return np.asarray(group[name])
+
+
+@pytest.mark.parametrize(("case", "form"), FORMS)
+def test_every_form_of_keras_2_holds_what_its_whole_model_file_names(case: str, form: str) -> None:
+    with open_state(CASES / case / form) as opened:
+        state = opened.state
+        assert state.counts.updates == 5
+        assert list(state.slots) == MOVED
+        assert {"bn/moving_mean", "bn/moving_variance"} < state.params.keys()
+        if case == "adafactor":
+            assert {*state.slots["hidden/kernel"]} == {"v_row", "v_col"}
+            assert {*state.slots["hidden/bias"]} == {"v"}
+            row = state.slots["out/kernel"]["v_row"].read()
+            np.testing.assert_array_equal(row, stored(case, "r/out/kernel:0"), strict=True)
+            return
+        legacy = case.startswith("legacy")
+        for path in MOVED:
+            assert {*state.slots[path]} == SLOTS.get(case, {"m", "v"})
+            for slot in ("m", "v"):
+                name = f"{path}/{slot}:0" if legacy else f"{slot}/{path}:0"
+                values = state.slots[path][slot].read()
+                np.testing.assert_array_equal(values, stored(case, name), strict=True)
+
+
+def test_keras_2_puts_averages_before_the_moments_and_maxima_behind_them() -> None:
+    with open_state(CASES / "amsgrad_clip/model.h5") as opened:
+        for path in MOVED:
+            slots = opened.slots[path]
+            np.testing.assert_array_equal(
+                slots["average"].read(), stored("amsgrad_clip", f"average/{path}:0")
+            )
+            np.testing.assert_array_equal(slots["v_max"].read(), stored("amsgrad_clip", f"vhat/{path}:0"))
+
+
+def test_the_configs_of_files_leave_no_hyperparameter_to_ask() -> None:
+    for form in ("model.h5", "model.keras"):
+        with open_state(CASES / "adamw" / form) as opened:
+            known = opened.hyperparameters[0]
+            assert known["weight_decay_rate"] == (0.05, "file")
+            assert known["learning_rate"].value == pytest.approx(0.01)
+            assert known["beta1"] == (0.9, "file") and known["epsilon"] == (1e-7, "file")
+
+
+def test_a_legacy_optimizer_goes_on_with_the_decay_of_its_rate() -> None:
+    for form in ("model.h5", "tfckpt"):
+        with open_state(CASES / "legacy_adam" / form) as opened:
+            call: Any = opened.state.extra[CALLED]
+            assert call["function"] == "InverseTimeDecay" and call["arguments"]["decay_steps"] == 1
+            assert call["arguments"]["decay_rate"] == pytest.approx(0.001)
+
+
+def test_a_keras_file_of_a_legacy_optimizer_says_why_it_has_weights_alone() -> None:
+    with open_state(CASES / "legacy_adam/model.keras") as opened:
+        assert opened.state.optimizer.schema == "weights"
+        assert "Keras 2 does not save the variables of a legacy optimizer" in opened.evidence[1].because
+
+
+def built(case: str) -> Any:
+    keras.utils.set_random_seed(0)
+    layers = [
+        keras.layers.Dense(6, activation="tanh", name="hidden"),
+        keras.layers.BatchNormalization(name="bn"),
+        keras.layers.Dense(4, name="out"),
+    ]
+    return keras.Sequential([keras.Input((8,)), *layers], name=case)
+
+
+def rate_of(state: TrainState) -> Any:
+    call: Any = state.extra.get(CALLED)
+    if call is None:
+        return None
+    schedule = getattr(keras.optimizers.schedules, call["function"])
+    return schedule(**{name: value for name, value in call["arguments"].items() if value is not None})
+
+
+def gone_on(model: Any, optimizer: Any) -> None:
+    """Makes updates 6 to 8, as make.py does."""
+    for i in range(5, 8):
+        random = np.random.RandomState(i)
+        x, y = random.randn(16, 8).astype("float32"), random.randn(16, 4).astype("float32")
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+        optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+
+
+@pytest.mark.parametrize(
+    ("case", "form"),
+    [
+        pair
+        for pair in FORMS
+        if pair[0] != "loss_scale" and pair not in (("legacy_sched", "tfckpt"), ("adamw", "tfckpt"))
+    ],
+)
+def test_a_run_of_keras_2_goes_on_with_the_weights_that_keras_2_had(case: str, form: str) -> None:
+    path = CASES / case / form
+    model = built(case)
+    with open_state(path) as opened:
+        rate = rate_of(opened.state)
+    clip: Any = {"global_norm_clip_threshold": 1.0} if (case, form) == ("amsgrad_clip", "tfckpt") else {}
+    statekit.tensorflow.load_params(path, model)
+    optimizer = statekit.tensorflow.load_optimizer(
+        path, model.trainable_variables, learning_rate=rate, **clip
+    )
+    gone_on(model, optimizer)
+    with np.load(CASES / case / "expected.npz") as expected:
+        for weight in model.weights:
+            right = expected[f"{weight.path.partition('/')[2]}:0"]
+            np.testing.assert_allclose(weight.numpy(), right, rtol=0, atol=2e-6 * np.abs(right).max())
+
+
+@pytest.mark.parametrize("case", ["adam", "legacy_adam", "adafactor", "loss_scale"])
+@pytest.mark.parametrize("form", ["model.h5", "model.keras", "tfckpt"])
+def test_what_keras_2_saved_is_written_back_to_the_bit(case: str, form: str, tmp_path: Path) -> None:
+    source = CASES / case / form
+    if not source.exists():
+        pytest.skip("this form isn't kept of this case")
+    suffix = {"model.h5": ".h5", "model.keras": ".keras"}.get(form, ".ckpt.d")
+    target = tmp_path / f"written{suffix}"
+    report = convert(plan(source, target))
+    assert report.plan.exactness == Exactness.BITWISE and not report.plan.dropped
+    with open_state(source) as theirs, open_state(target) as ours:
+        assert theirs.layout == ours.layout
+        left, right = theirs.checkpoint.tensors, ours.checkpoint.tensors
+        assert left.keys() == right.keys()
+        for name, tensor in left.items():
+            assert tensor.dtype == right[name].dtype, name
+            assert tensor.read().tobytes() == right[name].read().tobytes(), name
+
+
+def test_a_whole_model_file_of_keras_3_is_the_state_of_the_keras_file_beside_it() -> None:
+    with open_state(KERAS3 / "model.h5") as listed, open_state(KERAS3 / "model.keras") as numbered:
+        assert list(listed.params) == list(numbered.params)
+        for path, slots in numbered.slots.items():
+            for name, tensor in slots.items():
+                np.testing.assert_array_equal(listed.slots[path][name].read(), tensor.read(), strict=True)
+        assert listed.state.optimizer.groups[0].hyperparameters == numbered.groups[0].hyperparameters
+        assert listed.counts == numbered.counts
+
+
+def test_a_state_from_elsewhere_is_refused_for_a_whole_model_file(tmp_path: Path) -> None:
+    with pytest.raises(InexactError, match=r"whole-model \.h5"):
+        plan(KERAS3 / "model.keras", tmp_path / "x.h5", layout="keras-model-h5")
+
+
+def test_weights_come_out_of_a_file_that_does_not_name_its_optimizer(tmp_path: Path) -> None:
+    source = CASES / "adam/only.weights.h5"
+    with pytest.raises(StateError, match="which optimizer"):
+        plan(source, tmp_path / "refused", to="statekit")
+    target = tmp_path / "weights.safetensors"
+    convert(plan(source, target, changes=Changes.of({"params_only": True})))
+    with open_state(target) as weights, h5py.File(source) as file:
+        kernel = np.asarray(file["layers/dense/vars/0"])
+        np.testing.assert_array_equal(weights.params["dense/kernel"].read(), kernel)
