@@ -166,17 +166,17 @@ RATE_PLACE = f"{OPTIMIZER}/{VARIABLES}/1"
 """Where the learning rate lies if it does."""
 
 
-def left_out(state: TrainState, *held: str) -> dict[str, str]:
+def left_out(state: TrainState, *kept: str) -> dict[str, str]:
     """Returns what a file of Keras has no place for.
 
     Args:
         state: The state.
-        held: The keys of the home that this form of file holds.
+        kept: The keys of the home that this form of file holds.
     """
     home = home_in(state)
     dropped = dropped_from(state.extra, (HOME,), "a file of Keras")
     return dropped | {
-        f"extra/{HOME}/{key}": why for key, why in HOMES.items() if key in home and key not in held
+        f"extra/{HOME}/{key}": why for key, why in HOMES.items() if key in home and key not in kept
     }
 
 

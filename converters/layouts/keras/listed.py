@@ -66,15 +66,15 @@ def listed_variables(tree: Mapping[str, Any]) -> list[Variable]:
     place, group = _model(tree)
     config = listed_config(tree)
     layers = dict.fromkeys(names_in(group or {}, LAYERS) or (), True) | _trainable(config)
-    found = [
+    weights = [
         (where, name, tensor, layers.get(layer, True))
         for layer in [*(names_in(group or {}, LAYERS) or ()), TOP]
         for where, name, tensor in _weights(group or {}, place, layer)
     ]
-    names = _short([name for _, name, _, _ in found], config)
+    names = _short([name for _, name, _, _ in weights], config)
     return [
         Variable(where, name, tensor, trained and may_move(name, tensor), True)
-        for name, (where, _, tensor, trained) in zip(names, found, strict=True)
+        for name, (where, _, tensor, trained) in zip(names, weights, strict=True)
     ]
 
 

@@ -31,8 +31,8 @@ def owners(rows: Sequence[tuple[str, Shape]], params: Mapping[str, Shape]) -> li
         params: Shape of each variable of the model, by its name.
     """
     names = [_owner(plain_name(name), shape, params) for name, shape in rows]
-    told = [name for name in names if name is not None]
-    return told if len({*told}) == len(rows) else None
+    owned = [name for name in names if name is not None]
+    return owned if len({*owned}) == len(rows) else None
 
 
 def _owner(row: str, shape: Shape, params: Mapping[str, Shape]) -> str | None:

@@ -266,9 +266,9 @@ def _frozen(tree: Mapping[str, Any], objects: GraphOptimizer) -> dict[str, str]:
         node = waiting.pop()
         inside.add(node)
         waiting += {*objects.graph.nodes[node].children.values()} - inside
-    own = {value.key for i in inside if (value := objects.graph.nodes[i].variable) is not None}
+    inner = {value.key for i in inside if (value := objects.graph.nodes[i].variable) is not None}
     frozen = frozen_keys(tree, objects)
-    return {name: key for name, key in frozen.items() if key not in own and METRICS not in f"/{key}"}
+    return {name: key for name, key in frozen.items() if key not in inner and METRICS not in f"/{key}"}
 
 
 def _lists(objects: GraphOptimizer) -> dict[str, bool]:
@@ -309,12 +309,12 @@ def _moved(
 
 def _model_keys(tree: Mapping[str, Any], objects: GraphOptimizer) -> dict[str, str]:
     """Returns the key of each variable that is none of the optimizer's, by its name."""
-    own = {key for key, _ in objects.variables}
+    inner = {key for key, _ in objects.variables}
     values: Sequence[Any] = [node.variable for node in objects.graph.nodes]
     return {
         value.full_name: value.key
         for value in values
-        if value is not None and value.key not in own and isinstance(tree.get(value.key), Tensor)
+        if value is not None and value.key not in inner and isinstance(tree.get(value.key), Tensor)
     }
 
 

@@ -130,8 +130,8 @@ def _below(
 
 def _layer_name(node: Mapping[str, Any], place: Place, config: Any) -> str | None:
     """Returns a layer's name: the attribute of its variables, or of files of Keras 2 its config's."""
-    own = node.get(VARIABLES)
-    name = own.get(ATTRIBUTES, {}).get("name") if isinstance(own, Mapping) else None
+    group = node.get(VARIABLES)
+    name = group.get(ATTRIBUTES, {}).get("name") if isinstance(own, Mapping) else None
     if not fits(name, Name) and place and isinstance(config, Mapping):
         name = _of(config).get("name")
     return str(name) if fits(name, Name) else None
@@ -139,10 +139,10 @@ def _layer_name(node: Mapping[str, Any], place: Place, config: Any) -> str | Non
 
 def _own_variables(node: Mapping[str, Any], place: Place) -> Iterator[tuple[str, str, Tensor]]:
     """Yields key, name and values of a layer's own variables; their numbers where its class doesn't tell names."""
-    own = node.get(VARIABLES)
+    group = node.get(VARIABLES)
     tensors = (
-        {key: leaf for key, leaf in own.items() if isinstance(leaf, Tensor)}
-        if isinstance(own, Mapping)
+        {key: leaf for key, leaf in group.items() if isinstance(leaf, Tensor)}
+        if isinstance(group, Mapping)
         else {}
     )
     names = _called(_kind(place), len(tensors)) or list(tensors)
