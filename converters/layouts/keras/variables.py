@@ -131,7 +131,7 @@ def _below(
 def _layer_name(node: Mapping[str, Any], place: Place, config: Any) -> str | None:
     """Returns a layer's name: the attribute of its variables, or of files of Keras 2 its config's."""
     group = node.get(VARIABLES)
-    name = group.get(ATTRIBUTES, {}).get("name") if isinstance(own, Mapping) else None
+    name = group.get(ATTRIBUTES, {}).get("name") if isinstance(group, Mapping) else None
     if not fits(name, Name) and place and isinstance(config, Mapping):
         name = _of(config).get("name")
     return str(name) if fits(name, Name) else None
