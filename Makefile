@@ -114,6 +114,7 @@ tables: $(READY)
 	@$(BIN)/python tests/resuming_table.py
 	@$(BIN)/python tests/accuracy_table.py
 	@$(BIN)/python tests/reliability_table.py
+	@$(BIN)/python tests/recognised_table.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .living .reliability .service

@@ -281,3 +281,44 @@ def test_an_adapters_optimizer_goes_on_in_the_model_around_it() -> None:
     assert attest(live, params.items(), path).passed
     live.state[params[order[3]]]["exp_avg"].add_(1)
     assert not attest(live, params.items(), path).passed
+
+
+def test_olmos_folder_is_one_checkpoint_whose_configuration_names_the_optimizer() -> None:
+    with statekit.open(CASES / "olmo_unsharded" / "step6-unsharded") as opened:
+        assert opened.counts.updates == 6
+        assert [group.hyperparameters["weight_decay_rate"] for group in opened.groups] == [0.1, 0.0]
+        for group in opened.groups:
+            assert group.hyperparameters["global_norm_clip_threshold"] == 1.0
+            assert group.known_from["decoupled_weight_decay"] == "inferred"
+            assert not group.facts
+        assert "grad_norm_exp_avg" in json.dumps(statekit.inspect(opened.checkpoint.path).to_json())
+
+
+def test_optimizers_in_files_of_their_own_are_read_beside_the_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from safetensors.torch import save_file
+
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3))
+    matrices = [param for param in model.parameters() if param.dim() == 2]
+    vectors = [param for param in model.parameters() if param.dim() == 1]
+    each: dict[str, Any] = {"muon": torch.optim.Muon(matrices), "adamw": torch.optim.AdamW(vectors)}
+    model(torch.ones(4)).sum().backward()
+    for name, optimizer in each.items():
+        optimizer.step()
+        torch.save(optimizer.state_dict(), tmp_path / f"optimizer_{name}.pt")
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    assert main(["inspect", str(tmp_path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "2 optimizers: torch Adam or AdamW at optimizers/adamw" in shown
+    assert "Muon at optimizers/muon" in shown
+    assert "weights alone" not in shown
+
+
+def test_the_lines_of_a_file_that_may_be_of_two_optimizers_name_both(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["resume", str(CASES / "adam_or_adamw_old" / "adam.pt")]) == 0
+    lines = capsys.readouterr().out
+    assert "torch.optim.AdamW(" in lines
+    assert "torch.optim.Adam(" in lines

@@ -1,11 +1,13 @@
 """The container `torch`: the files of `torch.save`, read without PyTorch and without running what they hold.
 
 It reads both generations and writes the newer one, which `torch.load(weights_only=True)` takes. In goes a file; out
-comes the object that was saved, tensors in it, objects of foreign classes as inert records.
+comes the object that was saved, tensors in it, objects of foreign classes as inert records. A folder with a model's
+file beside its optimizer's, as OLMo writes it, is read as one checkpoint.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,9 +18,9 @@ from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.formats.pytorch.reader import generation, named, read_object
 from statekit.converters.formats.pytorch.writer import MANIFEST_KEY, write_torch
 from statekit.errors import NotFoundError, StatekitError, UsageError
-from statekit.files.checkpoint import Checkpoint
+from statekit.files.checkpoint import OPTIMIZER_NAME, Checkpoint
 from statekit.files.integrity import proof_inside
-from statekit.files.source import Files, opening
+from statekit.files.source import Files, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tree import Path as Keys
 from statekit.tensors.tree import at, without
@@ -51,7 +53,8 @@ class TorchFile:
     def detect(self, path: Path) -> Evidence | None:
         """Looks at the first bytes, and at the directory at the end of a zip archive."""
         if not path.is_file():
-            return None
+            parts = _parts_in(path)
+            return Evidence(15, f"{path} has {' beside '.join(parts.values())}") if parts else None
         try:
             with Files() as files:
                 kind = generation(files.source(path))
@@ -76,7 +79,9 @@ class TorchFile:
                 remedy="name the file of that step",
             )
         with opening(path, budget) as files:
-            return replace(open_torch(path, files), on_close=files.close)
+            parts = {} if path.is_file() else _parts_in(path)
+            opened = _open_parts(path, parts, files) if parts else open_torch(path, files)
+            return replace(opened, on_close=files.close)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes a zip file that `torch.load(path, weights_only=True, mmap=True)` reads.
@@ -103,6 +108,43 @@ def open_torch(path: Path, files: Files) -> Checkpoint:
         proof, faults = proof_inside(tree.pop(MANIFEST_KEY), path, files.account)
         findings = (*findings, *faults)
     return Checkpoint(CONTAINER.name, path, tree, opened.meta, None, findings, proof=proof)
+
+
+_MODELS, _OPTIMIZERS = ("model.pt", "model.pth"), ("optim.pt", "optimizer.pt", "optimizer.pth", "opt.pt")
+_BESIDE = ("train.pt", "scheduler.pt", "scaler.pt")
+_CONFIG = "config.yaml"
+_NAME = re.compile(r"^optimizer:[ \t]*\n(?:[ \t]+.*\n)*?[ \t]+name:[ \t]*[\"']?(\w{1,64})", re.MULTILINE)
+
+
+def _parts_in(folder: Path) -> dict[str, str]:
+    """Returns the files of a model and of its optimizer that lie in one folder, by part; none where either is missing.
+
+    Source: allenai/OLMo, olmo/checkpoint.py, `FullCheckpointer.save_checkpoint`.
+    """
+    if not folder.is_dir():
+        return {}
+    names = {"model": _MODELS, "optimizer": _OPTIMIZERS}
+    there = {part: [name for name in usual if (folder / name).is_file()] for part, usual in names.items()}
+    return (
+        {part: files[0] for part, files in there.items()} if all(len(f) == 1 for f in there.values()) else {}
+    )
+
+
+def _open_parts(folder: Path, parts: Mapping[str, str], files: Files) -> Checkpoint:
+    """Opens a model's file and its optimizer's as one checkpoint, with the files that stand beside them.
+
+    Raises:
+        FormatError: As `TorchFile.open`.
+    """
+    beside = {name.removesuffix(".pt"): name for name in _BESIDE if (folder / name).is_file()}
+    opened = {part: open_torch(folder / name, files) for part, name in {**parts, **beside}.items()}
+    meta: dict[str, Any] = {"files": [*parts.values(), *beside.values()]}
+    if (folder / _CONFIG).is_file():
+        match = _NAME.search(read_small(folder / _CONFIG, files).decode("utf-8", "replace"))
+        meta |= {OPTIMIZER_NAME: match[1]} if match else {}
+    findings = tuple(finding for one in opened.values() for finding in one.findings)
+    tree = named({part: one.tree for part, one in opened.items()})
+    return Checkpoint(CONTAINER.name, folder, tree, meta, None, findings)
 
 
 LIGHTNING = ".ckpt"

@@ -123,6 +123,11 @@ def open_beside(folder: Path, taken: Collection[str], files: Files) -> Beside:
             odd += notes
             read.add(name)
             passed |= {*names} - {name}
+    if "optimizer" not in tree:
+        apart = {m[1]: e for e in listing(folder) if (m := _APART.fullmatch(e.name)) and e.is_file()}
+        if len(apart) > 1:
+            tree["optimizers"] = {name: _open_part(file, files)[0] for name, file in sorted(apart.items())}
+            read |= {file.name for file in apart.values()}
     shards = "" if "optimizer" in tree else sharded_part(folder, SHARDED_OPTIMIZER)
     if shards:
         tree["optimizer"], notes = open_sharded(folder / shards, "optimizer", files)
@@ -149,7 +154,7 @@ _OF_SCHEDULES = (
 )  # fmt: skip
 _OF_GRADIENTS: Mapping[str, Any] = {
     "max_grad_norm": 0.0, "gradient_accumulation_steps": 1, "label_smoothing_factor": 0.0, "neftune_noise_alpha": None,
-    "average_tokens_across_devices": False,
+    "average_tokens_across_devices": True,
 }  # fmt: skip
 """Those that change the gradients, which an optimizer's file doesn't show -> the value that leaves them as they are."""
 
@@ -365,6 +370,8 @@ def _is_only(tree: Tree, path: Keys) -> bool:
 
 TRAINER_STATE = "trainer_state.json"
 _STEP = re.compile(r"checkpoint[-_](\d{1,18})")
+_APART = re.compile(r"optimizer_([A-Za-z]\w*)\.(?:pt|bin)")
+"""Files of several optimizers of one model, each called by its name."""
 _SEVERAL = re.compile(r"(model|pytorch_model|optimizer)_[1-9]\d*\.(safetensors|bin)")
 _HEAD_BYTES = 9
 _BLOCK = 2**22

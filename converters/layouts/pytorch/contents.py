@@ -145,7 +145,7 @@ def signature_of(parts: Parts) -> Signature | None:
     slots = {str(slot) for record in parts.state.values() for slot in unwrapped_record(record)}
     groups = [group for group in parts.groups if group["params"]] or parts.groups
     fits = [signature for signature in signatures() if signature.fits(slots, groups)]
-    return max(fits, key=lambda signature: len(signature.slots) + len(signature.options), default=None)
+    return max(fits, key=lambda one: len(slots & {*one.slots}) + len(one.options), default=None)
 
 
 def unwrapped_record(record: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -28,9 +28,11 @@ from statekit.lines.printing import (
 )
 from statekit.lines.rate_code import MATH
 from statekit.lines.rates import RatesOf
+from statekit.state.evidence import OPTIMIZER
 
+_ADAMW, _ADAM = "torch.optim.AdamW", "torch.optim.Adam"
 CLASSES: Mapping[tuple[str, str | None], str] = {
-    ("adamw", "torch"): "torch.optim.AdamW",
+    ("adamw", "torch"): _ADAMW,
     ("adafactor", "torch"): "torch.optim.Adafactor",
     ("adafactor", "hf"): "transformers.optimization.Adafactor",
 }
@@ -336,11 +338,21 @@ def _optimizer_lines(state: State, saved: SavedRun) -> list[str]:
     arguments = ", ".join(["groups" if grouped else "model.parameters()", *_arguments(state)])
     unknown = "  # the class of the run's optimizer" if class_of(state) == UNKNOWN else ""
     rates = saved.rates(state)
-    return [
-        f"optimizer = {class_of(state)}({arguments}){unknown}",
-        *clip_comment(state),
-        *early_schedule(rates, f"  # {_BEFORE}"),
-    ]
+    making = [f"optimizer = {class_of(state)}({arguments}){unknown}"]
+    if class_of(state) == _ADAMW and (others := _candidates(state)):
+        making = [
+            f"# the file doesn't say which optimizer it is of ({' or '.join(others)}): keep the run's own line",
+            *making,
+            *([making[0].replace(_ADAMW, _ADAM)] if "adam" in others else []),
+        ]
+    return [*making, *clip_comment(state), *early_schedule(rates, f"  # {_BEFORE}")]
+
+
+def _candidates(state: State) -> list[str]:
+    """Returns the names of the optimizers that a state may be of, where nobody said which."""
+    facts = [fact for group in state["groups"] for fact in group.get("facts", ())]
+    open_facts = (fact for fact in facts if fact["name"] == OPTIMIZER and fact["source"] == "unknown")
+    return next((fact.get("others", []) for fact in open_facts), [])
 
 
 def clip_comment(state: State) -> list[str]:

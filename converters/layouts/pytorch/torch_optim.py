@@ -153,6 +153,12 @@ _PIECES = (
 _GATHERED = ("dcp",)
 """Containers in which an optimizer by name is nothing special."""
 _LIMIT = "max_grad_norm"
+_OF_GRADIENTS = (
+    "gradient_accumulation_steps",
+    "label_smoothing_factor",
+    "neftune_noise_alpha",
+    "average_tokens_across_devices",
+)
 CLIP, DECOUPLED = "global_norm_clip_threshold", "decoupled_weight_decay"
 _DECOUPLES = {"adamw": True, "adam": False}
 """Whether an optimizer's weight decay is decoupled."""
@@ -246,6 +252,7 @@ class TorchOptim:
         rules = {path: kind_of[path].rule(p.shape) for path, p in params.items()}
         slots, counts, beside = {}, dict[str, int](), dict[str, Any]()
         said = (_BARE,) if _is_bare(parts) else _FORM_NOTES.get(parts.form, ())
+        said = (*said, *_of_gradients(checkpoint))
         notes = dict.fromkeys((*order.notes, *([said_by] if said_by else ()), *said, *said_of_groups))
         for kind, group, names in zip(kinds, parts.groups, order.groups, strict=True):
             for index, name in zip(group["params"], names, strict=True):
@@ -674,6 +681,18 @@ def _told_by_dialect(group: Group, kind: TorchOptimizer, decoupled: tuple[bool, 
     if dialect.beyond:
         facts.append(beyond(dialect.beyond))
     return replace(group, hyperparameters=values, known_from=known, facts=tuple(facts))
+
+
+def _of_gradients(checkpoint: Checkpoint) -> Iterator[str]:
+    """Yields what of Trainer's arguments changes the gradients, and an optimizer's file doesn't show."""
+    arguments = at(checkpoint.tree, (TRAINER_ARGUMENTS,))
+    stated = arguments if isinstance(arguments, Mapping) else {}
+    named = [f"{key}={stated[key]!r}" for key in _OF_GRADIENTS if key in stated]
+    if named:
+        yield (
+            f"The run's gradients are made with {', '.join(named)}, as Trainer's arguments say: no optimizer's file"
+            " holds that, and the program that goes on sets it."
+        )
 
 
 def _clipped(groups: Iterable[Group], parts: Parts, checkpoint: Checkpoint) -> list[Group]:

@@ -1,0 +1,154 @@
+"""Every optimizer of torch.optim, and of pytorch_optimizer where it is there: recognised, or refused by its name."""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import recognised_table
+import torch
+
+from statekit.cli.main import main
+from statekit.torch import attest, load_optimizer
+
+pytestmark = pytest.mark.torch
+SHAPES = {"mixed": ((4, 3), (3,), (3, 4), (4,)), "square": ((4, 4), (4,), (2, 3, 4))}
+NAMES = {
+    "Adam": "torch Adam or AdamW", "AdamW": "torch Adam or AdamW", "SGD": "torch SGD without momentum",
+    "Muon": "Muon",
+}  # fmt: skip
+RECOGNISED = {"Adam", "AdamW", "Adafactor"}
+CI_DRAWS = 10
+Make = Callable[[list[torch.nn.Parameter]], Any]
+
+
+def of_torch() -> list[str]:
+    every = vars(torch.optim).items()
+    kinds = [n for n, c in every if isinstance(c, type) and issubclass(c, torch.optim.Optimizer)]
+    return sorted({*kinds} - {"Optimizer", "SparseAdam"})
+
+
+def of_library() -> list[str]:
+    if find_spec("pytorch_optimizer") is None:
+        return []
+    import pytorch_optimizer
+
+    kinds: list[str] = []
+    for name in sorted(pytorch_optimizer.get_supported_optimizers()):
+        kind = pytorch_optimizer.load_optimizer(name)
+        kinds += [] if kind.__module__.startswith("torch.") else [kind.__name__]
+    return kinds
+
+
+def grads(params: list[torch.nn.Parameter], number: int) -> None:
+    generator = torch.Generator().manual_seed(number)
+    for param in params:
+        param.grad = torch.randn(param.shape, generator=generator) * 0.1
+
+
+def trained(kind: type, shapes: tuple[tuple[int, ...], ...]) -> tuple[list[torch.nn.Parameter], Any]:
+    """Returns parameters and the optimizer that has moved them three times."""
+    generator = torch.Generator().manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(shape, generator=generator)) for shape in shapes]
+    if kind.__name__ in ("Muon", "SpectralSphere"):
+        params = [param for param in params if param.dim() == 2]
+    options: dict[str, Any] = {"lr": 0.01} if "lr" in inspect.signature(kind).parameters else {}
+    optimizer = kind(params, **options)
+
+    def closure() -> torch.Tensor:
+        grads(params, 0)
+        return torch.tensor(1.0)
+
+    for number in range(3):
+        grads(params, number)
+        if kind.__name__ == "LBFGS":
+            optimizer.step(closure)
+        else:
+            optimizer.step()
+    return params, optimizer
+
+
+def saved(kind: type, shape: str, path: Path) -> tuple[dict[str, torch.nn.Parameter], Any]:
+    params, optimizer = trained(kind, SHAPES[shape])
+    named = {f"w{i}": param for i, param in enumerate(params)}
+    weights = {name: param.detach() for name, param in named.items()}
+    torch.save({"model": weights, "optimizer": optimizer.state_dict()}, path)
+    return named, optimizer
+
+
+def check(name: str, kind: type, shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Sends a state through every verb."""
+    path = tmp_path / "run.pt"
+    named, optimizer = saved(kind, shape, path)
+    assert main(["inspect", str(path)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert main(["doctor", str(path)]) == 0
+    assert main(["diff", str(path), str(path)]) == 0
+    targets = (["again.pt"], ["optax", "--to", "orbax", "--layout", "optax"], ["neutral", "--to", "statekit"])
+    capsys.readouterr()
+    for target, *more in targets:
+        code = main(["convert", str(path), str(tmp_path / target), *more])
+        said = " ".join(capsys.readouterr().err.split())
+        if kind.__name__ in RECOGNISED and kind.__module__.startswith("torch."):
+            assert code == 0, said
+            assert main(["verify", str(path), str(tmp_path / target)]) == 0
+        else:
+            assert code == 3
+            assert name in said
+    if kind.__name__ in RECOGNISED and kind.__module__.startswith("torch."):
+        assert attest(optimizer, named.items(), path).passed
+        copies = {key: torch.nn.Parameter(param.detach().clone()) for key, param in named.items()}
+        resumed: Any = load_optimizer(path, copies.items())
+        for number in range(3, 6):
+            for params, one in ((list(named.values()), optimizer), (list(copies.values()), resumed)):
+                grads(params, number)
+                one.step()
+        for key, param in named.items():
+            torch.testing.assert_close(copies[key], param, rtol=1e-5, atol=1e-7)
+    else:
+        assert name in shown
+
+
+@pytest.mark.parametrize(("kind", "shape"), random.Random(0).sample(
+    [(kind, shape) for kind in of_torch() for shape in SHAPES], CI_DRAWS
+))  # fmt: skip
+def test_a_drawn_optimizer_is_recognised_or_refused_by_its_name(
+    kind: str, shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(NAMES.get(kind, f"torch {kind}"), getattr(torch.optim, kind), shape, tmp_path, capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", of_torch())
+def test_each_optimizer_of_torch_is_recognised_or_refused_by_its_name(
+    kind: str, shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    check(NAMES.get(kind, f"torch {kind}"), getattr(torch.optim, kind), shape, tmp_path, capsys)
+
+
+OTHER_CALLS = {
+    "AdaHessian", "SophiaH", "AdamMini", "AdaLOMO", "LOMO", "AliG", "BSAM", "DeMo", "DistributedMuon", "LoRARite",
+    "Magma", "AdaGO", "AdaMuon", "Muon", "MuonClip", "NorMuon", "Ranger21",
+}  # fmt: skip
+"""Those that aren't made by their parameters and a rate alone, or need closures, second derivatives or processes."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", [one for one in of_library() if one not in OTHER_CALLS])
+def test_each_optimizer_of_pytorch_optimizer_is_refused_by_its_name(
+    kind: str, shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import pytorch_optimizer
+
+    check(kind, getattr(pytorch_optimizer, kind), shape, tmp_path, capsys)
+
+
+def test_the_page_has_every_signature() -> None:
+    assert recognised_table.PAGE.read_text(encoding="utf-8") == recognised_table.text()
