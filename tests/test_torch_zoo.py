@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import random
 from collections.abc import Callable
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,7 @@ def of_torch() -> list[str]:
 def of_library() -> list[str]:
     if find_spec("pytorch_optimizer") is None:
         return []
-    import pytorch_optimizer
-
+    pytorch_optimizer: Any = import_module("pytorch_optimizer")
     kinds: list[str] = []
     for name in sorted(pytorch_optimizer.get_supported_optimizers()):
         kind = pytorch_optimizer.load_optimizer(name)
@@ -145,9 +145,7 @@ OTHER_CALLS = {
 def test_each_optimizer_of_pytorch_optimizer_is_refused_by_its_name(
     kind: str, shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import pytorch_optimizer
-
-    check(kind, getattr(pytorch_optimizer, kind), shape, tmp_path, capsys)
+    check(kind, getattr(import_module("pytorch_optimizer"), kind), shape, tmp_path, capsys)
 
 
 def test_the_page_has_every_signature() -> None:
