@@ -11,6 +11,8 @@ from dataclasses import dataclass, field, fields
 from datetime import datetime
 from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
+from statekit.tensors.tree import report_json
+
 Seal: TypeAlias = Literal["sealed", "unsealed", "changed", "damaged", "unknown"]
 Verdict: TypeAlias = Literal["clean", "findings"]
 Status: TypeAlias = Literal["present", "changed", "gone"]
@@ -43,25 +45,7 @@ class _Record:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the record as plain data: times in ISO 8601, records as mappings, tuples as lists."""
-        return {one.name: plain(getattr(self, one.name)) for one in fields(self)}  # type: ignore[arg-type]
-
-
-def plain(value: Any) -> Any:
-    """Returns a value as JSON has it.
-
-    Example:
-        >>> plain((datetime(2026, 1, 2), {"a": (1,)}))
-        ['2026-01-02T00:00:00', {'a': [1]}]
-    """
-    if isinstance(value, _Record):
-        return value.to_json()
-    if isinstance(value, datetime):
-        return value.isoformat()
-    if isinstance(value, Mapping):
-        return {str(key): plain(one) for key, one in value.items()}
-    if isinstance(value, tuple | list):
-        return [plain(one) for one in value]
-    return value
+        return {one.name: report_json(getattr(self, one.name)) for one in fields(self)}  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

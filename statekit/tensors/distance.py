@@ -21,6 +21,7 @@ from statekit.tensors.tensor import (
     nbytes,
     whole,
 )
+from statekit.tensors.tree import report_json
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,7 @@ class Distance:
         return {
             "size": self.size,
             "unequal": self.unequal,
-            **{name: value if np.isfinite(value) else str(value) for name, value in numbers.items()},
+            **report_json(numbers),
             "first": None if self.first is None else list(self.first),
             "is_rounding": self.is_rounding,
         }

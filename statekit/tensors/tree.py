@@ -14,7 +14,10 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import datetime
 from typing import Any, TypeAlias
+
+import numpy as np
 
 from statekit.budget import NODE_BYTES, Account
 from statekit.errors import FormatError
@@ -244,6 +247,31 @@ def plain(value: Any) -> Any:
     """
     value = scalar(value)
     return to_json(list(value) if isinstance(value, tuple) else value)
+
+
+def report_json(value: Any) -> Any:
+    """Returns a value of a report as JSON: records by their `to_json`, times in ISO 8601, tuples as lists.
+
+    A number that is not finite becomes a string, and so does what JSON has no form for. `to_json` is for what is read
+    back as a tree.
+
+    Example:
+        >>> report_json({"error": (float("inf"), np.float32(0.5))})
+        {'error': ['inf', 0.5]}
+    """
+    if value is None or isinstance(value, (str, bool, int)):
+        return value
+    if isinstance(value, (float, np.floating)):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if isinstance(value, np.integer):
+        return int(value)
+    if isinstance(value, Mapping):
+        return {str(key): report_json(part) for key, part in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [report_json(part) for part in value]
+    if isinstance(value, datetime):
+        return value.isoformat()
+    return value.to_json() if hasattr(value, "to_json") else str(value)
 
 
 def from_json(view: Any, tensor: Callable[[Any], Tensor] | None = None, place: object = None) -> Tree:

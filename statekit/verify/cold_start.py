@@ -25,6 +25,7 @@ from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.stored_params import as_params
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array
+from statekit.tensors.tree import report_json
 from statekit.verify.controls import cold
 from statekit.verify.probes import USUAL, drawn
 from statekit.verify.sampling import sampled
@@ -63,7 +64,7 @@ class Layer:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the layer as plain data."""
-        numbers = {name: [_plain(x) for x in getattr(self, name)] for name in ("apart", "cosine", "size")}
+        numbers = {name: report_json(getattr(self, name)) for name in ("apart", "cosine", "size")}
         return {"path": self.path, **numbers, "alike_from": self.alike_from, "stands_for": self.stands_for}
 
 
@@ -98,7 +99,7 @@ class ColdStart:
         return {
             "path": str(self.path),
             "updates_done": self.updates,
-            "median": [_plain(self.median(i)) for i in range(count)],
+            "median": [report_json(self.median(i)) for i in range(count)],
             "layers": [one.to_json() for one in self.layers],
             "sample": self.sample,
             "notes": list(self.notes),
@@ -199,7 +200,3 @@ def _layer(path: str, sides: list[list[Array]], stands_for: int) -> Layer:
 
 def _over(top: float, bottom: float) -> float:
     return top / bottom if bottom else (float("inf") if top else 0.0)
-
-
-def _plain(value: float) -> float | str:
-    return value if np.isfinite(value) else str(value)

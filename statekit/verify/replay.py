@@ -30,11 +30,11 @@ from statekit.state.executions import execution
 from statekit.state.train_state import TrainState
 from statekit.tensors.distance import gap
 from statekit.tensors.tensor import DTYPES, Tensor, in_memory, widens
-from statekit.tensors.tree import Tree
+from statekit.tensors.tree import Tree, report_json
 from statekit.verify.recorder import write_trajectory
 from statekit.verify.recording import Recording, Trajectory
 from statekit.verify.start_state import native_state, told
-from statekit.verify.verdict import Row, compare, plain
+from statekit.verify.verdict import Row, compare
 
 Start = Literal["checkpoint", "init"]
 Mover = Callable[[Backend, TrainState, Execution], Move]
@@ -99,7 +99,7 @@ class Replay:
             "steps": list(self.steps),
             "passed": self.passed,
             "decoded": list(self.decoded),
-            "free_run": plain(self.free),
+            "free_run": report_json(self.free),
             "judged": [
                 {
                     "trajectory": j.trajectory.file,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 from statekit.arrays.intervals import Interval
 from statekit.tensors.distance import gap, ulp
 from statekit.tensors.tensor import Array
+from statekit.tensors.tree import report_json
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,8 @@ class Row:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the row as plain data; what isn't finite becomes a string."""
-        return plain(asdict(self))
-
-
-def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns values as JSON can hold them: numbers that aren't finite become strings."""
-    return {
-        key: str(value) if isinstance(value, float) and not np.isfinite(value) else value
-        for key, value in values.items()
-    }
+        data: dict[str, Any] = report_json(asdict(self))
+        return data
 
 
 def compare(

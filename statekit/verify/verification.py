@@ -15,8 +15,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from statekit.arrays.backend import backend
 from statekit.conversion import registry
 from statekit.conversion.changing.changes import Changes
@@ -37,7 +35,7 @@ from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.stored_params import as_params
 from statekit.state.train_state import StepOffset, TrainState
 from statekit.tensors.digest import json_digest
-from statekit.tensors.tree import from_json, to_json
+from statekit.tensors.tree import from_json, report_json, to_json
 from statekit.verify.certificate import FORMAT, VERSION, Certificate
 from statekit.verify.identity import VERDICTS, Bijection, Reader, Row, Verdict, bijection, compared
 from statekit.verify.natives import installed
@@ -319,7 +317,7 @@ class _Verification:
             "not_compared": [*differences.unsaid, *alone, *self._unsaid],
             "assumptions": list(dict.fromkeys((*plan.assumptions, *self._said))),
         }
-        return Certificate(_plain(data))
+        return Certificate(report_json(data))
 
     def _round_trip(self, reader: Reader) -> dict[str, Any]:
         """Takes the target back to the source's form, and compares bits, where every tensor is said to keep them."""
@@ -618,16 +616,3 @@ def _versions() -> dict[str, str]:
 
 def _shown(value: object) -> str:
     return "nothing" if value is None else str(value)
-
-
-def _plain(node: Any) -> Any:
-    """Returns data as JSON holds it: numbers that aren't finite as strings."""
-    if isinstance(node, Mapping):
-        return {str(key): _plain(one) for key, one in node.items()}
-    if isinstance(node, (list, tuple)):
-        return [_plain(one) for one in node]
-    if isinstance(node, float):
-        return node if np.isfinite(node) else str(node)
-    if isinstance(node, (np.integer, np.floating)):
-        return _plain(node.item())
-    return node if node is None or isinstance(node, (str, int, bool)) else str(node)
