@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import click
 
@@ -30,6 +30,7 @@ from statekit.conversion.inspection import (
 )
 from statekit.errors import plural, size
 from statekit.pages.module_tree import Row, module_tree, rows
+from statekit.state.evidence import KnownFrom
 from statekit.state.rates import Piece
 from statekit.state.run import RunState, Schedule
 from statekit.state.train_state import Group
@@ -107,7 +108,7 @@ def _summary(stdout: Screen, inspection: Inspection) -> None:
         for i, group in enumerate(optimizer.groups):
             named = f", {group.schema}" if group.schema else ""
             lines.append((f"group {i}", f"{plural(len(group.paths), 'parameter')}{named}"))
-            for source in ("file", "given", "inferred", "assumed"):
+            for source in get_args(KnownFrom):
                 known = [f"{k}={group.hyperparameters[k]!r}" for k in _known(group, source)]
                 lines += [(f"  {source}", "  ".join(known))] if known else []
             unknown = unknown_hyperparameters(optimizer, group)

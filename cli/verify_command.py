@@ -244,12 +244,15 @@ def _repeat(
         )
         screen.show_list("Other than in the certificate:", done.differs)
         screen.show_list("Other, as another machine or other versions may have it:", done.notes)
-    return DONE if done.same and done.again.passed else WANTING
+    return DONE if done.same and done.passed else WANTING
 
 
 def _show(screen: Screen, data: Mapping[str, Any], counts: Mapping[str, int]) -> None:
     verdict, replay = data["verdict"], data["replay"]
-    screen.say(f"{verdict['whole'].upper()}. {SAYS[verdict['whole']]}", bold=True)
+    screen.say(f"{verdict['headline']}. {SAYS[verdict['whole']]}", bold=True)
+    if verdict["nobody_gave"]:
+        screen.say(f"The target holds what nobody gave: {some(verdict['nobody_gave'])}.", bold=True)
+        screen.say("Say it (--hparams NAME=VALUE), or accept documented defaults (--assume-defaults).")
     screen.say()
     for name, side in (("from", "source"), ("to", "target")):
         one = data["identity"][side]

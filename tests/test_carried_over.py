@@ -45,7 +45,10 @@ def test_momentum_is_never_switched_off_for_lack_of_its_constant(tmp_path: Path)
     source = recorded("t5x", "momentum_f32")  # m is in use; T5X stores no beta1
     with pytest.raises(StatekitError, match=r"--hparams beta1=\.\.\."):
         converted(source, tmp_path / "x.pt", "torch-optim", require=Exactness.STATISTICS)
-    known: dict[str, Any] = {"hyperparameters": {"beta1": 0.9}}
+    known: dict[str, Any] = {
+        "hyperparameters": {"beta1": 0.9, "learning_rate": 0.01},
+        "assume_defaults": True,
+    }
     target = converted(source, tmp_path / "y.pt", "torch-optim", require=Exactness.STATISTICS, **known)
     with open_state(target) as opened:
         assert [group.hyperparameters["beta1"] for group in opened.state.optimizer.groups] == [0.9]

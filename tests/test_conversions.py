@@ -15,6 +15,7 @@ import conversion_table
 import numpy as np
 import pytest
 from samples import ROWS, Row
+from telling import once_asked
 
 from goldens import GOLDEN
 from statekit.cli.main import DONE, main
@@ -96,7 +97,9 @@ def test_a_cell(row: Row, target: str, tmp_path: Path) -> None:
         way = rule_change_to(registry.layout_card(layout.name), state, opened.layout)
         place = tmp_path / "target"
         try:
-            planned = plan(sample.path, place, to=home(layout), layout=target, hints=row.hints)
+            planned = once_asked(
+                row.hints, lambda hints: plan(sample.path, place, to=home(layout), layout=target, hints=hints)
+            )
         except (InexactError, StateError) as error:
             refused(error, way, layout, state, registry.layout_card(opened.layout).variants)
             return

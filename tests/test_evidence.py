@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from converted_today import FIGURES, counted
 
+from goldens import COMPACT, GOLDEN
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
+from statekit.dropin.matching import require_resumable
 from statekit.errors import InexactError, UnknownRuleError, UsageError
 from statekit.state.evidence import Fact, beyond, fits_several, headline, taken_for, weakest
 from statekit.state.facts import facts_of, with_optimizer
 from statekit.state.train_state import TrainState
 from statekit.testing.layouts import made_state
+from statekit.verify.verification import verify
 
 ADAM_LIKE = fits_several(("adamw", "radam"), "the fields of Adam's state")
 
@@ -85,8 +91,106 @@ def test_what_a_run_does_besides_is_refused_elsewhere_by_its_sentence(tmp_path: 
         plan(source, tmp_path / "x.pt")
 
 
+@pytest.mark.parametrize("fact", [ADAM_LIKE, beyond("an average of slow weights stands around it")])
+def test_no_optimizer_of_ours_steps_what_nobody_told_it(fact: Fact) -> None:
+    with pytest.raises((UnknownRuleError, InexactError)):
+        require_resumable(of_optax(fact), "here", "statekit.jax", {"adamw": "adamw"})
+    require_resumable(
+        with_optimizer(of_optax(ADAM_LIKE), "adamw"), "here", "statekit.jax", {"adamw": "adamw"}
+    )
+
+
 def test_an_optimizer_without_candidates_is_its_schema() -> None:
     state = of_optax()
     assert with_optimizer(state, "adamw").optimizer.groups[0].facts[0].source == "given"
     with pytest.raises(UsageError, match="adamw"):
         with_optimizer(state, "lion")
+
+
+# What a target would fill in
+
+
+def test_a_layout_that_stores_values_asks_for_them_by_name(tmp_path: Path) -> None:
+    source = GOLDEN / "t5x" / "noscale_wd_noclip" / "checkpoint"
+    with pytest.raises(UnknownRuleError) as refused:
+        plan(source, tmp_path / "x.pt", layout="torch-optim")
+    assert {"learning_rate", "decay_rate", "epsilon1"} <= {*str(refused.value.expected).split(", ")}
+    assert "--assume-defaults" in refused.value.remedy
+
+
+def test_documented_defaults_never_stand_for_what_has_none(tmp_path: Path) -> None:
+    source, said = of_optax_file(tmp_path), CheckpointRef(assume_defaults=True)
+    with pytest.raises(UnknownRuleError) as refused:
+        plan(source, tmp_path / "x.pt", layout="torch-optim", hints=said)
+    assert refused.value.expected == "learning_rate"
+    planned = plan(
+        source, tmp_path / "x.pt", layout="torch-optim", hints=replace(said, hparams={"learning_rate": 0.1})
+    )
+    assert planned.options["assume_defaults"] is True
+    assert planned.headline.startswith("ROUNDING, if weight_decay_rate=0.0001")
+
+
+def test_a_target_that_leaves_facts_open_asks_for_nothing(tmp_path: Path) -> None:
+    planned = plan(of_optax_file(tmp_path), tmp_path / "x.pt")
+    assert planned.target.layout == "statekit-torch"
+    assert "weight_decay_rate=0.0001" in planned.headline
+    assert planned.headline.endswith("unknown: learning_rate")
+    facts = {fact["name"]: fact["source"] for fact in planned.to_json()["facts"]}
+    assert (facts["learning_rate"], facts["beta1"]) == ("unknown", "assumed")
+
+
+def test_a_layout_that_would_ask_is_passed_over_where_none_was_named(tmp_path: Path) -> None:
+    planned = plan(of_optax_file(tmp_path), tmp_path / "x", to="accelerate")
+    assert planned.target.layout == "statekit-torch"
+    assert "which nobody said" in planned.options["passed_over"]["torch-optim"]
+
+
+def test_a_program_that_builds_the_optimizer_itself_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(UnknownRuleError, match="learning_rate"):
+        plan(of_optax_file(tmp_path), tmp_path / "x", to="hf-trainer")
+
+
+def of_optax_file(folder: Path) -> Path:
+    """Writes what Optax' AdamW leaves of a run: its state, and no hyperparameter."""
+    bare = made_state("adamw", "optax")
+    groups = [replace(group, hyperparameters={}, known_from={}) for group in bare.optimizer.groups]
+    from samples import state_writer
+
+    state = replace(bare, optimizer=replace(bare.optimizer, groups=tuple(groups)))
+    return state_writer("orbax", "optax", lambda: state)(folder)
+
+
+# No conversion that needs no option today may need one, but where a layout stores what nobody says
+
+
+@pytest.mark.slow
+def test_no_recording_needs_an_option_that_needed_none() -> None:
+    now_counted = counted(COMPACT)
+    before = json.loads(FIGURES.read_text(encoding="utf-8"))["compact"]
+    fallen = {pair: (n, now) for pair, n in before.items() if (now := now_counted.get(pair, 0)) < n}
+    assert fallen == {"mesh-tf -> dcp-safetensors": (1, 0), "t5x -> dcp-safetensors": (5, 0)}
+
+
+# What a proof says
+
+
+def test_a_proof_names_what_it_rests_on_and_fails_where_a_target_holds_what_nobody_gave(
+    tmp_path: Path,
+) -> None:
+    source, hints = (
+        of_optax_file(tmp_path),
+        CheckpointRef(hparams={"learning_rate": 0.1}, assume_defaults=True),
+    )
+    convert(plan(source, tmp_path / "open.pt"))
+    left_open = verify(source, tmp_path / "open.pt").data["verdict"]
+    assert left_open["passed"]
+    assert "if weight_decay_rate=0.0001" in left_open["headline"]
+    convert(plan(source, tmp_path / "recorded.pt", layout="torch-optim", hints=hints))
+    assert verify(source, tmp_path / "recorded.pt").passed
+    by_hand = torch.load(tmp_path / "recorded.pt", weights_only=True)
+    del by_hand["statekit"]
+    torch.save(by_hand, tmp_path / "by_hand.pt")
+    refused = verify(source, tmp_path / "by_hand.pt").data["verdict"]
+    assert not refused["passed"]
+    assert {"learning_rate=0.1", "weight_decay_rate=0.0001"} <= {*refused["nobody_gave"]}
+    assert verify(source, tmp_path / "by_hand.pt", hints=hints).passed

@@ -139,7 +139,8 @@ def test_a_changed_certificate_is_noticed(made: Certificate, tmp_path: Path) -> 
 
 def test_another_rule_is_named_and_not_passed_over(tmp_path: Path) -> None:
     target = tmp_path / "hf.pt"
-    convert(plan(T5X, target, hints=SAID, layout="torch-optim", require=Exactness.STATISTICS))
+    hints = replace(SAID, hparams={**SAID.hparams, "learning_rate": 0.01}, assume_defaults=True)
+    convert(plan(T5X, target, hints=hints, layout="torch-optim", require=Exactness.STATISTICS))
     made = verify(T5X, target, steps=0)
     assert (made.verdict, made.passed) == ("semantic difference", False)
     assert verify(T5X, target, steps=0, require=Exactness.STATISTICS).passed

@@ -12,7 +12,7 @@ from typing import Any
 
 from statekit.errors import StateError
 from statekit.files.checkpoint import Checkpoint
-from statekit.state.evidence import Fact
+from statekit.state.evidence import TAKEN, Fact
 from statekit.state.train_state import Group, Kind, KnownFrom, RuleRecord, StateRecord
 from statekit.tensors.tree import from_json
 from statekit.tensors.typed import typed
@@ -41,8 +41,8 @@ class Hyperparameters:
         return Hyperparameters(kept, {name: self.known_from[name] for name in kept})
 
     def is_known(self, name: str) -> bool:
-        """Tells whether a hyperparameter was given, stands in a file or is shown by it, and isn't merely assumed."""
-        return self.known_from.get(name, "assumed") != "assumed"
+        """Tells whether a hyperparameter was given, or stands in a file, and isn't merely inferred or assumed."""
+        return self.known_from.get(name, "assumed") not in TAKEN
 
     def assumed(self) -> dict[str, Any]:
         """Returns those that are merely assumed."""

@@ -21,6 +21,7 @@ from statekit.dropin.matching import renamed
 from statekit.errors import StateError, StatekitError, UsageError
 from statekit.maps.links import StateMap, carried_to_load
 from statekit.state.comparison import Difference, Rate, compare_states, uncompared
+from statekit.state.evidence import TAKEN
 from statekit.state.exactness import Level
 from statekit.state.param_names import wrapped_names
 from statekit.state.run import BUFFERS
@@ -338,7 +339,7 @@ def _is_assumed(one: Difference, right: TrainState, live: TrainState) -> bool:
     if one.what != "option":
         return False
     groups = (state.group_of(one.path) for state in (right, live))
-    return any(group is not None and group.known_from.get(one.item) == "assumed" for group in groups)
+    return any(group is not None and group.known_from.get(one.item) in TAKEN for group in groups)
 
 
 def _assumption(one: Difference) -> str:

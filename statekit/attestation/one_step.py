@@ -18,6 +18,7 @@ from statekit.conversion.contracts import Examines
 from statekit.conversion.open_state import OpenState
 from statekit.errors import some
 from statekit.state.constants import variant_constants
+from statekit.state.evidence import TAKEN
 from statekit.state.factoring import by_shape, swapped
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.stored_params import MASTER
@@ -377,7 +378,7 @@ def _may_skip_nan(state: TrainState, path: str) -> bool:
     group = state.group_of(path)
     name = "skip_nan_updates"
     return group is not None and (
-        bool(group.hyperparameters.get(name)) or group.known_from.get(name) == "assumed"
+        bool(group.hyperparameters.get(name)) or group.known_from.get(name) in TAKEN
     )
 
 

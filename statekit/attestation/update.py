@@ -22,6 +22,7 @@ from statekit.optim.adafactor import COMPOUNDING
 from statekit.optim.gradient_clipping import Limits
 from statekit.optim.run import counts_apart, initial, load, mover, settled_group, steps_for
 from statekit.state.constants import variant_constants
+from statekit.state.evidence import TAKEN
 from statekit.state.hyperparameters import settled
 from statekit.state.options import stored_rate
 from statekit.state.schema import WEIGHTS, load_schema
@@ -265,7 +266,7 @@ def _only_live(group: Group, live: Group | None) -> dict[str, Any]:
     return {
         name: live.hyperparameters[name]
         for name, known_from in group.known_from.items()
-        if known_from == "assumed" and live.known_from.get(name, "assumed") != "assumed"
+        if known_from in TAKEN and live.known_from.get(name, "assumed") not in TAKEN
     }
 
 

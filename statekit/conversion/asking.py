@@ -14,12 +14,15 @@ from dataclasses import replace
 from statekit.conversion.cards import LayoutCard
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.plan import Request
-from statekit.errors import Faults, InexactError, UnknownRuleError
-from statekit.state.evidence import BEYOND, OPTIMIZER, Fact
-from statekit.state.facts import candidates, facts_of
+from statekit.errors import UnknownRuleError
+from statekit.state.evidence import Fact
+from statekit.state.exactness import Exactness
+from statekit.state.facts import candidates, check_steps, facts_of
 from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import TrainState
 
+MASK = "exclude_from_weight_decay"
+_WEAK = ("assumed", "unknown")
 NEUTRAL = "statekit"
 """The layout that holds any state as it is."""
 
@@ -47,60 +50,64 @@ def _homes(variant: str | None, followed: Sequence[str], source: str) -> set[str
     return itself if source.startswith(NEUTRAL) else itself | {*followed}
 
 
-def check_optimizer(state: TrainState, request: Request | None = None, place: object = None) -> None:
-    """Refuses a state that may be of several optimizers, or whose run does more than its schema's steps.
+def check_optimizer(state: TrainState, request: Request) -> None:
+    """Refuses a state that another system's rule would step, as `check_steps` does; the remedy is the whole command.
 
     Args:
-        state: A state that another system's rule shall step.
-        request: The conversion; None where the state is only stepped.
-        place: The checkpoint.
+        state: The source's state.
+        request: The conversion.
 
     Raises:
-        UnknownRuleError: Nobody said which optimizer it is; the remedy is the whole command.
-        InexactError: What the run does besides has no place there; lists it.
+        As `check_steps`.
     """
-    open_fact = candidates(state)
-    if open_fact is not None:
-        remedy = 'name it: --optimizer NAME, in Python optimizer="NAME"'
-        if request is not None:
-            commands = [shlex.join(_command(request, name)) for name in open_fact.others[:1]]
-            remedy = f"name it: {' or '.join(commands)}"
-        raise UnknownRuleError(
-            "The file doesn't tell which optimizer its state is of.",
-            place=place if request is None else request.source,
-            expected=f"--optimizer NAME, one of {', '.join(open_fact.others)}",
-            found=open_fact.because,
-            remedy=remedy,
-        )
-    besides = dict.fromkeys(
-        fact.because for group in state.optimizer.groups for fact in group.facts if fact.name == BEYOND
+    fact = candidates(state)
+    again = (
+        "" if fact is None else f"name it: {shlex.join(_command(request, next(iter(fact.others), 'NAME')))}"
     )
-    Faults((sentence, state.optimizer.schema) for sentence in besides).check(
-        InexactError,
-        "The run does more than its optimizer's steps, and the target has no place for that",
-        remedy="carry it within its own system, or into a folder of statekit (--to statekit)",
-    )
+    check_steps(state, request.source, again if request.asks else "")
 
 
 def _command(request: Request, optimizer: str) -> list[str]:
     """Returns the command that asks for the same conversion and names the optimizer."""
     words = ["statekit", "convert", str(request.source), str(request.target)]
     words += replace(request.ref, optimizer=optimizer).words()
-    named = {"--to": request.to, "--layout": request.layout}
-    for flag, value in named.items():
-        words += [] if value is None else [flag, str(value)]
-    return words
+    asked = {
+        "--to": request.to,
+        "--layout": request.layout,
+        "--like": request.like,
+        "--step-offset": None if request.step_offset == "keep" else request.step_offset,
+        "--require": None if request.require == Exactness.ROUNDING else request.require.name.lower(),
+    }
+    records = [one.to_json() for one in request.maps]
+    pairs = [(flag, str(value)) for flag, value in asked.items() if value is not None]
+    pairs += [("--map", str(record["name"])) for record in records if "name" in record]
+    return [*words, *(word for pair in pairs for word in pair)]
 
 
-def unsaid(state: TrainState, hints: CheckpointRef) -> list[Fact]:
-    """Returns the facts that nobody says, of a state as the target has it; with a flag, defaults are said."""
-    allowed = ("assumed",) if hints.assume_defaults else ()
-    facts = (fact for fact in facts_of(state) if fact.source in ("assumed", "unknown"))
-    return [fact for fact in facts if fact.source not in allowed and fact.name != OPTIMIZER]
+def unsaid(state: TrainState, there: TrainState, hints: CheckpointRef) -> list[Fact]:
+    """Returns the facts that a target stores and that nobody says; with a flag, documented defaults are said.
+
+    Args:
+        state: The source's state.
+        there: The state as the target's rule goes on with it.
+        hints: What the user says.
+    """
+    known = {fact.name: fact for fact in facts_of(state)}
+    needed = {fact.name: fact for fact in facts_of(there)}
+    # Groups say which parameters are decayed: a mask that nobody knows would be filled in by them.
+    needed |= {name: fact for name, fact in known.items() if name.rpartition("/")[2] == MASK}
+    facts = [known.get(name, fact) for name, fact in needed.items() if fact.source in _WEAK]
+    accepted = ("assumed",) if hints.assume_defaults else ()
+    return [fact for fact in facts if fact.source in _WEAK and fact.source not in accepted]
 
 
 def check_said(facts: Sequence[Fact], request: Request, layout: str) -> None:
     """Refuses a target that would store values which nobody gave.
+
+    Args:
+        facts: What is missing.
+        request: The conversion.
+        layout: The target's layout.
 
     Raises:
         UnknownRuleError: Names every one, with its documented default where there is one.

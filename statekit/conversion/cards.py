@@ -19,7 +19,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from statekit.conversion.contracts import Container, HoldsSeveral, Layout, StandsIn
+from statekit.conversion.contracts import Container, HoldsSeveral, Layout, StandsIn, StoresValues
 from statekit.errors import StatekitError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.source import first_bytes
@@ -45,7 +45,10 @@ class ContainerCard:
 
 @dataclass(frozen=True)
 class LayoutCard:
-    """A layout, as `Layout` describes it; `schedule_in` as `StandsIn` has it, None where files don't say it."""
+    """A layout, as `Layout` describes it; `schedule_in` as `StandsIn` has it, None where files don't say it.
+
+    `stores_values` tells whether its files, or the constructors that read them, fill in every hyperparameter.
+    """
 
     name: str
     title: str
@@ -53,6 +56,7 @@ class LayoutCard:
     variants: Mapping[str, tuple[str, ...]]
     holds_several: bool | tuple[str, ...] = False
     schedule_in: str | None = None
+    stores_values: bool = False
 
     def holds(self, schemas: Iterable[str], container: str | None = None) -> bool:
         """Tells whether it holds the state of a run with optimizers of these schemas, in a container or in any."""
@@ -87,7 +91,8 @@ def of_layout(layout: Layout) -> LayoutCard:
     variants = {schema: tuple(names) for schema, names in layout.variants.items()}
     several = layout.holds_several if isinstance(layout, HoldsSeveral) else False
     containers = tuple(layout.containers)
-    return LayoutCard(layout.name, layout.title, containers, variants, several, _schedule_in(layout))
+    stores = isinstance(layout, StoresValues) and layout.stores_values
+    return LayoutCard(layout.name, layout.title, containers, variants, several, _schedule_in(layout), stores)
 
 
 def _schedule_in(one: Container | Layout) -> str | None:
@@ -111,7 +116,8 @@ def kept_layout(name: str) -> LayoutCard | None:
     several = card.get("holds_several", False)
     several = tuple(several) if isinstance(several, list) else several
     containers = tuple(card["containers"])
-    return LayoutCard(name, card["title"], containers, variants, several, card["schedule_in"])
+    stores = bool(card.get("stores_values", False))
+    return LayoutCard(name, card["title"], containers, variants, several, card["schedule_in"], stores)
 
 
 def _kept() -> Mapping[str, Mapping[str, Any]]:

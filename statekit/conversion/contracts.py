@@ -226,6 +226,20 @@ class ReadsOthers(Protocol):
 
 
 @runtime_checkable
+class StoresValues(Protocol):
+    """A layout whose files, or the constructors that read them, fill in every hyperparameter: none stays open."""
+
+    stores_values: bool
+
+
+@runtime_checkable
+class BuildsOptimizer(Protocol):
+    """A container whose program builds the usual optimizer itself: a layout that asks isn't passed over there."""
+
+    builds_optimizer: bool
+
+
+@runtime_checkable
 class KeepsMasters(Protocol):
     """A layout with a place for masters beside parameters of lower precision, whoever keeps them."""
 

@@ -45,6 +45,7 @@ class Request:
         like: A file of the same model, whose places the target's parameters get.
         maps: What gives the parameters the names and axes of another model, one after the other.
         changes: What shall be changed of the run; None if nothing.
+        asks: Whether facts that the target stores and nobody says are refused; a proof looks at them itself.
     """
 
     ref: CheckpointRef
@@ -56,6 +57,7 @@ class Request:
     like: Path | None = None
     maps: tuple[StateMap, ...] = ()
     changes: Changes | None = None
+    asks: bool = True
 
     @property
     def source(self) -> Path:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 from statekit.conversion import registry
-from statekit.conversion.asking import check_optimizer, is_carried
+from statekit.conversion.asking import check_optimizer, check_said, is_carried, unsaid
 from statekit.conversion.cards import ContainerCard, LayoutCard
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import (
     APART,
     NO_HINTS,
+    BuildsOptimizer,
     Container,
     Encoded,
     Fitting,
@@ -51,7 +52,9 @@ from statekit.files.checkpoint import PRETRAINED, Checkpoint
 from statekit.files.integrity import files_of, proven
 from statekit.files.stage import TargetKind
 from statekit.maps.links import StateMap, carried_through
+from statekit.state.evidence import Fact
 from statekit.state.facts import facts_of
+from statekit.state.options import RATE_NAMES, stored_rate
 from statekit.state.run import BESIDE, Schedule, run_of
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.stored_params import MASTER, as_params, check_known, decoded
@@ -222,7 +225,7 @@ def prepare(request: Request) -> Plan:
     beside: tuple[OpenState, ...] = ()
     try:
         state, changes = _changed(opened, request)
-        card, passed_over = _layout_for(container, state, opened, request, implied)
+        card, passed_over, state = _layout_for(container, state, opened, request, implied)
         layout = registry.layout(card.name)
         keeps_encoding = isinstance(layout, KeepsEncoding) and layout.keeps_encoding
         if not keeps_encoding and not _is_stored_as_moved(state):
@@ -285,14 +288,49 @@ def prepare(request: Request) -> Plan:
 
 def _layout_for(
     container: Container, state: TrainState, opened: OpenState, request: Request, implied: str | None
-) -> tuple[LayoutCard, dict[str, str]]:
-    """Returns the target's layout, and why others before it don't go on; asks which optimizer it is where it must."""
+) -> tuple[LayoutCard, dict[str, str], TrainState]:
+    """Returns the target's layout, why others before it don't go on, and the state with the rates that it stores.
+
+    Raises:
+        UnknownRuleError: The user must say which optimizer it is, or what the layout would fill in.
+        InexactError: The run does more than its optimizer's steps.
+    """
     name = _layout_of(request, implied)
     cards = layouts_for(container, [schema for schema, _ in state.optimizer.kinds], name, opened.layout)
-    card, passed_over = _going_on(cards, state, opened.layout, request)
-    if not is_carried(state, opened.layout, card, registry.layout_card(opened.layout)):
+    paced = _with_rates(state)
+    home = registry.layout_card(opened.layout)
+
+    def missing(card: LayoutCard, change: RuleChange | None) -> list[Fact]:
+        if not card.stores_values or not request.asks or is_carried(state, home.name, card, home):
+            return []
+        return unsaid(paced, paced if change is None else change.state, request.ref)
+
+    builds = isinstance(container, BuildsOptimizer) and container.builds_optimizer
+    card, passed_over = _going_on(
+        cards, paced, opened.layout, request, (lambda *way: []) if builds else missing
+    )
+    if not is_carried(state, home.name, card, home):
         check_optimizer(state, request)
-    return card, passed_over
+    check_said(missing(card, rule_change_to(card, paced, opened.layout)), request, card.name)
+    return card, passed_over, paced if card.stores_values else state
+
+
+def _with_rates(state: TrainState) -> TrainState:
+    """Returns a state whose groups have the next update's rate, where a schedule tells it and they have none."""
+    schedules = run_of(state.extra).schedules
+    if not schedules:
+        return state
+    groups = [
+        group
+        if rate is None or stored_rate(group.hyperparameters) is not None
+        else replace(
+            group,
+            hyperparameters={**group.hyperparameters, RATE_NAMES[0]: rate},
+            known_from={**group.known_from, RATE_NAMES[0]: "inferred"},
+        )
+        for group, rate in zip(state.optimizer.groups, _paced(schedules, state).rates, strict=True)
+    ]
+    return replace(state, optimizer=replace(state.optimizer, groups=tuple(groups)))
 
 
 def _layout_of(request: Request, implied: str | None) -> str | None:
@@ -558,19 +596,34 @@ def _is_stored_as_moved(state: TrainState) -> bool:
 
 
 def _going_on(
-    cards: Sequence[LayoutCard], state: TrainState, source: str, request: Request
+    cards: Sequence[LayoutCard],
+    state: TrainState,
+    source: str,
+    request: Request,
+    missing: Callable[[LayoutCard, RuleChange | None], Sequence[Fact]],
 ) -> tuple[LayoutCard, dict[str, str]]:
     """Returns the first layout whose rule goes on as exactly as was required, and why others before it don't.
 
     It is the first of all where none does: what then is refused is that one.
+
+    Args:
+        cards: The layouts.
+        state: The state.
+        source: Name of the layout it is from.
+        request: The conversion.
+        missing: Gives what a layout stores and nobody says.
     """
     passed: dict[str, str] = {}
     for card in cards:
         change = rule_change_to(card, state, source)
-        if change is None or change.exactness <= request.require:
+        if change is not None and change.exactness > request.require:
+            worst = next(one for one in change.differences if one.exactness > request.require)
+            passed[card.name] = f"{worst.exactness.name.lower()}: {worst}"
+        elif facts := missing(card, change):
+            names = some([fact.name for fact in facts])
+            passed[card.name] = f"it stores {names}, which nobody said"
+        else:
             return card, passed
-        worst = next(one for one in change.differences if one.exactness > request.require)
-        passed[card.name] = f"{worst.exactness.name.lower()}: {worst}"
     return cards[0], {}
 
 

@@ -300,7 +300,12 @@ class Bridge:
         spared: tuple[Difference, ...] = ()
         if _EXCLUDED in values:
             values[_EXCLUDED], spared = self._spared(group, settings, values[_EXCLUDED])
-        known = {name: group.known_from.get(name, "assumed") for name in values}
+        offered = self.schema.variant(self.source)["defaults"]
+        known = {
+            # What the source doesn't offer follows from its rule.
+            name: group.known_from.get(name, "assumed" if name in offered else "inferred")
+            for name in values
+        }
         missed, shift = self._missed(settings, values, covered)
         return _Side(
             values,

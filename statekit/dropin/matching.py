@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from statekit.dropin.by_name import by_name, path_of, refuse_by_name, renamed_path
 from statekit.errors import Faults, StateError, UsageError
+from statekit.state.facts import check_steps
 from statekit.state.param_names import wrapped_names
 from statekit.state.run import BUFFERS
 from statekit.state.schema import WEIGHTS, load_schema
@@ -47,6 +48,8 @@ def require_resumable(
 
     Raises:
         UsageError: The state can't tell its variant.
+        UnknownRuleError: The state may be of several optimizers.
+        InexactError: The run does more than its optimizer's steps.
         StateError: No optimizer follows the variant's rule, or the state has no slots; or it has several optimizers.
     """
     if state.optimizer.several and alone:
@@ -56,6 +59,7 @@ def require_resumable(
             found=" and ".join(schema for schema, _ in state.optimizer.kinds),
             remedy="go on in PyTorch or JAX (load_optimizer of statekit.torch or statekit.jax)",
         )
+    check_steps(state, place)
     for part in state.parts():
         _require_resumable(part, place, home, makers, f"{part.optimizer.schema}/" * state.optimizer.several)
 

@@ -85,11 +85,14 @@ def of_verify(result: Mapping[str, Any]) -> Verdict:
     passed = (
         "" if verdict["passed"] else f" Less exact than asked for (--require {result['asked']['require']})."
     )
+    if given := verdict.get("nobody_gave"):
+        passed = f" The target holds what nobody gave: {some(given)}."
+    title = verdict.get("headline", whole.upper())  # certificates of 0.2.0 have none
     if "repeats" in result:
         again = "It comes out as the certificate says." if result["repeats"] else "It comes out otherwise."
         kind = kind if result["repeats"] else "bad"
-        return Verdict(kind, f"{again} {whole.upper()}", SAYS[whole] + passed)
-    return Verdict(kind, whole.upper(), SAYS[whole] + passed)
+        return Verdict(kind, f"{again} {title}", SAYS[whole] + passed)
+    return Verdict(kind, title, SAYS[whole] + passed)
 
 
 VERDICTS: Mapping[str, Callable[[Mapping[str, Any]], Verdict]] = {

@@ -16,6 +16,8 @@ from statekit.tensors.typed import Name
 
 KnownFrom: TypeAlias = Literal["file", "given", "inferred", "assumed"]
 """How a value that stands in a state is known."""
+TAKEN: tuple[KnownFrom, ...] = ("inferred", "assumed")
+"""Sources of values that nobody says: what somebody does say outweighs them."""
 Source: TypeAlias = Literal["file", "given", "inferred", "assumed", "unknown"]
 """How a fact is known, the strongest first."""
 OPTIMIZER, BEYOND = "optimizer", "beyond"

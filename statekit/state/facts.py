@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from statekit.errors import UsageError
+from statekit.errors import Faults, InexactError, UnknownRuleError, UsageError
 from statekit.state.evidence import BEYOND, OPTIMIZER, Fact
 from statekit.state.options import RATE_NAMES
 from statekit.state.schema import WEIGHTS, OptimizerSchema, load_schema
@@ -20,6 +20,38 @@ def candidates(state: TrainState) -> Fact | None:
     """Returns which optimizers a state may be of, where nobody has said which; None where that is settled."""
     facts = (fact for group in state.optimizer.groups for fact in group.facts)
     return next((fact for fact in facts if fact.name == OPTIMIZER and fact.source == "unknown"), None)
+
+
+def check_steps(state: TrainState, place: object, remedy: str = "") -> None:
+    """Refuses a state that may be of several optimizers, or whose run does more than its schema's steps.
+
+    Args:
+        state: A state that steps of its schema would move.
+        place: The checkpoint.
+        remedy: How to name the optimizer; the option and the argument if it is empty.
+
+    Raises:
+        UnknownRuleError: Nobody said which optimizer it is.
+        InexactError: What the run does besides has no place there; lists it.
+    """
+    fact = candidates(state)
+    if fact is not None:
+        raise UnknownRuleError(
+            "The file doesn't tell which optimizer its state is of.",
+            place=place,
+            expected=f"--optimizer NAME, one of {', '.join(fact.others)}",
+            found=fact.because,
+            remedy=remedy or 'name it: --optimizer NAME, in Python optimizer="NAME"',
+        )
+    besides = dict.fromkeys(
+        fact.because for group in state.optimizer.groups for fact in group.facts if fact.name == BEYOND
+    )
+    Faults((sentence, state.optimizer.schema) for sentence in besides).check(
+        InexactError,
+        "The run does more than its optimizer's steps, and the target has no place for that",
+        place=place,
+        remedy="carry it within its own system, or into a folder of statekit (--to statekit)",
+    )
 
 
 def facts_of(state: TrainState, makers: Mapping[str, Sequence[str]] = {}) -> tuple[Fact, ...]:
@@ -63,7 +95,7 @@ def _hyperparameters(
     settings = {**schema.settings(variant), **group.hyperparameters}
     for name in schema.variant(variant)["defaults"]:
         value = group.hyperparameters.get(name)
-        if name in _FACTORING or not _matters(schema, name, settings):
+        if name in _FACTORING or not _matters(schema, variant, name, settings):
             continue
         if name not in group.hyperparameters or (name in RATE_NAMES and value is None):
             slot = shown.get(name)
@@ -73,10 +105,10 @@ def _hyperparameters(
         yield Fact(name, value, source, f"the default of {variant}.{schema.name}" * (source == "assumed"))
 
 
-def _matters(schema: OptimizerSchema, name: str, settings: Mapping[str, Any]) -> bool:
+def _matters(schema: OptimizerSchema, variant: str, name: str, settings: Mapping[str, Any]) -> bool:
     """Tells whether a hyperparameter changes updates, as the others are."""
-    if name in RATE_NAMES:
-        return not settings.get("relative_step")
+    if name in RATE_NAMES:  # of those that make their rate themselves, some take one as its bound
+        return not settings.get("relative_step") or schema.variant(variant)["defaults"][name] is not None
     spec = schema.hyperparameters[name]
     idle = any(settings.get(other) in values for other, values in spec.get("unless", {}).items())
     return spec["effect"] not in ("none", "rounding") and not idle

@@ -24,16 +24,24 @@ class Repetition:
         again: The new one.
         differs: What speaks against the old one: other content, or another verdict.
         notes: What another machine, or another version of a library, may make otherwise within the bound.
+        old_passed: Whether it is of 0.2.0, and passed then.
     """
 
     again: Certificate
     differs: tuple[str, ...]
     notes: tuple[str, ...]
+    old_passed: bool = False
 
     @property
     def same(self) -> bool:
         """Whether everything that the certificate claims came out again."""
         return not self.differs
+
+    @property
+    def passed(self) -> bool:
+        """Whether the run goes on; a certificate of 0.2.0 asked nobody for what the target holds."""
+        verdict = self.again.data["verdict"]
+        return self.again.passed or (self.old_passed and verdict["whole"] != "refuted")
 
 
 def repeated(
@@ -77,7 +85,8 @@ def repeated(
         )
     ref = replace(asked.ref, **given, **hints.options("trust"), path=source or asked.source)
     again = certificate(replace(asked, ref=ref, target=target or asked.target), on_progress)
-    return Repetition(again, tuple(differences(old, again)), tuple(_notes(old, again)))
+    old_passed = old.passed and "nobody_gave" not in old.data["verdict"]
+    return Repetition(again, tuple(differences(old, again)), tuple(_notes(old, again)), old_passed)
 
 
 def differences(old: Certificate, again: Certificate) -> Iterator[str]:

@@ -17,6 +17,7 @@ from typing import Any
 
 from statekit.arrays.backend import backend
 from statekit.conversion import registry
+from statekit.conversion.asking import is_carried, unsaid
 from statekit.conversion.changing.changes import Changes
 from statekit.conversion.checkpoint_ref import OPTIONS, CheckpointRef, ref_of
 from statekit.conversion.contracts import NO_HINTS, Exactness
@@ -29,6 +30,7 @@ from statekit.maps.links import StateMap
 from statekit.maps.model_map import Renaming, load
 from statekit.state.comparison import Difference, compare_states, with_still
 from statekit.state.constants import variant_constants
+from statekit.state.evidence import headline
 from statekit.state.factoring import by_shape, swapped
 from statekit.state.run import BUFFERS
 from statekit.state.schema import WEIGHTS, load_schema
@@ -209,6 +211,7 @@ def _request(asked: Asked, target: OpenState) -> tuple[Request, list[str]]:
         Exactness.LOSSY,  # what is less exact is named here, and not refused before it is looked at
         maps=maps,
         changes=changes,
+        asks=False,
     )
     return request, said
 
@@ -260,6 +263,7 @@ class _Verification:
         self._carried = as_params(prepared.carried)[0]
         expected, actual = as_params(prepared.state)[0], as_params(target.state)[0]
         self._expected = with_still(expected, actual)
+        self._nobody_gave = _made_up(prepared, plan, target)
         self._said = [*said, *(f"changed, as was asked for: {one}" for one in plan.changed)]
         self._actual, self._unsaid = _completed(with_still(actual, expected), self._expected)
 
@@ -316,6 +320,7 @@ class _Verification:
             "controls": list(replayed.controls),
             "not_compared": [*differences.unsaid, *alone, *self._unsaid],
             "assumptions": list(dict.fromkeys((*plan.assumptions, *self._said))),
+            "facts": [fact.to_json() for fact in plan.facts],
         }
         return Certificate(report_json(data))
 
@@ -444,15 +449,37 @@ class _Verification:
         elif self._rule_exactness == Exactness.ROUNDING and whole == "bit-exact":
             whole = "within the rounding bound"
         allowed = max(self._rule_exactness, self._plan.exactness) <= self._asked.require
+        # Of what is refuted nothing more has to be said.
+        facts = () if whole == "refuted" else self._plan.facts
         data = {
             "whole": whole,
-            "passed": whole != "refuted" and allowed,
+            "headline": headline(whole.upper(), facts),
+            "nobody_gave": self._nobody_gave,
+            "passed": whole != "refuted" and allowed and not self._nobody_gave,
             "exactness": max(self._rule_exactness, self._plan.exactness).name.lower(),
             "because": list(dict.fromkeys(because)),
             "not_stepped": replayed.why_not,
             "proves_nothing_about": [one["name"] for one in replayed.controls if not one["detected"]],
         }
         return data, tensors
+
+
+def _made_up(prepared: Prepared, plan: Plan, target: OpenState) -> list[str]:
+    """Returns what the target's file holds and neither the source nor a user says, as `name=value`."""
+    assert prepared.carried is not None  # `prepare` made it
+    card, home = (registry.layout_card(one) for one in (target.layout, plan.source.layout))
+    if not card.stores_values or is_carried(prepared.carried, home.name, card, home):
+        return []
+    stored = {
+        name: value
+        for group in target.state.optimizer.groups
+        for name, value in group.hyperparameters.items()
+        if group.known_from.get(name) == "file"
+    }
+    missing = {
+        fact.name.rpartition("/")[2] for fact in unsaid(prepared.carried, prepared.state, plan.request.ref)
+    }
+    return [f"{name}={value}" for name, value in stored.items() if name in missing]
 
 
 def _beside(differences: Sequence[Difference], plan: Plan) -> tuple[list[Difference], list[str]]:

@@ -407,6 +407,7 @@ class HuggingFaceFolder:
         companions: Pattern of a file's name that the library always writes beside a model -> what is lost without it.
         schedule_in: The number in which the library counts updates and the schedule's steps; None if it has none.
         paced: Whether the library's next update takes the learning rate that the optimizer's file has.
+        builds_optimizer: Whether the library builds the usual optimizer itself.
     """
 
     name: str
@@ -421,6 +422,7 @@ class HuggingFaceFolder:
     companions: Mapping[str, str] = field(default_factory=dict)
     schedule_in: str | None = None
     paced: bool = False
+    builds_optimizer: bool = False
     suffixes: tuple[str, ...] = ()
     target_kind: Literal["file", "folder"] | None = "folder"
 

@@ -109,4 +109,5 @@ CONTAINER = HuggingFaceFolder(
     },
     schedule_in="global_step",
     paced=True,
+    builds_optimizer=True,
 )

@@ -81,6 +81,7 @@ class KerasModelH5:
     )
     containers: tuple[str, ...] = ("keras-h5",)
     schedule_in: str = "iterations"
+    stores_values: bool = True
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for listed weights of a model and of an optimizer."""

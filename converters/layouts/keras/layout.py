@@ -81,6 +81,7 @@ class Keras:
     )
     containers: tuple[str, ...] = ("keras-h5", "keras")
     schedule_in: str = "iterations"
+    stores_values: bool = True
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for an optimizer with numbered variables."""

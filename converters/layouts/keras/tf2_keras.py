@@ -70,6 +70,7 @@ class KerasGraph:
     title: str = "Keras 3's Adafactor, LAMB, Adam and AdamW in tf.train.Checkpoint"
     containers: tuple[str, ...] = ("tf-bundle",)
     schedule_in: str = "iterations"
+    stores_values: bool = True
     variants: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: dict.fromkeys(("adafactor", "lamb", "adamw"), (VARIANT,))
     )

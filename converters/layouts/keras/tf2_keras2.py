@@ -90,6 +90,7 @@ class Keras2Graph:
     title: str = "Keras 2's Adam, AdamW and Adafactor in tf.train.Checkpoint and SavedModel"
     containers: tuple[str, ...] = ("tf-bundle",)
     schedule_in: str = "iterations"
+    stores_values: bool = True
     variants: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: dict.fromkeys(("adafactor", "adamw"), (VARIANT,))
     )

@@ -190,6 +190,7 @@ class TorchOptim:
         default_factory=lambda: {"adamw": ("torch",), "adafactor": ("hf", "torch")}
     )
     containers: tuple[str, ...] = ("torch", "hf-trainer", "accelerate", "safetensors", "dcp", "fsdp1-ranks")
+    stores_values: bool = True
     form: Form | None = None
     names_from: tuple[str, ...] = ("config",)
     holds_several: tuple[str, ...] = ()
