@@ -43,11 +43,17 @@ $(READY):
 demo: $(READY)
 	@$(BIN)/statekit demo
 
+# Triton is for the tests of kernels alone, through its interpreter, in a process without TensorFlow.
+TRITON := .triton/.ready
+$(TRITON): $(READY)
+	@if $(BIN)/python $(PIP_INSTALL) --no-deps --upgrade --target .triton triton==3.9.0 2>/dev/null; then touch $@; \
+		else echo "Triton couldn't be installed: the tests of kernels are skipped."; fi
+
 # A file is one worker's, which compiles, converts and starts once what its tests share.
-test: $(READY)
+test: $(READY) $(TRITON)
 	@$(BIN)/pytest -q -n 2 --dist loadfile -m "not slow"
 
-test-all: $(READY)
+test-all: $(READY) $(TRITON)
 	@$(BIN)/pytest -q -n 2 --dist loadfile
 
 LIVING_CASES ?= 20000
@@ -117,4 +123,4 @@ tables: $(READY)
 	@$(BIN)/python tests/recognised_table.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .living .reliability .service
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .living .reliability .service .triton

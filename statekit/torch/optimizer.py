@@ -163,16 +163,14 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         """Has kernels move all groups as they did before; tells whether they have."""
         if len(self._direct) < len(self.param_groups):
             return False
-        arrays = []
         for i, group in enumerate(self.param_groups):
-            ready = self._direct[i].ready(group)
-            if ready is None or (group["lr"] is None and self._direct[i].plan.rate_needed):
+            rated = group["lr"] is not None or not self._direct[i].plan.rate_needed
+            if not rated or not self._direct[i].ready(group):
                 return False
-            arrays.append(ready)
         self._check_offsets()
         scale, overflow = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         for i, group in enumerate(self.param_groups):
-            self._direct[i].run(group, arrays[i], scale, overflow)
+            self._direct[i].run(group, scale, overflow)
         return True
 
     @property

@@ -161,7 +161,7 @@ def measured(torch: Any, name: str, rule: str, make: Any, dtype: str, count: int
                 optimizer.step()
             figure.graph = statistics.median(timed(torch, graph.replay, 8))
     except Exception as error:
-        figure.fault = f"{type(error).__name__}: {str(error)[:300]}"
+        figure.fault = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
     return figure
 
 
@@ -171,15 +171,13 @@ def tiles(torch: Any, copy: float) -> Iterator[str]:
 
     table = makers(torch)
     usual = grouped.BLOCK, grouped.ROWS, grouped.COLUMNS, grouped.WARPS
-    vectors = [(block, 16, 256, warps) for block in (1024, 2048, 4096, 8192) for warps in (4, 8)]
-    matrices = [
-        (4096, *tile, warps)
-        for tile in ((16, 128), (8, 256), (16, 256), (16, 512), (32, 256))
-        for warps in (4, 8)
-    ]
+    vectors = [(block, 8, 256, warps) for block, warps in ((512, 4), (1024, 4), (1024, 8), (2048, 8))]
+    tiles = ((8, 128), (4, 256), (8, 256), (16, 128), (4, 512))
+    matrices = [(1024, *tile, warps) for tile in tiles for warps in (4, 8)]
     plans = (
         ("statekit AdamW", "float32", vectors), ("statekit AdamW", "bfloat16", vectors),
-        ("statekit LAMB", "float32", vectors), ("statekit Adafactor", "float32", matrices),
+        ("statekit LAMB", "float32", vectors), ("statekit LAMB", "bfloat16", vectors),
+        ("statekit ScaledAdam", "float32", vectors), ("statekit Adafactor", "float32", matrices),
         ("statekit Adafactor", "bfloat16", matrices),
     )  # fmt: skip
     for name, dtype, choices in plans:

@@ -21,6 +21,7 @@ _XP = TorchBackend()
 _OF_ALL = ("global_norm_clip_threshold", "clipnorm", "clipvalue", "loss_scale_factor", "clipping_scale")
 """Options with which the gradients of a group are changed together, before tensors are moved."""
 _GRAD, _SHAPE, _DTYPE = attrgetter("grad"), attrgetter("shape"), attrgetter("dtype")
+_ADDRESS = torch.Tensor.data_ptr
 
 
 @dataclass
@@ -44,22 +45,31 @@ class DirectBatch:
     def __post_init__(self) -> None:
         self.dtypes = {(param.dtype, param.device) for param in self.params}
         self.grad_dtype = self.params[0].grad.dtype if self.params[0].grad is not None else None
+        self.addresses: list[int] = []
 
-    def ready(self) -> Mapping[str, Sequence[torch.Tensor]] | None:
-        """Returns the arrays of the update; None where a tensor isn't as it was, or a gradient is missing."""
+    def ready(self) -> bool:
+        """Tells whether all tensors are as they were, but for where they lie, which the launches then know."""
         grads = list(map(_GRAD, self.params))
         if any(map(is_, grads, repeat(None))):
-            return None
+            return False
+        kept = all(
+            all(map(is_, map(itemgetter(name), self.holders), tensors))
+            for name, tensors in self.slots.items()
+        )
+        addresses = [*map(_ADDRESS, self.params), *map(_ADDRESS, grads)]
+        if not kept or addresses == self.addresses:
+            return kept
         fits = (
             list(map(_SHAPE, self.params)) == self.shapes
+            and all(map(torch.Tensor.is_contiguous, self.params))
             and all(map(torch.Tensor.is_contiguous, grads))
             and set(map(_DTYPE, grads)) == {self.grad_dtype}
-            and all(
-                all(map(is_, map(itemgetter(name), self.holders), tensors))
-                for name, tensors in self.slots.items()
-            )
+            and {(param.dtype, param.device) for param in self.params} == self.dtypes
         )
-        return {"param": self.params, "grad": grads, **self.slots} if fits else None
+        if fits:
+            self.launches.place({"param": self.params, "grad": grads, **self.slots})
+            self.addresses = addresses
+        return fits
 
 
 class DirectUpdate:
@@ -67,12 +77,15 @@ class DirectUpdate:
 
     Attributes:
         counted: Updates that only the device has counted: those of replayed graphs, and those that a gradient scaler
-            may have skipped. None while there are none.
+            may have skipped.
+        counts: Whether it counts.
     """
 
     def __init__(self, plan: GroupPlan, batches: Sequence[DirectBatch]) -> None:
         self.plan, self.batches = plan, batches
-        self.counted: torch.Tensor | None = None
+        # Made here: a graph that made it would begin at 0 with every replay.
+        self.counted = torch.zeros((), dtype=torch.int64, device=batches[0].params[0].device)
+        self.counts = False
         self.captured: list[Any] = []
 
     @classmethod
@@ -96,51 +109,39 @@ class DirectUpdate:
             batches.append(made)
         return cls(plan, batches) if batches else None
 
-    def ready(self, group: ParamGroup) -> Sequence[Mapping[str, Sequence[torch.Tensor]]] | None:
-        """Returns what the launches take; None where the group isn't as it was."""
-        if group.get("behind") or not self.plan.is_same_rule(group):
-            return None
-        arrays = [batch.ready() for batch in self.batches]
-        return None if any(array is None for array in arrays) else arrays  # type: ignore[return-value]
+    def ready(self, group: ParamGroup) -> bool:
+        """Tells whether the group is as it was."""
+        same = not group.get("behind") and self.plan.is_same_rule(group)
+        return same and all(batch.ready() for batch in self.batches)
 
-    def run(
-        self,
-        group: ParamGroup,
-        arrays: Sequence[Mapping[str, Sequence[torch.Tensor]]],
-        scale: torch.Tensor | None,
-        found: torch.Tensor | None,
-    ) -> None:
+    def run(self, group: ParamGroup, scale: torch.Tensor | None, found: torch.Tensor | None) -> None:
         """Moves the group and counts the update.
 
         Args:
-            group: The group.
-            arrays: What `ready` returned.
+            group: The group, which is `ready`.
             scale: What a gradient scaler has multiplied gradients with.
             found: Whether it has found one that isn't finite.
         """
         captures = is_capturing(group)
-        if (captures or found is not None) and self.counted is None:
-            device = self.batches[0].params[0].device
-            self.counted = torch.zeros((), dtype=torch.int64, device=device)
-        scene = DeviceScene(
-            _XP, group["variant"], group["lr"], group["step"], None, self.counted, scale, found
-        )
-        for batch, named in zip(self.batches, arrays, strict=True):
+        self.counts = self.counts or captures or found is not None
+        counted = self.counted if self.counts else None
+        scene = DeviceScene(_XP, group["variant"], group["lr"], group["step"], None, counted, scale, found)
+        for batch in self.batches:
             launches = batch.launches
             if captures:
                 launches = launches.for_graph()
                 self.captured.append(launches)
-            launches.run(scene, named, None)
-        if self.counted is None:
+            launches.launch(scene, None)
+        if counted is None:
             group["step"] += 1
         elif found is None:
-            self.counted.add_(1)
+            counted.add_(1)
         else:
-            self.counted.add_((found == 0).to(torch.int64).view(()))
+            counted.add_((found == 0).to(torch.int64).view(()))
 
     def settle(self, group: ParamGroup) -> None:
         """Has the group count what the device has counted; waits for it."""
-        if self.counted is not None:
+        if self.counts:
             group["step"] += int(self.counted)
             self.counted.zero_()
 

@@ -28,12 +28,13 @@ from statekit.torch.kernels.traced import CannotTraceError
 from statekit.torch.kernels.tracing import Item, dims_of, matrix_rule, traced, vector_rule
 
 _XP = TorchBackend()
-BLOCK = 4096
+BLOCK = 1024
 """Elements of a block of vectors."""
-ROWS, COLUMNS = 16, 256
+ROWS, COLUMNS = 8, 256
 """Those of a block of matrices."""
 SIDE_BLOCK = 64
-WARPS = 8
+WARPS = 4
+"""Threads hold few elements: roundings by the rule, above all of quotients and roots, take registers."""
 
 
 @cache
@@ -203,13 +204,21 @@ class Launches:
         self.addresses: list[int] = []
         self.built = 0
         """How often the device was told where tensors lie."""
+        self.is_frozen = False
+        """Whether a graph reads the table of addresses, which then stays."""
+        self.begun: torch.Tensor | None = None
+        """What a graph copies its numbers from."""
 
     def run(self, scene: Scene, arrays: Mapping[str, Sequence[torch.Tensor]], common: Value | None) -> None:
         """Moves tensors; `arrays` has, by name, what `GroupedMove` traced."""
+        self.place(arrays)
+        self.launch(scene, common)
+
+    def place(self, arrays: Mapping[str, Sequence[torch.Tensor]]) -> None:
+        """Tells the device where tensors lie, if it doesn't know."""
         addresses = list(map(torch.Tensor.data_ptr, chain.from_iterable(arrays.values())))
         if addresses != self.addresses:
             self._place(arrays, addresses)
-        self.launch(scene, common)
 
     def launch(self, scene: Scene, common: Value | None) -> None:
         """Moves the tensors that were placed last."""
@@ -239,7 +248,8 @@ class Launches:
         )
         apart.ones, apart.zeros, apart.aligned, apart.addresses = self.ones, self.zeros, self.aligned, [0]
         apart.scalars, apart.work = self.scalars.clone(), torch.empty_like(self.work)
-        apart.pointers = torch.empty_like(self.pointers)
+        apart.begun = self.scalars
+        apart.pointers, self.is_frozen = self.pointers, True
         return apart
 
     def _share(self, scene: Scene, common: Value | None) -> bool:
@@ -271,8 +281,10 @@ class Launches:
         if each > 1:
             strides = [tensors[0].numel() * tensors[0].itemsize // each for tensors in arrays.values()]
             table = table + torch.tensor(strides).view(-1, 1, 1) * torch.arange(each)
-        self.aligned = bool((table % 16 == 0).all()) and (len(self.shape) == 1 or self.shape[1] % 16 == 0)
+        self.aligned = bool((table % 16 == 0).all()) and self.shape[-1] % 16 == 0
         self.staged = table.contiguous().pin_memory() if device.type == "cuda" else table.contiguous()
+        if self.is_frozen:
+            self.pointers, self.is_frozen = torch.empty_like(self.pointers), False
         self.pointers.copy_(self.staged.view(-1), non_blocking=True)
         self.addresses, self.built = addresses, self.built + 1
 
@@ -283,14 +295,9 @@ class Launches:
         if program.matrix:
             columns = min(COLUMNS, _power(shape[1]))
             self.tile = (min(ROWS * COLUMNS // columns, _power(shape[0])), columns)
-            counts = {
-                "R": shape[0],
-                "C": shape[1],
-                "n_R": -(-shape[0] // SIDE_BLOCK),
-                "n_C": -(-shape[1] // SIDE_BLOCK),
-            }
+            counts = {"R": shape[0], "C": shape[1], "n_S": -(-max(shape) // SIDE_BLOCK)}
             counts |= {"n_rt": -(-shape[0] // self.tile[0]), "n_ct": -(-shape[1] // self.tile[1])}
-            self.blocks, self.side_blocks = counts["n_rt"] * counts["n_ct"], max(counts["n_R"], counts["n_C"])
+            self.blocks, self.side_blocks = counts["n_rt"] * counts["n_ct"], counts["n_S"]
             self.extent = shape
         else:
             self.tile = (1, min(BLOCK, _power(shape[0])))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from statekit.tensors.tensor import DTYPES
 from statekit.torch.kernels.staging import FULL, SIDE, SINGLE, Stage, Staging, is_cut, span
 from statekit.torch.kernels.traced import Traced
 
@@ -59,7 +60,7 @@ FORMULA: Mapping[str, Callable[..., str]] = {
 
 
 Room: TypeAlias = tuple[str, ...]
-"""Factors of a number of values: `R` and `C` rows and columns, `n_rt` and `n_ct` blocks along them, `n_R` and `n_C`."""
+"""Factors of a number of values: `R` and `C` rows and columns, `n_rt` and `n_ct` blocks along them, `n_S` of sides."""
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def _part_room(part: Traced) -> Room:
         return {frozenset("R"): ("n_ct", "R"), frozenset("C"): ("n_rt", "C")}.get(
             part.space, ("n_rt", "n_ct")
         )
-    return ("n_rt",) if part.args[0].space == frozenset("N") else (f"n_{''.join(part.args[0].space)}",)
+    return ("n_rt",) if part.args[0].space == frozenset("N") else ("n_S",)
 
 
 @dataclass
@@ -154,13 +155,13 @@ class _StageWriter:
         self._add("pid = tl.program_id(0)")
         if self.whole.matrix:
             self._add("R = rows", "C = cols", "n_rt = tl.cdiv(R, BR)", "n_ct = tl.cdiv(C, BC)")
-            self._add("n_R = tl.cdiv(R, BV)", "n_C = tl.cdiv(C, BV)")
-            self._add("if ALIGNED:", "    C = tl.multiple_of(C, 16)")
+            self._add("n_S = tl.maximum(tl.cdiv(R, BV), tl.cdiv(C, BV))")
+            self._add("if ALIGNED:", "    C = C // 16 * 16")
         else:
             self._add("n_rt = rows")
         self._add(f"blocks = {blocks}", "item = (pid // blocks).to(tl.int64)", "block = pid % blocks")
         if not self.whole.matrix:
-            self._add("N = tl.load(sizes + item)")
+            self._add("N = tl.load(sizes + item)", "if ALIGNED:", "    N = N // 16 * 16")
         self._add("one = tl.full((), 1.0, tl.float32)", "room_0 = work + item * width")
         for i, length in enumerate(list(self.whole.room.values())[:-1]):
             self._add(f"room_{i + 1} = room_{i} + {' * '.join(length) or '1'}")
@@ -179,7 +180,7 @@ class _StageWriter:
         self._write("")
 
     def _side(self) -> None:
-        self._start("tl.maximum(n_R, n_C)")
+        self._start("n_S")
         self._add("at = block * BV + tl.arange(0, BV)")
         for side in "RC":
             self._add(f"inside_{side} = at < {side}")
@@ -235,7 +236,7 @@ class _StageWriter:
     def _store(self, name: str, value: Traced, side: str) -> None:
         x, array = self.of(value, side), self.whole.arrays[name]
         place, inside = self._place(array, side), self._inside(array, side)
-        pointer, number = f"{self._pointer(name)} + {place}", list(self.whole.arrays).index(name)
+        pointer, number = self._pointer(name, place), list(self.whole.arrays).index(name)
         if inside:
             self._add(f"moved_{number} = {inside}", "if SCALED:")
             self._add(f"    moved_{number} = tl.where({inside}, alive, 0.0) > 0.5")
@@ -272,6 +273,8 @@ class _StageWriter:
             return "*".join(value.note) + " * one"
         if value.op == "place":
             return "h.to(tl.float32)"
+        if value.op == "div" and span(value) == FULL and not value.args[1].space:
+            return f"{self.of(value.args[0], side)} * {self._reciprocal(value.args[1], side)}"
         args = [self.of(arg, side) for arg in value.args]
         if value.op in ("sum", "max"):
             return f"tl.{value.op}(tl.where(in_h, {args[0]}, 0.0), 0)"
@@ -281,10 +284,18 @@ class _StageWriter:
             return f"tl.div_rn(one, tl.sqrt_rn({args[0]}))"
         return FORMULA[value.op](*args)
 
+    def _reciprocal(self, divisor: Traced, side: str) -> str:
+        """Returns one over what all elements are divided by; XLA does the same. It is no norm below 1e-23 but 0."""
+        name = f"{self.of(divisor, side)}_reciprocal"
+        if name not in self.taken:
+            self.taken.add(name)
+            self._add(f"{name} = tl.div_rn(one, {self.of(divisor, side)})")
+        return name
+
     def _loaded(self, name: str, value: Traced, side: str) -> str:
         place, inside = self._place(value, side), self._inside(value, side)
         options = f", mask={inside}, other=0.0" if inside else ""
-        text = f"tl.load({self._pointer(name)} + {place}{options}).to(tl.float32)"
+        text = f"tl.load({self._pointer(name, place)}{options}).to(tl.float32)"
         if name != "grad":
             return text
         self._add(f"gradient = {text}", "if SCALED:", "    gradient = tl.div_rn(gradient, tl.load(scalars))")
@@ -330,15 +341,21 @@ class _StageWriter:
             return f"inside_{side}" if value.space else ""
         return {frozenset("R"): "in_r", frozenset("C"): "in_c", frozenset("H"): "in_h"}.get(value.space, "")
 
-    def _pointer(self, name: str) -> str:
+    def _pointer(self, name: str, place: str) -> str:
+        """Returns where a part of an array lies: blocks begin at multiples of 16 bytes, if ALIGNED."""
         if name not in self.taken:
             self.taken.add(name)
             number, dtype = list(self.whole.arrays).index(name), self.whole.arrays[name].dtype
             self._add(
                 f"to_{name} = tl.load(pointers + {number} * items + item).to(tl.pointer_type(tl.{dtype}))"
             )
-            self._add("if ALIGNED:", f"    to_{name} = tl.multiple_of(to_{name}, 16)")
-        return f"to_{name}"
+            if span(self.whole.arrays[name]) == FULL:
+                hint = (
+                    f"({DTYPES[self.whole.arrays[name].dtype].itemsize}, 16)" if self.whole.matrix else "16"
+                )
+                self._add(f"at_{name} = to_{name} + at", "if ALIGNED:")
+                self._add(f"    at_{name} = tl.multiple_of(at_{name}, {hint})")
+        return f"at_{name}" if span(self.whole.arrays[name]) == FULL else f"to_{name} + {place}"
 
     def _room(self, kind: str, value: Traced) -> str:
         return f"room_{[*self.whole.room].index((kind, value.number))}"

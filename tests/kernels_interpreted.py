@@ -1,0 +1,127 @@
+"""Generated kernels on a CPU, through Triton's interpreter; test_torch_kernels.py runs this in a process of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import gpu_checks
+import numpy as np
+import pytest
+import torch
+from kernel_judging import judged, outside
+from test_torch_fast import NAMES, RATE, SETTINGS, about_as_large, poisoned, tried
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import statekit.torch
+from statekit.torch.kernels.grouped import GroupedMove
+
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of what a GPU does in silence
+SHAPES = ((30, 20), (30, 20), (17, 13), (128, 129), (77,), ())
+LOW = [
+    ("AdamW", torch.bfloat16),
+    ("LAMB", torch.bfloat16),
+    ("Adafactor", torch.bfloat16),
+    ("ScaledAdam", torch.bfloat16),
+]
+FULL = [(kind, torch.float32) for kind in gpu_checks.CLASSES]
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_checks, "DEVICE", "cpu")
+    monkeypatch.setattr(gpu_checks, "SHAPES", SHAPES)
+
+
+@pytest.mark.parametrize(("schema", "variant", "changes"), SETTINGS, ids=NAMES)
+def test_every_element_is_within_the_bound_of_the_text(
+    schema: str, variant: str, changes: Mapping[str, Any]
+) -> None:
+    count, left = judged(schema, variant, changes)
+    assert count > 0
+    assert left == []
+
+
+@pytest.mark.parametrize("schema", ["adafactor", "adamw", "lamb", "lans", "scaled_adam"])
+def test_what_overflows_or_is_no_number_goes_where_the_text_has_it(schema: str) -> None:
+    variant, changes = next((variant, changes) for name, variant, changes in SETTINGS if name == schema)
+    for change in ((about_as_large, 3e19), (poisoned, np.nan), (poisoned, -np.inf)):
+        assert judged(schema, variant, changes, *change)[1] == []
+
+
+@pytest.mark.parametrize("schema", ["adafactor", "adamw", "lamb", "lans", "scaled_adam"])
+def test_a_rate_that_is_off_by_a_thousandth_is_noticed(schema: str) -> None:
+    variant, changes = next((variant, changes) for name, variant, changes in SETTINGS if name == schema)
+    assert outside(tried(schema, variant, changes), rate=RATE * 1.001)[1]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), LOW)
+def test_low_precision_has_the_digits_of_the_text(kind: str, dtype: torch.dtype) -> None:
+    gpu_checks.like_the_text(kind, dtype)
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adafactor"])
+def test_a_gradient_scaler_leaves_scaling_and_skipping_to_the_kernels(kind: str) -> None:
+    gpu_checks.scaled(kind, torch.float32)
+
+
+@pytest.mark.parametrize("kind", ["Adafactor", "LANS"])
+def test_two_runs_have_the_same_bits(kind: str) -> None:
+    gpu_checks.same_bits(kind, torch.float32)
+
+
+class NeverWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Forbids to look at a value."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise AssertionError("the host reads a value of the device")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("kind", "dtype"), FULL)
+def test_an_update_reads_nothing_back(kind: str, dtype: torch.dtype) -> None:
+    made = gpu_checks.optimizer(kind, dtype, "cpu")
+    for step in range(2):
+        gpu_checks.give(made, step)
+        with NeverWaits():  # type: ignore[no-untyped-call]
+            made.step()
+    assert made._direct
+
+
+def test_the_device_is_told_anew_only_where_memory_has_moved() -> None:
+    made = gpu_checks.optimizer("LAMB", torch.float32, "cpu")
+    for step in range(4):
+        gpu_checks.give(made, step)
+        made.step()
+    launches = [batch.launches for batch in made._direct[0].batches]
+    built = [one.built for one in launches]
+    for param in gpu_checks.params_of(made):
+        param.grad = None if param.grad is None else param.grad.clone()
+    made.step()
+    made.step()
+    assert [one.built for one in launches] == [count + 1 for count in built]
+
+
+def test_a_slot_or_a_shape_that_changes_is_noticed() -> None:
+    ours, text = (gpu_checks.optimizer("AdamW", torch.float32, "cpu", foreach=way) for way in (True, False))
+    for step in range(4):
+        for made in (ours, text):
+            gpu_checks.give(made, step)
+            if step == 2:
+                first = gpu_checks.params_of(made)[0]
+                made.state[first]["m"] = made.state[first]["m"] * 2.0
+            if step == 3:
+                gpu_checks.params_of(made)[1].grad = None
+                made.param_groups[0]["weight_decay"] = made.param_groups[0]["weight_decay_rate"] = 0.3
+            made.step()
+    assert gpu_checks.gap(ours, text) < 1e-6
+
+
+def test_all_of_a_usual_model_goes_by_kernels() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(9, 5), torch.nn.LayerNorm(5), torch.nn.Linear(5, 2))
+    for kind in gpu_checks.CLASSES:
+        made = getattr(statekit.torch, kind)(model.named_parameters(), lr=1e-3)
+        model(torch.ones(3, 9)).sum().backward()
+        made.step()
+        assert all(isinstance(batch.fast, GroupedMove) for batch in made._plans[0].batches)

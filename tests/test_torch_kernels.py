@@ -1,0 +1,44 @@
+"""Generated kernels: without Triton nothing changes, and through its interpreter they are what the text says."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.torch
+ROOT = Path(__file__).parents[1]
+TRITON = Path(os.environ.get("STATEKIT_TRITON", ROOT / ".triton"))
+"""Where `make .triton/.ready` puts Triton: not beside TensorFlow, with which it doesn't live in one process."""
+
+
+@pytest.mark.skipif(not (TRITON / "triton").is_dir(), reason="Triton isn't there: make .triton/.ready")
+def test_kernels_do_through_the_interpreter_what_the_text_says() -> None:
+    paths = [str(TRITON), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    ended = subprocess.run(
+        [*command, str(ROOT / "tests" / "kernels_interpreted.py")],
+        env=environment, cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-1000:]
+
+
+def test_nothing_imports_triton_on_a_cpu() -> None:
+    code = (
+        "import sys, torch, statekit.torch\n"
+        "linear = torch.nn.Linear(3, 2)\n"
+        "optimizer = statekit.torch.AdamW(linear.named_parameters(), lr=0.1)\n"
+        "linear(torch.ones(1, 3)).sum().backward()\n"
+        "optimizer.step()\n"
+        "optimizer.step()\n"
+        "print('triton.language' in sys.modules, 'statekit.torch.kernels.generated' in sys.modules)\n"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ended = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+    assert ended.stdout.split() == ["False", "False"]
