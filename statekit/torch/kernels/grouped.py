@@ -202,6 +202,8 @@ class Launches:
         self.numbers = functions["numbers"]
         self.stages = [functions[f"stage_{i}"] for i in range(len(program.spans))]
         self.addresses: list[int] = []
+        self.scalars: torch.Tensor
+        self.pointers: torch.Tensor
         self.built = 0
         """How often the device was told where tensors lie."""
         self.is_frozen = False
@@ -277,15 +279,16 @@ class Launches:
         device, each = params[0].device, params[0].numel() // math.prod(self.shape)
         if not self.addresses or self.items != len(params) * each or self.scalars.device != device:
             self._prepare(len(params) * each, device)
-        table = torch.tensor(addresses, dtype=torch.int64).view(len(arrays), len(params), 1)
+        table = np.array(addresses, np.int64).reshape(len(arrays), len(params), 1)
         if each > 1:
             strides = [tensors[0].numel() * tensors[0].itemsize // each for tensors in arrays.values()]
-            table = table + torch.tensor(strides).view(-1, 1, 1) * torch.arange(each)
-        self.aligned = bool((table % 16 == 0).all()) and self.shape[-1] % 16 == 0
-        self.staged = table.contiguous().pin_memory() if device.type == "cuda" else table.contiguous()
+            table = table + np.array(strides).reshape(-1, 1, 1) * np.arange(each)
+        self.aligned = not (table % 16).any() and self.shape[-1] % 16 == 0
+        staged = torch.from_numpy(np.ascontiguousarray(table.reshape(-1)))
+        self.staged = staged.pin_memory() if device.type == "cuda" else staged
         if self.is_frozen:
             self.pointers, self.is_frozen = torch.empty_like(self.pointers), False
-        self.pointers.copy_(self.staged.view(-1), non_blocking=True)
+        self.pointers.copy_(self.staged, non_blocking=True)
         self.addresses, self.built = addresses, self.built + 1
 
     def _prepare(self, items: int, device: torch.device) -> None:
