@@ -282,7 +282,7 @@ class Launches:
         table = np.array(addresses, np.int64).reshape(len(arrays), len(params), 1)
         if each > 1:
             strides = [tensors[0].numel() * tensors[0].itemsize // each for tensors in arrays.values()]
-            table = table + np.array(strides).reshape(-1, 1, 1) * np.arange(each)
+            table = table + np.array(strides, np.int64).reshape(-1, 1, 1) * np.arange(each, dtype=np.int64)
         self.aligned = not (table % 16).any() and self.shape[-1] % 16 == 0
         staged = torch.from_numpy(np.ascontiguousarray(table.reshape(-1)))
         self.staged = staged.pin_memory() if device.type == "cuda" else staged
