@@ -17,6 +17,7 @@ import tensorflow as tf
 
 import statekit.tensorflow
 from statekit.conversion.changing.changes import Changes
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
@@ -186,6 +187,14 @@ def test_a_whole_model_file_of_keras_3_is_the_state_of_the_keras_file_beside_it(
 def test_a_state_from_elsewhere_is_refused_for_a_whole_model_file(tmp_path: Path) -> None:
     with pytest.raises(InexactError, match=r"whole-model \.h5"):
         plan(KERAS3 / "model.keras", tmp_path / "x.h5", layout="keras-model-h5")
+
+
+def test_weights_that_name_no_optimizer_are_read_once_somebody_names_it() -> None:
+    ref = CheckpointRef(CASES / "adam/only.weights.h5", optimizer="adam")
+    with open_state(ref) as opened:
+        assert opened.counts.updates == 5
+        first = opened.slots["dense/kernel"]["m"].read()
+        np.testing.assert_array_equal(first, stored("adam", "m/hidden/kernel:0"), strict=True)
 
 
 def test_weights_come_out_of_a_file_that_does_not_name_its_optimizer(tmp_path: Path) -> None:

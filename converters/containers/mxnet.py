@@ -1,9 +1,10 @@
 """The container `mxnet`: the `.params` and `.states` of MXNet 1 and 2, read and written without MXNet.
 
 It joins the two files of one training run into one checkpoint. In goes either file or their folder; files of one name
-belong together (`0100.params`, `0100.states`), otherwise the only other one beside does; of several, the parameters
-whose shapes are those of the states, under the names of Gluon, without a Module's `arg:`, and the states that hold
-their optimizer. Parameters may be a folder of `.npy` files, one for each. Out comes the tree
+belong together (`0100.params`, `0100.states`, or GluonNLP's `0100.states.00`), otherwise the only other one beside
+does; of several, the parameters whose shapes are those of the states, under the names of Gluon, without a Module's
+`arg:`, and the states that hold their optimizer. Parameters may be a folder of `.npy` files, one for each. Out comes
+the tree
 
     params      name -> array
     states      index -> (mean, var), or (weight32, (mean, var)); whatever the optimizer keeps
@@ -54,6 +55,7 @@ MODULE_PREFIXES = ("arg:", "aux:")
 HEAD = 2**12
 """Bytes that a file is judged by, from either end."""
 _NUMBER = re.compile(r"(\d{1,18})$")
+_RANK = re.compile(r"\.\d{1,4}")
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,7 @@ def find_pair(path: Path, step: int | None = None) -> Pair:
     """
     if path.is_dir() and not (is_params_folder(path) and _found(path.parent, STATES, is_states_file)):
         return _in_folder(path, step)
-    number = step_of(path)
+    number = step_of(_without_rank(path))
     check_step(step, number, path)
     if not path.is_file() and not path.is_dir():
         raise NotFoundError("There is no such file.", place=path, expected=f"a {STATES} or {PARAMS}")
@@ -132,9 +134,10 @@ def _in_folder(folder: Path, step: int | None) -> Pair:
     states, params = _found(folder, STATES, is_states_file), _found(folder, PARAMS, is_params_file)
     if params and not states:  # one that is damaged is an error, not absent
         states = _found(folder, STATES, Path.exists)
+    states = [*states, *_of_first_ranks(folder)]
     stems = {p.stem for p in params}
-    pairs = [state for state in states if state.stem in stems]
-    numbered = {number: pair for pair in pairs if (number := step_of(pair)) is not None}
+    pairs = [state for state in states if _without_rank(state).stem in stems]
+    numbered = {number: pair for pair in pairs if (number := step_of(_without_rank(pair))) is not None}
     if step is not None or (numbered and len(numbered) == len(pairs)):
         wanted = max(numbered) if step is None else step
         if wanted not in numbered:
@@ -146,7 +149,7 @@ def _in_folder(folder: Path, step: int | None) -> Pair:
             )
         one = numbered[wanted]
         steps = tuple(sorted(numbered))
-        return Pair(one, one.with_suffix(PARAMS), _same_name(one), wanted, steps)
+        return Pair(one, _without_rank(one).with_suffix(PARAMS), _same_name(one), wanted, steps)
     if not states and not params:
         raise NotFoundError("There are no files of MXNet in the folder.", place=folder, expected=f"*{STATES}")
     if not states:
@@ -158,9 +161,12 @@ def _in_folder(folder: Path, step: int | None) -> Pair:
 
 def _partner(path: Path, suffix: str) -> tuple[Path | None, str]:
     """Returns the file that belongs to another one, and how it was found."""
-    twin = path.with_suffix(suffix)
+    twin = _without_rank(path).with_suffix(suffix)
     if twin.is_file():
         return twin, _same_name(path)
+    first = next((file for file in _of_first_ranks(path.parent) if _without_rank(file) == twin), None)
+    if first is not None:
+        return first, _same_name(first)
     if suffix == PARAMS:
         return _params_beside(path)
     candidates = [
@@ -237,12 +243,34 @@ def _params(path: Path, files: Files) -> Params:
 
 
 def _same_name(path: Path) -> str:
-    return f"{path.stem}{PARAMS} and {path.stem}{STATES} have one name"
+    whole = _without_rank(path)
+    states = path.name if path != whole else f"{path.stem}{STATES}"
+    return f"{whole.stem}{PARAMS} and {states} have one name"
+
+
+def _without_rank(path: Path) -> Path:
+    """Returns the name of a file of states without the local rank that GluonNLP puts behind it.
+
+    Source: dmlc/gluon-nlp, scripts/pretraining/bert/run_pretraining.py, which saves `0002999.states.00`.
+    """
+    is_rank = _RANK.fullmatch(path.suffix) and path.with_suffix("").suffix == STATES
+    return path.with_suffix("") if is_rank else path
+
+
+def _of_first_ranks(folder: Path) -> list[Path]:
+    """Returns the first local rank's states of each checkpoint of GluonNLP in a folder: all ranks have the same."""
+    first: dict[Path, Path] = {}
+    for file in listing(folder):
+        if _without_rank(file) != file and file.is_file():
+            first.setdefault(_without_rank(file), file)
+    return [file for file in first.values() if is_states_file(file)]
 
 
 def _files_in(folder: Path) -> bool:
     """Tells whether a folder holds files of MXNet, or is one of arrays beside its states."""
     if _found(folder, STATES, is_states_file) or _found(folder, PARAMS, is_params_file):
+        return True
+    if _of_first_ranks(folder):
         return True
     return is_params_folder(folder) and bool(_found(folder.parent, STATES, is_states_file))
 
@@ -250,7 +278,9 @@ def _files_in(folder: Path) -> bool:
 def _are_many(folder: Path) -> bool:
     """Tells whether a folder holds parameters of several checkpoints, without states: none is meant before others."""
     params = _found(folder, PARAMS, is_params_file)
-    return len(params) > 1 and sum(map(_is_gluon, params)) != 1 and not _found(folder, STATES, Path.exists)
+    if _found(folder, STATES, Path.exists) or _of_first_ranks(folder):
+        return False
+    return len(params) > 1 and sum(map(_is_gluon, params)) != 1
 
 
 def _found(folder: Path, suffix: str, fits: Callable[[Path], bool]) -> list[Path]:

@@ -190,7 +190,7 @@ class Prepared(AbstractContextManager["Prepared"]):
         written = self.container.open(path, budget=self.opened.budget)
         try:
             written = proven(written, self.opened.budget)
-            if self.reads == NO_HINTS and self.layout.detect(written) is None:
+            if self.reads.model is None and self.layout.detect(written) is None:
                 self._check_told(written)
             with self.joining():
                 back = self.layout.decode(written, self.reads)
@@ -252,6 +252,8 @@ def prepare(request: Request) -> Plan:
         if isinstance(container, Fitting):
             encoded = container.fitted(encoded)
         reads = NO_HINTS
+        if layout.name == opened.layout and not maps:  # its files number parameters again
+            reads = CheckpointRef(param_names=request.ref.param_names)
         if request.changes is not None and request.changes.state_only:
             encoded, changes, reads = _without_model(encoded, (layout.name, container.name), state, changes)
         options = _options(request, maps, opened.state, passed_over)

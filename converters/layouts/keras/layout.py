@@ -42,6 +42,7 @@ from statekit.converters.layouts.keras.state import (
     Parts,
     by_config,
     by_name,
+    by_user,
     kind_of,
     numbered,
     order_of,
@@ -101,14 +102,14 @@ class Keras:
         """
         tree = file_tree(checkpoint)
         config = config_of(tree)
-        named = _named(tree, config)
+        named = _named(tree, config, hints.optimizer)
         if named is None:
             raise StateError(
                 "The file doesn't say which optimizer of Keras it is about.",
                 place=checkpoint.path,
                 expected=", ".join(SCHEMAS),
                 found=attribute(tree, OPTIMIZER, "name") or "no name",
-                remedy="read the .keras file, which has the model's config",
+                remedy="name the optimizer that ran (--optimizer Adam), or read the .keras file, which has its config",
             )
         entries = optimizer_variables(tree)
         known = manifest_state(checkpoint, named.schema)
@@ -264,12 +265,12 @@ def saved_order(tree: Mapping[str, Any], every: Sequence[Variable]) -> Order | N
     return Order({name: by_place[place] for place, name in said})
 
 
-def _named(tree: Mapping[str, Any], config: Any) -> Named | None:
+def _named(tree: Mapping[str, Any], config: Any, optimizer: str | None) -> Named | None:
     said = sayings(tree)
     named = by_config(config, is_keras2(tree)) or (
         Named(said["class"])
         if fits(said.get("class"), Name) and said["class"] in SCHEMAS
-        else by_name(attribute(tree, OPTIMIZER, "name"))
+        else by_name(attribute(tree, OPTIMIZER, "name")) or by_user(optimizer)
     )
     if named is None or "kept" not in said:
         return named

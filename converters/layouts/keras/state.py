@@ -30,6 +30,7 @@ from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.converters.layouts.hyperparameters import Hyperparameters, ManifestRecord
 from statekit.errors import Faults, InexactError, StateError
 from statekit.state.constants import variant_constants
+from statekit.state.evidence import Fact
 from statekit.state.factoring import by_shape, swapped
 from statekit.state.schedules.called import KEY as CALLED
 from statekit.state.schema import load_schema
@@ -268,6 +269,7 @@ class Named:
         kept: What it keeps, if the file says so.
         is_keras2: Whether it is one of Keras 2, which has its rate in the config alone.
         is_partial: Whether `config` lacks arguments, as a TensorFlow checkpoint has only those that are variables.
+        given: What the user calls it, where no file names it.
     """
 
     kind: str
@@ -275,6 +277,7 @@ class Named:
     kept: Kept | None = None
     is_keras2: bool = False
     is_partial: bool = False
+    given: str | None = None
 
     @property
     def schema(self) -> str:
@@ -330,6 +333,13 @@ def by_name(name: Any) -> Named | None:
     """Returns the optimizer that goes by this name unless it was given another one."""
     plain = re.sub(r"_\d+$", "", name) if isinstance(name, str) else ""
     return Named(_NAMES[plain]) if plain in _NAMES else None
+
+
+def by_user(name: str | None) -> Named | None:
+    """Returns the optimizer that a user names, by its class however it is written; None if there is none."""
+    kinds = {kind.casefold(): kind for kind in SCHEMAS}
+    kind = kinds.get((name or "").replace("_", "").casefold())
+    return Named(kind, given=name) if kind is not None else None
 
 
 @dataclass(frozen=True)
@@ -390,7 +400,9 @@ def _groups(parts: Parts, known: ManifestRecord | None) -> tuple[tuple[Group, ..
     if known is not None and known.groups:
         return tuple(member.group() for member in known.groups), list(known.assumptions)
     settings, notes = _settings(parts)
-    group = Group(tuple(parts.moved), settings.values, settings.known_from)
+    given = parts.named.given
+    facts = () if given is None else (Fact("optimizer", given, "given"),)
+    group = Group(tuple(parts.moved), settings.values, settings.known_from, facts=facts)
     return (group,), [*parts.notes, *notes]
 
 
