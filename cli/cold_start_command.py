@@ -74,10 +74,15 @@ def _show(screen: Screen, result: ColdStart, updates: int) -> None:
         right=("first: off by", "cosine", "size", f"update {updates}: off by", f"alike ({ALIKE:.0%}) from"),
         drop=("size", "cosine"),
     )
-    for one in result.layers[:MAX_ROWS]:
-        name = one.path if not one.stands_for else f"{one.path} (and {one.stands_for} of its kind)"
-        alike = "later" if one.alike_from is None else f"update {one.alike_from}"
-        numbers = f"{one.apart[0]:.1%}", f"{one.cosine[0]:.3f}", f"{one.size[0]:.2f}x", f"{one.apart[-1]:.1%}"
+    for layer in result.layers[:MAX_ROWS]:
+        name = layer.path if not layer.stands_for else f"{layer.path} (and {layer.stands_for} of its kind)"
+        alike = "later" if layer.alike_from is None else f"update {layer.alike_from}"
+        numbers = (
+            f"{layer.apart[0]:.1%}",
+            f"{layer.cosine[0]:.3f}",
+            f"{layer.size[0]:.2f}x",
+            f"{layer.apart[-1]:.1%}",
+        )
         table.add_row(name, *numbers, alike)
     screen.show(table)
     if len(result.layers) > MAX_ROWS:

@@ -64,13 +64,13 @@ def _show(screen: Screen, result: Diff) -> None:
     screen.say(f"B: {result.right}{at}")
     if result.compared:
         screen.say(f"Equal at {plural(len(result.compared), 'step')}: {_numbers(result.compared)}.")
-    tensors = [one for one in result.differences if one.what in _TENSORS]
+    tensors = [difference for difference in result.differences if difference.what in _TENSORS]
     if tensors:
         screen.title(f"The first that differs: {tensors[0].place}")
         screen.show(_tree(tensors))
         if len(tensors) > MAX_ROWS:
             screen.say(f"and {len(tensors) - MAX_ROWS} more; --json lists them")
-    others = [one for one in result.differences if one.what not in _TENSORS]
+    others = [difference for difference in result.differences if difference.what not in _TENSORS]
     screen.show_list("Beside tensors:", _gathered(others))
     screen.show_list("Written otherwise, and the same:", result.normalised)
     screen.show_list("Not compared:", result.unsaid)
@@ -95,19 +95,19 @@ def _tree(tensors: Sequence[Difference]) -> Table:
         ("tensor", "differs in", "elements", "ULP", "relative"), right=("elements", "ULP", "relative")
     )
     above: list[str] = []
-    for one in tensors[:MAX_ROWS]:
-        parts = one.place.split("/")
+    for tensor in tensors[:MAX_ROWS]:
+        parts = tensor.place.split("/")
         shared = next(
             (i for i, pair in enumerate(zip(above, parts, strict=False)) if pair[0] != pair[1]), len(above)
         )
         shared = min(shared, len(parts) - 1)
         for i in range(shared, len(parts) - 1):
             table.add_row(f"{'  ' * i}{parts[i]}/")
-        apart, name = one.distance, f"{'  ' * (len(parts) - 1)}{parts[-1]}"
+        apart, name = tensor.distance, f"{'  ' * (len(parts) - 1)}{parts[-1]}"
         said = (
-            one.what
-            if one.what == "values"
-            else f"{one.what}: {_shown(one.expected)} -> {_shown(one.actual)}"
+            tensor.what
+            if tensor.what == "values"
+            else f"{tensor.what}: {_shown(tensor.expected)} -> {_shown(tensor.actual)}"
         )
         numbers = (
             (f"{apart.unequal} of {apart.size}", f"{apart.ulps:.3g}", f"{apart.relative:.3g}")
@@ -126,8 +126,12 @@ def _shown(value: object) -> str:
 def _gathered(differences: Sequence[Difference]) -> Iterator[str]:
     """Yields what differs beside tensors, many parameters with the same in one line."""
     places: dict[tuple[str, str, str], list[Difference]] = {}
-    for one in differences:
-        name = {"updates": "updates done", "moved": "is trained"}.get(one.what, one.item or one.what)
-        places.setdefault((name, _shown(one.expected), _shown(one.actual)), []).append(one)
-    for (name, left, right), each in places.items():
-        yield f"{name}: {left} -> {right} @ {some([one.path or one.place for one in each])}"
+    for difference in differences:
+        name = {"updates": "updates done", "moved": "is trained"}.get(
+            difference.what, difference.item or difference.what
+        )
+        places.setdefault((name, _shown(difference.expected), _shown(difference.actual)), []).append(
+            difference
+        )
+    for (name, left, right), alike in places.items():
+        yield f"{name}: {left} -> {right} @ {some([difference.path or difference.place for difference in alike])}"

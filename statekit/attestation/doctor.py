@@ -67,7 +67,7 @@ class Examination:
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data."""
-        findings = [one.to_json() for one in self.findings]
+        findings = [finding.to_json() for finding in self.findings]
         return {**vars(self), "path": str(self.path), "findings": findings, "notes": list(self.notes)}
 
 
@@ -130,9 +130,9 @@ def doctor(
             if before is not None:
                 earlier, files = before
                 if are_of_one_run(earlier.state, now.state) and _follows(earlier, now, place):
-                    before_names = {one.name for one in findings}
+                    before_names = {finding.name for finding in findings}
                     findings += (
-                        one for one in between_steps(earlier, now) if one.name not in before_names & _ONCE
+                        step for step in between_steps(earlier, now) if step.name not in before_names & _ONCE
                     )
                 files.close()
             before = now, inner
@@ -143,8 +143,10 @@ def doctor(
 def _examined(
     opened: OpenState, findings: Sequence[Finding], now: Step, ignore: Collection[str]
 ) -> Examination:
-    kept = tuple(one for one in findings if one.name not in ignore)
-    ignored = [f"ignored: {one.name}: {one.subject}" for one in findings if one.name in ignore]
+    kept = tuple(finding for finding in findings if finding.name not in ignore)
+    ignored = [
+        f"ignored: {finding.name}: {finding.subject}" for finding in findings if finding.name in ignore
+    ]
     notes = (*odd(opened, now.read), *ignored)
     updates = opened.state.counts.updates
     return Examination(opened.checkpoint.path, updates, kept, notes, now.read.bytes_read)

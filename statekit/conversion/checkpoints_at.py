@@ -63,7 +63,10 @@ class PathReport(Generic[T]):
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data."""
-        return {"path": str(self.path), "checkpoints": [one.to_json() for one in self.checkpoints]}
+        return {
+            "path": str(self.path),
+            "checkpoints": [checkpoint.to_json() for checkpoint in self.checkpoints],
+        }
 
 
 _NUMBERED = re.compile(r".*\d", re.DOTALL)

@@ -120,7 +120,7 @@ def over_steps(
             for figure, value in figures.items():
                 changes[slot][figure][i] = value
     numbers = [at_step(record) for record in records]
-    names = list(dict.fromkeys(key for one in numbers for key in one))
+    names = list(dict.fromkeys(key for number in numbers for key in number))
     unsaid = [said for record in records for said in record["unsaid"]]
     for one, record in zip(numbers, records, strict=True):
         for key, value in one.items():
@@ -130,7 +130,7 @@ def over_steps(
     made = {
         "path": name,
         "updates": [record["updates"] for record in records],
-        "curves": {key: [one.get(key) for one in numbers] for key in names},
+        "curves": {key: [number.get(key) for number in numbers] for key in names},
         "changes": changes,
         "guide": GUIDE,
         "unsaid": list(dict.fromkeys(unsaid)),

@@ -68,7 +68,7 @@ class Diff:
     def first(self) -> Difference | None:
         """The first tensor that differs."""
         kinds = ("missing", "extra", "shape", "dtype", "values")
-        return next((one for one in self.differences if one.what in kinds), None)
+        return next((difference for difference in self.differences if difference.what in kinds), None)
 
     def __repr__(self) -> str:
         return printable(f"<Diff of {self.left} and {self.right}: {len(self.differences)} differences>")
@@ -84,7 +84,7 @@ class Diff:
             "tensors": self.tensors,
             "bytes_read": self.bytes_read,
             "first": self.first and self.first.place,
-            "differences": [one.to_json() for one in self.differences],
+            "differences": [difference.to_json() for difference in self.differences],
             "not_compared": list(self.unsaid),
             "normalised": list(self.normalised),
         }

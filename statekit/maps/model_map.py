@@ -587,26 +587,8 @@ def _users(path: Path, files: Files | None) -> Mapping[str, Any]:
 
 def _unfitting(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields what a schema can't say: fields that only one side has, choices that there aren't, lost axes."""
-    choices, config, words = (data.get(key, {}) for key in ("choices", "config", "words"))
     for i, line in enumerate(data.get("parameters", ())):
-        place, steps = f"parameters/{i}", line.get("operations", [])
-        fields = [{name for name, _ in _FIELD.findall(line[side])} for side in ("source", "target")]
-        overs = [
-            [step["over"] for step in steps if step["op"] in kinds and "over" in step]
-            for kinds in (_JOINING, _APART)
-        ]
-        if any(len(names) != len({*names}) for names in overs) or [{*over} for over in overs] != [
-            fields[0] - fields[1], fields[1] - fields[0],
-        ]:  # fmt: skip
-            yield "has fields that the other side hasn't, and that nothing counts", place
-        if any(step["op"] == "unstack" for step in steps[1:]):
-            yield "has unstack behind another operation", place
-        if any(step["op"] == "stack" for step in steps[:-1]):
-            yield "has stack before another operation", place
-        for name, alternative in line.get("when", {}).items():
-            if alternative not in choices.get(name, ()):
-                yield f"is for {name} {alternative}, which isn't among the choices", place
-        yield from ((fault, place) for step in steps for fault in _unsound(step, config, words))
+        yield from ((fault, f"parameters/{i}") for fault in _unfitting_line(line, data))
     for i, kind in enumerate(data.get("modules", ())):
         yield from ((fault, f"modules/{i}/{place}") for fault, place in kind_faults(kind))
     for side in _SIDES:
@@ -614,6 +596,29 @@ def _unfitting(data: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield f"is {codebase!r:.80}, expected one of {', '.join(known_settings())}", f"{side}/settings"
         for fault, place in _unmade(data, data[side].get("pretrained", {}).get("files", {})):
             yield fault, f"{side}/pretrained/files/{place}"
+
+
+def _unfitting_line(line: Mapping[str, Any], data: Mapping[str, Any]) -> Iterator[str]:
+    """Yields what is wrong with one line of parameters."""
+    choices, config, words = (data.get(key, {}) for key in ("choices", "config", "words"))
+    steps = line.get("operations", [])
+    source, target = ({name for name, _ in _FIELD.findall(line[side])} for side in ("source", "target"))
+    joined, apart = (
+        [step["over"] for step in steps if step["op"] in kinds and "over" in step]
+        for kinds in (_JOINING, _APART)
+    )
+    is_counted_once = all(len(names) == len({*names}) for names in (joined, apart))
+    if not is_counted_once or {*joined} != source - target or {*apart} != target - source:
+        yield "has fields that the other side hasn't, and that nothing counts"
+    if any(step["op"] == "unstack" for step in steps[1:]):
+        yield "has unstack behind another operation"
+    if any(step["op"] == "stack" for step in steps[:-1]):
+        yield "has stack before another operation"
+    for name, alternative in line.get("when", {}).items():
+        if alternative not in choices.get(name, ()):
+            yield f"is for {name} {alternative}, which isn't among the choices"
+    for step in steps:
+        yield from _unsound(step, config, words)
 
 
 def _unsound(one: Mapping[str, Any], config: Mapping[str, Any], words: Mapping[str, Any]) -> Iterator[str]:
@@ -768,18 +773,8 @@ class Renaming:
         ties: Mapping[str, str] = state.extra.get(TIES) or {}
         kept = {place: dict(walk(part)) for place in _STATISTICS if (part := at(state.extra, place))}
         beside = [*map(_path_of, buffers), *(_joined(keys) for part in kept.values() for keys in part)]
-        names = {path: path for path in (*state.params, *ties, *beside)}
         faults = Faults()
-        for pattern, replacement in self.pairs:
-            try:
-                after = {path: re.sub(pattern, replacement, name) for path, name in names.items()}
-            except (re.error, IndexError, RecursionError) as error:
-                faults.add(f"can't be read: {error}", f"{pattern}={replacement}")
-                continue
-            if all(re.search(pattern, name) is None for name in names.values()):
-                faults.add("fits no name", pattern)
-            names = after
-        faults.check(UsageError, "The names can't be changed so", place="--rename")
+        names = self._renamed((*state.params, *ties, *beside))
         moved = {name: names[_path_of(name)] for name in buffers}
         tied = dict.fromkeys((names[name], names[path]) for name, path in ties.items())
         further = [(name, path) for name, path in tied if name != path]
@@ -798,6 +793,25 @@ class Renaming:
         faults.check(StateError, "The map doesn't fit the state", place="--rename")
         links = [Link((path,), names[path]) for path in state.params]
         return carried(replace(state, extra=extra), links, dict(further), "--rename")
+
+    def _renamed(self, paths: Iterable[str]) -> dict[str, str]:
+        """Returns the new path of each path.
+
+        Raises:
+            UsageError: A pattern can't be read, or fits no name; lists every one.
+        """
+        names, faults = {path: path for path in paths}, Faults()
+        for pattern, replacement in self.pairs:
+            try:
+                after = {path: re.sub(pattern, replacement, name) for path, name in names.items()}
+            except (re.error, IndexError, RecursionError) as error:
+                faults.add(f"can't be read: {error}", f"{pattern}={replacement}")
+                continue
+            if all(re.search(pattern, name) is None for name in names.values()):
+                faults.add("fits no name", pattern)
+            names = after
+        faults.check(UsageError, "The names can't be changed so", place="--rename")
+        return names
 
 
 def _joined(keys: Sequence[Any]) -> str:

@@ -290,38 +290,22 @@ def lines(
         note: What else has to be known.
     """
     heights = {name: [_height(value, powers) for value in values] for name, values in curves.items()}
-    level = {name: _height(value, powers) for name, value in (guides or {}).items()}
-    good = [h for each in (*heights.values(), list(level.values())) for h in each if h is not None]
-    low, high = min(good, default=0.0), max(good, default=1.0)
-    if powers:
-        low, high = math.floor(low), max(math.ceil(high), math.floor(low) + 1)
-    elif low == high:
-        low, high = low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+    levels = {name: _height(value, powers) for name, value in (guides or {}).items()}
+    low, high = _range([*heights.values(), list(levels.values())], powers)
     whole = all(isinstance(step, int) for step in steps)
     if powers and any(value == 0 for values in curves.values() for value in values):
         note = f"{note}; zeros aren't drawn" if note else "zeros aren't drawn"
     across = Axis(index, min(steps, default=0), max(steps, default=1), _LEFT, WIDTH - _RIGHT, whole=whole)
     up = Axis(unit, low, high, HEIGHT - _BOTTOM, _TOP, 10 if powers else None)
     drawn: list[str] = []
-    for i, (name, each) in enumerate(heights.items()):
-        points = [(across.at(x), up.at(h)) for x, h in zip(steps, each, strict=True) if h is not None]
-        colour, kind = COLOURS[i % len(COLOURS)], f"c{i % len(COLOURS)}"
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        drawn.append(
-            f'<polyline class="line {kind}" points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
-        )
-        drawn += [
-            f'<circle class="dot {kind}" cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points
-        ]
+    for i, (name, curve) in enumerate(heights.items()):
+        points = [(across.at(x), up.at(h)) for x, h in zip(steps, curve, strict=True) if h is not None]
+        drawn += _curve(points, i)
         if len(curves) > 1:
-            row = _TOP + 12 + 16 * i
-            drawn.append(
-                f'<circle class="dot {kind}" cx="{_LEFT + 12}" cy="{row - 4}" r="4" fill="{colour}"/>'
-            )
-            drawn.append(_text(_LEFT + 22, row, name))
-    for name, h in level.items():
-        if h is not None:
-            y = up.at(h)
+            drawn += _legend(name, i)
+    for name, height in levels.items():
+        if height is not None:
+            y = up.at(height)
             drawn.append(_rule(across.start, y, across.end, y))
             drawn.append(_text(across.end - 4, y - 5, name, "end", halo=True))
     rows = tuple((step, *(values[i] for values in curves.values())) for i, step in enumerate(steps))
@@ -330,7 +314,7 @@ def lines(
         for name, values in curves.items()
         if values
     )
-    made = _plot(title, formula, (across, up), drawn, ends, (index, *curves), rows, note)
+    plot = _plot(title, formula, (across, up), drawn, ends, (index, *curves), rows, note)
     again = {
         "index": index, "unit": unit, "powers": powers, "whole": whole, "at": list(steps),
         "curves": {
@@ -339,7 +323,37 @@ def lines(
         },
         "guides": dict(guides or {}),
     }  # fmt: skip
-    return replace(made, curves=again)
+    return replace(plot, curves=again)
+
+
+def _range(heights: Sequence[Sequence[float | None]], powers: bool) -> tuple[float, float]:
+    """Returns the lowest and the highest of what is drawn, apart enough that an axis has a length."""
+    good = [height for curve in heights for height in curve if height is not None]
+    low, high = min(good, default=0.0), max(good, default=1.0)
+    if powers:
+        return math.floor(low), max(math.ceil(high), math.floor(low) + 1)
+    if low == high:
+        return low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2
+    return low, high
+
+
+def _curve(points: Sequence[tuple[float, float]], number_of_curve: int) -> list[str]:
+    """Returns a line through some points, and a dot on each."""
+    colour, kind = COLOURS[number_of_curve % len(COLOURS)], f"c{number_of_curve % len(COLOURS)}"
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    line = f'<polyline class="line {kind}" points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
+    dots = [
+        f'<circle class="dot {kind}" cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}"/>' for x, y in points
+    ]
+    return [line, *dots]
+
+
+def _legend(name: str, number_of_curve: int) -> list[str]:
+    """Returns a curve's dot and name, in a row of its own."""
+    colour, kind = COLOURS[number_of_curve % len(COLOURS)], f"c{number_of_curve % len(COLOURS)}"
+    row = _TOP + 12 + 16 * number_of_curve
+    dot = f'<circle class="dot {kind}" cx="{_LEFT + 12}" cy="{row - 4}" r="4" fill="{colour}"/>'
+    return [dot, _text(_LEFT + 22, row, name)]
 
 
 def heat_map(

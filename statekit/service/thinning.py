@@ -181,7 +181,7 @@ def _allocated(places: Sequence[Path]) -> int:
     """Returns how many bytes of the disk files and folders take; what has another name too isn't theirs to give."""
     each = [file for place in places for file in (place, *(place.rglob("*") if place.is_dir() else ()))]
     facts = [file.lstat() for file in each if file.is_file()]
-    return sum(one.st_blocks * 512 for one in facts if one.st_nlink == 1)
+    return sum(fact.st_blocks * 512 for fact in facts if fact.st_nlink == 1)
 
 
 def _remove(trash: Path, tops: Sequence[Path], said: Mapping[str, Any]) -> dict[str, Any]:

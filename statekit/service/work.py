@@ -45,7 +45,7 @@ def _ref(request: Mapping[str, Any], index: int = 0) -> CheckpointRef:
 
     `layout` is the target's where the job writes one.
     """
-    known = {known.name for known in OPTIONS} - ({"layout"} if "target" in request else set())
+    known = {option.name for option in OPTIONS} - ({"layout"} if "target" in request else set())
     said = {name: value for name, value in request["options"].items() if name in known}
     container = request.get("container") if index == 0 else None
     return CheckpointRef(_path(request, index), **{"container": container, **said})
@@ -160,7 +160,11 @@ def _of(path: str, each: Sequence[Examination]) -> dict[str, Any]:
         if f"{one.path}" == path or path.startswith((f"{one.path}.", f"{one.path}/"))
     ]
     findings = [finding for i in at for finding in each[i].findings]
-    return {"findings": len(findings), "names": sorted({one.name for one in findings}), "checkpoints": at}
+    return {
+        "findings": len(findings),
+        "names": sorted({finding.name for finding in findings}),
+        "checkpoints": at,
+    }
 
 
 def _diff(request: Mapping[str, Any], listener: Listener) -> Any:

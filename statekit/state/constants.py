@@ -288,4 +288,4 @@ def _fits(value: Any, kind: Any) -> bool:
     if isinstance(kind, type):
         return type(value) is kind
     options = get_args(kind)
-    return any(value == one if isinstance(one, str) else _fits(value, one) for one in options)
+    return any(value == option if isinstance(option, str) else _fits(value, option) for option in options)

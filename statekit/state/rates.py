@@ -99,7 +99,7 @@ class Piece:
                 part = (done // numbers["every"]) / numbers["scale"]
                 return float(numbers["start"] * (1 + part**2) ** -numbers["power"])
             case "product":
-                return float(math.prod(one.rate(updates) for one in numbers["of"]))
+                return float(math.prod(number.rate(updates) for number in numbers["of"]))
 
     def times(self, factor: float) -> Piece:
         """Returns the piece with all of its rates multiplied by a factor, which isn't negative."""
@@ -114,7 +114,7 @@ class Piece:
         """Returns the piece as it is where so many updates more were done before it."""
         numbers = self.numbers
         if self.kind == "product":
-            numbers = {**numbers, "of": tuple(one.moved(updates) for one in numbers["of"])}
+            numbers = {**numbers, "of": tuple(number.moved(updates) for number in numbers["of"])}
         return replace(self, begins=self.begins + updates, origin=self.origin + updates, numbers=numbers)
 
     def to_json(self) -> dict[str, Any]:

@@ -405,34 +405,34 @@ class TrainState:
         if not self.optimizer.several:
             (one,) = parts
             return one
-        counts = {(one.counts.updates, one.counts.schedule) for one in parts}
+        counts = {(part.counts.updates, part.counts.schedule) for part in parts}
         if len(counts) > 1:
             raise StateError(
                 "The optimizers of the run don't count the same updates any more, and a state has one count.",
                 expected="one",
-                found=", ".join(f"{one.optimizer.schema}: {one.counts.updates}" for one in parts),
+                found=", ".join(f"{part.optimizer.schema}: {part.counts.updates}" for part in parts),
                 remedy="carry each optimizer with its parameters over by itself",
             )
-        params = {path: param for one in parts for path, param in one.params.items()}
+        params = {path: param for part in parts for path, param in part.params.items()}
         place = {path: i for i, group in enumerate(self.optimizer.groups) for path in group.paths}
-        groups = [(group, one.optimizer.kind(group)) for one in parts for group in one.optimizer.groups]
+        groups = [(group, part.optimizer.kind(group)) for part in parts for group in part.optimizer.groups]
         groups.sort(key=lambda pair: place[pair[0].paths[0]] if pair[0].paths else len(place))
         return TrainState(
             {path: params.get(path, param) for path, param in self.params.items()},
-            {path: one.slots[path] for path in self.params for one in parts if path in one.slots},
+            {path: part.slots[path] for path in self.params for part in parts if path in part.slots},
             Optimizer.of([group for group, _ in groups], [kind for _, kind in groups]),
-            replace(parts[0].counts, behind={p: n for one in parts for p, n in one.counts.behind.items()}),
-            {path: one.rules[path] for path in self.params for one in parts if path in one.rules},
-            {key: value for one in parts for key, value in one.extra.items()},
+            replace(parts[0].counts, behind={p: n for part in parts for p, n in part.counts.behind.items()}),
+            {path: part.rules[path] for path in self.params for part in parts if path in part.rules},
+            {key: value for part in parts for key, value in part.extra.items()},
             (
                 *self.assumptions,
-                *dict.fromkeys(s for one in parts for s in one.assumptions if s not in self.assumptions),
+                *dict.fromkeys(s for part in parts for s in part.assumptions if s not in self.assumptions),
             ),
         )
 
     def each(self, change: Callable[[TrainState], TrainState]) -> TrainState:
         """Returns the state with a change made to the part of each optimizer."""
-        return self.of_parts([change(one) for one in self.parts()])
+        return self.of_parts([change(part) for part in self.parts()])
 
     def switched_on(self, group: Group) -> dict[str, str]:
         """Returns the hyperparameters that a group's slots prove to be on, although nobody said their values.

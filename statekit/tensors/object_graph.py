@@ -105,7 +105,11 @@ class Graph:
             return None
         return cls(
             tuple(
-                Node(dict(children), tuple(Value(*one) for one in values), tuple(Slot(*one) for one in slots))
+                Node(
+                    dict(children),
+                    tuple(Value(*value) for value in values),
+                    tuple(Slot(*slot) for slot in slots),
+                )
                 for children, values, slots in record.state
             )
         )

@@ -88,7 +88,7 @@ class ColdStart:
 
     def median(self, update: int) -> float:
         """Returns the median over the layers of how far an update, counted from 0, is apart."""
-        return float(np.median([one.apart[update] for one in self.layers]))
+        return float(np.median([layer.apart[update] for layer in self.layers]))
 
     def __repr__(self) -> str:
         return printable(f"<ColdStart of {self.path}: first updates {self.median(0):.2g} of an update apart>")
@@ -100,7 +100,7 @@ class ColdStart:
             "path": str(self.path),
             "updates_done": self.updates,
             "median": [report_json(self.median(i)) for i in range(count)],
-            "layers": [one.to_json() for one in self.layers],
+            "layers": [layer.to_json() for layer in self.layers],
             "sample": self.sample,
             "notes": list(self.notes),
         }

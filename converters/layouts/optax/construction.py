@@ -34,14 +34,14 @@ def form_of_groups(
     """
     if len({*schemas}) > 1:
         return "parts"
-    groups = [{**one, DECAY: one.get(DECAY) or 0} for one in settings]
+    groups = [{**setting, DECAY: setting.get(DECAY) or 0} for setting in settings]
     differing = {
-        name for one in groups for name in one if any(one[name] != other.get(name) for other in groups)
+        name for group in groups for name in group if any(group[name] != other.get(name) for other in groups)
     }
     differing -= {*RULES, *BY_RATE}
     if not differing:
         return "one"
-    decays = {one[DECAY] for one in groups if one[DECAY]}
+    decays = {group[DECAY] for group in groups if group[DECAY]}
     return "mask" if differing == {DECAY} and len(decays) == 1 and not frozen else "parts"
 
 
