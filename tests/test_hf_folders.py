@@ -311,7 +311,8 @@ def test_of_a_run_the_newest_step_is_taken(tmp_path: Path) -> None:
             trainer.open(path, 7)
 
 
-ALIKE = {"layers.2.w": (3, 3), "layers.10.w": (3, 3), "out": (3,)}
+ALIKE = {"layers.2.q": (3, 3), "layers.2.k": (3, 3), "out": (3,)}
+NUMBERED = {"layers.2.w": (3, 3), "layers.10.w": (3, 3), "out": (3,)}
 
 
 def test_a_sorted_file_names_nobody_of_equal_shape(tmp_path: Path) -> None:
@@ -331,6 +332,19 @@ def test_a_sorted_file_names_nobody_of_equal_shape(tmp_path: Path) -> None:
         open_state(tmp_path / "sorted")
     assert any("order of the model part" in note for note in assert_paired(tmp_path / "kept"))
     assert assert_paired(tmp_path / "sorted", Hints(param_names=tuple(ALIKE))) == ()
+
+
+def test_layers_of_a_sorted_file_stand_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    tree = made(NUMBERED)
+    save(tmp_path / "optimizer.pt", tree["optimizer"])
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        save_safetensors(
+            {name: tree["model"][name] for name in sorted(NUMBERED)},
+            file,
+            lambda _, one: [memoryview(one.read().tobytes())],
+            {"format": "pt"},
+        )
+    assert any("order of their layers" in note for note in assert_paired(tmp_path))
 
 
 def test_all_names_in_the_models_order_do_where_shapes_tell_groups_apart(tmp_path: Path) -> None:

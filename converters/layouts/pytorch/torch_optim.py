@@ -505,11 +505,11 @@ def _incomplete(checkpoint: Checkpoint) -> StateError:
 def _kind(parts: Parts) -> TorchOptimizer | None:
     """Returns the optimizer that parts are of, by their signature; None if it is none of these."""
     slot_names = {key for record in parts.state.values() for key in record}
-    if slot_names and _is_bare(parts):
+    signature = signature_of(parts) if parts.groups else None
+    if slot_names and _is_bare(parts) and signature is None:
         # Where only tensors were saved, slots must do: the notes of Hugging Face's Adafactor tell it from AdamW.
         fits = [kind for kind in KINDS if slot_names <= {*kind.names.values(), STEP, *kind.notes}]
         return next((kind for kind in fits if set(kind.notes) <= slot_names), None)
-    signature = signature_of(parts) if parts.groups else None
     if signature is None:
         return None
     kinds = ((kind.schema, kind.variant, kind) for kind in KINDS)
