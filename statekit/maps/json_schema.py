@@ -20,7 +20,7 @@ _KINDS: Mapping[str, Callable[[Any], bool]] = {
 }
 _CHECKED = {
     "type", "const", "minimum", "pattern", "properties", "required", "additionalProperties", "propertyNames",
-    "minProperties", "maxProperties", "items", "minItems", "uniqueItems", "oneOf", "$ref",
+    "minProperties", "maxProperties", "items", "minItems", "maxItems", "uniqueItems", "oneOf", "$ref",
 }  # fmt: skip
 _SAID = {"$schema", "$id", "$defs", "title", "description"}
 
@@ -82,6 +82,9 @@ def _of_object(value: Mapping[str, Any], schema: Schema, root: Schema, place: st
 
 
 def _of_array(value: list[Any], schema: Schema, root: Schema, place: str) -> Faulty:
+    if len(value) > schema.get("maxItems", len(value)):  # what is in them would only be work
+        yield f"has {len(value)} entries, expected {schema['maxItems']} or fewer", place
+        return
     if len(value) < schema.get("minItems", 0):
         yield f"has {len(value)} entries, expected {schema['minItems']} or more", place
     if schema.get("uniqueItems") and any(one in value[:i] for i, one in enumerate(value)):

@@ -8,6 +8,7 @@ fields: `{word}` of a table of words that both sides know by other names, and `{
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, overload
 
-from statekit.budget import Budget
+from statekit.budget import Account, Budget
 from statekit.errors import Faults, FormatError, StateError, UsageError, check_name
 from statekit.files.checkpoint import PRETRAINED
 from statekit.files.source import Files, read_small
@@ -158,6 +159,7 @@ class ModelMap:
         keys: All names of the configuration that its file knows, of either side.
         modules: The kinds of modules that it knows instead of lines; None if it has lines.
         model: The target's model, where it is there already.
+        budget: The job's, which all that a map's counts and a checkpoint's axes make draws on; one of its own if None.
     """
 
     name: str
@@ -176,6 +178,7 @@ class ModelMap:
     keys: frozenset[str] = frozenset()
     modules: Modules | None = None
     model: TargetModel | None = None
+    budget: Budget | None = field(default=None, compare=False, repr=False)
 
     def to_json(self) -> dict[str, Any]:
         """Returns what was asked for, as it stands in a plan."""
@@ -412,6 +415,7 @@ class ModelMap:
         }
         # What is joined first stands together.
         fields = [*(name for name in entry.source.fields if name not in entry.joined), *entry.joined[::-1]]
+        self._draw(entry, fields, ranges)
         bindings = _bindings(fields, ranges)
         paths = {entry.source.path(binding): binding for binding in bindings}
         missing = [path for path in paths if path not in bound]
@@ -430,6 +434,17 @@ class ModelMap:
                 made.setdefault(entry.target.path({**binding, **part}), []).append(path)
             for target, sources in made.items():
                 yield Link(tuple(sources), target, operations)
+
+    def _draw(self, entry: Entry, fields: Sequence[str], ranges: Mapping[str, Sequence[str | int]]) -> None:
+        """Counts what a line makes, before anything is made: names, parts of each, and what is done to them.
+
+        Raises:
+            BudgetError: It is more than the job may hold.
+        """
+        names, parts = (math.prod(len(ranges[name]) for name in part) for part in (fields, entry.apart))
+        with Account(self.budget).passing() as passing:
+            count = names * (_NAME_NODES + parts * _LINK_NODES * (1 + len(entry.operations)))
+            passing.nodes(count, f"The line {entry.source.text} of the map {self.name}", self.titles[1])
 
     def _operation(
         self, one: Mapping[str, Any], places: Mapping[str, int], lengths: Mapping[str, int]
@@ -493,6 +508,10 @@ def _bindings(fields: Sequence[str], ranges: Mapping[str, Sequence[str | int]]) 
     return [dict(zip(fields, values, strict=True)) for values in product(*(ranges[name] for name in fields))]
 
 
+_NAME_NODES = 4
+"""Values that the name of a source's parameter counts for, with what its fields stand for."""
+_LINK_NODES = 8
+"""Values that a parameter of the target and its slots count for, and each operation on them once more."""
 _OTHER_CHANNELS = {"first": "last", "last": "first"}
 _SIZES = ("outer", "turns", "count", "from", "to")
 _REST = ("rest", "all")
@@ -859,6 +878,7 @@ def maps_of(
             config = settings.translated(config or {}, faults := Faults())
             faults.check(UsageError, f"The map {name} can't take its configuration", place="--config")
         maps = [load(one, config, files) for one in chained(name)]
+    maps = [replace(one, budget=budget) for one in maps]
     if not builds:
         maps = [replace(one, pretrained=None) for one in maps]
     if maps and model is not None:
