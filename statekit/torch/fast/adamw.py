@@ -102,6 +102,7 @@ FOLLOWED = Followed(
     },
     forms={
         **dict.fromkeys(("step_scope", "amsgrad_of", "repeated_rows")),
+        "moments_stored": ("averages",),
         "first_moment_update": ("lerp", "weighted_sum"),
         "bias_correction": ("both", "in_learning_rate", "none"),
         "epsilon_place": ("beside_corrected_root", "beside_uncorrected_root"),
