@@ -59,7 +59,7 @@ def test_a_count_without_a_function_is_said_wherever_the_run_goes(
         out = said(capsys, "resume", str(run), "--framework", framework)
         assert "# the run's learning rate follows a schedule that is not made here" in out
         assert "=..." in out  # and the rate is asked for
-    out = said(capsys, "convert", str(run), str(tmp_path / "out.pt"), "--layout", "torch-optim")
+    out = said(capsys, "convert", str(run), str(tmp_path / "out.pt"))
     assert "follows a schedule that is not made here" in out
     group = statekit.inspect(run).optimizer
     assert group is not None and "learning_rate" not in group.groups[0].hyperparameters

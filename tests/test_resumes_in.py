@@ -11,7 +11,7 @@ import statekit
 from goldens import COMPACT
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.resumes_in import resume_code, resumes_in
-from statekit.errors import InexactError
+from statekit.errors import InexactError, UnknownRuleError
 
 T5X = COMPACT / "t5x" / "momentum_f32" / "checkpoint" / "checkpoint_4"
 TRAINER = COMPACT / "torch_formats" / "adamw_trainer" / "checkpoint" / "checkpoint-4"
@@ -71,7 +71,7 @@ def test_a_layout_that_cant_take_the_run_as_it_is_says_what_it_lacks_in_the_word
 ) -> None:
     with statekit.open(T5X) as opened:
         ways = {way.layout: way for way in resumes_in(opened)}
-    with pytest.raises(InexactError) as caught:
+    with pytest.raises(UnknownRuleError) as caught:
         statekit.plan(T5X, tmp_path / "target.pt", to="torch", layout="torch-optim", require="estimate")
     assert ways["torch-optim"].refusal == str(caught.value)
     assert "beta1" in str(caught.value)

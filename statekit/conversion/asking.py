@@ -101,12 +101,12 @@ def unsaid(state: TrainState, there: TrainState, hints: CheckpointRef) -> list[F
     return [fact for fact in facts if fact.source in _WEAK and fact.source not in accepted]
 
 
-def check_said(facts: Sequence[Fact], request: Request, layout: str) -> None:
+def check_said(facts: Sequence[Fact], place: object, layout: str) -> None:
     """Refuses a target that would store values which nobody gave.
 
     Args:
         facts: What is missing.
-        request: The conversion.
+        place: The source.
         layout: The target's layout.
 
     Raises:
@@ -122,7 +122,7 @@ def check_said(facts: Sequence[Fact], request: Request, layout: str) -> None:
     accept = "--assume-defaults" if assumed else ""
     raise UnknownRuleError(
         f"The layout {layout} stores what no file says and nobody gave.",
-        place=request.source,
+        place=place,
         expected=", ".join(fact.name for fact in facts),
         found="; ".join(said),
         remedy=f"say it: {' '.join(part for part in (options, accept) if part)}",

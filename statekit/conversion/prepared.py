@@ -313,7 +313,9 @@ def _layout_for(
     )
     if not is_carried(state, home.name, card, home):
         check_optimizer(state, request)
-    check_said(missing(card, rule_change_to(card, paced, opened.layout)), request, card.name)
+    change = rule_change_to(card, paced, opened.layout)
+    if change is None or change.exactness <= request.require:  # else the rule itself is refused
+        check_said(missing(card, change), request.source, card.name)
     return card, passed_over, paced if card.stores_values else state
 
 

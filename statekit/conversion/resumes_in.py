@@ -7,12 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from statekit.conversion import registry
+from statekit.conversion.asking import check_said, is_carried, unsaid
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.prepared import encoded_in, rule_change_to
 from statekit.conversion.resume import frameworks, of_checkpoint, resume_lines
 from statekit.conversion.rule_change import RuleChange
-from statekit.errors import InexactError, StateError, UsageError
+from statekit.errors import InexactError, StateError, UnknownRuleError, UsageError
 from statekit.state.schema import WEIGHTS
 from statekit.tensors.tree import to_json
 
@@ -65,6 +66,7 @@ def resumes_in(opened: OpenState) -> tuple[Resumption, ...]:
         return ()
     schemas = [schema for schema, _ in state.optimizer.kinds]
     cards = [card for card in map(registry.layout_card, registry.layout_names()) if card.holds(schemas)]
+    own_card = registry.layout_card(opened.layout)
     each = []
     for card in cards:
         here = card.name == opened.layout
@@ -74,8 +76,11 @@ def resumes_in(opened: OpenState) -> tuple[Resumption, ...]:
         if not here:
             try:
                 change = rule_change_to(card, state, opened.layout)
+                if card.stores_values and not is_carried(state, opened.layout, card, own_card):
+                    there = change.state if change else state
+                    check_said(unsaid(state, there, opened.ref), opened.ref.path, card.name)
                 dropped = encoded_in(registry.layout(card.name), change.state if change else state)[0].dropped
-            except (InexactError, UsageError) as error:
+            except (InexactError, UnknownRuleError, UsageError) as error:
                 refusal = str(error)
         differences = change.differences if change else ()
         each.append(
