@@ -621,13 +621,7 @@ def _unfitting_line(line: Mapping[str, Any], data: Mapping[str, Any]) -> Iterato
     """Yields what is wrong with one line of parameters."""
     choices, config, words = (data.get(key, {}) for key in ("choices", "config", "words"))
     steps = line.get("operations", [])
-    source, target = ({name for name, _ in _FIELD.findall(line[side])} for side in ("source", "target"))
-    joined, apart = (
-        [step["over"] for step in steps if step["op"] in kinds and "over" in step]
-        for kinds in (_JOINING, _APART)
-    )
-    is_counted_once = all(len(names) == len({*names}) for names in (joined, apart))
-    if not is_counted_once or {*joined} != source - target or {*apart} != target - source:
+    if not _is_counted(line, steps):
         yield "has fields that the other side hasn't, and that nothing counts"
     if any(step["op"] == "unstack" for step in steps[1:]):
         yield "has unstack behind another operation"
@@ -638,6 +632,17 @@ def _unfitting_line(line: Mapping[str, Any], data: Mapping[str, Any]) -> Iterato
             yield f"is for {name} {alternative}, which isn't among the choices"
     for step in steps:
         yield from _unsound(step, config, words)
+
+
+def _is_counted(line: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> bool:
+    """Tells whether each field that one side alone has is counted by one operation."""
+    source, target = ({name for name, _ in _FIELD.findall(line[side])} for side in ("source", "target"))
+    joined, apart = (
+        [step["over"] for step in steps if step["op"] in kinds and "over" in step]
+        for kinds in (_JOINING, _APART)
+    )
+    is_once = all(len(names) == len({*names}) for names in (joined, apart))
+    return is_once and {*joined} == source - target and {*apart} == target - source
 
 
 def _unsound(one: Mapping[str, Any], config: Mapping[str, Any], words: Mapping[str, Any]) -> Iterator[str]:

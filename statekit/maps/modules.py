@@ -288,17 +288,10 @@ class Modules:
             return []
         # Modules that stand together as an attention's prove their kinds, unless the user says another.
         kinds = [attention] if attention and said is None else self._fitting(name, ranks, said)
-        if model is not None and (cls := model.classes.get(name)) is not None:
-            kinds = [kind for kind in kinds if not kind.classes or cls in kind.classes]
-            if not kinds:
-                faults.add(f"is a {cls} in the model, which is of no kind that the map knows", name)
-                return []
-        if len(kinds) > 1 and model is not None:
-            kinds = [kind for kind in kinds if _made(kind, name, ranks) <= model.paths] or kinds
-        if not kinds:
+        if not kinds and (model is None or name not in model.classes):
             has = ", ".join(f"{leaf} of rank {rank}" for leaf, rank in ranks.items())
             faults.add(f"is of no kind that the map knows: it has {has}", name or "the model itself")
-        return kinds
+        return kinds if model is None else _of_model(kinds, name, ranks, model, faults)
 
     def _ask_kinds(self, ambiguous: Mapping[str, Sequence[str]]) -> NoReturn:
         shown = "; ".join(f"{name}: {' or '.join(kinds)}" for name, kinds in ambiguous.items())
@@ -411,6 +404,19 @@ def _made(kind: Kind, module: str, leaves: Iterable[str]) -> set[str]:
     """Returns the paths that a module of some kind has on the other side."""
     at = f"{module}/" if module else ""
     return {at + leaf.target for leaf in kind.leaves if leaf.source in leaves}
+
+
+def _of_model(
+    kinds: list[Kind], name: str, ranks: Mapping[str, int], model: TargetModel, faults: Faults
+) -> list[Kind]:
+    """Returns those of a module's kinds that the target's model has it of; adds a fault where it has another."""
+    cls = model.classes.get(name)
+    fitting = [kind for kind in kinds if cls is None or not kind.classes or cls in kind.classes]
+    if cls is not None and not fitting:
+        faults.add(f"is a {cls} in the model, which is of no kind that the map knows", name)
+    if len(fitting) > 1:
+        fitting = [kind for kind in fitting if _made(kind, name, ranks) <= model.paths] or fitting
+    return fitting
 
 
 def _said(said: Mapping[str, str], *names: str) -> str | None:
