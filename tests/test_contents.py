@@ -154,17 +154,17 @@ def ambiguous(folder: Path) -> tuple[Path, dict[str, Any]]:
     model = net()
     optimizer = moved(model, torch.optim.AdamW)
     average = {name: tensor + 1 for name, tensor in model.state_dict().items()}
-    tree = {"net": model.state_dict(), "average": average, "opt": optimizer.state_dict(), "model": "mlp"}
+    tree = {"net": model.state_dict(), "other": average, "opt": optimizer.state_dict(), "model": "mlp"}
     return saved(folder / "run.pt", tree), tree
 
 
 def test_keys_tell_the_parts_where_several_may_be_meant(tmp_path: Path) -> None:
     path, tree = ambiguous(tmp_path)
-    with pytest.raises(StateError, match=r"found: net, average(.|\n)*model_key='net'"):
+    with pytest.raises(StateError, match=r"found: net, other(.|\n)*model_key='net'"):
         statekit.open(path)
     contents = statekit.inspect(path).contents
-    assert contents is not None and "weights at net or average" in contents
-    for key in ("net", "average"):
+    assert contents is not None and "weights at net or other" in contents
+    for key in ("net", "other"):
         target = tmp_path / f"{key}.pt"
         statekit.convert(path, target, layout="torch-optim", model_key=key, optimizer_key="opt")
         with statekit.open(path, model_key=key) as before, statekit.open(target) as after:
@@ -180,7 +180,7 @@ def test_keys_tell_the_parts_where_several_may_be_meant(tmp_path: Path) -> None:
 @pytest.mark.parametrize("keys", [{"model_key": "nets"}, {"optimizer_key": "net"}])
 def test_a_key_without_such_a_part_is_refused(keys: dict[str, Any], tmp_path: Path) -> None:
     path, _ = ambiguous(tmp_path)
-    with pytest.raises(UsageError, match=r"net(.|\n)*average|expected: opt"):
+    with pytest.raises(UsageError, match=r"net(.|\n)*other|expected: opt"):
         statekit.open(path, **keys)
 
 
