@@ -162,7 +162,11 @@ class Icefall:
             saved.rates(state),
             {repr(group["hyperparameters"].get(RATE)) for group in state["groups"]},
         )
-        rate = known.pop() if len(known) == 1 and known != {"None"} else UNKNOWN
+        # The schedule multiplies the rate that each group began with.
+        values = [schedule.parameters.get("base_lr") for schedule in saved.run.schedules]
+        bases = {repr(value) for value in values if value is not None}
+        known = known if len(known) == 1 and known != {"None"} else bases
+        rate = known.pop() if len(known) == 1 else UNKNOWN
         eden = rates.icefall_call()
         groups = f"get_parameter_groups_with_lrs(model, lr={rate}, include_names=True)"
         schedule = [f"scheduler = {eden}", 'scheduler.load_state_dict(checkpoint["scheduler"])']

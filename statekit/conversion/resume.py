@@ -6,8 +6,9 @@ A layout prints the lines of its system (`Printing`); for every other one there 
 from __future__ import annotations
 
 import json
+import re
 import shlex
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib import resources
@@ -20,7 +21,7 @@ from statekit.conversion.plan import Plan
 from statekit.errors import StateError
 from statekit.files.source import listing
 from statekit.lines import printing
-from statekit.lines.printing import Printing, SavedRun, State, has_several, kind_of
+from statekit.lines.printing import UNKNOWN, Printing, SavedRun, State, has_several, kind_of
 from statekit.lines.rates import RatesOf
 from statekit.state.options import stored_rate
 from statekit.state.run import Schedule, run_of
@@ -116,7 +117,21 @@ def resume_lines(saved: SavedRun, state: State, framework: str | None = None) ->
         )
     lines = _IN[framework](state, saved) if framework else _native_lines(saved, state)
     lines = [line for i, line in enumerate(lines) if not (line.startswith("import ") and line in lines[:i])]
+    lines = [*_explained(lines)]
     return [*lines, *(_loss_lines(saved) if lines and state["schema"] != WEIGHTS else ())]
+
+
+_OPEN = re.compile(r"""["']?([\w/]+)["']?(?:=|: )\.\.\.""")
+"""Matches a name that a line has no value for: `lr=...`, `"adamw": ...`."""
+
+
+def _explained(lines: Iterable[str]) -> Iterator[str]:
+    """Yields lines, and before those with `...` a comment on what is missing, unless they say it themselves."""
+    for line in lines:
+        if UNKNOWN in line and "#" not in line:
+            names = dict.fromkeys(_OPEN.findall(line)) or ["a value that the program has"]
+            yield f"# ... stands for what nothing here says: {', '.join(names)}"
+        yield line
 
 
 def _native_lines(saved: SavedRun, state: State) -> list[str]:

@@ -21,6 +21,12 @@ from statekit.state.schema import WEIGHTS, load_schema
 RATE = "learning_rate"
 UNKNOWN = "..."
 RULES = ("factor_map", "logical_factor_rules")
+_ADAM = ("beta1", "beta2", "epsilon", "weight_decay_rate")
+_NEEDED = {
+    "adafactor": tuple(entry.name for entry in fields(AdafactorHyperparameters)),
+    **dict.fromkeys(("adamw", "lamb"), _ADAM),
+}
+"""Schema -> hyperparameters without which nobody can step."""
 State = Mapping[str, Any]
 """A state without its tensors, as `TrainState.to_json` gives it."""
 
@@ -260,8 +266,8 @@ def missing_of(state: State, group: Mapping[str, Any]) -> Iterator[str]:
     known, kind = group["hyperparameters"], kind_of(state, group)
     if known.get(RATE) is None and not known.get("relative_step"):
         yield RATE
-    if kind["schema"] == "adafactor" and kind["variant"]:
-        needed = {entry.name for entry in fields(AdafactorHyperparameters)}
+    needed = _NEEDED.get(kind["schema"], ())
+    if needed and kind["variant"]:
         defaults = load_schema(kind["schema"]).variant(kind["variant"])["defaults"]
         yield from (name for name in defaults if name in needed and name not in known)
 

@@ -55,7 +55,7 @@ def weights_file_lines(state: State, saved: SavedRun) -> list[str]:
         "import keras",
         *_not_arguments(state),
         *(schedule if before else []),
-        f"model.compile(optimizer={_class(state)}({arguments}), loss=loss)",
+        f"model.compile(optimizer={_call(state, arguments)}, loss=loss)",
         "model.optimizer.build(model.trainable_variables)  # a slot that isn't there yet would be passed over",
         f"model.load_weights({path})",
         *([] if before else schedule),
@@ -72,7 +72,7 @@ def object_lines(state: State, saved: SavedRun) -> list[str]:
         "import tensorflow as tf",
         *_not_arguments(state),
         *(schedule if before else []),
-        f"optimizer = {_class(state)}({arguments})",
+        f"optimizer = {_call(state, arguments)}",
         "optimizer.build(model.trainable_variables)",
         "checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer)",
         f"checkpoint.restore({quoted(saved.step_path('model.ckpt-{step}'))}).assert_existing_objects_matched()",
@@ -130,6 +130,11 @@ _NOT_ARGUMENTS = ("exclude_from_weight_decay",)
 def _not_arguments(state: State) -> list[str]:
     others = [] if has_several(state) else native_arguments(state, _NOT_ARGUMENTS)[1]
     return [f"# not an argument of {_class(state)}: {', '.join(others)}"] if others else []
+
+
+def _call(state: State, arguments: str) -> str:
+    name = _class(state)
+    return UNKNOWN if name == UNKNOWN else f"{name}({arguments})"
 
 
 def _class(state: State) -> str:

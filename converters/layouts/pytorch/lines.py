@@ -43,6 +43,7 @@ _LIGHTNING = '["state_dict"]', '["optimizer_states"][0]'
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 """Names of what batch normalisation keeps beside its parameters."""
 _CLIP = "global_norm_clip_threshold"
+_WITHOUT_ADAPTER = '.replace(".modules_to_save.default", "").replace(".default", "")'
 _BEFORE = "before the state is loaded: making it sets the rate"
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 _FLAT = "options = StateDictOptions(flatten_optimizer_state_dict=True)"
@@ -78,7 +79,7 @@ def torch_file_lines(state: State, saved: SavedRun, form: str | None) -> list[st
         *_imports(state),
         *modules.get(form or "", []),
         f"checkpoint = torch.load({path}, weights_only=True)",
-        f"model.load_state_dict(checkpoint{model})",
+        *_model_lines(state, f"checkpoint{model}"),
         *after_loading(state, saved),
         *(['manifest = json.loads(checkpoint["statekit"])'] if saved.is_converted else []),
         *_group_lines(state, saved),
@@ -122,8 +123,11 @@ def distributed_lines(state: State, saved: SavedRun, form: str | None) -> list[s
 def distributed_safetensors_lines(state: State, saved: SavedRun) -> list[str]:
     """Returns the lines for torch.distributed.checkpoint's storage of Hugging Face: tensors and counts in shards."""
     rates, options = saved.rates(state), quoted(saved.path / "optimizer_hyperparameters.json")
-    schedule = f'manifest["kept"]["extra"]["torch"]{subscripts(rates.torch_place)}'
+    schedule = UNKNOWN  # a program of torch keeps it elsewhere
+    if saved.is_converted:
+        schedule = f'manifest["kept"]["extra"]["torch"]{subscripts(rates.torch_place)}'
     return [
+        *_group_imports(state, saved),
         "import json",
         "import pathlib",
         *_imports(state),
@@ -211,7 +215,7 @@ def trainer_lines(state: State, saved: SavedRun) -> list[str]:
         f'parts = torch.load({quoted(path / "optimizer.pt")}, weights_only=True)["param_groups"]',
         "named = dict(model.named_parameters())",
         f'groups = [{{"params": [{named}], "lr": args.learning_rate}} for part in parts]',
-        f"optimizer = {class_of(state)}(groups)  # {reason}",
+        f"optimizer = {_call(state, 'groups')}  # {reason}",
         *schedule,
         *clipped,
         "trainer = transformers.Trainer(model, args, train_dataset=dataset, "
@@ -266,7 +270,7 @@ def _arguments(state: State) -> list[str]:
 def _imports(state: State) -> list[str]:
     """Returns the import of PyTorch, and of the package of an optimizer's class."""
     module = class_of(state).rpartition(".")[0]
-    return ["import torch", *([f"import {module}"] if module and not module.startswith("torch") else [])]
+    return ["import torch", *([f"import {module}"] if module.startswith("transformers") else [])]
 
 
 def _group_imports(state: State, saved: SavedRun, *beside: str) -> list[str]:
@@ -296,6 +300,8 @@ def _group_lines(state: State, saved: SavedRun) -> list[str]:
     params = f'{{"params": [named[path.replace("/", ".")] for path in {paths}]}}'
     code = f"groups = [{params} for group in {groups}]"
     named = "named = dict(model.named_parameters())"
+    if _is_adapter(state):
+        named = f"named = {{name{_WITHOUT_ADAPTER}: param for name, param in model.named_parameters()}}"
     if saved.is_converted:
         return [named, code]
     return [
@@ -303,6 +309,22 @@ def _group_lines(state: State, saved: SavedRun) -> list[str]:
         f"with statekit.open({saved.code()}) as opened:",
         f"    {code}",
     ]
+
+
+def _model_lines(state: State, record: str) -> list[str]:
+    """Returns the lines that load a model's weights; a file of PEFT has those of an adapter alone."""
+    if _is_adapter(state):
+        return ["import peft", f"peft.set_peft_model_state_dict(model, {record})"]
+    return [f"model.load_state_dict({record})"]
+
+
+def _is_adapter(state: State) -> bool:
+    """Tells whether parameters are an adapter's of PEFT, under the names of its files.
+
+    Source: huggingface/peft src/peft/utils/save_and_load.py, `get_peft_model_state_dict`.
+    """
+    paths = paths_of(state)
+    return any("/lora_" in path for path in paths) and not any("/default" in path for path in paths)
 
 
 def _empty_group_lines(state: State) -> list[str]:
@@ -336,9 +358,8 @@ def _optimizer_lines(state: State, saved: SavedRun) -> list[str]:
     """Returns the lines that make `optimizer`, and the schedule that its file has a state of."""
     grouped = saved.is_converted or not _is_whole_model(state, saved)
     arguments = ", ".join(["groups" if grouped else "model.parameters()", *_arguments(state)])
-    unknown = "  # the class of the run's optimizer" if class_of(state) == UNKNOWN else ""
     rates = saved.rates(state)
-    making = [f"optimizer = {class_of(state)}({arguments}){unknown}"]
+    making = [f"optimizer = {_call(state, arguments)}"]
     if class_of(state) == _ADAMW and (others := _candidates(state)):
         making = [
             f"# the file doesn't say which optimizer it is of ({' or '.join(others)}): keep the run's own line",
@@ -353,6 +374,15 @@ def _candidates(state: State) -> list[str]:
     facts = [fact for group in state["groups"] for fact in group.get("facts", ())]
     open_facts = (fact for fact in facts if fact["name"] == OPTIMIZER and fact["source"] == "unknown")
     return next((fact.get("others", []) for fact in open_facts), [])
+
+
+def _call(state: State, arguments: str) -> str:
+    name = class_of(state)
+    return (
+        f"{UNKNOWN}  # the run's optimizer: its class is not known"
+        if name == UNKNOWN
+        else f"{name}({arguments})"
+    )
 
 
 def clip_comment(state: State) -> list[str]:
@@ -387,7 +417,7 @@ def _several_lines(state: State, saved: SavedRun) -> list[str]:
         alone = {**state, **kind, "groups": [state["groups"][i] for i in numbers]}
         groups = ", ".join(f"groups[{i}]" for i in numbers)
         modules += _imports(alone)[1:]
-        calls.append(f"{class_of(alone)}({', '.join([f'[{groups}]', *_arguments(alone)])})")
+        calls.append(_call(alone, ", ".join([f"[{groups}]", *_arguments(alone)])))
     rates, keys = saved.rates(state), _optimizer_keys(saved)
     keys = keys if len(keys) == len(sides) else [f'["optimizers"][{i}]' for i in range(len(sides))]
     schedules = rates.torch_calls(sides)
@@ -403,7 +433,7 @@ def _several_lines(state: State, saved: SavedRun) -> list[str]:
         "import torch",
         *dict.fromkeys(modules),
         f"checkpoint = torch.load({quoted(saved.path)}, weights_only=True)",
-        f"model.load_state_dict(checkpoint{model_keys(state, saved)})",
+        *_model_lines(state, f"checkpoint{model_keys(state, saved)}"),
         *after_loading(state, saved),
         *(['manifest = json.loads(checkpoint["statekit"])'] if saved.is_converted else []),
         *_group_lines(state, saved),

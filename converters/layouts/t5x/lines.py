@@ -5,7 +5,11 @@ Source: google-research/t5x t5x/utils.py, `RestoreCheckpointConfig`; t5x/adafact
 
 from __future__ import annotations
 
+from itertools import islice
+
 from statekit.lines.printing import RATE, UNKNOWN, SavedRun, State, has_several, native_arguments, quoted
+
+_MOST_SHOWN = 8
 
 
 def gin_lines(state: State, saved: SavedRun) -> list[str]:
@@ -25,10 +29,12 @@ def gin_lines(state: State, saved: SavedRun) -> list[str]:
 def _argument_lines(state: State, saved: SavedRun) -> list[str]:
     """Returns the lines that give Adafactor what is known, and a comment on what is not."""
     arguments = [] if has_several(state) else native_arguments(state)[0]
-    pairs = [argument.partition("=")[::2] for argument in arguments]
-    pairs = [(name, value) for name, value in pairs if name not in (RATE, "step_offset", UNKNOWN)]
-    unknown = [name for name, value in pairs if value == UNKNOWN]
-    known = [(name, value) for name, value in pairs if value != UNKNOWN]
+    pairs = dict(argument.partition("=")[::2] for argument in arguments)
+    if saved.is_converted:
+        pairs |= _least_factored(state)
+    pairs = {name: value for name, value in pairs.items() if name not in (RATE, "step_offset", UNKNOWN)}
+    unknown = [name for name, value in pairs.items() if value == UNKNOWN]
+    known = [(name, value) for name, value in pairs.items() if value != UNKNOWN]
     if not saved.is_converted:  # T5X wrote it, and its gin has all but what a user tells anew
         sources = [group.get("known_from", {}) for group in state["groups"]]
         known = [
@@ -37,11 +43,30 @@ def _argument_lines(state: State, saved: SavedRun) -> list[str]:
     lines = [f"adafactor.Adafactor.{name} = {value}" for name, value in known]
     if unknown and saved.is_converted:
         lines.append(f"# the run's own gin must say, as nothing here does: {', '.join(unknown)}")
-    maps = [group["hyperparameters"].get("factor_map") for group in state["groups"]]
-    lines += [
-        f"# adafactor.Adafactor.factor_map, which Python must make: {rules!r}" for rules in maps if rules
-    ]
-    return lines
+    return [*lines, *(_rule_lines(state) if saved.is_converted else ())]
+
+
+def _least_factored(state: State) -> dict[str, str]:
+    """Returns `min_dim_size_to_factor` as the slots of matrices show it, where it was only assumed."""
+    name = "min_dim_size_to_factor"
+    if any(group["known_from"].get(name, "assumed") != "assumed" for group in state["groups"]):
+        return {}
+    matrices = [rule["axes"] for rule in state.get("rules", {}).values() if len(rule["axes"]) == 2]
+    factored = [{*axes} == {"ROW", "COLUMN"} for axes in matrices]
+    if not any(factored):
+        return {}
+    return {name: "0" if all(factored) else UNKNOWN}
+
+
+def _rule_lines(state: State) -> list[str]:
+    """Returns a comment on the parameters that T5X factors by explicit rules alone: those of three axes and more."""
+    rules = {path: rule["axes"] for path, rule in state.get("rules", {}).items() if len(rule["axes"]) > 2}
+    rules = {path: axes for path, axes in rules.items() if {*axes} - {"NONE"}}
+    if not rules:
+        return []
+    shown = [f"{path}: {', '.join(axes)}" for path, axes in islice(rules.items(), _MOST_SHOWN)]
+    more = f"; and {len(rules) - len(shown)} more" if len(rules) > len(shown) else ""
+    return [f"# logical_factor_rules or factor_map must give: {'; '.join(shown)}{more}"]
 
 
 def _rate_lines(state: State, saved: SavedRun) -> list[str]:

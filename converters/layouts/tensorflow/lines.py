@@ -31,6 +31,7 @@ def graph_lines(state: State, saved: SavedRun, trainer: str = "") -> list[str]:
     return [
         f"# into a graph whose optimizer has these arguments: {', '.join(arguments)}",
         *schedule,
+        "import tensorflow as tf",
         f"tf.compat.v1.train.Saver().restore(session, {quoted(path)}){command}",
     ]
 
@@ -39,6 +40,7 @@ def object_lines(saved: SavedRun) -> list[str]:
     """Returns the lines for objects of TensorFlow 2."""
     path = quoted(saved.step_path(STEP))
     return [
+        "import tensorflow as tf",
         "checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer)",
         f"checkpoint.restore({path}).assert_existing_objects_matched()",
     ]

@@ -1,0 +1,109 @@
+"""Two laws of printed lines that need no library: they are complete or say what is missing, and make the same slots."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_resume import HOMES, state
+
+from goldens import COMPACT
+from statekit.conversion import registry
+from statekit.conversion.convert import plan
+from statekit.conversion.resume import frameworks, of_plan, resume_lines
+from statekit.lines.printing import SavedRun
+from statekit.state.run import RunState, Schedule
+
+PROGRAM = {
+    "model", "params", "loss", "args", "dataset", "trainer", "accelerator", "engine", "net", "mx", "session",
+    "lowering", "optimizer", "ScaledAdam", "get_parameter_groups_with_lrs", "Eden", "torch",
+}  # fmt: skip
+"""What a program has before the lines run: its model, and what its own code imports."""
+LAMBDA = Schedule(
+    "LambdaLR", {"base_lrs": [0.1], "lr_lambdas": [None]}, 3, "extra/torch/scheduler", ("no file has it",)
+)
+STEP = Schedule("StepLR", {"step_size": 2, "gamma": 0.1, "base_lrs": [0.1]}, 3, "extra/torch/scheduler")
+
+
+def unsaid(lines: list[str]) -> Iterator[str]:
+    """Yields lines with `...` that no comment explains, and names that neither program, lines nor comments have."""
+    for line, before in zip(lines, ["", *lines], strict=False):
+        if "..." in line and "#" not in line and not before.startswith("# ..."):
+            yield line
+    nodes = [*ast.walk(ast.parse("\n".join(lines)))]
+    made = {node.id for node in nodes if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)}
+    made |= {node.name for node in nodes if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    made |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+    for node in nodes:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            made |= {(name.asname or name.name).partition(".")[0] for name in node.names}
+    commented = " ".join(line for line in lines if line.startswith("#"))
+    for node in nodes:
+        is_known = not isinstance(node, ast.Name) or node.id in made | PROGRAM | {*dir(builtins)}
+        if not is_known and f"{node.id}:" not in commented:
+            yield node.id
+
+
+@pytest.mark.parametrize(("layout", "container"), HOMES)
+def test_a_line_is_complete_or_says_what_is_missing(layout: str, container: str) -> None:
+    for schema, variants in registry.layout_card(layout).variants.items():
+        for variant in [*variants, None]:
+            for count, converted, schedules in (
+                (1, True, ()), (2, False, ()), (1, False, (LAMBDA,)), (2, True, (STEP,)),
+            ):  # fmt: skip
+                run = RunState(schedules)
+                saved = SavedRun(container, layout, Path("/run/out"), 3, run=run, converted=converted)
+                for framework in (None, *frameworks()):
+                    lines = resume_lines(saved, state(schema, variant, count), framework)
+                    if framework or (layout != "t5x" and container != "megatron"):
+                        assert [*unsaid(lines)] == [], lines
+
+
+def test_an_undefined_name_and_a_silent_gap_are_noticed() -> None:
+    assert [*unsaid(["optimizer = f(group_0, lr=...)"])] == ["optimizer = f(group_0, lr=...)", "f", "group_0"]
+    assert [*unsaid(["# group_0: the run's", "optimizer = model(group_0)"])] == []
+
+
+T5X = [
+    bundle
+    for system in ("t5x", "t2t", "mesh_tf")
+    for bundle in sorted((COMPACT / system).glob("*/checkpoint"))
+    if bundle.parent.name not in ("late_bf16_encoded_beta1", "adamw_2device_stacked_sharded")
+]
+
+
+@pytest.mark.parametrize("source", T5X, ids=[bundle.parent.name for bundle in T5X])
+def test_t5x_makes_the_slots_that_were_written(source: Path, tmp_path: Path) -> None:
+    """By the printed arguments over T5X' defaults.
+
+    Source: google-research/t5x t5x/adafactor.py, `Adafactor.init_param_state`, `_choose_factored_dims`.
+    """
+    planned = plan(source, tmp_path / "out", to="t5x", layout="t5x")
+    lines = resume_lines(of_plan(planned), planned.state)
+    arguments: dict[str, Any] = {"min_dim_size_to_factor": 128, "factored": True}
+    for line in lines:
+        name, _, value = line.removeprefix("adafactor.Adafactor.").partition(" = ")
+        if line.startswith("adafactor."):
+            arguments[name] = ast.literal_eval(value)
+    comments = " ".join(line for line in lines if line.startswith("#"))
+    assert "..." not in "\n".join(lines)
+    written = {entry.name: entry.shape for entry in planned.entries}
+    for name, shape in written.items():
+        if not name.startswith("target/"):
+            continue
+        slots = f"state/param_states/{name.removeprefix('target/')}"
+        if f"{slots}/v_row" not in written:
+            continue  # another optimizer's
+        factored = written[f"{slots}/v_row"] != (1,) and written[f"{slots}/v"] == (1,)
+        has_momentum = written[f"{slots}/m"] == shape != (1,)
+        assert has_momentum <= ("beta1" in comments or arguments.get("beta1") is not None), name
+        if "min_dim_size_to_factor" in comments:
+            continue  # asked for
+        usual = (
+            arguments["factored"] and len(shape) == 2 and min(shape) >= arguments["min_dim_size_to_factor"]
+        )
+        assert factored == usual or (len(shape) > 2 and "logical_factor_rules" in comments), name
