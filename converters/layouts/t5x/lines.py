@@ -30,20 +30,23 @@ def _argument_lines(state: State, saved: SavedRun) -> list[str]:
     """Returns the lines that give Adafactor what is known, and a comment on what is not."""
     arguments = [] if has_several(state) else native_arguments(state)[0]
     pairs = dict(argument.partition("=")[::2] for argument in arguments)
-    if saved.is_converted:
+    is_foreign = (
+        saved.is_converted and saved.source != "t5x"
+    )  # else the run's gin has all but what a user tells anew
+    if is_foreign:
         pairs |= _least_factored(state)
     pairs = {name: value for name, value in pairs.items() if name not in (RATE, "step_offset", UNKNOWN)}
     unknown = [name for name, value in pairs.items() if value == UNKNOWN]
     known = [(name, value) for name, value in pairs.items() if value != UNKNOWN]
-    if not saved.is_converted:  # T5X wrote it, and its gin has all but what a user tells anew
+    if not is_foreign:
         sources = [group.get("known_from", {}) for group in state["groups"]]
         known = [
             (name, value) for name, value in known if "given" in [source.get(name) for source in sources]
         ]
     lines = [f"adafactor.Adafactor.{name} = {value}" for name, value in known]
-    if unknown and saved.is_converted:
+    if unknown and is_foreign:
         lines.append(f"# the run's own gin must say, as nothing here does: {', '.join(unknown)}")
-    return [*lines, *(_rule_lines(state) if saved.is_converted else ())]
+    return [*lines, *(_rule_lines(state) if is_foreign else ())]
 
 
 def _least_factored(state: State) -> dict[str, str]:
