@@ -131,6 +131,12 @@ def test_an_original_partition_goes_on_by_the_lines_alone(
         "every_k_schedule=...", "every_k_schedule=2"
     )
     rates = {True: "learning_rate=1e-2", False: "learning_rate=1e-3, weight_decay=0.1"}
+    for unknown, value in (
+        ("parameter_scale", True),
+        ("clipping_threshold", 1.0),
+        ("weight_decay_rate", None),
+    ):
+        lines = lines.replace(f"{unknown}=...", f"{unknown}={value}")
     each = [one.replace("learning_rate=...", rates["optax.adafactor" in one]) for one in lines.splitlines()]
     lines = "\n".join(each).replace("chain(...,", "chain(optax.clip_by_global_norm(10.0),")
     assert "statekit.json" not in lines and "import statekit" in lines
