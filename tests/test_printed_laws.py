@@ -44,8 +44,9 @@ def unsaid(lines: list[str]) -> Iterator[str]:
             made |= {(name.asname or name.name).partition(".")[0] for name in node.names}
     commented = " ".join(line for line in lines if line.startswith("#"))
     for node in nodes:
-        is_known = not isinstance(node, ast.Name) or node.id in made | PROGRAM | {*dir(builtins)}
-        if not is_known and f"{node.id}:" not in commented:
+        if not isinstance(node, ast.Name) or node.id in made | PROGRAM | {*dir(builtins)}:
+            continue
+        if f"{node.id}:" not in commented:
             yield node.id
 
 
