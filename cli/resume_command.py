@@ -43,4 +43,5 @@ def command(
     stdout = output.screen()
     for line in lines or [unsaid(place)]:
         stdout.say(line, fold=False)
+    stdout.show_list("Assumed, because the checkpoint doesn't say:", state["assumptions"])
     show_next(stdout, state, place.run.schedules)
