@@ -13,6 +13,7 @@ from test_torch_fast import RATE, _outside, tried
 from statekit.arrays.backend import backend
 from statekit.optim.run import load, mover, settled_group, steps_of
 from statekit.optim.steps import Scene
+from statekit.tensors.tensor import Array
 from statekit.testing.step_cases import Case
 from statekit.torch.fast.dispatch import fast_path
 from statekit.torch.kernels.grouped import DeviceScene, GroupedMove
@@ -62,16 +63,21 @@ def outside(
             (path, "param"): params[path], **{(path, name): v for name, v in slots[path].items()}
         }.items()
     }  # fmt: skip
+    return len(arrays), left_bound(made, arrays)
+
+
+def left_bound(made: Case, arrays: Mapping[tuple[str, str], Array]) -> list[tuple[str, str]]:
+    """Returns the arrays with elements that leave the bound of the text, where the text in torch doesn't."""
+    xp, state = backend("torch"), made.state
     bound = made.bound(0, "compiled", contracted=True, sqrt_units=xp.sqrt_units)
     gradients = {path: xp.asarray(grad) for path, grad in made.grads[0].items()}
     text = mover(xp, state)(load(xp, state), gradients, RATE)
     theirs = named(text.params, text.slots, text.shared)
-    left = [
+    return [
         key
         for key, value in arrays.items()
         if _outside(np.asarray(value), bound[key]) and not _outside(xp.numpy(theirs[key]), bound[key])
     ]
-    return len(arrays), left
 
 
 def judged(

@@ -269,6 +269,9 @@ class _StageWriter:
             return self._total(value, side)
         if value.op == "array":
             return self._loaded(value.note, value, side)
+        return self._computed(value, side)
+
+    def _computed(self, value: Traced, side: str) -> str:
         if value.op == "size":
             return "*".join(value.note) + " * one"
         if value.op == "place":
@@ -413,24 +416,10 @@ def _numbers(scalars: Mapping[Traced, int], constants: dict[float, int]) -> str:
         if value.op == "power":
             exponent = constants.setdefault(value.note, len(constants))
             return f"tl.exp(tl.load(constants + {exponent}) * tl.log({wide[0]}))"
-        if value.op == "exponential":
-            return f"tl.exp({wide[1]} * tl.log({wide[0]}))"
-        if value.op == "one_minus_power":
-            return f"1.0 - tl.exp({wide[1]} * tl.log({wide[0]}))"
-        if value.op in ("narrow", "rounded"):
-            return _rounded(args[0], value.note)
-        if value.op in ("div", "sqrt") and value.kind == "float64":
-            return f"{wide[0]} / {wide[1]}" if value.op == "div" else f"tl.sqrt({wide[0]})"
-        kinds = {"float32": "tl.float32", "float64": "tl.float64", "int": "tl.int64"}
-        if value.op in ("add", "sub", "mul", "div", "maximum", "minimum"):
-            args = [f"{arg}.to({kinds[value.kind]})" for arg in args]
-        elif value.op in ("gt", "lt", "ge", "le", "eq"):
-            args = wide
-        elif value.op == "where":
-            args = [args[0], *(f"{arg}.to({_TYPES[value.kind]})" for arg in args[1:])]
-        elif value.op == "float32":
-            return args[0]
-        return NUMBERS[value.op](*args)
+        if value.op in ("exponential", "one_minus_power"):
+            power = f"tl.exp({wide[1]} * tl.log({wide[0]}))"
+            return power if value.op == "exponential" else f"1.0 - {power}"
+        return _number(value, args, wide)
 
     for value, place in scalars.items():
         if value.op != "number":
@@ -441,6 +430,21 @@ def _numbers(scalars: Mapping[Traced, int], constants: dict[float, int]) -> str:
         "COUNTED: tl.constexpr, RATED: tl.constexpr, COMMON: tl.constexpr, SCALED: tl.constexpr):"
     )
     return "\n".join([head, *("    " + line for line in lines)])
+
+
+def _number(value: Traced, args: list[str], wide: list[str]) -> str:
+    """Returns what an operation makes of numbers; `wide` are the same in float64."""
+    if value.op in ("narrow", "rounded"):
+        return _rounded(args[0], value.note)
+    if value.op in ("div", "sqrt") and value.kind == "float64":
+        return f"{wide[0]} / {wide[1]}" if value.op == "div" else f"tl.sqrt({wide[0]})"
+    if value.op in ("add", "sub", "mul", "div", "maximum", "minimum"):
+        args = [f"{arg}.to({_TYPES[value.kind]})" for arg in args]
+    elif value.op in ("gt", "lt", "ge", "le", "eq"):
+        args = wide
+    elif value.op == "where":
+        args = [args[0], *(f"{arg}.to({_TYPES[value.kind]})" for arg in args[1:])]
+    return args[0] if value.op == "float32" else NUMBERS[value.op](*args)
 
 
 def _rounded(x: str, dtype: str) -> str:
