@@ -55,14 +55,9 @@ def outside(
                 replace(scene, **wrong), [params[p] for p in paths], [reached[p] for p in paths],
                 [slots[p] for p in paths], common,
             )  # fmt: skip
-    arrays = {
-        key: xp.numpy(value)
-        for paths in batches.values()
-        for path in paths
-        for key, value in {
-            (path, "param"): params[path], **{(path, name): v for name, v in slots[path].items()}
-        }.items()
-    }  # fmt: skip
+    moved = [path for paths in batches.values() for path in paths]
+    arrays = {(path, "param"): xp.numpy(params[path]) for path in moved}
+    arrays |= {(path, name): xp.numpy(value) for path in moved for name, value in slots[path].items()}
     return len(arrays), left_bound(made, arrays)
 
 
