@@ -189,6 +189,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return code if isinstance(code, int) else DONE
     except click.exceptions.Exit as stop:
         return stop.exit_code
+    except (
+        click.exceptions.NoArgsIsHelpError
+    ) as error:  # click 8.2 and newer; the message is the page of help
+        click.echo(error.ctx.get_help() if error.ctx else error.format_message(), err=True)
+        return USAGE
     except click.ClickException as error:
         return _tell(_of_click(error), USAGE, as_json, heading=_usage(error))
     except Stopped as stopped:

@@ -34,7 +34,7 @@ CHUNK_STEPS = 128
 TINY = 256
 """Values of a chunk from which on they explain the work themselves."""
 _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
-_SIZE = re.compile(r"(\d{1,6}(?:\.\d{1,3})?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
+_SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,3})?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
 
 
 def bytes_of(text: str) -> int:

@@ -31,7 +31,8 @@ FLOORS = (
     ("statekit.verify", "statekit.hf", "statekit.lightning", "statekit.accelerate"),
     ("statekit",),
     ("statekit.service",),
-    ("statekit.testing", "statekit.cli", "statekit.client"),
+    ("statekit.cli", "statekit.client"),
+    ("statekit.testing",),
     ("statekit.__main__",),
 )
 """Rooms from the ground up: none knows another on its own floor or above. The longest name that fits is a module's."""

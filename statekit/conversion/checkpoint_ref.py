@@ -338,11 +338,8 @@ class CheckpointRef:
         return ", ".join([*path, *between, *(f"{name}={text}" for name, text in self.keywords().items())])
 
     def keywords(self, *uses: Use) -> dict[str, str]:
-        """Returns what was told as keywords of Python: name -> code of the value."""
-        return {
-            name: repr(self.files[name]) if name in self.files else option(name).expression(value)
-            for name, value in self.options(*uses).items()
-        }
+        """Returns what was told as keywords of Python: name -> code of the value, where a shell names its file."""
+        return {name: option(name).expression(value) for name, value in self.options(*uses).items()}
 
     def words(self, *uses: Use) -> list[str]:
         """Returns what was told as words of a command line."""
@@ -450,8 +447,13 @@ class HintOptions(TypedDict, total=False):
     optimizer_key: str | None
     assume_defaults: bool
     accept_damaged: bool
-    follow_links: bool
     budget: int | None
+
+
+class LinkOptions(TypedDict, total=False):
+    """What no service takes from a stranger."""
+
+    follow_links: bool
 
 
 class PlaceOptions(TypedDict, total=False):
@@ -461,7 +463,7 @@ class PlaceOptions(TypedDict, total=False):
     layout: str | None
 
 
-class SourceOptions(HintOptions, total=False):
+class SourceOptions(HintOptions, LinkOptions, total=False):
     """What is said of the source of a verb that writes."""
 
     optimizer: str | None

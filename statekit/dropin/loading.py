@@ -17,6 +17,7 @@ from statekit.conversion.checkpoint_ref import (
     OPTIONS,
     CheckpointRef,
     HintOptions,
+    LinkOptions,
     PlaceOptions,
     RefOptions,
 )
@@ -53,7 +54,7 @@ class LoadOptions(RefOptions, _Loading, total=False):
     """What `load_params` takes in every framework."""
 
 
-class AttestOptions(HintOptions, PlaceOptions, _Loading, total=False):
+class AttestOptions(HintOptions, LinkOptions, PlaceOptions, _Loading, total=False):
     """What `attest` takes in every framework; which optimizer ran a `CheckpointRef` tells, as `optimizer` is live."""
 
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypedDict, get_type_hints
 
+from statekit.conversion.checkpoint_ref import HintOptions, option
 from statekit.errors import Faults, UsageError, meant
 from statekit.service.records import KINDS, Kind
 
@@ -168,21 +169,13 @@ class Target(TypedDict):
     path: str
 
 
-class HintOptions(TypedDict, total=False):
-    """What a checkpoint doesn't say."""
+class SubjectOptions(HintOptions, total=False):
+    """What a checkpoint's files don't say. The service knows each checkpoint's container, and follows no link."""
 
-    hparams: Annotated[Mapping[str, Any], VALUES]
-    variant: Annotated[str, TEXT]
-    param_names: Annotated[Sequence[str], TEXTS]
-    names_from: Annotated[Literal["config"], _one_of("config")]
-    schedule: Annotated[str, TEXT]
-    model_key: Annotated[str, TEXT]
-    optimizer_key: Annotated[str, TEXT]
-    accept_damaged: Annotated[bool, FLAG]
-    budget: Annotated[int, BYTES]
+    optimizer: str | None
 
 
-class InspectOptions(HintOptions, total=False):
+class InspectOptions(SubjectOptions, total=False):
     """Options of `inspect`."""
 
     layout: Annotated[str, TEXT]
@@ -194,7 +187,7 @@ class _Parameter(TypedDict):
     path: Annotated[str, TEXT]
 
 
-class ParameterOptions(_Parameter, HintOptions, total=False):
+class ParameterOptions(_Parameter, SubjectOptions, total=False):
     """Options of `parameter`."""
 
     layout: Annotated[str, TEXT]
@@ -215,7 +208,7 @@ class SealOptions(TypedDict, total=False):
     budget: Annotated[int, BYTES]
 
 
-class DoctorOptions(HintOptions, total=False):
+class DoctorOptions(SubjectOptions, total=False):
     """Options of `doctor`."""
 
     ignore: Annotated[Sequence[str], TEXTS]
@@ -226,7 +219,7 @@ class _MapOptions(TypedDict, total=False):
     config: Annotated[Mapping[str, Any], VALUES]
 
 
-class DiffOptions(_MapOptions, HintOptions, total=False):
+class DiffOptions(_MapOptions, SubjectOptions, total=False):
     """Options of `diff`."""
 
     path: Annotated[str, TEXT]
@@ -241,7 +234,7 @@ _Step: TypeAlias = Annotated[int | Literal["keep", "reset"], STEP]
 _Words: TypeAlias = Annotated[str | Sequence[str] | Mapping[str, Any], WORDS]
 
 
-class VerifyOptions(_MapOptions, HintOptions, total=False):
+class VerifyOptions(_MapOptions, SubjectOptions, total=False):
     """Options of `verify`."""
 
     steps: Annotated[int, COUNT]
@@ -259,7 +252,7 @@ class _Convert(TypedDict):
     target: Annotated[Target, TARGET]
 
 
-class ConvertOptions(_Convert, _MapOptions, HintOptions, total=False):
+class ConvertOptions(_Convert, _MapOptions, SubjectOptions, total=False):
     """Options of `convert`."""
 
     to: Annotated[str, TEXT]
@@ -284,7 +277,7 @@ class ConvertOptions(_Convert, _MapOptions, HintOptions, total=False):
     verify: Annotated[bool, FLAG]
 
 
-class ThinOptions(HintOptions, total=False):
+class ThinOptions(SubjectOptions, total=False):
     """Options of `thin`."""
 
     target: Annotated[Target, TARGET]
@@ -304,8 +297,29 @@ FORMS: Mapping[Kind, Any] = {
     "thin": ThinOptions,
 }
 """The options of each kind, as a client's type checker knows them; what follows is read off them."""
+_FORMS: Mapping[str, Option] = {
+    "text": TEXT,
+    "number": COUNT,
+    "flag": FLAG,
+    "bytes": BYTES,
+    "values": VALUES,
+    "names": TEXTS,
+    "call": TEXT,
+}
+"""The form of an option of `CheckpointRef`, by its kind."""
+
+
+def _form(name: str, annotation: Any) -> Option:
+    """Returns the form of an option: as it is written here, or as `CheckpointRef` has the field."""
+    if hasattr(annotation, "__metadata__"):
+        written: Option = annotation.__metadata__[0]
+        return written
+    known = option(name)
+    return _one_of(*known.choices) if known.choices else _FORMS[known.kind]
+
+
 OPTIONS: Mapping[Kind, Mapping[str, Option]] = {
-    kind: {name: said.__metadata__[0] for name, said in get_type_hints(form, include_extras=True).items()}
+    kind: {name: _form(name, part) for name, part in get_type_hints(form, include_extras=True).items()}
     for kind, form in FORMS.items()
 }
 NEEDED: Mapping[Kind, tuple[str, ...]] = {

@@ -1,0 +1,242 @@
+"""What a user says about a checkpoint reaches every verb and framework, and the code that is printed."""
+
+from __future__ import annotations
+
+import ast
+import inspect as python
+import json
+import pickle
+import subprocess
+import sys
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+import torch
+
+import statekit
+import statekit.torch
+from statekit.cli.arguments import checkpoint_options, ref_options, sides_options
+from statekit.cli.main import main
+from statekit.conversion.checkpoint_ref import OPTIONS, CheckpointRef, RefOptions, option
+from statekit.conversion.contracts import Hints
+from statekit.dropin import options as dropin
+from statekit.errors import UsageError
+from statekit.service.options import FORMS
+from statekit.testing.printed_code import check_printed_code
+
+pytestmark = pytest.mark.torch
+
+TOLD: dict[str, Any] = {
+    "container": "torch",
+    "layout": "torch-optim",
+    "step": 3,
+    "hparams": {"beta1": 0.9, "factor_map": {"a b": ["ROW", None]}, "flag": True, "nothing": None},
+    "optimizer": "adam",
+    "variant": "adafactor/hf,adamw/torch",
+    "param_names": ("0.weight", "it's"),
+    "names_from": "config",
+    "schedule": "chain([constant_schedule(0.1), cosine(1e-3, decay_steps=-5)], boundaries=[3], x={'a': 1})",
+    "model_key": "gen/ema",
+    "optimizer_key": "opt_g",
+    "assume_defaults": True,
+    "accept_damaged": True,
+    "follow_links": True,
+    "budget": 2**30,
+}
+REF = CheckpointRef("run/it's.pt", **TOLD)
+
+
+def test_the_values_cover_every_field() -> None:
+    assert TOLD.keys() == {known.name for known in OPTIONS}
+
+
+def test_code_in_either_spelling_reopens_the_same_ref_in_a_fresh_process() -> None:
+    check_printed_code(REF)
+
+
+@pytest.mark.parametrize("name", list(TOLD))
+def test_code_that_lacks_a_field_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = CheckpointRef.options
+
+    def lacking(ref: CheckpointRef, *uses: Any) -> dict[str, Any]:
+        return {key: value for key, value in every(ref, *uses).items() if key != name}
+
+    monkeypatch.setattr(CheckpointRef, "options", lacking)
+    with pytest.raises(AssertionError, match=name):
+        check_printed_code(REF, fresh=False)
+
+
+@pytest.mark.parametrize("name", list(TOLD))
+def test_each_field_alone_is_printed_and_read(name: str) -> None:
+    check_printed_code(CheckpointRef("a", **{name: TOLD[name]}), fresh=False)
+
+
+def test_keywords_of_python_are_the_fields() -> None:
+    assert get_type_hints(RefOptions).keys() == TOLD.keys()
+    assert {part.name for part in fields(CheckpointRef)} == {*TOLD, "path", "files", "model"}
+
+
+def test_a_new_option_of_convert_is_declared_in_one_module() -> None:
+    root = Path(statekit.__file__).parent
+    declaring = [
+        path.name
+        for top in (root, root.parent / "cli")
+        for path in sorted(top.rglob("*.py"))
+        if any(
+            isinstance(node, ast.AnnAssign)
+            and isinstance(node.target, ast.Name)
+            and node.target.id in ("optimizer_key", "names_from", "assume_defaults")
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        )
+    ]
+    assert declaring == ["checkpoint_ref.py"]
+    for verb in (statekit.torch.load_optimizer, statekit.torch.attest, statekit.plan, statekit.open):
+        assert not python.signature(verb).parameters.keys() & {"model_key", "optimizer_key", "schedule"}
+
+
+def test_every_field_is_an_option_of_the_command_line() -> None:
+    def flags(decorate: Any) -> set[str]:
+        command: Any = decorate(lambda **options: None)
+        return {flag for param in command.__click_params__ for flag in param.opts}
+
+    every = {known.flag for known in OPTIONS}
+    assert flags(checkpoint_options) >= every
+    assert flags(ref_options("checkpoint", without=["layout"])) == every - {"--layout"}
+    sides = {f"--{side}-{flag[2:]}" for side in ("left", "right") for flag in every}
+    assert flags(sides_options) == every | sides
+
+
+def test_the_service_takes_every_field_but_links_and_what_it_knows_itself() -> None:
+    for kind in ("inspect", "doctor", "diff", "verify", "convert", "thin"):
+        missing = TOLD.keys() - get_type_hints(FORMS[kind]).keys()
+        assert missing - {"layout"} == {"follow_links", "container"}, kind
+
+
+def test_hyperparameters_and_options_of_loading_have_no_name_in_common() -> None:
+    each = [
+        get_type_hints(kind).keys()
+        for name, kind in vars(dropin).items()
+        if name.endswith("Options") and isinstance(kind, type) and hasattr(kind, "__total__")
+    ]
+    assert set().union(*each) <= get_type_hints(dropin.Overrides).keys()
+    assert not get_type_hints(dropin.Overrides).keys() & TOLD.keys()
+
+
+def test_options_go_before_those_of_a_ref() -> None:
+    ref = CheckpointRef.given(REF, variant="torch", step=None)
+    assert (ref.variant, ref.step, ref.model_key) == ("torch", 3, "gen/ema")
+    with pytest.raises(UsageError, match="did you mean model_key"):
+        CheckpointRef.given("a", modelkey="gen")
+
+
+def test_a_manifest_says_what_the_user_does_not() -> None:
+    stored = {"options": {"hparams": {"beta1": 0.5, "optimizer": "lamb"}, "variant": "tf1", "model_key": "m"}}
+    ref = CheckpointRef("a", variant="hf", hparams={"beta2": 0.9}).over(stored)
+    assert (ref.variant, ref.model_key, ref.optimizer) == ("hf", "m", "lamb")
+    assert ref.hparams == {"beta1": 0.5, "beta2": 0.9}
+    assert ref.over(None) == ref
+
+
+def test_the_older_spelling_of_an_optimizer_is_the_same() -> None:
+    assert CheckpointRef("a", hparams={"optimizer": "adam"}) == CheckpointRef("a", optimizer="adam")
+    assert CheckpointRef("a", optimizer="adam").stored() == {
+        "hparams": {"optimizer": "adam"},
+        "variant": None,
+    }
+
+
+def test_hints_of_third_parties_are_refs() -> None:
+    hints = Hints({"beta1": 0.9}, "hf", ["w"], None, names_from="config")
+    assert isinstance(hints, CheckpointRef)
+    assert (hints.hyperparameters, hints.variant, hints.param_names) == ({"beta1": 0.9}, "hf", ("w",))
+    assert replace(hints, hyperparameters={"beta1": 0.5}).hparams == {"beta1": 0.5}  # type: ignore[call-arg]
+    assert pickle.loads(pickle.dumps(REF)) == REF
+
+
+NAMES = ("1.weight", "0.weight", "0.bias", "1.bias")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, torch.nn.Module, torch.optim.Optimizer]:
+    """A model whose optimizer has its parameters in another order, saved twice: alone, and as one of a GAN's two."""
+    folder = tmp_path_factory.mktemp("run")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    params = dict(model.named_parameters())
+    optimizer = torch.optim.AdamW([params[name] for name in NAMES], lr=1e-2)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(5, 4)).square().sum().backward()
+        optimizer.step()
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, folder / "ord.pt")
+    other = torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))])
+    gan = {"gen": saved["model"], "opt_g": saved["optimizer"], "disc": {"w": torch.zeros(2)}}
+    torch.save({**gan, "opt_d": other.state_dict()}, folder / "gan.pt")
+    (folder / "names.txt").write_text("\n".join(NAMES))
+    return folder, model, optimizer
+
+
+GAN = ("--model-key", "gen", "--optimizer-key", "opt_g")
+
+
+@pytest.mark.parametrize(("file", "words"), [("ord.pt", ()), ("gan.pt", GAN)])
+@pytest.mark.parametrize("framework", [("--framework", "torch"), ()])
+def test_printed_lines_give_each_parameter_its_own_moments(
+    run: tuple[Path, torch.nn.Module, torch.optim.Optimizer],
+    file: str,
+    words: tuple[str, ...],
+    framework: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder, model, optimizer = run
+    monkeypatch.chdir(folder)
+    assert main(["resume", file, *words, "--param-names", "names.txt", *framework, "--json"]) == 0
+    scope: dict[str, Any] = {"model": model}
+    exec("\n".join(json.loads(capsys.readouterr().out)["lines"]), scope)
+    for name, param in model.named_parameters():
+        state = scope["optimizer"].state[param]
+        moment = state["m"] if framework else state["exp_avg"]
+        assert torch.equal(moment, optimizer.state[param]["exp_avg"]), name
+
+
+def test_a_checkpoint_of_a_gan_is_loaded_and_attested(
+    run: tuple[Path, torch.nn.Module, torch.optim.Optimizer],
+) -> None:
+    folder, model, optimizer = run
+    ref = CheckpointRef(folder / "gan.pt", model_key="gen", optimizer_key="opt_g", param_names=NAMES)
+    statekit.torch.load_params(ref, model)
+    assert statekit.torch.attest(optimizer, model.named_parameters(), ref).passed
+    told: Any = {"model_key": "gen", "optimizer_key": "opt_g", "param_names": NAMES}
+    assert statekit.torch.attest(
+        optimizer, model.named_parameters(), folder / "gan.pt", accept_damaged=True, **told
+    ).passed
+    with pytest.raises(UsageError, match="did you mean model_key"):
+        statekit.torch.load_params(ref, model, modelkey="gen")  # type: ignore[call-arg]
+
+
+def test_a_hint_goes_to_the_side_it_belongs_to(
+    run: tuple[Path, torch.nn.Module, torch.optim.Optimizer], tmp_path: Path
+) -> None:
+    folder, _, _ = run
+    words = [str(folder / "gan.pt"), *GAN, "--param-names", str(folder / "names.txt")]
+    target = tmp_path / "out.pt"
+    assert (
+        main(["convert", *words[:1], str(target), "--layout", "statekit-torch", *words[1:], "--verify"]) == 0
+    )
+    left = [f"--left-{word[2:]}" if word.startswith("--") else word for word in words[1:]]
+    assert main(["diff", words[0], str(target), *left]) in (0, 1)
+
+
+def test_without_a_verb_the_help_is_shown_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 2
+    shown = capsys.readouterr().err
+    assert "Commands:\n" in shown and "\\n" not in shown
+
+
+def test_an_option_knows_its_words() -> None:
+    assert option("hparams").words({"a": [1, None]}) == ["--hparams", "a=[1, null]"]
+    assert subprocess.run([sys.executable, "-c", "import statekit; statekit.CheckpointRef"], check=True)
