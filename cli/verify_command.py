@@ -128,7 +128,7 @@ def command(
     held against the bound of the arithmetic (docs/bounds.md). Faults that are put into this very state must be seen by
     it. The exit code is 1 if DST is refuted, or less exact than --require.
     """
-    source = ref.path
+    source = None if ref.path is None else ref.place
     if (repeat is None) == (source is None or target is None) or (
         repeat is not None and source is not None and target is None
     ):

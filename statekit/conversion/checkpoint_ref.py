@@ -141,7 +141,7 @@ class CheckpointRef:
         UsageError: `path` is no path, or `schedule` is no call.
     """
 
-    path: Path | None = None
+    path: str | os.PathLike[str] | None = None
     container: str | None = _option(
         "--from", "text", "place", "What the file is, if it can't be told.",
         metavar="CONTAINER", completes="containers",
@@ -284,7 +284,7 @@ class CheckpointRef:
         """
         if self.path is None:
             raise UsageError("A ref without a path names no checkpoint.", place="path")
-        return self.path
+        return Path(self.path)
 
     @property
     def hyperparameters(self) -> Mapping[str, Any]:
