@@ -210,9 +210,9 @@ def test_a_checkpoint_of_a_gan_is_loaded_and_attested(
     ref = CheckpointRef(folder / "gan.pt", model_key="gen", optimizer_key="opt_g", param_names=NAMES)
     statekit.torch.load_params(ref, model)
     assert statekit.torch.attest(optimizer, model.named_parameters(), ref).passed
-    told: Any = {"model_key": "gen", "optimizer_key": "opt_g", "param_names": NAMES}
+    words: Any = {"model_key": "gen", "optimizer_key": "opt_g", "param_names": NAMES}
     assert statekit.torch.attest(
-        optimizer, model.named_parameters(), folder / "gan.pt", accept_damaged=True, **told
+        optimizer, model.named_parameters(), folder / "gan.pt", accept_damaged=True, **words
     ).passed
     with pytest.raises(UsageError, match="did you mean model_key"):
         statekit.torch.load_params(ref, model, modelkey="gen")  # type: ignore[call-arg]
