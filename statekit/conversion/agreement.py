@@ -21,8 +21,8 @@ from statekit.files.source import listing
 from statekit.state.run import run_of
 from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import TrainState
-from statekit.tensors.tensor import Stored
-from statekit.tensors.tree import Path, at
+from statekit.tensors.tensor import Stored, Tensor
+from statekit.tensors.tree import Path, at, walk
 
 NAMES = {
     "hf-trainer": r"checkpoint-(\d+)",
@@ -168,7 +168,12 @@ def _of_counts(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
         expected += first if type(first) is int else 0
         if updates != expected and not (may_skip and updates < expected):
             yield f"{record.place} says step {expected}, the optimizer has done {updates} updates: {_why()}"
-    elif name is not None and abs(updates - name.step) > 1 and not may_skip:  # or called by the one before
+    elif (
+        name is not None
+        and abs(updates - name.step) > 1
+        and not may_skip
+        and name.step not in _skipping(state)
+    ):  # or called by the one before
         yield f"{name.place} says step {name.step}, the optimizer has done {updates} updates: {_why('the name')}"
     if checkpoint.container in _SEVERAL_FILES:
         steps = {updates, updates * _processes(checkpoint), *([record.step] if record and may_skip else [])}
@@ -180,6 +185,17 @@ def _of_counts(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
     if checkpoint.container in _BY_RANK and state.counts.behind:
         counts = sorted({updates, *state.counts.behind.values()})
         yield f"parameters have done {', '.join(map(str, counts))} updates: {_why()}"
+
+
+def _skipping(state: TrainState) -> Iterator[int]:
+    """Yields the counts of wrappers that leave updates out, and count these too.
+
+    Source: AI-Hypercomputer/maxtext optimizers.py, `skip_step_on_spikes`.
+    """
+    leaves = {path: leaf for path, leaf in walk(dict(state.extra)) if isinstance(leaf, Tensor)}
+    for path, leaf in leaves.items():
+        if path[-1] == "count" and (*path[:-1], "is_skipped") in leaves and leaf.shape == ():
+            yield int(leaf.read())
 
 
 def _named(checkpoint: Checkpoint) -> Said | None:

@@ -217,6 +217,14 @@ class HoldsSeveral(Protocol):
 
 
 @runtime_checkable
+class NamesLosses(Protocol):
+    """A layout whose files may hold what no other system goes on with."""
+
+    def losses(self, checkpoint: Checkpoint) -> Iterator[Finding]:
+        """Yields what a run loses that leaves the layout's system; reads scalars only."""
+
+
+@runtime_checkable
 class ReadsOthers(Protocol):
     """A layout in whose form other systems write too, by rules of their own."""
 

@@ -28,6 +28,7 @@ from statekit.conversion.contracts import (
     KeepsMasters,
     Layout,
     LikeModel,
+    NamesLosses,
     Paced,
 )
 from statekit.conversion.open_state import OpenState, open_beside, open_params, open_state
@@ -48,7 +49,7 @@ from statekit.errors import (
     UsageError,
     some,
 )
-from statekit.files.checkpoint import PRETRAINED, Checkpoint
+from statekit.files.checkpoint import PRETRAINED, Checkpoint, Finding
 from statekit.files.integrity import files_of, proven
 from statekit.files.stage import TargetKind
 from statekit.maps.links import StateMap, carried_through
@@ -274,6 +275,7 @@ def prepare(request: Request) -> Plan:
             opened.state.counts.updates,
             facts_of(carried, makers),
         )
+        plan = replace(plan, findings=(*plan.findings, *_losses(opened, state, card)))
         plan.check()
         plan = _with_next_update(plan)
         files = {name: fact for one in (opened, *beside) for name, fact in _facts_of(one.checkpoint).items()}
@@ -286,6 +288,13 @@ def prepare(request: Request) -> Plan:
     )
     finalize(plan, _close, id(plan))
     return plan
+
+
+def _losses(opened: OpenState, state: TrainState, card: LayoutCard) -> Iterator[Finding]:
+    """Yields what the run loses that leaves its own system."""
+    layout, own = registry.layout(opened.layout), registry.layout_card(opened.layout)
+    if isinstance(layout, NamesLosses) and not is_carried(state, opened.layout, card, own):
+        yield from layout.losses(opened.checkpoint)
 
 
 def _layout_for(

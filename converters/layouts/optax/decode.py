@@ -161,14 +161,18 @@ def opened(checkpoint: Checkpoint, kinds: Collection[str], faults: Faults) -> Op
         UsageError: The user named a key at which there are none.
     """
     left_out = bool(checkpoint.meta.get(EMPTY_LEFT_OUT))
-    if checkpoint.meta.get(SEQUENCES_AS_MAPS):
-        checkpoint = replace(checkpoint, tree=with_sequences(checkpoint.tree))
+    checkpoint = replace(checkpoint, tree=tree_of(checkpoint))
     keys = (checkpoint.meta.get(MODEL_KEY), checkpoint.meta.get(OPTIMIZER_KEY))
     network = find_network(checkpoint.tree, links(checkpoint.tree), kinds, *keys, checkpoint.path)
     where, all_links = network.where, network.links
     params = dict(_params(checkpoint.tree, where, faults))
     counting = tuple(link for link in all_links if link.kind == "schedule")
     return Opened(checkpoint, all_links, where, params, left_out, counting, network.assumed)
+
+
+def tree_of(checkpoint: Checkpoint) -> Tree:
+    """Returns a checkpoint's tree with its chains as sequences."""
+    return with_sequences(checkpoint.tree) if checkpoint.meta.get(SEQUENCES_AS_MAPS) else checkpoint.tree
 
 
 def _params(tree: Tree, where: Path, faults: Faults) -> Iterator[tuple[str, Tensor]]:
@@ -256,7 +260,7 @@ _KNOWN = {"adam": "AdamW or its like", "adafactor": "Adafactor", "ema": "momentu
 
 def described(checkpoint: Checkpoint) -> Contents | None:
     """Returns what a checkpoint holds in which an optimizer without a schema has a part; None if none has."""
-    tree = with_sequences(checkpoint.tree) if checkpoint.meta.get(SEQUENCES_AS_MAPS) else checkpoint.tree
+    tree = tree_of(checkpoint)
     unknown = strangers(tree)
     known = [link for link in links(tree) if link.kind in SLOT_TREES]
     key = checkpoint.meta.get(MODEL_KEY)

@@ -31,11 +31,13 @@ from statekit.converters.layouts.optax.decode import (
     rules_of,
     slots_of,
     stated,
+    tree_of,
     updates_of,
 )
 from statekit.converters.layouts.optax.encode import encoded, slot_names
 from statekit.converters.layouts.optax.factoring import Factoring, factoring, rule_of
 from statekit.converters.layouts.optax.inferred_hyperparameters import VARIANT, canonical, inferred
+from statekit.converters.layouts.optax.kinds import ACCUMULATES, FINITE, SPIKES
 from statekit.converters.layouts.optax.lines import optax_lines
 from statekit.converters.layouts.optax.links import CORE_LINKS, Link, links
 from statekit.converters.layouts.optax.places import has_network
@@ -45,9 +47,9 @@ from statekit.converters.layouts.optax.recognition import (
     recognised_all,
     stored_scale,
 )
-from statekit.converters.layouts.optax.surroundings import CoreLink, core_link
+from statekit.converters.layouts.optax.surroundings import CoreLink, core_link, wrapped
 from statekit.errors import Faults, NoSchemaError, StateError, some
-from statekit.files.checkpoint import Checkpoint
+from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.lines.printing import SavedRun, State
 from statekit.state.evidence import OPTIMIZER, Fact, beyond, fits_several, taken_for
 from statekit.state.schema import OptimizerSchema, load_schema
@@ -138,6 +140,13 @@ class Optax:
             {**extra, **buffers},
             tuple(notes),
         )
+
+    def losses(self, checkpoint: Checkpoint) -> Iterator[Finding]:
+        """Yields what wrappers of Optax do that no other system goes on with."""
+        tree = tree_of(checkpoint)
+        core_links = [link for link in links(tree) if link.kind in CORE_LINKS]
+        for wrapper, path, state in wrapped(tree, core_links):
+            yield from _lost(wrapper.name, "/".join(map(str, path)), state)
 
     def encode(self, state: TrainState) -> Encoded:
         """Returns Optax' tree: in the form the state was read in, else as Optax' own functions make it.
@@ -258,6 +267,22 @@ def _without_schema(tree: Opened, slots: Sequence[Slots]) -> Iterator[tuple[str,
     """Yields the parts of the run whose optimizer has no schema, and where they lie."""
     for part in foreign(tree, slots):
         yield f"has the state of {part.name}, for {some(list(part.slots))}", part.place
+
+
+def _lost(wrapper: str, place: str, state: Mapping[str, Tensor]) -> Iterator[Finding]:
+    """Yields what a wrapper's state says that the run loses without it."""
+    if wrapper == ACCUMULATES:
+        waiting = int(state["mini_step"].read())
+        lost = (
+            f"lost here: {waiting} gradients of k" if waiting else "the run sums up k gradients for an update"
+        )
+        yield Finding(f"{lost} (k isn't in the file); set gradient accumulation yourself", place)
+    elif wrapper == FINITE and int(state["notfinite_count"].read()):
+        count = int(state["notfinite_count"].read())
+        said = f"the last {count} updates weren't finite and were left out (apply_if_finite)"
+        yield Finding(f"{said}; how many it leaves out before it lets one through isn't in the file", place)
+    elif wrapper == SPIKES:
+        yield Finding(f"{SPIKES} left updates out that spiked: the target looks for no spikes", place)
 
 
 def _is_begun(tree: Opened) -> bool:

@@ -235,6 +235,16 @@ _SCHEDULES = "hyperparams_states"
 _INNER_FIELDS = {"inner_state", "inner_opt_state", "base_optimizer_state", "fast_state"}
 
 
+def wrapped(tree: Tree, core_links: Sequence[Link]) -> Iterator[tuple[Wrapper, Path, Mapping[str, Any]]]:
+    """Yields what core links lie in, each once: what it is, where it is, and its fields."""
+    places = {link.path[:depth] for link in core_links for depth in range(len(link.path))}
+    for path in sorted(places, key=len):
+        node = under(tree, path)
+        wrapper = WRAPPERS.get(frozenset(map(str, node))) if isinstance(node, Mapping) else None
+        if wrapper is not None:
+            yield wrapper, path, node
+
+
 def _neighbours(node: Tree, path: Path, cores: Sequence[Path]) -> Iterator[Neighbour]:
     """Yields the links in one place of a chain, which may be a chain itself; none of another optimizer's."""
     if any(core[: len(path)] == path for core in cores):
