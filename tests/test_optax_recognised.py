@@ -400,3 +400,32 @@ def test_a_look_alike_is_asked_for_across_frameworks_and_carried_otherwise(tmp_p
     convert(plan(tmp_path / "neutral", tmp_path / "back", to="orbax"))
     with open_state(tmp_path / "run") as before, open_state(tmp_path / "back") as after:
         assert before.tensors.keys() == after.tensors.keys() and "radam" in fitting(after.state)
+
+
+def test_what_wrappers_of_optax_do_is_a_finding_of_a_conversion_that_leaves_optax(tmp_path: Path) -> None:
+    """MultiSteps in mid-accumulation, apply_if_finite's counter, and MaxText's skip_step_on_spikes, which counts more."""
+    import jax.numpy as jnp
+    import optax
+    import orbax.checkpoint as ocp
+
+    adamw = optax.adamw(RATE)
+    params, inner = run_of(adamw)
+    skipped: Any = optax.apply_if_finite(adamw, 5).init(params)
+    skipped = skipped._replace(inner_state=inner, notfinite_count=jnp.asarray(3, jnp.int32))
+    spikes = {"inner_state": inner, "losses": jnp.ones(8), "grad_norms": jnp.ones(8)}
+    spikes |= {"count": jnp.asarray(DONE + 2, jnp.int32), "is_skipped": jnp.asarray(False)}
+    waiting = run_of(optax.MultiSteps(adamw, 2))[1]
+    cases = {
+        "lost here: 1 gradients of k": waiting,
+        "the last 3 updates weren't": skipped,
+        "no spikes": spikes,
+    }
+    for sentence, state in cases.items():
+        run = tmp_path / sentence[:8] / str(DONE + 2)
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(run / "default", {"params": params, "opt_state": state})
+        found = [finding.what for finding in plan(run, tmp_path / "run.pt").findings]
+        assert any(sentence in what for what in found)
+        assert not any(sentence in one.what for one in plan(run, tmp_path / "kept", to="statekit").findings)
+        if state is spikes:
+            assert not any("another step" in what for what in found)

@@ -168,12 +168,7 @@ def _of_counts(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
         expected += first if type(first) is int else 0
         if updates != expected and not (may_skip and updates < expected):
             yield f"{record.place} says step {expected}, the optimizer has done {updates} updates: {_why()}"
-    elif (
-        name is not None
-        and abs(updates - name.step) > 1
-        and not may_skip
-        and name.step not in _skipping(state)
-    ):  # or called by the one before
+    elif name is not None and not may_skip and _is_of_another_step(name.step, state):
         yield f"{name.place} says step {name.step}, the optimizer has done {updates} updates: {_why('the name')}"
     if checkpoint.container in _SEVERAL_FILES:
         steps = {updates, updates * _processes(checkpoint), *([record.step] if record and may_skip else [])}
@@ -185,6 +180,11 @@ def _of_counts(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
     if checkpoint.container in _BY_RANK and state.counts.behind:
         counts = sorted({updates, *state.counts.behind.values()})
         yield f"parameters have done {', '.join(map(str, counts))} updates: {_why()}"
+
+
+def _is_of_another_step(step: int, state: TrainState) -> bool:
+    """Tells whether a name is of another step than a state: a program may call it by the one before."""
+    return abs(state.counts.updates - step) > 1 and step not in _skipping(state)
 
 
 def _skipping(state: TrainState) -> Iterator[int]:
