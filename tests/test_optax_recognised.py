@@ -403,7 +403,7 @@ def test_a_look_alike_is_asked_for_across_frameworks_and_carried_otherwise(tmp_p
 
 
 def test_what_wrappers_of_optax_do_is_a_finding_of_a_conversion_that_leaves_optax(tmp_path: Path) -> None:
-    """MultiSteps in mid-accumulation, apply_if_finite's counter, and MaxText's skip_step_on_spikes, which counts more."""
+    """MultiSteps in mid-accumulation, apply_if_finite's counter, MaxText's skip_step_on_spikes, which counts more."""
     import jax.numpy as jnp
     import optax
     import orbax.checkpoint as ocp

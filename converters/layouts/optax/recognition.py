@@ -135,7 +135,7 @@ def recognised_all(
     """
     named = {alias.variant: name for name, alias in ALIASES.items() if alias.variant is not None}
     asked = asked or next((named[variant] for variant in variants.values() if variant in named), None)
-    fitting = [asked in _fitting(core)[0] for core in cores]
+    fitting = [asked in (*names, ALIASES[names[0]].schema) for names, _ in map(_fitting, cores)]
     return [
         recognised(core, asked if fits or not any(fitting) else None)
         for core, fits in zip(cores, fitting, strict=True)
@@ -154,6 +154,8 @@ def recognised(core: CoreLink, asked: str | None) -> Recognised:
     """
     fitting, because = _fitting(core)
     taken = _taken(core, fitting)
+    if len(fitting) == 1 and asked == ALIASES[fitting[0]].schema:
+        asked = fitting[0]
     if asked is not None and asked not in fitting:
         raise UsageError(
             "The optimizer can't be that.",
