@@ -35,6 +35,7 @@ KINDS = {
     "lamb": ("lamb", "optax"),
     "adafactor": ("adafactor", "optax"),
     "scale_by_factored_rms": ("adafactor", "optax"),
+    "scale_by_adam": ("adamw", "optax"),
 }
 MASKS = {"ndim > 1": lambda shape: len(shape) > 1}
 """Which parameters are decayed, by the words for it."""
@@ -51,6 +52,10 @@ LINKS = (
     "clip", "clip_by_global_norm", "scale_by_factored_rms", "clip_by_block_rms", "scale_by_param_block_rms", "scale",
 )  # fmt: skip
 """Links of a chain that are read; `scale` has the learning rate, which is recorded of every update."""
+BEHIND = ("add_decayed_weights", "scale_by_learning_rate")
+"""Links of a chain around scale_by_adam or scale_by_factored_rms: the decay, and the rate with its sign."""
+_SAID_APART = ("learning_rate", "exclude_from_weight_decay", "clipvalue", "global_norm_clip_threshold")
+"""Hyperparameters that a recording says elsewhere than among its arguments."""
 READ_HERE = (*LINKS, GRADIENTS_PER_UPDATE, "static_args", "mask", "weight_decay_mask", "epsilon")
 """Arguments that go into a group under other names; `static_args` says which ones inject_hyperparams leaves alone."""
 WORDS = ("optax", "chain", "MultiSteps", "inject_hyperparams", "in", "flax", "TrainState")
@@ -70,10 +75,11 @@ class Optax:
         schema, variant = kind(meta, KINDS)
         said = str(meta["optimizer"])
         _require_known_links(said)
-        arguments = _arguments(meta["hyperparameters"])
+        links = _links(said)
+        arguments = _arguments(meta["hyperparameters"], links, meta["learning_rate"])
         group = {
-            **_usual(schema, UNSAID[schema]),
-            **{name: value for name, value in arguments.items() if name not in READ_HERE},
+            **_usual(schema, _defaults(schema, arguments)),
+            **{name: value for name, value in arguments.items() if name not in (*READ_HERE, *links)},
             "exclude_from_weight_decay": _excluded(
                 meta, arguments.get("mask", arguments.get("weight_decay_mask"))
             ),
@@ -132,7 +138,7 @@ class Optax:
 
 def _require_known_links(optimizer: str) -> None:
     """Raises UnknownRuleError if an optimizer's name has a link, or something else, that isn't known."""
-    known = {*WORDS, *KINDS, *LINKS}
+    known = {*WORDS, *KINDS, *LINKS, *_links(optimizer)}
     words = re.findall(r"[A-Za-z_]\w*", optimizer)
     Faults([("isn't known", word) for word in words if word not in known]).check(
         UnknownRuleError,
@@ -195,10 +201,37 @@ def _name(keys: Keys, params: Mapping[str, Tensor]) -> str:
     return f"global/{'.'.join(keys)}"
 
 
-def _arguments(hyperparameters: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns hyperparameters under the names of adafactor(), if a chain of its links is described."""
+def _links(optimizer: str) -> list[str]:
+    """Returns the links around the core of a chain, in their order; none of an optimizer that has all in itself."""
+    words = re.findall(r"[A-Za-z_]\w*", optimizer)
+    cores = [word for word in words if word in ("scale_by_adam", "scale_by_factored_rms")]
+    return [word for word in words if word in (*cores, *BEHIND)] if cores else []
+
+
+def _arguments(
+    hyperparameters: Mapping[str, Any], links: Sequence[str], rates: Sequence[float]
+) -> Mapping[str, Any]:
+    """Returns hyperparameters under the names of adamw() or adafactor(), if a chain of its links is described.
+
+    Args:
+        hyperparameters: Those of the recording, by link.
+        links: The links around the core, in the chain's order.
+        rates: The learning rate of each update.
+
+    Raises:
+        UnknownRuleError: The links stand in another order than one that a step follows.
+        NotFoundError: A link has an argument that no step has.
+    """
+    decay = _decay(hyperparameters, links)
+    if "scale_by_adam" in hyperparameters:
+        return {**hyperparameters, **hyperparameters["scale_by_adam"], "weight_decay": decay}
     if "scale_by_factored_rms" not in hyperparameters:
         return hyperparameters
+    if decay and len({*rates}) > 1:
+        raise UnknownRuleError(
+            "A chain multiplies its weight decay with a rate that changes, which no step of Optax' Adafactor does.",
+            expected="one learning rate for all updates",
+        )
     floor = hyperparameters.get("scale_by_param_block_rms")
     usual = _usual("adafactor", ["epsilon2"])["epsilon2"]
     if floor not in (None, usual):
@@ -209,10 +242,38 @@ def _arguments(hyperparameters: Mapping[str, Any]) -> Mapping[str, Any]:
         **_usual("adafactor", ELSEWHERE),
         **hyperparameters,
         **hyperparameters["scale_by_factored_rms"],
+        **({"weight_decay_rate": decay * rates[0]} if decay else {}),
         "eps": hyperparameters["scale_by_factored_rms"]["epsilon"],
         "clipping_threshold": hyperparameters.get("clip_by_block_rms"),
         "multiply_by_parameter_scale": floor is not None,
     }
+
+
+def _decay(hyperparameters: Mapping[str, Any], links: Sequence[str]) -> float:
+    """Returns what a chain's link adds of the weights, before the rate multiplies it.
+
+    Raises:
+        UnknownRuleError: The link stands elsewhere.
+    """
+    decay = hyperparameters.get(BEHIND[0])
+    value = decay.get("weight_decay", 0.0) if isinstance(decay, Mapping) else decay or 0.0
+    if value and (len(links) != 1 + len(BEHIND) or tuple(links[1:]) != BEHIND):
+        raise UnknownRuleError(
+            "A recording's chain adds decayed weights where no step follows.",
+            expected=f"the core, then {', then '.join(BEHIND)}",
+            found=", ".join(links),
+        )
+    return float(value)
+
+
+def _defaults(schema: str, arguments: Mapping[str, Any]) -> list[str]:
+    """Returns the hyperparameters that a constructor was not told, and that are Optax' defaults."""
+    known = load_schema(schema)
+    names = {
+        name: {name, known.hyperparameters[name].get("native", {}).get("optax", {}).get("name", name)}
+        for name in (*known.variant("optax")["defaults"], *UNSAID[schema])
+    }
+    return [name for name, both in names.items() if name not in _SAID_APART and both.isdisjoint(arguments)]
 
 
 def _usual(schema: str, names: Iterable[str]) -> dict[str, Any]:
