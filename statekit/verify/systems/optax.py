@@ -202,10 +202,10 @@ def _name(keys: Keys, params: Mapping[str, Tensor]) -> str:
 
 
 def _links(optimizer: str) -> list[str]:
-    """Returns the links around the core of a chain, in their order; none of an optimizer that has all in itself."""
+    """Returns the links of a chain around a core, in their order; none of an optimizer that has all in itself."""
     words = re.findall(r"[A-Za-z_]\w*", optimizer)
     cores = [word for word in words if word in ("scale_by_adam", "scale_by_factored_rms")]
-    return [word for word in words if word in (*cores, *BEHIND)] if cores else []
+    return [word for word in words if word in (*cores, *LINKS, *BEHIND)] if cores else []
 
 
 def _arguments(
@@ -257,10 +257,10 @@ def _decay(hyperparameters: Mapping[str, Any], links: Sequence[str]) -> float:
     """
     decay = hyperparameters.get(BEHIND[0])
     value = decay.get("weight_decay", 0.0) if isinstance(decay, Mapping) else decay or 0.0
-    if value and (len(links) != 1 + len(BEHIND) or tuple(links[1:]) != BEHIND):
+    if value and tuple(links[-len(BEHIND) :]) != BEHIND:
         raise UnknownRuleError(
             "A recording's chain adds decayed weights where no step follows.",
-            expected=f"the core, then {', then '.join(BEHIND)}",
+            expected=f"at its end, {' and '.join(BEHIND)}",
             found=", ".join(links),
         )
     return float(value)
