@@ -6,10 +6,13 @@ recordings; statekit's are written when they are asked for.
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import numpy as np
 
 from goldens import GOLDEN
 from statekit.conversion import registry
@@ -154,6 +157,37 @@ def alone(
     )
 
 
+def streamed() -> Row:
+    """Makes a row of EasyLM's stream: Adam with a rate that counts, in a chain of three."""
+
+    def leaf(array: Any) -> bytes:
+        if array.ndim == 0:
+            return bytes([int(array)])  # flax.serialization.to_bytes of a number
+        shape, dtype = bytes([0x90 + array.ndim, *array.shape]), str(array.dtype).encode()
+        values: bytes = array.tobytes()
+        whole = b"\x93" + shape + bytes([0xA0 + len(dtype)]) + dtype + _sized(0xC5, values)
+        return b"\xc8" + struct.pack(">H", len(whole)) + b"\x01" + whole
+
+    def write(folder: Path) -> Path:
+        random = np.random.default_rng(0)
+        names = ("params/params/w", "opt_state/0/mu/params/w", "opt_state/0/nu/params/w")
+        tree: dict[str, Any] = {name: random.random((4, 3)).astype(np.float32) for name in names}
+        tree |= {f"{name}/count": np.asarray(5, np.int32) for name in ("opt_state/0", "opt_state/2")}
+        target = folder / "streaming_train_state"
+        with target.open("wb") as stream:
+            for name, array in tree.items():
+                keys = [bytes([0xA0 + len(key)]) + key.encode() for key in name.split("/")]
+                stream.write(bytes([0x92, 0x90 + len(keys)]) + b"".join(keys) + _sized(0xC5, leaf(array)))
+        return target
+
+    sample = Sample("easylm", Path(), None, ANYWHERE, (), True, "nothing")
+    return Row("stream", sample, "optax", NO_HINTS, write)
+
+
+def _sized(head: int, data: bytes) -> bytes:
+    return bytes([head]) + struct.pack(">H", len(data)) + data
+
+
 ANYWHERE = ("*",)
 """For formats without a checksum."""
 T5X = ("checkpoint", "*/.zarray")
@@ -204,6 +238,7 @@ ALL = (
     written("mxnet", "mxnet-lamb", "lamb", "mxnet_fused", unchecked=ANYWHERE, optional=MXNET),
     written("orbax", "statekit-jax", "adafactor", "t5x", writes="anew"),
     recorded("flax", "optax", "optax_adafactor/adamw_flax_msgpack/checkpoint", unchecked=ANYWHERE),
+    streamed(),
     recorded("torch", "torch-optim", "torch_adafactor/adafactor_bf16/checkpoint", "checkpoint.pt"),
     recorded(
         "torch", "torch-optim", "torch_formats/adamw_legacy/checkpoint", "checkpoint.pt", unchecked=ANYWHERE

@@ -65,6 +65,8 @@ class EasyLM:
             tree: dict[Any, Tree] = {}
             for keys, leaf in parse_stream(source):
                 _put(tree, keys, with_tensors(leaf, keys, source.place), source.place)
+            if not tree:
+                raise FormatError("A stream has no records.", place=path, expected="a record for each leaf")
             meta = {"generation": "msgpack stream", SEQUENCES_AS_MAPS: True, EMPTY_LEFT_OUT: True}
             return Checkpoint(self.name, path, tree, meta, number, on_close=files.close)
 
