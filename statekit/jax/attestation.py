@@ -12,8 +12,8 @@ from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.dropin.loading import AttestOptions, Call
 from statekit.jax.from_checkpoint import maps_to
 from statekit.jax.generators import compare_generators
-from statekit.jax.leaves import leaves_of
-from statekit.jax.live import live_checkpoint, live_state
+from statekit.jax.leaves import floating_leaves
+from statekit.jax.live import live_checkpoint, live_state, variables_of
 
 
 def attest(
@@ -88,7 +88,7 @@ def live_run(
         "live": lambda opened: live_state(live.params, live.opt_state),
         "generators": compare_generators(generators),
         "names": call.names,
-        "maps": maps_to(call, leaves_of(live.params)),
+        "maps": maps_to(call, floating_leaves(variables_of(live.params))),
         "require": call.require,
         "hints": call.ref,
     }

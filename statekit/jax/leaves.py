@@ -74,6 +74,13 @@ def leaves_of(params: Any) -> Leaves:
     return Leaves(names, tuple(leaf for _, leaf in pairs), treedef)
 
 
+def floating_leaves(params: Any) -> Leaves:
+    """Returns the leaves of a tree that an optimizer may move: not the counts and keys of random streams."""
+    pairs, treedef = jax.tree_util.tree_flatten_with_path(params)
+    moved = [(path, leaf) for path, leaf in pairs if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return Leaves(tuple(_name(path) for path, _ in moved), tuple(leaf for _, leaf in moved), treedef)
+
+
 def key_names(path: Sequence[Any]) -> list[str]:
     """Returns the keys of a leaf's path in a tree of JAX."""
     return [_key(key) for key in path]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -104,6 +105,12 @@ class LiveArray:
         return {"op": "live", "name": self.name, "shape": list(self.shape), "dtype": self.dtype.name}
 
 
+def variables_of(node: Any) -> Any:
+    """Returns the variables of a module or an optimizer of Flax' nnx; anything else as it is."""
+    nnx = sys.modules.get("flax.nnx")
+    return nnx.state(node) if nnx is not None and isinstance(node, (nnx.Module, nnx.Optimizer)) else node
+
+
 def live_tree(node: Any, name: str = "") -> Tree:
     """Returns a tree of JAX as Orbax writes it: named tuples as maps of their fields, other sequences as lists."""
     if node is None or isinstance(node, (bool, int, float, str)):
@@ -115,7 +122,8 @@ def live_tree(node: Any, name: str = "") -> Tree:
     if isinstance(node, (list, tuple)):
         return [live_tree(one, f"{name}/{i}") for i, one in enumerate(node)]
     if hasattr(node, "shape") and hasattr(node, "dtype"):
-        return LiveArray(node, name)
+        is_key = jax.numpy.issubdtype(node.dtype, jax.dtypes.prng_key)
+        return LiveArray(jax.random.key_data(node[...]) if is_key else node, name)
     fields = {
         str(getattr(key, "name", getattr(key, "key", key))): one
         for (key, *_), one in jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
@@ -125,7 +133,8 @@ def live_tree(node: Any, name: str = "") -> Tree:
 
 def live_checkpoint(params: Any, opt_state: Any) -> Checkpoint:
     """Returns what is live in the form in which a checkpoint of Orbax is read."""
-    return Checkpoint("orbax", LIVE, live_tree({"params": params, "opt_state": opt_state}))
+    tree = {"params": variables_of(params), "opt_state": variables_of(opt_state)}
+    return Checkpoint("orbax", LIVE, live_tree(tree))
 
 
 def live_state(params: Any, opt_state: Any) -> TrainState:
