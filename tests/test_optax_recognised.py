@@ -429,3 +429,45 @@ def test_what_wrappers_of_optax_do_is_a_finding_of_a_conversion_that_leaves_opta
         assert not any(sentence in one.what for one in plan(run, tmp_path / "kept", to="statekit").findings)
         if state is spikes:
             assert not any("another step" in what for what in found)
+
+
+def test_a_module_and_an_optimizer_of_nnx_are_read_attested_and_written_again(tmp_path: Path) -> None:
+    """nnx leaves empty states out: a gap in a chain's indices is a link whose settings nobody knows."""
+    import jax
+    import optax
+    import orbax.checkpoint as ocp
+    from flax import nnx
+
+    import statekit.jax
+
+    class Net(nnx.Module):  # type: ignore[misc]
+        def __init__(self, rngs: Any) -> None:
+            self.dense, self.norm = nnx.Linear(4, 3, rngs=rngs), nnx.BatchNorm(3, rngs=rngs)
+            self.drop = nnx.Dropout(0.1, rngs=rngs)
+
+    def built() -> tuple[Any, Any]:
+        rate = optax.linear_schedule(RATE, 0.0, 20)
+        net = Net(nnx.Rngs(0))
+        return net, nnx.Optimizer(net, optax.chain(optax.clip(1.0), optax.adamw(rate)), wrt=nnx.Param)
+
+    net, optimizer = built()
+    for _ in range(DONE):
+        optimizer.update(net, jax.tree.map(lambda leaf: 0.1 + 0 * leaf, nnx.state(net, nnx.Param)))
+    whole = {"model": nnx.state(net), "optimizer": nnx.state(optimizer)}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "run", whole)
+    with open_state(tmp_path / "run") as opened:
+        assert opened.params.keys() == {"dense/kernel", "dense/bias", "norm/scale", "norm/bias"}
+        assert opened.state.extra["buffers"].keys() >= {"norm.mean", "norm.var", "drop.rngs.key"}
+        assert "adamw" in fitting(opened.state) and opened.counts.says_schedule
+        unknown = {"weight_decay_rate", "clipvalue", "global_norm_clip_threshold"}
+        assert not unknown & opened.groups[0].hyperparameters.keys()
+    assert statekit.jax.attest(net, optimizer, tmp_path / "run").findings == ()
+    fresh = statekit.jax.attest(net, built()[1], tmp_path / "run")
+    assert [finding.name for finding in fresh.findings] == ["optimizer-empty"]
+    convert(plan(tmp_path / "run", tmp_path / "again", to="orbax", layout="optax"))
+    with ocp.StandardCheckpointer() as checkpointer:
+        again = checkpointer.restore(tmp_path / "again" / str(DONE) / "default", whole)
+    for ours, theirs in zip(jax.tree.leaves(again), jax.tree.leaves(whole), strict=True):
+        is_key = jax.numpy.issubdtype(theirs.dtype, jax.dtypes.prng_key)
+        assert np.array_equal(ours, jax.random.key_data(theirs) if is_key else theirs)
