@@ -275,9 +275,8 @@ def prepare(request: Request) -> Plan:
             opened.state.counts.updates,
             facts_of(carried, makers),
         )
-        plan = replace(plan, findings=(*plan.findings, *_losses(opened, state, card)))
         plan.check()
-        plan = _with_next_update(plan)
+        plan = _with_next_update(replace(plan, findings=(*plan.findings, *_losses(opened, state, card))))
         files = {name: fact for one in (opened, *beside) for name, fact in _facts_of(one.checkpoint).items()}
     except BaseException:
         for one in (opened, *beside):
