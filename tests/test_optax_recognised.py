@@ -424,11 +424,11 @@ def test_what_wrappers_of_optax_do_is_a_finding_of_a_conversion_that_leaves_opta
         run = tmp_path / sentence[:8] / str(DONE + 2)
         with ocp.StandardCheckpointer() as checkpointer:
             checkpointer.save(run / "default", {"params": params, "opt_state": state})
-        found = [finding.what for finding in plan(run, tmp_path / "run.pt").findings]
-        assert any(sentence in what for what in found)
+        sentences = [finding.what for finding in plan(run, tmp_path / "run.pt").findings]
+        assert any(sentence in what for what in sentences)
         assert not any(sentence in one.what for one in plan(run, tmp_path / "kept", to="statekit").findings)
         if state is spikes:
-            assert not any("another step" in what for what in found)
+            assert not any("another step" in what for what in sentences)
 
 
 def test_a_module_and_an_optimizer_of_nnx_are_read_attested_and_written_again(tmp_path: Path) -> None:

@@ -291,8 +291,8 @@ def prepare(request: Request) -> Plan:
 
 def _losses(opened: OpenState, state: TrainState, card: LayoutCard) -> Iterator[Finding]:
     """Yields what the run loses that leaves its own system."""
-    layout, own = registry.layout(opened.layout), registry.layout_card(opened.layout)
-    if isinstance(layout, NamesLosses) and not is_carried(state, opened.layout, card, own):
+    layout, source = registry.layout(opened.layout), registry.layout_card(opened.layout)
+    if isinstance(layout, NamesLosses) and not is_carried(state, opened.layout, card, source):
         yield from layout.losses(opened.checkpoint)
 
 
