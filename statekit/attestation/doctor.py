@@ -109,7 +109,7 @@ def doctor(
     is_step_asked = any(ref.step is not None for ref in refs)
     each = list[Examination]()
     with ExitStack() as stack:
-        before: tuple[Step, ExitStack] | None = None
+        before: tuple[Step, ExitStack, int | None] | None = None
         for place in _by_updates(places):
             inner = stack.enter_context(ExitStack())
             try:
@@ -128,14 +128,15 @@ def doctor(
             now = Step(opened.state, readings(opened.state, on_tensor))
             findings = list(of_one_step(opened, now.read))
             if before is not None:
-                earlier, files = before
-                if are_of_one_run(earlier.state, now.state) and _follows(earlier, now, place):
+                earlier, files, number = before
+                is_later = place.step is not None or _follows(earlier, now, number, _number(opened))
+                if is_later and are_of_one_run(earlier.state, now.state):
                     before_names = {finding.name for finding in findings}
                     findings += (
                         step for step in between_steps(earlier, now) if step.name not in before_names & _ONCE
                     )
                 files.close()
-            before = now, inner
+            before = now, inner, _number(opened)
             each.append(_examined(opened, findings, now, ignore))
     return tuple(each)
 
@@ -157,19 +158,26 @@ def _by_updates(places: Sequence[CheckpointAt]) -> Iterator[CheckpointAt]:
     if len(places) < 2 or all(place.step is not None for place in places):
         yield from places
         return
-    counted: list[tuple[int, CheckpointAt]] = []
+    counted: list[tuple[tuple[int, int], CheckpointAt]] = []
     for place in places:
         try:
             with open_state(place.ref) as opened:
-                counted.append((opened.state.counts.updates, place))
+                counted.append(((opened.state.counts.updates, _number(opened) or 0), place))
         except (StateError, FormatError, NotFoundError):  # which is said when its turn comes
-            counted.append((0, place))
+            counted.append(((0, 0), place))
     yield from (place for _, place in sorted(counted, key=lambda pair: pair[0]))
 
 
-def _follows(earlier: Step, now: Step, place: CheckpointAt) -> bool:
-    """Tells whether a checkpoint is a later step: of a run's folder it is, a file if it has done more updates."""
-    return place.step is not None or now.state.counts.updates > earlier.state.counts.updates
+def _number(opened: OpenState) -> int | None:
+    """Returns the step that a checkpoint's own name or files count, which a saver of stale values counts on."""
+    return opened.checkpoint.step if opened.checkpoint.is_numbered else None
+
+
+def _follows(earlier: Step, now: Step, before: int | None, number: int | None) -> bool:
+    """Tells whether a checkpoint is a later step: by its own number, or if it has done more updates."""
+    if before is not None and number is not None and before != number:
+        return number > before
+    return now.state.counts.updates > earlier.state.counts.updates
 
 
 def _of_no_names(place: CheckpointAt, error: NamesError) -> Examination:
