@@ -21,7 +21,7 @@ from statekit.state.schema import WEIGHTS, load_schema
 RATE = "learning_rate"
 UNKNOWN = "..."
 RULES = ("factor_map", "logical_factor_rules")
-_ADAM = ("beta1", "beta2", "epsilon", "weight_decay_rate")
+_ADAM = ("weight_decay_rate",)
 _NEEDED = {
     "adafactor": tuple(entry.name for entry in fields(AdafactorHyperparameters)),
     **dict.fromkeys(("adamw", "lamb"), _ADAM),
