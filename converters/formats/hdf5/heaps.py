@@ -19,10 +19,11 @@ _MANAGED, _HUGE, _TINY = 0, 1, 2
 _HUGE_RECORDS = 1
 _SUMMED_BLOCKS = 0x02
 _SMALL_TINY = 16
+_NOTHING_FREE = 1
 
 
-def local_heap(file: Structure, address: int | None) -> Fields:
-    """Returns the names of a group: each ends with a zero.
+def local_heap(file: Structure, address: int | None) -> tuple[Fields, int]:
+    """Returns the names of a group, of which each ends with a zero, and where the first free block among them is.
 
     Raises:
         CorruptError: The heap is broken.
@@ -32,8 +33,8 @@ def local_heap(file: Structure, address: int | None) -> Fields:
     if head.number(1):
         raise broken(head.place, "a heap of another version")
     head.take(3)
-    size, _ = head.length(), head.length()
-    return file.block(head.address(), size, b"", "A heap")
+    size, free = head.length(), head.length()
+    return file.block(head.address(), size, b"", "A heap"), size if free == _NOTHING_FREE else free
 
 
 def global_heap(file: Structure, address: int) -> dict[int, bytes]:
@@ -54,7 +55,9 @@ def global_heap(file: Structure, address: int) -> dict[int, bytes]:
         number = heap.number(2)
         heap.take(6)
         size = heap.length()
-        if not number:  # what is left is free
+        if not number:  # what is left is free, and its size counts its head
+            if not head <= size <= heap.left + head:
+                raise broken(heap.place, f"{size} free bytes where {heap.left + head} are left")
             break
         file.source.account.hold(size, "A heap", heap.place)
         objects[number] = heap.take(size)

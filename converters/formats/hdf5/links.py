@@ -1,8 +1,8 @@
 """Links of an HDF5 group: its members' names and addresses, in the order in which they were written.
 
 The library lists members by name. Where they are described doesn't tell their order either: a later and smaller member
-takes what a group that grew left free. But names are put into an old group's local heap one behind the other, and new
-groups' links follow each other or are numbered.
+takes what a group that grew left free. But names are put into an old group's local heap one behind the other, as long
+as none lies behind a free block, and new groups' links follow each other or are numbered.
 
 Source: The HDF Group, HDF5 File Format Specification 3.0, III.B "Symbol Table Nodes", IV.A.2.c "The Link Info Message",
 IV.A.2.g "The Link Message", IV.A.2.r "The Symbol Table Message".
@@ -32,12 +32,12 @@ class Link(NamedTuple):
     Attributes:
         name: Its name.
         address: Where it is described.
-        order: Sorts it among its siblings: the place of its name, its number, or its address.
+        order: Sorts it among its siblings: the place of its name, or its number; None where neither tells.
     """
 
     name: str
     address: int
-    order: int
+    order: int | None
 
 
 def links(file: Structure, header: Header, group: str) -> list[Link] | None:
@@ -63,7 +63,7 @@ def links(file: Structure, header: Header, group: str) -> list[Link] | None:
 
 def _old(file: Structure, table: Fields, group: str) -> Iterator[Link]:
     tree, heap = table.address(), table.address()
-    names = local_heap(file, heap)
+    names, free = local_heap(file, heap)
     offset, length = file.widths
     for _, address in old_tree(file, tree, GROUP_NODES, length):
         head = file.peek(address, 8)
@@ -78,7 +78,7 @@ def _old(file: Structure, table: Fields, group: str) -> Iterator[Link]:
             name = names.text()
             if cached == _SOFT_CACHED or member is None:
                 raise _elsewhere(name, group, file)
-            yield Link(_text(name), member, place)
+            yield Link(_text(name), member, place if place < free else None)
 
 
 def _new(file: Structure, header: Header, info: Fields | None, group: str) -> Iterator[Link]:
@@ -106,7 +106,7 @@ def _link(file: Structure, fields: Fields, group: str, number: int | None) -> Li
     address = fields.address() if kind == _HARD else None
     if address is None:
         raise _elsewhere(name, group, file)
-    return Link(_text(name), address, address if order is None else order)
+    return Link(_text(name), address, order)
 
 
 def _text(name: bytes) -> str:
