@@ -32,6 +32,7 @@ from statekit.errors import (
     StateError,
     UnknownFormatError,
 )
+from statekit.files import integrity
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.source import Files, read_small
 from statekit.files.stage import Stage
@@ -83,7 +84,17 @@ def trials_of(row: Row, folder: Path, effort: int) -> Callable[[str], Trial]:
 
 @rows(lambda row: row.sample.container)
 def test_every_container_obeys_the_laws(row: Row, tmp_path: Path) -> None:
-    obey(trials_of(row, tmp_path, SAMPLED), containers.LAWS)
+    obey(trials_of(row, tmp_path, SAMPLED), {**containers.LAWS, **containers.OF_REGISTERED})
+
+
+def test_a_reader_that_passes_over_sealed_files_is_noticed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if a run had always written another step beside them: only the files that a container opens count."""
+    row = next(row for row in ROWS if row.sample.container == "mxnet" and row.sample.root)
+    monkeypatch.setattr(integrity, "_went_on", lambda *_: True)
+    with pytest.raises(AssertionError, match="pass"):
+        containers.every_sealed_file_counts(trials_of(row, tmp_path, 0)("sealed"))
 
 
 @pytest.mark.slow

@@ -414,10 +414,11 @@ LAWS: Mapping[str, Law] = {
         notices_damage,
         stays_inside,
         is_read_in_hugging_faces_cache,
-        every_sealed_file_counts,
         runs_no_code,
     )
 }
+OF_REGISTERED: Mapping[str, Law] = {"every_sealed_file_counts": every_sealed_file_counts}
+"""Laws of containers that are registered: whoever detects what is left of a checkpoint goes by all of them."""
 
 
 def _outcome(
