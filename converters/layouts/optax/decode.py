@@ -20,6 +20,7 @@ from statekit.converters.layouts.optax.links import (
     STRANGER,
     Link,
     children,
+    integer,
     is_tensor,
     leaves,
     links,
@@ -293,8 +294,12 @@ def slots_of(slot_links: Sequence[Link]) -> dict[str, dict[str, Tensor]]:
 
 
 def count_of(link: Link) -> int:
-    """Returns a link's count."""
-    return int(link.state["count"].read())
+    """Returns a link's count.
+
+    Raises:
+        StateError: It has none.
+    """
+    return integer(link.state.get("count"), (*link.path, "count"))
 
 
 def updates_of(core_links: Sequence[Link], slots: Sequence[Slots], faults: Faults) -> int:

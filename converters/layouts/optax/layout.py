@@ -39,7 +39,7 @@ from statekit.converters.layouts.optax.factoring import Factoring, factoring, ru
 from statekit.converters.layouts.optax.inferred_hyperparameters import VARIANT, canonical, inferred
 from statekit.converters.layouts.optax.kinds import ACCUMULATES, FINITE, SPIKES
 from statekit.converters.layouts.optax.lines import optax_lines
-from statekit.converters.layouts.optax.links import CORE_LINKS, Link, links
+from statekit.converters.layouts.optax.links import CORE_LINKS, Link, integer, links
 from statekit.converters.layouts.optax.places import has_network
 from statekit.converters.layouts.optax.recognition import (
     PLATEAU_LOST,
@@ -55,6 +55,7 @@ from statekit.state.evidence import OPTIMIZER, Fact, beyond, fits_several, taken
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.train_state import Counts, Group, Kind, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import Path
 
 Specified: TypeAlias = Mapping[str, Mapping[str, Any]]
 """By schema, or by the label of a partition, the hyperparameters that the user gave."""
@@ -146,7 +147,7 @@ class Optax:
         tree = tree_of(checkpoint)
         core_links = [link for link in links(tree) if link.kind in CORE_LINKS]
         for wrapper, path, state in wrapped(tree, core_links):
-            yield from _lost(wrapper.name, "/".join(map(str, path)), state)
+            yield from _lost(wrapper.name, path, state)
 
     def encode(self, state: TrainState) -> Encoded:
         """Returns Optax' tree: in the form the state was read in, else as Optax' own functions make it.
@@ -269,16 +270,16 @@ def _without_schema(tree: Opened, slots: Sequence[Slots]) -> Iterator[tuple[str,
         yield f"has the state of {part.name}, for {some(list(part.slots))}", part.place
 
 
-def _lost(wrapper: str, place: str, state: Mapping[str, Tensor]) -> Iterator[Finding]:
+def _lost(wrapper: str, path: Path, state: Mapping[str, Tensor]) -> Iterator[Finding]:
     """Yields what a wrapper's state says that the run loses without it."""
+    place = "/".join(map(str, path))
     if wrapper == ACCUMULATES:
-        waiting = int(state["mini_step"].read())
+        waiting = integer(state["mini_step"], (*path, "mini_step"))
         lost = (
             f"lost here: {waiting} gradients of k" if waiting else "the run sums up k gradients for an update"
         )
         yield Finding(f"{lost} (k isn't in the file); set gradient accumulation yourself", place)
-    elif wrapper == FINITE and int(state["notfinite_count"].read()):
-        count = int(state["notfinite_count"].read())
+    elif wrapper == FINITE and (count := integer(state["notfinite_count"], (*path, "notfinite_count"))):
         said = f"the last {count} updates weren't finite and were left out (apply_if_finite)"
         yield Finding(f"{said}; how many it leaves out before it lets one through isn't in the file", place)
     elif wrapper == SPIKES:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from statekit.converters.layouts.optax.kinds import INNER, NOVOGRAD, SM3, STRANGERS, Stranger
+from statekit.errors import StateError
 from statekit.state.schema import load_schema
 from statekit.tensors.tensor import Stored, Tensor
 from statekit.tensors.tree import Path, Tree
@@ -101,7 +102,7 @@ def links(tree: Tree) -> list[Link]:
         kind = KINDS.get(frozenset(node)) if few else None
         if kind == "adam" and _is_novograd(node):
             continue
-        if kind is not None and _counts(node):
+        if kind is not None and counts(node):
             all_links.append(Link(kind, path, node))
         if kind not in SLOT_TREES:
             inner = [
@@ -131,7 +132,7 @@ def strangers(tree: Tree) -> list[Link]:
 
 def stranger_of(node: Tree) -> Stranger | None:
     """Returns which optimizer without a schema a link's state is of; None if it is of none."""
-    if not isinstance(node, Mapping) or len(node) > _MOST_FIELDS or not _counts(node):
+    if not isinstance(node, Mapping) or len(node) > _MOST_FIELDS or not counts(node):
         return None
     if KINDS.get(frozenset(node)) == "adam":
         return NOVOGRAD if _is_novograd(node) else None
@@ -156,10 +157,29 @@ def _is_novograd(node: Mapping[str, Any]) -> bool:
     return isinstance(second, Tensor) and second.shape == ()
 
 
-def _counts(node: Mapping[str, Any]) -> bool:
-    """Tells whether what should count is an integer."""
+def counts(node: Mapping[str, Any]) -> bool:
+    """Tells whether what should count is a number: an integer, or one that was narrowed with the weights."""
     counters = [node[name] for name in ("count", "mini_step", "gradient_step", "t") if name in node]
-    return all(is_tensor(leaf) and leaf.shape == () and leaf.dtype.kind in "iu" for leaf in counters)
+    return all(is_number(leaf) for leaf in counters)
+
+
+def is_number(leaf: Any) -> bool:
+    """Tells whether a leaf is one number; "V" is the kind of bfloat16."""
+    return is_tensor(leaf) and leaf.shape == () and leaf.dtype.kind in "iufV"
+
+
+def integer(leaf: Any, path: Path) -> int:
+    """Returns the integer that a leaf holds.
+
+    Raises:
+        StateError: It holds none.
+    """
+    try:
+        if is_number(leaf):
+            return int(leaf.read())
+    except (ValueError, OverflowError, TypeError):  # of NaN, of Inf, of bytes without a type
+        pass
+    raise StateError("A count is no integer.", place="/".join(map(str, path)), expected="one integer")
 
 
 def children(node: Any) -> list[tuple[Any, Any]]:

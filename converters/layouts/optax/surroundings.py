@@ -22,6 +22,8 @@ from statekit.converters.layouts.optax.links import (
     Link,
     chain_items,
     children,
+    counts,
+    is_number,
     is_tensor,
     leaves,
     under,
@@ -256,17 +258,24 @@ def _neighbours(node: Tree, path: Path, cores: Sequence[Path]) -> Iterator[Neigh
     fields = frozenset(map(str, node)) if isinstance(node, Mapping) else frozenset()
     inner = node.get("inner_state") if isinstance(node, Mapping) else None
     if fields in IDLE:
-        yield Neighbour("idle", path, ", ".join(node), node)
+        yield Neighbour("idle", path, ", ".join(map(str, node)), node)
     elif not any(is_tensor(leaf) for _, leaf in leaves(inner if fields & _INNER_FIELDS else node)):
         # settings of inject_hyperparams around a stateless link are no state of its own
         yield Neighbour("masked" if fields == {"inner_state"} else "stateless", path)
     elif fields == {"inner_state"}:
         yield from _neighbours(inner, (*path, "inner_state"), cores)
     else:
-        name = NEIGHBOURS.get(fields)
+        name = NEIGHBOURS.get(fields) if fields and _is_sound(node) else None
         kinds: dict[str | None, Kind] = {SCHEDULE: "schedule", PLATEAU: "plateau"}
-        kind = "ema" if fields == {"count", "ema"} else kinds.get(name, "other")
-        yield Neighbour(kind, path, name or f"a link with {', '.join(map(str, node))}", node)
+        kind = "ema" if name and fields == {"count", "ema"} else kinds.get(name, "other")
+        yield Neighbour(
+            kind, path, name or f"a link with {', '.join(map(str, node)) if fields else 'no fields'}", node
+        )
+
+
+def _is_sound(node: Mapping[str, Any]) -> bool:
+    """Tells whether what a link counts or scales by is a number."""
+    return counts(node) and ("scale" not in node or is_number(node["scale"]))
 
 
 def _strange(node: Tree, top: Path, known: Sequence[Path], params: Tree, moved: set[Path]) -> Iterator[str]:
