@@ -99,6 +99,10 @@ class KerasWeights:
         tree.pop(OPTIMIZER, None)
         return Encoded(tree, state.counts.updates, dropped=left_out(state, "tree", "places"))
 
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the lines that go on from the weights in Keras."""
+        return keras_lines(state, saved)
+
 
 def optimizer_name(tree: Mapping[str, Any]) -> str:
     """Returns which optimizer a file is about, as far as it says that."""
@@ -119,10 +123,6 @@ def _because(tree: Mapping[str, Any]) -> str:
     if isinstance(module, str) and module.endswith(".legacy"):
         return "variables of layers; Keras 2 does not save the variables of a legacy optimizer in this format"
     return "variables of layers, and no optimizer"
-
-    def lines(self, state: State, saved: SavedRun) -> list[str]:
-        """Returns the lines that go on from the weights in Keras."""
-        return keras_lines(state, saved)
 
 
 def _placed(tree: Mapping[str, Any]) -> dict[str, Variable]:
