@@ -171,12 +171,13 @@ def attesting(
         right = as_params(opened.state)[0]
         if maps:
             right = carried_to_load(right, with_beside(maps, opened), require)
-        known = {path_of(one) for one in (*right.params, *_buffers(right))}
-        names = names or {ours: theirs for ours, theirs in remembered.items() if path_of(theirs) in known}
-        each, said = list(findings), [*unchecked, *(finding.what for finding in opened.checkpoint.findings)]
+        names = names or _remembered_in(right, remembered)
+        faults = list(findings)
+        omissions = [*unchecked, *(finding.what for finding in opened.checkpoint.findings)]
         if generators is not None:
-            more, unsaid = generators(opened)
-            each, said = [*each, *more], [*said, *unsaid]
+            generator_faults, generator_omissions = generators(opened)
+            faults += generator_faults
+            omissions += generator_omissions
         place = str(opened.checkpoint.path)
         state: TrainState | None = None
         try:
@@ -185,23 +186,18 @@ def attesting(
                 [*state.params, *_buffers(state)], [*right.params, *_buffers(right)]
             )
         except StatekitError as error:
-            each += broken(error)
-            result = Attestation(place, right.counts.updates, tuple(each), tuple(said), (), 0, 0, 0)
+            faults += broken(error)
+            result = Attestation(place, right.counts.updates, tuple(faults), tuple(omissions), (), 0, 0, 0)
         right = _without(_by_path(renamed(right, names, place)), {path_of(name) for name in elsewhere})
         if state is not None:
-            right, more = _under_rule_of(right, state)
-            each += more
-            has_weights_alone = right.optimizer.kinds[0][0] == WEIGHTS != state.optimizer.kinds[0][0]
-            if has_weights_alone:
-                if is_new(state):
-                    said.append("the optimizer: the checkpoint has weights alone")
-                else:
-                    done = f"{state.counts.updates} updates"
-                    each.append(fault("optimizer-unknown", ["optimizer"], "weights alone", done))
+            right, rule_faults = _under_rule_of(right, state)
+            optimizer_faults, optimizer_omissions = _of_lacking_optimizer(right, state)
+            faults += [*rule_faults, *optimizer_faults]
+            omissions += optimizer_omissions
             paths = [*right.params, *_buffers(right)]
             chosen = sampled(paths, sample, seed)
             if sample is not None:
-                said.append(
+                omissions.append(
                     f"values of {len(paths) - len(chosen)} of {len(paths)} parameters (sample={sample})"
                 )
             sides = "the checkpoint", "the live run"
@@ -214,44 +210,84 @@ def attesting(
                 length=live_length,
             )
             needed = right.params if whole_model else _trained(right)
-            lacking = [
-                difference
-                for difference in compared.differences
-                if _is_one_sided(difference, needed, shows_schedule)
-            ]
-            assumed = [
-                difference for difference in compared.differences if _is_assumed(difference, right, state)
-            ]
-            rules = [
-                difference
-                for difference in compared.differences
-                if has_weights_alone and difference.what == "rule"
-            ]
-            later = (
-                []
-                if strict_schedule
-                else [difference for difference in compared.differences if difference.what == "later"]
-            )
-            said_of = {id(one) for one in (*lacking, *assumed, *rules, *later)}
-            apart = [difference for difference in compared.differences if id(difference) not in said_of]
-            each += diagnosed(right, state, apart)
-            unsaid = [one for one in compared.unsaid if generators is None or one != uncompared("random")]
-            said += [*unsaid, *(_lack(one) for one in lacking), *map(_assumption, assumed)]
+            parted = _parted(compared.differences, right, state, needed, shows_schedule, strict_schedule)
+            faults += diagnosed(right, state, parted.faulty)
+            omissions += _without_generators(compared.unsaid, generators is not None)
+            omissions += [*map(_lack, parted.lacking), *map(_assumption, parted.assumed)]
             result = Attestation(
                 place,
                 right.counts.updates,
-                tuple(each),
-                tuple(dict.fromkeys(said)),
+                tuple(faults),
+                tuple(dict.fromkeys(omissions)),
                 (*right.assumptions, *taken),
                 len(right.params),
                 compared.tensors,
                 compared.bytes_read,
-                warnings=tuple(
-                    f"{one.item} {one.actual!r}, by the checkpoint {one.expected!r}; the next update isn't concerned"
-                    for one in later
-                ),
+                warnings=tuple(map(_warning, parted.later)),
             )
         yield Sides(result, right, state, lambda: _by_path(live(opened)))
+
+
+def _remembered_in(right: TrainState, remembered: Mapping[str, str]) -> dict[str, str]:
+    """Returns the remembered names that the checkpoint has, by the caller's."""
+    paths = {path_of(name) for name in (*right.params, *_buffers(right))}
+    return {ours: theirs for ours, theirs in remembered.items() if path_of(theirs) in paths}
+
+
+def _has_weights_alone(right: TrainState, live: TrainState) -> bool:
+    """Tells whether the checkpoint has weights alone, and the live run an optimizer."""
+    return right.optimizer.kinds[0][0] == WEIGHTS != live.optimizer.kinds[0][0]
+
+
+def _of_lacking_optimizer(right: TrainState, live: TrainState) -> tuple[list[Finding], list[str]]:
+    """Returns the fault of a live optimizer that the checkpoint lacks; a new one is named as not compared."""
+    if not _has_weights_alone(right, live):
+        return [], []
+    if is_new(live):
+        return [], ["the optimizer: the checkpoint has weights alone"]
+    updates = f"{live.counts.updates} updates"
+    return [fault("optimizer-unknown", ["optimizer"], "weights alone", updates)], []
+
+
+@dataclass(frozen=True)
+class _Parted:
+    """The differences of both sides, by what follows from them.
+
+    Attributes:
+        lacking: One side alone has it, and need not.
+        assumed: One side doesn't say it, so that the usual value stands for it.
+        later: The rate of a later update differs, which is a warning.
+        faulty: The live run isn't the checkpoint's.
+    """
+
+    lacking: Sequence[Difference]
+    assumed: Sequence[Difference]
+    later: Sequence[Difference]
+    faulty: Sequence[Difference]
+
+
+def _parted(
+    differences: Sequence[Difference],
+    right: TrainState,
+    live: TrainState,
+    needed: Container[str],
+    shows_schedule: bool,
+    strict_schedule: bool,
+) -> _Parted:
+    """Parts the differences; that of the rule is no fault where the checkpoint has weights alone."""
+    has_weights_alone = _has_weights_alone(right, live)
+    lacking = [difference for difference in differences if _is_one_sided(difference, needed, shows_schedule)]
+    assumed = [difference for difference in differences if _is_assumed(difference, right, live)]
+    rules = [difference for difference in differences if has_weights_alone and difference.what == "rule"]
+    later = [difference for difference in differences if not strict_schedule and difference.what == "later"]
+    harmless = {id(difference) for difference in (*lacking, *assumed, *rules, *later)}
+    faulty = [difference for difference in differences if id(difference) not in harmless]
+    return _Parted(lacking, assumed, later, faulty)
+
+
+def _without_generators(sentences: Iterable[str], are_compared: bool) -> list[str]:
+    """Returns what can't be compared, without the random generators where they are compared apart."""
+    return [sentence for sentence in sentences if not are_compared or sentence != uncompared("random")]
 
 
 @contextmanager
@@ -344,6 +380,11 @@ def _is_assumed(one: Difference, right: TrainState, live: TrainState) -> bool:
 
 def _assumption(one: Difference) -> str:
     return f"{one.item}: it isn't said on both sides; {one.expected!r} in the checkpoint, {one.actual!r} live"
+
+
+def _warning(difference: Difference) -> str:
+    rates = f"{difference.actual!r}, by the checkpoint {difference.expected!r}"
+    return f"{difference.item} {rates}; the next update isn't concerned"
 
 
 def _lack(one: Difference) -> str:

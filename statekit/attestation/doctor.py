@@ -98,12 +98,7 @@ def doctor(
         StateError: A checkpoint leaves something open that only hints tell.
         UsageError: There is no finding of a name that is to be ignored.
     """
-    for name in ignore:
-        if name not in FAULTS:
-            known = ", ".join(FAULTS)
-            raise UsageError(
-                "No finding has that name.", expected=known, found=name, remedy=meant(name, FAULTS)
-            )
+    _check_ignored(ignore)
     refs = [ref_of(source, hints, container=container, step=step) for source in sources]
     places = [place for ref in refs for place in checkpoints_at(ref)]
     is_step_asked = any(ref.step is not None for ref in refs)
@@ -130,15 +125,35 @@ def doctor(
             if before is not None:
                 earlier, files, number = before
                 is_later = place.step is not None or _follows(earlier, now, number, _number(opened))
-                if is_later and are_of_one_run(earlier.state, now.state):
-                    before_names = {finding.name for finding in findings}
-                    findings += (
-                        step for step in between_steps(earlier, now) if step.name not in before_names & _ONCE
-                    )
+                findings += _between(earlier, now, findings) if is_later else ()
                 files.close()
             before = now, inner, _number(opened)
             each.append(_examined(opened, findings, now, ignore))
     return tuple(each)
+
+
+def _check_ignored(ignore: Collection[str]) -> None:
+    """Refuses the name of a finding that doesn't exist.
+
+    Raises:
+        UsageError: There is no finding of that name.
+    """
+    for name in ignore:
+        if name not in FAULTS:
+            raise UsageError(
+                "No finding has that name.",
+                expected=", ".join(FAULTS),
+                found=name,
+                remedy=meant(name, FAULTS),
+            )
+
+
+def _between(earlier: Step, now: Step, findings: Sequence[Finding]) -> tuple[Finding, ...]:
+    """Returns the faults between two steps, if of one run, that the later step's findings don't tell already."""
+    if not are_of_one_run(earlier.state, now.state):
+        return ()
+    told_once = {finding.name for finding in findings} & _ONCE
+    return tuple(finding for finding in between_steps(earlier, now) if finding.name not in told_once)
 
 
 def _examined(

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from statekit.errors import plural, some
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.source import listing
-from statekit.state.run import run_of
+from statekit.state.run import Schedule, run_of
 from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Stored, Tensor
@@ -172,14 +172,19 @@ def _of_counts(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
         yield f"{name.place} says step {name.step}, the optimizer has done {updates} updates: {_why('the name')}"
     if checkpoint.container in _SEVERAL_FILES:
         steps = {updates, updates * _processes(checkpoint), *([record.step] if record and may_skip else [])}
-        for schedule in run.schedules:
-            if schedule.kind in _NOT_BY_UPDATES or schedule.at is None or schedule.at in steps:
-                continue
-            done = f"the optimizer has done {updates} updates"
-            yield f"the schedule stands at step {schedule.at}, {done}: {_why('the schedule')}"
+        yield from _of_schedules(run.schedules, steps, updates)
     if checkpoint.container in _BY_RANK and state.counts.behind:
         counts = sorted({updates, *state.counts.behind.values()})
         yield f"parameters have done {', '.join(map(str, counts))} updates: {_why()}"
+
+
+def _of_schedules(schedules: Iterable[Schedule], steps: Container[int], updates: int) -> Iterator[str]:
+    """Yields each schedule that counts updates and stands at none of the steps where it may."""
+    for schedule in schedules:
+        if schedule.kind in _NOT_BY_UPDATES or schedule.at is None or schedule.at in steps:
+            continue
+        done = f"the optimizer has done {updates} updates"
+        yield f"the schedule stands at step {schedule.at}, {done}: {_why('the schedule')}"
 
 
 def _is_of_another_step(step: int, state: TrainState) -> bool:

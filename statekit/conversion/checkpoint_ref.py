@@ -387,23 +387,8 @@ class CheckpointRef:
             UsageError: An option is of none of them, or may be of several; lists every one.
         """
         names = list(dict.fromkeys(schemas))
-        values: dict[str, dict[str, Any]] = {name: {} for name in names}
-        variants: dict[str, str | None] = dict.fromkeys(names)
         faults = Faults()
-        for key, value in self.hparams.items():
-            schema, _, name = key.rpartition("/")
-            having = [known for known in names if not schema or known == schema]
-            if len(having) > 1:
-                having = [known for known in having if is_known(known, name)]
-            if len(having) == 1:
-                values[having[0]][name] = value
-            else:
-                faults.add(f"is said of {' or '.join(having)}" if having else "is said of none", key)
-        for schema, name in self.variants.items():
-            if schema in variants or (not schema and len(names) == 1):
-                variants[schema or names[0]] = name
-            else:
-                faults.add(f"is said of {' or '.join(names)}" if not schema else "is said of none", name)
+        values, variants = self._values_of(names, faults), self._variants_of(names, faults)
         pairs = ", ".join(f"{name}/NAME=VALUE" for name in names)
         faults.check(
             UsageError,
@@ -414,6 +399,30 @@ class CheckpointRef:
             expected=f"{pairs}; {','.join(f'{name}/VARIANT' for name in names)}",
         )
         return {name: replace(self, hparams=values[name], variant=variants[name]) for name in names}
+
+    def _values_of(self, schemas: Sequence[str], faults: Faults) -> dict[str, dict[str, Any]]:
+        """Returns the hyperparameters that were told, by schema, and adds those that are not of exactly one."""
+        values: dict[str, dict[str, Any]] = {schema: {} for schema in schemas}
+        for key, value in self.hparams.items():
+            prefix, _, name = key.rpartition("/")
+            candidates = [schema for schema in schemas if not prefix or schema == prefix]
+            if len(candidates) > 1:
+                candidates = [schema for schema in candidates if is_known(schema, name)]
+            if len(candidates) == 1:
+                values[candidates[0]][name] = value
+            else:
+                faults.add(f"is said of {' or '.join(candidates)}" if candidates else "is said of none", key)
+        return values
+
+    def _variants_of(self, schemas: Sequence[str], faults: Faults) -> dict[str, str | None]:
+        """Returns the variants that were told, by schema, and adds those that are not of exactly one."""
+        variants: dict[str, str | None] = dict.fromkeys(schemas)
+        for schema, variant in self.variants.items():
+            if schema in variants or (not schema and len(schemas) == 1):
+                variants[schema or schemas[0]] = variant
+            else:
+                faults.add(f"is said of {' or '.join(schemas)}" if not schema else "is said of none", variant)
+        return variants
 
     def applied(self, state: TrainState) -> TrainState:
         """Returns a state with the hints in force: hyperparameters by their canonical names, or the variant's own.

@@ -22,7 +22,7 @@ from statekit.conversion.contracts import NO_HINTS, Exactness
 from statekit.conversion.kept import FIELD, by_leaf, kept_of, to_field
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.plan import Plan, Request, Side
-from statekit.conversion.prepared import carried_out, prepare
+from statekit.conversion.prepared import Prepared, carried_out, prepare
 from statekit.conversion.resume import in_manifest, next_update, of_plan, resume_lines
 from statekit.conversion.seal import NEUTRAL
 from statekit.conversion.target import written_as
@@ -197,11 +197,8 @@ def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgres
         checkpoint, tree = prepared.opened.checkpoint, prepared.encoded.tree
         passed = _passed_through(checkpoint, tree)
         rest: dict[str, str] = {}
-        known = Faults((finding.what, finding.place) for finding in checkpoint.findings if finding.damage)
-        # The neutral folder carries both as they are, for doctor to examine; a program would go on with them.
-        goes_on_with_both = plan.target.container != NEUTRAL and any(
-            MASTER in slots for slots in prepared.state.slots.values()
-        )
+        known = _damage_at_opening(checkpoint)
+        goes_on_with_masters = _goes_on_with_masters(plan, prepared)
         records: dict[str, Any] = {}
         lineage: list[dict[str, Any]] = []
         if plan.kept:
@@ -254,7 +251,7 @@ def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgres
                     known += wrong
                 rest.update(_digest_rest(checkpoint, passed, tell))
                 judge(_changed(checkpoint, rest))
-                if goes_on_with_both and not plan.request.ref.accept_damaged:
+                if goes_on_with_masters and not plan.request.ref.accept_damaged:
                     check_masters(prepared.opened.state, checkpoint.path)
                 stage.expect(tensor_names(tree))
                 # A container may make files by other means than the stage's.
@@ -284,10 +281,25 @@ def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgres
         )
 
 
+def _damage_at_opening(checkpoint: Checkpoint) -> Faults:
+    """Returns the damage that the reading of a checkpoint's structure showed."""
+    return Faults((finding.what, finding.place) for finding in checkpoint.findings if finding.damage)
+
+
+def _goes_on_with_masters(plan: Plan, prepared: Prepared) -> bool:
+    """Tells whether a program will go on with both the parameters and their masters.
+
+    The neutral folder carries both as they are, for doctor to examine.
+    """
+    return plan.target.container != NEUTRAL and any(
+        MASTER in slots for slots in prepared.state.slots.values()
+    )
+
+
 def _proven_beside(opened: OpenState, tell: OnProgress) -> tuple[Faults, dict[str, Any]]:
     """Reads the whole of a file that values are taken from beside the source: what contradicts it, and its entry."""
     checkpoint = opened.checkpoint
-    wrong = Faults((finding.what, finding.place) for finding in checkpoint.findings if finding.damage)
+    wrong = _damage_at_opening(checkpoint)
     wrong += prove_files(checkpoint, opened.budget)
     digests = _digest_rest(checkpoint, {}, tell)
     wrong += _changed(checkpoint, digests)

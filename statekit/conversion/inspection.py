@@ -12,7 +12,7 @@ from typing import Any
 from statekit.conversion import registry
 from statekit.conversion.agreement import disagreements, uncounted
 from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
-from statekit.conversion.contracts import Contents
+from statekit.conversion.contracts import Contents, Unnamed
 from statekit.conversion.open_state import chosen_container, chosen_layout
 from statekit.errors import (
     NamesError,
@@ -315,23 +315,32 @@ def _native(
     )
     others = tuple(describe(name, tensor) for name, tensor in chosen.items())
     seen = replace(opened, parameters=parameters, others=others, contents=contents.what or None)
-    unnamed = contents.unnamed if isinstance(error, NamesError) else None
-    if unnamed is None:
-        seen = replace(seen, layout=None)
-    else:
-        seen = replace(
-            seen,
-            optimizer=unnamed.optimizer,
-            counts=unnamed.counts,
-            contents=None,
-            extra=tuple(unnamed.extra),
-            run=run_of(unnamed.extra),
-        )
+    seen = _with_unnamed(seen, contents.unnamed if isinstance(error, NamesError) else None)
     _check_matched(seen, request, [*contents.params, *contents.others])
-    why = f"its tensors are listed by their own names: {error.line}"
-    is_said = bool(contents.what) and isinstance(error, UnknownFormatError)
-    findings = () if is_said else (Finding(error.line if contents.what else why, str(checkpoint.path)),)
+    findings = _of_no_layout(checkpoint, contents, error)
     return replace(seen, findings=(*seen.findings, *findings, *_bad_values(seen)))
+
+
+def _of_no_layout(checkpoint: Checkpoint, contents: Contents, error: StatekitError) -> tuple[Finding, ...]:
+    """Returns why a checkpoint is listed by its own names; none where its contents tell that already."""
+    if contents.what and isinstance(error, UnknownFormatError):
+        return ()
+    line = error.line if contents.what else f"its tensors are listed by their own names: {error.line}"
+    return (Finding(line, str(checkpoint.path)),)
+
+
+def _with_unnamed(seen: Inspection, unnamed: Unnamed | None) -> Inspection:
+    """Returns an inspection with the run of an optimizer that numbers its parameters, or else without a layout."""
+    if unnamed is None:
+        return replace(seen, layout=None)
+    return replace(
+        seen,
+        optimizer=unnamed.optimizer,
+        counts=unnamed.counts,
+        contents=None,
+        extra=tuple(unnamed.extra),
+        run=run_of(unnamed.extra),
+    )
 
 
 def _canonical(

@@ -243,15 +243,9 @@ def prepare(request: Request) -> Plan:
         if request.like is not None:
             state = _like(layout, state, request.like, opened, request.ref)
         encoded, state = encoded_in(layout, state)
-        if request.changes is not None and (request.changes.slot_dtype or request.changes.param_dtype):
-            from statekit.conversion.changing.next_update import check_dtypes
-
-            check_dtypes(state, request.changes)
+        _check_asked_dtypes(state, request)
         encoded = _with_schedule(encoded, (card, registry.container_card(container.name)), opened, state)
-        if schedules := run_of(state.extra).schedules:
-            encoded = replace(encoded, paced=_paced(schedules, state))
-        if isinstance(container, Fitting):
-            encoded = container.fitted(encoded)
+        encoded = _fitted(encoded, container, state)
         reads = NO_HINTS
         if layout.name == opened.layout and not maps:  # its files number parameters again
             reads = CheckpointRef(param_names=request.ref.param_names)
@@ -287,6 +281,22 @@ def prepare(request: Request) -> Plan:
     )
     finalize(plan, _close, id(plan))
     return plan
+
+
+def _check_asked_dtypes(state: TrainState, request: Request) -> None:
+    """Refuses dtypes that were asked for and that the next update doesn't bear."""
+    changes = request.changes
+    if changes is not None and (changes.slot_dtype or changes.param_dtype):
+        from statekit.conversion.changing.next_update import check_dtypes
+
+        check_dtypes(state, changes)
+
+
+def _fitted(encoded: Encoded, container: Container, state: TrainState) -> Encoded:
+    """Returns what is encoded with the rates of its schedules, as the container takes it."""
+    if schedules := run_of(state.extra).schedules:
+        encoded = replace(encoded, paced=_paced(schedules, state))
+    return container.fitted(encoded) if isinstance(container, Fitting) else encoded
 
 
 def _losses(opened: OpenState, state: TrainState, card: LayoutCard) -> Iterator[Finding]:

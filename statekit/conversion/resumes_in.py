@@ -8,6 +8,7 @@ from typing import Any
 
 from statekit.conversion import registry
 from statekit.conversion.asking import check_said, is_carried, unsaid
+from statekit.conversion.cards import LayoutCard
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.prepared import encoded_in, rule_change_to
@@ -67,38 +68,38 @@ def resumes_in(opened: OpenState) -> tuple[Resumption, ...]:
     schemas = [schema for schema, _ in state.optimizer.kinds]
     cards = [card for card in map(registry.layout_card, registry.layout_names()) if card.holds(schemas)]
     own_card = registry.layout_card(opened.layout)
-    each = []
-    for card in cards:
-        here = card.name == opened.layout
-        change: RuleChange | None = None
-        dropped: Mapping[str, str] = {}
-        refusal = None
-        if not here:
-            try:
-                change = rule_change_to(card, state, opened.layout)
-                if card.stores_values and not is_carried(state, opened.layout, card, own_card):
-                    there = change.state if change else state
-                    check_said(unsaid(state, there, opened.ref), opened.ref.path, card.name)
-                dropped = encoded_in(registry.layout(card.name), change.state if change else state)[0].dropped
-            except (InexactError, UnknownRuleError, UsageError) as error:
-                refusal = str(error)
-        differences = change.differences if change else ()
-        each.append(
-            Resumption(
-                card.name,
-                card.title,
-                card.containers,
-                change.exactness if change else Exactness.BITWISE,
-                tuple(
-                    str(difference) for difference in differences if difference.exactness > Exactness.ROUNDING
-                ),
-                tuple(change.compensated_by) if change else (),
-                here,
-                dropped,
-                refusal,
-            )
-        )
-    return tuple(sorted(each, key=lambda one: (one.refusal is not None, not one.here, one.exactness)))
+    resumptions = [_resumption(opened, card, own_card) for card in cards]
+    return tuple(sorted(resumptions, key=lambda one: (one.refusal is not None, not one.here, one.exactness)))
+
+
+def _resumption(opened: OpenState, card: LayoutCard, own_card: LayoutCard) -> Resumption:
+    """Returns how a run goes on in a layout; why it doesn't is the refusal."""
+    state, here = opened.state, card.name == opened.layout
+    change: RuleChange | None = None
+    dropped: Mapping[str, str] = {}
+    refusal = None
+    # In its own layout the run goes on as it is.
+    if not here:
+        try:
+            change = rule_change_to(card, state, opened.layout)
+            there = change.state if change else state
+            if card.stores_values and not is_carried(state, opened.layout, card, own_card):
+                check_said(unsaid(state, there, opened.ref), opened.ref.path, card.name)
+            dropped = encoded_in(registry.layout(card.name), there)[0].dropped
+        except (InexactError, UnknownRuleError, UsageError) as error:
+            refusal = str(error)
+    differences = change.differences if change else ()
+    return Resumption(
+        card.name,
+        card.title,
+        card.containers,
+        change.exactness if change else Exactness.BITWISE,
+        tuple(str(difference) for difference in differences if difference.exactness > Exactness.ROUNDING),
+        tuple(change.compensated_by) if change else (),
+        here,
+        dropped,
+        refusal,
+    )
 
 
 def resume_code(opened: OpenState) -> dict[str, tuple[str, ...]]:

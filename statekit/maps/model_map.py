@@ -888,16 +888,29 @@ def maps_of(
         maps = [replace(one, pretrained=None) for one in maps]
     if maps and model is not None:
         maps[-1] = replace(maps[-1], model=model)
-    if settings and config and _MODEL_TYPE not in config and not any(one.pretrained for one in maps):
-        known = set[str]().union(*(one.keys for one in maps), settings.meant)
-        unused = Faults(("isn't used, nor known to the map", key) for key in config if key not in known)
-        unused.check(
-            UsageError,
-            f"The map {name} doesn't take what was said of the model",
-            place="--config",
-            remedy=f"leave it out; known are {', '.join(sorted(known)) or 'none'}",
-        )
+    if settings and config:
+        _check_used(name, config, settings, maps)
     return (*renaming, *maps)
+
+
+def _check_used(
+    name: str | None, config: Mapping[str, Any], settings: Settings, maps: Sequence[ModelMap]
+) -> None:
+    """Refuses what was said of the model and no map takes; a model's whole configuration is passed over.
+
+    Raises:
+        UsageError: A setting isn't used; lists every one.
+    """
+    if _MODEL_TYPE in config or any(model_map.pretrained for model_map in maps):
+        return
+    keys = set[str]().union(*(model_map.keys for model_map in maps), settings.meant)
+    unused = Faults(("isn't used, nor known to the map", key) for key in config if key not in keys)
+    unused.check(
+        UsageError,
+        f"The map {name} doesn't take what was said of the model",
+        place="--config",
+        remedy=f"leave it out; known are {', '.join(sorted(keys)) or 'none'}",
+    )
 
 
 def settings_in(name: str | None, files: Files | None = None) -> Settings:

@@ -350,16 +350,19 @@ def every_sealed_file_counts(trial: Trial) -> None:
         for name in json.loads(manifest.read_bytes())["files"]
     ]
     few = stated[:: max(1, len(stated) // (FILES * trial.effort))] if trial.effort else stated
-    broken = []
-    for file in few:
-        data = file.read_bytes()
-        for damage in _exchanges(data, [other for other in stated if other != file]):
-            with restored(file, data):
-                damage.apply(file)
-                if file.is_file() and file.read_bytes() == data:
-                    continue
-                broken += [f"{trial.name_of(file)} {damage.what}: {verb}" for verb in _passing(trial)]
+    broken = [failure for file in few for failure in _unnoticed(trial, file, stated)]
     assert not broken, f"{len(broken)} pass:\n" + "\n".join(broken[:20])
+
+
+def _unnoticed(trial: Trial, file: Path, stated: list[Path]) -> Iterator[str]:
+    """Yields each damage of a sealed file with each verb that passes over it."""
+    data = file.read_bytes()
+    for damage in _exchanges(data, [other for other in stated if other != file]):
+        with restored(file, data):
+            damage.apply(file)
+            if file.is_file() and file.read_bytes() == data:
+                continue
+            yield from [f"{trial.name_of(file)} {damage.what}: {verb}" for verb in _passing(trial)]
 
 
 def _exchanges(data: bytes, others: list[Path]) -> Iterator[Damage]:

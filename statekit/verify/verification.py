@@ -439,15 +439,8 @@ class _Verification:
             f"back in the source's form {name} is another" for name in there_and_back.get("differ", ())
         ]
         because += pairs.faults
-        whole: Verdict = max(verdicts, key=VERDICTS.index, default="bit-exact")
-        if because:
-            whole = "refuted"
-        elif self._rule_exactness > Exactness.ROUNDING or self._plan.exactness > Exactness.ROUNDING:
-            whole = "semantic difference"
-        elif replayed.why_not and self._expected.optimizer.schema != WEIGHTS:
-            whole = "not comparable"
-        elif self._rule_exactness == Exactness.ROUNDING and whole == "bit-exact":
-            whole = "within the rounding bound"
+        worst_tensor: Verdict = max(verdicts, key=VERDICTS.index, default="bit-exact")
+        whole = "refuted" if because else self._whole(worst_tensor, replayed)
         allowed = max(self._rule_exactness, self._plan.exactness) <= self._asked.require
         # Of what is refuted nothing more has to be said.
         facts = () if whole == "refuted" else self._plan.facts
@@ -462,6 +455,16 @@ class _Verification:
             "proves_nothing_about": [one["name"] for one in replayed.controls if not one["detected"]],
         }
         return data, tensors
+
+    def _whole(self, worst_tensor: Verdict, replayed: _Replayed) -> Verdict:
+        """Returns the verdict on the whole where nothing refutes it."""
+        if self._rule_exactness > Exactness.ROUNDING or self._plan.exactness > Exactness.ROUNDING:
+            return "semantic difference"
+        if replayed.why_not and self._expected.optimizer.schema != WEIGHTS:
+            return "not comparable"
+        if self._rule_exactness == Exactness.ROUNDING and worst_tensor == "bit-exact":
+            return "within the rounding bound"
+        return worst_tensor
 
 
 def _made_up(prepared: Prepared, plan: Plan, target: OpenState) -> list[str]:

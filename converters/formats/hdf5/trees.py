@@ -84,15 +84,28 @@ def tree(file: Structure, address: int | None, kind: int) -> Iterator[Fields]:
         seen += records
         for _ in range(records):
             yield node.part(record)
-        for _ in range(records + 1 if level else 0):
-            _, narrow, wide = widths[level]
-            child, below = node.address(), node.number(narrow)
-            node.number(wide)
-            if child is None:
-                raise broken(node.place, "a child that is nowhere")
-            todo.append((child, below, level - 1))
+        todo += _children(node, records, level, widths)
     if seen != total:
         raise broken(head.place, f"a tree of {total} records with {seen}")
+
+
+def _children(
+    node: Fields, records: int, level: int, widths: list[tuple[int, int, int]]
+) -> list[tuple[int, int, int]]:
+    """Returns the address, the number of records and the level of each child of a node; none of a lowest node.
+
+    Raises:
+        CorruptError: A child is nowhere.
+    """
+    children: list[tuple[int, int, int]] = []
+    for _ in range(records + 1 if level else 0):
+        _, narrow, wide = widths[level]
+        child, below = node.address(), node.number(narrow)
+        node.number(wide)
+        if child is None:
+            raise broken(node.place, "a child that is nowhere")
+        children.append((child, below, level - 1))
+    return children
 
 
 def _pointer_widths(size: int, record: int, depth: int, offset: int) -> list[tuple[int, int, int]]:

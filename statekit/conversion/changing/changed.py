@@ -329,8 +329,8 @@ def _reset(
             found=f"reset:{name}",
             expected=f"keep:{name}",
         )
-    touched = [f"{path}/{name}" for path in reached if name in state.slots[path]]
     groups = state.optimizer.groups if only is None else ()
+    touched = [f"{path}/{name}" for path in reached if name in state.slots[path]]
     touched += [f"groups/{i}/{name}" for i, group in enumerate(groups) if name in group.slots]
     note = schema.data["slots"][name].get("note")
     done.append(
@@ -341,19 +341,28 @@ def _reset(
             Exactness.LOSSY,
         )
     )
+    return _with_slot_anew(state, name, init, reached, groups)
 
-    def anew(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {
-            n: Filled(slot.shape, slot.dtype, init, "begins anew, as asked") if n == name else slot
-            for n, slot in tensors.items()
-        }
 
-    groups = tuple(replace(group, slots=anew(group.slots)) for group in groups) or state.optimizer.groups
-    return replace(
-        state,
-        slots={path: anew(slots) if path in reached else slots for path, slots in state.slots.items()},
-        optimizer=replace(state.optimizer, groups=groups),
-    )
+def _with_slot_anew(
+    state: TrainState, name: str, init: float, reached: Sequence[str], groups: Sequence[Group]
+) -> TrainState:
+    """Returns a state in which a slot of the reached parameters and of the groups, if any, begins anew."""
+    slots = {
+        path: _slots_anew(tensors, name, init) if path in reached else tensors
+        for path, tensors in state.slots.items()
+    }
+    changed = tuple(replace(group, slots=_slots_anew(group.slots, name, init)) for group in groups)
+    optimizer = replace(state.optimizer, groups=changed or state.optimizer.groups)
+    return replace(state, slots=slots, optimizer=optimizer)
+
+
+def _slots_anew(tensors: Mapping[str, Tensor], name: str, init: float) -> dict[str, Tensor]:
+    """Returns slots of which the named one has the value that the rule begins with."""
+    return {
+        slot: Filled(tensor.shape, tensor.dtype, init, "begins anew, as asked") if slot == name else tensor
+        for slot, tensor in tensors.items()
+    }
 
 
 def _masters_reset(state: TrainState, reached: Sequence[str], done: list[Change]) -> TrainState:
