@@ -37,6 +37,8 @@ def _value(name: str) -> Any:
     name = name.rpartition("/")[2]
     if name in ("learning_rate", "lr"):
         return RATE
+    if name in ("clipvalue", "global_norm_clip_threshold"):
+        return None  # most don't clip
     values = [
         variant["defaults"][name]
         for schema in map(load_schema, schema_names())
