@@ -26,7 +26,7 @@ def show_plan(stdout: Screen, plan: Plan, tensors: bool) -> None:
     stdout.say(plan.headline, bold=True)
     head = Table(("what", "value"), titled=False)
     for side, name, path in (
-        (plan.source, "from", plan.request.source),
+        (plan.source, "from", plan.request.ref.place),
         (plan.target, "to", plan.request.target),
     ):
         head.add_row(name, str(path))

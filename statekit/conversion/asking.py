@@ -64,12 +64,12 @@ def check_optimizer(state: TrainState, request: Request) -> None:
     again = (
         "" if fact is None else f"name it: {shlex.join(_command(request, next(iter(fact.others), 'NAME')))}"
     )
-    check_steps(state, request.source, again if request.asks else "")
+    check_steps(state, request.ref.place, again if request.asks else "")
 
 
 def _command(request: Request, optimizer: str) -> list[str]:
     """Returns the command that asks for the same conversion and names the optimizer."""
-    words = ["statekit", "convert", str(request.source), str(request.target)]
+    words = ["statekit", "convert", str(request.ref.place), str(request.target)]
     words += replace(request.ref, optimizer=optimizer).words()
     asked = {
         "--to": request.to,

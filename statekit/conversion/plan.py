@@ -59,11 +59,6 @@ class Request:
     changes: Changes | None = None
     asks: bool = True
 
-    @property
-    def source(self) -> Path:
-        """The source's path."""
-        return self.ref.place
-
 
 @dataclass(frozen=True)
 class Side:
@@ -211,7 +206,7 @@ class Plan:
         }
 
     def __repr__(self) -> str:
-        ends = f"{self.request.source} -> {self.request.target}"
+        ends = f"{self.request.ref.place} -> {self.request.target}"
         sides = f"{self.source.container} to {self.target.container}"
         return printable(
             f"<Plan {ends}: {sides}, {len(self.entries)} tensors, {self.exactness.name.lower()}>"

@@ -219,7 +219,7 @@ def prepare(request: Request) -> Plan:
         InexactError: The conversion would be less exact than required.
         NotFoundError, FormatError, StateError: The source can't be opened.
     """
-    check_apart(request.source, request.target)
+    check_apart(request.ref.place, request.target)
     container, implied = choose_container(request.target, request.to)
     container = written_as(container, request.target)
     opened = _opened(request)
@@ -333,7 +333,7 @@ def _layout_for(
         check_optimizer(state, request)
     change = rule_change_to(card, paced, opened.layout)
     if change is None or change.exactness <= request.require:  # else the rule itself is refused
-        check_said(missing(card, change), request.source, card.name)
+        check_said(missing(card, change), request.ref.place, card.name)
     return card, passed_over, paced if card.stores_values else state
 
 
@@ -368,7 +368,7 @@ def carried_out(plan: Plan) -> Prepared:
     Raises:
         UsageError: The source isn't what it was when the plan was made.
     """
-    check_apart(plan.request.source, plan.request.target)
+    check_apart(plan.request.ref.place, plan.request.target)
     prepared = _WAITING.pop(id(plan), None)
     if prepared is not None:
         if prepared.is_current:
@@ -378,7 +378,7 @@ def carried_out(plan: Plan) -> Prepared:
     if again.digest != plan.digest:
         raise UsageError(
             "The source isn't what it was when the plan was made.",
-            place=plan.request.source,
+            place=plan.request.ref.place,
             expected=f"plan {plan.digest}",
             found=f"plan {again.digest}",
             remedy="make a new plan",
