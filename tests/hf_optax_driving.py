@@ -242,7 +242,7 @@ def main(work: Path, kind: str) -> None:
         said |= {"weight_decay": DECAY, "exclude_from_weight_decay": {n: not d for n, d in decays.items()}}
     else:
         said |= {"multiply_by_parameter_scale": False, "clipping_threshold": 1.0, "weight_decay_rate": None}
-    back = plan(saved, work / "back", to="hf-trainer", hints=Hints(said))
+    back = plan(saved, work / "back", to="hf-trainer", hints=Hints(said, assume_defaults=True))
     convert(back)
     half = (LAST + END) // 2
     resumed(kind, work / "back" / f"checkpoint-{LAST}", work / "out", half)

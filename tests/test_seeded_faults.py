@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -64,11 +65,12 @@ class Fault:
         return bool(self.settings or self.constants or self.code or self.variant)
 
     @contextmanager
-    def made(self, state: TrainState) -> Iterator[None]:
-        """Lets our side err about the optimizer of a state."""
-        constants = variant_constants(state.optimizer.schema, str(state.optimizer.variant))
+    def made(self, state: TrainState, execution: Execution) -> Iterator[None]:
+        """Lets our side err about the optimizer of a state, in the forms of every run and of this execution."""
+        kind = (state.optimizer.schema, str(state.optimizer.variant))
+        forms = [variant_constants(*kind), variant_constants(*kind, execution)]
         with pytest.MonkeyPatch.context() as patch:
-            for name, value in self.constants.items():
+            for (name, value), constants in product(self.constants.items(), forms):
                 assert constants[name] != value, f"{name} is {value} by right"
                 patch.setitem(constants, name, value)
             for place, name, wrong in self.code:
@@ -157,7 +159,7 @@ def noticed(fault: Fault, xp: Backend) -> str:
     """Returns the first element that leaves the bound; "" if none does."""
     recording, right = recorded(fault.case), bounds(fault.case, xp.contracts, xp.sqrt_units)
     before = recording.moments[0].before
-    with fault.made(before):
+    with fault.made(before, recording.execution):
         wrong = fault.seen(before) if fault.moves_wrongly else None
         move = mover(xp, wrong, recording.execution) if wrong else right_move(fault.case, xp.name)
         for moment, bound in zip(recording.moments, right, strict=True):

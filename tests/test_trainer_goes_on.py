@@ -17,12 +17,12 @@ from goldens import GOLDEN
 from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.resume import of_plan, resume_lines
-from statekit.errors import UsageError
+from statekit.errors import UnknownRuleError
 from statekit.tensors.tensor import in_memory
 
 pytestmark = pytest.mark.torch
 T5X = GOLDEN / "t5x" / "noscale_wd_noclip" / "checkpoint"
-RATE = Hints({"learning_rate": 0.1})
+RATE = Hints({"learning_rate": 0.1}, assume_defaults=True)
 GROUPS = (("a.w", "b.w"), ("a.bias", "b.bias"))
 NAMES = {"a.w": (3, 4), "a.bias": (3,), "b.w": (2, 3), "b.bias": (2,)}
 
@@ -71,6 +71,8 @@ def test_trainer_goes_on_saves_and_goes_on_from_that(tmp_path: Path) -> None:
 
 
 def test_a_learning_rate_that_trainer_cannot_do_without_is_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"has no lr @ param_groups/0(.|\n)*learning_rate=\.\.\."):
-        plan(T5X, tmp_path / "run", to="hf-trainer")
-    convert(plan(T5X, tmp_path / "run.pt", layout="torch-optim"))  # a file that no library steps from
+    with pytest.raises(
+        UnknownRuleError, match=r"expected: learning_rate\n(.|\n)*--hparams learning_rate=\.\.\."
+    ):
+        plan(T5X, tmp_path / "run", to="hf-trainer", hints=Hints(assume_defaults=True))
+    convert(plan(T5X, tmp_path / "run", to="hf-trainer", hints=RATE))

@@ -379,7 +379,7 @@ class TrainState:
         )
 
     def only(self, paths: Iterable[str]) -> TrainState:
-        """Returns the state of some of its parameters, in the order given. `extra` stays as it is.
+        """Returns the state of some of its parameters, in the order given; groups keep theirs, `extra` stays as it is.
 
         Args:
             paths: Paths of parameters. A group that loses all of its own stays, empty.

@@ -15,7 +15,7 @@ the trial's one compiled step; each of `COSTLY` compiles another.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias, cast
 
@@ -317,7 +317,7 @@ def _require_indifferent(trial: Trial, paths: tuple[str, ...], update: int) -> N
     """Requires that an update of some parameters, in this order, gives them what the update of all gives."""
     case = trial.case
     before = case.before(update)
-    some = before.only(paths)
+    some = _in_order(before.only(paths), paths)
     grads = {path: case.grads[update][path] for path in paths}
     after = trial.step(some, grads, mover(trial.xp, some, trial.execution))
     _require_within(trial, after, update)
@@ -329,6 +329,15 @@ def _require_indifferent(trial: Trial, paths: tuple[str, ...], update: int) -> N
             if tensor.read().tobytes() != whole[key].read().tobytes()
         ]
         assert not unequal, f"depends on other parameters: {unequal}"
+
+
+def _in_order(state: TrainState, paths: tuple[str, ...]) -> TrainState:
+    """Returns a state whose groups have their parameters in this order."""
+    groups = tuple(
+        replace(group, paths=tuple(path for path in paths if path in group.paths))
+        for group in state.optimizer.groups
+    )
+    return replace(state, optimizer=replace(state.optimizer, groups=groups))
 
 
 def _sums_in_order(case: Case) -> bool:
