@@ -6,6 +6,7 @@ recordings; statekit's are written when they are asked for.
 
 from __future__ import annotations
 
+import shutil
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -157,6 +158,19 @@ def alone(
     )
 
 
+def case_of(container: str, layout: str, place: str, *, unchecked: tuple[str, ...] = ()) -> Row:
+    """Makes a row of a small file of the original among the tests' cases."""
+    source = Path(__file__).parent / "cases" / place
+
+    def write(folder: Path) -> Path:
+        if source.is_dir():
+            return Path(shutil.copytree(source, folder / source.name))
+        return Path(shutil.copy(source, folder / source.name))
+
+    sample = Sample(container, Path(), None, unchecked, (), False)
+    return Row(place, sample, layout, NO_HINTS, write)
+
+
 def streamed() -> Row:
     """Makes a row of EasyLM's stream: Adam with a rate that counts, in a chain of three."""
 
@@ -306,6 +320,8 @@ ALL = (
     alone("keras-h5", "keras-weights", unchecked=ANYWHERE),
     alone("mxnet", "mxnet-weights", unchecked=ANYWHERE),
     written("keras-h5", "keras", "lamb", "keras", unchecked=ANYWHERE),
+    case_of("keras-h5", "keras-model-h5", "keras2/adam/model.h5", unchecked=ANYWHERE),
+    case_of("tf-bundle", "tf2-keras2", "keras2/adam/tfckpt"),
     written("mxnet", "mxnet-adam", "adamw", "mxnet_unfused", unchecked=ANYWHERE, optional=MXNET),
     written("tf-bundle", "tf2-keras", "adamw", "keras"),
     written("tf-bundle", "tf2-t2t", "adafactor", "t2t_late"),

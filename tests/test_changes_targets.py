@@ -41,7 +41,8 @@ MAKERS = {
 TABLE: Table = {
     "a/kernel": ((4, 6), (R, C)), "a/bias": ((6,), (N,)), "b/kernel": ((5, 6), (R, C)), "b/bias": ((5,), (N,)),
 }  # fmt: skip
-ONLY_READ = ("deepspeed",)
+ONLY_READ = ("deepspeed", "keras-model-h5", "tf2-keras2")
+"""Layouts that write no state from elsewhere."""
 ALONE = {("torch-optim", "torch"), ("torch-fqn", "torch")}
 """Layouts with containers that hold the state of an optimizer without its parameters."""
 TRAINER = COMPACT / "torch_formats" / "adamw_trainer" / "checkpoint"

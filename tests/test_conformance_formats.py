@@ -21,7 +21,7 @@ from goldens import COMPACT, GOLDEN
 from statekit.budget import Budget
 from statekit.conversion import registry
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.contracts import Container, Encoded, Evidence, Exactness, Layout
+from statekit.conversion.contracts import Container, Encoded, Evidence, Exactness, GoesBack, Layout
 from statekit.converters.containers.statekit_dir import CONTAINER as FOLDER
 from statekit.converters.layouts.own.statekit_canonical import LAYOUT as CANONICAL
 from statekit.errors import (
@@ -147,6 +147,10 @@ def test_every_layout_holds_what_it_says(
     layout: Layout, home: Container, schema: str, variant: str, full: bool, tmp_path: Path
 ) -> None:
     state = made_state(schema, variant, full=full)
+    if isinstance(layout, GoesBack):  # nobody's file has this state: where it goes back is its own test's
+        with pytest.raises(InexactError):
+            layout.encode(state)
+        return
     if full:  # more slots than a layout must have a place for, which it says
         try:
             layout.encode(state)

@@ -133,7 +133,7 @@ def gone_on(model: Any, optimizer: Any) -> None:
 @pytest.mark.parametrize(
     ("case", "form"),
     [
-        pair
+        pytest.param(*pair, marks=[] if pair == ("adam", "model.h5") else [pytest.mark.slow])
         for pair in FORMS
         if pair[0] != "loss_scale" and pair not in (("legacy_sched", "tfckpt"), ("adamw", "tfckpt"))
     ],

@@ -241,6 +241,13 @@ class StoresValues(Protocol):
 
 
 @runtime_checkable
+class GoesBack(Protocol):
+    """A layout that writes a state only into the form of the file that it came from, and refuses any other state."""
+
+    only_goes_back: bool
+
+
+@runtime_checkable
 class BuildsOptimizer(Protocol):
     """A container whose program builds the usual optimizer itself: a layout that asks isn't passed over there."""
 

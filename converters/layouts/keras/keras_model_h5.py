@@ -82,6 +82,7 @@ class KerasModelH5:
     containers: tuple[str, ...] = ("keras-h5",)
     schedule_in: str = "iterations"
     stores_values: bool = True
+    only_goes_back: bool = True
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for listed weights of a model and of an optimizer."""
@@ -150,7 +151,7 @@ class KerasModelH5:
         for key, place in had.items():
             put(tree, place, values[key], ())
         tree = merged(_with_arguments(whole["tree"], state, home), tree)
-        return Encoded(tree, state.counts.updates, dropped=left_out(state, WHOLE))
+        return Encoded(tree, state.counts.updates, dropped=left_out(state, WHOLE, "keras2"))
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the lines that go on in Keras."""

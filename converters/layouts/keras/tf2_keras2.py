@@ -91,6 +91,7 @@ class Keras2Graph:
     containers: tuple[str, ...] = ("tf-bundle",)
     schedule_in: str = "iterations"
     stores_values: bool = True
+    only_goes_back: bool = True
     variants: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: dict.fromkeys(("adafactor", "adamw"), (VARIANT,))
     )
@@ -158,7 +159,9 @@ class Keras2Graph:
         tree |= _changed(state, tree, had["arguments"])
         dropped = dropped_from(state.extra, (HOME,), "tf.train.Checkpoint")
         dropped |= {
-            f"extra/{HOME}/{key}": why for key, why in HOMES.items() if key in home and key != "graph"
+            f"extra/{HOME}/{key}": why
+            for key, why in HOMES.items()
+            if key in home and key not in ("graph", "keras2")
         }
         return Encoded(tree, state.counts.updates, dropped=dropped)
 
