@@ -25,7 +25,7 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.lines.printing import SavedRun, State, quoted
 from statekit.state.schema import load_schema
 from statekit.state.stored_params import MASTER, Proven
-from statekit.state.train_state import Axis, Rule, TrainState
+from statekit.state.train_state import Axis, Counts, Rule, TrainState
 from statekit.tensors.tensor import Filled, Tensor
 from statekit.tensors.tree import at
 from statekit.tensors.typed import Name, fits, typed
@@ -72,6 +72,25 @@ class Tree(TypedDict):
     optimizer: StateDict
 
 
+def _counts_behind(counts: Counts, ahead: int) -> Counts:
+    """Returns counts whose schedule stands at the run's step, behind the optimizer's count."""
+    if not ahead:
+        return counts
+    return replace(counts, schedule=max(counts.updates - ahead, 0), says_schedule=True)
+
+
+def _with_masters(
+    slots: Mapping[str, Mapping[str, Tensor]],
+    weights: Mapping[str, Tensor],
+    stored_params: Mapping[str, Tensor],
+) -> dict[str, dict[str, Tensor]]:
+    """Returns slots with the masters of those parameters that are stored in another precision."""
+    return {
+        path: {**param_slots, **({MASTER: weights[path]} if path in stored_params else {})}
+        for path, param_slots in slots.items()
+    }
+
+
 @dataclass(frozen=True)
 class DeepSpeed:
     """The optimizers of PyTorch under ZeRO."""
@@ -114,20 +133,14 @@ class DeepSpeed:
         copies = {} if checkpoint.meta.get("zero_stage") == _NOT_STORED else model
         slots = _whole(state, checkpoint.tree) if flat else state.slots
         ahead = at(checkpoint.tree, ("deepspeed", "first_steps")) or 0
-        counts = state.counts
-        if ahead:
-            counts = replace(counts, schedule=max(counts.updates - ahead, 0), says_schedule=True)
         return replace(
             state,
-            counts=counts,
+            counts=_counts_behind(state.counts, ahead),
             params={
                 path: stored_params.get(path) or _proven(weights[path], copies.get(path), path)
                 for path in state.params
             },
-            slots={
-                p: {**param_slots, **({MASTER: weights[p]} if p in stored_params else {})}
-                for p, param_slots in slots.items()
-            },
+            slots=_with_masters(slots, weights, stored_params),
             rules={path: Rule((Axis.NONE,) * len(weights[path].shape), "file") for path in state.rules},
             optimizer=replace(state.optimizer, variant=hints.variant) if flat else state.optimizer,
             assumptions=(*state.assumptions, *([_FLAT] if flat else []), *([_AHEAD] if ahead else [])),

@@ -155,6 +155,12 @@ def _of_records(checkpoint: Checkpoint) -> Iterator[str]:
         yield f"{name.place} says step {name.step}, {record.place} says {record.step}: {_why()}"
 
 
+def _count_at(checkpoint: Checkpoint, path: Path) -> int:
+    """Returns the count that stands at a path; 0 if none does."""
+    count = at(checkpoint.tree, path)
+    return count if type(count) is int else 0
+
+
 def _of_counts(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
     if state.optimizer.schema == WEIGHTS or state.optimizer.several:
         return
@@ -162,10 +168,7 @@ def _of_counts(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
     name, record = _named(checkpoint), _recorded(checkpoint)
     may_skip = any(part.what in ("scaler", "accumulation") for part in run.parts)
     if record is not None:
-        skipped = at(checkpoint.tree, _SKIPPED)
-        first = at(checkpoint.tree, FIRST_STEPS)
-        expected = record.step - (skipped if type(skipped) is int else 0)
-        expected += first if type(first) is int else 0
+        expected = record.step - _count_at(checkpoint, _SKIPPED) + _count_at(checkpoint, FIRST_STEPS)
         if updates != expected and not (may_skip and updates < expected):
             yield f"{record.place} says step {expected}, the optimizer has done {updates} updates: {_why()}"
     elif name is not None and not may_skip and _is_of_another_step(name.step, state):

@@ -331,6 +331,17 @@ class _States:
             for name in _both(*slots):
                 yield from self._pair(f"groups/{i}/{name}", "", name, slots[0].get(name), slots[1].get(name))
 
+    def _unpaired(self, right: Schedule | None, other: Schedule | None, place: str) -> Iterator[Difference]:
+        """Yields the difference that a schedule makes which only one state has."""
+        (alone,) = (schedule for schedule in (right, other) if schedule is not None)
+        if alone.kind is None and alone.at is None:
+            self._unsaid["a schedule that isn't told: only one has its place"] = None
+        elif _is_constant(alone):
+            self._normalised["a schedule that never changes the rate: the other has none"] = None
+        else:
+            kinds = [schedule and (schedule.kind or "unknown") for schedule in (right, other)]
+            yield _differing("schedule", place, kinds)
+
     def _schedules(self, right: Sequence[Schedule], other: Sequence[Schedule]) -> Iterator[Difference]:
         if self._forms:
             yield from map(self._with_lengths, _parted(self._forms))
@@ -339,15 +350,7 @@ class _States:
         for i, (theirs, mine) in enumerate(zip_longest(right, other)):
             place = f"schedule/{i}"
             if theirs is None or mine is None:
-                (alone,) = (one for one in (theirs, mine) if one is not None)
-                if alone.kind is None and alone.at is None:
-                    self._unsaid["a schedule that isn't told: only one has its place"] = None
-                    continue
-                if _is_constant(alone):
-                    self._normalised["a schedule that never changes the rate: the other has none"] = None
-                    continue
-                kinds = [one and (one.kind or "unknown") for one in (theirs, mine)]
-                yield _differing("schedule", place, kinds)
+                yield from self._unpaired(theirs, mine, place)
                 continue
             for item in ("kind", "at", "last", "parameters"):
                 values = [plain(getattr(one, item)) for one in (theirs, mine)]
@@ -516,26 +519,39 @@ def _forms(
         for one in (right, other)
     ]
     forms: dict[str, _Form] = {}
-    made: dict[tuple[int, int], _Form] = {}
+    by_groups: dict[tuple[int, int], _Form] = {}
     for path in [path for path in groups[0] if path in groups[1]]:
         pair = groups[0][path], groups[1][path]
-        if pair not in made:
-            theirs = _rate_of(right.optimizer.groups, runs[0].schedules, pair[0], {})
-            mine = _rate_of(other.optimizer.groups, runs[1].schedules, pair[1], rates)
-            if theirs is None or mine is None:
+        if pair not in by_groups:
+            form = _form(right, other, runs, rates, pair)
+            if form is None:
                 return {}
-            stated = _stated(runs[0].schedules, pair[0])
-            made[pair] = _Form(
-                (theirs[0], mine[0]),
-                (theirs[1], mine[1]),
-                theirs[2] | mine[2],
-                length_of(runs[0]) or (stated.end if stated else None),
-                stated.turned if stated else lambda updates: 0.0,
-            )
-            if not made[pair].is_told():
-                return {}
-        forms[path] = made[pair]
+            by_groups[pair] = form
+        forms[path] = by_groups[pair]
     return forms
+
+
+def _form(
+    right: TrainState,
+    other: TrainState,
+    runs: tuple[RunState, RunState],
+    rates: Mapping[int, Rate],
+    pair: tuple[int, int],
+) -> _Form | None:
+    """Returns the schedule of a group of each state; None where one isn't told."""
+    right_rate = _rate_of(right.optimizer.groups, runs[0].schedules, pair[0], {})
+    other_rate = _rate_of(other.optimizer.groups, runs[1].schedules, pair[1], rates)
+    if right_rate is None or other_rate is None:
+        return None
+    stated = _stated(runs[0].schedules, pair[0])
+    form = _Form(
+        (right_rate[0], other_rate[0]),
+        (right_rate[1], other_rate[1]),
+        right_rate[2] | other_rate[2],
+        length_of(runs[0]) or (stated.end if stated else None),
+        stated.turned if stated else lambda updates: 0.0,
+    )
+    return form if form.is_told() else None
 
 
 def length_of(run: RunState) -> int | None:

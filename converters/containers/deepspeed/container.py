@@ -15,7 +15,7 @@ Source: deepspeedai/DeepSpeed deepspeed/runtime/engine.py, `_save_checkpoint`, `
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -160,22 +160,11 @@ def _unsharded(first: Mapping[str, Any], place: str) -> dict[str, Tree]:
     optimizer = require(wrapper.get("optimizer_state_dict", wrapper), dict, "an optimizer", place)
     groups = require(optimizer.get("param_groups"), list, "param_groups", place)
     records = require(optimizer.get("state"), dict, "state", place)
-    shared, buffers = first.get("shared_params") or {}, {*(first.get("buffer_names") or ())}
-    module = first["module"]
-    names = [name for name in module if name not in shared and name not in buffers]
+    module, names = first["module"], _parameter_names(first)
     numbers = [i for group in groups for i in require(group, dict, "a group", place).get("params", ())]
-    masters = [one for group in wrapper.get("fp32_groups") or () for one in group]
+    masters = [weight for group in wrapper.get("fp32_groups") or () for weight in group]
     weights = dict(zip(numbers, masters or [module[name] for name in names], strict=False))
-    slots = {
-        i: [one for one in records.get(i, {}).values() if isinstance(one, Tensor) and one.shape]
-        for i in numbers
-    }
-    fits = len(numbers) == len(names) == len(weights) and all(
-        weights[i].shape == module[name].shape == one.shape
-        for i, name in zip(numbers, names, strict=True)
-        for one in slots[i] or [weights[i]]
-    )
-    if not fits:
+    if not _fits_in_order(names, numbers, module, weights, records):
         raise FormatError(
             "The optimizer of a run without ZeRO only numbers its parameters, and they aren't those of the model in its"
             " order.",
@@ -185,18 +174,49 @@ def _unsharded(first: Mapping[str, Any], place: str) -> dict[str, Tree]:
             remedy="open the model's file by itself and give the names: --from torch --param-names FILE",
         )
     name_of = dict(zip(numbers, names, strict=True))
-    settings = {key: value for key, value in first.items() if key in _ENGINE}
-    client = {key: value for key, value in first.items() if key not in _ENGINE | _TAKEN and value is not None}
     ahead = {FIRST_STEPS: 1} if masters else {}
     return {
-        **client,
+        **_client_state(first),
         "model": dict(module),
         "optimizer": {
             "state": {name_of[i]: {**records.get(i, {}), MASTER: weights[i]} for i in numbers},
             "param_groups": [{**group, "params": [name_of[i] for i in group["params"]]} for group in groups],
         },
-        "deepspeed": {**settings, _STAGE: 0, **ahead},
+        "deepspeed": {**_engine_state(first), _STAGE: 0, **ahead},
     }
+
+
+def _parameter_names(first: Mapping[str, Any]) -> list[str]:
+    """Returns the names of a module's parameters in its order: without buffers and tied names."""
+    shared, buffers = first.get("shared_params") or {}, {*(first.get("buffer_names") or ())}
+    return [name for name in first["module"] if name not in shared and name not in buffers]
+
+
+def _engine_state(first: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in first.items() if key in _ENGINE}
+
+
+def _client_state(first: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in first.items() if key not in _ENGINE | _TAKEN and value is not None}
+
+
+def _fits_in_order(
+    names: Sequence[str],
+    numbers: Sequence[Any],
+    module: Mapping[str, Any],
+    weights: Mapping[Any, Any],
+    records: Mapping[Any, Any],
+) -> bool:
+    """Tells whether numbered weights and their slots have the shapes of a module's parameters, in its order."""
+    slots = {
+        i: [slot for slot in records.get(i, {}).values() if isinstance(slot, Tensor) and slot.shape]
+        for i in numbers
+    }
+    return len(numbers) == len(names) == len(weights) and all(
+        weights[i].shape == module[name].shape == tensor.shape
+        for i, name in zip(numbers, names, strict=True)
+        for tensor in slots[i] or [weights[i]]
+    )
 
 
 def _model_file(path: Path, files: Files, findings: list[Finding]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -115,16 +115,14 @@ def open_beside(folder: Path, taken: Collection[str], files: Files) -> Beside:
     tree: dict[str, Tree] = {}
     read, passed, odd = {*taken}, set[str](), list[Finding]()
     for key, names in PARTS.items():
-        name = next((one for one in names if (folder / one).is_file()), None)
-        part, notes = (None, ()) if name is None else _open_part(folder / name, files)
-        # What `torch.load(weights_only=True)` would refuse is carried as it is.
-        if name is not None and (key == "optimizer" or not holds_records(part)):
+        name, part, notes = _open_named(folder, key, names, files)
+        if name is not None:
             tree[key] = part
             odd += notes
             read.add(name)
             passed |= {*names} - {name}
     if "optimizer" not in tree:
-        apart = {m[1]: e for e in listing(folder) if (m := _APART.fullmatch(e.name)) and e.is_file()}
+        apart = _optimizers_apart(folder)
         if len(apart) > 1:
             tree["optimizers"] = {name: _open_part(file, files)[0] for name, file in sorted(apart.items())}
             read |= {file.name for file in apart.values()}
@@ -134,19 +132,50 @@ def open_beside(folder: Path, taken: Collection[str], files: Files) -> Beside:
         odd += notes
         read.add(shards)
     if (folder / REST).is_file():
-        rest, notes = _open_part(folder / REST, files)
-        if not isinstance(rest, Mapping):
-            raise FormatError("This isn't what statekit writes.", place=folder / REST, expected="a dict")
+        rest, notes = _open_rest(folder, files)
         tree = {**rest, **tree}
         odd += notes
         read.add(REST)
     carried, findings = _carried(folder, read, passed, files)
     if TRAINING_ARGS in carried and TRAINER_ARGUMENTS not in tree:
-        arguments = _schedule_arguments(
-            open_torch(folder / TRAINING_ARGS, files).tree, tree.get("trainer_state")
-        )
-        tree |= {TRAINER_ARGUMENTS: arguments} if arguments else {}
+        tree |= _trainer_arguments(folder, tree, files)
     return Beside({**tree, **({FILES: carried} if carried else {})}, (*odd, *findings))
+
+
+def _open_named(
+    folder: Path, key: str, names: Sequence[str], files: Files
+) -> tuple[str | None, Tree, Sequence[Finding]]:
+    """Opens the first file there is of a part; no name if there is none, or if torch wouldn't load it."""
+    name = next((name for name in names if (folder / name).is_file()), None)
+    if name is None:
+        return None, None, ()
+    part, notes = _open_part(folder / name, files)
+    # What `torch.load(weights_only=True)` would refuse is carried as it is.
+    return (name, part, notes) if key == "optimizer" or not holds_records(part) else (None, None, ())
+
+
+def _optimizers_apart(folder: Path) -> dict[str, Path]:
+    """Returns the files of several optimizers by their number."""
+    matches = ((entry, _APART.fullmatch(entry.name)) for entry in listing(folder))
+    return {match[1]: entry for entry, match in matches if match and entry.is_file()}
+
+
+def _open_rest(folder: Path, files: Files) -> tuple[Mapping[str, Any], Sequence[Finding]]:
+    """Opens the parts that these libraries have no file for.
+
+    Raises:
+        FormatError: They aren't a dict.
+    """
+    rest, notes = _open_part(folder / REST, files)
+    if not isinstance(rest, Mapping):
+        raise FormatError("This isn't what statekit writes.", place=folder / REST, expected="a dict")
+    return rest, notes
+
+
+def _trainer_arguments(folder: Path, tree: Mapping[str, Tree], files: Files) -> dict[str, Tree]:
+    """Returns the arguments that Trainer's updates depend on, under their key; nothing if there are none."""
+    arguments = _schedule_arguments(open_torch(folder / TRAINING_ARGS, files).tree, tree.get("trainer_state"))
+    return {TRAINER_ARGUMENTS: arguments} if arguments else {}
 
 
 _OF_SCHEDULES = (
@@ -172,12 +201,17 @@ def _schedule_arguments(arguments: Tree, trainer_state: Tree) -> dict[str, Any]:
     settings = {key: fields[key] for key in _OF_SCHEDULES if fields.get(key) is not None}
     settings |= {key: fields[key] for key, off in _OF_GRADIENTS.items() if fields.get(key) not in (None, off)}
     settings |= {"optim": fields["optim"]} if fields.get("optim") is not None else {}
-    enums = {key: one for key, one in settings.items() if isinstance(one, Record) and len(one.args) == 1}
-    settings |= {key: one.args[0] for key, one in enums.items()}
+    settings |= _values_of_enums(settings)
     counted = trainer_state.get("max_steps") if isinstance(trainer_state, Mapping) else None
     if type(counted) is int and counted > 0:
         settings["max_steps"] = counted
     return settings if not holds_records(settings) and "lr_scheduler_type" in settings else {}
+
+
+def _values_of_enums(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of the settings that are members of enums."""
+    enums = {key: item for key, item in settings.items() if isinstance(item, Record) and len(item.args) == 1}
+    return {key: item.args[0] for key, item in enums.items()}
 
 
 def write_part(stage: Stage, file: str, key: str, part: Tree) -> None:

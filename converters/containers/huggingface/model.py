@@ -161,10 +161,12 @@ def open_model(folder: Path, name: str, files: Files) -> Model:
     ]
     faults.check(CorruptError, "Index and shards contradict each other", place=place)
     whole = {one: shards[file][one] for one, file in weights.items()}
-    metadata = {key: value for _, said, _ in opened.values() for key, value in said.items()}
-    metadata |= index.get("metadata", {})
+    all_metadata: dict[str, Any] = {}
+    for _, of_file, _ in opened.values():
+        all_metadata |= of_file
+    all_metadata |= index.get("metadata", {})
     odd = tuple(finding for _, _, findings in opened.values() for finding in findings)
-    return Model(whole, (name, *names), list(whole) == sorted(whole), metadata, odd)
+    return Model(whole, (name, *names), list(whole) == sorted(whole), all_metadata, odd)
 
 
 def open_alone(path: Path, files: Files) -> Model:

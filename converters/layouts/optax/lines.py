@@ -183,6 +183,16 @@ def place_above(saved: SavedRun) -> str:
     return next((f"{name}/" for name in names if f"/{name}/".count(mark) == 0), "")
 
 
+def _names_by_key(saved: SavedRun, above: str) -> dict[str, set[str]]:
+    """Returns for each key of a file's tree the names of the tensors below it."""
+    names: dict[str, set[str]] = {}
+    for name in saved.tensors:
+        if name.startswith(above):
+            key, _, below = name.removeprefix(above).partition("/")
+            names.setdefault(key, set()).add(below)
+    return names
+
+
 def _target(saved: SavedRun, above: str, open_value: str = "") -> tuple[str, list[str]]:
     """Returns the line that makes the tree to restore into, and the keys of the file that it hasn't.
 
@@ -191,11 +201,7 @@ def _target(saved: SavedRun, above: str, open_value: str = "") -> tuple[str, lis
         above: What stands before `opt_state` in its names.
         open_value: What stands for a part that the lines can't make; without it, the part is left out.
     """
-    names = [name.removeprefix(above) for name in saved.tensors if name.startswith(above)]
-    shapes: dict[str, set[str]] = {}
-    for name in names:
-        top, _, below = name.partition("/")
-        shapes.setdefault(top, set()).add(below)
+    shapes = _names_by_key(saved, above)
     code = {_PARAMS: "params", _STATE: "optimizer.init(params)"}
     averages = [top for top, below in shapes.items() if below == shapes.get(_PARAMS)]
     numbers = [top for top, below in shapes.items() if below == {""}]

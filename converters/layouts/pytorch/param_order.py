@@ -153,6 +153,15 @@ def _cut(groups: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Order:
     return Order(tuple(tuple(next(left) for _ in group["params"]) for group in groups))
 
 
+def _groups_by_shape(groups: Sequence[Sequence[Shape | None]]) -> dict[Shape, list[int]]:
+    """Returns for each shape the numbers of its parameters' groups."""
+    numbers: dict[Shape, list[int]] = {}
+    for number, group in enumerate(groups):
+        for shape in (shape for shape in group if shape is not None):
+            numbers.setdefault(shape, []).append(number)
+    return numbers
+
+
 def shaped_order(
     groups: Sequence[Sequence[Shape | None]],
     model: Mapping[str, Shape],
@@ -178,12 +187,8 @@ def shaped_order(
     names: dict[Shape, list[str]] = {}
     for name, shape in model.items():
         names.setdefault(shape, []).append(name)
-    wanted: dict[Shape, list[int]] = {}
-    for number, group in enumerate(groups):
-        for shape in (one for one in group if one is not None):
-            wanted.setdefault(shape, []).append(number)
     faults, several = Faults(), 0
-    for shape, numbers in wanted.items():
+    for shape, numbers in _groups_by_shape(groups).items():
         candidates = names.get(shape, [])
         if len(candidates) != len(numbers):
             faults.add(f"{len(numbers)} in the optimizer, {len(candidates)} in the model", f"shape {shape}")

@@ -236,12 +236,8 @@ class TorchOptim:
             for kind, group in zip(kinds, parts.groups, strict=True)
         ]
         is_sorted = bool(checkpoint.meta.get(SORTED))
-        given, said_by = hints.param_names, ""
-        if given is None and hints.names_from is None:
-            given, said_by = names_beside(checkpoint, shapes)
+        given, said_by = _given_names(checkpoint, hints, shapes, parts)
         remedy = f"{BY_CONFIG}; or: {REMEDY}" if has_config(checkpoint) else REMEDY
-        if hints.names_from is not None and given is None:
-            given, said_by = names_by_config(checkpoint, shapes, parts.model)
         order = found_order(parts.groups, shapes, parts.model, given, is_sorted, hints.model, remedy)
         moved = {name: None for names in order.groups for name in names}
         params = {path_of(name): tensor for name, tensor in parts.model.items() if name in moved}
@@ -502,19 +498,37 @@ def _incomplete(checkpoint: Checkpoint) -> StateError:
     return StateError("The checkpoint has an optimizer, but no weights.", place=checkpoint.path, remedy=ALONE)
 
 
+def _given_names(
+    checkpoint: Checkpoint, hints: CheckpointRef, shapes: Sequence[Sequence[Shape | None]], parts: Parts
+) -> tuple[Sequence[str] | None, str]:
+    """Returns the names that a user, a file beside the run or a configuration gives, and a note on their source."""
+    if hints.param_names is not None:
+        return hints.param_names, ""
+    if hints.names_from is None:
+        return names_beside(checkpoint, shapes)
+    return names_by_config(checkpoint, shapes, parts.model)
+
+
 def _kind(parts: Parts) -> TorchOptimizer | None:
     """Returns the optimizer that parts are of, by their signature; None if it is none of these."""
     slot_names = {key for record in parts.state.values() for key in record}
     signature = signature_of(parts) if parts.groups else None
     if slot_names and _is_bare(parts) and signature is None:
-        # Where only tensors were saved, slots must do: the notes of Hugging Face's Adafactor tell it from AdamW.
-        fits = [kind for kind in KINDS if slot_names <= {*kind.names.values(), STEP, *kind.notes}]
-        return next((kind for kind in fits if set(kind.notes) <= slot_names), None)
+        return _kind_by_slots(slot_names)
     if signature is None:
         return None
     kinds = ((kind.schema, kind.variant, kind) for kind in KINDS)
     same = (kind for *key, kind in kinds if key == [signature.schema, signature.variant])
     return next((replace(kind, signature=signature) for kind in same), None)
+
+
+def _kind_by_slots(slot_names: set[str]) -> TorchOptimizer | None:
+    """Returns the optimizer of a file that holds tensors alone; None if it is none of these.
+
+    The notes of Hugging Face's Adafactor tell it from AdamW.
+    """
+    fitting = [kind for kind in KINDS if slot_names <= {*kind.names.values(), STEP, *kind.notes}]
+    return next((kind for kind in fitting if set(kind.notes) <= slot_names), None)
 
 
 def _is_bare(parts: Parts) -> bool:

@@ -26,23 +26,29 @@ def gin_lines(state: State, saved: SavedRun) -> list[str]:
     ]
 
 
-def _argument_lines(state: State, saved: SavedRun) -> list[str]:
-    """Returns the lines that give Adafactor what is known, and a comment on what is not."""
+def _is_given(state: State, name: str) -> bool:
+    """Tells whether a user gave a setting to any group."""
+    return any(group.get("known_from", {}).get(name) == "given" for group in state["groups"])
+
+
+def _arguments(state: State, is_foreign: bool) -> dict[str, str]:
+    """Returns Adafactor's arguments by name, as they are written; those that other lines give aren't among them."""
     arguments = [] if has_several(state) else native_arguments(state)[0]
     pairs = dict(argument.partition("=")[::2] for argument in arguments)
-    is_foreign = (
-        saved.is_converted and saved.source != "t5x"
-    )  # else the run's gin has all but what a user tells anew
     if is_foreign:
         pairs |= _least_factored(state)
-    pairs = {name: value for name, value in pairs.items() if name not in (RATE, "step_offset", UNKNOWN)}
+    return {name: value for name, value in pairs.items() if name not in (RATE, "step_offset", UNKNOWN)}
+
+
+def _argument_lines(state: State, saved: SavedRun) -> list[str]:
+    """Returns the lines that give Adafactor what is known, and a comment on what is not."""
+    # The gin of a run of T5X has all but what a user tells anew.
+    is_foreign = saved.is_converted and saved.source != "t5x"
+    pairs = _arguments(state, is_foreign)
     unknown = [name for name, value in pairs.items() if value == UNKNOWN]
     known = [(name, value) for name, value in pairs.items() if value != UNKNOWN]
     if not is_foreign:
-        sources = [group.get("known_from", {}) for group in state["groups"]]
-        known = [
-            (name, value) for name, value in known if "given" in [source.get(name) for source in sources]
-        ]
+        known = [(name, value) for name, value in known if _is_given(state, name)]
     lines = [f"adafactor.Adafactor.{name} = {value}" for name, value in known]
     if unknown and is_foreign:
         lines.append(f"# the run's own gin must say, as nothing here does: {', '.join(unknown)}")
