@@ -509,7 +509,9 @@ class HuggingFaceFolder:
             stem = pattern.partition(".")[0]
             if stem == SHARDED_OPTIMIZER and sharded_part(folder, SHARDED_OPTIMIZER):
                 continue
-            yield Finding(f"{pattern} isn't there: {lost}", f"{folder}")
+            cut = sharded_part(folder, stem, whole=False)
+            instead = f"FSDP's {cut} stands in its place, without the index of its shards" if cut else lost
+            yield Finding(f"{pattern} isn't there: {instead}", f"{folder}")
 
     def fitted(self, encoded: Encoded) -> Encoded:
         """Returns a state with its parts where the folder keeps them, and what the library can't do without.

@@ -92,12 +92,20 @@ def find_model(folder: Path) -> str | None:
     return None
 
 
-def sharded_part(folder: Path, stem: str) -> str:
-    """Returns the name of the folder in which FSDP keeps a part in shards; "" if there is none, or several."""
+def sharded_part(folder: Path, stem: str, whole: bool = True) -> str:
+    """Returns the name of the folder in which FSDP keeps a part in shards; "" if there is none, or several.
+
+    Args:
+        folder: The folder of a run's step.
+        stem: What the part's folders are called, without a number.
+        whole: Whether only one counts that has the index of its shards.
+    """
     names = [
         entry.name
         for entry in listing(folder)
-        if re.fullmatch(rf"{stem}(_[0-9]+)?", entry.name) and (entry / METADATA).is_file()
+        if re.fullmatch(rf"{stem}(_[0-9]+)?", entry.name)
+        and entry.is_dir()
+        and (not whole or (entry / METADATA).is_file())
     ]
     return names[0] if len(names) == 1 else ""
 

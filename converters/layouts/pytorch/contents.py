@@ -27,6 +27,10 @@ STEP = "step"
 _WRAPPED = "__bnb_optimizer_quant_state__"
 
 
+_TELLING = 5
+"""How many options tell an optimizer that has lost slots; fewer are those of several."""
+
+
 @dataclass(frozen=True)
 class Signature:
     """By what an optimizer is told, and how its dialect says what its schema's optimizer in PyTorch does.
@@ -138,14 +142,24 @@ def _several(checkpoint: Checkpoint, beside: SideBySide) -> Contents:
 
 
 def signature_of(parts: Parts) -> Signature | None:
-    """Returns the signature that an optimizer has; None if none fits.
+    """Returns the signature that an optimizer has, or that of which it has lost slots; None if none fits.
 
-    Groups without parameters say nothing, as torch.distributed takes their options.
+    Groups without parameters say nothing, as torch.distributed takes their options. Slots are lost where the many
+    options of a group are those of a schema's optimizer, and some of its slots, but not all, are there: decoding lists
+    what is missing.
     """
     slots = {str(slot) for record in parts.state.values() for slot in unwrapped_record(record)}
     groups = [group for group in parts.groups if group["params"]] or parts.groups
     fits = [signature for signature in signatures() if signature.fits(slots, groups)]
+    if not fits:
+        fits = [signature for signature in signatures() if _has_lost(signature, slots, groups)]
     return max(fits, key=lambda one: len(slots & {*one.slots}) + len(one.options), default=None)
+
+
+def _has_lost(signature: Signature, slots: Collection[str], groups: Sequence[Mapping[str, Any]]) -> bool:
+    left = {*slots} - {STEP}
+    is_telling = signature.schema is not None and len(signature.options) >= _TELLING
+    return is_telling and bool(left) and left < {*signature.slots} and signature.fits(signature.slots, groups)
 
 
 def unwrapped_record(record: Mapping[str, Any]) -> Mapping[str, Any]:
