@@ -447,6 +447,8 @@ class StatekitKeras:
         every = variables(tree, config)
         paths = paths_of(named)
         order = saved_order(tree, every)
+        if order is not None and {*paths} < {*order.moved}:  # a parameter whose slots are missing
+            order = Order({path: variable for path, variable in order.moved.items() if path in named})
         if order is None or {*order.moved} != {*paths}:
             matched = by_names(every, [optimizer.variable_of(path) for path in paths])
             order = _as_in_model(dict(zip(paths, matched.moved.values(), strict=True)), every)

@@ -253,8 +253,11 @@ def _arguments(tree: Mapping[str, Any], optimizer: Keras2Optimizer) -> dict[str,
 
 def _changed(state: TrainState, tree: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Tensor]:
     """Returns the arguments that the state has another value of than the checkpoint that it came from, by key."""
-    group = state.optimizer.groups[0].hyperparameters if state.optimizer.groups else {}
-    native = load_schema(state.optimizer.schema).native(VARIANT, group)
+    groups = state.optimizer.groups
+    group = groups[0].hyperparameters if groups else {}
+    # A schedule's value at this step is inferred; the checkpoint has the schedule's base.
+    given = {name: value for name, value in group.items() if groups[0].known_from.get(name) != "inferred"}
+    native = load_schema(state.optimizer.schema).native(VARIANT, given)
     changed: dict[str, Tensor] = {}
     for name, key in keys.items():
         value = native.get(name)
