@@ -167,6 +167,12 @@ def statekit(debug: bool) -> None:
     """
 
 
+def _have_stdout() -> None:
+    """Opens a standard output that keeps nothing where whoever called us closed it."""
+    if sys.stdout is None:
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     line = list(sys.argv[1:] if arguments is None else arguments)
@@ -175,8 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
         return shell_complete(statekit, {}, "statekit", COMPLETE, instruction)
     debug, as_json = False, "--json" in line
-    if sys.stdout is None:  # whoever called us closed it
-        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    _have_stdout()
     try:
         with (
             stoppable(),

@@ -40,7 +40,7 @@ KERNEL = "encoder/layers_0/mlp/wi_0/kernel"
 
 
 def converted(tmp_path: Path, name: str = "out.pt", **options: Any) -> Any:
-    return statekit.convert(RUN, tmp_path / name, hparams=TOLD, **options)
+    return statekit.convert(RUN, tmp_path / name, **{"hparams": TOLD, **options})
 
 
 def said(report: Any) -> str:
@@ -100,7 +100,8 @@ def test_a_target_with_one_count_refuses_to_set_the_schedule_apart(tmp_path: Pat
     with pytest.raises(InexactError, match="one number"):
         converted(tmp_path, "t5x-out", slot_policy="reset:count")
     with pytest.raises(InexactError, match="no place for where a schedule stands"):
-        converted(tmp_path, schedule_step=2, require="estimate", layout="torch-optim")
+        given: dict[str, Any] = {"hparams": {**TOLD, "learning_rate": 0.01}, "assume_defaults": True}
+        converted(tmp_path, schedule_step=2, require="estimate", layout="torch-optim", **given)
     assert not [*tmp_path.iterdir()]
 
 

@@ -255,22 +255,26 @@ def _neighbours(node: Tree, path: Path, cores: Sequence[Path]) -> Iterator[Neigh
         for index in range(max(items) + 1):
             yield from _neighbours(items.get(index), (*path, index), cores)
         return
-    fields = frozenset(map(str, node)) if isinstance(node, Mapping) else frozenset()
-    inner = node.get("inner_state") if isinstance(node, Mapping) else None
+    record = node if isinstance(node, Mapping) else {}
+    fields, inner = frozenset(map(str, record)), record.get("inner_state")
     if fields in IDLE:
-        yield Neighbour("idle", path, ", ".join(map(str, node)), node)
+        yield Neighbour("idle", path, ", ".join(map(str, record)), record)
     elif not any(is_tensor(leaf) for _, leaf in leaves(inner if fields & _INNER_FIELDS else node)):
         # settings of inject_hyperparams around a stateless link are no state of its own
         yield Neighbour("masked" if fields == {"inner_state"} else "stateless", path)
     elif fields == {"inner_state"}:
         yield from _neighbours(inner, (*path, "inner_state"), cores)
     else:
-        name = NEIGHBOURS.get(fields) if fields and _is_sound(node) else None
-        kinds: dict[str | None, Kind] = {SCHEDULE: "schedule", PLATEAU: "plateau"}
-        kind = "ema" if name and fields == {"count", "ema"} else kinds.get(name, "other")
-        yield Neighbour(
-            kind, path, name or f"a link with {', '.join(map(str, node)) if fields else 'no fields'}", node
-        )
+        yield _with_tensors(node, path, fields)
+
+
+def _with_tensors(node: Any, path: Path, fields: frozenset[str]) -> Neighbour:
+    """Returns a link that holds tensors, by its fields: a known one, or another."""
+    name = NEIGHBOURS.get(fields) if fields and _is_sound(node) else None
+    kinds: dict[str | None, Kind] = {SCHEDULE: "schedule", PLATEAU: "plateau"}
+    kind = "ema" if name and fields == {"count", "ema"} else kinds.get(name, "other")
+    shown = ", ".join(map(str, node)) if fields else "no fields"
+    return Neighbour(kind, path, name or f"a link with {shown}", node)
 
 
 def _is_sound(node: Mapping[str, Any]) -> bool:
