@@ -76,7 +76,7 @@ class Optax:
         said = str(meta["optimizer"])
         _require_known_links(said)
         links = _links(said)
-        arguments = _arguments(meta["hyperparameters"], links, meta["learning_rate"])
+        arguments = _arguments(meta["hyperparameters"], links, meta.get("learning_rate", ()))
         group = {
             **_usual(schema, _defaults(schema, arguments)),
             **{name: value for name, value in arguments.items() if name not in (*READ_HERE, *links)},
@@ -94,7 +94,7 @@ class Optax:
             meta,
             [(1, int(meta["steps"]), spec)],
             checkpoint_of(meta["checkpoint"]["files"]),
-            of_xla(str(meta["versions"].get("backend", "cpu"))),
+            of_xla(str(meta.get("versions", {}).get("backend", "cpu"))),
         )
         return _by_update(recorded, arguments.get(GRADIENTS_PER_UPDATE) or _every(said))
 
