@@ -86,7 +86,7 @@ def test_the_printed_schedule_of_keras_has_every_rate(call: str) -> None:
         ("PiecewiseConstantDecay([9, 5], [1.0, 2.0, 3.0])", "boundaries are [9, 5]"),
         ("PiecewiseConstantDecay([9], [1.0])", "don't go together"),
         ("ExponentialDecay(0.1, 5)", "nobody said decay_rate"),
-        ("InverseTimeDecay(0.1, 5, 0.5)", "isn't a schedule that is known here"),
+        ("TriangularDecay(0.1, 5, 0.5)", "isn't a schedule that is known here"),
     ],
 )
 def test_what_keras_has_alone_or_nobody_said_is_named(call: str, why: str) -> None:

@@ -272,8 +272,11 @@ ALLOWED: dict[str, tuple[str, set[str]]] = {
     "statekit/files/whole_file.py": ("fills the digest into the target that was written", {"path.open"}),
     "statekit/testing/containers.py": (
         "compares and damages files, as anybody would",
-        {"file.read_bytes", "(first / name).read_bytes", "(second / name).read_bytes",
-         "Path('/proc/self/io').read_text"},
+        {"file.read_bytes", "(first / name).read_bytes", "(second / name).read_bytes", "manifest.read_bytes",
+         "others[0].read_bytes", "Path('/proc/self/io').read_text"},
+    ),
+    "converters/layouts/pytorch/architecture.py": (
+        "what it remembers of a config, in the user's own cache", {"remembered.read_text"}
     ),
     "statekit/testing/damage.py": ("/proc", {"Path('/proc/self/status').read_text"}),
     "converters/containers/huggingface/folder.py": (

@@ -351,10 +351,10 @@ def test_ties_of_weights_stay_shared(tmp_path: Path) -> None:
 
 def test_several_weights_ask_for_a_key(tmp_path: Path) -> None:
     weights = net().state_dict()
-    torch.save({"net": weights, "average": weights}, tmp_path / "run.pt")
+    torch.save({"net": weights, "other": weights}, tmp_path / "run.pt")
     contents = statekit.inspect(tmp_path / "run.pt").contents
-    assert contents is not None and "net or average" in contents and "--model-key" in contents
-    with statekit.open(tmp_path / "run.pt", model_key="average") as opened:
+    assert contents is not None and "net or other" in contents and "--model-key" in contents
+    with statekit.open(tmp_path / "run.pt", model_key="other") as opened:
         assert opened.state.optimizer.schema == WEIGHTS
 
 

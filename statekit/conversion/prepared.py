@@ -334,7 +334,9 @@ def _layout_for(
     change = rule_change_to(card, paced, opened.layout)
     if change is None or change.exactness <= request.require:  # else the rule itself is refused
         check_said(missing(card, change), request.ref.place, card.name)
-    return card, passed_over, paced if card.stores_values else state
+    # A state that stays in its own system keeps what its file has: a schedule there has no number beside it.
+    is_at_home = is_carried(state, home.name, card, home)
+    return card, passed_over, paced if card.stores_values and not is_at_home else state
 
 
 def _with_rates(state: TrainState) -> TrainState:
