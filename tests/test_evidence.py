@@ -127,7 +127,8 @@ def test_documented_defaults_never_stand_for_what_has_none(tmp_path: Path) -> No
         source, tmp_path / "x.pt", layout="torch-optim", hints=replace(said, hparams={"learning_rate": 0.1})
     )
     assert planned.options["assume_defaults"] is True
-    assert planned.headline.startswith("ROUNDING, if weight_decay_rate=0.0001")
+    assert planned.headline.startswith("ROUNDING, if it is adamw (")
+    assert "and weight_decay_rate=0.0001" in planned.headline
 
 
 def test_a_target_that_leaves_facts_open_asks_for_nothing(tmp_path: Path) -> None:
@@ -184,7 +185,8 @@ def test_a_proof_names_what_it_rests_on_and_fails_where_a_target_holds_what_nobo
     convert(plan(source, tmp_path / "open.pt"))
     left_open = verify(source, tmp_path / "open.pt").data["verdict"]
     assert left_open["passed"]
-    assert "if weight_decay_rate=0.0001" in left_open["headline"]
+    assert "if it is adamw (" in left_open["headline"]
+    assert "and weight_decay_rate=0.0001" in left_open["headline"]
     convert(plan(source, tmp_path / "recorded.pt", layout="torch-optim", hints=hints))
     assert verify(source, tmp_path / "recorded.pt").passed
     by_hand = torch.load(tmp_path / "recorded.pt", weights_only=True)

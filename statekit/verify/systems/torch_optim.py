@@ -59,7 +59,9 @@ class TorchOptim:
         path = checkpoint_of(meta["checkpoint"]["files"])
         # A fused kernel keeps everything float32 until it stores; else each operation rounds what it returns.
         fused, capturable = (all(group.get(key) for group in groups) for key in ("fused", "capturable"))
-        ran = of_torch("cuda" if "cuda" in meta["versions"] else "cpu", fused=fused, capturable=capturable)
+        ran = of_torch(
+            "cuda" if "cuda" in meta.get("versions", {}) else "cpu", fused=fused, capturable=capturable
+        )
         return described(meta, [(1, int(meta["steps"]), spec)], path, ran)
 
     def decode(self, tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState:
