@@ -63,6 +63,7 @@ def main(work: Path) -> None:
         case.get("hparams", {}),
         param_names=tuple(names) if (names := case.get("names")) else None,
         schedule=parse_call(text) if (text := case.get("schedule")) else None,
+        assume_defaults=True,
     )
     planned = plan(Path(case["source"]), work / "run", to="hf-trainer", layout=case["layout"], hints=hints)
     report = convert(planned)
