@@ -75,4 +75,5 @@ def test_a_layout_that_cant_take_the_run_as_it_is_says_what_it_lacks_in_the_word
         statekit.plan(T5X, tmp_path / "target.pt", to="torch", layout="torch-optim", require="estimate")
     assert ways["torch-optim"].refusal == str(caught.value)
     assert "beta1" in str(caught.value)
+    assert "beta1" in ways["torch-optim"].asks
     assert ways["optax"].refusal is None

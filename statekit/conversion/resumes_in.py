@@ -15,6 +15,7 @@ from statekit.conversion.prepared import encoded_in, rule_change_to
 from statekit.conversion.resume import frameworks, of_checkpoint, resume_lines
 from statekit.conversion.rule_change import RuleChange
 from statekit.errors import InexactError, StateError, UnknownRuleError, UsageError
+from statekit.state.evidence import Fact
 from statekit.state.schema import WEIGHTS
 from statekit.tensors.tree import to_json
 
@@ -33,6 +34,7 @@ class Resumption:
         here: Whether the checkpoint has this layout already.
         dropped: What it has no place for, by canonical name, each with the reason.
         refusal: Why it can't take the run as it is, and what to say beside it; None if it can.
+        asks: Names of the facts that it stores and nobody gave; with them it takes the run.
     """
 
     layout: str
@@ -44,10 +46,11 @@ class Resumption:
     here: bool
     dropped: Mapping[str, str] = field(default_factory=dict)
     refusal: str | None = None
+    asks: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data."""
-        lists = {name: list(getattr(self, name)) for name in ("containers", "reasons", "made_up")}
+        lists = {name: list(getattr(self, name)) for name in ("containers", "reasons", "made_up", "asks")}
         return {
             **vars(self),
             **lists,
@@ -78,13 +81,15 @@ def _resumption(opened: OpenState, card: LayoutCard, own_card: LayoutCard) -> Re
     change: RuleChange | None = None
     dropped: Mapping[str, str] = {}
     refusal = None
+    asks: list[Fact] = []
     # In its own layout the run goes on as it is.
     if not here:
         try:
             change = rule_change_to(card, state, opened.layout)
             there = change.state if change else state
             if card.stores_values and not is_carried(state, opened.layout, card, own_card):
-                check_said(unsaid(state, there, opened.ref), opened.ref.path, card.name)
+                asks = unsaid(state, there, opened.ref)
+                check_said(asks, opened.ref.path, card.name)
             dropped = encoded_in(registry.layout(card.name), there)[0].dropped
         except (InexactError, UnknownRuleError, UsageError) as error:
             refusal = str(error)
@@ -99,6 +104,7 @@ def _resumption(opened: OpenState, card: LayoutCard, own_card: LayoutCard) -> Re
         here,
         dropped,
         refusal,
+        tuple(fact.name for fact in asks),
     )
 
 
