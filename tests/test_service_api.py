@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import io
 import json
 import sqlite3
 import threading
@@ -19,14 +20,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.checks import negative_data_rejection, positive_data_acceptance
+from fastapi.routing import APIRoute
 from schemathesis.python.asgi import get_client
 from serving import BEARER, Served
 
 from statekit.errors import CommitError, NotFoundError
 from statekit.files.durable import writing
 from statekit.service.failures import problem_of
+from statekit.service.listener import Listener
 from statekit.service.records import KINDS
 from statekit.service.web.remembered import Remembered
+from statekit.service.work import KINDS as KINDS_OF_TASKS
 
 API = "/api/v1"
 SEMANTIC = [positive_data_acceptance, negative_data_rejection]
@@ -377,3 +381,58 @@ def test_answers_are_as_described_whatever_is_asked(served: Served) -> None:
 @pytest.mark.slow
 def test_answers_are_as_described_in_ten_thousand_cases(served: Served) -> None:
     hold_to_the_description(served, 10_000)
+
+
+def integers(node: Any, at: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields every whole number that a description names, with where it does."""
+    if isinstance(node, dict):
+        if node.get("type") == "integer":
+            yield at, node
+        for key, below in node.items():
+            yield from integers(below, f"{at}/{key}")
+    elif isinstance(node, list):
+        for i, below in enumerate(node):
+            yield from integers(below, f"{at}/{i}")
+
+
+def test_every_whole_number_that_may_be_sent_has_its_range(served: Served) -> None:
+    described = got(served, "/openapi.json")
+    sent = [
+        {"parameters": one.get("parameters", []), "body": one.get("requestBody", {})}
+        for path in described["paths"].values()
+        for one in path.values()
+    ]
+    bodies = {
+        name: schema for name, schema in described["components"]["schemas"].items() if name.endswith("Body")
+    }
+    seen = dict(integers([sent, bodies]))
+    assert len(seen) > 20
+    assert [at for at, one in seen.items() if not {"minimum", "maximum"} <= {*one}] == []
+
+
+def test_both_ends_of_every_whole_number_are_taken_or_refused_and_never_fail(served: Served) -> None:
+    looked = served.service.jobs
+    looked.submit("inspect", [1])
+    lease = looked.lease("test")
+    assert lease is not None
+    said = {"paths": [str(served.service.catalogue.path_of(1))], "options": {}}
+    looked.finish(lease, "done", result=KINDS_OF_TASKS["inspect"](said, Listener(io.StringIO())))
+    assert served.client.get("/checkpoints/1/tree").status_code == 200
+    tried = 0
+    for route in [one for router in (served.app.router, *served.routers) for one in router.routes]:
+        if not isinstance(route, APIRoute) or "GET" not in route.methods or route.path.endswith("/events"):
+            continue
+        whole = {
+            field.alias: field
+            for field in (*route.dependant.path_params, *route.dependant.query_params)
+            if "'type': 'int'" in str(field._type_adapter.core_schema)
+        }
+        usual = {name: "1" for name in route.param_convertors}
+        for name in whole:
+            for value in (-(2**63), -1, 0, 1, 2**31, 2**31 + 1, 2**63 - 1, 2**63, 10**30):
+                path = route.path.format(**{**usual, name: value})
+                query = {} if name in usual else {name: value}
+                answer = served.client.get(path, params=query, follow_redirects=False)
+                assert answer.status_code < 500, (path, query, answer.text)
+                tried += 1
+    assert tried > 200

@@ -280,6 +280,12 @@ def test_options_that_make_no_sense_or_name_files_are_refused(
         shared.jobs.submit("check", [999])
 
 
+def test_a_checkpoint_named_twice_is_refused_with_its_number(shared: Lab) -> None:
+    number = shared.number("run/checkpoint_4")
+    with pytest.raises(UsageError, match=f"1000 times.*subjects: {number}"):
+        shared.jobs.submit("doctor", [number] * 1000)
+
+
 def test_a_target_outside_of_the_roots_is_a_problem_and_nothing_is_written(shared: Lab) -> None:
     for path in ("../out.pt", "/tmp/out.pt", "nowhere/out.pt"):
         job = shared.do("convert", [shared.number("run/checkpoint_4")], target={"root": 1, "path": path})
@@ -302,6 +308,16 @@ def test_a_conversion_of_a_job_and_one_of_the_command_line_are_in_the_lineage(la
     assert of_job.job is not None and of_line.job is None
     assert of_line.tool == f"statekit {statekit.__version__}"
     assert of_line.options["step_offset"]["asked"] == "reset"
+
+
+@pytest.mark.parametrize("target", ["file.pt/x", "file.pt/x/y", "run/checkpoint_4/checkpoint/x"])
+def test_a_target_below_a_file_is_an_error_of_the_job_at_once(target: str, shared: Lab) -> None:
+    (shared.root / "file.pt").write_bytes(TORCH.read_bytes())
+    said = {"root": shared.catalogue.roots()[0].id, "path": target}
+    job = shared.do("convert", [shared.number("run/checkpoint_4")], to="torch", target=said)
+    assert (job.state, job.attempts) == ("failed", 1) and job.problem is not None
+    assert "folder" in job.problem["subject"] or "there" in job.problem["subject"]
+    (shared.root / "file.pt").unlink()
 
 
 def test_thinning_keeps_the_weights_and_refuses_what_is_needed(lab: Lab) -> None:

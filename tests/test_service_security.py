@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import sqlite3
 import stat
 import threading
 import time
@@ -19,11 +20,12 @@ from starlette.responses import FileResponse, Response
 from starlette.testclient import TestClient
 from starlette.types import Scope
 
-from statekit.errors import FormatError, StateError
+from statekit.errors import FormatError, StateError, UsageError
+from statekit.service.database import FILE, Database, Ownership
 from statekit.service.web import security
 from statekit.service.web.app import create_app
 from statekit.service.web.connections import UVICORN, PunctualProtocol
-from statekit.service.web.keys import SESSION_SECONDS, TOKEN_FILE, Keys, read_token
+from statekit.service.web.keys import SESSION_SECONDS, SIGNED_OUT_FILE, TOKEN_FILE, Keys, read_token
 from statekit.service.web.security import Hosts, refusal, remote_hosts
 
 TOKEN = "t" * 43
@@ -232,6 +234,27 @@ def test_a_cookie_is_worth_nothing_when_it_is_old_altered_or_of_another_token(
     assert status(value) == 401
 
 
+def test_signing_out_ends_the_session_for_good_and_no_other(site: Site, tmp_path: Path) -> None:
+    keys = Keys(TOKEN, tmp_path)
+    app = create_app(keys, Hosts())
+
+    def client() -> TestClient:
+        return TestClient(app, base_url=ORIGIN)
+
+    mine, other = (f"{keys.cookie}={keys.new_session()}" for _ in range(2))
+    assert client().get("/metrics", headers={"Cookie": mine}).status_code == 200
+    assert client().post("/sign-out", headers={"Cookie": mine, "Origin": ORIGIN}).status_code == 200
+    assert client().get("/metrics", headers={"Cookie": mine}).status_code == 401
+    assert client().get("/metrics", headers={"Cookie": other}).status_code == 200
+    later = Keys(TOKEN, tmp_path)  # the service was started again
+    assert not later.is_session(mine.partition("=")[2]) and later.is_session(other.partition("=")[2])
+    listed = tmp_path / SIGNED_OUT_FILE
+    assert stat.S_IMODE(listed.stat().st_mode) == 0o600
+    listed.write_text(f"0 {'0' * 64}\n{listed.read_text()}")
+    assert not Keys(TOKEN, tmp_path).is_session(mine.partition("=")[2])
+    assert len(listed.read_text().splitlines()) == 1  # what has ended by itself isn't kept
+
+
 def test_the_link_signs_in_once(site: Site) -> None:
     code = site.keys.new_code()
     wrong = site.client.get("/sign-in", params={"code": code[:-1]})
@@ -372,6 +395,29 @@ def test_the_token_is_made_once_and_is_its_users_alone(tmp_path: Path) -> None:
         read_token(tmp_path)
     path.unlink()
     assert read_token(tmp_path) != token
+
+
+def test_a_data_folder_is_its_users_alone_or_refused(tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir(mode=0o755)
+    folder.chmod(0o755)
+    sqlite3.connect(folder / FILE).close()
+    (folder / FILE).touch()
+    (folder / FILE).chmod(0o644)
+    with Ownership(folder):
+        database = Database(folder, migrate=True)
+        with database.writing():
+            modes = {file.name: stat.S_IMODE(file.stat().st_mode) for file in folder.iterdir()}
+        copy = tmp_path / "copy.sqlite"
+        database.backup(copy)
+        database.close()
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert {*modes.values(), stat.S_IMODE(copy.stat().st_mode)} == {0o600} and len(modes) > 1
+    folder.chmod(0o755)
+    (folder / "notes").touch()
+    with pytest.raises(UsageError, match="chmod 700"):
+        Ownership(folder)
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o755
 
 
 def test_over_a_network_it_goes_by_its_names_and_addresses_alone() -> None:

@@ -12,6 +12,7 @@ import json
 import os
 import socket
 import sqlite3
+import stat
 import threading
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
@@ -36,6 +37,8 @@ from statekit.service.tables import METADATA
 FILE = "catalogue.sqlite"
 OWNER = "server.json"
 TEMPORARY = "tmp"
+_FILES = (FILE, OWNER, TEMPORARY, "token", "signed-out")
+"""How the names of all that a service keeps in its folder begin."""
 WAL_SOUND = (3, 51, 3)
 """From which version of SQLite on a write-ahead log can't lose what was committed.
 
@@ -66,6 +69,8 @@ class Database:
         """Where tasks have temporary folders; what killed ones leave goes when the next server starts."""
         self._writing = threading.Lock()
         self._changes: sqlite3.Connection | None = None
+        if migrate:
+            _make_private(folder)
         self.engine = _engine(self.path)
         try:
             with _explained(self.path):
@@ -159,6 +164,7 @@ class Database:
         part = target.with_name(f".{target.name}.{os.getpid()}")
         try:
             with _explained(target):
+                os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
                 with closing(sqlite3.connect(self.path)) as source, closing(sqlite3.connect(part)) as copy:
                     source.execute(f"PRAGMA busy_timeout={round(BUSY_SECONDS * 1000)}")
                     source.backup(copy)
@@ -284,14 +290,10 @@ class Ownership:
         self.path = folder / OWNER
         try:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            _keep_others_out(folder)
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         except OSError as error:
-            raise CommitError(
-                "The data folder can't be written to.",
-                place=folder,
-                found=error.strerror,
-                remedy="let this user write to it, or name another: --data DIR",
-            ) from error
+            raise _not_writable(folder, error) from error
         try:
             self._take()
         except BaseException:
@@ -349,6 +351,53 @@ class Ownership:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _keep_others_out(folder: Path) -> None:
+    """Makes a data folder its user's alone, where it holds nothing but the service's files.
+
+    Raises:
+        UsageError: Others can reach it, and it isn't the service's alone to change.
+        OSError: It can't be looked at or changed.
+    """
+    facts = folder.stat()
+    if facts.st_uid == os.geteuid() and facts.st_mode & 0o077:
+        if all(name.startswith(_FILES) for name in os.listdir(folder)):
+            folder.chmod(0o700)
+            facts = folder.stat()
+    if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+        raise UsageError(
+            "Others than its user can reach the data folder.",
+            place=folder,
+            expected=f"0700 of user {os.geteuid()}",
+            found=f"{stat.S_IMODE(facts.st_mode):04o} of user {facts.st_uid}",
+            remedy=f"chmod 700 {folder}, or name another folder: --data DIR",
+        )
+
+
+def _make_private(folder: Path) -> None:
+    """Makes the database's files their user's alone; SQLite gives its further files the mode of the first.
+
+    Raises:
+        CommitError: They can't be made or changed.
+    """
+    path = folder / FILE
+    try:
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+        for file in folder.glob(f"{FILE}*"):
+            if file.stat().st_mode & 0o077:
+                file.chmod(0o600)
+    except OSError as error:
+        raise _not_writable(folder, error) from error
+
+
+def _not_writable(folder: Path, error: OSError) -> CommitError:
+    return CommitError(
+        "The data folder can't be written to.",
+        place=folder,
+        found=error.strerror,
+        remedy="let this user write to it, or name another: --data DIR",
+    )
 
 
 def _may_live(owner: dict[str, Any]) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypedDict, get_type_hints
 
@@ -382,11 +383,14 @@ def checked(kind: str, subjects: Collection[int], options: Mapping[str, Any]) ->
         faults.add("says nothing without a region: all slots are looked at", "slot")
     if kind == "parameter" and "region" in given and len(subjects) > 1:
         faults.add("is of one checkpoint alone", "region")
+    for number, times in Counter(subjects).items():
+        if times > 1:
+            faults.add(f"is named {times} times: a job is about each checkpoint once", f"subjects: {number}")
     if not faults and len(json.dumps(given)) > MOST_BYTES:
         faults.add(f"are longer than {MOST_BYTES} bytes", "options")
     faults.check(
         UsageError,
-        f"The options of the job can't be taken ({kind})",
+        f"The job can't be taken as it is asked for ({kind})",
         expected=", ".join(known),
         place="options",
     )

@@ -73,6 +73,13 @@ def target_beneath(root: Path, relative: str) -> Path:
             found=relative[:200],
         )
     folder = path_beneath(root, os.fsencode("/".join(parts[:-1])))
+    if not folder.is_dir():
+        raise NotFoundError(
+            "The target's folder isn't one.",
+            place=printable(str(folder)),
+            expected="a folder",
+            remedy="choose a name in a folder that is there",
+        )
     target = folder / parts[-1]
     with suppress(FileNotFoundError):
         if stat.S_ISLNK(target.lstat().st_mode):

@@ -98,7 +98,7 @@ def serve(settings: Settings, announce: Callable[[str, Settings], object]) -> in
     """
     _configure_logging()
     with _listening(settings) as listening, Ownership(settings.data), opened(settings) as service:
-        keys = Keys(read_token(settings.data))
+        keys = Keys(read_token(settings.data), settings.data)
         hosts = remote_hosts(settings.names) if settings.allow_remote else Hosts()
         routers = (
             catalogue_routes(service.catalogue),

@@ -88,7 +88,7 @@ class Worker:
         self._stopping, self._lines = "", []
         try:
             request = self._request(lease)
-        except StatekitError as error:
+        except (StatekitError, OSError) as error:
             self._finish(lease, "failed", problem=problem_of(error))
             return
         try:
@@ -182,6 +182,7 @@ class Worker:
 
         Raises:
             NotFoundError, UsageError, RefusedError: A checkpoint or target can't be reached, or mustn't be thinned.
+            OSError: The system refuses a look at one.
         """
         job = lease.job
         options = {name: value for name, value in job.options.items() if name not in ("target", *_FILES)}

@@ -21,6 +21,8 @@ from statekit.service.web.problems import MEDIA_TYPE
 
 PREFIX = "/api/v1"
 MOST_NUMBER = 2**63 - 1
+MOST_PLACE = 2**31
+"""How far a place in a list may be from its beginning."""
 MOST_CURSOR = 1024
 MOST_TEXT = 500
 
@@ -104,6 +106,8 @@ EVERYWHERE = [
 Text: TypeAlias = Annotated[str, Field(max_length=MOST_TEXT), AfterValidator(plain_text)]
 Number: TypeAlias = Annotated[int, Field(ge=1, le=MOST_NUMBER)]
 Id: TypeAlias = Annotated[int, Path(ge=1, le=MOST_NUMBER, description="The number of the record.")]
+After: TypeAlias = Annotated[int, Query(ge=0, le=MOST_PLACE, description="How many to leave out.")]
+Place: TypeAlias = Annotated[int, Path(ge=0, le=MOST_PLACE, description="A place in a list, from 0 on.")]
 Cursor: TypeAlias = Annotated[
     str | None,
     Query(

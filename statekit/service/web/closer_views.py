@@ -16,6 +16,7 @@ from statekit.pages import charts
 from statekit.pages.layers import MEASURES, by_layer
 from statekit.pages.listing import numbers
 from statekit.service.records import Checkpoint, Job, Query
+from statekit.service.web.api import Id, Place
 from statekit.service.web.drawing import drawn
 from statekit.service.web.screens import Screens
 from statekit.statistics.pictures import shape_of_matrix
@@ -63,7 +64,7 @@ def closer_screens(routes: APIRouter, of: Screens) -> None:
 
 def _run(routes: APIRouter, of: Screens) -> None:
     @routes.get("/runs/{number}")
-    def show_run(request: Request, number: int) -> Response:
+    def show_run(request: Request, number: Id) -> Response:
         """Shows a run: its steps, and what doctor found between them."""
         run = of.catalogue.run(number)
         page = of.catalogue.checkpoints(Query(run=number, sort="step"), None, MOST_OF_RUN)
@@ -159,14 +160,14 @@ def _step_by_step(
 
 def _layers(routes: APIRouter, of: Screens) -> None:
     @routes.get("/checkpoints/{number}/parameters.csv")
-    def all_numbers(number: int) -> Response:
+    def all_numbers(number: Id) -> Response:
         contents = of.contents_of(number)
         if contents is None:
             raise NotFoundError("Nobody has looked into it yet.", place=f"checkpoint {number}")
         return PlainTextResponse(numbers(contents.result["parameters"]), media_type="text/csv")
 
     @routes.get("/checkpoints/{number}/layers.json")
-    def layers_as_data(number: int, part: str = "", measure: str = "norm") -> Response:
+    def layers_as_data(number: Id, part: str = "", measure: str = "norm") -> Response:
         contents = of.contents_of(number)
         if contents is None or not contents.measured:
             raise NotFoundError(
@@ -180,7 +181,7 @@ def _layers(routes: APIRouter, of: Screens) -> None:
         )
 
     @routes.get("/checkpoints/{number}/layers")
-    def show_layers(request: Request, number: int, part: str = "", measure: str = "norm") -> Response:
+    def show_layers(request: Request, number: Id, part: str = "", measure: str = "norm") -> Response:
         """Shows how large parameters and slots are by layer; `part` is what to look at in each alone."""
         contents = of.contents_of(number)
         measured = contents is not None and contents.measured
@@ -210,7 +211,7 @@ def _measure(name: str) -> str:
 
 def _parameter(routes: APIRouter, of: Screens) -> None:
     @routes.get("/checkpoints/{number}/parameters/{index}")
-    def show_parameter(request: Request, number: int, index: int, over: str = "") -> Response:
+    def show_parameter(request: Request, number: Id, index: Place, over: str = "") -> Response:
         """Shows a parameter with its slots or, `over=run`, what they were over the steps of its run."""
         known, parameters = of.about(number), of.parameters(number, index)
         one, checkpoint = parameters[index], known["checkpoint"]
@@ -237,7 +238,7 @@ def _parameter(routes: APIRouter, of: Screens) -> None:
 def _region(routes: APIRouter, of: Screens) -> None:
     @routes.get("/checkpoints/{number}/parameters/{index}/region")
     def show_region(
-        request: Request, number: int, index: int, slot: str = "", rows: str = "", columns: str = ""
+        request: Request, number: Id, index: Place, slot: str = "", rows: str = "", columns: str = ""
     ) -> Response:
         """Shows a region of a parameter or slot as closely as a picture can be, with the way further in and out."""
         known, parameters = of.about(number), of.parameters(number, index)

@@ -14,7 +14,7 @@ from statekit.errors import NotFoundError
 from statekit.service.catalogue import MOST_ITEMS
 from statekit.service.records import Lineage
 from statekit.service.service import Service
-from statekit.service.web.api import EVERYWHERE, PREFIX, PROBLEMS, Id, Text, data
+from statekit.service.web.api import EVERYWHERE, PREFIX, PROBLEMS, After, Id, Text, data
 
 
 class Going(BaseModel):
@@ -89,7 +89,7 @@ def contents_routes(service: Service) -> APIRouter:
     def list_parameters(
         number: Id,
         under: Annotated[Text, Query(description="A module: the beginning of a parameter's path.")] = "",
-        after: Annotated[int, Query(ge=0, le=2**31, description="How many to leave out.")] = 0,
+        after: After = 0,
         limit: Annotated[int, Query(ge=1, le=MOST_ITEMS)] = 100,
     ) -> Response:
         """The parameters of a checkpoint with their slots, all or those below a module."""

@@ -39,7 +39,7 @@ def _by_kind(schema: dict[str, Any]) -> None:
     numbers = schema["properties"]["subjects"]
     forms = []
     for kind, (least, most) in KINDS.items():
-        subjects = {**numbers, "minItems": least, "maxItems": most or MOST_SUBJECTS}
+        subjects = {**numbers, "minItems": least, "maxItems": most or MOST_SUBJECTS, "uniqueItems": True}
         said = {"kind": {"const": kind}, "subjects": subjects, "options": options_schema(kind)}
         needed = ["kind", "subjects", *(["options"] if said["options"]["required"] else [])]
         forms.append(

@@ -8,14 +8,18 @@ import os
 import re
 import secrets
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 from starlette.datastructures import Headers
 
 from statekit.errors import FormatError, NotFoundError
+from statekit.files.durable import replace_file
 
 TOKEN_FILE = "token"
+SIGNED_OUT_FILE = "signed-out"
+"""Lists the sessions that were ended before their time: digests of cookies, each with when it would have ended."""
 TOKEN_BYTES = 32
 SESSION_SECONDS = 30 * 24 * 3600
 
@@ -70,10 +74,12 @@ class Keys:
 
     Args:
         token: The token; a cookie is worth nothing under another.
+        folder: The data folder, which remembers who signed out; nobody does after the process if None.
     """
 
-    def __init__(self, token: str) -> None:
+    def __init__(self, token: str, folder: Path | None = None) -> None:
         self._token = _digest(token)
+        self._signed_out = SignedOut(None if folder is None else folder / SIGNED_OUT_FILE)
         self._session_key = hmac.digest(self._token, b"statekit session", "sha256")
         self._codes: set[bytes] = set()
         self.cookie = f"statekit-{self._session_key[:4].hex()}"
@@ -98,19 +104,37 @@ class Keys:
         return True
 
     def new_session(self) -> str:
-        """Returns the value of a cookie that is good for `SESSION_SECONDS`."""
-        ends = f"{int(time.time()) + SESSION_SECONDS:x}"
-        return f"{ends}.{self._signature(ends)}"
+        """Returns the value of a cookie that is good for `SESSION_SECONDS`, or until it is signed out."""
+        signed = f"{int(time.time()) + SESSION_SECONDS:x}.{secrets.token_hex(8)}"
+        return f"{signed}.{self._signature(signed)}"
 
     def is_session(self, value: str) -> bool:
-        """Tells whether a cookie's value is one of ours, under this token, and not too old."""
-        ends, _, signature = value.partition(".")
-        if not hmac.compare_digest(_digest(signature), _digest(self._signature(ends))):
+        """Tells whether a cookie's value is ours, under this token, not too old and not signed out."""
+        signed, _, signature = value.rpartition(".")
+        if not hmac.compare_digest(_digest(signature), _digest(self._signature(signed))):
             return False
-        return int(ends, 16) > time.time()
+        return _end_of(value) > time.time() and value not in self._signed_out
 
-    def _signature(self, ends: str) -> str:
-        return hmac.digest(self._session_key, ends.encode("utf-8", "surrogateescape"), "sha256").hex()
+    def sign_out(self, headers: Headers) -> None:
+        """Ends the sessions whose cookies a request brings: from now on they let nobody in.
+
+        Raises:
+            OSError: That can't be written down.
+        """
+        for value in self._cookies(headers):
+            if self.is_session(value):
+                self._signed_out.add(value)
+
+    def _signature(self, signed: str) -> str:
+        return hmac.digest(self._session_key, signed.encode("utf-8", "surrogateescape"), "sha256").hex()
+
+    def _cookies(self, headers: Headers) -> Iterator[str]:
+        """Yields the values that a request gives to our cookie."""
+        for line in headers.getlist("cookie"):
+            for pair in line.split(";"):
+                name, _, value = pair.strip().partition("=")
+                if name == self.cookie:
+                    yield value
 
     def admits(self, headers: Headers) -> Literal["bearer", "cookie"] | None:
         """Returns by what a request is let in; None if by nothing. A wrong token isn't made good by a cookie."""
@@ -118,12 +142,44 @@ class Keys:
         if said is not None:
             scheme, _, token = said.partition(" ")
             return "bearer" if scheme.lower() == "bearer" and self.is_token(token.strip()) else None
-        for line in headers.getlist("cookie"):
-            for pair in line.split(";"):
-                name, _, value = pair.strip().partition("=")
-                if name == self.cookie and self.is_session(value):
-                    return "cookie"
-        return None
+        return "cookie" if any(map(self.is_session, self._cookies(headers))) else None
+
+
+class SignedOut:
+    """The sessions that were signed out, for as long as their cookies would be good.
+
+    Args:
+        file: Where they are listed, for the next start; nowhere if None.
+    """
+
+    def __init__(self, file: Path | None) -> None:
+        self._file = file
+        self._digests: set[str] = set()
+        if file is not None and file.is_file():
+            lines = [line.split() for line in file.read_text(encoding="ascii").splitlines()]
+            kept = [line for line in lines if len(line) == 2 and float(line[0]) > time.time()]
+            self._digests = {digest for _, digest in kept}
+            if len(kept) < len(lines):
+                replace_file(file, "".join(f"{end} {digest}\n" for end, digest in kept).encode(), 0o600)
+
+    def __contains__(self, value: str) -> bool:
+        return _digest(value).hex() in self._digests
+
+    def add(self, value: str) -> None:
+        """Adds a session, by its cookie's value."""
+        digest = _digest(value).hex()
+        self._digests.add(digest)
+        if self._file is not None:
+            listed = os.open(self._file, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
+            with os.fdopen(listed, "wb") as file:
+                file.write(f"{_end_of(value)} {digest}\n".encode())
+                file.flush()
+                os.fsync(file.fileno())
+
+
+def _end_of(value: str) -> int:
+    """Returns when a signed cookie ends, in seconds since 1970."""
+    return int(value.partition(".")[0], 16)
 
 
 def _digest(text: str) -> bytes:

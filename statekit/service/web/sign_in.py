@@ -83,7 +83,8 @@ def router(keys: Keys) -> APIRouter:
         return entered(request)
 
     @routes.post("/sign-out")
-    def sign_out() -> Response:
+    def sign_out(request: Request) -> Response:
+        keys.sign_out(request.headers)
         page = form(HTTPStatus.OK, "Signed out.")
         page.delete_cookie(keys.cookie, httponly=True, samesite="strict")
         return page

@@ -25,6 +25,7 @@ from statekit.pages.verdicts import VERDICTS
 from statekit.service.records import ENDED, KINDS, Checkpoint, Node, Query, Run
 from statekit.service.service import Service
 from statekit.service.web.addresses import WHOLE, address, asked, filters, record_number
+from statekit.service.web.api import After, Id, Number, Place
 from statekit.service.web.branches import Branch, branch
 from statekit.service.web.closer_views import closer_screens, over_run
 from statekit.service.web.drawing import drawn
@@ -110,17 +111,23 @@ def _data(routes: APIRouter, of: Screens) -> None:
 
     @routes.get("/diff.json")
     def show_difference(
-        a: int = 0, b: int = 0, path: str = "", slot: str = "", run: int | None = None
+        a: Number | None = None,
+        b: Number | None = None,
+        path: str = "",
+        slot: str = "",
+        run: Number | None = None,
     ) -> Response:
         if run is not None:
             job = of.about_parameter(of.steps(run), path)
             return result_as_data(job, f"run {run}: {path}", "parameter")
+        if a is None or b is None:
+            raise NotFoundError("Two checkpoints are compared.", place="a and b", expected="their numbers")
         first, second = of.catalogue.checkpoint(a), of.catalogue.checkpoint(b)
         job = of.compared((first.id, second.id), (path, slot))
         return result_as_data(job, f"checkpoints {a} and {b}", "diff")
 
     @routes.get("/checkpoints/{number}/parameters/{index}.json")
-    def show_slots(number: int, index: int, over: str = "") -> Response:
+    def show_slots(number: Id, index: Place, over: str = "") -> Response:
         path = of.parameters(number, index)[index]["path"]
         subjects = of.followed(of.catalogue.checkpoint(number), over)
         return result_as_data(of.about_parameter(subjects, path), f"checkpoint {number}: {path}", "parameter")
@@ -137,7 +144,7 @@ def _data(routes: APIRouter, of: Screens) -> None:
         return as_data(kind, request.url.path, request.url.query)
 
     @routes.get("/{kind}/{number}.json")
-    def show_record_as_data(request: Request, kind: str, number: int) -> Response:
+    def show_record_as_data(request: Request, kind: str, number: Id) -> Response:
         return as_data(f"{kind}/{number}", request.url.path, request.url.query)
 
 
@@ -180,7 +187,7 @@ def _checkpoint(routes: APIRouter, of: Screens) -> None:
     @routes.get("/checkpoints/{number}")
     def show_checkpoint(
         request: Request,
-        number: int,
+        number: Id,
         layout: str | None = None,
         unfolded: Annotated[list[str], Param(alias="open")] = NONE,
     ) -> Response:
@@ -204,27 +211,27 @@ def _checkpoint(routes: APIRouter, of: Screens) -> None:
         return drawn(request, "checkpoint.html", said)
 
     @routes.get("/checkpoints/{number}/tree")
-    def show_branch(request: Request, number: int, at: str = "", after: int = 0) -> Response:
+    def show_branch(request: Request, number: Id, at: str = "", after: After = 0) -> Response:
         contents = of.contents_of(number)
         if contents is None:
             raise NotFoundError("Nobody has looked into it yet.", place=f"checkpoint {number}")
         said = {
             **of.about(number),
             "contents": contents,
-            "branch": branch(contents.tree, at, max(after, 0)),
+            "branch": branch(contents.tree, at, after),
             "below": lambda at: None,
         }
         return drawn(request, "branch.html", said)
 
     @routes.post("/checkpoints/{number}/jobs")
-    async def begin(request: Request, number: int) -> Response:
+    async def begin(request: Request, number: Id) -> Response:
         form = await request.form()
         job = await run_in_threadpool(of.submit, form, (number,))
         stays = job.kind in {"inspect", "check", "seal", "doctor"}
         return _next(_then(form) or (f"/checkpoints/{number}" if stays else f"/jobs/{job.id}"))
 
     @routes.post("/checkpoints/{number}/tags")
-    async def change_tags(request: Request, number: int) -> Response:
+    async def change_tags(request: Request, number: Id) -> Response:
         form = await request.form()
         added, removed = form.get("add"), form.get("remove")
         if isinstance(removed, str):
@@ -234,13 +241,13 @@ def _checkpoint(routes: APIRouter, of: Screens) -> None:
         return _next(f"/checkpoints/{number}")
 
     @routes.post("/checkpoints/{number}/note")
-    async def change_note(request: Request, number: int) -> Response:
+    async def change_note(request: Request, number: Id) -> Response:
         note = (await request.form()).get("note")
         await run_in_threadpool(of.catalogue.note, number, note if isinstance(note, str) else "")
         return _next(f"/checkpoints/{number}")
 
     @routes.get("/lineage/{number}")
-    def show_lineage(request: Request, number: int) -> Response:
+    def show_lineage(request: Request, number: Id) -> Response:
         lineage = of.service.lineage(number)
         nodes = {node.id: node for node in lineage.nodes}
         said = {
@@ -282,7 +289,7 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
         return _next(_then(form) or f"/jobs/{job.id}")
 
     @routes.get("/jobs/{number}")
-    def show_job(request: Request, number: int) -> Response:
+    def show_job(request: Request, number: Id) -> Response:
         job = of.jobs.job(number)
         result = of.result_of(job)
         if result and job.kind == "verify":
@@ -301,7 +308,7 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
         return drawn(request, "job.html", said)
 
     @routes.post("/jobs/{number}/cancel")
-    def cancel(number: int) -> Response:
+    def cancel(number: Id) -> Response:
         return _next(f"/jobs/{of.jobs.cancel(number).id}")
 
     @routes.get("/diff")
