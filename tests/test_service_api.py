@@ -16,11 +16,11 @@ from typing import Any, cast
 
 import pytest
 import schemathesis
+from fastapi.routing import APIRoute
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis import GenerationMode
 from schemathesis.checks import negative_data_rejection, positive_data_acceptance
-from fastapi.routing import APIRoute
 from schemathesis.python.asgi import get_client
 from serving import BEARER, Served
 
@@ -427,7 +427,7 @@ def test_both_ends_of_every_whole_number_are_taken_or_refused_and_never_fail(ser
             for field in (*route.dependant.path_params, *route.dependant.query_params)
             if "'type': 'int'" in str(field._type_adapter.core_schema)
         }
-        usual = {name: "1" for name in route.param_convertors}
+        usual = dict.fromkeys(route.param_convertors, "1")
         for name in whole:
             for value in (-(2**63), -1, 0, 1, 2**31, 2**31 + 1, 2**63 - 1, 2**63, 10**30):
                 path = route.path.format(**{**usual, name: value})

@@ -361,10 +361,10 @@ def _keep_others_out(folder: Path) -> None:
         OSError: It can't be looked at or changed.
     """
     facts = folder.stat()
-    if facts.st_uid == os.geteuid() and facts.st_mode & 0o077:
-        if all(name.startswith(_FILES) for name in os.listdir(folder)):
-            folder.chmod(0o700)
-            facts = folder.stat()
+    is_ours = facts.st_uid == os.geteuid() and all(name.startswith(_FILES) for name in os.listdir(folder))
+    if is_ours and facts.st_mode & 0o077:
+        folder.chmod(0o700)
+        facts = folder.stat()
     if facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
         raise UsageError(
             "Others than its user can reach the data folder.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypedDict, get_type_hints
 
 from statekit.conversion.checkpoint_ref import HintOptions, option
@@ -367,22 +367,8 @@ def checked(kind: str, subjects: Collection[int], options: Mapping[str, Any]) ->
             expected=f"{least}" if least == most else f"{least} to {MOST_SUBJECTS}",
             found=len(subjects),
         )
-    known, faults = OPTIONS[name], Faults()
     given = {key: value for key, value in options.items() if value is not None}
-    for key, value in given.items():
-        if key not in known:
-            faults.add("is no option of this kind of job", f"{key[:100]}")
-        elif not known[key].fits(value):
-            faults.add(f"isn't what it must be: {known[key].expected}", key)
-    for key in NEEDED.get(name, ()):
-        if key not in given:
-            faults.add(f"is missing: {known[key].expected}", key)
-    if given.get("verify") and given.get("dry_run"):
-        faults.add("goes with what is written, not with dry_run", "verify")
-    if kind == "parameter" and "slot" in given and "region" not in given:
-        faults.add("says nothing without a region: all slots are looked at", "slot")
-    if kind == "parameter" and "region" in given and len(subjects) > 1:
-        faults.add("is of one checkpoint alone", "region")
+    faults = Faults(_option_faults(name, given, len(subjects)))
     for number, times in Counter(subjects).items():
         if times > 1:
             faults.add(f"is named {times} times: a job is about each checkpoint once", f"subjects: {number}")
@@ -391,7 +377,27 @@ def checked(kind: str, subjects: Collection[int], options: Mapping[str, Any]) ->
     faults.check(
         UsageError,
         f"The job can't be taken as it is asked for ({kind})",
-        expected=", ".join(known),
+        expected=", ".join(OPTIONS[name]),
         place="options",
     )
     return given
+
+
+def _option_faults(kind: Kind, given: Mapping[str, Any], subjects: int) -> Iterator[tuple[str, str]]:
+    """Yields what is wrong with options of a job about some number of checkpoints, and where."""
+    known = OPTIONS[kind]
+    for key, value in given.items():
+        if key not in known:
+            yield "is no option of this kind of job", f"{key[:100]}"
+        elif not known[key].fits(value):
+            yield f"isn't what it must be: {known[key].expected}", key
+    for key in NEEDED.get(kind, ()):
+        if key not in given:
+            yield f"is missing: {known[key].expected}", key
+    if given.get("verify") and given.get("dry_run"):
+        yield "goes with what is written, not with dry_run", "verify"
+    # A region is of one tensor of one checkpoint.
+    if kind == "parameter" and "slot" in given and "region" not in given:
+        yield "says nothing without a region: all slots are looked at", "slot"
+    if kind == "parameter" and "region" in given and subjects > 1:
+        yield "is of one checkpoint alone", "region"
