@@ -21,10 +21,12 @@ from statekit.conversion.registry import decoded
 from statekit.conversion.rule_change import change_rule
 from statekit.converters.layouts.optax.layout import LAYOUT
 from statekit.errors import InexactError, StateError, UnknownRuleError, UsageError
-from statekit.files.checkpoint import MODEL_KEY, Checkpoint
+from statekit.files.checkpoint import EMPTY_LEFT_OUT, MODEL_KEY, SEQUENCES_AS_MAPS, Checkpoint
 from statekit.optim.run import load, mover
+from statekit.pages.verdicts import of_verify
 from statekit.state.evidence import BEYOND, OPTIMIZER, Fact
 from statekit.state.train_state import TrainState
+from statekit.verify.verification import verify
 
 pytestmark = pytest.mark.jax
 DONE, MORE, RATE = 5, 3, 0.01
@@ -285,6 +287,46 @@ def test_a_masked_decay_is_asked_for() -> None:
     [group] = state.optimizer.groups
     assert not {"weight_decay_rate", "exclude_from_weight_decay"} & group.hyperparameters.keys()
     assert "A masked link" in facts(state, "exclude_from_weight_decay")[0].because
+
+
+def test_a_mask_decides_nothing_where_no_weight_decays() -> None:
+    import optax
+
+    state = read(tree_of(*run_of(optax.adamw(RATE, mask=True))), hparams={"weight_decay": 0.0})
+    assert not facts(state, "exclude_from_weight_decay")
+
+
+def test_a_chain_around_adamw_leaves_the_decay_unknown_as_its_gaps_do() -> None:
+    """One run gets one answer: as a tuple, and as nnx writes it, without the states that hold nothing."""
+    import optax
+
+    tree = tree_of(*run_of(optax.chain(optax.clip(1.0), optax.adamw(RATE))))
+    tuples = read(tree)
+    gaps = read(
+        {"params": tree["params"], "opt_state": {"1": {"0": tree["opt_state"][1][0]}}},
+        meta={EMPTY_LEFT_OUT: True, SEQUENCES_AS_MAPS: True},
+        optimizer="adamw",
+    )
+    for state in (tuples, gaps):
+        assert "weight_decay_rate" not in state.optimizer.groups[0].hyperparameters
+        assert facts(state, "weight_decay_rate")[0].source == "unknown"
+
+
+def test_verify_proves_nothing_while_nobody_knows_what_decays(tmp_path: Path) -> None:
+    """T5X goes on without a decay that Optax has: the next update is 11 times its size off."""
+    import optax
+    import orbax.checkpoint as ocp
+
+    mask = {"dense": {"kernel": True, "bias": False}, "out": {"kernel": True}}
+    trained = run_of(optax.adafactor(RATE, weight_decay_rate=0.1, weight_decay_mask=mask))
+    ocp.PyTreeCheckpointer().save(tmp_path / "run", dict(zip(("params", "opt_state"), trained, strict=True)))
+    told = CheckpointRef(tmp_path / "run", hparams={"learning_rate": RATE})
+    convert(plan(told, tmp_path / "t5x", to="t5x"))
+    made = verify(told, tmp_path / "t5x")
+    assert made.verdict == "not comparable" and not made.passed
+    assert "exclude_from_weight_decay" in of_verify(made.data).text
+    without = CheckpointRef(tmp_path / "run", hparams={"learning_rate": RATE, "weight_decay_rate": None})
+    assert verify(without, tmp_path / "t5x").passed
 
 
 def test_moments_that_maxtext_corrects_in_advance_become_averages() -> None:

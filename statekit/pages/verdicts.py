@@ -82,17 +82,23 @@ def of_verify(result: Mapping[str, Any]) -> Verdict:
     verdict = result["verdict"]
     whole = verdict["whole"]
     kind = "good" if verdict["passed"] else "bad" if whole == "refuted" else "unsure"
-    passed = (
-        "" if verdict["passed"] else f" Less exact than asked for (--require {result['asked']['require']})."
-    )
-    if given := verdict.get("nobody_gave"):
-        passed = f" The target holds what nobody gave: {some(given)}."
+    passed = "" if verdict["passed"] else f" {_why_not(result)}"
     title = verdict.get("headline", whole.upper())  # certificates of 0.2.0 have none
     if "repeats" in result:
         again = "It comes out as the certificate says." if result["repeats"] else "It comes out otherwise."
         kind = kind if result["repeats"] else "bad"
         return Verdict(kind, f"{again} {title}", SAYS[whole] + passed)
     return Verdict(kind, title, SAYS[whole] + passed)
+
+
+def _why_not(result: Mapping[str, Any]) -> str:
+    """Says why a verification doesn't pass, where its verdict doesn't say it."""
+    verdict = result["verdict"]
+    if given := verdict.get("nobody_gave"):
+        return f"The target holds what nobody gave: {some(given)}."
+    if verdict["whole"] == "not comparable":
+        return f"No update was made: {verdict['not_stepped']}."
+    return f"Less exact than asked for (--require {result['asked']['require']})."
 
 
 VERDICTS: Mapping[str, Callable[[Mapping[str, Any]], Verdict]] = {

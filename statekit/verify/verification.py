@@ -30,8 +30,9 @@ from statekit.maps.links import StateMap
 from statekit.maps.model_map import Renaming, load
 from statekit.state.comparison import Difference, compare_states, with_still
 from statekit.state.constants import variant_constants
-from statekit.state.evidence import headline
+from statekit.state.evidence import OPTIMIZER, headline
 from statekit.state.factoring import by_shape, swapped
+from statekit.state.options import RATE_NAMES
 from statekit.state.run import BUFFERS
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.stored_params import as_params
@@ -264,6 +265,7 @@ class _Verification:
         expected, actual = as_params(prepared.state)[0], as_params(target.state)[0]
         self._expected = with_still(expected, actual)
         self._nobody_gave = _made_up(prepared, plan, target)
+        self._unknown = _without_value(prepared.carried)
         self._said = [*said, *(f"changed, as was asked for: {one}" for one in plan.changed)]
         self._actual, self._unsaid = _completed(with_still(actual, expected), self._expected)
 
@@ -377,6 +379,9 @@ class _Verification:
             return _unstepped("there is no optimizer")
         if {*self._expected.params} != {*self._actual.params}:
             return _unstepped("the target has other parameters")
+        if self._unknown:
+            options = " ".join(f"--hparams {name}=..." for name in self._unknown)
+            return _unstepped(f"nobody knows {', '.join(self._unknown)}; say it: {options}")
         carried, said = _decided(_settled(self._carried, self._plan.rule_change))
         self._said += said
         expected, actual = (_as_decided(one, carried) for one in (self._expected, self._actual))
@@ -448,7 +453,10 @@ class _Verification:
             "whole": whole,
             "headline": headline(whole.upper(), facts),
             "nobody_gave": self._nobody_gave,
-            "passed": whole != "refuted" and allowed and not self._nobody_gave,
+            "passed": whole != "refuted"
+            and allowed
+            and not self._nobody_gave
+            and not (self._unknown and self._asked.steps),
             "exactness": max(self._rule_exactness, self._plan.exactness).name.lower(),
             "because": list(dict.fromkeys(because)),
             "not_stepped": replayed.why_not,
@@ -483,6 +491,16 @@ def _made_up(prepared: Prepared, plan: Plan, target: OpenState) -> list[str]:
         fact.name.rpartition("/")[2] for fact in unsaid(prepared.carried, prepared.state, plan.request.ref)
     }
     return [f"{name}={value}" for name, value in stored.items() if name in missing]
+
+
+def _without_value(state: TrainState) -> list[str]:
+    """Returns the hyperparameters that the files show to be in use, and whose values nobody says.
+
+    A step with their defaults would contradict the files. A rate is none of them: both sides are stepped with ours.
+    """
+    facts = (fact for group in state.optimizer.groups for fact in group.facts)
+    unknown = (fact.name for fact in facts if fact.source == "unknown")
+    return [*dict.fromkeys(name for name in unknown if name not in (OPTIMIZER, *RATE_NAMES))]
 
 
 def _beside(differences: Sequence[Difference], plan: Plan) -> tuple[list[Difference], list[str]]:

@@ -56,7 +56,7 @@ def inferred(
     recognised: Recognised,
     schema: OptimizerSchema,
     factorings: Sequence[Factoring],
-    specified: Collection[str],
+    specified: Mapping[str, Any],
 ) -> tuple[Hyperparameters, dict[str, tuple[str, ...]]]:
     """Returns Optax' defaults as corrected by what the links prove, and what is open: why, and the names.
 
@@ -65,7 +65,7 @@ def inferred(
         recognised: What it is of.
         schema: Its schema.
         factorings: What its parameters' slots show, of Adafactor.
-        specified: Names of the hyperparameters that are known better.
+        specified: The hyperparameters that are known better.
     """
     variant = recognised.alias.variant or VARIANT
     usual = {k: v for k, v in schema.variant(variant)["defaults"].items() if k != "learning_rate"}
@@ -76,7 +76,7 @@ def inferred(
         hyperparameters, unknown = _adam(core, recognised, hyperparameters)
     if any(one.kind in ("stateless", "masked") for one in core.before):
         unknown["Links stand before it whose settings aren't stored: clipping, if they clip."] = _CLIPS
-    if core.masked:
+    if core.masked and not _decays_nothing(specified):
         unknown["A masked link decays the weights; a step needs its rate and its mask."] = _DECAY
     hyperparameters = hyperparameters.without(*(name for names in unknown.values() for name in names))
     if schema.name == "adafactor":
@@ -87,6 +87,11 @@ def inferred(
     if any(one.kind in ("stateless", "masked") for one in core.after):
         unknown[_AFTER] = ()
     return hyperparameters.over(injected, "file"), unknown
+
+
+def _decays_nothing(specified: Mapping[str, Any]) -> bool:
+    """Tells whether the user says that no weight decays: a mask decides nothing then."""
+    return _RATE[0] in specified and not specified[_RATE[0]]
 
 
 def _still_unknown(

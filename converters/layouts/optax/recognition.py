@@ -228,8 +228,12 @@ def _taken(core: CoreLink, fitting: tuple[str, ...]) -> str | None:
 
 
 def _is_exact(core: CoreLink) -> bool:
-    """Tells whether a chain is as an optimizer of Optax makes it: it begins with the core, and shows all its links."""
-    return core.behind is not None and not core.gaps and str(core.link.path[-1]) == "0"
+    """Tells whether a chain is as an optimizer of Optax makes it: it begins with the core, and shows all its links.
+
+    Links without a state around that chain are somebody's own program. nnx shows them as gaps: one run, one answer.
+    """
+    is_around = any(link.kind in ("stateless", "masked") for link in (*core.before, *core.after))
+    return core.behind is not None and not core.gaps and not is_around and str(core.link.path[-1]) == "0"
 
 
 def _schedules(core: CoreLink, name: str, is_named: bool) -> tuple[Link | None, Link | None]:
