@@ -13,6 +13,7 @@ import statekit
 from goldens import COMPACT
 from statekit.conversion import registry
 from statekit.conversion.changing.changes import Changes
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.convert import convert, plan
 from statekit.errors import InexactError, UsageError
@@ -159,3 +160,24 @@ def test_icefalls_slots_stay_where_updates_are_counted_anew(slots: str, tmp_path
             for path, kept in after.slots.items():
                 assert (kept[slots].read() == before.slots[path][slots].read()).all()
         assert len(after.slots) == len(before.slots) - (name == "frozen")
+
+
+@pytest.mark.parametrize("layout", ["t2t", "tf-adam"])
+def test_a_slot_has_its_variable_s_dtype_where_tensorflow_s_saver_wants_it(
+    layout: str, tmp_path: Path
+) -> None:
+    schema, names = ("adafactor", "m") if layout == "t2t" else ("adamw", "mv")
+    run = case(schema, MAKERS[schema], table=TABLE, learning_rate=0.01, beta1=0.9).before(4)
+    source = state_writer("statekit", "statekit", lambda: run)(tmp_path)
+
+    def planned(**changes: Any) -> Any:
+        asked = Changes(param_dtype="bfloat16", **changes)
+        ref = CheckpointRef(source, assume_defaults=True)
+        return plan(
+            ref, tmp_path / "made", layout=layout, to="tf-bundle", require=Exactness.LOSSY, changes=asked
+        )
+
+    with pytest.raises(InexactError, match=f"slot {names[-1]} is float32 beside a variable of bfloat16"):
+        planned()
+    entries = planned(slot_dtype=dict.fromkeys(names, "bfloat16")).entries
+    assert not any(entry.dtype == "float32" and entry.shape == (4, 6) for entry in entries)

@@ -47,6 +47,8 @@ from statekit.tensors.tensor import Shape, Tensor, in_memory
 HOME = "tf1"
 """Key in `extra` of what a TensorFlow 1 checkpoint holds besides."""
 _FACTORED = ("v_row", "v_col")
+_DTYPES = {"m": ("momentum_dtype", "first_moment_dtype"), "v": ("moment_dtype",)}
+"""By slot, the constants of a variant that say its dtype."""
 
 
 @dataclass(frozen=True)
@@ -350,6 +352,20 @@ class TensorFlow1:
         )
         return by_shape(self._form(None), shape, rule.factored, 0, stacked)
 
+    def _dtype_faults(self, slots: Mapping[str, Tensor], dtype: str) -> Iterator[str]:
+        """Yields slots that `zeros_slot` makes in their variable's dtype and that have another: a Saver refuses them.
+
+        Source: tensorflow/tensorflow v1.15, python/training/slot_creator.py, `create_zeros_slot`.
+        """
+        form = self._form(None)
+        for name, constants in _DTYPES.items():
+            like_variable = any(form.get(constant) == "parameter" for constant in constants)
+            if like_variable and name in slots and slots[name].dtype.name != dtype:
+                yield (
+                    f"slot {name} is {slots[name].dtype} beside a variable of {dtype}, and is made in its dtype"
+                    f" (--slot-dtype {name}={dtype} rounds it)"
+                )
+
     def _misfits(self, state: TrainState) -> Iterator[tuple[str, str]]:
         if state.optimizer.schema != self.schema:
             raise InexactError(
@@ -364,6 +380,7 @@ class TensorFlow1:
             yield from (
                 (f"has slot {n}, for which there is no place", path) for n in slots if n not in self.native
             )
+            yield from ((fault, path) for fault in self._dtype_faults(slots, state.params[path].dtype.name))
             rule, shape = state.rules.get(path), state.params[path].shape
             if rule is None or not self._factors:
                 continue
