@@ -320,9 +320,9 @@ def test_verify_proves_nothing_while_nobody_knows_what_decays(tmp_path: Path) ->
     mask = {"dense": {"kernel": True, "bias": False}, "out": {"kernel": True}}
     trained = run_of(optax.adafactor(RATE, weight_decay_rate=0.1, weight_decay_mask=mask))
     ocp.PyTreeCheckpointer().save(tmp_path / "run", dict(zip(("params", "opt_state"), trained, strict=True)))
-    told = CheckpointRef(tmp_path / "run", hparams={"learning_rate": RATE})
-    convert(plan(told, tmp_path / "t5x", to="t5x"))
-    made = verify(told, tmp_path / "t5x")
+    source = CheckpointRef(tmp_path / "run", hparams={"learning_rate": RATE})
+    convert(plan(source, tmp_path / "t5x", to="t5x"))
+    made = verify(source, tmp_path / "t5x")
     assert made.verdict == "not comparable" and not made.passed
     assert "exclude_from_weight_decay" in of_verify(made.data).text
     without = CheckpointRef(tmp_path / "run", hparams={"learning_rate": RATE, "weight_decay_rate": None})
