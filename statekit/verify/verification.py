@@ -453,16 +453,18 @@ class _Verification:
             "whole": whole,
             "headline": headline(whole.upper(), facts),
             "nobody_gave": self._nobody_gave,
-            "passed": whole != "refuted"
-            and allowed
-            and not self._nobody_gave
-            and not (self._unknown and self._asked.steps),
+            "passed": whole != "refuted" and allowed and not self._open_points,
             "exactness": max(self._rule_exactness, self._plan.exactness).name.lower(),
             "because": list(dict.fromkeys(because)),
             "not_stepped": replayed.why_not,
             "proves_nothing_about": [one["name"] for one in replayed.controls if not one["detected"]],
         }
         return data, tensors
+
+    @property
+    def _open_points(self) -> list[str]:
+        """The values that the target holds and nobody gave, and those that a step needs and nobody knows."""
+        return [*self._nobody_gave, *(self._unknown if self._asked.steps else ())]
 
     def _whole(self, worst_tensor: Verdict, replayed: _Replayed) -> Verdict:
         """Returns the verdict on the whole where nothing refutes it."""
