@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from statekit.conversion.inspection import (
 from statekit.errors import plural, size
 from statekit.pages.module_tree import Row, module_tree, rows
 from statekit.state.evidence import KnownFrom
+from statekit.state.hyperparameters import assumed_values
 from statekit.state.rates import Piece
 from statekit.state.run import RunState, Schedule
 from statekit.state.train_state import Group
@@ -327,6 +327,5 @@ def _assumptions(inspection: Inspection) -> Iterator[str]:
     groups = inspection.optimizer.groups if inspection.optimizer else ()
     shown = {name for group in groups for name in _known(group, "assumed")}
     for sentence in inspection.assumptions:
-        why, _, values = sentence.partition("; assumed: ")
-        names = re.findall(r"(\w+)=", values)
-        yield f"{why}: see `assumed` above." if names and shown.issuperset(names) else sentence
+        reason, values = assumed_values(sentence)
+        yield f"{reason}: see `assumed` above." if values and shown.issuperset(values) else sentence

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from statekit.arrays.backend import BACKEND_NAMES, backend
-from statekit.cli.arguments import ref_option, said_hparams
+from statekit.cli.arguments import ref_option, ref_options, said_hparams
 from statekit.cli.output import Table, print_json, progress, screen
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import NotFoundError, StatekitError, UsageError, listed, plural, printable
@@ -52,8 +52,7 @@ LEGEND = (
     help="Start from this checkpoint instead of the recorded one.",
 )
 @ref_option("hparams", help="Canonical hyperparameters that our side uses instead.")
-@ref_option("follow_links")
-@ref_option("budget")
+@ref_options("checkpoint", without=("hparams",))
 @click.option(
     "--trajectory",
     type=click.Path(file_okay=False, path_type=Path),
@@ -64,10 +63,8 @@ def command(
     bundles: tuple[Path, ...],
     names: tuple[str, ...],
     start: Start | None,
-    checkpoint: Path | None,
+    ref: CheckpointRef,
     hparams: tuple[str, ...],
-    follow_links: bool,
-    budget: int | None,
     trajectory: Path | None,
     as_json: bool,
 ) -> int:
@@ -79,22 +76,12 @@ def command(
     code 1 if one element lies outside, 3 if one of several recordings can't be read; the others are replayed all the
     same.
     """
-    if checkpoint and len(bundles) > 1:
-        raise UsageError(
-            "--checkpoint is the start of one recording.", expected="one BUNDLE", found=len(bundles)
-        )
-    if checkpoint and start == "init":
-        raise UsageError("--checkpoint is what the replay starts from, and --start init is another start.")
-    missing = [path for path in (*bundles, *([checkpoint] if checkpoint else [])) if not path.exists()]
-    if missing:
-        raise NotFoundError(
-            "There is no such file or folder.", place=", ".join(map(str, missing)), remedy="check the path"
-        )
+    _check_paths(bundles, start, ref)
     failed: dict[str, str] = {}
     rest = failed if len(bundles) > 1 else None
-    with Files(CheckpointRef(budget=budget).job_budget()) as files:
+    with Files(ref.job_budget()) as files:
         changes = said_hparams(hparams, files)
-    subjects, skipped, fresh = _subjects(bundles, start, checkpoint, changes, follow_links, budget, rest)
+    subjects, skipped, fresh = _subjects(bundles, start, ref, changes, rest)
     if trajectory:
         _check_apart(subjects, names)
         trajectory.mkdir(parents=True, exist_ok=True)
@@ -108,20 +95,41 @@ def command(
             "None of the paths is a recording that statekit can replay.",
             found=listed(f"{name}: {why}" for name, why in {**skipped, **failed}.items()),
         )
+    passed = all(result.passed for result in results)
     if as_json:
         data = {
             "results": [r.to_json() for r in results],
             "skipped": skipped,
             "fresh": fresh,
             "failed": failed,
-            "passed": all(r.passed for r in results) and not failed,
+            "passed": passed and not failed,
         }
         print_json("replay", data)
     else:
         _show(results, skipped, fresh, failed)
-    if not all(result.passed for result in results):
+    if not passed:
         return WANTING
     return COULD_NOT if failed else DONE
+
+
+def _check_paths(bundles: Sequence[Path], start: Start | None, ref: CheckpointRef) -> None:
+    """Refuses paths that are not there, and a checkpoint that no recording starts from.
+
+    Raises:
+        UsageError: One checkpoint is given for several recordings, or beside `--start init`.
+        NotFoundError: A path is not there.
+    """
+    if ref.path is not None and len(bundles) > 1:
+        raise UsageError(
+            "--checkpoint is the start of one recording.", expected="one BUNDLE", found=len(bundles)
+        )
+    if ref.path is not None and start == "init":
+        raise UsageError("--checkpoint is what the replay starts from, and --start init is another start.")
+    paths = bundles if ref.path is None else (*bundles, ref.place)
+    if missing := [path for path in paths if not path.exists()]:
+        raise NotFoundError(
+            "There is no such file or folder.", place=", ".join(map(str, missing)), remedy="check the path"
+        )
 
 
 def _check_apart(subjects: Sequence[Subject], names: Sequence[str]) -> None:
@@ -156,10 +164,8 @@ def kept_apart(name: str, failed: dict[str, str] | None) -> Iterator[None]:
 def _subjects(
     bundles: Sequence[Path],
     start: Start | None,
-    checkpoint: Path | None,
+    ref: CheckpointRef,
     changes: Mapping[str, Any],
-    follow_links: bool,
-    budget: int | None,
     failed: dict[str, str] | None,
 ) -> tuple[list[Subject], dict[str, str], dict[str, str]]:
     """Returns what can be replayed; what can't, and what has to start from fresh slots, each with the reason."""
@@ -174,8 +180,8 @@ def _subjects(
             except NotFoundError as error:
                 skipped[name] = f"{error.subject} ({error.found})"
                 continue
-            subject = Subject(recording, start or "checkpoint", checkpoint, changes, follow_links, budget)
-            why = subject.obstacle() if subject.start == "checkpoint" and checkpoint is None else ""
+            subject = Subject(recording, start or "checkpoint", ref, changes)
+            why = subject.obstacle() if subject.start == "checkpoint" and ref.path is None else ""
             if why and start is None:
                 fresh[recording.name] = why
                 subject = replace(subject, start="init")

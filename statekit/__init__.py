@@ -295,7 +295,7 @@ def replay(
     *,
     backend: Literal["numpy", "torch", "jax", "tensorflow"] = "numpy",
     start: Literal["checkpoint", "init"] = "checkpoint",
-    checkpoint: _Path | None = None,
+    checkpoint: CheckpointRef | _Path | None = None,
     hparams: Mapping[str, Any] | None = None,
     follow_links: bool = False,
     budget: int | None = None,
@@ -306,7 +306,7 @@ def replay(
         recording: The folder of a recording (docs/recordings.md).
         backend: Which framework makes the updates.
         start: From the recording's checkpoint, or from fresh slots.
-        checkpoint: Start from this checkpoint instead; it must hold the same state.
+        checkpoint: Start from this checkpoint instead, a path or a `CheckpointRef`; it must hold the same state.
         hparams: Canonical hyperparameters that our side uses instead of the recorded ones.
         follow_links: As in `open`.
         budget: As in `open`.
@@ -323,13 +323,15 @@ def replay(
         (True, (4, 8))
     """
     from statekit.arrays.backend import backend as backend_named
+    from statekit.conversion.checkpoint_ref import CheckpointRef
     from statekit.verify.recording import open_recording
     from statekit.verify.replay import Subject
     from statekit.verify.replay import replay as replayed
 
-    beginning = None if checkpoint is None else _local(checkpoint)
+    options = {"follow_links": follow_links or None, "budget": budget}
+    ref = CheckpointRef.given(checkpoint or CheckpointRef(), **options)
     with open_recording(_local(recording)) as opened:
-        subject = Subject(opened, start, beginning, dict(hparams or {}), follow_links, budget)
+        subject = Subject(opened, start, ref, dict(hparams or {}))
         return replayed(subject, backend_named(backend))
 
 

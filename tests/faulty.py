@@ -230,7 +230,7 @@ CHANGES: dict[str, Change] = {
     "moments-zero": zeroed,
     "moments-of-no-update": uncounted,
     "slots-duplicated": copied,
-    "slots-missing": bare,
+    "slot-missing": bare,
     "second-moment-zero": emptied,
     "factors-disagree": of_slot(("v_row",), lambda values: values * np.asarray(8, values.dtype)),
     "scale-statistics": unscaled,
@@ -251,7 +251,7 @@ def arrived(name: str, row: Row, path: Path) -> bool:
         )
     if name == "groups-exchanged":
         return len(state.optimizer.groups) > 1
-    if name == "slots-missing":  # what has no slots is frozen, where nothing else says what is moved
+    if name == "slot-missing":  # what has no slots is frozen, where nothing else says what is moved
         moved = {path for group in state.optimizer.groups for path in group.paths}
         return any(path in moved and not state.slots.get(path) for path in state.params)
     return True
@@ -333,7 +333,7 @@ BETWEEN: dict[str, Callable[[TrainState, TrainState], TrainState | None]] = {
     "moments-stale": stale_moments,
     "weights-stale": stale_weights,
     "tensors-stale": stale_tensors,
-    "slots-missing": lost_slots,
+    "slot-missing": lost_slots,
     "factors-exchanged": exchanged,
     "hyperparameter-changed": redecayed,
 }

@@ -9,10 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import statekit
 from goldens import COMPACT, GOLDEN, bundles
 from replaying import marks
 from statekit.arrays.backend import Backend, backend
 from statekit.arrays.numpy_backend import ORACLE
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.files.safetensors import open_safetensors
 from statekit.verify.recorder import Recorder
@@ -205,3 +207,14 @@ def test_what_is_of_no_parameter_is_not_recorded_without_a_word(tmp_path: Path) 
     recorder.close()
     with open_recording(tmp_path / "run") as recording:
         assert recording.last == 1
+
+
+def test_a_replay_starts_from_a_ref_with_what_it_says_of_its_checkpoint(tmp_path: Path) -> None:
+    recording = GOLDEN / "t5x" / "momentum_f32"
+    names = tmp_path / "named"
+    statekit.convert(recording / "checkpoint", names, to="orbax", layout="optax")
+    assert statekit.replay(recording, checkpoint=CheckpointRef(names, layout="optax")).passed
+    with pytest.raises(UsageError, match="no layout of that name"):
+        statekit.replay(recording, checkpoint=CheckpointRef(names, layout="nosuch"))
+    with pytest.raises(UsageError, match="no layout of that name"):
+        statekit.replay(recording, checkpoint=CheckpointRef(layout="nosuch"))

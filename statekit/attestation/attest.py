@@ -10,7 +10,8 @@ from os import PathLike
 from pathlib import Path
 
 from statekit.attestation.attestation import Attestation, Finding
-from statekit.attestation.diagnosis import broken, diagnosed, fault, is_new
+from statekit.attestation.diagnosis import diagnosed, is_new
+from statekit.attestation.faults import broken, fault
 from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.model_settings import with_beside

@@ -21,7 +21,7 @@ class Finding:
         expected: What the checkpoint has, of the first of these.
         found: What is live there.
         remedy: What to do.
-        why: What becomes of a run that goes on with it, where files alone are looked at.
+        why: What becomes of a run that goes on with it.
     """
 
     name: str
@@ -30,12 +30,11 @@ class Finding:
     expected: str
     found: str
     remedy: str
-    why: str = ""
+    why: str
 
     def to_json(self) -> dict[str, Any]:
         """Returns the finding as plain data."""
-        fields = {name: value for name, value in vars(self).items() if value or name != "why"}
-        return {**fields, "where": list(self.where)}
+        return {**vars(self), "where": list(self.where)}
 
     def __str__(self) -> str:
         rows = [
@@ -43,6 +42,7 @@ class Finding:
             f"  at: {some(self.where)}",
             f"  expected: {self.expected}",
             f"  found: {self.found}",
+            f"  why it matters: {self.why}",
             f"  do: {self.remedy}",
         ]
         return "\n".join(map(printable, rows))

@@ -7,10 +7,9 @@ moments that are another parameter's, or the checkpoint's in lower precision, or
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 
 from statekit.attestation.attestation import Finding
-from statekit.errors import StatekitError
+from statekit.attestation.faults import fault
 from statekit.state.comparison import Difference, is_zero
 from statekit.state.hyperparameters import alike
 from statekit.state.options import RATE_NAMES
@@ -19,148 +18,6 @@ from statekit.state.stored_params import MASTER, stale_masters
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.digest import tensor_digest
 from statekit.tensors.tensor import Tensor, parts_of
-
-
-@dataclass(frozen=True)
-class Fault:
-    """A kind of finding.
-
-    Attributes:
-        subject: What is wrong, one sentence.
-        remedy: What to do.
-    """
-
-    subject: str
-    remedy: str
-
-
-_LOAD = "load the optimizer's state after the optimizer is made, and before anything else changes it"
-FAULTS: Mapping[str, Fault] = {
-    "optimizer-empty": Fault(
-        "The live optimizer is new: it has made no update and has none of the checkpoint's slots.",
-        "load the optimizer's state, not the weights alone; a loader that fills what is there already needs the "
-        "optimizer to have its slots first, or skips them in silence",
-    ),
-    "optimizer-unknown": Fault(
-        "The live optimizer has made updates, and the checkpoint has weights alone: nothing there tells its state.",
-        "attest with the checkpoint that has the optimizer too; a run that begins anew, before its first update",
-    ),
-    "slot-missing": Fault(
-        "Parameters lack slots that the checkpoint has.",
-        "load the state of every parameter; whatever is missing would begin anew with the next update",
-    ),
-    "slot-extra": Fault(
-        "Parameters have slots that the checkpoint hasn't.",
-        "don't make a step before the state is loaded, not even one that only creates it",
-    ),
-    "slot-zero": Fault(
-        "Slots are all zero, in the checkpoint they aren't.", f"don't initialize after loading; {_LOAD}"
-    ),
-    "slot-rounded": Fault(
-        "Slots are the checkpoint's, rounded to fewer bits.",
-        "load them in the checkpoint's dtype: torch's load_state_dict casts to the parameter's, Orbax to the "
-        "template's; load before the model is cast, or cast slots back and copy them again",
-    ),
-    "slot-of-another-parameter": Fault(
-        "Parameters have each other's slots.",
-        "load by name, or make the optimizer with its parameters in the order of the saved run",
-    ),
-    "slot-differs": Fault("Slots have other values than in the checkpoint.", _LOAD),
-    "parameter-missing": Fault(
-        "The live run lacks parameters that the checkpoint has.",
-        "pass all parameters; of a wrapped model those of the inner module, or say names={live: checkpoint's}",
-    ),
-    "parameter-extra": Fault(
-        "The live run has parameters that the checkpoint hasn't.",
-        "say names={live: checkpoint's} where they are called otherwise",
-    ),
-    "parameter-rounded": Fault(
-        "Parameters are the checkpoint's, rounded to fewer bits.",
-        "load the weights in the checkpoint's dtype",
-    ),
-    "parameter-differs": Fault(
-        "Parameters have other values than in the checkpoint.",
-        "load the weights of the same step, after the model is built and wrapped, before the first update",
-    ),
-    "beside-differs": Fault(
-        "Averages, summed gradients or other tensors beside the slots have other values than in the checkpoint.",
-        "load them with the optimizer's state",
-    ),
-    "master-stale": Fault(
-        "Parameters aren't the rounding of their masters: the next update would write other weights.",
-        "refresh the masters after weights are loaded, or the weights from the masters, on every rank",
-    ),
-    "optimizer-elsewhere": Fault(
-        "The optimizer moves tensors that aren't the model's.",
-        "make the optimizer after the model is wrapped, moved and cast, of the parameters that it has then",
-    ),
-    "shape": Fault("Tensors have another shape than in the checkpoint.", "build the model that was saved"),
-    "dtype": Fault(
-        "Tensors have another dtype than in the checkpoint, with equal values: later updates round otherwise.",
-        "load them in the checkpoint's dtype",
-    ),
-    "step": Fault(
-        "Parameters have done another number of updates than in the checkpoint.",
-        "restore the count with the slots; don't make a step to create the state, nor restart the count",
-    ),
-    "groups-exchanged": Fault(
-        "Parameters have the hyperparameters of another group.",
-        "make the groups in the order of the saved run: their options are restored by position",
-    ),
-    "learning-rate": Fault(
-        "The learning rate of the next update isn't the checkpoint's.",
-        "load the groups with the state; build the scheduler before that, not after: building one writes its first "
-        "rate into the groups, and loading the scheduler doesn't undo it",
-    ),
-    "hyperparameter": Fault(
-        "Hyperparameters aren't the checkpoint's.",
-        "load the groups with the state, or build the optimizer with what the run had",
-    ),
-    "frozen": Fault(
-        "Other parameters are trained than in the checkpoint.", "give the optimizer those that the run moved"
-    ),
-    "rule": Fault(
-        "The live optimizer makes updates by another rule.", "go on with the optimizer that the run had"
-    ),
-    "schedule-elsewhere": Fault(
-        "The scheduler drives another optimizer: the learning rate of this one stays as it is.",
-        "build the scheduler over the optimizer that makes the updates, after it is wrapped",
-    ),
-    "schedule": Fault(
-        "The schedule isn't where the checkpoint's is, or isn't the same.",
-        "load the scheduler's state after it is built with the run's arguments",
-    ),
-    "scaler": Fault(
-        "The loss scaler isn't the checkpoint's: updates are skipped until it has found its scale again.",
-        "save and load scaler.state_dict(), after everything that steps or skips",
-    ),
-    "random": Fault(
-        "Random generators aren't where the checkpoint's are: dropout and the order of data go on otherwise.",
-        "load the generators' states last, after everything that draws numbers",
-    ),
-    "update-differs": Fault(
-        "The update isn't the one that the rule makes of the checkpoint's state and these gradients.",
-        "see first that what is assumed of the checkpoint is so, and say hparams={...} where it isn't; then look for "
-        "what the optimizer keeps beside its state: powers of betas that were taken when it was made, hyperparameters "
-        "that are used before they are restored, a copy of the state elsewhere",
-    ),
-    "broken": Fault(
-        "The live state breaks its own rules.", "check that the state was loaded into the right parameters"
-    ),
-}
-"""Every finding, by name."""
-
-
-def fault(name: str, where: Iterable[str], expected: object, found: object) -> Finding:
-    """Returns a finding of a known kind."""
-    kind = FAULTS[name]
-    return Finding(name, kind.subject, tuple(where), str(expected), str(found), kind.remedy)
-
-
-def broken(error: StatekitError) -> list[Finding]:
-    """Returns the findings of a live state that can't be read."""
-    each = [fault("broken", [where], "a valid state", what) for what, where in error.faults]
-    return each or [fault("broken", ["the live run"], "a valid state", error.line)]
 
 
 def diagnosed(right: TrainState, live: TrainState, differences: Sequence[Difference]) -> list[Finding]:

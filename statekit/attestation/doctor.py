@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.attestation.attestation import Finding
-from statekit.attestation.file_faults import FAULTS, fault
+from statekit.attestation.faults import FORMER_NAMES, OF_FILES, fault
 from statekit.attestation.one_step import narrow_counts, odd, of_one_step
 from statekit.attestation.reading import OnTensor, readings
 from statekit.attestation.two_steps import Step, are_of_one_run, between_steps
@@ -35,7 +35,7 @@ from statekit.state.stored_slots import PLACEHOLDER
 from statekit.tensors.stats import measure
 from statekit.tensors.tensor import nbytes
 
-_ONCE = frozenset({"slots-missing"})
+_ONCE = frozenset({"slot-missing"})
 """Faults that a checkpoint shows by itself, and beside the step before once more."""
 
 
@@ -98,7 +98,7 @@ def doctor(
         StateError: A checkpoint leaves something open that only hints tell.
         UsageError: There is no finding of a name that is to be ignored.
     """
-    _check_ignored(ignore)
+    ignored = _faults_of(ignore)
     refs = [ref_of(source, hints, container=container, step=step) for source in sources]
     places = [place for ref in refs for place in checkpoints_at(ref)]
     is_step_asked = any(ref.step is not None for ref in refs)
@@ -128,24 +128,25 @@ def doctor(
                 findings += _between(earlier, now, findings) if is_later else ()
                 files.close()
             before = now, inner, _number(opened)
-            each.append(_examined(opened, findings, now, ignore))
+            each.append(_examined(opened, findings, now, ignored))
     return tuple(each)
 
 
-def _check_ignored(ignore: Collection[str]) -> None:
-    """Refuses the name of a finding that doesn't exist.
+def _faults_of(names: Collection[str]) -> frozenset[str]:
+    """Returns the faults that names mean, of this version or the one before.
 
     Raises:
         UsageError: There is no finding of that name.
     """
-    for name in ignore:
-        if name not in FAULTS:
-            raise UsageError(
-                "No finding has that name.",
-                expected=", ".join(FAULTS),
-                found=name,
-                remedy=meant(name, FAULTS),
-            )
+    faults = frozenset(FORMER_NAMES.get(name, name) for name in names)
+    for name in sorted(faults - {*OF_FILES}):
+        raise UsageError(
+            "No finding has that name.",
+            expected=", ".join(OF_FILES),
+            found=name,
+            remedy=meant(name, OF_FILES),
+        )
+    return faults
 
 
 def _between(earlier: Step, now: Step, findings: Sequence[Finding]) -> tuple[Finding, ...]:

@@ -16,7 +16,7 @@ import numpy as np
 from statekit.arrays.intervals import UNIT, Interval
 from statekit.attestation.attest import Sides, attesting, sampled
 from statekit.attestation.attestation import Attestation, Finding
-from statekit.attestation.diagnosis import broken
+from statekit.attestation.faults import broken
 from statekit.attestation.live_run import LiveRun
 from statekit.attestation.update import Chosen, Gradient, chosen_blocks, update_findings
 from statekit.conversion.checkpoint_ref import CheckpointRef

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from statekit.attestation.attestation import Finding
-from statekit.attestation.file_faults import fault
+from statekit.attestation.faults import fault
 from statekit.attestation.reading import Key, Reading, Readings, is_ambiguous, place, precision
 from statekit.conversion import registry
 from statekit.conversion.agreement import said_steps
@@ -256,7 +256,7 @@ def _missing(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding
         having = [path for path in group.paths if state.slots.get(path)]
         if bare and having:
             names = ", ".join(dict.fromkeys(name for path in having for name in state.slots[path]))
-            yield fault("slots-missing", [f"slots/{path}" for path in bare], names, "nothing")
+            yield fault("slot-missing", [f"slots/{path}" for path in bare], names, "nothing")
         whole = [{*state.slots[path]} for path in having]
         common = set.union(*whole) - {"v", *FACTORED, MASTER} if whole else set[str]()
         lacking = {
@@ -266,7 +266,7 @@ def _missing(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding
         }
         if lacking:
             where = [f"slots/{path}/{name}" for path, names in lacking.items() for name in sorted(names)]
-            yield fault("slots-missing", where, "the slots that others have", "nothing")
+            yield fault("slot-missing", where, "the slots that others have", "nothing")
 
 
 _PART = re.compile(r"(.+)/part_(\d+)", re.DOTALL)
@@ -287,7 +287,7 @@ def _parts(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
         bare = [path for path in numbered.values() if path not in moved]
         if 0 < len(bare) < len(numbered):
             yield fault(
-                "slots-missing",
+                "slot-missing",
                 [f"slots/{path}" for path in bare],
                 "the slots that other parts have",
                 "nothing",

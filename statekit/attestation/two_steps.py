@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from statekit.attestation.attestation import Finding
-from statekit.attestation.file_faults import fault
+from statekit.attestation.faults import fault
 from statekit.attestation.one_step import SMALL
 from statekit.attestation.reading import Key, Readings, place
 from statekit.state.comparison import compare_states
@@ -65,7 +65,7 @@ def between_steps(earlier: Step, later: Step) -> Iterator[Finding]:
         if name not in later.state.slots.get(path, {})
     ]
     if lost:
-        yield fault("slots-missing", lost, "the slots of the step before", "nothing")
+        yield fault("slot-missing", lost, "the slots of the step before", "nothing")
     yield from _of_values(earlier, later)
     yield from _exchanged(earlier, later)
     yield from _options(earlier.state, later.state)

@@ -13,7 +13,7 @@ from typing import Any
 
 from statekit.attestation.attest import sampled
 from statekit.attestation.attestation import Attestation, Finding
-from statekit.attestation.diagnosis import fault
+from statekit.attestation.faults import fault
 from statekit.conversion.contracts import Contents
 from statekit.dropin.by_name import path_of
 from statekit.errors import some

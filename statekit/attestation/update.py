@@ -16,7 +16,7 @@ import numpy as np
 from statekit.arrays.backend import Value
 from statekit.arrays.intervals import UNIT, Interval, IntervalBackend
 from statekit.attestation.attestation import Finding
-from statekit.attestation.diagnosis import fault
+from statekit.attestation.faults import fault
 from statekit.errors import StatekitError, some
 from statekit.optim.adafactor import COMPOUNDING
 from statekit.optim.gradient_clipping import Limits

@@ -19,6 +19,7 @@ from typing import Any, Literal, Self, TypedDict
 from statekit.budget import Budget, Limits, bytes_of
 from statekit.errors import Faults, UsageError, meant
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
+from statekit.state.hyperparameters import still_assumed
 from statekit.state.options import checked_hparams, is_known
 from statekit.state.schedules.call_text import call_text, parse_call
 from statekit.state.train_state import TrainState
@@ -432,7 +433,8 @@ class CheckpointRef:
             UsageError: A hyperparameter doesn't exist, can't have its value, or is said twice; lists every one.
         """
         hints = self.of(schema for schema, _ in state.optimizer.kinds)
-        return state.each(lambda part: hints[part.optimizer.schema]._applied(part))
+        applied = state.each(lambda part: hints[part.optimizer.schema]._applied(part))
+        return replace(applied, assumptions=still_assumed(applied))
 
     def _applied(self, state: TrainState) -> TrainState:
         optimizer = state.optimizer

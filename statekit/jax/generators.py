@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from statekit.attestation.attestation import Finding
-from statekit.attestation.diagnosis import fault
+from statekit.attestation.faults import fault
 from statekit.conversion.open_state import OpenState
 from statekit.errors import UsageError
 from statekit.jax.leaves import key_names

@@ -12,7 +12,7 @@ from typing import Any, Unpack
 import keras
 
 from statekit.attestation.attestation import Attestation, Finding
-from statekit.attestation.diagnosis import fault
+from statekit.attestation.faults import fault
 from statekit.attestation.live_run import LiveRun
 from statekit.attestation.once import AttestsOnce
 from statekit.conversion.checkpoint_ref import CheckpointRef

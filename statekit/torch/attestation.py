@@ -12,7 +12,7 @@ import torch
 
 from statekit.attestation.attest import ORDERED
 from statekit.attestation.attestation import Attestation, Finding
-from statekit.attestation.diagnosis import fault
+from statekit.attestation.faults import fault
 from statekit.attestation.live_run import LiveRun
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.dropin.loading import AttestOptions, Call

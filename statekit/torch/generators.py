@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from statekit.attestation.attestation import Finding
-from statekit.attestation.diagnosis import fault
+from statekit.attestation.faults import fault
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.registry import container
 from statekit.errors import StatekitError, some

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,7 +22,7 @@ import numpy as np
 from statekit.arrays.backend import Backend
 from statekit.arrays.intervals import IntervalBackend
 from statekit.arrays.numpy_backend import NumpyBackend
-from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.open_state import open_state
 from statekit.errors import NotFoundError, StateError, UnknownFormatError, printable
 from statekit.optim.run import Live, Move, initial, kernels_contract, load, mover, store
@@ -119,18 +120,20 @@ class Subject:
     Attributes:
         recording: The recording.
         start: From the native checkpoint, or from fresh slots.
-        checkpoint: Another checkpoint to start from; it must hold the same state.
+        checkpoint: Another checkpoint to start from, or how the recorded one is read, as a ref without a path.
+            It must hold the same state.
         changes: Canonical hyperparameters that our side uses instead of the recorded ones.
-        follow_links: Whether to read what links out of the checkpoint lead to.
-        budget: Bytes that reading it may hold; the usual ones if None.
     """
 
     recording: Recording
     start: Start = "checkpoint"
-    checkpoint: Path | None = None
+    checkpoint: CheckpointRef | str | PathLike[str] | None = None
     changes: Mapping[str, Any] | None = None
-    follow_links: bool = False
-    budget: int | None = None
+
+    @property
+    def ref(self) -> CheckpointRef:
+        """What a user says of the checkpoint; its path is None where the recorded one is meant."""
+        return CheckpointRef() if self.checkpoint is None else ref_of(self.checkpoint)
 
     @property
     def first(self) -> int:
@@ -171,25 +174,21 @@ class Subject:
     @contextmanager
     def _opened(self, update: int) -> Iterator[TrainState]:
         # Another system's file speaks for itself; the native one needs what the recording says beside it.
-        path, system = (
-            self.checkpoint or self.recording.folder / self.recording.checkpoint,
-            self.recording.system,
-        )
-        if self.checkpoint is None and system not in HINTED:
-            with native_state(path, self._said(update), self._allowed()) as state:
-                yield state
-            return
-        with open_state(path, hints=self._allowed()) as bare:
+        ref, system = self.ref, self.recording.system
+        if ref.path is None:
+            path = self.recording.folder / self.recording.checkpoint
+            if system not in HINTED:
+                with native_state(path, self._said(update), ref) as state:
+                    yield state
+                return
+            ref = ref.at(path)
+        with open_state(ref) as bare:
             if bare.layout != system:
                 yield bare.state
                 return
-        hints = replace(self.recording.hints(update), follow_links=self.follow_links, budget=self.budget)
-        with open_state(path, hints=hints) as opened:
+        recorded = self.recording.hints(update).hparams
+        with open_state(replace(ref, hparams={**recorded, **ref.hparams})) as opened:
             yield opened.state
-
-    def _allowed(self) -> CheckpointRef:
-        """Returns what reading a checkpoint may do, without anything that is said of it."""
-        return CheckpointRef(follow_links=self.follow_links, budget=self.budget)
 
     def _said(self, update: int) -> TrainState:
         """Returns the recorded state before an update."""
