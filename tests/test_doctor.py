@@ -547,7 +547,9 @@ def test_a_finding_that_is_meant_to_be_is_ignored_by_its_name(
     assert main(["doctor", path, "--ignore", "not-finit"]) not in (DONE, WANTING)
 
 
-def test_one_fault_has_one_name_for_attest_and_doctor_and_the_former_name_is_ignored_too(tmp_path: Path) -> None:
+def test_one_fault_has_one_name_for_attest_and_doctor_and_the_former_name_is_ignored_too(
+    tmp_path: Path,
+) -> None:
     row = row_of("statekit", "statekit")
     with open_state(GOLDEN / "t5x" / "momentum_f32" / "checkpoint") as opened:
         state = faulty.bare(opened.state)

@@ -150,7 +150,10 @@ def test_an_assumption_that_the_user_has_settled_is_printed_no_more() -> None:
     path = GOLDEN / "mesh_tf" / "adafactor_bf16_master_t5" / "checkpoint"
     said = [
         inspection.assumptions
-        for inspection in (statekit.inspect(path), statekit.inspect(path, hparams={"clipping_threshold": 2.5}))
+        for inspection in (
+            statekit.inspect(path),
+            statekit.inspect(path, hparams={"clipping_threshold": 2.5}),
+        )
     ]
     assert [any("clipping_threshold=1.0" in line for line in lines) for lines in said] == [True, False]
     assert all(any("decay_rate=0.8" in line for line in lines) for lines in said)

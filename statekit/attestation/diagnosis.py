@@ -6,7 +6,7 @@ moments that are another parameter's, or the checkpoint's in lower precision, or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from statekit.attestation.attestation import Finding
 from statekit.attestation.faults import fault

@@ -102,7 +102,9 @@ def assumed_values(sentence: str) -> tuple[str, dict[str, str]]:
     """
     reason, _, values = sentence.partition(_ASSUMED)
     assignments = _ASSIGNMENT.split(values.removesuffix("."))
-    return reason, {name: value for name, sign, value in (text.partition("=") for text in assignments) if sign}
+    return reason, {
+        name: value for name, sign, value in (text.partition("=") for text in assignments) if sign
+    }
 
 
 def still_assumed(state: TrainState) -> tuple[str, ...]:
