@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from statekit.attestation.doctor import Examination, doctor
-from statekit.attestation.faults import OF_FILES
+from statekit.attestation.faults import FILE_FAULTS
 from statekit.cli import output
 from statekit.cli.arguments import OF_FILES, completing, local_files, ref_options
 from statekit.cli.main import DONE, WANTING
@@ -25,7 +25,7 @@ from statekit.errors import plural, some
     "--ignore",
     multiple=True,
     metavar="FINDING",
-    shell_complete=completing(lambda: OF_FILES),
+    shell_complete=completing(lambda: FILE_FAULTS),
     help="A finding that is meant to be so, by its name: it is noted, and no failure. May be repeated.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.attestation.attestation import Finding
-from statekit.attestation.faults import FORMER_NAMES, OF_FILES, fault
+from statekit.attestation.faults import FILE_FAULTS, FORMER_NAMES, fault
 from statekit.attestation.one_step import narrow_counts, odd, of_one_step
 from statekit.attestation.reading import OnTensor, readings
 from statekit.attestation.two_steps import Step, are_of_one_run, between_steps
@@ -139,12 +139,12 @@ def _faults_of(names: Collection[str]) -> frozenset[str]:
         UsageError: There is no finding of that name.
     """
     faults = frozenset(FORMER_NAMES.get(name, name) for name in names)
-    for name in sorted(faults - {*OF_FILES}):
+    for name in sorted(faults - {*FILE_FAULTS}):
         raise UsageError(
             "No finding has that name.",
-            expected=", ".join(OF_FILES),
+            expected=", ".join(FILE_FAULTS),
             found=name,
-            remedy=meant(name, OF_FILES),
+            remedy=meant(name, FILE_FAULTS),
         )
     return faults
 

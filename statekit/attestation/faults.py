@@ -31,7 +31,7 @@ _LOAD = "load the optimizer's state after the optimizer is made, and before anyt
 _OTHER = "go on from another step"
 _LOST_COUNT = "bias correction, decay and schedule go on from another step"
 _NEW_STATE = "their state begins anew with the next update"
-OF_FILES: Mapping[str, Fault] = {
+FILE_FAULTS: Mapping[str, Fault] = {
     "files": Fault(
         "The files may be of several steps.",
         "weights, moments and counts of different steps fit in shape, and the run goes on with none of them",
@@ -176,7 +176,7 @@ OF_FILES: Mapping[str, Fault] = {
 }
 """The faults that files alone can show; `attest` finds some of them too."""
 
-OF_LIVE_RUNS: Mapping[str, Fault] = {
+RUN_FAULTS: Mapping[str, Fault] = {
     "optimizer-empty": Fault(
         "The live optimizer is new: it has made no update and has none of the checkpoint's slots.",
         "all moments begin at zero, and bias correction and warm-up begin again",
@@ -313,7 +313,7 @@ OF_LIVE_RUNS: Mapping[str, Fault] = {
 }
 """The faults that only a live run can show."""
 
-_FAULTS: Mapping[str, Fault] = {**OF_FILES, **OF_LIVE_RUNS}
+_FAULTS: Mapping[str, Fault] = {**FILE_FAULTS, **RUN_FAULTS}
 
 FORMER_NAMES: Mapping[str, str] = {"slots-missing": "slot-missing"}
 """Names that `doctor --ignore` still takes in 0.2 for faults that have others now."""
