@@ -82,14 +82,7 @@ def command(
     with Files(ref.job_budget()) as files:
         changes = said_hparams(hparams, files)
     subjects, skipped, fresh = _subjects(bundles, start, ref, changes, rest)
-    if trajectory:
-        _check_apart(subjects, names)
-        trajectory.mkdir(parents=True, exist_ok=True)
-    results = []
-    with progress("updates") as bar:
-        for subject in subjects:
-            with kept_apart(subject.recording.name, rest), subject.recording:
-                results += [_replay(subject, name, trajectory, bar) for name in names or ("numpy",)]
+    results = _replays(subjects, names or ("numpy",), trajectory, rest)
     if not results:
         raise NotFoundError(
             "None of the paths is a recording that statekit can replay.",
@@ -110,6 +103,21 @@ def command(
     if not passed:
         return WANTING
     return COULD_NOT if failed else DONE
+
+
+def _replays(
+    subjects: Sequence[Subject], names: Sequence[str], trajectory: Path | None, failed: dict[str, str] | None
+) -> list[Replay]:
+    """Returns the replay of every recording in every backend."""
+    if trajectory:
+        _check_apart(subjects, names)
+        trajectory.mkdir(parents=True, exist_ok=True)
+    results = list[Replay]()
+    with progress("updates") as bar:
+        for subject in subjects:
+            with kept_apart(subject.recording.name, failed), subject.recording:
+                results += [_replay(subject, name, trajectory, bar) for name in names]
+    return results
 
 
 def _check_paths(bundles: Sequence[Path], start: Start | None, ref: CheckpointRef) -> None:
