@@ -6,6 +6,7 @@ import gc
 import os
 import sys
 import tempfile
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -24,6 +25,8 @@ os.environ["JAX_COMPILATION_CACHE_DIR"] = COMPILED.name
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
+SWEEPS = Path(__file__).with_name("sweeps.txt")
+
 settings.register_profile("statekit", deadline=None)  # a busy machine isn't a failure
 settings.load_profile("statekit")
 
@@ -31,6 +34,23 @@ settings.load_profile("statekit")
 def pytest_collection(session: pytest.Session) -> None:
     """Leaves the collector of garbage out of the import of the frameworks: nothing of it is garbage."""
     gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks as slow what `sweeps.txt` lists; where a whole file is collected, each of its lines must fit a case."""
+    lines = [line.split(" ", 1) for line in SWEEPS.read_text(encoding="utf-8").splitlines() if line[0] != "#"]
+    fitting = set()
+    for item in items:
+        test, _, case = item.nodeid.removeprefix("tests/").partition("[")
+        for line in lines:
+            if line[0] == test and (line[1] in case or line[1] == "*"):
+                item.add_marker(pytest.mark.slow)
+                fitting.add(" ".join(line))
+    whole = {item.nodeid.removeprefix("tests/").partition("::")[0] for item in items}
+    stale = [" ".join(line) for line in lines if line[0].partition("::")[0] in whole]
+    if not any("::" in argument for argument in config.args) and not fitting.issuperset(stale):
+        raise pytest.UsageError(f"sweeps.txt fits no case: {sorted({*stale} - fitting)}")
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

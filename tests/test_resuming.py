@@ -15,8 +15,6 @@ from statekit.conversion import registry, resume
 PUBLISHED: list[dict[str, Any]] = json.loads(resuming_table.RESULTS.read_text(encoding="utf-8"))
 SAMPLE = (
     "keras-h5/keras/functional",
-    "keras-h5/keras/functional by path",
-    "tf-bundle/tf2-keras/sequential",
     "tf-bundle/tf2-statekit/sequential",
     "keras/statekit-keras/functional",
     "torch/statekit-torch/groups, LambdaLR",
@@ -24,7 +22,6 @@ SAMPLE = (
     "torch/torch-optim/two of AdamW, two schedules",
     "accelerate/statekit-torch/two optimizers, one schedule",
     "dcp-safetensors/torch-fqn-flat/hf adafactor",
-    "accelerate/torch-optim/groups, LinearLR",
     "hf-trainer/torch-optim/hf adafactor, momentum, LinearLR",
     "orbax/optax/tree",
 )
