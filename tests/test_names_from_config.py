@@ -217,3 +217,30 @@ def test_without_a_configuration_or_transformers_it_says_so(
 def test_systems_that_name_their_parameters_take_none_from_there() -> None:
     with pytest.raises(UsageError, match="names-from"):
         statekit.open(GOLDEN / "t5x" / "momentum_f32" / "checkpoint", names_from="config")
+
+
+@pytest.mark.slow
+def test_names_by_config_are_asked_of_the_side_that_numbers_its_parameters(
+    runs: tuple[Path, Truth], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Trainer clips by a norm of 1 before an optimizer that knows of none; Optax' chain clips itself."""
+    step, target = str(step_of(runs[0], "gpt2")), str(tmp_path / "out")
+    words = [
+        "convert",
+        step,
+        target,
+        "--to",
+        "orbax",
+        "--layout",
+        "optax",
+        "--names-from",
+        "config",
+        "--verify",
+    ]
+    assert main(words) == 0, capsys.readouterr().out
+    assert "clips gradients by their norm, 1.0" in capsys.readouterr().out
+    for hints in ([], ["--left-names-from", "config"]):
+        assert main(["diff", step, target, *hints]) == 1  # the rule's variant
+        assert "1 difference in" in capsys.readouterr().out
+    assert main(["diff", step, target, "--names-from", "config"]) == 2
+    assert "--left-names-from config" in capsys.readouterr().err

@@ -325,6 +325,8 @@ def decoded(layout: Layout, checkpoint: Checkpoint, hints: CheckpointRef) -> Tra
                 place="--names-from",
                 expected=", ".join(ways) or f"nothing: {layout.title} has them by itself",
                 found=hints.names_from,
+                remedy="leave it out; of two checkpoints say it of the one that numbers its parameters: "
+                f"--left-names-from {hints.names_from}",
             )
     # What is said may be said of the one optimizer by its name: adafactor/decay_rate=0.8.
     if len(layout.variants) == 1 and WEIGHTS not in layout.variants:

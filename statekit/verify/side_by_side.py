@@ -15,6 +15,7 @@ from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.budget import Budget
 from statekit.errors import StatekitError
 from statekit.optim.run import store
+from statekit.state.constants import variant_constants
 from statekit.state.exactness import Exactness
 from statekit.state.factoring import swapped
 from statekit.state.stored_params import encoded_paths
@@ -84,6 +85,24 @@ class Worst:
         )
 
 
+_LIMIT = "global_norm_clip_threshold"
+
+
+def _clipped_by_the_program(states: tuple[TrainState, TrainState, TrainState]) -> float | None:
+    """Returns the norm by which a program clips before an optimizer that clips nothing itself, as Trainer does.
+
+    Both sides are then stepped by gradients as the optimizer gets them. None where the states don't agree on the norm:
+    what the target leaves out is a difference of the run.
+    """
+    limits = {group.hyperparameters.get(_LIMIT) for state in states for group in state.optimizer.groups}
+    kinds = [kind for state in states for kind in state.optimizer.kinds]
+    by_program = any(
+        variant is not None and variant_constants(schema, variant).get("gradient_clipping") == "none"
+        for schema, variant in kinds
+    )
+    return limits.pop() if by_program and len(limits) == 1 else None
+
+
 @dataclass
 class _Ran:
     """What a probe showed of all tensors."""
@@ -113,8 +132,15 @@ class SideBySide:
         layouts: tuple[str, str],
         allowed: Exactness,
     ) -> None:
-        self._states, self._layouts, self._allowed = (carried, expected, actual), layouts, allowed
+        states = (carried, expected, actual)
+        self._layouts, self._allowed = layouts, allowed
         self._notes: list[str] = []
+        if (limit := _clipped_by_the_program(states)) is not None:
+            self._notes.append(
+                f"the source's program clips gradients by their norm, {limit!r}, before its optimizer"
+            )
+            states = tuple(state.with_hyperparameters(**{_LIMIT: None}) for state in states)
+        self._states = states
 
     def run(
         self,
