@@ -139,8 +139,8 @@ class SideBySide:
             self._notes.append(
                 f"the source's program clips gradients by their norm, {limit!r}, before its optimizer"
             )
-            states = tuple(state.with_hyperparameters(**{_LIMIT: None}) for state in states)
-        self._states = states
+            carried, expected, actual = (state.with_hyperparameters(**{_LIMIT: None}) for state in states)
+        self._states = carried, expected, actual
 
     def run(
         self,
