@@ -8,12 +8,13 @@ from typing import Any
 
 from statekit.cli.output import Screen, Table
 from statekit.conversion.agreement import on_trust
+from statekit.conversion.companions import contents_without_optimizer
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.plan import Plan, PlannedTensor
 from statekit.conversion.resume import next_update
 from statekit.errors import plural, size, some
 from statekit.state.run import Schedule
-from statekit.state.schema import NO_OPTIMIZER, WEIGHTS
+from statekit.state.schema import WEIGHTS
 
 FOLDED_AT = 3
 """Names are told apart by this many of their parts, as `extra/torch/scheduler`; what lies below is counted."""
@@ -35,7 +36,7 @@ def show_plan(stdout: Screen, plan: Plan, tensors: bool) -> None:
             head.add_row("", on_trust(plan.uncounted))
     head.add_row("tensors", f"{len(plan.entries)}, {size(plan.bytes)}")
     if plan.state["schema"] == WEIGHTS:
-        head.add_row("holds", NO_OPTIMIZER)
+        head.add_row("holds", contents_without_optimizer(plan.findings, plan.run))
     head.add_row("exactness", "; ".join(_counts(plan)))
     if plan.rule_change is not None:
         rule = f"{plan.rule_change.source} to {plan.rule_change.target}: {plan.rule_change.exactness.name.lower()}"

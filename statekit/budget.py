@@ -110,6 +110,8 @@ class Budget:
         self._held = self._steps = self._read = self._decoded = self._stored = self._files = 0
         self._chunks = 0
         self._opened: set[str] = set()
+        self.sources: set[str] = set()
+        """Paths of the files that were opened to be read."""
         self._in_chunks: set[str] = set()
         self._unmeasured: list[Callable[[], tuple[int, int]]] = []
         self._kept: OrderedDict[tuple[Account, Hashable], tuple[Any, int]] = OrderedDict()

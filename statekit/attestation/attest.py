@@ -13,6 +13,7 @@ from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.diagnosis import diagnosed, is_new
 from statekit.attestation.faults import broken, fault
 from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
+from statekit.conversion.companions import UNREAD
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.model_settings import with_beside
 from statekit.conversion.open_state import OpenState, open_state
@@ -20,6 +21,7 @@ from statekit.conversion.rule_change import change_rule
 from statekit.dropin.by_name import path_of
 from statekit.dropin.matching import renamed
 from statekit.errors import StateError, StatekitError, UsageError
+from statekit.files.checkpoint import Finding as Oddity
 from statekit.maps.links import StateMap, carried_to_load
 from statekit.state.comparison import Difference, Rate, compare_states, uncompared
 from statekit.state.evidence import TAKEN
@@ -173,8 +175,9 @@ def attesting(
         if maps:
             right = carried_to_load(right, with_beside(maps, opened), require)
         names = names or _remembered_in(right, remembered)
-        faults = list(findings)
-        omissions = [*unchecked, *(finding.what for finding in opened.checkpoint.findings)]
+        odd = opened.checkpoint.findings
+        faults = [*findings, *_unread(odd)]
+        omissions = [*unchecked, *(finding.what for finding in odd if finding.kind != UNREAD)]
         if generators is not None:
             generator_faults, generator_omissions = generators(opened)
             faults += generator_faults
@@ -227,6 +230,13 @@ def attesting(
                 warnings=tuple(map(_warning, parted.later)),
             )
         yield Sides(result, right, state, lambda: _by_path(live(opened)))
+
+
+def _unread(odd: Iterable[Oddity]) -> Iterator[Finding]:
+    """Yields a fault for each part of the run that nobody has read."""
+    for one in odd:
+        if one.kind == UNREAD:
+            yield fault(UNREAD, [one.place], "a checkpoint whose parts are all read", one.what)
 
 
 def _remembered_in(right: TrainState, remembered: Mapping[str, str]) -> dict[str, str]:

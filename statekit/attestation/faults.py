@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from statekit.attestation.attestation import Finding
+from statekit.conversion.companions import UNREAD
 from statekit.errors import StatekitError
 
 
@@ -51,6 +52,12 @@ FILE_FAULTS: Mapping[str, Fault] = {
         "Files or parts that belong to the checkpoint aren't there.",
         "a loader that takes what it finds leaves the rest as it was made",
         f"copy the checkpoint again, whole; {_OTHER} if they were never written",
+    ),
+    UNREAD: Fault(
+        "Something that looks like a part of the run isn't read.",
+        "the run goes on without it: an optimizer begins anew, an average or a schedule is lost",
+        "give it the name under which its program saves it, or open the folder that holds both; if it is of another "
+        f"run, --ignore {UNREAD}",
     ),
     "undecodable": Fault(
         "What is stored makes no state.",

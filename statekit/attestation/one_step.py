@@ -14,6 +14,7 @@ from statekit.attestation.faults import fault
 from statekit.attestation.reading import Key, Reading, Readings, is_ambiguous, place, precision
 from statekit.conversion import registry
 from statekit.conversion.agreement import said_steps
+from statekit.conversion.companions import UNREAD
 from statekit.conversion.contracts import Examines
 from statekit.conversion.open_state import OpenState
 from statekit.errors import some
@@ -32,6 +33,7 @@ _SKIPPED = 0.5
 """How far the means of v_row and v_col may be apart, of the larger, where NaNs may be skipped in each by itself.
 
 Chosen, not derived (docs/bounds.md): there is no bound, since each NaN leaves out a share of one update."""
+_ALL_READ = "a checkpoint whose parts are all read"
 _DECAY = ("weight_decay_rate", "weight_decay", "wd")
 
 
@@ -106,7 +108,7 @@ def _of_files(opened: OpenState, read: Readings) -> Iterator[Finding]:
             "damaged" if one.damage else {"mixed": "files", "absent": "values-absent"}.get(one.kind, one.kind)
         )
         by_kind.setdefault(name, []).append(one)
-    expected = {"files": "files of one step, whole", "damaged": "what was written"}
+    expected = {"files": "files of one step, whole", "damaged": "what was written", UNREAD: _ALL_READ}
     for name, each in by_kind.items():
         for what in dict.fromkeys(one.what for one in each) if name else ():
             where = [one.place for one in each if one.what == what]

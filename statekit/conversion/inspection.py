@@ -9,9 +9,11 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
+from statekit.budget import Budget
 from statekit.conversion import registry
 from statekit.conversion.agreement import disagreements, uncounted
 from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
+from statekit.conversion.companions import contents_without_optimizer, unread
 from statekit.conversion.contracts import Contents, Unnamed
 from statekit.conversion.open_state import chosen_container, chosen_layout
 from statekit.errors import (
@@ -27,7 +29,7 @@ from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.integrity import Means, means_of
 from statekit.files.proving import proving
 from statekit.state.run import RunState, run_of
-from statekit.state.schema import NO_OPTIMIZER, WEIGHTS, load_schema
+from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.stats import Stats, measure
 from statekit.tensors.tensor import DTYPES, Shape, Tensor, dtype_name, nbytes
@@ -257,15 +259,20 @@ def inspect(
         opened = replace(opened, findings=checkpoint.findings, integrity=means_of(checkpoint))
         opened = replace(opened, uncounted=uncounted(checkpoint))
         if not request.stats:
-            return _seen(opened, checkpoint, ref, request, on_progress)
+            return _seen(opened, checkpoint, ref, budget, request, on_progress)
         used = proving(checkpoint, budget, accept=ref.accept_damaged)
-        seen = _seen(opened, used.checkpoint, ref, request, on_progress)
+        seen = _seen(opened, used.checkpoint, ref, budget, request, on_progress)
         used.finish()
         return replace(seen, findings=(*seen.findings, *used.damage))
 
 
 def _seen(
-    opened: Inspection, checkpoint: Checkpoint, ref: CheckpointRef, request: Request, on_progress: OnProgress
+    opened: Inspection,
+    checkpoint: Checkpoint,
+    ref: CheckpointRef,
+    budget: Budget,
+    request: Request,
+    on_progress: OnProgress,
 ) -> Inspection:
     try:
         layout, why = chosen_layout(checkpoint, ref.layout)
@@ -274,8 +281,9 @@ def _seen(
     except (UnknownFormatError, StateError) as error:
         if ref.layout or ref.options("meaning").keys() - {"model_key", "optimizer_key"}:
             raise
-        return _native(opened, checkpoint, error, request, on_progress)
-    findings = (*opened.findings, *disagreements(checkpoint, state))
+        unlaid = replace(opened, findings=(*opened.findings, *unread(checkpoint, None, budget)))
+        return _native(unlaid, checkpoint, error, request, on_progress)
+    findings = (*opened.findings, *disagreements(checkpoint, state), *unread(checkpoint, state, budget))
     named = replace(opened, findings=findings)
     return _canonical(named, state, request, on_progress)
 
@@ -372,7 +380,7 @@ def _canonical(
         opened,
         optimizer=None if alone else state.optimizer,
         counts=None if alone else state.counts,
-        contents=NO_OPTIMIZER if alone else None,
+        contents=contents_without_optimizer(opened.findings, run_of(state.extra)) if alone else None,
         parameters=parameters,
         others=tuple(describe(name, tensor) for name, tensor in extra.items()),
         extra=tuple(state.extra),

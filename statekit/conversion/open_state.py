@@ -15,6 +15,7 @@ from statekit.budget import Budget
 from statekit.conversion import registry
 from statekit.conversion.agreement import disagreements
 from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
+from statekit.conversion.companions import UNREAD, contents_without_optimizer, unread
 from statekit.conversion.contracts import NO_HINTS, Container, Evidence, FindsNames, Layout
 from statekit.conversion.target import agreed_layout, source_container
 from statekit.errors import (
@@ -29,6 +30,7 @@ from statekit.errors import (
     printable,
 )
 from statekit.files.checkpoint import Checkpoint
+from statekit.state.run import run_of
 from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, TrainState
 from statekit.tensors.tensor import Tensor, dtype_name
@@ -138,7 +140,8 @@ class OpenState:
         slots = sum(map(len, self.slots.values()))
         content = f"{kinds}, {self.counts.updates} updates done, {len(self.params)} parameters, {slots} slots"
         if self.state.optimizer.schema == WEIGHTS:
-            content = f"weights alone, {len(self.params)} tensors"
+            holds = contents_without_optimizer(self.checkpoint.findings, run_of(self.state.extra))
+            content = f"{holds.partition(':')[0]}, {len(self.params)} tensors"
         return f"{content}, container {self.checkpoint.container}, layout {self.layout}"
 
     def _repr_html_(self) -> str:
@@ -262,7 +265,8 @@ def _decoded(
         if not builds or (near := _named_near(meaning, checkpoint, ref, error)) is None:
             raise
         state = near
-    checkpoint = replace(checkpoint, findings=(*checkpoint.findings, *disagreements(checkpoint, state)))
+    odd = (*disagreements(checkpoint, state), *unread(checkpoint, state, budget))
+    checkpoint = replace(checkpoint, findings=(*checkpoint.findings, *odd))
     return OpenState(checkpoint, meaning.name, (seen, why), state, budget, ref)
 
 
@@ -389,7 +393,8 @@ def state_to_load(
     with registry.opened(named, ref.place, ref.step, ref, budget) as checkpoint:
         used = proving(checkpoint, budget, accept=ref.accept_damaged)
         opened = _decoded(used.checkpoint, seen, layout, ref, budget, builds=True)
-        doubts = [finding.what for finding in opened.checkpoint.findings[len(checkpoint.findings) :]]
+        new = opened.checkpoint.findings[len(checkpoint.findings) :]
+        doubts = [finding.what for finding in new if finding.kind != UNREAD]
         if doubts:  # to whoever called load_...
             warnings.warn(printable(f"{'; '.join(doubts)} @ {checkpoint.path}"), stacklevel=5)
         yield opened

@@ -438,6 +438,7 @@ class Files:
             self.links.check(path)
             facts = path.stat()
         _check_regular(path, facts)
+        self.account.budget.sources.add(str(path))
         return File(path, facts.st_size, (facts.st_dev, facts.st_ino), self)
 
     def on_close(self, callback: Callable[[], None]) -> None:

@@ -56,7 +56,7 @@ class JaxWeights:
     """A tree of arrays."""
 
     name: str = "jax-weights"
-    title: str = "weights alone: a tree of arrays, under params or bare"
+    title: str = "weights: a tree of arrays, under params or bare"
     variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: VARIANTS)
     containers: tuple[str, ...] = ("orbax", "flax")
 

@@ -43,7 +43,7 @@ class KerasWeights:
     """A model's variables."""
 
     name: str = "keras-weights"
-    title: str = "weights alone: a Keras model's variables"
+    title: str = "weights: a Keras model's variables"
     variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: VARIANTS)
     containers: tuple[str, ...] = ("keras-h5", "keras")
 

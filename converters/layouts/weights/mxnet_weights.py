@@ -37,7 +37,7 @@ class MXNetWeights:
     """A list of arrays by name."""
 
     name: str = "mxnet-weights"
-    title: str = "weights alone: MXNet's .params"
+    title: str = "weights: MXNet's .params"
     variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: VARIANTS)
     containers: tuple[str, ...] = ("mxnet",)
 

@@ -57,7 +57,7 @@ class ObjectWeights:
     """Variables of objects."""
 
     name: str = "tf2-weights"
-    title: str = "weights alone: a model's variables in tf.train.Checkpoint"
+    title: str = "weights: a model's variables in tf.train.Checkpoint"
     variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: VARIANTS)
     containers: tuple[str, ...] = ("tf-bundle",)
 

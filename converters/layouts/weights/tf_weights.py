@@ -42,7 +42,7 @@ class TensorFlowWeights:
     """Variables by name."""
 
     name: str = "tf-weights"
-    title: str = "weights alone: TensorFlow's variables by name"
+    title: str = "weights: TensorFlow's variables by name"
     variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: VARIANTS)
     containers: tuple[str, ...] = ("tf-bundle",)
 

@@ -47,7 +47,7 @@ class TorchWeights:
     """A state_dict."""
 
     name: str = "torch-weights"
-    title: str = "weights alone: a PyTorch model's state_dict, bare or under a key"
+    title: str = "weights: a PyTorch model's state_dict, bare or under a key"
     variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: VARIANTS)
     containers: tuple[str, ...] = ("torch", "safetensors", "dcp")
 

@@ -1,0 +1,253 @@
+"""What belongs to a checkpoint by its looks, and isn't read: an optimizer, an average, a schedule or a loss scaler.
+
+A reader takes the names that it knows. A half under another name would be left behind without a word, and weights would
+pass for all that was saved. So this looks at what lies inside and beside a checkpoint of any container, by name and by
+structure, and names what nobody has read. In go an opened checkpoint and the state that it decodes to; out come
+findings, and the words for a state without an optimizer.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from statekit.budget import Budget
+from statekit.errors import StatekitError, some
+from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.source import listing, walked
+from statekit.state.run import RunState, run_of
+from statekit.state.schema import NO_OPTIMIZER, WEIGHTS
+from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import Stored, Tensor
+from statekit.tensors.tree import at, walk
+
+Half: TypeAlias = Literal["optimizer", "average", "schedule", "scaler"]
+
+UNREAD = "companion-unread"
+"""Kind of a finding, and name of the fault: what looks like a part of the run isn't read."""
+LOST = ": "
+"""Stands in a finding between what a companion is and what isn't done with it."""
+_WORDS: Mapping[str, Half] = {
+    **dict.fromkeys(("optimizer", "optimizers", "optimiser", "optim", "optims", "optstate"), "optimizer"),
+    **dict.fromkeys(("ema", "emas", "swa", "averaged", "average", "averages", "polyak"), "average"),
+    **dict.fromkeys(("scheduler", "schedulers", "sched", "lrscheduler"), "schedule"),
+    **dict.fromkeys(("scaler", "scalers", "gradscaler"), "scaler"),
+}
+"""Word of a name -> what it stands for."""
+_SEVERAL_WORDS: Mapping[str, Half] = {
+    "opt_state": "optimizer",
+    "opt_states": "optimizer",
+    "model_avg": "average",
+}
+"""The same of words that tell nothing by themselves."""
+_WHOLE: Mapping[str, Half] = {"opt": "optimizer", "avg": "average"}
+"""The same of words that tell only if they are the whole name: a model may be called so too."""
+_STATES = re.compile(r"\.states(\.|$)")
+"""Gluon's file of a trainer. Source: apache/mxnet python/mxnet/gluon/trainer.py, `save_states`."""
+_TEXT = re.compile(
+    r"\.(py|pyc|pyi|ipynb|md|rst|txt|log|out|err|html?|jsonl?|ya?ml|toml|cfg|ini|gin|csv|tsv|sh|c|cc|cpp|cu|h|js)"
+    r"|\.(png|jpe?g|gif|svg|pdf)"
+)
+"""Suffixes of files that hold no tensors."""
+_CASES = re.compile(r"(?<=[a-z])(?=[A-Z])")
+_MOST = 10_000
+"""Entries of a folder that are looked at."""
+CARRIED = "files"
+"""Key in a tree of the files that are carried as bytes."""
+_SLOTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "v_row", "v_col"})
+"""Last names of slots, which no model's parameter has."""
+_LEVELS = 4
+"""Levels of a state's extra that are looked at."""
+_RECORD = frozenset({"state", "param_groups"})
+"""Keys of an optimizer's state_dict. Source: pytorch/pytorch torch/optim/optimizer.py, `Optimizer.state_dict`."""
+
+
+def half_of(name: str) -> Half | None:
+    """Returns what a file, a folder or a key is by its name; None if its name tells nothing.
+
+    Example:
+        >>> half_of("optimizer_0"), half_of("model_ema.pt"), half_of("opt-125m.bin")
+        ('optimizer', 'average', None)
+    """
+    words = _words(name)
+    stem = "_".join(_words(name.partition(".")[0]))
+    by_word = next((_WORDS[word] for word in words if word in _WORDS), None)
+    joined = f"_{'_'.join(words)}_"
+    by_words = next((half for several, half in _SEVERAL_WORDS.items() if f"_{several}_" in joined), None)
+    return by_word or by_words or _WHOLE.get(stem)
+
+
+def unread(checkpoint: Checkpoint, state: TrainState | None, budget: Budget) -> tuple[Finding, ...]:
+    """Returns what looks like a part of a checkpoint's run and isn't read.
+
+    Args:
+        checkpoint: The checkpoint.
+        state: The state that it decodes to; None where no layout makes one of it.
+        budget: The job's, which knows the files that were read.
+    """
+    run = run_of(state.extra) if state is not None else RunState()
+    halves = dict(_near(checkpoint, state, run, _is_read(checkpoint, budget)))
+    found = []
+    for half in dict.fromkeys(halves.values()):
+        places = [place for place, kind in halves.items() if kind == half]
+        looks = f"{some([Path(place).name for place in places])} {_looks_like(half, len(places))}"
+        found.append(Finding(f"{looks}{LOST}nothing reads it", places[0], kind=UNREAD))
+    inside = () if state is None else _inside(state, run)
+    return (*found, *(Finding(what, f"{checkpoint.path}", kind=UNREAD) for what in inside))
+
+
+def contents_without_optimizer(findings: Iterable[Finding], run: RunState) -> str:
+    """Returns what a state without an optimizer is called: weights alone, unless something of a run is there.
+
+    Args:
+        findings: Those of the checkpoint.
+        run: What its records say of the run.
+    """
+    there = [finding.what.partition(LOST)[0] for finding in findings if finding.kind == UNREAD]
+    averages = [part.place for part in run.parts if part.what == "averages"]
+    if not there and not averages:
+        return NO_OPTIMIZER
+    there += [f"an average ({some(averages)})"] if averages else []
+    return f"weights, and no optimizer's state that is read; {'; '.join(there)}"
+
+
+def _looks_like(half: Half, count: int = 1) -> str:
+    article = {"schedule": "a schedule", "scaler": "a loss scaler"}.get(half, f"an {half}")
+    return f"looks like {article}" if count == 1 else f"look like parts of {article}"
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in re.split(r"[^a-z0-9]+|(?<=[a-z])(?=\d)", _CASES.sub("_", name).lower()) if word]
+
+
+def _is_read(checkpoint: Checkpoint, budget: Budget) -> Callable[[Path], bool]:
+    """Returns what tells whether a file, or something in a folder, has been read; carried bytes aren't."""
+    carried = at(checkpoint.tree, (CARRIED,)) if isinstance(checkpoint.tree, Mapping) else None
+    as_bytes = {checkpoint.path / str(name) for name in carried} if isinstance(carried, Mapping) else set()
+    places = {tensor.place for tensor in checkpoint.tensors.values() if isinstance(tensor, Stored)}
+    read = {os.path.abspath(place) for place in map(str, (*budget.sources, *places, *checkpoint.parts))}
+    read -= set(map(os.path.abspath, as_bytes))
+
+    def is_read(path: Path) -> bool:
+        place = os.path.abspath(path)
+        return place in read or any(file.startswith(f"{place}{os.sep}") for file in read)
+
+    return is_read
+
+
+def _near(
+    checkpoint: Checkpoint, state: TrainState | None, run: RunState, is_read: Callable[[Path], bool]
+) -> Iterator[tuple[str, Half]]:
+    """Yields the path of each companion in the files, and what it is."""
+    top = checkpoint.path
+    is_bare = state is None or state.optimizer.schema == WEIGHTS
+    has = _halves_of(run) | (set() if is_bare else {"optimizer"})
+
+    def half_at(entry: Path) -> Half | None:
+        # Beside an optimizer, another file of Gluon's states is another process'.
+        half = half_of(entry.name) or ("optimizer" if is_bare and _STATES.search(entry.name) else None)
+        return half if half and not is_read(entry) and _holds_data(entry) else None
+
+    near = [*_entries_in(top, deeper=is_bare)]
+    if is_bare or top.is_file():
+        # Beside a whole run in one file: what has its name too, or a bare name of a half that the file lacks.
+        near += [
+            entry
+            for entry in _entries_in(top.parent)
+            if _may_belong(entry.name, top.name)
+            and (is_bare or _belongs(entry.name, top.name, half_of(entry.name) in has))
+        ]
+    yield from ((str(entry), half) for entry in near if (half := half_at(entry)))
+
+
+def _halves_of(run: RunState) -> set[Half]:
+    """Returns the halves that a state has in its records."""
+    parts = {part.what for part in run.parts}
+    names: dict[str, Half] = {"scaler": "scaler", "averages": "average"}
+    return {half for what, half in names.items() if what in parts} | (
+        {"schedule"} if run.schedules else set()
+    )
+
+
+def _entries_in(folder: Path, *, deeper: bool = False) -> Iterator[Path]:
+    """Yields what is in a folder; with `deeper`, also what is in its folders that no step's number names."""
+    try:
+        entries = listing(folder)[:_MOST]
+        yield from entries
+        for entry in entries if deeper else ():
+            if entry.is_dir() and not re.search(r"\d", entry.name) and half_of(entry.name) is None:
+                yield from listing(entry)[:_MOST]
+    except StatekitError:  # what may not be listed isn't known
+        return
+
+
+def _may_belong(name: str, top: str) -> bool:
+    """Tells whether two names may be of one step: they share a number, or one has none."""
+    numbers = [{int(digits) for digits in re.findall(r"\d{1,18}", each)} for each in (name, top)]
+    return not all(numbers) or bool(numbers[0] & numbers[1])
+
+
+def _belongs(name: str, top: str, is_there: bool) -> bool:
+    """Tells whether a file beside a whole run is that run's, by its name."""
+    ours, theirs = ({w for w in _words(each.partition(".")[0]) if w not in _WORDS} for each in (top, name))
+    return (bool(theirs) and ours == theirs) or (not theirs and not is_there)
+
+
+def _holds_data(path: Path) -> bool:
+    """Tells whether a file, or one in a folder, may hold tensors, by its name."""
+    if path.is_file():
+        return not _TEXT.fullmatch(path.suffix.lower())
+    if not path.is_dir():
+        return False
+    try:
+        names = (name for _, _, files in walked(path) for name in files)
+        return not all(_TEXT.fullmatch(os.path.splitext(name)[1].lower()) for name in islice(names, _MOST))
+    except StatekitError:
+        return True
+
+
+def _inside(state: TrainState, run: RunState) -> Iterator[str]:
+    """Yields what a state's own records hold of an optimizer that isn't its own, or of a run that lost it."""
+    for name, node in _nodes(state.extra):
+        if isinstance(node, Mapping) and node.keys() >= _RECORD:
+            yield f"{name} looks like an optimizer{LOST}nothing reads it"
+    if state.optimizer.schema != WEIGHTS:
+        return
+    for schedule in run.schedules:
+        yield f"{schedule.place} is a schedule{LOST}the optimizer that it moves isn't there"
+    for part in run.parts:
+        if part.what == "scaler":
+            yield f"{part.place} is a loss scaler{LOST}the optimizer beside it isn't there"
+    if slots := [*_slots_among(state)]:
+        yield f"{some(slots)} {_looks_like('optimizer', len(slots))}{LOST}nothing reads it as such"
+
+
+def _slots_among(state: TrainState) -> Iterator[str]:
+    """Yields the names of weights, and of what lies beside them, that an optimizer's slots have."""
+    for path in state.params:
+        first, last = path.partition("/")[0], path.rpartition("/")[2]
+        if half_of(first) == "optimizer" or first == "slots" or last in _SLOTS:
+            yield path
+    for keys, leaf in walk(dict(state.extra)):
+        names = [str(key) for key in keys]
+        is_slot = _SLOTS & {*names} or any(half_of(name) == "optimizer" for name in names)
+        if isinstance(leaf, Tensor) and is_slot and CARRIED not in names:
+            yield "/".join(names)
+
+
+def _nodes(extra: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields what stands up to three levels deep in a state's extra, by its name."""
+    level: list[tuple[str, Any]] = [("extra", extra)]
+    for _ in range(_LEVELS):
+        level = [(f"{name}/{key}", child) for name, node in level for key, child in _children(node)]
+        yield from level
+
+
+def _children(node: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(node, Mapping):
+        return node.items()
+    return enumerate(node) if isinstance(node, (list, tuple)) else ()

@@ -1,0 +1,125 @@
+"""What belongs to a checkpoint and isn't read is named: by inspect, convert, doctor and attest."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from samples import ROWS, Row
+
+import statekit
+import statekit.torch
+from statekit.cli.main import main
+from statekit.conversion import registry
+from statekit.conversion.companions import UNREAD, half_of
+from statekit.testing.companions import hidden_halves, silent
+from statekit.testing.container_trials import Trial
+
+CHEAP = ("hf-trainer", "torch", "mxnet")
+"""Containers of which each run of the tests tries one sample."""
+
+
+def with_optimizers() -> list[Any]:
+    """Returns the samples with an optimizer, those of most containers for the long tests."""
+    seen, params = set[str](), []
+    for row in ROWS:
+        if "weights" in row.layout:
+            continue
+        is_first = row.sample.container in CHEAP and row.sample.container not in seen
+        seen.add(row.sample.container)
+        name = f"{row.sample.container}-{row.layout}-{row.name}"
+        params.append(pytest.param(row, id=name, marks=[] if is_first else [pytest.mark.slow]))
+    return params
+
+
+def trial_of(row: Row, folder: Path) -> Trial:
+    (folder / "sample").mkdir()
+    sample = row.sample_in(folder / "sample")
+    return Trial(registry.container(sample.container), sample, folder)
+
+
+@pytest.mark.parametrize("row", with_optimizers())
+def test_no_half_is_lost_in_silence(row: Row, tmp_path: Path) -> None:
+    hidings = hidden_halves(trial_of(row, tmp_path), row.hints)
+    assert not [left for hiding in hidings if (left := silent(hiding))]
+
+
+def test_the_law_notices_who_names_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: without the search, a Trainer's folder whose optimizer has another name is weights alone."""
+    row = next(row for row in ROWS if row.sample.container == "hf-trainer")
+    monkeypatch.setattr("statekit.conversion.open_state.unread", lambda *all_: ())
+    monkeypatch.setattr("statekit.conversion.inspection.unread", lambda *all_: ())
+    hidings = hidden_halves(trial_of(row, tmp_path), row.hints)
+    assert [left for hiding in hidings if (left := silent(hiding))]
+
+
+def test_a_name_tells_what_a_file_is() -> None:
+    names = (
+        "optimizer_0",
+        "optim.pt",
+        "opt_state",
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+        "OptimizerState",
+    )
+    assert {half_of(name) for name in names} == {"optimizer"}
+    assert {half_of(name) for name in ("model_ema.pt", "ema", "swa_weights", "model_avg.pt")} == {"average"}
+    assert {half_of(name) for name in ("lr_scheduler.bin", "scheduler_1.pt")} == {"schedule"}
+    others = (
+        "opt-125m.bin",
+        "model.pt",
+        "rng_state.pth",
+        "training_args.bin",
+        "trainer_state.json",
+        "adapter_model",
+    )
+    assert {half_of(name) for name in others} == {None}
+
+
+def saved_apart(folder: Path) -> tuple[Path, torch.nn.Linear]:
+    """Saves weights in a file, and the optimizer in a folder that no reader joins to it."""
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(3):
+        model(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    (folder / "optim").mkdir()
+    save_file(model.state_dict(), folder / "weights.safetensors")
+    torch.save(optimizer.state_dict(), folder / "optim" / "rank0.pt")
+    return folder / "weights.safetensors", model
+
+
+def test_each_verb_names_the_half_that_lies_beside(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, _ = saved_apart(tmp_path)
+    commands = (
+        ["inspect", str(path)],
+        ["convert", str(path), str(tmp_path / "out.pt")],
+        ["doctor", str(path)],
+    )
+    codes = [main(arguments) for arguments in commands]
+    shown = capsys.readouterr().out
+    assert codes == [0, 0, 1] and shown.count("optim looks like an optimizer") >= len(commands)
+    assert "weights alone" not in shown
+    assert main(["doctor", str(path), "--ignore", UNREAD]) == 0
+
+
+def test_attest_does_not_pass_a_run_whose_optimizer_lies_unread(tmp_path: Path) -> None:
+    path, model = saved_apart(tmp_path)
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.01)
+    result = statekit.torch.attest(fresh, model.named_parameters(), path)
+    assert not result.passed and [finding.name for finding in result.findings] == [UNREAD]
+
+
+def test_weights_stand_alone_beside_what_is_no_half_of_a_run(tmp_path: Path) -> None:
+    """A pipeline's scheduler of noise, a program's code, another step's optimizer and a later run's folder."""
+    save_file(torch.nn.Linear(2, 2).state_dict(), tmp_path / "model_10.safetensors")
+    (tmp_path / "scheduler").mkdir()
+    (tmp_path / "scheduler" / "scheduler_config.json").write_text("{}")
+    (tmp_path / "optimizer.py").write_text("")
+    (tmp_path / "optimizer_20.pt").write_bytes(b"another step's")
+    with statekit.open(tmp_path / "model_10.safetensors") as opened:
+        assert "weights alone" in repr(opened) and not opened.checkpoint.findings
