@@ -16,7 +16,7 @@ from statekit.cli import output
 from statekit.cli.arguments import checkpoint_options
 from statekit.cli.output import Cell, Screen, Styled, Table
 from statekit.cli.report_option import report_option, write_report
-from statekit.conversion.agreement import on_trust
+from statekit.conversion.belonging.agreement import on_trust
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.inspection import (
     Choice,

@@ -7,8 +7,8 @@ from posixpath import commonpath
 from typing import Any
 
 from statekit.cli.output import Screen, Table
-from statekit.conversion.agreement import on_trust
-from statekit.conversion.companions import contents_without_optimizer
+from statekit.conversion.belonging.agreement import on_trust
+from statekit.conversion.belonging.companions import contents_without_optimizer
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.plan import Plan, PlannedTensor
 from statekit.conversion.resume import next_update

@@ -12,8 +12,8 @@ from pathlib import Path
 from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.diagnosis import diagnosed, is_new
 from statekit.attestation.faults import broken, fault
+from statekit.conversion.belonging.companions import UNREAD
 from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
-from statekit.conversion.companions import UNREAD
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.model_settings import with_beside
 from statekit.conversion.open_state import OpenState, open_state
@@ -175,9 +175,9 @@ def attesting(
         if maps:
             right = carried_to_load(right, with_beside(maps, opened), require)
         names = names or _remembered_in(right, remembered)
-        odd = opened.checkpoint.findings
-        faults = [*findings, *_unread(odd)]
-        omissions = [*unchecked, *(finding.what for finding in odd if finding.kind != UNREAD)]
+        unread, remarks = _parted_oddities(opened.checkpoint.findings)
+        faults = [*findings, *unread]
+        omissions = [*unchecked, *remarks]
         if generators is not None:
             generator_faults, generator_omissions = generators(opened)
             faults += generator_faults
@@ -232,11 +232,11 @@ def attesting(
         yield Sides(result, right, state, lambda: _by_path(live(opened)))
 
 
-def _unread(odd: Iterable[Oddity]) -> Iterator[Finding]:
-    """Yields a fault for each part of the run that nobody has read."""
-    for one in odd:
-        if one.kind == UNREAD:
-            yield fault(UNREAD, [one.place], "a checkpoint whose parts are all read", one.what)
+def _parted_oddities(oddities: Sequence[Oddity]) -> tuple[list[Finding], list[str]]:
+    """Returns a fault for each part of the run that nobody has read, and the other remarks of the reader."""
+    whole = "a checkpoint whose parts are all read"
+    unread = [fault(UNREAD, [odd.place], whole, odd.what) for odd in oddities if odd.kind == UNREAD]
+    return unread, [odd.what for odd in oddities if odd.kind != UNREAD]
 
 
 def _remembered_in(right: TrainState, remembered: Mapping[str, str]) -> dict[str, str]:

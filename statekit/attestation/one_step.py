@@ -13,8 +13,8 @@ from statekit.attestation.attestation import Finding
 from statekit.attestation.faults import fault
 from statekit.attestation.reading import Key, Reading, Readings, is_ambiguous, place, precision
 from statekit.conversion import registry
-from statekit.conversion.agreement import said_steps
-from statekit.conversion.companions import UNREAD
+from statekit.conversion.belonging.agreement import said_steps
+from statekit.conversion.belonging.companions import UNREAD
 from statekit.conversion.contracts import Examines
 from statekit.conversion.open_state import OpenState
 from statekit.errors import some

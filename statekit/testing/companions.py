@@ -18,8 +18,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from statekit.conversion.belonging.companions import UNREAD, half_of
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.companions import UNREAD, half_of
 from statekit.conversion.contracts import NO_HINTS
 from statekit.conversion.inspection import inspect
 from statekit.conversion.open_state import open_state

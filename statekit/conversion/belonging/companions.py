@@ -91,13 +91,13 @@ def unread(checkpoint: Checkpoint, state: TrainState | None, budget: Budget) -> 
     """
     run = run_of(state.extra) if state is not None else RunState()
     halves = dict(_near(checkpoint, state, run, _is_read(checkpoint, budget)))
-    found = []
+    findings = []
     for half in dict.fromkeys(halves.values()):
         places = [place for place, kind in halves.items() if kind == half]
         looks = f"{some([Path(place).name for place in places])} {_looks_like(half, len(places))}"
-        found.append(Finding(f"{looks}{LOST}nothing reads it", places[0], kind=UNREAD))
+        findings.append(Finding(f"{looks}{LOST}nothing reads it", places[0], kind=UNREAD))
     inside = () if state is None else _inside(state, run)
-    return (*found, *(Finding(what, f"{checkpoint.path}", kind=UNREAD) for what in inside))
+    return (*findings, *(Finding(what, f"{checkpoint.path}", kind=UNREAD) for what in inside))
 
 
 def contents_without_optimizer(findings: Iterable[Finding], run: RunState) -> str:
