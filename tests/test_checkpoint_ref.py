@@ -12,19 +12,23 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import click
 import pytest
 import torch
 
 import statekit
 import statekit.torch
+from goldens import COMPACT
 from statekit.cli.arguments import checkpoint_options, ref_options, sides_options
 from statekit.cli.main import main
+from statekit.cli.main import statekit as commands
 from statekit.conversion.checkpoint_ref import OPTIONS, CheckpointRef, RefOptions, option
 from statekit.conversion.contracts import Hints
 from statekit.dropin import options as dropin
 from statekit.errors import UsageError
 from statekit.service.options import FORMS
 from statekit.testing.printed_code import check_printed_code
+from statekit.testing.verbs import check_passed_on
 
 pytestmark = pytest.mark.torch
 
@@ -73,22 +77,130 @@ def test_each_field_alone_is_printed_and_read(name: str) -> None:
     check_printed_code(CheckpointRef("a", **{name: TOLD[name]}), fresh=False)
 
 
+VERBS = {
+    "check": "{path}", "cold-start": "{path}", "convert": "{path} {other}", "diff": "{path} {other}",
+    "doctor": "{path}", "inspect": "{path}", "replay": "{bundle} --checkpoint {path}", "resume": "{path}",
+    "seal": "{path}", "verify": "{path} {other}",
+}  # fmt: skip
+"""Verb -> its arguments, of which `{path}` is the checkpoint."""
+BUNDLE = COMPACT / "t5x" / "momentum_f32"
+
+
+def words_of(verb: str, folder: Path) -> tuple[CheckpointRef, list[str]]:
+    """Returns what a verb is told, all that it takes, and the words that tell it."""
+    command: Any = commands.get_command(click.Context(commands), verb)
+    flags = {flag for param in command.params for flag in param.opts}
+    own = (
+        {"hparams"} if verb == "replay" else {"layout"} if verb == "convert" else set()
+    )  # of our side, the target
+    told = {
+        known.name: TOLD[known.name] for known in OPTIONS if known.flag in flags and known.name not in own
+    }
+    (folder / "it's.pt").write_bytes(b"anything")
+    ref = CheckpointRef(folder / "it's.pt", **told)
+    places = {"path": str(ref.path), "other": str(folder / "other"), "bundle": str(BUNDLE)}
+    arguments = [word.format(**places) for word in VERBS[verb].split()]
+    return ref, [verb, *arguments, *ref.words()]
+
+
+def test_the_verbs_are_all_that_take_a_checkpoint() -> None:
+    options = {}
+    for verb in commands.list_commands(click.Context(commands)):
+        command: Any = commands.get_command(click.Context(commands), verb)
+        options[verb] = {flag for param in command.params for flag in param.opts}
+    assert {verb for verb, flags in options.items() if "--follow-links" in flags} == {*VERBS}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_hands_on_all_that_it_is_told(verb: str, tmp_path: Path) -> None:
+    ref, words = words_of(verb, tmp_path)
+    check_passed_on(ref, lambda: main(words))
+
+
+@pytest.mark.parametrize("name", ["variant", "model_key", "budget"])
+def test_a_verb_that_loses_an_option_is_noticed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ref, words = words_of("inspect", tmp_path)
+    lossy = CheckpointRef.at
+    monkeypatch.setattr(
+        CheckpointRef, "at", lambda self, *a, **k: replace(lossy(self, *a, **k), **{name: None})
+    )
+    monkeypatch.setattr("statekit.cli.arguments._ref", lambda path, words: ref.at(path))
+    with pytest.raises(AssertionError, match=name):
+        check_passed_on(ref, lambda: main(words))
+
+
+@pytest.mark.slow
+def test_a_function_of_python_hands_on_all_that_it_is_told(tmp_path: Path) -> None:
+    (tmp_path / "it's.pt").write_bytes(b"anything")
+    ref = CheckpointRef(tmp_path / "it's.pt", **TOLD)
+    model = torch.nn.Linear(2, 2)
+    functions: list[Any] = [
+        statekit.open, statekit.inspect, lambda ref: statekit.plan(ref, tmp_path / "out"),
+        lambda ref: statekit.diff(ref, tmp_path / "other"), lambda ref: statekit.replay(BUNDLE, checkpoint=ref),
+        lambda ref: statekit.torch.load_params(ref, model),
+        lambda ref: statekit.torch.load_optimizer(ref, model.named_parameters()),
+        lambda ref: statekit.torch.attest(torch.optim.Adam(model.parameters()), model.named_parameters(), ref),
+    ]  # fmt: skip
+    for function in functions:
+        check_passed_on(ref, lambda function=function: function(ref))  # type: ignore[misc]
+
+
 def test_keywords_of_python_are_the_fields() -> None:
     assert get_type_hints(RefOptions).keys() == TOLD.keys()
     assert {part.name for part in fields(CheckpointRef)} == {*TOLD, "path", "files", "model"}
 
 
-def test_a_new_option_of_convert_is_declared_in_one_module() -> None:
+ADDED = """
+import importlib.util, json, pathlib, sys, typing
+import statekit.conversion
+name, folder = "statekit.conversion.checkpoint_ref", pathlib.Path(sys.argv[1])
+source = pathlib.Path(statekit.conversion.__file__).with_name("checkpoint_ref.py").read_text(encoding="utf-8")
+field = '    colour: str | None = _option("--colour", "text", "meaning", "Its colour.", metavar="NAME")\\n'
+places = {"    files: Mapping": field, "    model_key: str | None\\n    opt": "    colour: str | None\\n"}
+for before, line in places.items():
+    assert source.count(before) == 1, before
+    source = source.replace(before, line + before)
+edited = folder / "checkpoint_ref.py"
+edited.write_text(source, encoding="utf-8")
+spec = importlib.util.spec_from_file_location(name, edited)
+module = importlib.util.module_from_spec(spec)
+sys.modules[name] = statekit.conversion.checkpoint_ref = module
+spec.loader.exec_module(module)
+import click
+from statekit.cli.main import statekit as commands
+from statekit.service.options import FORMS
+context = click.Context(commands)
+ref = module.CheckpointRef.given("a", colour="red")
+print(json.dumps({
+    "verbs": [verb for verb in commands.list_commands(context)
+              if any("--colour" in param.opts for param in commands.get_command(context, verb).params)],
+    "service": [kind for kind, form in FORMS.items() if "colour" in typing.get_type_hints(form)],
+    "code": [ref.code(), ref.code(spelling="shell")],
+    "stored": ref.stored()["colour"],
+}))
+"""
+"""Adds an option to `CheckpointRef`, and prints where it has arrived."""
+
+
+def test_a_new_option_of_convert_touches_the_ref_alone(tmp_path: Path) -> None:
+    """As docs/architecture.md promises under "An option of convert"."""
+    command = [sys.executable, "-c", ADDED, str(tmp_path)]
+    seen = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+    assert {*seen["verbs"]} == {*VERBS} - {"check", "seal"}  # which need to know what the bytes are, no more
+    assert {*seen["service"]} >= {"inspect", "doctor", "diff", "verify", "convert"}
+    assert seen["code"] == ["'a', colour='red'", "a --colour red"]
+    assert seen["stored"] == "red"
     root = Path(statekit.__file__).parent
     declaring = [
         path.name
         for top in (root, root.parent / "cli")
         for path in sorted(top.rglob("*.py"))
-        if any(
-            isinstance(node, ast.AnnAssign)
-            and isinstance(node.target, ast.Name)
-            and node.target.id in ("optimizer_key", "names_from", "assume_defaults")
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if "optimizer_key: " in (text := path.read_text(encoding="utf-8"))
+        and any(
+            isinstance(node, ast.AnnAssign) and getattr(node.target, "id", "") == "optimizer_key"
+            for node in ast.walk(ast.parse(text))
         )
     ]
     assert declaring == ["checkpoint_ref.py"]
