@@ -97,7 +97,7 @@ def words_of(verb: str, folder: Path) -> tuple[CheckpointRef, list[str]]:
         known.name: TOLD[known.name] for known in OPTIONS if known.flag in flags and known.name not in own
     }
     (folder / "it's.pt").write_bytes(b"anything")
-    ref = CheckpointRef(folder / "it's.pt", **told)
+    ref = CheckpointRef(folder / "it's.pt", **values)
     places = {"path": str(ref.path), "other": str(folder / "other"), "bundle": str(BUNDLE)}
     arguments = [word.format(**places) for word in VERBS[verb].split()]
     return ref, [verb, *arguments, *ref.words()]
