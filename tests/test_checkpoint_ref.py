@@ -90,14 +90,11 @@ def words_of(verb: str, folder: Path) -> tuple[CheckpointRef, list[str]]:
     """Returns what a verb is told, all that it takes, and the words that tell it."""
     command: Any = commands.get_command(click.Context(commands), verb)
     flags = {flag for param in command.params for flag in param.opts}
-    own = (
-        {"hparams"} if verb == "replay" else {"layout"} if verb == "convert" else set()
-    )  # of our side, the target
-    told = {
-        known.name: TOLD[known.name] for known in OPTIONS if known.flag in flags and known.name not in own
-    }
+    # Replay's are of our side, convert's of the target.
+    excluded = {"replay": "hparams", "convert": "layout"}.get(verb)
+    options = [known.name for known in OPTIONS if known.flag in flags and known.name != excluded]
     (folder / "it's.pt").write_bytes(b"anything")
-    ref = CheckpointRef(folder / "it's.pt", **values)
+    ref = CheckpointRef(folder / "it's.pt", **{name: TOLD[name] for name in options})
     places = {"path": str(ref.path), "other": str(folder / "other"), "bundle": str(BUNDLE)}
     arguments = [word.format(**places) for word in VERBS[verb].split()]
     return ref, [verb, *arguments, *ref.words()]
