@@ -12,6 +12,7 @@ from pathlib import Path
 from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.diagnosis import diagnosed, is_new
 from statekit.attestation.faults import broken, fault
+from statekit.attestation.live_run import LiveRun
 from statekit.conversion.belonging.companions import UNREAD
 from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.contracts import Exactness
@@ -22,10 +23,9 @@ from statekit.dropin.by_name import path_of
 from statekit.dropin.matching import renamed
 from statekit.errors import StateError, StatekitError, UsageError
 from statekit.files.checkpoint import Finding as Oddity
-from statekit.maps.links import StateMap, carried_to_load
-from statekit.state.comparison import Difference, Rate, compare_states, uncompared
+from statekit.maps.links import carried_to_load
+from statekit.state.comparison import Difference, compare_states, uncompared
 from statekit.state.evidence import TAKEN
-from statekit.state.exactness import Level
 from statekit.state.param_names import wrapped_names
 from statekit.state.run import BUFFERS
 from statekit.state.schema import WEIGHTS
@@ -37,93 +37,6 @@ ORDERED = (
     "live optimizer, so that an order which is wrong can't be seen."
 )
 _LACKS = {True: "the checkpoint has it, and none was given", False: "the checkpoint has none"}
-
-
-def attest(
-    path: CheckpointRef | str | PathLike[str],
-    live: Callable[[OpenState], TrainState],
-    *,
-    findings: Iterable[Finding] = (),
-    unchecked: Iterable[str] = (),
-    generators: Callable[[OpenState], tuple[Sequence[Finding], Sequence[str]]] | None = None,
-    names: Mapping[str, str] | None = None,
-    remembered: Mapping[str, str] = {},
-    maps: Sequence[StateMap] = (),
-    require: Level = "rounding",
-    shows_schedule: bool = False,
-    live_rates: Mapping[int, Rate] = {},
-    live_length: int | None = None,
-    strict_schedule: bool = True,
-    whole_model: bool = False,
-    step: int | None = None,
-    hints: CheckpointRef,
-    instead: Sequence[tuple[CheckpointRef, str]] = (),
-    elsewhere: Collection[str] = (),
-    sample: int | None = None,
-    seed: int = 0,
-    strict: bool = False,
-) -> Attestation:
-    """Compares a live run with a checkpoint, through the canonical form of both.
-
-    Args:
-        path: Anything statekit reads.
-        live: Gives the canonical state of the live run, with parameters by the names of the caller.
-        findings: What is wrong with the live run apart from its state.
-        unchecked: What the caller couldn't compare, a sentence each.
-        generators: Compares the random generators, and says what it can't; None if that isn't asked for.
-        names: Names in the checkpoint by the caller's, where they differ.
-        remembered: Names in the checkpoint that the live run was loaded from, by the caller's; those that this one has
-            are taken where no names are given.
-        maps: From the checkpoint's model to that of another codebase.
-        require: The least exactness that the maps may have.
-        shows_schedule: Whether the live state has its schedule if there is one, so that none is a fault.
-        live_rates: Learning rate of the update after so many, by the number of a live group, where a function that no
-            state says makes it.
-        live_length: Updates of the live run in all, as far as its schedule knows it.
-        strict_schedule: Whether a rate of a later update than the next that differs is a finding, or a warning.
-        whole_model: Whether all of the model is given, so that what isn't trained is missing if it isn't there.
-        step: Which step of a run's folder; the newest if None.
-        hints: What the checkpoint doesn't say.
-        instead: What the live run makes of those where the checkpoint can't be decoded otherwise, and what is assumed
-            then, one sentence, or none; the first that can be is taken.
-        elsewhere: Parameters of which this process has nothing, and others have all.
-        sample: How many parameters are compared by value, drawn with `seed`; all if None. Names, shapes, dtypes,
-            counts and hyperparameters are compared of all.
-        seed: Of the sample.
-        strict: Whether to raise what was found.
-
-    Raises:
-        StateError: With `strict`, the live run isn't the checkpoint's; or the checkpoint can't be decoded.
-        UsageError: A sample of less than one, or names that don't fit.
-        InexactError: A map is less exact than required; lists every parameter.
-        NotFoundError, FormatError: The checkpoint can't be read.
-    """
-    with attesting(
-        path,
-        live,
-        findings=findings,
-        unchecked=unchecked,
-        generators=generators,
-        names=names,
-        remembered=remembered,
-        maps=maps,
-        require=require,
-        shows_schedule=shows_schedule,
-        live_rates=live_rates,
-        live_length=live_length,
-        strict_schedule=strict_schedule,
-        whole_model=whole_model,
-        step=step,
-        hints=hints,
-        instead=instead,
-        elsewhere=elsewhere,
-        sample=sample,
-        seed=seed,
-    ) as sides:
-        result = sides.result
-    if strict:
-        result.check()
-    return result
 
 
 @dataclass(frozen=True)
@@ -145,54 +58,48 @@ class Sides:
 
 @contextmanager
 def attesting(
-    path: CheckpointRef | str | PathLike[str],
-    live: Callable[[OpenState], TrainState],
-    *,
-    findings: Iterable[Finding] = (),
-    unchecked: Iterable[str] = (),
-    generators: Callable[[OpenState], tuple[Sequence[Finding], Sequence[str]]] | None = None,
-    names: Mapping[str, str] | None = None,
-    remembered: Mapping[str, str] = {},
-    maps: Sequence[StateMap] = (),
-    require: Level = "rounding",
-    shows_schedule: bool = False,
-    live_rates: Mapping[int, Rate] = {},
-    live_length: int | None = None,
-    strict_schedule: bool = True,
-    whole_model: bool = False,
-    step: int | None = None,
-    hints: CheckpointRef,
-    instead: Sequence[tuple[CheckpointRef, str]] = (),
-    elsewhere: Collection[str] = (),
-    sample: int | None = None,
-    seed: int = 0,
+    path: CheckpointRef | str | PathLike[str], run: LiveRun, sample: int | None = None, seed: int = 0
 ) -> Iterator[Sides]:
-    """Compares a live run with a checkpoint, and keeps that open; arguments and errors are those of `attest`."""
+    """Compares a live run with a checkpoint, through the canonical form of both, and keeps the checkpoint open.
+
+    Args:
+        path: Anything statekit reads.
+        run: The live run.
+        sample: How many parameters are compared by value, drawn with `seed`; all if None. Names, shapes, dtypes,
+            counts and hyperparameters are compared of all.
+        seed: Of the sample.
+
+    Raises:
+        StateError: The checkpoint can't be decoded.
+        UsageError: A sample of less than one, or names that don't fit.
+        InexactError: A map is less exact than required; lists every parameter.
+        NotFoundError, FormatError: The checkpoint can't be read.
+    """
     if sample is not None and sample < 1:
         raise UsageError("A sample has at least one parameter.", place="sample", found=sample)
-    with _opened(ref_of(path).place, step, hints, instead) as (opened, taken):
+    with _opened(ref_of(path).place, run) as (opened, taken):
         right = as_params(opened.state)[0]
-        if maps:
-            right = carried_to_load(right, with_beside(maps, opened), require)
-        names = names or _remembered_in(right, remembered)
+        if run.maps:
+            right = carried_to_load(right, with_beside(run.maps, opened), run.require)
+        names = run.names or _remembered_in(right, run.remembered)
         unread, remarks = _parted_oddities(opened.checkpoint.findings)
-        faults = [*findings, *unread]
-        omissions = [*unchecked, *remarks]
-        if generators is not None:
-            generator_faults, generator_omissions = generators(opened)
+        faults = [*run.findings, *unread]
+        omissions = [*run.unchecked, *remarks]
+        if run.generators is not None:
+            generator_faults, generator_omissions = run.generators(opened)
             faults += generator_faults
             omissions += generator_omissions
         place = str(opened.checkpoint.path)
         state: TrainState | None = None
         try:
-            state = _by_path(live(opened))
+            state = _by_path(run.live(opened))
             names = names or wrapped_names(
                 [*state.params, *_buffers(state)], [*right.params, *_buffers(right)]
             )
         except StatekitError as error:
             faults += broken(error)
             result = Attestation(place, right.counts.updates, tuple(faults), tuple(omissions), (), 0, 0, 0)
-        right = _without(_by_path(renamed(right, names, place)), {path_of(name) for name in elsewhere})
+        right = _without(_by_path(renamed(right, names, place)), {path_of(name) for name in run.elsewhere})
         if state is not None:
             right, rule_faults = _under_rule_of(right, state)
             optimizer_faults, optimizer_omissions = _of_lacking_optimizer(right, state)
@@ -210,13 +117,15 @@ def attesting(
                 state,
                 by_value=lambda path: not path or path in chosen,
                 sides=sides,
-                rates=live_rates,
-                length=live_length,
+                rates=run.live_rates,
+                length=run.live_length,
             )
-            needed = right.params if whole_model else _trained(right)
-            parted = _parted(compared.differences, right, state, needed, shows_schedule, strict_schedule)
+            needed = right.params if run.whole_model else _trained(right)
+            parted = _parted(
+                compared.differences, right, state, needed, run.shows_schedule, run.strict_schedule
+            )
             faults += diagnosed(right, state, parted.faulty)
-            omissions += _without_generators(compared.unsaid, generators is not None)
+            omissions += _without_generators(compared.unsaid, run.generators is not None)
             omissions += [*map(_lack, parted.lacking), *map(_assumption, parted.assumed)]
             result = Attestation(
                 place,
@@ -229,7 +138,7 @@ def attesting(
                 compared.bytes_read,
                 warnings=tuple(map(_warning, parted.later)),
             )
-        yield Sides(result, right, state, lambda: _by_path(live(opened)))
+        yield Sides(result, right, state, lambda: _by_path(run.live(opened)))
 
 
 def _parted_oddities(oddities: Sequence[Oddity]) -> tuple[list[Finding], list[str]]:
@@ -302,14 +211,12 @@ def _without_generators(sentences: Iterable[str], are_compared: bool) -> list[st
 
 
 @contextmanager
-def _opened(
-    path: Path, step: int | None, hints: CheckpointRef, instead: Sequence[tuple[CheckpointRef, str]]
-) -> Iterator[tuple[OpenState, tuple[str, ...]]]:
+def _opened(path: Path, run: LiveRun) -> Iterator[tuple[OpenState, tuple[str, ...]]]:
     """Opens a checkpoint; where it doesn't tell what it means, as the live run has it, which is said."""
-    tries = [(hints, ""), *instead]
-    for i, (one, sentence) in enumerate(tries):
+    tries = [(run.hints, ""), *run.instead]
+    for i, (hints, sentence) in enumerate(tries):
         try:
-            opened, said = open_state(path, step=step, hints=one), (sentence,) if sentence else ()
+            opened, said = open_state(hints.at(path)), (sentence,) if sentence else ()
             break
         except StateError:
             if i + 1 == len(tries):

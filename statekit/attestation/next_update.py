@@ -18,6 +18,7 @@ from statekit.attestation.attest import Sides, attesting, sampled
 from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.faults import broken
 from statekit.attestation.live_run import LiveRun
+from statekit.attestation.unknown_rule import attested
 from statekit.attestation.update import Chosen, Gradient, chosen_blocks, update_findings
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import StatekitError, UnknownFormatError, UsageError
@@ -155,9 +156,9 @@ def next_update(
     """
     with ExitStack() as stack:
         try:
-            sides = stack.enter_context(attesting(path, **run.arguments))
+            sides = stack.enter_context(attesting(path, run))
         except UnknownFormatError:
-            state = run.attested(path, None, seed)  # which says that no schema has the rule
+            state = attested(run, path, None, seed)  # which says that no schema has the rule
             update = NextUpdate(None, sample, seed)
             yield update
             update.result = state

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
-from statekit.attestation.attest import sampled
+from statekit.attestation.attest import attesting, sampled
 from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.faults import fault
+from statekit.attestation.live_run import LiveRun
+from statekit.conversion import registry
+from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.contracts import Contents
 from statekit.dropin.by_name import path_of
-from statekit.errors import some
+from statekit.errors import UnknownFormatError, some
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.comparison import is_zero
 from statekit.tensors.distance import distance
@@ -26,6 +31,68 @@ from statekit.tensors.tree import to_json
 _ROWS = ("scheduler", "scaler")
 """Records beside model and optimizer, by the key that a file of PyTorch mostly has for them."""
 _RULE = "the update's rule, and what it tells of slots and counts: no schema has the optimizer ({what})"
+
+
+def attested(
+    run: LiveRun,
+    path: CheckpointRef | str | PathLike[str],
+    sample: int | None,
+    seed: int,
+    strict: bool = False,
+) -> Attestation:
+    """Returns whether a live run is that of a checkpoint; where no schema has the optimizer's rule, by names alone.
+
+    Args:
+        run: The live run.
+        path: Anything statekit reads.
+        sample: How many parameters are compared by value, drawn with `seed`; all if None.
+        seed: Of the sample.
+        strict: Whether to raise what was found.
+
+    Raises:
+        StateError: With `strict`, the live run isn't the checkpoint's; others as of `attesting`.
+    """
+    result = run.gathered(lambda: _of_this_process(run, path, sample, seed))
+    if strict:
+        result.check()
+    return result
+
+
+def _of_this_process(
+    run: LiveRun, path: CheckpointRef | str | PathLike[str], sample: int | None, seed: int
+) -> Attestation:
+    try:
+        with attesting(path, run, sample, seed) as sides:
+            return sides.result
+    except UnknownFormatError:
+        result = _by_names(run, ref_of(path).place, sample, seed)
+        if result is None:
+            raise
+        return result
+
+
+def _by_names(run: LiveRun, path: Path, sample: int | None, seed: int) -> Attestation | None:
+    """Returns what is found by names alone; None where either side doesn't say whose its tensors are."""
+    if run.names or run.maps or run.generators:
+        return None
+    running, hints = run.checkpoint(), run.hints
+    with registry.opened(registry.detect_container(path)[0], path, hints.step, hints) as checkpoint:
+        right, said = registry.contents(checkpoint, hints.param_names), ""
+        if right is not None and right.params and not right.slots and run.instead:
+            order, said = run.instead[0]
+            right = registry.contents(checkpoint, order.param_names)
+        live = registry.contents(running)
+        if right is None or live is None or not right.params or not (right.slots or live.slots):
+            return None
+        return attest_by_names(
+            (checkpoint, right),
+            (running, live),
+            findings=list(run.findings),
+            elsewhere=run.elsewhere,
+            assumptions=[said] if said else [],
+            sample=sample,
+            seed=seed,
+        )
 
 
 def attest_by_names(

@@ -8,6 +8,7 @@ from typing import Any, Unpack
 
 from statekit.attestation.attestation import Attestation
 from statekit.attestation.live_run import LiveRun
+from statekit.attestation.unknown_rule import attested
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.dropin.loading import AttestOptions, Call
 from statekit.jax.from_checkpoint import maps_to
@@ -59,7 +60,7 @@ def attest(
         generators=generators,
         **options,
     )
-    return run.attested(path, sample, seed, strict)
+    return attested(run, path, sample, seed, strict)
 
 
 @dataclass
@@ -84,12 +85,12 @@ def live_run(
 ) -> LiveRun:
     """Returns a run as it is held against a checkpoint, with what it has by then; arguments are those of `attest`."""
     call = Call.of(path, options).alone()
-    arguments = {
-        "live": lambda opened: live_state(live.params, live.opt_state),
-        "generators": compare_generators(generators),
-        "names": call.names,
-        "maps": maps_to(call, floating_leaves(variables_of(live.params))),
-        "require": call.require,
-        "hints": call.ref,
-    }
-    return LiveRun(arguments, lambda: live_checkpoint(live.params, live.opt_state))
+    return LiveRun(
+        live=lambda opened: live_state(live.params, live.opt_state),
+        generators=compare_generators(generators),
+        names=call.names,
+        maps=maps_to(call, floating_leaves(variables_of(live.params))),
+        require=call.require,
+        hints=call.ref,
+        checkpoint=lambda: live_checkpoint(live.params, live.opt_state),
+    )

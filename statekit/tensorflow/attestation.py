@@ -15,6 +15,7 @@ from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.faults import fault
 from statekit.attestation.live_run import LiveRun
 from statekit.attestation.once import AttestsOnce
+from statekit.attestation.unknown_rule import attested
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.registry import detect_container
@@ -76,7 +77,7 @@ def attest(
         strict_schedule=strict_schedule,
         **options,
     )
-    return run.run.attested(path, sample, seed, strict)
+    return attested(run.run, path, sample, seed, strict)
 
 
 @dataclass(frozen=True)
@@ -128,23 +129,24 @@ def live_run(
         named.update({here.get(path_of(one), path_of(one)): one for one in given})
         return live_state(named, optimizer)
 
-    arguments = {
-        "live": live,
-        "findings": _strangers(optimizer, given),
-        "generators": partial(_generators, variables) if generators else None,
-        "unchecked": [f"{_PERIODS}: the checkpoint doesn't say it"] if said else (),
-        "names": names,
-        "remembered": remembered,
-        "maps": maps_of(call.map, call.config, builds=False, model=model_of(given, {**remembered, **names})),
-        "require": call.require,
-        "shows_schedule": True,
-        "strict_schedule": strict_schedule,
-        "whole_model": isinstance(variables, keras.Model),
-        "hints": hints,
-        "instead": _otherwise(hints, call.ref.param_names, optimizer, order),
-    }
-    by_path = {path_of(one): one for one in given}
-    return KerasRun(optimizer, named, LiveRun(arguments, lambda: live_checkpoint(by_path, optimizer)))
+    by_path = {path_of(variable): variable for variable in given}
+    run = LiveRun(
+        live=live,
+        findings=_strangers(optimizer, given),
+        generators=partial(_generators, variables) if generators else None,
+        unchecked=[f"{_PERIODS}: the checkpoint doesn't say it"] if said else (),
+        names=names,
+        remembered=remembered,
+        maps=maps_of(call.map, call.config, builds=False, model=model_of(given, {**remembered, **names})),
+        require=call.require,
+        shows_schedule=True,
+        strict_schedule=strict_schedule,
+        whole_model=isinstance(variables, keras.Model),
+        hints=hints,
+        instead=_otherwise(hints, call.ref.param_names, optimizer, order),
+        checkpoint=lambda: live_checkpoint(by_path, optimizer),
+    )
+    return KerasRun(optimizer, named, run)
 
 
 class AttestCallback(AttestsOnce, keras.callbacks.Callback):  # type: ignore[misc]  # its base is untyped

@@ -14,6 +14,7 @@ from statekit.attestation.attest import ORDERED
 from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.faults import fault
 from statekit.attestation.live_run import LiveRun
+from statekit.attestation.unknown_rule import attested
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.dropin.loading import AttestOptions, Call
 from statekit.errors import StateError, StatekitError, UsageError
@@ -87,7 +88,7 @@ def attest(
         strict_schedule=strict_schedule,
         **options,
     )
-    return run.run.attested(path, sample, seed, strict)
+    return attested(run.run, path, sample, seed, strict)
 
 
 @dataclass(frozen=True)
@@ -139,26 +140,26 @@ def live_run(
     def checkpoint() -> Checkpoint:
         return live_checkpoint(here, inner, beside, flat, _buffers(named_parameters)[0] if is_model else {})
 
-    arguments = {
-        "live": lambda opened: live_state(checkpoint()),
-        "findings": [*_strangers(inner, every), *_drives_another(moved, inner)],
-        "live_rates": _rates(moved, inner),
-        "live_length": _length(moved),
-        "strict_schedule": strict_schedule,
-        "generators": compare_generators if generators else None,
-        "names": call.names,
-        "maps": maps_to(call, model),
-        "unchecked": _buffers(named_parameters)[1] if is_model else (),
-        "require": call.require,
-        "whole_model": is_model,
-        "hints": hints,
-        "instead": _in_order(hints, inner, every, call.names),
-        "elsewhere": [name for name in every if name not in here],
-    }
     is_apart = bool(flat) or any(is_sharded(param) for param in here.values())
     shared = is_apart and torch.distributed.is_initialized()
-    run = LiveRun(arguments, checkpoint, *([_of_all_processes] if shared else []))
-    return TorchRun(here, inner, flat, run)
+    run = LiveRun(
+        live=lambda opened: live_state(checkpoint()),
+        findings=[*_strangers(inner, every), *_drives_another(moved, inner)],
+        live_rates=_rates(moved, inner),
+        live_length=_length(moved),
+        strict_schedule=strict_schedule,
+        generators=compare_generators if generators else None,
+        names=call.names,
+        maps=maps_to(call, model),
+        unchecked=_buffers(named_parameters)[1] if is_model else (),
+        require=call.require,
+        whole_model=is_model,
+        hints=hints,
+        instead=_in_order(hints, inner, every, call.names),
+        elsewhere=[name for name in every if name not in here],
+        checkpoint=checkpoint,
+    )
+    return TorchRun(here, inner, flat, replace(run, gathered=_of_all_processes) if shared else run)
 
 
 def _of_all_processes(of_this_process: Callable[[], Attestation]) -> Attestation:
