@@ -134,7 +134,7 @@ def test_each_optimizer_of_torch_is_recognised_or_refused_by_its_name(
 
 OTHER_CALLS = {
     "AdaHessian", "SophiaH", "AdamMini", "AdaLOMO", "LOMO", "AliG", "BSAM", "DeMo", "DistributedMuon", "LoRARite",
-    "Magma", "AdaGO", "AdaMuon", "Muon", "MuonClip", "NorMuon", "Ranger21",
+    "AdaGO", "AdaMuon", "Muon", "MuonClip", "NorMuon", "Ranger21",
 }  # fmt: skip
 """Those that aren't made by their parameters and a rate alone, or need closures, second derivatives or processes."""
 
@@ -146,6 +146,34 @@ def test_each_optimizer_of_pytorch_optimizer_is_refused_by_its_name(
     kind: str, shape: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     check(kind, getattr(import_module("pytorch_optimizer"), kind), shape, tmp_path, capsys)
+
+
+def with_common_entry(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "state": {**state["state"], "total_step": 3, "current_step": 54}}
+
+
+WRAPPERS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
+    "an entry of no parameter": (with_common_entry, "an optimizer that isn't known"),
+    "a wrapper of Magma": (lambda state: {"base": state, "magma_state": {(0, 0): {}}, "tau": 2.0}, "Magma"),
+    "a wrapper of another": (lambda state: {"inner": state, "slow": {"w0": torch.ones(1)}}, "isn't known"),
+    "tensors beside the state": (lambda state: {**state, "slow": {0: torch.ones(1)}}, "isn't known"),
+}
+"""What a state_dict of Adam becomes where more than Adam moves the weights -> what statekit calls it.
+
+The first is what SPAM adds, the second Magma's form, both as pytorch_optimizer 4.1.0 saves them."""
+
+
+@pytest.mark.parametrize("kind", WRAPPERS)
+def test_what_wraps_adam_is_never_called_adam(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    params, optimizer = trained(torch.optim.AdamW, SHAPES["mixed"])
+    wrap, name = WRAPPERS[kind]
+    model = {f"w{i}": param.detach() for i, param in enumerate(params)}
+    torch.save({"model": model, "optimizer": wrap(optimizer.state_dict())}, tmp_path / "run.pt")
+    for target in ("out.pt", "out.statekit"):
+        assert main(["convert", str(tmp_path / "run.pt"), str(tmp_path / target)]) == 3
+        assert name in " ".join(capsys.readouterr().err.split())
 
 
 def test_the_page_has_every_signature() -> None:

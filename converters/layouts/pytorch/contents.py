@@ -37,7 +37,7 @@ class Signature:
 
     Attributes:
         name: What it is called.
-        slots: Names that some parameter has.
+        slots: Names that some parameter has, or the optimizer as a whole.
         options: Keys that every group has.
         schema: The schema of its state, if there is one.
         variant: The schema's variant.
@@ -149,6 +149,7 @@ def signature_of(parts: Parts) -> Signature | None:
     what is missing.
     """
     slots = {str(slot) for record in parts.state.values() for slot in unwrapped_record(record)}
+    slots |= parts.common.keys()
     groups = [group for group in parts.groups if group["params"]] or parts.groups
     fits = [signature for signature in signatures() if signature.fits(slots, groups)]
     if not fits:

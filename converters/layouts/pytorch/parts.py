@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
 from statekit.conversion.contracts import Encoded
@@ -207,6 +207,7 @@ class Parts:
         state: The optimizer's state by index, or by name.
         form: How it lies in the file.
         rest: The tree without model and optimizer.
+        common: What the optimizer's state holds of no parameter, by name.
     """
 
     places: tuple[Path, Path]
@@ -215,6 +216,7 @@ class Parts:
     state: Mapping[Any, Mapping[str, Any]]
     form: Form
     rest: Tree
+    common: Mapping[str, Any] = field(default_factory=dict)
 
 
 def find_parts(checkpoint: Checkpoint, own_model: Mapping[str, Tensor] | None = None) -> Parts | None:
@@ -249,7 +251,27 @@ def find_parts(checkpoint: Checkpoint, own_model: Mapping[str, Tensor] | None = 
         return None
     (parts, form) = optimizer
     placed = (MODELS[0] if model_at is None else model_at, optimizer_at)
-    return Parts(placed, dict(model), parts["param_groups"], parts["state"], form, rest)
+    common = of_no_parameter(parts["state"])
+    wrapper = _wrapper_of(tree, optimizer_at)
+    state = {index: record for index, record in parts["state"].items() if index not in common}
+    return Parts(placed, dict(model), parts["param_groups"], state, form, rest, {**wrapper, **common})
+
+
+def _wrapper_of(tree: Tree, optimizer_at: Path) -> Mapping[str, Any]:
+    """Returns what an optimizer that wraps another keeps of its own; none where nothing wraps it.
+
+    A wrapper has the wrapped one's state_dict under a key, in the place of an optimizer; or it adds tensors to that.
+    """
+    inner = at(tree, optimizer_at)
+    further = {} if is_flat(inner) else without(without(inner, ("state",)), ("param_groups",))
+    added = {
+        key: part for key, part in further.items() if any(isinstance(leaf, Tensor) for _, leaf in walk(part))
+    }
+    if len(optimizer_at) < DEEPEST or optimizer_at[:1] not in OPTIMIZERS:
+        return added
+    outer = at(tree, optimizer_at[:-1])
+    around = without(outer, optimizer_at[-1:]) if isinstance(outer, Mapping) else {}
+    return {**around, **added}
 
 
 def extra_of(parts: Parts, params: Iterable[str], options: Iterable[str]) -> dict[str, Tree]:
@@ -447,7 +469,24 @@ def is_flat(node: Any) -> bool:
 
 def is_nested(node: Any) -> bool:
     """Tells whether a part of a tree is an optimizer by index or by name."""
-    return looks_nested(node) and fits(node, StateDict)
+    if not looks_nested(node) or not isinstance(node["state"], Mapping):
+        return False
+    common = of_no_parameter(node["state"])
+    records = {index: record for index, record in node["state"].items() if index not in common}
+    return fits({**node, "state": records}, StateDict)
+
+
+def of_no_parameter(state: Mapping[Any, Any]) -> dict[str, Any]:
+    """Returns what an optimizer's state holds of no parameter, under a name of its own: a count of all, mostly.
+
+    Source: pytorch/pytorch torch/optim/optimizer.py, `Optimizer.state_dict`, which packs every key that is no tensor
+    as it is; facebookresearch/madgrad madgrad/madgrad.py, `state['k']`.
+    """
+    return {
+        index: entry
+        for index, entry in state.items()
+        if isinstance(index, str) and not isinstance(entry, Mapping)
+    }
 
 
 def looks_nested(node: Any) -> bool:

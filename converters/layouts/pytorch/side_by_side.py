@@ -27,6 +27,7 @@ from statekit.converters.layouts.pytorch.parts import (
     is_model,
     is_nested,
     nodes,
+    of_no_parameter,
     part_place,
 )
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
@@ -89,7 +90,8 @@ def side_by_side(checkpoint: Checkpoint, own_model: Mapping[str, Tensor] | None 
         ]
         records = {numbered[i]: record for i, record in optimizer["state"].items() if i in numbered}
         form: Form = "name" if any(isinstance(i, str) for i in numbered) else "index"
-        each.append(Parts(placed, dict(model), through, records, form, rest))
+        common = of_no_parameter(optimizer["state"])
+        each.append(Parts(placed, dict(model), through, records, form, rest, common))
         groups += through
         state |= records
     return SideBySide(
