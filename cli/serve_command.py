@@ -54,6 +54,12 @@ def _data_folder() -> Path:
     "--name", "names", multiple=True, help="Another name by which browsers reach it. May be repeated."
 )
 @click.option(
+    "--public-url",
+    default="",
+    metavar="URL",
+    help="Under which address browsers see it through a proxy: https://NAME or https://NAME/PATH.",
+)
+@click.option(
     "--keep-days",
     type=click.IntRange(1, 36500),
     default=90,
@@ -75,6 +81,7 @@ def command(
     host: str,
     allow_remote: bool,
     names: tuple[str, ...],
+    public_url: str,
     keep_days: int,
     backup: Path | None,
 ) -> int:
@@ -109,7 +116,8 @@ def command(
     if not roots:
         raise click.UsageError("--root is needed: a folder with checkpoints.")
     gc.set_threshold(*_USUAL)
-    return serve(Settings(roots, folder, host, port, workers, allow_remote, names, keep_days), _announce)
+    settings = Settings(roots, folder, host, port, workers, allow_remote, names, public_url, keep_days)
+    return serve(settings, _announce)
 
 
 def _announce(link: str, settings: Settings) -> None:

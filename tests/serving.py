@@ -26,10 +26,11 @@ from statekit.service.jobs import Jobs
 from statekit.service.service import Service
 from statekit.service.web.api import catalogue_routes
 from statekit.service.web.app import create_app
-from statekit.service.web.connections import UVICORN
+from statekit.service.web.connections import uvicorn_settings
 from statekit.service.web.contents_api import contents_routes
 from statekit.service.web.job_api import job_routes
 from statekit.service.web.keys import Keys
+from statekit.service.web.proxies import DIRECT, PublicAddress
 from statekit.service.web.security import LOOPBACK, Hosts
 from statekit.service.web.views import screens
 from statekit.service.worker import Worker
@@ -48,9 +49,10 @@ class Served:
 
     Args:
         folder: An empty folder.
+        public: Under which address browsers see it.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, public: PublicAddress = DIRECT) -> None:
         self.root, self.data = folder / "root", folder / "data"
         self.data.mkdir(parents=True)
         shutil.copytree(T5X, self.root / "run" / "checkpoint_4")
@@ -70,11 +72,12 @@ class Served:
         ]
         self.app: FastAPI = create_app(
             self.keys,
-            HOSTS,
+            replace(HOSTS, names={*HOSTS.names, public.host}),
             self.service.ready,
             self.service.jobs.counts,
             self.routers,
             self.database.change,
+            public,
         )
         self.client = TestClient(
             self.app, base_url="http://localhost:8642", headers=BEARER, raise_server_exceptions=False
@@ -96,7 +99,7 @@ class Served:
     def listening(self) -> Iterator[str]:
         """Answers under an address meanwhile, as `statekit serve` does."""
         with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
-            server = uvicorn.Server(uvicorn.Config(self.app, log_config=None, **UVICORN))
+            server = uvicorn.Server(uvicorn.Config(self.app, log_config=None, **uvicorn_settings(self.keys)))
             thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
             thread.start()
             try:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import socket
 import sqlite3
 import stat
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import structlog
@@ -24,7 +26,7 @@ from statekit.errors import FormatError, StateError, UsageError
 from statekit.service.database import FILE, Database, Ownership
 from statekit.service.web import security
 from statekit.service.web.app import create_app
-from statekit.service.web.connections import UVICORN, PunctualProtocol
+from statekit.service.web.connections import UVICORN, Lobby, PunctualProtocol, uvicorn_settings
 from statekit.service.web.keys import SESSION_SECONDS, SIGNED_OUT_FILE, TOKEN_FILE, Keys, read_token
 from statekit.service.web.security import Hosts, refusal, remote_hosts
 
@@ -436,10 +438,14 @@ class Impatient(PunctualProtocol):
 @pytest.fixture
 def port(site: Site) -> Iterator[int]:
     """The application under uvicorn, as it is served."""
-    listener = socket.socket()
-    listener.bind(("127.0.0.1", 0))
-    listener.listen(128)
-    settings: dict[str, Any] = {**UVICORN, "http": Impatient}
+    with answering(site, {**UVICORN, "http": Impatient}) as number:
+        yield number
+
+
+@contextmanager
+def answering(site: Site, settings: Mapping[str, Any]) -> Iterator[int]:
+    """Has uvicorn answer for the application at a port meanwhile."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=128)
     server = uvicorn.Server(uvicorn.Config(site.app, log_config=None, **settings))
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
     thread.start()
@@ -470,6 +476,60 @@ def test_who_never_finishes_asking_is_closed_and_keeps_nobody_out(port: int) -> 
     for connection in slow:
         assert _all_of(connection) == b""
         connection.close()
+
+
+IDLE = 1100
+
+
+@pytest.mark.parametrize("said", ["", "GET /sign-in HTTP/1.1\r\nHost: localhost\r\n"])
+def test_a_thousand_idle_connections_keep_nobody_out(said: str, site: Site) -> None:
+    """The issue's attack: whoever signed in before stays, and whoever comes now is answered."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if hard < 4 * IDLE:
+        pytest.skip("this system allows too few open files")
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        port = stack.enter_context(answering(site, uvicorn_settings(site.keys)))
+        mine = stack.enter_context(_connected(port))
+        request = f"GET /healthz HTTP/1.1\r\nHost: localhost\r\nCookie: {site.cookie['Cookie']}\r\n\r\n"
+        mine.sendall(request.encode())
+        assert mine.recv(65536).startswith(b"HTTP/1.1 200 OK")
+        for _ in range(IDLE):
+            stack.enter_context(_connected(port)).sendall(said.encode())
+        mine.sendall(request.encode())
+        assert mine.recv(65536).startswith(b"HTTP/1.1 200 OK")
+        with _connected(port) as quick:
+            quick.sendall(b"GET /sign-in HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+            assert _all_of(quick).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+def test_one_address_has_a_part_of_what_strangers_have() -> None:
+    class Connection:
+        is_idle = True
+
+        def __init__(self) -> None:
+            self.transport, self.is_closed = self, False
+
+        def abort(self) -> None:
+            self.is_closed = True
+
+    lobby, connections = Lobby(most=4, most_of_address=2), [Connection() for _ in range(8)]
+    connections[0].is_idle = False
+    for connection, address in zip(connections, "aaabccdd", strict=True):
+        lobby.enter(cast(Any, connection), address)
+    closed = [i for i, connection in enumerate(connections) if connection.is_closed]
+    assert closed == [1, 2, 3]  # the second of its address, then the oldest of all that are idle
+
+
+def test_a_first_byte_has_its_deadline(site: Site) -> None:
+    class Hasty(PunctualProtocol):
+        first_byte_seconds = 0.2
+
+    with answering(site, {**UVICORN, "http": Hasty}) as port, _connected(port) as connection:
+        begun = time.monotonic()
+        assert _all_of(connection) == b"" and time.monotonic() - begun < 5
 
 
 def test_a_second_request_of_a_connection_has_its_deadline_too(port: int) -> None:

@@ -312,9 +312,27 @@ def replace_file(target: Path, content: bytes, mode: int = 0o666) -> None:
         new = temporary / target.name
         with new_file(new) as output:
             output.write(content)
-        new.chmod(stat.S_IMODE(new.stat().st_mode) & mode)
+        set_mode(new, stat.S_IMODE(new.stat().st_mode) & mode)
         os.replace(new, target)
         sync_folder(target.parent)
+
+
+def set_mode(path: Path, mode: int) -> None:
+    """Gives a file or folder of ours its permissions; where the process mayn't, it may have fewer, and not more.
+
+    The service's tasks may change no permissions, and make files with few enough of them.
+
+    Raises:
+        PermissionError: It lets others do more than it shall, and that can't be changed.
+    """
+    now = stat.S_IMODE(path.stat().st_mode)
+    if now == mode:
+        return
+    try:
+        path.chmod(mode)
+    except PermissionError:
+        if now & ~mode:
+            raise
 
 
 def check_regular(target: Path) -> None:

@@ -39,6 +39,7 @@ from statekit.files.durable import (
     new_file,
     rename_new,
     rename_over_empty,
+    set_mode,
     sweep,
     sync_folder,
     writing,
@@ -356,10 +357,10 @@ class Stage:
     def _narrow(self) -> None:
         """Takes from what was written the permissions that the source, or what is replaced, doesn't give."""
         old = self.target if self._replace and os.path.exists(self.target) else None
-        limit = self._mode & (permissions(_all_of(old)) if old is not None else 0o666)
-        for path in _all_of(self.path):
-            allowed = _with_search(limit) if path.is_dir() else limit
-            path.chmod(stat.S_IMODE(path.stat().st_mode) & allowed)
+        limit = self._mode & (permissions(all_of(old)) if old is not None else 0o666)
+        for path in all_of(self.path):
+            allowed = with_search(limit) if path.is_dir() else limit
+            set_mode(path, stat.S_IMODE(path.stat().st_mode) & allowed)
 
     def _take_name(self) -> None:
         was_empty = self.kind == "folder" and _is_empty_folder(self.target)
@@ -371,7 +372,7 @@ class Stage:
             try:
                 if was_empty:
                     mode = stat.S_IMODE(self.target.stat().st_mode)
-                    self.path.chmod(mode & _with_search(self._mode))
+                    set_mode(self.path, mode & with_search(self._mode))
                     rename_over_empty(self.path, self.target)
                 else:
                     rename_new(self.path, self.target)
@@ -386,7 +387,7 @@ class Stage:
                 rename_new(self.target, self.path)
             if was_empty:
                 self.target.mkdir()
-                self.target.chmod(mode)
+                set_mode(self.target, mode)
             raise
         if replaced:
             _remove(old)
@@ -535,14 +536,15 @@ def permissions(paths: Iterable[Path]) -> int:
     return limit
 
 
-def _all_of(path: Path) -> Iterator[Path]:
+def all_of(path: Path) -> Iterator[Path]:
+    """Yields a file, or a folder with all that lies in it."""
     yield path
     if path.is_dir():
         for top, folders, files in walked(path):
             yield from (Path(top, name) for name in (*folders, *files))
 
 
-def _with_search(mode: int) -> int:
+def with_search(mode: int) -> int:
     """Returns the permissions of a folder whose files have these: who may read may enter."""
     return mode | (mode & 0o444) >> 2
 

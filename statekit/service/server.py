@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import resource
 import shutil
 import signal
 import socket
@@ -18,7 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
 from typing import TypeVar
@@ -34,10 +35,11 @@ from statekit.service.jobs import Jobs
 from statekit.service.service import Service
 from statekit.service.web.api import catalogue_routes
 from statekit.service.web.app import create_app
-from statekit.service.web.connections import UVICORN
+from statekit.service.web.connections import uvicorn_settings
 from statekit.service.web.contents_api import contents_routes
 from statekit.service.web.job_api import job_routes
 from statekit.service.web.keys import Keys, read_token
+from statekit.service.web.proxies import DIRECT, PublicAddress, public_address
 from statekit.service.web.security import Hosts, remote_hosts
 from statekit.service.web.views import screens
 
@@ -68,6 +70,7 @@ class Settings:
         workers: How many jobs run at a time.
         allow_remote: Whether others may reach it over a network.
         names: Under which names, beside the machine's own.
+        public_url: Under which address browsers see it, where a proxy stands before it.
         keep_days: After how many days jobs that have ended are pruned.
     """
 
@@ -78,6 +81,7 @@ class Settings:
     workers: int = 2
     allow_remote: bool = False
     names: Sequence[str] = ()
+    public_url: str = ""
     keep_days: int = KEEP_DAYS
 
 
@@ -97,17 +101,25 @@ def serve(settings: Settings, announce: Callable[[str, Settings], object]) -> in
         StatekitError: The data folder can't be written to.
     """
     _configure_logging()
+    _allow_files()
     with _listening(settings) as listening, Ownership(settings.data), opened(settings) as service:
         keys = Keys(read_token(settings.data), settings.data)
+        public = public_address(settings.public_url) if settings.public_url else DIRECT
         hosts = remote_hosts(settings.names) if settings.allow_remote else Hosts()
+        if public.host:
+            hosts = replace(hosts, names={*hosts.names, public.host})
         routers = (
             catalogue_routes(service.catalogue),
             contents_routes(service),
             job_routes(service),
             screens(service),
         )
-        app = create_app(keys, hosts, service.ready, service.jobs.counts, routers, service.database.change)
-        server = _Server(uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5, **UVICORN))
+        app = create_app(
+            keys, hosts, service.ready, service.jobs.counts, routers, service.database.change, public
+        )
+        server = _Server(
+            uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5, **uvicorn_settings(keys))
+        )
         server.asked = service.draining.set
         with _signals(server.handle_exit):
             workers = threading.Thread(target=_look_after_workers, args=(service, settings), name="workers")
@@ -119,7 +131,7 @@ def serve(settings: Settings, announce: Callable[[str, Settings], object]) -> in
             workers.start()
             scans.start()
             try:
-                announce(_link(settings, listening, keys.new_code()), settings)
+                announce(_link(settings, listening, keys.new_code(), public), settings)
                 server.run(sockets=[listening])
             finally:
                 service.draining.set()
@@ -200,12 +212,20 @@ def _listening(settings: Settings) -> Iterator[socket.socket]:
         yield listening
 
 
-def _link(settings: Settings, listening: socket.socket, code: str) -> str:
+def _link(settings: Settings, listening: socket.socket, code: str, public: PublicAddress) -> str:
+    if public.origin:
+        return f"{public.origin}{public.prefix}/sign-in?code={code}"
     host = settings.host
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
     name = f"[{host}]" if ":" in host else host
     return f"http://{name}:{listening.getsockname()[1]}/sign-in?code={code}"
+
+
+def _allow_files() -> None:
+    """Lets this process have as many connections as the system allows it, beside its files."""
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _start_worker(service: Service) -> subprocess.Popen[bytes]:

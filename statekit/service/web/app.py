@@ -18,6 +18,7 @@ from statekit.service.web.drawing import answered
 from statekit.service.web.keys import Keys
 from statekit.service.web.metrics import Metrics
 from statekit.service.web.problems import Problem, problem_of, problem_of_input
+from statekit.service.web.proxies import DIRECT, Behind, PublicAddress
 from statekit.service.web.remembered import Remembered
 from statekit.service.web.requests import Requests
 from statekit.service.web.security import Guard, Hosts, Refused
@@ -30,6 +31,7 @@ def create_app(
     jobs: Callable[[], Mapping[str, int]] = dict,
     routers: Sequence[APIRouter] = (),
     change: Callable[[], int | None] | None = None,
+    public: PublicAddress = DIRECT,
 ) -> FastAPI:
     """Returns the application.
 
@@ -41,6 +43,7 @@ def create_app(
         routers: What is answered behind the guard: the API, the screens.
         change: Returns the number of the catalogue's last change, None while somebody writes; without it nothing is
             remembered.
+        public: Under which address browsers see it.
     """
     app = FastAPI(
         title="statekit",
@@ -49,16 +52,19 @@ def create_app(
         docs_url=None,  # its page loads scripts from elsewhere
         redoc_url=None,
         redirect_slashes=False,
+        servers=[{"url": public.prefix}] if public.prefix else None,
     )
     metrics = Metrics(jobs)
     if change is not None:
         app.add_middleware(Remembered, change=change)
-    app.add_middleware(Guard, keys=keys, hosts=hosts)
+    app.add_middleware(Guard, keys=keys, hosts=hosts, origin=public.origin)
     app.add_middleware(Requests, metrics=metrics)
+    if public.prefix:
+        app.add_middleware(Behind, prefix=public.prefix)
     app.add_exception_handler(StatekitError, _failed)
     app.add_exception_handler(HTTPException, _refused)
     app.add_exception_handler(RequestValidationError, _not_understood)
-    app.include_router(sign_in.router(keys))
+    app.include_router(sign_in.router(keys, public))
 
     @app.get("/healthz", include_in_schema=False)
     async def healthy() -> Response:

@@ -110,13 +110,20 @@ def _is_address(name: str) -> bool:
     return True
 
 
-def refusal(scope: Scope, keys: Keys, hosts: Hosts) -> Problem | None:
-    """Returns why a request isn't let in, from its head alone; None if it is."""
+def refusal(scope: Scope, keys: Keys, hosts: Hosts, origin: str = "") -> Problem | None:
+    """Returns why a request isn't let in, from its head alone; None if it is.
+
+    Args:
+        scope: The request.
+        keys: Who may ask.
+        hosts: Under which names.
+        origin: What browsers call the service, where a proxy stands before it.
+    """
     headers = Headers(scope=scope)
     return (
         _too_large(scope, headers)
         or _wrong_host(headers, hosts)
-        or _wrong_origin(scope, headers)
+        or _wrong_origin(scope, headers, origin)
         or _unknown(scope, headers, keys)
     )
 
@@ -163,18 +170,20 @@ def _wrong_host(headers: Headers, hosts: Hosts) -> Problem | None:
         place="Host",
         expected=", ".join(sorted(hosts.names)),
         found=printable(", ".join(names)[:200]) or "no name",
-        remedy="ask under one of its names, or start it with --allow-remote and --host",
+        remedy="ask under one of its names, or start it with --allow-remote and --host, or --public-url",
         kind="wrong-host",
     )
 
 
-def _wrong_origin(scope: Scope, headers: Headers) -> Problem | None:
+def _wrong_origin(scope: Scope, headers: Headers, public: str = "") -> Problem | None:
     """Returns why a request that may change something isn't one of our own pages' or of a program's."""
     if scope["method"] in HARMLESS:
         return None
     site, origin = headers.get("sec-fetch-site"), headers.get("origin")
     origin = origin and origin.lower()
     ours = f"{scope['scheme']}://{headers['host']}".lower()
+    if public and origin == public:
+        ours = public
     if site is not None:
         # A form of a page with Referrer-Policy no-referrer has the origin "null"; the browser vouches for it here.
         fits = site == "same-origin" and origin in (None, "null", ours)
@@ -188,9 +197,10 @@ def _wrong_origin(scope: Scope, headers: Headers) -> Problem | None:
         HTTPStatus.FORBIDDEN,
         "The request comes from another site.",
         place="Sec-Fetch-Site and Origin",
-        expected=f"same-origin, {ours}",
+        expected=f"same-origin, {public or ours}",
         found=printable(f"{site}, {origin}"[:200]),
-        remedy="use the service's own pages, or send the token: Authorization: Bearer ...",
+        remedy="use the service's own pages, or send the token: Authorization: Bearer ...; behind a proxy start it "
+        "with --public-url",
         kind="wrong-origin",
     )
 
@@ -217,10 +227,11 @@ class Guard:
         app: What answers.
         keys: Who may ask.
         hosts: Under which names.
+        origin: What browsers call the service, where a proxy stands before it.
     """
 
-    def __init__(self, app: ASGIApp, keys: Keys, hosts: Hosts) -> None:
-        self.app, self.keys, self.hosts = app, keys, hosts
+    def __init__(self, app: ASGIApp, keys: Keys, hosts: Hosts, origin: str = "") -> None:
+        self.app, self.keys, self.hosts, self.origin = app, keys, hosts, origin
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -229,7 +240,7 @@ class Guard:
         if scope["type"] != "http":
             await send({"type": "websocket.close", "code": 1008})
             return
-        problem = refusal(scope, self.keys, self.hosts)
+        problem = refusal(scope, self.keys, self.hosts, self.origin)
         if problem is None:
             await self.app(_with_one_range(scope), _Body(receive), dressed(send))
         else:

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Request
 from starlette.responses import HTMLResponse, Response
 
 from statekit.service.web.keys import SESSION_SECONDS, TOKEN_FILE, Keys
+from statekit.service.web.proxies import DIRECT, PublicAddress
 
 _PAGE = """<!doctype html>
 <html lang="en">
@@ -40,7 +41,7 @@ _FORM = f"""<p>{{said}}</p>
 Who starts the service sees a link, too, that signs in once.</p>
 """
 _ENTERED = '<p>Signed in. <a href="/">Go on</a></p>\n'
-_REFRESH = '<meta http-equiv="refresh" content="0; url=/">\n'
+_REFRESH = '<meta http-equiv="refresh" content="0; url={home}">\n'
 
 
 def form(status: HTTPStatus, said: str = "This service knows its users by a token.") -> HTMLResponse:
@@ -57,11 +58,12 @@ def form(status: HTTPStatus, said: str = "This service knows its users by a toke
     )
 
 
-def router(keys: Keys) -> APIRouter:
+def router(keys: Keys, public: PublicAddress = DIRECT) -> APIRouter:
     """Returns the routes by which people sign in and out.
 
     Args:
         keys: What lets somebody in.
+        public: Under which address browsers see the service.
     """
     routes = APIRouter(include_in_schema=False)
 
@@ -86,19 +88,21 @@ def router(keys: Keys) -> APIRouter:
     def sign_out(request: Request) -> Response:
         keys.sign_out(request.headers)
         page = form(HTTPStatus.OK, "Signed out.")
-        page.delete_cookie(keys.cookie, httponly=True, samesite="strict")
+        page.delete_cookie(keys.cookie, public.prefix or "/", httponly=True, samesite="strict")
         return page
 
     def entered(request: Request) -> Response:
         # A page and no redirect: who came here from another site's link wouldn't bring a strict cookie along on one.
-        page = HTMLResponse(_PAGE.format(head=_REFRESH, body=_ENTERED))
+        head = _REFRESH.format(home=f"{public.prefix}/")
+        page = HTMLResponse(_PAGE.format(head=head, body=_ENTERED))
         page.set_cookie(
             keys.cookie,
             keys.new_session(),
             max_age=SESSION_SECONDS,
+            path=public.prefix or "/",
             httponly=True,
             samesite="strict",
-            secure=request.url.scheme == "https",
+            secure=public.is_secure or request.url.scheme == "https",
         )
         return page
 

@@ -37,8 +37,8 @@ document.addEventListener("keydown", (event) => {
     j: () => moveRow(1),
     k: () => moveRow(-1),
     t: chooseTheme,
-    g: () => location.assign("/"),
-    J: () => location.assign("/jobs"),
+    g: () => location.assign(one(".brand").href),
+    J: () => location.assign(new URL("jobs", one(".brand").href)),
   };
   if (!keys[event.key]) return;
   event.preventDefault();
