@@ -37,7 +37,7 @@ class Bomb:
     """
 
     make: Make
-    verb: Literal["inspect", "stats"] = "inspect"
+    verb: Literal["inspect", "stats", "check"] = "inspect"
     reads: bool = False
     quick: bool = False
     options: tuple[str, ...] = ()
@@ -48,7 +48,7 @@ BOMBS: dict[str, Bomb] = {}
 
 def bomb(
     name: str,
-    verb: Literal["inspect", "stats"] = "inspect",
+    verb: Literal["inspect", "stats", "check"] = "inspect",
     *,
     reads: bool = False,
     quick: bool = False,
@@ -179,6 +179,13 @@ def _marks(folder: Path) -> Path:
 def _names(folder: Path) -> Path:
     pickled = text("a" * 100_000_000) + b"\x940" + b"h\x00h\x00\x930" * 1000
     return torch_zip(folder / "a.pt", b"\x80\x04" + pickled + b"N.")
+
+
+@bomb("pickle: 20 MB of text encoded two thousand times", verb="check")
+def _encoded(folder: Path) -> Path:
+    begin = b"c_codecs\nencode\nq\x00X" + struct.pack("<I", 20_000_000) + b"a" * 20_000_000
+    call = b"q\x01X\x06\x00\x00\x00latin1q\x02](" + b"h\x00h\x01h\x02\x86R" * 2000
+    return torch_zip(folder / "a.pt", b"\x80\x02" + begin + call + b"e.")
 
 
 @bomb("pickle: a text of 100 MB with one wide character")
@@ -341,6 +348,34 @@ def safetensors(path: Path, header: bytes, data: int = 0) -> Path:
 @bomb("safetensors: 60 MB of empty lists in the header", quick=True)
 def _header(folder: Path) -> Path:
     return safetensors(folder / "a.safetensors", b'{"__metadata__": ' + EMPTY + b"}")
+
+
+@bomb("safetensors: 3 M keys in the metadata", verb="check")
+def _metadata_keys(folder: Path) -> Path:
+    keys = b",".join(b'"%x":"x"' % i for i in range(3_000_000))
+    return safetensors(folder / "a.safetensors", b'{"__metadata__":{' + keys + b"}}")
+
+
+@bomb("safetensors: 900 000 keys in the metadata", verb="check")
+def _fewer_metadata_keys(folder: Path) -> Path:
+    keys = b",".join(b'"%x":"x"' % i for i in range(900_000))
+    return safetensors(folder / "a.safetensors", b'{"__metadata__":{' + keys + b"}}")
+
+
+@bomb("safetensors: 1000 names of a shard with a header of 20 MB", verb="check")
+def _links(folder: Path) -> Path:
+    entries = (
+        b'"%s%d":{"dtype":"U8","shape":[1],"data_offsets":[%d,%d]}' % (b"n" * 1000, i, i, i + 1)
+        for i in range(20_000)
+    )
+    shard = safetensors(folder / "shard", b"{" + b",".join(entries) + b"}", 20_000)
+    names = [f"model-{i:05}-of-01000.safetensors" for i in range(1, 1001)]
+    for name in names:
+        (folder / name).hardlink_to(shard)
+    shard.unlink()
+    index = {"weight_map": {f"{'n' * 1000}{i}": names[i] for i in range(1000)}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
 
 
 @bomb("safetensors: 900 000 tensors")

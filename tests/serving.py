@@ -24,6 +24,7 @@ from statekit.service.catalogue import Catalogue
 from statekit.service.database import Database
 from statekit.service.jobs import Jobs
 from statekit.service.service import Service
+from statekit.service.tasks.worker import Worker
 from statekit.service.web.api import catalogue_routes
 from statekit.service.web.app import create_app
 from statekit.service.web.connections import uvicorn_settings
@@ -33,7 +34,6 @@ from statekit.service.web.keys import Keys
 from statekit.service.web.proxies import DIRECT, PublicAddress
 from statekit.service.web.security import LOOPBACK, Hosts
 from statekit.service.web.views import screens
-from statekit.service.worker import Worker
 from statekit.state.train_state import Counts
 from statekit.tensors.tensor import Tensor, in_memory
 

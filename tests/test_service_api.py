@@ -26,9 +26,9 @@ from serving import BEARER, Served
 
 from statekit.errors import CommitError, NotFoundError
 from statekit.files.durable import writing
-from statekit.service.failures import problem_of
-from statekit.service.listener import Listener
 from statekit.service.records import KINDS
+from statekit.service.tasks.failures import problem_of
+from statekit.service.tasks.listener import Listener
 from statekit.service.web.remembered import Remembered
 from statekit.service.work import KINDS as KINDS_OF_TASKS
 

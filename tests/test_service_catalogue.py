@@ -27,12 +27,12 @@ from goldens import GOLDEN
 from statekit.errors import CommitError, CorruptError, NotFoundError, RefusedError, StatekitError, UsageError
 from statekit.service import roots
 from statekit.service.catalogue import Catalogue
-from statekit.service.child import Child, Died, Zygote
 from statekit.service.database import FILE, OWNER, Database, Ownership
 from statekit.service.lineage import MOST_NODES, lineage_of
 from statekit.service.records import Query
 from statekit.service.server import _tried
 from statekit.service.tables import CHECKPOINTS, JOBS, METADATA, RESULTS, SUBJECTS
+from statekit.service.tasks.child import Child, Died, Zygote
 from statekit.tensors.digest import json_digest
 
 T5X = GOLDEN / "t5x" / "momentum_f32" / "checkpoint" / "checkpoint_4"
@@ -339,7 +339,7 @@ def test_a_folder_has_one_server_and_the_second_says_which(tmp_path: Path) -> No
 def test_a_dead_owner_is_followed_and_one_of_another_machine_is_not(tmp_path: Path) -> None:
     import socket
 
-    from statekit.service.processes import boot_id
+    from statekit.service.tasks.processes import boot_id
 
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()

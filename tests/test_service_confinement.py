@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,20 +20,21 @@ import pytest
 
 from goldens import GOLDEN
 from statekit.errors import NotFoundError, RefusedError
-from statekit.service import confinement, roots
-from statekit.service.child import Died, Zygote
-from statekit.service.confinement import Reach
+from statekit.service import roots
 from statekit.service.database import Ownership
 from statekit.service.scanning import Folder, listed
 from statekit.service.server import Settings, opened
-from statekit.service.worker import Worker
+from statekit.service.tasks import confinement
+from statekit.service.tasks.child import Died, Zygote
+from statekit.service.tasks.confinement import Reach
+from statekit.service.tasks.worker import Worker
 
 TORCH = GOLDEN / "torch_formats" / "adamw_legacy" / "checkpoint" / "checkpoint.pt"
 CONFINED = pytest.mark.skipif(not confinement.version(), reason="this kernel has no Landlock")
 PROBE = """
-import json, os, socket, sys
+import json, os, socket, subprocess, sys
 from pathlib import Path
-from statekit.service.confinement import Reach, confine
+from statekit.service.tasks.confinement import Reach, confine
 said = json.loads(sys.argv[1])
 assert confine(Reach(*said["reach"]), Path(said["scratch"]))
 tried = {
@@ -48,6 +50,18 @@ tried = {
     "read the data": lambda: open(said["root"] + "/data/token").read(),
     "signal": lambda: os.kill(os.getppid(), 0),
     "connect": lambda: socket.create_connection(("127.0.0.1", said["port"]), 5).close(),
+    "pair": lambda: [end.close() for end in socket.socketpair()],
+    "program": lambda: subprocess.run(["/bin/true"], check=True),
+    "datagram": lambda: socket.socket(type=socket.SOCK_DGRAM).sendto(b"x", ("127.0.0.1", said["port"])),
+    "pair of datagrams": lambda: socket.socketpair(type=socket.SOCK_DGRAM),
+    "socket of a path": lambda: socket.socket(socket.AF_UNIX).connect(said["unix"]),
+    "permissions": lambda: os.chmod(said["outside"], 0o777),
+    "permissions of what it reads": lambda: os.fchmod(os.open(said["root"] + "/inside", os.O_RDONLY), 0o777),
+    "owner": lambda: os.chown(said["root"] + "/inside", os.getuid(), os.getgid()),
+    "times": lambda: os.utime(said["outside"], (0, 0)),
+    "attributes": lambda: os.setxattr(said["root"] + "/inside", "user.x", b"x"),
+    "environment of another": lambda: open(f"/proc/{os.getppid()}/environ", "rb").read(),
+    "memory of another": lambda: open(f"/proc/{os.getppid()}/mem", "rb").close(),
 }
 for name, do in tried.items():
     try:
@@ -56,6 +70,25 @@ for name, do in tried.items():
     except PermissionError:
         pass
 """
+
+
+class Attack:
+    """A root in which a folder is now itself, now a link to one outside with a checkpoint of the same name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root, self.secret = folder / "root", folder / "secret"
+        self.run, self.link = self.root / "run", folder / "link"
+        self.run.mkdir(parents=True)
+        self.secret.mkdir()
+        shutil.copy(TORCH, self.run / "a.pt")
+        shutil.copy(GOLDEN / "torch_adafactor/adafactor_bf16/checkpoint/checkpoint.pt", self.secret / "a.pt")
+        (self.secret / "swordfish.pt").write_bytes(b"")
+        self.link.symlink_to(self.secret)
+
+
+@pytest.fixture
+def attack(tmp_path: Path) -> Attack:
+    return Attack(tmp_path)
 
 
 @CONFINED
@@ -67,17 +100,81 @@ def test_a_confined_process_reaches_its_roots_and_the_system_alone(tmp_path: Pat
         (tmp_path / file).write_text("swordfish")
     (root / "link").symlink_to(tmp_path / "outside")
     reach = Reach((str(root),), ((str(root), "writable"),), str(root / "data"))
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+    path = str(tmp_path / "socket")
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket(socket.AF_UNIX) as named:
+        named.bind(path)
+        named.listen()
+        before = os.stat(tmp_path / "outside")
         said = {
             "root": str(root), "outside": str(tmp_path / "outside"), "scratch": str(tmp_path / "scratch"),
-            "port": listening.getsockname()[1], "reach": reach,
+            "port": listening.getsockname()[1], "reach": reach, "unix": path,
         }  # fmt: skip
         line = [sys.executable, "-P", "-c", PROBE, json.dumps(said)]
         done = subprocess.run(line, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     newer = {"signal"} if confinement.version() < 6 else set()
-    newer |= {"connect"} if confinement.version() < 4 else set()
-    assert set(done.stdout.splitlines()) == {"read", "write", "scratch", "library"} | newer
+    known = {"read", "write", "scratch", "library", "pair", "program"}
+    assert set(done.stdout.splitlines()) == known | newer
+    assert os.stat(tmp_path / "outside") == before
+
+
+def test_a_task_gets_no_secrets_by_its_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "swordfish")
+    monkeypatch.setenv("HF_TOKEN", "swordfish")
+    made = Zygote()
+    child = made.fork()
+    assert b"swordfish" not in Path(f"/proc/{child.pid}/environ").read_bytes()
+    child.close()
+    made.close()
+
+
+@CONFINED
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another")
+def test_where_root_has_started_it_a_task_is_nobody_or_the_owner_of_what_it_writes_to(
+    attack: Attack, zygote: Zygote
+) -> None:
+    attack.root.chmod(0o700)  # no other may read it
+    request = {
+        "kind": "describe", "container": "torch", "path": str(attack.run / "a.pt"), "step": None,
+        "reach": Reach((str(attack.root),))._asdict(),
+    }  # fmt: skip
+    child = zygote.fork()
+    assert child.result(request, 60).kind == "result"
+    status = Path(f"/proc/{child.pid}/status").read_text()
+    assert "Uid:\t65534\t65534" in status and "CapEff:\t0000000000000004" in status
+    child.close()
+    os.chown(attack.run, 12345, 12345)
+    writing: dict[str, Any] = {
+        "kind": "convert", "paths": [str(attack.run / "a.pt")], "container": "torch",
+        "options": {"to": "statekit"}, "target": str(attack.run / "made"),
+        "reach": Reach((str(attack.root),), ((str(attack.root), "run"),))._asdict(),
+    }  # fmt: skip
+    child = zygote.fork()
+    answer = child.result(writing, 60)
+    child.close()
+    assert answer.kind == "result", answer.data
+    assert {file.stat().st_uid for file in (attack.run / "made").iterdir()} == {12345}
+
+
+@pytest.mark.parametrize(
+    ("mode", "expected"), [(0o600, 0o600), (0o640, 0o640), (0o644, 0o644), (0o444, 0o644)]
+)
+def test_what_a_task_writes_lets_others_do_no_more_than_its_source(
+    mode: int, expected: int, attack: Attack, zygote: Zygote
+) -> None:
+    source = attack.root / "source.pt"
+    shutil.copy(TORCH, source)
+    source.chmod(mode)
+    request = {
+        "kind": "convert", "paths": [str(source)], "container": "torch",
+        "options": {"to": "torch"}, "target": str(attack.run / "made.pt"),
+        "reach": Reach((str(attack.root),), ((str(attack.root), "run"),))._asdict(),
+    }  # fmt: skip
+    child = zygote.fork()
+    answer = child.result(request, 60)
+    child.close()
+    assert answer.kind == "result", answer.data
+    assert stat.S_IMODE((attack.run / "made.pt").stat().st_mode) == expected
 
 
 @pytest.fixture(scope="module")
@@ -192,25 +289,6 @@ def exchanging(one: Path, other: Path) -> Iterator[None]:
             assert process.poll() is None
         finally:
             process.kill()
-
-
-class Attack:
-    """A root in which a folder is now itself, now a link to one outside with a checkpoint of the same name."""
-
-    def __init__(self, folder: Path) -> None:
-        self.root, self.secret = folder / "root", folder / "secret"
-        self.run, self.link = self.root / "run", folder / "link"
-        self.run.mkdir(parents=True)
-        self.secret.mkdir()
-        shutil.copy(TORCH, self.run / "a.pt")
-        shutil.copy(GOLDEN / "torch_adafactor/adafactor_bf16/checkpoint/checkpoint.pt", self.secret / "a.pt")
-        (self.secret / "swordfish.pt").write_bytes(b"")
-        self.link.symlink_to(self.secret)
-
-
-@pytest.fixture
-def attack(tmp_path: Path) -> Attack:
-    return Attack(tmp_path)
 
 
 ROUNDS = [20, pytest.param(1000, marks=pytest.mark.slow)]

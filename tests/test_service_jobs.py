@@ -26,17 +26,17 @@ from goldens import GOLDEN
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import NotFoundError, RefusedError, UsageError
 from statekit.service.catalogue import Catalogue
-from statekit.service.child import Answer, Child, Died, Zygote
 from statekit.service.database import Database, Ownership
 from statekit.service.jobs import LEASE_SECONDS, MOST_ATTEMPTS, Jobs, Lease, Lost
 from statekit.service.lineage import lineage_of
-from statekit.service.listener import Listener
 from statekit.service.options import MAP, OPTIONS, REAL, VALUES, WORDS, schema
 from statekit.service.records import ENDED, Job, Query
 from statekit.service.server import _scan
 from statekit.service.service import Service
+from statekit.service.tasks.child import Answer, Child, Died, Zygote
+from statekit.service.tasks.listener import Listener
+from statekit.service.tasks.worker import Worker
 from statekit.service.thinning import thin
-from statekit.service.worker import Worker
 
 T5X = GOLDEN / "t5x" / "momentum_f32" / "checkpoint" / "checkpoint_4"
 TORCH = GOLDEN / "torch_formats" / "adamw_legacy" / "checkpoint" / "checkpoint.pt"
@@ -209,7 +209,7 @@ def test_a_task_that_says_what_none_says_is_ended(
     monkeypatch: pytest.MonkeyPatch, answers: bytes, said: str
 ) -> None:
     """As one may in which a checkpoint has the word."""
-    monkeypatch.setattr("statekit.service.child.ANSWER_BYTES", 50_000)
+    monkeypatch.setattr("statekit.service.tasks.child.ANSWER_BYTES", 50_000)
     zygote, ended = Zygote(), list[int]()
     monkeypatch.setattr(zygote, "ended", lambda pid, seconds: ended.append(pid))
     pipes = [os.pipe() for _ in range(3)]
@@ -228,7 +228,7 @@ def test_a_job_that_outlasts_the_end_of_the_service_waits_for_its_next_start(
 ) -> None:
     with monkeypatch.context() as patch:
         patch.setattr(Child, "ask", lambda child, request: None)  # it works for ever
-        patch.setattr("statekit.service.worker.BEAT_SECONDS", 0.05)
+        patch.setattr("statekit.service.tasks.worker.BEAT_SECONDS", 0.05)
         lab.worker._stopped_at = time.monotonic() - 60
         stopped = lab.do("check", [lab.number("run/checkpoint_4")])
     assert (stopped.state, stopped.attempts) == ("queued", 0)
@@ -240,7 +240,7 @@ def test_a_task_has_no_more_memory_than_its_files_explain(lab: Lab, monkeypatch:
     save_file({"w": np.ones((2048, 2048), np.float32)}, lab.root / "large" / "model.safetensors")
     lab.catalogue.scan()
     assert lab.do("inspect", [lab.number("large")], stats=True).state == "done"
-    monkeypatch.setattr("statekit.service.worker.MEMORY", 2**20)
+    monkeypatch.setattr("statekit.service.tasks.worker.MEMORY", 2**20)
     job = lab.do("check", [lab.number("large")])
     assert job.state in ("failed", "crashed")
 

@@ -286,15 +286,15 @@ ALLOWED: dict[str, tuple[str, set[str]]] = {
     "statekit/service/database.py": (
         "the service's own lock, and a backup that it has written", {"open", "os.open", "os.pread"}
     ),
-    "statekit/service/processes.py": (
+    "statekit/service/tasks/processes.py": (
         "/proc",
         {"Path('/proc/sys/kernel/random/boot_id').read_text", "Path(f'/proc/{pid or os.getpid()}/stat').read_text"},
     ),
     "statekit/service/roots.py": ("folders, on the way to what lies beneath one", {"os.open"}),
     "statekit/service/thinning.py": ("makes its list of what shall go", {"open"}),
-    "statekit/service/web/keys.py": ("the service's own token", {"os.open"}),
+    "statekit/service/web/keys.py": ("the service's own token, and who signed out", {"os.open", "file.read_text"}),
     "statekit/service/web/screens.py": ("scripts and styles of the package", {"path.read_bytes"}),
-    "statekit/service/confinement.py": ("folders that a task may reach, not what is in them", {"os.open"}),
+    "statekit/service/tasks/confinement.py": ("folders that a task may reach, not what is in them", {"os.open"}),
     "statekit/service/scanning.py": ("folders, to list them without following a link", {"os.open"}),
     "statekit/client.py": ("a service's token, which the user names", {"path.read_text"}),
     "cli/main.py": ("/dev/null in the place of a closed stdout", {"os.open"}),

@@ -318,7 +318,7 @@ def replace_file(target: Path, content: bytes, mode: int = 0o666) -> None:
 
 
 def set_mode(path: Path, mode: int) -> None:
-    """Gives a file or folder of ours its permissions; where the process mayn't, it may have fewer, and not more.
+    """Gives a file or folder of ours its permissions; where the process mayn't, others may have fewer, and not more.
 
     The service's tasks may change no permissions, and make files with few enough of them.
 
@@ -331,7 +331,7 @@ def set_mode(path: Path, mode: int) -> None:
     try:
         path.chmod(mode)
     except PermissionError:
-        if now & ~mode:
+        if now & ~mode & 0o077:
             raise
 
 

@@ -44,8 +44,8 @@ MAX_HEADER_BYTES = 100_000_000
 """The largest header, in bytes. Source: safetensors, `MAX_HEADER_SIZE`."""
 MAX_RANK = 64
 """Axes of an array at most. Source: NumPy 2, `NPY_MAXDIMS`."""
-_NODES = 8
-"""Values of a tree that a tensor counts for, with what describes it."""
+_NODES, _NODES_OF_ENTRY = 8, 2
+"""Values of a tree that a tensor counts for, with what describes it; and that an entry of the metadata does."""
 
 _NAMES = {
     "bool": "BOOL", "uint8": "U8", "int8": "I8", "uint16": "U16", "int16": "I16", "uint32": "U32", "int32": "I32",
@@ -103,8 +103,15 @@ def open_safetensors(path: Path, files: Files | None = None) -> OpenFile:
         taken.hold(len(head), "The header of a safetensors file", f"{path}")
         document = strict_json(head[8:], path, taken)
         metadata, extents = _parsed(document, source.size - len(head), path)
-    source.account.nodes(_NODES * len(extents), "The tensors of a safetensors file", f"{path}")
-    _proven_by_library(path)
+    nodes = _NODES * len(extents) + _NODES_OF_ENTRY * len(metadata)
+    source.account.nodes(nodes, "The header of a safetensors file", f"{path}")
+    source.account.hold(
+        sum(len(key) + len(text) for key, text in metadata.items()), "Its metadata", f"{path}"
+    )
+    with source.account.passing() as theirs:  # the library parses the header once more
+        theirs.hold(len(head), "The header of a safetensors file", f"{path}")
+        theirs.nodes(nodes, "The header of a safetensors file", f"{path}")
+        _proven_by_library(path)
     tensors = {name: _stored(source, name, extent, len(head)) for name, extent in extents.items()}
     return OpenFile(tensors, metadata, bytes_digest(head), lambda: None)
 

@@ -18,13 +18,13 @@ from sqlalchemy import Connection, Row, Select, and_, func, or_, select, tuple_,
 from sqlalchemy.sql import ColumnElement
 
 from statekit.errors import NotFoundError, RefusedError, StatekitError, UsageError, printable
-from statekit.service.child import Zygote
 from statekit.service.database import Database
-from statekit.service.failures import problem_of
 from statekit.service.records import SORTS, Checkpoint, Job, Page, Query, Root, Run, Scan, Scanning
 from statekit.service.roots import path_beneath, target_beneath
 from statekit.service.scanning import Scanner, Seen
 from statekit.service.tables import CHECKPOINTS, ROOTS, RUNS, SUBJECTS, TAGS
+from statekit.service.tasks.child import Zygote
+from statekit.service.tasks.failures import problem_of
 
 MOST_ITEMS = 500
 """Items of a page at most."""

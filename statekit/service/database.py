@@ -31,8 +31,8 @@ from sqlalchemy.pool import QueuePool
 
 from statekit.errors import CommitError, CorruptError, UsageError
 from statekit.files.durable import sync_folder
-from statekit.service.processes import boot_id, is_alive, started_at
 from statekit.service.tables import METADATA
+from statekit.service.tasks.processes import boot_id, is_alive, started_at
 
 FILE = "catalogue.sqlite"
 OWNER = "server.json"

@@ -19,7 +19,6 @@ from sqlalchemy import Connection, Row, and_, exists, func, not_, or_, select, u
 from sqlalchemy.sql import ColumnElement
 
 from statekit.errors import NotFoundError, UsageError, printable
-from statekit.service import processes
 from statekit.service.catalogue import (
     checkpoint_of,
     decoded_cursor,
@@ -29,11 +28,12 @@ from statekit.service.catalogue import (
     utc,
 )
 from statekit.service.database import Database
-from statekit.service.failures import crash
 from statekit.service.lineage import check_thinning
 from statekit.service.options import checked
 from statekit.service.records import ENDED, Event, EventKind, Job, Page, State
 from statekit.service.tables import CHECKPOINTS, EVENTS, JOBS, RESULTS, SUBJECTS
+from statekit.service.tasks import processes
+from statekit.service.tasks.failures import crash
 
 LEASE_SECONDS = 15.0
 MOST_ATTEMPTS = 3

@@ -13,7 +13,7 @@ from statekit.conversion.inspection import Inspection, inspect
 from statekit.errors import StatekitError, UnknownFormatError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.file_changes import Change
-from statekit.service.listener import Listener
+from statekit.service.tasks.listener import Listener
 from statekit.state.schema import WEIGHTS
 from statekit.tensors.digest import json_digest
 

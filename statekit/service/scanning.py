@@ -19,8 +19,8 @@ from typing import Any
 
 from statekit.errors import StatekitError, printable
 from statekit.files.manifest import FILE, beside, is_manifest
-from statekit.service.child import Child, Died, Zygote
-from statekit.service.confinement import Reach
+from statekit.service.tasks.child import Child, Died, Zygote
+from statekit.service.tasks.confinement import Reach
 
 LOOK_SECONDS = 120
 """How long looking into one file or folder may take."""

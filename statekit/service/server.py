@@ -28,11 +28,11 @@ import structlog
 import uvicorn
 
 from statekit.errors import StatekitError, UsageError
-from statekit.service import confinement
 from statekit.service.catalogue import Catalogue
 from statekit.service.database import Database, Ownership
 from statekit.service.jobs import Jobs
 from statekit.service.service import Service
+from statekit.service.tasks import confinement
 from statekit.service.web.api import catalogue_routes
 from statekit.service.web.app import create_app
 from statekit.service.web.connections import uvicorn_settings
@@ -232,7 +232,8 @@ def _start_worker(service: Service) -> subprocess.Popen[bytes]:
     roots = [root.id for root in service.catalogue.roots()]
     said = {"parent": os.getpid(), "data": str(service.data), "roots": roots}
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "statekit.service.worker", json.dumps(said)], stdin=subprocess.DEVNULL
+        [sys.executable, "-P", "-m", "statekit.service.tasks.worker", json.dumps(said)],
+        stdin=subprocess.DEVNULL,
     )
 
 

@@ -27,7 +27,7 @@ from statekit.files.integrity import files_of
 from statekit.files.manifest import beside, inside
 from statekit.files.source import read_small
 from statekit.files.stage import Progress
-from statekit.service.listener import Listener
+from statekit.service.tasks.listener import Listener
 
 _REMOVED = ".statekit-thinned-"
 _LIST = "removed.json"

@@ -26,7 +26,7 @@ from statekit.conversion.seal import seal
 from statekit.errors import StateError, StatekitError, UnknownFormatError
 from statekit.files.stage import Progress
 from statekit.maps.model_map import maps_of
-from statekit.service.listener import Listener
+from statekit.service.tasks.listener import Listener
 from statekit.service.thinning import is_of_plan, thin
 
 if TYPE_CHECKING:

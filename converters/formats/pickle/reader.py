@@ -115,6 +115,13 @@ class Machine:
         self.account.hold(cost, "A pickle", self.where())
         self.account.step(work, "A pickle", self.where())
 
+    def drop(self) -> None:
+        """Lets go of all values: an error's traceback keeps the machine while another reader tries."""
+        for items in (self.stack, *self.marks, self.marks, self.memo):
+            items.clear()
+        for named in (self.far, self.final, self.origin):
+            named.clear()
+
     def copied(self, parts: Collection[Any]) -> None:
         """Counts what a call copies: its arguments, and what these hold themselves."""
         self.work += len(parts)
@@ -726,11 +733,15 @@ def read_pickle(
         machine = Machine(data, place, start, persistent, taken)
         if calls:
             machine.calls |= calls(machine.note)
-        _run(machine)
-        if not machine.stack:
-            raise machine.broken("no value at its end")
-        value = machine.stack[-1]
-        nodes = _expanded(value, place, taken)
+        try:
+            _run(machine)
+            if not machine.stack:
+                raise machine.broken("no value at its end")
+            value = machine.stack[-1]
+            nodes = _expanded(value, place, taken)
+        except StatekitError:
+            machine.drop()
+            raise
     account.nodes(nodes, "What a pickle holds", place)
     return Unpickled(value, machine.pos, tuple(machine.notes))
 

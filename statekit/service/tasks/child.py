@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import selectors
 import signal
 import socket
@@ -27,6 +28,24 @@ _LAST_BYTES = 4000
 _WORD = 64
 _FORK_SECONDS = 60.0
 """How long a zygote may take to import what it imports, and to fork."""
+_PASSED = frozenset(
+    {"PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "VIRTUAL_ENV", "LD_LIBRARY_PATH"}
+)
+_PASSED_FAMILIES = (
+    "LC_",
+    "PYTHON",
+    "JAX_",
+    "XLA_",
+    "TF_",
+    "TORCH_",
+    "KERAS_",
+    "CUDA_",
+    "OMP_",
+    "MKL_",
+    "OPENBLAS_",
+)
+"""Variables that tell programs how to run, by their names and how their names begin."""
+_SECRET = re.compile("TOKEN|SECRET|PASSW|CREDENTIAL|KEY")
 _END_SECONDS = 5.0
 """How long a task that has closed its answers may take to end."""
 
@@ -40,6 +59,20 @@ class Answer(NamedTuple):
 
 class Died(Exception):
     """A task's process has ended without an answer; says how."""
+
+
+def environment(variables: Mapping[str, str]) -> dict[str, str]:
+    """Returns what tasks get of an environment: how to run and find libraries, and nothing that may be a secret.
+
+    Example:
+        >>> environment({"PATH": "/bin", "AWS_SECRET_ACCESS_KEY": "x", "HF_TOKEN": "x", "JAX_PLATFORMS": "cpu"})
+        {'PATH': '/bin', 'JAX_PLATFORMS': 'cpu'}
+    """
+    return {
+        name: value
+        for name, value in variables.items()
+        if (name in _PASSED or name.startswith(_PASSED_FAMILIES)) and not _SECRET.search(name)
+    }
 
 
 class Zygote:
@@ -76,13 +109,13 @@ class Zygote:
                         sys.executable,
                         "-P",
                         "-m",
-                        "statekit.service.task",
+                        "statekit.service.tasks.task",
                         str(parent),
                         str(self._temporary or ""),
                     ],
                     stdin=theirs.fileno(),
                     stdout=subprocess.DEVNULL,
-                    env={**os.environ, **settings},
+                    env={**environment(os.environ), **settings},
                     start_new_session=True,
                 )
         except BaseException:
@@ -155,7 +188,7 @@ def _ended(process: subprocess.Popen[bytes], control: socket.socket) -> None:
 
 
 class Child:
-    """A process of `statekit.service.task`, forked from a zygote.
+    """A process of `statekit.service.tasks.task`, forked from a zygote.
 
     Args:
         zygote: Where it was forked.

@@ -1,4 +1,4 @@
-"""A worker: `python -m statekit.service.worker`. It leases jobs, gives each to a process of its own, and reports.
+"""A worker: `python -m statekit.service.tasks.worker`. It leases jobs, gives each to a process of its own, and reports.
 
 It ends with the server that has started it. Asked to end, it lets its job go on for a while; then the job waits again.
 """
@@ -17,14 +17,14 @@ from typing import Any
 
 from statekit.errors import NotFoundError, StatekitError
 from statekit.service.catalogue import Catalogue, checkpoint_of
-from statekit.service.child import LINE_LENGTH, Answer, Child, Died, Zygote
-from statekit.service.confinement import Reach
 from statekit.service.database import Database
-from statekit.service.failures import crash, problem_of
 from statekit.service.jobs import LEASE_SECONDS, MOST_LOGS, Jobs, Lease, Lost
 from statekit.service.lineage import check_thinning
-from statekit.service.processes import end_with, holder_name
 from statekit.service.records import Checkpoint, State
+from statekit.service.tasks.child import LINE_LENGTH, Answer, Child, Died, Zygote
+from statekit.service.tasks.confinement import Reach
+from statekit.service.tasks.failures import crash, problem_of
+from statekit.service.tasks.processes import end_with, holder_name
 
 IDLE_SECONDS = 0.2
 """How long a worker waits before it looks for a job again."""

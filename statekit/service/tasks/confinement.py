@@ -1,8 +1,9 @@
-"""What the kernel lets a task reach, whatever a checkpoint has made of it: Landlock, where Linux has it.
+"""What the kernel lets a task reach, whatever a checkpoint has made of it: Landlock and a filter, where Linux has them.
 
 A task that is confined reads the roots that it works on and what programs need of the system, writes where it was
-asked to write and into its own temporary folder, and reaches no network and no process outside. Folders to write to
-are opened before, without following links: who exchanges one for a link later gains nothing. Nothing takes it back.
+asked to write and into its own temporary folder, and reaches no network and no process outside. It changes no
+permissions, owners, times or attributes of files, and isn't root. Folders to write to are opened before, without
+following links: who exchanges one for a link later gains nothing. Nothing takes it back.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ import platform
 import stat
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
 import statekit
 from statekit.service.roots import opened_beneath
+from statekit.service.tasks.privileges import give_up, identity
+from statekit.service.tasks.seccomp import refuse_calls
 
 _CREATE, _ADD, _RESTRICT = 444, 445, 446
 """Numbers of the system calls on every architecture. Source: Linux, include/uapi/asm-generic/unistd.h."""
-_NO_NEW_PRIVS = 38
-"""Source: Linux, include/uapi/linux/prctl.h."""
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _REMOVE_DIR, _REMOVE_FILE, _MAKE_CHAR, _MAKE_DIR, _MAKE_REG = 1 << 4, 1 << 5, 1 << 6, 1 << 7, 1 << 8
 _REFER, _TRUNCATE, _IOCTL = 1 << 13, 1 << 14, 1 << 15
@@ -79,19 +80,36 @@ def _libc() -> ctypes.CDLL:
 
 
 def confine(reach: Reach, scratch: Path) -> bool:
-    """Takes from this process, for good, whatever isn't within reach; returns False where the kernel can't.
+    """Takes from this process, for good, whatever isn't within reach; what the kernel can't take is left.
 
     Args:
         reach: What it keeps.
         scratch: Its temporary folder.
 
+    Returns:
+        Whether the kernel bounds its files: it has Landlock.
+
     Raises:
         StatekitError: A folder that it shall write to isn't there, or is behind a link.
         OSError: The kernel refuses.
     """
+    writes = [opened_beneath(Path(root), os.fsencode(place)) for root, place in reach.writes]
+    ruleset = _ruleset(reach, writes, scratch) if version() else None
+    try:
+        folder = writes[0] if writes else None
+        give_up(identity(folder), scratch, writes=bool(writes) and ruleset is not None)
+        if ruleset is not None:
+            _called(_RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint32(0))
+    finally:
+        for opened in (*writes, *([] if ruleset is None else [ruleset])):
+            os.close(opened)
+    refuse_calls()
+    return ruleset is not None
+
+
+def _ruleset(reach: Reach, writes: Sequence[int], scratch: Path) -> int:
+    """Returns the open rules of what may be read and written: `writes` are the folders to write to, open."""
     known = version()
-    if not known:
-        return False
     files = max(bits for since, bits in _ALL_FILES.items() if since <= known)
     rules = _Rules(
         files,
@@ -105,16 +123,13 @@ def confine(reach: Reach, scratch: Path) -> bool:
             with_links = os.path.realpath(path)
             if os.path.exists(with_links):
                 _allow(ruleset, os.open(with_links, os.O_PATH | os.O_CLOEXEC), allowed & files)
-        for root, place in reach.writes:
-            folder = opened_beneath(Path(root), os.fsencode(place))
-            _allow(ruleset, folder, (_READ | _WRITE) & files)
+        for folder in writes:
+            _allow(ruleset, os.dup(folder), (_READ | _WRITE) & files)
         _allow(ruleset, os.open(scratch, os.O_PATH | os.O_CLOEXEC), (_READ | _WRITE) & files)
-        if _libc().prctl(_NO_NEW_PRIVS, 1, 0, 0, 0):
-            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-        _called(_RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint32(0))
-    finally:
+    except BaseException:
         os.close(ruleset)
-    return True
+        raise
+    return ruleset
 
 
 def _readable(reach: Reach) -> Iterator[tuple[str, int]]:

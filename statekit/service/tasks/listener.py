@@ -7,7 +7,7 @@ import time
 from typing import Any, TextIO
 
 from statekit.errors import StatekitError
-from statekit.service.child import ANSWER_BYTES, LINE_LENGTH
+from statekit.service.tasks.child import ANSWER_BYTES, LINE_LENGTH
 
 _PROGRESS_SECONDS = 0.25
 

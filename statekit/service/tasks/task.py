@@ -1,4 +1,4 @@
-"""Tasks, the processes in which checkpoints are opened, and what forks them: `python -m statekit.service.task`.
+"""Tasks, the processes in which checkpoints are opened, and what forks them: `python -m statekit.service.tasks.task`.
 
 Importing takes far longer than most tasks: so it is done once, by a process of one thread that opens nothing, and
 each task is a fork of it, with limits and confined. Requests come to a task as lines of JSON, one after the other; out
@@ -25,11 +25,12 @@ from typing import Any, NoReturn
 
 from statekit.conversion import registry
 from statekit.errors import StatekitError
+from statekit.files.stage import all_of, permissions, with_search
 from statekit.service import looking, work
-from statekit.service.confinement import Reach, confine
-from statekit.service.failures import problem_of
-from statekit.service.listener import Listener
-from statekit.service.processes import end_with
+from statekit.service.tasks.confinement import Reach, confine
+from statekit.service.tasks.failures import problem_of
+from statekit.service.tasks.listener import Listener
+from statekit.service.tasks.processes import end_with
 
 NICE = 5
 """By how much tasks stand behind what answers requests, in Unix' levels."""
@@ -61,8 +62,8 @@ def answer(request: Mapping[str, Any], listener: Listener) -> None:
         listener.say("problem", problem_of(error))
 
 
-def _work(files: Sequence[int], scratch: Path) -> None:
-    """Answers requests until there are no more, confined and with limits by the first."""
+def _work(files: Sequence[int], scratch: Path, parent: int) -> None:
+    """Answers requests until there are no more, confined and with limits by the first; ends with its parent."""
     read, written, errors = files
     os.dup2(read, 0)  # it was the way to the parent
     os.dup2(errors, 1)  # what a library prints is no answer
@@ -78,12 +79,25 @@ def _work(files: Sequence[int], scratch: Path) -> None:
         try:
             limit(request.get("limits", {}))
             if not is_confined and "reach" in request:
+                _make_files_as_narrow(request)
                 confine(Reach(**request["reach"]), scratch)
+                end_with(parent)  # to be another user takes this back
                 is_confined = True
         except (StatekitError, OSError) as error:
             listener.say("problem", problem_of(error))
         else:
             answer(request, listener)
+
+
+def _make_files_as_narrow(request: Mapping[str, Any]) -> None:
+    """Has new files let others do no more than the files do that a task reads or replaces: it can't change that later.
+
+    A folder in which others may write counts for its files, as `permissions` has it.
+    """
+    places = [Path(path) for path in (*request.get("paths", ()), request.get("target")) if path is not None]
+    if request["reach"].get("writes"):
+        limit = permissions(file for place in places if os.path.exists(place) for file in all_of(place))
+        os.umask(os.umask(0o077) | 0o077 & ~with_search(limit))
 
 
 class Forks:
@@ -113,7 +127,7 @@ class Forks:
         try:
             os.setpgid(0, 0)
             end_with(parent)
-            _work(files, scratch)
+            _work(files, scratch, parent)
             code = 0
         except BaseException:
             sys.excepthook(*sys.exc_info())
