@@ -75,8 +75,8 @@ def test_forms_are_taken_from_the_public_origin_and_from_no_other(served: Served
         "https://evil.example",
     ):
         asking = TestClient(served.app, base_url="http://lab.example")  # the proxy speaks plain HTTP to us
-        told = {"Origin": origin, "X-Forwarded-Proto": "https", "X-Forwarded-Host": "evil.example"}
-        answer = asking.post("/statekit/sign-in", data=form, headers=told)
+        headers = {"Origin": origin, "X-Forwarded-Proto": "https", "X-Forwarded-Host": "evil.example"}
+        answer = asking.post("/statekit/sign-in", data=form, headers=headers)
         statuses[origin] = answer.status_code
         if origin == "https://lab.example":
             assert {"Secure", "Path=/statekit"} <= {*answer.headers["set-cookie"].split("; ")}
