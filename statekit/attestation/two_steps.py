@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,47 +71,76 @@ def between_steps(earlier: Step, later: Step) -> Iterator[Finding]:
     yield from _options(earlier.state, later.state)
 
 
-def _of_values(earlier: Step, later: Step) -> Iterator[Finding]:
-    params = {path: _same(earlier, later, path, "") for path in later.state.params}
+@dataclass(frozen=True)
+class _Changes:
+    """What has other bits than at the step before.
+
+    Attributes:
+        moved: Parameters that have.
+        slots: Whether a slot has the same bits, where that can be told.
+        stale: Parameters all of whose moments have the same bits.
+        live: Parameters of which a moment has others.
+    """
+
+    moved: Set[str]
+    slots: Mapping[Key, bool]
+    stale: Set[str]
+    live: Set[str]
+
+
+def _changes(earlier: Step, later: Step) -> _Changes:
     slots = {
         (path, name): same
-        for path, slots in later.state.slots.items()
-        for name in slots
+        for path, param_slots in later.state.slots.items()
+        for name in param_slots
         if (same := _same(earlier, later, path, name)) is not None
     }
-    moved = {path for path, same in params.items() if same is False}
+    moments: dict[str, list[bool]] = {}
+    for (path, name), same in slots.items():
+        if name not in _LAGGING and not later.read.tensors[path, name].is_zero:
+            moments.setdefault(path, []).append(same)
+    stale = {path for path, same in moments.items() if all(same)}
+    moved = {path for path in later.state.params if _same(earlier, later, path, "") is False}
+    return _Changes(moved, slots, stale, moments.keys() - stale)
+
+
+_OTHERS, _EQUAL = "other values than at the step before", "the same bits"
+
+
+def _of_values(earlier: Step, later: Step) -> Iterator[Finding]:
+    changes = _changes(earlier, later)
     before, after = earlier.state.counts.updates, later.state.counts.updates
-    moments = {
-        path: [
-            same
-            for (of, name), same in slots.items()
-            if of == path and name not in _LAGGING and not later.read.tensors[of, name].is_zero
-        ]
-        for path in later.state.params
-    }
-    stale = {path for path, same in moments.items() if same and all(same)}
-    live = {path for path, same in moments.items() if same and not all(same)}
-    updated = {path for path in stale if _count(later, path) != _count(earlier, path)}
-    if stale and not live and (moved or before != after):
-        where = [f"slots/{path}" for path in stale]
-        yield fault("moments-stale", where, "other values than at the step before", "the same bits")
-    else:
-        where = [f"slots/{path}" for path in later.state.params if path in stale & moved]
-        where += [
-            place(key)
-            for key, same in slots.items()
-            if same and key[0] in live and key[1] not in _LAGGING and _moves(later, key)
-        ]
-        if where:
-            yield fault("moments-stale", where, "other values than at the step before", "the same bits")
-    if live and not moved and not _resting(later.state):
-        where = [place((path, "")) for path in live]
-        yield fault("weights-stale", where, "other values than at the step before", "the same bits")
-    elif mixed := [path for path in later.state.params if path in updated - moved and live]:
-        where = [place((path, "")) for path in mixed]
-        yield fault("tensors-stale", where, "other values than at the step before", "the same bits")
-    if live and before == after:
+    if slots := _stale_slots(later, changes, is_counted=before != after):
+        yield fault("moments-stale", slots, _OTHERS, _EQUAL)
+    if changes.live and not changes.moved and not _resting(later.state):
+        params = [place((path, "")) for path in later.state.params if path in changes.live]
+        yield fault("weights-stale", params, _OTHERS, _EQUAL)
+    elif changes.live and (mixed := _mixed(earlier, later, changes)):
+        yield fault("tensors-stale", [place((path, "")) for path in mixed], _OTHERS, _EQUAL)
+    if changes.live and before == after:
         yield fault("count-stale", ["updates"], f"more than {before}", after)
+
+
+def _stale_slots(later: Step, changes: _Changes, is_counted: bool) -> list[str]:
+    """Returns the slots that stand still although their parameter, their count or their fellows have moved on."""
+    if changes.stale and not changes.live and (changes.moved or is_counted):
+        return [f"slots/{path}" for path in later.state.params if path in changes.stale]
+    whole = [f"slots/{path}" for path in later.state.params if path in changes.stale & changes.moved]
+    # Beside a moment that has moved, one that an update reaches has too.
+    single = [
+        place(key)
+        for key, same in changes.slots.items()
+        if same and key[0] in changes.live and key[1] not in _LAGGING and _moves(later, key)
+    ]
+    return whole + single
+
+
+def _mixed(earlier: Step, later: Step, changes: _Changes) -> list[str]:
+    """Returns the parameters that have counted an update, and have neither moved nor moments that have."""
+    still = changes.stale - changes.moved
+    return [
+        path for path in later.state.params if path in still and _count(later, path) != _count(earlier, path)
+    ]
 
 
 def _same(earlier: Step, later: Step, path: str, name: str) -> bool | None:

@@ -413,22 +413,27 @@ class TrainState:
                 found=", ".join(f"{part.optimizer.schema}: {part.counts.updates}" for part in parts),
                 remedy="carry each optimizer with its parameters over by itself",
             )
-        params = {path: param for part in parts for path, param in part.params.items()}
+        params, behind = (
+            _joined([part.params for part in parts]),
+            _joined([part.counts.behind for part in parts]),
+        )
+        slots, rules = _joined([part.slots for part in parts]), _joined([part.rules for part in parts])
+        return TrainState(
+            {path: params.get(path, param) for path, param in self.params.items()},
+            {path: slots[path] for path in self.params if path in slots},
+            self._optimizer_of(parts),
+            replace(parts[0].counts, behind=behind),
+            {path: rules[path] for path in self.params if path in rules},
+            _joined([part.extra for part in parts]),
+            tuple(dict.fromkeys([*self.assumptions, *(text for part in parts for text in part.assumptions)])),
+        )
+
+    def _optimizer_of(self, parts: Sequence[TrainState]) -> Optimizer:
+        """Returns the optimizer of all parts, its groups in the order in which the state has their parameters."""
         place = {path: i for i, group in enumerate(self.optimizer.groups) for path in group.paths}
         groups = [(group, part.optimizer.kind(group)) for part in parts for group in part.optimizer.groups]
         groups.sort(key=lambda pair: place[pair[0].paths[0]] if pair[0].paths else len(place))
-        return TrainState(
-            {path: params.get(path, param) for path, param in self.params.items()},
-            {path: part.slots[path] for path in self.params for part in parts if path in part.slots},
-            Optimizer.of([group for group, _ in groups], [kind for _, kind in groups]),
-            replace(parts[0].counts, behind={p: n for part in parts for p, n in part.counts.behind.items()}),
-            {path: part.rules[path] for path in self.params for part in parts if path in part.rules},
-            {key: value for part in parts for key, value in part.extra.items()},
-            (
-                *self.assumptions,
-                *dict.fromkeys(s for part in parts for s in part.assumptions if s not in self.assumptions),
-            ),
-        )
+        return Optimizer.of([group for group, _ in groups], [kind for _, kind in groups])
 
     def each(self, change: Callable[[TrainState], TrainState]) -> TrainState:
         """Returns the state with a change made to the part of each optimizer."""
@@ -524,3 +529,8 @@ def next_decay(updates: int, step_offset: int, decay_rate: float) -> float:
             found=step_offset,
         )
     return 1.0 - math.pow(updates - step_offset + 1, -decay_rate)
+
+
+def _joined(tables: Iterable[Mapping[str, Value]]) -> dict[str, Value]:
+    """Returns the entries of all tables; of one name the last."""
+    return {name: value for table in tables for name, value in table.items()}

@@ -14,7 +14,7 @@ distrib_optimizer.py, `sharded_param_state_fully_reshardable`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
@@ -49,6 +49,7 @@ COMMON, SHARDED = "common", "sharded"
 _STATE = "optimizer.state."
 _SLOTS = {"exp_avg": "exp_avg", "exp_avg_sq": "exp_avg_sq", "fp32_param": MASTER, "param": MASTER}
 """Slot in a key -> slot of torch.optim, or the master."""
+_MASTERS = frozenset(key for key, slot in _SLOTS.items() if slot == MASTER)
 _MASTER_KEY = "fp32_param"
 _DEFECT = (
     "save the run again as dp_reshardable: Megatron-Core's fully_reshardable (seen in 0.16.1) mixes up the values of "
@@ -143,17 +144,7 @@ class MegatronAdam:
         shapes = {name: parts.model[name].shape for name in moved}
         stated, said_of_class = _as_torch(optimizer["param_groups"])
         groups, notes = with_params(stated, shapes, checkpoint)
-        step = _step(optimizer)
-        state = {
-            name: {"step": step, **{_SLOTS[slot]: t for slot, t in record.items() if _SLOTS[slot] != MASTER}}
-            for name, record in parts.state.items()
-        }
-        masters = {
-            name: tensor
-            for name, record in parts.state.items()
-            for slot, tensor in record.items()
-            if _SLOTS[slot] == MASTER
-        }
+        masters, state = _parted(parts.state, _step(optimizer))
         # What is of float32 itself has no second copy: what the optimizer moves is the parameter.
         moved_itself = {
             name: Proven(t, parts.model[name], path_of(name), _DEFECT)
@@ -166,14 +157,13 @@ class MegatronAdam:
         }
         decoded = BY_NAME.decode(replace(checkpoint, tree=tree), hints)
         beside = {path_of(name): {MASTER: t} for name, t in masters.items() if name not in moved_itself}
-        called = next(
-            (slot for record in parts.state.values() for slot in record if _SLOTS[slot] == MASTER), None
-        )
         extra = {
             _COMMON: _without_optimizer(common),
             _OBJECTS: parts.objects,
             _IN_SCALER: "param_groups" not in common["optimizer"],
-            _MASTER_NAME: called,
+            _MASTER_NAME: next(
+                (key for record in parts.state.values() for key in record if key in _MASTERS), None
+            ),
         }
         return replace(
             decoded,
@@ -190,12 +180,7 @@ class MegatronAdam:
         Raises:
             InexactError: Counts differ, slots have no place, or groups couldn't be told apart again.
         """
-        if state.counts.behind:
-            raise InexactError(
-                "Megatron-Core keeps one count for all parameters.",
-                expected=state.counts.updates,
-                found=", ".join(f"{path}: {n}" for path, n in list(state.counts.behind.items())[:_SHOWN]),
-            )
+        _refuse_counts(state)
         bare = {path: {k: t for k, t in slots.items() if k != MASTER} for path, slots in state.slots.items()}
         stored_here = (_COMMON, _OBJECTS, _IN_SCALER, _MASTER_NAME, PLACES)
         extra, unnamed = nameable({key: part for key, part in state.extra.items() if key not in stored_here})
@@ -206,27 +191,12 @@ class MegatronAdam:
         updates = state.counts.updates
         groups, notes = without_params(optimizer["param_groups"], shapes, updates, sharding is not None)
         steps = [record.pop("step") for record in optimizer["state"].values()]
-        if foreign := {slot for record in optimizer["state"].values() for slot in record} - _SLOTS.keys():
-            raise InexactError(
-                "Megatron-Core's Adam has no such slots.",
-                expected=", ".join(_SLOTS),
-                found=", ".join(foreign),
-            )
-        sharded: dict[str, Tree] = dict(model)
-        for name, record in optimizer["state"].items():
-            sharded |= {f"{_STATE}{slot}.{name}": tensor for slot, tensor in record.items()}
         nested = self.masters is not None or bool(state.extra.get(_IN_SCALER))
-        key = self.masters or state.extra.get(_MASTER_NAME) or _MASTER_KEY
-        names = names_of(state.extra, state.slots)
-        masters = {names[path]: slots[MASTER] for path, slots in state.slots.items() if MASTER in slots}
-        if self.masters or (nested and state.extra.get(_MASTER_NAME)):
-            begun = [name for name in optimizer["state"] if name not in masters]
-            masters |= {name: _in_full(model[name]) for name in begun}
-            notes += _said_of_masters([name for name in begun if model[name].dtype.itemsize < 4])
-        sharded |= {f"{_STATE}{key}.{name}": tensor for name, tensor in masters.items()}
+        masters, said_of_masters = self._masters(state, model, optimizer["state"], nested)
         inner: dict[str, Tree] = {"param_groups": groups}
         if sharding is None:
             inner["state"] = {"common_step": steps[0]} if steps else {}
+        notes += said_of_masters
         if _COMMON not in state.extra:
             schedule, said = constant_schedule(groups, run_of(state.extra).schedules, updates)
             kept |= {KEY: schedule} if schedule else {}
@@ -240,12 +210,35 @@ class MegatronAdam:
         lost = not_plain(state.extra.get(_COMMON, {}), f"extra/{_COMMON}")
         beside_model = {key: part for key, part in state.extra.items() if key in (BESIDE, PLACES)}
         dropped = {**encoded.dropped, **unnamed, **lost, **dropped_from(beside_model, (), "Megatron-Core")}
+        sharded = {**model, **_flat(optimizer["state"]), **masters, **state.extra.get(_OBJECTS, {})}
         return replace(
             encoded,
-            tree={COMMON: common, SHARDED: {**sharded, **state.extra.get(_OBJECTS, {})}},
+            tree={COMMON: common, SHARDED: sharded},
             dropped=dropped,
             assumptions=(*encoded.assumptions, *notes),
         )
+
+    def _masters(
+        self, state: TrainState, model: Mapping[str, Tensor], records: Collection[str], nested: bool
+    ) -> tuple[dict[str, Tree], tuple[str, ...]]:
+        """Returns the masters by their keys, and what is assumed of those that begin as their parameter.
+
+        Args:
+            state: The state.
+            model: The parameters by Megatron's names.
+            records: The names of those that have slots.
+            nested: Whether the optimizer lies beside a scaler.
+        """
+        before = state.extra.get(_MASTER_NAME)
+        names = names_of(state.extra, state.slots)
+        masters = {names[path]: slots[MASTER] for path, slots in state.slots.items() if MASTER in slots}
+        begun: list[str] = []
+        if self.masters or (nested and before):
+            begun = [name for name in records if name not in masters]
+            masters |= {name: _in_full(model[name]) for name in begun}
+        key = self.masters or before or _MASTER_KEY
+        low = [name for name in begun if model[name].dtype.itemsize < 4]
+        return {f"{_STATE}{key}.{name}": tensor for name, tensor in masters.items()}, _said_of_masters(low)
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the lines that go on in Megatron-LM or Megatron-Core."""
@@ -261,6 +254,53 @@ class MegatronAdam:
             beside[_SHARDING] = sharding
             kept[_CONTENT] = {**_AVOIDED, **kept.get(_CONTENT, {}), "distrib_optim_sharding_type": sharding}
         return kept, beside, sharding
+
+
+def _parted(
+    records: Mapping[str, Mapping[str, Tensor]], step: Any
+) -> tuple[dict[str, Tensor], dict[str, dict[str, Any]]]:
+    """Returns the masters by parameter, and the other slots as torch's AdamW names them, with its count."""
+    masters = dict[str, Tensor]()
+    state: dict[str, dict[str, Any]] = {}
+    for name, record in records.items():
+        state[name] = {"step": step}
+        for key, tensor in record.items():
+            if key in _MASTERS:
+                masters[name] = tensor
+            else:
+                state[name][_SLOTS[key]] = tensor
+    return masters, state
+
+
+def _refuse_counts(state: TrainState) -> None:
+    """Refuses parameters that have missed updates.
+
+    Raises:
+        InexactError: Some have.
+    """
+    if state.counts.behind:
+        raise InexactError(
+            "Megatron-Core keeps one count for all parameters.",
+            expected=state.counts.updates,
+            found=", ".join(f"{path}: {n}" for path, n in list(state.counts.behind.items())[:_SHOWN]),
+        )
+
+
+def _flat(records: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """Returns slots by Megatron's flat keys.
+
+    Raises:
+        InexactError: Some have no place there.
+    """
+    if foreign := {slot for record in records.values() for slot in record} - _SLOTS.keys():
+        raise InexactError(
+            "Megatron-Core's Adam has no such slots.", expected=", ".join(_SLOTS), found=", ".join(foreign)
+        )
+    return {
+        f"{_STATE}{slot}.{name}": tensor
+        for name, record in records.items()
+        for slot, tensor in record.items()
+    }
 
 
 def _as_torch(groups: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], tuple[str, ...]]:

@@ -261,9 +261,6 @@ def _link(neighbour: Neighbour) -> Link:
     return Link("schedule", neighbour.path, neighbour.state)
 
 
-_OPTIMISTIC = "scale_by_optimistic_gradient"
-
-
 def _beyond(core: CoreLink) -> Iterator[str]:
     """Yields what changes an optimizer's updates and is no part of its rule."""
     rule = "Adafactor" if core.link.kind == "adafactor" else "Adam"

@@ -492,6 +492,37 @@ def _decoded(tree: Any, faults: Faults) -> TrainState | None:
     ours = tree.get("optimizer_class") in (*CLASSES.values(), SEVERAL)
     entries = {key: tree[key] for key in _FORMS if ours and key in tree}
     model, optimizer = tree.get("model"), by_index(tree["optimizer"])
+    _check_forms(entries, faults)
+    if not isinstance(model, Mapping):
+        faults.add("there are no parameters", "model")
+        return None
+    if faults:
+        return None
+    paths = _paths(model, optimizer, entries.get("paths", {}))
+    faults += [("is no tensor", f"model/{name}") for name in paths if not isinstance(model[name], Tensor)]
+    faults += _collisions(paths)
+    makers = list(_makers(optimizer["param_groups"], entries, faults))
+    decoded = decode_groups(optimizer, makers, paths, faults) if not faults else DecodedGroups()
+    if faults:
+        return None
+    parts, notes = _parts_beside(model, paths, ours)
+    parts |= {GROUPS: list(decoded.others), BESIDE: _beside(tree, entries, decoded.updates)}
+    counts = Counts(
+        decoded.updates, entries.get("schedule", decoded.updates), decoded.behind, "schedule" in entries
+    )
+    return TrainState(
+        params={path: model[name] for name, path in paths.items()},
+        slots=decoded.slots,
+        optimizer=Optimizer.of(decoded.groups, [(maker.schema, maker.variant) for maker in makers]),
+        counts=counts,
+        rules=decoded.rules,
+        extra={**entries.get("extra", {}), **{key: part for key, part in parts.items() if any(part)}},
+        assumptions=(*entries.get("assumptions", ()), *decoded.notes, *notes),
+    )
+
+
+def _check_forms(entries: Mapping[str, Any], faults: Faults) -> None:
+    """Adds the entries of ours that have another form than we write."""
     faults += [
         ("has another form", key) for key, part in entries.items() if not isinstance(part, _FORMS[key])
     ]
@@ -500,42 +531,30 @@ def _decoded(tree: Any, faults: Faults) -> TrainState | None:
         faults += [
             ("is no text", f"assumptions/{i}") for i, note in enumerate(notes) if type(note) is not str
         ]
-    if not isinstance(model, Mapping):
-        faults.add("there are no parameters", "model")
-    if faults or not isinstance(model, Mapping):
-        return None
-    stated = entries.get("paths", {})
+
+
+def _paths(
+    model: Mapping[str, Any], optimizer: Mapping[str, Any], stated: Mapping[str, Any]
+) -> dict[str, str]:
+    """Returns the path of each entry of the model that the optimizer or the file knows as a parameter."""
     known = {*moved_names(optimizer), *frozen_names(optimizer), *stated}
-    paths = {name: str(stated.get(name, path_of(name))) for name in model if name in known}
-    params = {paths[name]: leaf for name, leaf in model.items() if name in paths}
-    faults += [("is no tensor", f"model/{name}") for name in paths if not isinstance(model[name], Tensor)]
-    faults += _collisions(paths)
-    makers = list(_makers(optimizer["param_groups"], entries, faults))
-    decoded = decode_groups(optimizer, makers, paths, faults) if not faults else DecodedGroups()
-    if faults:
-        return None
+    return {name: str(stated.get(name, path_of(name))) for name in model if name in known}
+
+
+def _parts_beside(
+    model: Mapping[str, Any], paths: Mapping[str, str], ours: bool
+) -> tuple[dict[str, Any], list[str]]:
+    """Returns what the model has beside parameters, as `extra` keeps it, and what is assumed of it."""
     ties = ties_of({name: leaf for name, leaf in model.items() if isinstance(leaf, Tensor)}, paths)
     ties = {name: tie for name, tie in ties.items() if name not in paths}
     buffers = {name: leaf for name, leaf in model.items() if name not in paths and name not in ties}
-    beside = _beside(tree, entries, decoded.updates)
     by_path = {path_of(name): paths[tie] for name, tie in ties.items()}
     named = {path: name for name, path in paths.items() if "/" in name} | stated_names(ties)
-    parts = {BUFFERS: buffers, TIES: by_path, NAMES: named, GROUPS: list(decoded.others), BESIDE: beside}
-    notes = [*notes, *decoded.notes]
+    notes = []
     if buffers and not ours:
         shown = ", ".join(list(buffers)[:_SHOWN]) + (" ..." if len(buffers) > _SHOWN else "")
         notes.append(f"Entries of model that stand in no parameter group are taken for buffers: {shown}.")
-    return TrainState(
-        params=params,
-        slots=decoded.slots,
-        optimizer=Optimizer.of(decoded.groups, [(maker.schema, maker.variant) for maker in makers]),
-        counts=Counts(
-            decoded.updates, entries.get("schedule", decoded.updates), decoded.behind, "schedule" in entries
-        ),
-        rules=decoded.rules,
-        extra={**entries.get("extra", {}), **{key: part for key, part in parts.items() if any(part)}},
-        assumptions=tuple(notes),
-    )
+    return {BUFFERS: buffers, TIES: by_path, NAMES: named}, notes
 
 
 def _makers(
