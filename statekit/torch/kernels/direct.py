@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import repeat
-from operator import attrgetter, is_, itemgetter
+from itertools import chain
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -46,30 +46,38 @@ class DirectBatch:
         self.dtypes = {(param.dtype, param.device) for param in self.params}
         self.grad_dtype = self.params[0].grad.dtype if self.params[0].grad is not None else None
         self.addresses: list[int] = []
+        self.held = [*chain.from_iterable(map(dict.values, self.holders))]
 
     def ready(self) -> bool:
         """Tells whether all tensors are as they were, but for where they lie, which the launches then know."""
         grads = list(map(_GRAD, self.params))
-        if any(map(is_, grads, repeat(None))):
+        try:
+            addresses = [*map(_ADDRESS, self.params), *map(_ADDRESS, grads)]
+        except TypeError:  # a gradient is None
             return False
-        kept = all(
-            all(map(is_, map(itemgetter(name), self.holders), tensors))
-            for name, tensors in self.slots.items()
-        )
-        addresses = [*map(_ADDRESS, self.params), *map(_ADDRESS, grads)]
+        kept = self._keeps_slots()
         if not kept or addresses == self.addresses:
             return kept
         fits = (
-            list(map(_SHAPE, self.params)) == self.shapes
+            list(map(_SHAPE, self.params)) == self.shapes == list(map(_SHAPE, grads))
             and all(map(torch.Tensor.is_contiguous, self.params))
             and all(map(torch.Tensor.is_contiguous, grads))
             and set(map(_DTYPE, grads)) == {self.grad_dtype}
             and {(param.dtype, param.device) for param in self.params} == self.dtypes
         )
         if fits:
-            self.launches.place({"param": self.params, "grad": grads, **self.slots})
+            count = len(self.params)
+            self.launches.place_moved(
+                {"param": self.params, "grad": grads, **self.slots},
+                {"param": addresses[:count], "grad": addresses[count:]},
+            )
             self.addresses = addresses
         return fits
+
+    def _keeps_slots(self) -> bool:
+        """Tells whether every parameter has the very slots that it had."""
+        held = list(chain.from_iterable(map(dict.values, self.holders)))
+        return len(held) == len(self.held) and all(map(is_, held, self.held))
 
 
 class DirectUpdate:

@@ -28,10 +28,10 @@ from statekit.torch.kernels.traced import CannotTraceError
 from statekit.torch.kernels.tracing import Item, dims_of, matrix_rule, traced, vector_rule
 
 _XP = TorchBackend()
-BLOCK = 1024
-"""Elements of a block of vectors."""
-ROWS, COLUMNS = 8, 256
-"""Those of a block of matrices."""
+BLOCKS = {2: 2048, 4: 1024}
+"""Elements of a block of vectors, by the bytes of a parameter's element."""
+TILES = {2: (16, 256), 4: (8, 256)}
+"""Rows and columns of a block of matrices."""
 SIDE_BLOCK = 64
 WARPS = 4
 """Threads hold few elements: roundings by the rule, above all of quotients and roots, take registers."""
@@ -222,6 +222,26 @@ class Launches:
         if addresses != self.addresses:
             self._place(arrays, addresses)
 
+    def place_moved(
+        self, arrays: Mapping[str, Sequence[torch.Tensor]], moved: Mapping[str, Sequence[int]]
+    ) -> None:
+        """Tells the device where tensors lie, of which all but some lie where they did.
+
+        Args:
+            arrays: As for `run`.
+            moved: The addresses of those that may have moved, by name.
+        """
+        count = len(arrays["param"])
+        if len(self.addresses) != len(arrays) * count:
+            self.place(arrays)
+            return
+        addresses = list(self.addresses)
+        for i, name in enumerate(arrays):
+            if name in moved:
+                addresses[i * count : (i + 1) * count] = moved[name]
+        if addresses != self.addresses:
+            self._place(arrays, addresses)
+
     def launch(self, scene: Scene, common: Value | None) -> None:
         """Moves the tensors that were placed last."""
         scaled = self._share(scene, common)
@@ -229,8 +249,8 @@ class Launches:
             blocks = {FULL: self.blocks, SIDE: self.side_blocks}.get(span, 1)
             function[(blocks * self.items,)](
                 self.pointers, self.scalars, self.work, self.lengths, self.items, *self.extent, self.width,
-                SCALED=scaled, ALIGNED=self.aligned, BR=self.tile[0], BC=self.tile[1], BV=SIDE_BLOCK,
-                num_warps=WARPS if span == FULL else 4, enable_fp_fusion=False,
+                SCALED=scaled, ALIGNED=self.aligned, FILLED=self.filled, BR=self.tile[0], BC=self.tile[1], BV=SIDE_BLOCK,
+                num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
 
     def for_graph(self) -> Launches:
@@ -248,7 +268,8 @@ class Launches:
             self.lengths,
             self.constants,
         )
-        apart.ones, apart.zeros, apart.aligned, apart.addresses = self.ones, self.zeros, self.aligned, [0]
+        apart.ones, apart.zeros, apart.addresses = self.ones, self.zeros, [0]
+        apart.aligned, apart.filled = self.aligned, self.filled
         apart.scalars, apart.work = self.scalars.clone(), torch.empty_like(self.work)
         apart.begun = self.scalars
         apart.pointers, self.is_frozen = self.pointers, True
@@ -296,14 +317,17 @@ class Launches:
         program, shape = self.program, self.shape
         self.items = items
         if program.matrix:
-            columns = min(COLUMNS, _power(shape[1]))
-            self.tile = (min(ROWS * COLUMNS // columns, _power(shape[0])), columns)
+            rows, most = TILES[program.width]
+            columns = min(most, _power(shape[1]))
+            self.tile = (min(rows * most // columns, _power(shape[0])), columns)
+            self.filled = shape[0] % self.tile[0] == shape[1] % self.tile[1] == 0
             counts = {"R": shape[0], "C": shape[1], "n_S": -(-max(shape) // SIDE_BLOCK)}
             counts |= {"n_rt": -(-shape[0] // self.tile[0]), "n_ct": -(-shape[1] // self.tile[1])}
             self.blocks, self.side_blocks = counts["n_rt"] * counts["n_ct"], counts["n_S"]
             self.extent = shape
         else:
-            self.tile = (1, min(BLOCK, _power(shape[0])))
+            self.tile = (1, min(BLOCKS[program.width], _power(shape[0])))
+            self.filled = shape[0] % self.tile[1] == 0
             self.blocks = -(-shape[0] // self.tile[1])
             counts, self.side_blocks, self.extent = {"n_rt": self.blocks}, 1, (self.blocks, 1)
         self.width = sum(math.prod(counts[name] for name in room) for room in program.room)

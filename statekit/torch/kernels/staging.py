@@ -66,9 +66,9 @@ class Staging:
             for name, value in outputs.items()
         }
         self._read_back = {
-            value.args[0] if value.op == "narrow" else value: name
+            _source(value): name
             for name, value in outputs.items()
-            if span(value) == FULL and value.dtype == "float32"
+            if span(value) == FULL and (value.dtype == "float32" or is_rounded(_source(value), value.dtype))
         }
         while True:
             self._by_time: dict[int, Stage] = {}
@@ -98,7 +98,8 @@ class Staging:
             loads = {value for value in self.walk(stage) if value.op == "array" and span(value) == FULL}
             back = {name for value in self.walk(stage) if (name := self.read_back(value, stage.time))}
             stores = [value for value in stage.stores.values() if span(value) == FULL]
-            total += sum(DTYPES[value.dtype].itemsize for value in (*loads, *stores)) + 4 * len(back)
+            dtypes = [*(value.dtype for value in (*loads, *stores)), *(self._outputs[name].dtype for name in back)]
+            total += sum(DTYPES[dtype].itemsize for dtype in dtypes)
         return total
 
     def place(self, value: Traced) -> int | None:
@@ -175,6 +176,20 @@ class Staging:
             if value.op == "array"
         }
         return [name for name, time in self.stored_at.items() if read.get(name, time) > time]
+
+
+def _source(value: Traced) -> Traced:
+    """Returns what an array is written from."""
+    return value.args[0] if value.op == "narrow" else value
+
+
+def is_rounded(value: Traced, dtype: str) -> bool:
+    """Tells whether all that a value can be is in a dtype: rounding to it changes nothing."""
+    if value.op in ("wide", "reshape", "float32"):
+        return is_rounded(value.args[0], dtype)
+    if value.op == "array":
+        return bool(value.dtype == dtype)
+    return value.op in ("rounded", "narrow") and value.note == dtype
 
 
 def is_cut(value: Traced) -> bool:
