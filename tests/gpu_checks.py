@@ -1,4 +1,9 @@
-"""Checks on a GPU what no CPU can: `python tests/gpu_checks.py`; a line for each check, 1 if one fails."""
+"""Checks on a GPU what no CPU can; prints a line for each check, ends with 1 if one fails.
+
+    python tests/gpu_checks.py [bounds] [NAME ...]
+
+Without names it makes all checks but those of the derived bound. A name is the beginning of a check's.
+"""
 
 from __future__ import annotations
 
@@ -38,6 +43,8 @@ def optimizer(
         (f"p{i}", torch.nn.Parameter((torch.randn(shape, generator=generator) * 0.1).to(dtype).to(device)))
         for i, shape in enumerate(SHAPES)
     ]
+    if kind == "LANS" and dtype is not torch.float32:
+        options = {"multi_precision": True, **options}
     return getattr(statekit.torch, kind)(named, foreach=foreach, **{**CLASSES[kind], **options})
 
 
@@ -196,6 +203,14 @@ def compiled_training(kind: str, dtype: torch.dtype) -> str:
     return "not traced into"
 
 
+def short_forms() -> str:
+    from gpu_quotients import differing
+
+    quotients, roots = differing()
+    assert quotients == roots == 0, f"{quotients} quotients and {roots} roots differ"
+    return "2**32 quotients and 2**16 roots are the same"
+
+
 def within_the_bound(schema: str, variant: str, options: Any) -> str:
     from kernel_judging import judged
     from test_torch_fast import about_as_large, of_size, poisoned
@@ -221,9 +236,11 @@ def listed() -> list[tuple[str, Callable[[], str]]]:
     for check in (like_the_text, never_waits, captured, scaled, same_bits):
         for kind in CLASSES:
             for dtype in (torch.float32, torch.bfloat16):
-                if dtype is torch.float32 or (kind != "LANS" and check is not scaled):
+                if dtype is torch.float32 or check is not scaled:
                     name = f"{check.__name__} {kind} {str(dtype)[6:]}"
                     checks.append((name, partial(check, kind, dtype)))
+    checks.append(("like_the_text LANS float16", partial(like_the_text, "LANS", torch.float16)))
+    checks.append(("short_forms bfloat16", short_forms))
     checks.append(("compiled_training AdamW", partial(compiled_training, "AdamW", torch.float32)))
     return checks
 
@@ -243,6 +260,8 @@ def bounds() -> list[tuple[str, Callable[[], str]]]:
 
 def main() -> int:
     checks = bounds() if sys.argv[1:] == ["bounds"] else listed()
+    names = tuple(name for name in sys.argv[1:] if name != "bounds")
+    checks = [(name, run) for name, run in checks if not names or name.startswith(names)]
     failed = 0
     print(torch.cuda.get_device_name(), torch.__version__, flush=True)
     for name, run in checks:

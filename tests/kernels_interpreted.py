@@ -23,6 +23,8 @@ LOW = [
     ("LAMB", torch.bfloat16),
     ("Adafactor", torch.bfloat16),
     ("ScaledAdam", torch.bfloat16),
+    ("LANS", torch.bfloat16),
+    ("LANS", torch.float16),
 ]
 FULL = [(kind, torch.float32) for kind in gpu_checks.CLASSES]
 

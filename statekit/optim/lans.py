@@ -8,7 +8,8 @@ One parameter p with gradient g, learning rate lr and weight decay w, at the t-t
     a = (m / (1 - beta1^t)) / D + w p,  b = g / D + w p
     p = p - lr (beta1 r / ||a|| a + (1-beta1) r / ||b|| b),  r = min(max(||p||, lower_bound), upper_bound)
 
-A float16 parameter has a float32 master, which is what moves. MXNet's two paths differ: the Python one takes the weight
+A parameter in 16 bits has a float32 master, which is what moves; MXNet has one beside float16, statekit beside bfloat16
+too. MXNet's two paths differ: the Python one takes the weight
 decay of b from the parameter that the first half has moved already. `schemas/lans.json` has the name of each form.
 
 Source: apache/mxnet, src/operator/contrib/multi_lans.cc, `MultiLANSKernelStep1`, `MultiLANSKernelStep2`;
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from statekit.arrays.backend import Backend, Value
+from statekit.arrays.promotion import LOW
 from statekit.optim import steps
 from statekit.optim.adam_moments import (
     CORRECTION,
@@ -193,7 +195,7 @@ def settle(group: Group, path: str, rule: Rule | None, variant: str) -> ParamCon
 def init(xp: Backend, param: Value, config: ParamConfig, variant: str) -> dict[str, Value]:
     """Returns the slots of a parameter before its first update: zeros, and a master of float16."""
     slots = slots_like(xp, param, {"m": "float32", "v": "float32"})
-    if config.hyper.multi_precision and xp.dtype(param) == "float16":
+    if config.hyper.multi_precision and xp.dtype(param) in LOW:
         slots["master"] = xp.narrow(xp.widen(param), "float32")
     return slots
 
@@ -213,7 +215,7 @@ def update(
 ) -> tuple[Value, dict[str, Value]]:
     """Returns a parameter and its slots after one update, as `statekit.optim.steps.Steps.update`.
 
-    A float16 parameter has a slot `master`, which is what moves.
+    A parameter in 16 bits has a slot `master`, which is what moves.
     """
     xp, hyper, constants = scene.xp, config.hyper, variant_constants("lans", scene.variant)
     rate = RATE[constants["lr_precision"]](xp, scene.rate) * config.lr_mult
@@ -254,5 +256,5 @@ def check(state: TrainState, group: Group) -> None:
         require_slots(state, path, ("m", "v"))
         settle(group, path, None, str(state.optimizer.variant))
         dtype = state.params[path].dtype.name
-        if dtype != "float16" or "master" not in state.slots.get(path, {}):
+        if dtype not in LOW or "master" not in state.slots.get(path, {}):
             require_float32(state, path)

@@ -185,8 +185,8 @@ class LANS(SchemaOptimizer):
     """Moves parameters by LANS (Zheng et al. 2020): LAMB with Nesterov's momentum, each gradient normalised.
 
     The state of a parameter is `m` and `v` in float32, and with `multi_precision` a float32 `master` beside each
-    float16 parameter. Each group counts its updates in `step`; in MXNet's variants a parameter without a gradient falls
-    behind. `step` raises until every group has an `lr`.
+    parameter in float16 or bfloat16; MXNet itself has none beside bfloat16. Each group counts its updates in `step`; in
+    MXNet's variants a parameter without a gradient falls behind. `step` raises until every group has an `lr`.
 
     Not every variant offers every option; what isn't given is as the variant has it (schemas/lans.json). The paper's
     has no defaults: give it `beta1`, `beta2`, `epsilon` and `wd`.

@@ -5,8 +5,9 @@
 A time is the median of CUDA events around single updates, warm. `of the copy` is a share of the GPU's own copy: the
 bytes that the rule must read and write in its passes (traffic.py) a second, over those that a copy reads and writes.
 `host` is what the call itself takes, `temporary` the memory that an update takes beside what stays, `graph` a replay of
-the update in a CUDA graph. `--jax` measures Optax and statekit.jax in a process of their own, `--tiles` other blocks of
-our kernels. `--page` writes the table into docs/performance.md.
+the update in a CUDA graph, `fresh` the update where every gradient lies elsewhere than before.
+`--jax` measures Optax and statekit.jax in a process of their own, `--tiles` other blocks of our kernels. `--page`
+writes the table into docs/performance.md.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Figure:
     host: float | None = None
     temporary: int | None = None
     graph: float | None = None
+    fresh: float | None = None
     fault: str = ""
 
 
@@ -54,6 +56,8 @@ def passes(rule: str, dtype: str, slots32: bool) -> float:
     traffic = TRAFFIC[rule.partition(" ")[0]]
     width = 2 if dtype == "bfloat16" else 4
     slots = traffic.slots + (2 if rule == "adafactor beta1" else 0)
+    if rule == "lans" and dtype == "bfloat16":  # a master moves; the parameter is read for its norm
+        slots, traffic = slots + 3, traffic._replace(params=2)
     return width * (traffic.grads + traffic.params) + (4 if slots32 else width) * slots
 
 
@@ -72,7 +76,7 @@ def makers(torch: Any) -> dict[str, tuple[str, Callable[[list[Any]], Any]]]:
             lambda named: ours.Adafactor(named, lr=1e-3, beta1=0.9),
         ),
         "statekit LAMB": ("lamb", lambda named: ours.LAMB(named, lr=1e-3)),
-        "statekit LANS": ("lans", lambda named: ours.LANS(named, lr=1e-3)),
+        "statekit LANS": ("lans", lambda named: ours.LANS(named, lr=1e-3, multi_precision=True)),
         "statekit ScaledAdam": ("scaled_adam", lambda named: ours.ScaledAdam(named, lr=1e-3)),
         "torch AdamW, fused": ("adamw", plain(torch.optim.AdamW, lr=1e-3, fused=True)),
         "torch AdamW, foreach": ("adamw", plain(torch.optim.AdamW, lr=1e-3, foreach=True)),
@@ -152,6 +156,7 @@ def measured(torch: Any, name: str, rule: str, make: Any, dtype: str, count: int
         figure.host = (time.perf_counter() - start) * 1e3
         torch.cuda.synchronize()
         figure.temporary = torch.cuda.max_memory_allocated() - before
+        figure.fresh = statistics.median(fresh_times(torch, optimizer, [param for _, param in named]))
         if name.startswith("statekit"):
             for group in optimizer.param_groups:
                 group["lr"] = torch.tensor(1e-3, device="cuda")
@@ -165,29 +170,43 @@ def measured(torch: Any, name: str, rule: str, make: Any, dtype: str, count: int
     return figure
 
 
+def fresh_times(torch: Any, optimizer: Any, params: list[Any], rounds: int = 4) -> list[float]:
+    """Returns the milliseconds of updates with gradients in memory that the optimizer hasn't seen."""
+    times = []
+    for _ in range(rounds if params[0].numel() < 2**24 else 1):
+        for param in params:
+            param.grad = param.grad.clone()
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        optimizer.step()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    return times
+
+
 def tiles(torch: Any, copy: float) -> Iterator[str]:
     """Measures other blocks."""
     from statekit.torch.kernels import grouped
 
     table = makers(torch)
-    usual = grouped.BLOCK, grouped.ROWS, grouped.COLUMNS, grouped.WARPS
-    vectors = [(block, 8, 256, warps) for block, warps in ((512, 4), (1024, 4), (1024, 8), (2048, 8))]
-    tiles = ((8, 128), (4, 256), (8, 256), (16, 128), (4, 512))
-    matrices = [(1024, *tile, warps) for tile in tiles for warps in (4, 8)]
+    usual = dict(grouped.BLOCKS), dict(grouped.TILES), grouped.WARPS
+    vectors = [(block, (8, 256), warps) for block, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 8))]
+    tiles = ((8, 256, 4), (16, 256, 4), (8, 512, 4), (32, 128, 4), (32, 256, 8))
+    matrices = [(1024, tile[:2], tile[2]) for tile in tiles]
     plans = (
-        ("statekit AdamW", "float32", vectors), ("statekit AdamW", "bfloat16", vectors),
-        ("statekit LAMB", "float32", vectors), ("statekit LAMB", "bfloat16", vectors),
-        ("statekit ScaledAdam", "float32", vectors), ("statekit Adafactor", "float32", matrices),
-        ("statekit Adafactor", "bfloat16", matrices),
+        ("statekit LAMB", "bfloat16", vectors), ("statekit AdamW", "bfloat16", vectors),
+        ("statekit LANS", "bfloat16", vectors), ("statekit ScaledAdam", "bfloat16", vectors),
+        ("statekit Adafactor", "bfloat16", matrices), ("statekit Adafactor", "float32", matrices),
     )  # fmt: skip
     for name, dtype, choices in plans:
         for choice in choices:
-            grouped.BLOCK, grouped.ROWS, grouped.COLUMNS, grouped.WARPS = choice
+            grouped.BLOCKS, grouped.TILES = dict.fromkeys((2, 4), choice[0]), dict.fromkeys((2, 4), choice[1])
+            grouped.WARPS = choice[2]
             rule, make = table[name]
             figure = measured(torch, name, rule, make, dtype, 24, copy)
-            said = f"block {choice[0]} tile {choice[1]}x{choice[2]} warps {choice[3]}"
+            said = f"block {choice[0]} tile {choice[1]} warps {choice[2]}"
             yield f"{name} {dtype} {said}: {figure.milliseconds:.2f} ms {figure.share or 0:.2f} {figure.fault}"
-    grouped.BLOCK, grouped.ROWS, grouped.COLUMNS, grouped.WARPS = usual
+    grouped.BLOCKS, grouped.TILES, grouped.WARPS = usual
 
 
 def jax_figures(sizes: list[int]) -> Iterator[Figure]:
@@ -234,8 +253,8 @@ def jax_figures(sizes: list[int]) -> Iterator[Figure]:
 def table_of(figures: list[Figure]) -> str:
     """Returns a table in Markdown."""
     lines = [
-        "| | dtype | tensors | ms | of the copy | host, ms | temporary, MiB | graph, ms |",
-        "|---|---|--:|--:|--:|--:|--:|--:|",
+        "| | dtype | tensors | ms | of the copy | host, ms | temporary, MiB | graph, ms | fresh, ms |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for figure in figures:
         cells = [
@@ -245,6 +264,7 @@ def table_of(figures: list[Figure]) -> str:
             "" if figure.host is None else f"{figure.host:.2f}",
             "" if figure.temporary is None else f"{figure.temporary / 2**20:.1f}",
             "" if figure.graph is None else f"{figure.graph:.2f}",
+            "" if figure.fresh is None else f"{figure.fresh:.2f}",
         ]  # fmt: skip
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

@@ -58,21 +58,24 @@ class DirectBatch:
         kept = self._keeps_slots()
         if not kept or addresses == self.addresses:
             return kept
+        # A gradient has its parameter's shape and device: torch takes no other.
         fits = (
-            list(map(_SHAPE, self.params)) == self.shapes == list(map(_SHAPE, grads))
-            and all(map(torch.Tensor.is_contiguous, self.params))
-            and all(map(torch.Tensor.is_contiguous, grads))
+            all(map(torch.Tensor.is_contiguous, grads))
             and set(map(_DTYPE, grads)) == {self.grad_dtype}
-            and {(param.dtype, param.device) for param in self.params} == self.dtypes
+            and (addresses[: len(grads)] == self.addresses[: len(grads)] or self._keeps_params())
         )
         if fits:
-            count = len(self.params)
-            self.launches.place_moved(
-                {"param": self.params, "grad": grads, **self.slots},
-                {"param": addresses[:count], "grad": addresses[count:]},
-            )
+            self.launches.place({"param": self.params, "grad": grads, **self.slots}, addresses)
             self.addresses = addresses
         return fits
+
+    def _keeps_params(self) -> bool:
+        """Tells whether parameters in other memory are otherwise as they were."""
+        return (
+            list(map(_SHAPE, self.params)) == self.shapes
+            and all(map(torch.Tensor.is_contiguous, self.params))
+            and {(param.dtype, param.device) for param in self.params} == self.dtypes
+        )
 
     def _keeps_slots(self) -> bool:
         """Tells whether every parameter has the very slots that it had."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib.util import find_spec
 from itertools import chain
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -28,6 +28,7 @@ from statekit.torch.kernels.traced import CannotTraceError
 from statekit.torch.kernels.tracing import Item, dims_of, matrix_rule, traced, vector_rule
 
 _XP = TorchBackend()
+Table: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 BLOCKS = {2: 2048, 4: 1024}
 """Elements of a block of vectors, by the bytes of a parameter's element."""
 TILES = {2: (16, 256), 4: (8, 256)}
@@ -201,7 +202,8 @@ class Launches:
         functions = _compiled(program.text)
         self.numbers = functions["numbers"]
         self.stages = [functions[f"stage_{i}"] for i in range(len(program.spans))]
-        self.addresses: list[int] = []
+        self.table = np.empty((0, 0), np.int64)
+        """Where tensors lie, as the device knows it: array by array."""
         self.scalars: torch.Tensor
         self.pointers: torch.Tensor
         self.built = 0
@@ -216,31 +218,24 @@ class Launches:
         self.place(arrays)
         self.launch(scene, common)
 
-    def place(self, arrays: Mapping[str, Sequence[torch.Tensor]]) -> None:
-        """Tells the device where tensors lie, if it doesn't know."""
-        addresses = list(map(torch.Tensor.data_ptr, chain.from_iterable(arrays.values())))
-        if addresses != self.addresses:
-            self._place(arrays, addresses)
-
-    def place_moved(
-        self, arrays: Mapping[str, Sequence[torch.Tensor]], moved: Mapping[str, Sequence[int]]
+    def place(
+        self, arrays: Mapping[str, Sequence[torch.Tensor]], addresses: Sequence[int] | None = None
     ) -> None:
-        """Tells the device where tensors lie, of which all but some lie where they did.
+        """Tells the device where tensors lie, if it doesn't know.
 
         Args:
-            arrays: As for `run`.
-            moved: The addresses of those that may have moved, by name.
+            arrays: As for `run`, parameters and gradients first.
+            addresses: Where those two lie, if all others lie where they did.
         """
         count = len(arrays["param"])
-        if len(self.addresses) != len(arrays) * count:
-            self.place(arrays)
-            return
-        addresses = list(self.addresses)
-        for i, name in enumerate(arrays):
-            if name in moved:
-                addresses[i * count : (i + 1) * count] = moved[name]
-        if addresses != self.addresses:
-            self._place(arrays, addresses)
+        if addresses is not None and self.table.shape == (len(arrays), count):
+            table = self.table.copy()
+            table[:2] = np.array(addresses, np.int64).reshape(2, count)
+        else:
+            whole = list(map(torch.Tensor.data_ptr, chain.from_iterable(arrays.values())))
+            table = np.array(whole, np.int64).reshape(len(arrays), count)
+        if not np.array_equal(table, self.table):
+            self._place(arrays, table)
 
     def launch(self, scene: Scene, common: Value | None) -> None:
         """Moves the tensors that were placed last."""
@@ -249,8 +244,8 @@ class Launches:
             blocks = {FULL: self.blocks, SIDE: self.side_blocks}.get(span, 1)
             function[(blocks * self.items,)](
                 self.pointers, self.scalars, self.work, self.lengths, self.items, *self.extent, self.width,
-                SCALED=scaled, ALIGNED=self.aligned, FILLED=self.filled, BR=self.tile[0], BC=self.tile[1], BV=SIDE_BLOCK,
-                num_warps=WARPS, enable_fp_fusion=False,
+                SCALED=scaled, ALIGNED=self.aligned, FILLED=self.filled, BR=self.tile[0], BC=self.tile[1],
+                BV=SIDE_BLOCK, num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
 
     def for_graph(self) -> Launches:
@@ -268,7 +263,7 @@ class Launches:
             self.lengths,
             self.constants,
         )
-        apart.ones, apart.zeros, apart.addresses = self.ones, self.zeros, [0]
+        apart.ones, apart.zeros, apart.table = self.ones, self.zeros, self.table
         apart.aligned, apart.filled = self.aligned, self.filled
         apart.scalars, apart.work = self.scalars.clone(), torch.empty_like(self.work)
         apart.begun = self.scalars
@@ -294,13 +289,13 @@ class Launches:
         )  # fmt: skip
         return scaled
 
-    def _place(self, arrays: Mapping[str, Sequence[torch.Tensor]], addresses: list[int]) -> None:
+    def _place(self, arrays: Mapping[str, Sequence[torch.Tensor]], addresses: Table) -> None:
         """Tells the device where tensors lie."""
         params = arrays["param"]
         device, each = params[0].device, params[0].numel() // math.prod(self.shape)
-        if not self.addresses or self.items != len(params) * each or self.scalars.device != device:
+        if not self.table.size or self.items != len(params) * each or self.scalars.device != device:
             self._prepare(len(params) * each, device)
-        table = np.array(addresses, np.int64).reshape(len(arrays), len(params), 1)
+        table = addresses[:, :, None]
         if each > 1:
             strides = [tensors[0].numel() * tensors[0].itemsize // each for tensors in arrays.values()]
             table = table + np.array(strides, np.int64).reshape(-1, 1, 1) * np.arange(each, dtype=np.int64)
@@ -310,7 +305,7 @@ class Launches:
         if self.is_frozen:
             self.pointers, self.is_frozen = torch.empty_like(self.pointers), False
         self.pointers.copy_(self.staged, non_blocking=True)
-        self.addresses, self.built = addresses, self.built + 1
+        self.table, self.built = addresses, self.built + 1
 
     def _prepare(self, items: int, device: torch.device) -> None:
         """Takes the memory that stays as long as as many tensors are moved."""

@@ -15,7 +15,16 @@ from statekit.torch.kernels.traced import Traced
 
 SCALARS = 2
 """Numbers before those of the rule: what gradients are divided by, and whether the update is to be made."""
-HEADER = "import triton\nimport triton.language as tl\n"
+HEADER = """import triton
+import triton.language as tl
+
+
+@triton.jit
+def short_root(x):
+    small = x < 1e-30
+    return tl.sqrt(tl.where(small, x * 16777216.0, x)) * tl.where(small, 0.000244140625, 1.0)
+"""
+"""Triton's root takes subnormal numbers for 0."""
 NATIVE = """
 @triton.jit
 def rounded_to_bfloat16(x):
@@ -72,7 +81,7 @@ FORMULA: Mapping[str, Callable[..., str]] = {
 
 SHORT: Mapping[str, Callable[..., str]] = {
     "div": lambda a, b: f"({a} / {b})",
-    "sqrt": lambda a: f"tl.sqrt({a})",
+    "sqrt": lambda a: f"short_root({a})",
 }
 """Operations that are right but for the last bits, and take half as long."""
 
@@ -316,8 +325,8 @@ class _StageWriter:
     def _narrowed(self, value: Traced, side: str) -> str:
         """Writes what is rounded to another dtype.
 
-        Quotients and roots of bfloat16 numbers that are rounded to bfloat16 needn't be right to the last bit of float32:
-        none is nearer than 2**-18 to the middle of two neighbours, and Triton's own are off by 2**-22 at most.
+        Quotients and roots of bfloat16 numbers that are rounded to bfloat16 needn't be right to the last bit of
+        float32: none is nearer than 2**-18 to the middle of two neighbours, and the short forms are off by 2**-22.
         """
         source = value.args[0]
         if is_rounded(source, value.note):

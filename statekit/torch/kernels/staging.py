@@ -98,7 +98,10 @@ class Staging:
             loads = {value for value in self.walk(stage) if value.op == "array" and span(value) == FULL}
             back = {name for value in self.walk(stage) if (name := self.read_back(value, stage.time))}
             stores = [value for value in stage.stores.values() if span(value) == FULL]
-            dtypes = [*(value.dtype for value in (*loads, *stores)), *(self._outputs[name].dtype for name in back)]
+            dtypes = [
+                *(value.dtype for value in (*loads, *stores)),
+                *(self._outputs[name].dtype for name in back),
+            ]
             total += sum(DTYPES[dtype].itemsize for dtype in dtypes)
         return total
 
