@@ -46,7 +46,7 @@ class DirectBatch:
         self.dtypes = {(param.dtype, param.device) for param in self.params}
         self.grad_dtype = self.params[0].grad.dtype if self.params[0].grad is not None else None
         self.addresses: list[int] = []
-        self.held = [*chain.from_iterable(map(dict.values, self.holders))]
+        self.all_slots = [*chain.from_iterable(map(dict.values, self.holders))]
 
     def ready(self) -> bool:
         """Tells whether all tensors are as they were, but for where they lie, which the launches then know."""
@@ -79,8 +79,8 @@ class DirectBatch:
 
     def _keeps_slots(self) -> bool:
         """Tells whether every parameter has the very slots that it had."""
-        held = list(chain.from_iterable(map(dict.values, self.holders)))
-        return len(held) == len(self.held) and all(map(is_, held, self.held))
+        now = list(chain.from_iterable(map(dict.values, self.holders)))
+        return len(now) == len(self.all_slots) and all(map(is_, now, self.all_slots))
 
 
 class DirectUpdate:
