@@ -55,7 +55,7 @@ def by_labels() -> Any:
 STEPPED: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
     "adamw": (OPTIMIZERS["adamw"], {
         "learning_rate": optax.linear_schedule(0.1, 0.0, 10),
-        "hparams": {"global_norm_clip_threshold": 1.0, "clipvalue": None},
+        "hparams": {"global_norm_clip_threshold": 1.0, "clipvalue": None, "weight_decay_rate": 1e-4},
     }),
     "adafactor": (OPTIMIZERS["adafactor"], {"learning_rate": 1e-3, "hparams": {"beta1": 0.9}}),
     "statekit": (OPTIMIZERS["statekit"], {"learning_rate": 1e-2, "variant": "optax"}),

@@ -137,7 +137,7 @@ def test_a_step_is_told_by_name_what_it_needs(tmp_path: Path) -> None:
         attested_step(params, state, tmp_path / "clipped", **said),
     ):
         pass
-    said["hparams"] = {"clipvalue": 1.0, "global_norm_clip_threshold": None}
+    said["hparams"] = {"clipvalue": 1.0, "global_norm_clip_threshold": None, "weight_decay_rate": 1e-4}
     with (
         pytest.raises(UsageError, match="isn't like the parameters"),
         attested_step(params, state, tmp_path / "clipped", **said) as step,
