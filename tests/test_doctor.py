@@ -13,6 +13,7 @@ import faulty
 import numpy as np
 import pytest
 import samples
+import torch
 from samples import Row
 from test_diff import T5X, altered
 
@@ -119,6 +120,34 @@ def test_moments_that_a_later_step_repeats_are_found(
     said = json.loads(capsys.readouterr().out)
     assert (said["format"], said["passed"]) == ("statekit.doctor/1", False)
     assert main(["doctor", str(tmp_path), "--step", "4"]) == DONE
+
+
+@pytest.mark.parametrize("is_turned", [False, True])
+def test_stale_moments_are_found_however_the_steps_are_named(is_turned: bool, tmp_path: Path) -> None:
+    """A saver of stale values keeps the count of updates too; the numbers of the names tell the order."""
+    moments = {name: torch.linspace(0.1, 1, 99) for name in ("exp_avg", "exp_avg_sq")}
+    optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(99))], lr=0.01).state_dict()
+    optimizer["state"] = {0: {"step": torch.tensor(5.0), **moments}}
+    for step in (25, 30):
+        weights = {"w": torch.linspace(-1, 1, 99) * step}
+        torch.save({"model": weights, "optimizer": optimizer}, tmp_path / f"step-{step}.pt")
+    paths = [tmp_path / "step-25.pt", tmp_path / "step-30.pt"]
+    for named in ([tmp_path], paths[::-1] if is_turned else paths):
+        earlier, later = doctor(*named)
+        assert (earlier.path.name, later.path.name) == ("step-25.pt", "step-30.pt")
+        assert found([later]) == {"moments-stale"}
+
+
+def test_files_whose_numbers_are_seeds_are_no_steps(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(99))], lr=0.01).state_dict()
+        moments = {name: torch.linspace(0.1, seed, 99) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer["state"] = {0: {"step": torch.tensor(5.0), **moments}}
+        torch.save(
+            {"model": {"w": torch.linspace(-1, seed, 99)}, "optimizer": optimizer},
+            tmp_path / f"run-{seed}.pt",
+        )
+    assert not found(doctor(tmp_path))
 
 
 def found(each: Iterable[Examination]) -> set[str]:

@@ -17,7 +17,7 @@ from replaying import BACKENDS, everywhere, marks, present
 from statekit.arrays.backend import backend
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.conversion import registry
-from statekit.conversion.contracts import Encoded, Hints
+from statekit.conversion.contracts import Encoded, Exactness, Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.inspection import inspect
 from statekit.conversion.open_state import open_state
@@ -36,8 +36,8 @@ from statekit.errors import (
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import staged
 from statekit.optim.run import load, store
-from statekit.state.train_state import TrainState
-from statekit.tensors.tensor import Array, same_values
+from statekit.state.train_state import Counts, Group, Optimizer, TrainState
+from statekit.tensors.tensor import Array, in_memory, same_values
 from statekit.tensors.tree import Record, to_json
 from statekit.verify.recording import open_recording
 from statekit.verify.replay import Subject, replay
@@ -474,6 +474,30 @@ def rates(state: TrainState) -> dict[str, tuple[float, float]]:
         for g in state.optimizer.groups
         for path in g.paths
     }
+
+
+def test_masters_and_the_unfused_path_come_back_from_a_system_that_has_no_place_for_them(
+    tmp_path: Path,
+) -> None:
+    kernel = np.linspace(-1, 1, 24, dtype=np.float32).reshape(4, 6)
+    slots = {name: in_memory(kernel**2, name) for name in ("m", "v")}
+    group = Group(("w",), {"learning_rate": 0.01, "weight_decay_rate": 0.1})
+    run = TrainState(
+        {"w": in_memory(kernel.astype(np.float16), "w")},
+        {"w": {"master": in_memory(kernel, "w"), **slots}},
+        Optimizer("adamw", "mxnet_unfused", (group,)),
+        Counts(5, 5),
+    )
+    layout = registry.layout("mxnet-adam")
+    source = write(layout.encode(run), tmp_path / "source")
+    asked = {"require": Exactness.STATISTICS}
+    convert(plan(source, tmp_path / "run.pt", layout="statekit-torch", **asked))
+    convert(plan(tmp_path / "run.pt", tmp_path / "again", to="mxnet", layout="mxnet-adam", **asked))
+    with open_state(tmp_path / "again") as opened:
+        assert opened.state.optimizer.variant == "mxnet_unfused"
+        assert np.array_equal(opened.state.slots["w"]["master"].read(), kernel)
+        assert opened.params["w"].dtype == np.float16
+        assert opened.checkpoint.tree["optimizer"].state["multi_precision"]
 
 
 def test_multipliers_become_groups_where_the_schema_has_none(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -37,6 +38,8 @@ from statekit.tensors.tensor import nbytes
 
 _ONCE = frozenset({"slot-missing"})
 """Faults that a checkpoint shows by itself, and beside the step before once more."""
+_SAME_BITS = frozenset({"moments-stale", "weights-stale", "tensors-stale"})
+"""Faults that prove by themselves that two files are of one run: names alone may number seeds."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -103,6 +106,7 @@ def doctor(
     places = [place for ref in refs for place in checkpoints_at(ref)]
     is_step_asked = any(ref.step is not None for ref in refs)
     each = list[Examination]()
+    are_named = _numbers_in_names(places) is not None
     with ExitStack() as stack:
         before: tuple[Step, ExitStack, int | None] | None = None
         for place in _by_updates(places):
@@ -125,7 +129,7 @@ def doctor(
             if before is not None:
                 earlier, files, number = before
                 is_later = place.step is not None or _follows(earlier, now, number, _number(opened))
-                findings += _between(earlier, now, findings) if is_later else ()
+                findings += _since(earlier, now, findings, is_later, are_named)
                 files.close()
             before = now, inner, _number(opened)
             each.append(_examined(opened, findings, now, ignored))
@@ -147,6 +151,15 @@ def _faults_of(names: Collection[str]) -> frozenset[str]:
             remedy=meant(name, FILE_FAULTS),
         )
     return faults
+
+
+def _since(
+    earlier: Step, now: Step, findings: Sequence[Finding], is_later: bool, are_named: bool
+) -> Iterator[Finding]:
+    """Yields the faults between two checkpoints: of later steps all, by names alone those that need no proof."""
+    if is_later or are_named:
+        between = _between(earlier, now, findings)
+        yield from (finding for finding in between if is_later or finding.name in _SAME_BITS)
 
 
 def _between(earlier: Step, now: Step, findings: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -174,6 +187,9 @@ def _by_updates(places: Sequence[CheckpointAt]) -> Iterator[CheckpointAt]:
     if len(places) < 2 or all(place.step is not None for place in places):
         yield from places
         return
+    if (numbers := _numbers_in_names(places)) is not None:
+        yield from (place for _, place in sorted(zip(numbers, places, strict=True), key=lambda pair: pair[0]))
+        return
     counted: list[tuple[tuple[int, int], CheckpointAt]] = []
     for place in places:
         try:
@@ -182,6 +198,24 @@ def _by_updates(places: Sequence[CheckpointAt]) -> Iterator[CheckpointAt]:
         except (StateError, FormatError, NotFoundError):  # which is said when its turn comes
             counted.append(((0, 0), place))
     yield from (place for _, place in sorted(counted, key=lambda pair: pair[0]))
+
+
+_LAST_NUMBER = re.compile(r"(.*?)(\d{1,18})(\.[A-Za-z]\w*)?", re.DOTALL)
+"""The name of one of a run's steps: what all of them begin with, its number, and a suffix."""
+
+
+def _numbers_in_names(places: Sequence[CheckpointAt]) -> list[int] | None:
+    """Returns the numbers in the names of checkpoints in one folder that are named alike; None if they aren't.
+
+    However the steps of a folder are named on the command line, they are the folder's steps: one order.
+    """
+    names = [_LAST_NUMBER.fullmatch(place.ref.place.name) for place in places]
+    stems = {
+        (place.ref.place.parent, name[1], name[3]) for place, name in zip(places, names, strict=True) if name
+    }
+    numbers = [int(name[2]) for name in names if name]
+    is_whole = len(numbers) == len(places) == len({*numbers}) and len(stems) == 1
+    return numbers if is_whole else None
 
 
 def _number(opened: OpenState) -> int | None:

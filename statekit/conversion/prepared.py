@@ -667,8 +667,15 @@ def rule_change_to(layout: LayoutCard, state: TrainState, source: str) -> RuleCh
             # Its own rule may have no place for what was asked: a decay that begins later.
             ways.append(change_rule(part, variant, variant) if variant and _without_offset(part) else None)
         else:
-            ways.append(best_rule_change(part, makers, layout.variants[schema]))
+            ways.append(best_rule_change(part, makers, _targets(layout.variants[schema], state)))
     return joined_rule_change(state, ways) if any(ways) else None
+
+
+def _targets(variants: Sequence[str], state: TrainState) -> list[str]:
+    """Returns the variants that a target may follow, first the one that the run had there before it came from there."""
+    homes = [home for home in state.extra.values() if isinstance(home, Mapping)]
+    before = [home.get("variant") for home in homes]
+    return sorted(variants, key=lambda variant: variant not in before)
 
 
 def _without_offset(state: TrainState) -> bool:

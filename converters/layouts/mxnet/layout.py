@@ -37,8 +37,9 @@ from statekit.errors import Faults, InexactError, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.lines.printing import SavedRun, State
 from statekit.state.schema import load_schema
+from statekit.state.stored_params import MASTER
 from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, TrainState
-from statekit.tensors.tensor import Shape, Tensor
+from statekit.tensors.tensor import DTYPES, Cast, Shape, Tensor
 from statekit.tensors.tree import Record
 from statekit.tensors.typed import Name, Natural, fits, typed
 
@@ -92,7 +93,7 @@ def parts(entry: Any) -> dict[str, Tensor] | None:
         return None
     first, rest = entry
     if isinstance(rest, (list, tuple)) and len(rest) == 2:
-        slots = {"master": first, "m": rest[0], "v": rest[1]}
+        slots = {MASTER: first, "m": rest[0], "v": rest[1]}
     else:
         slots = {"m": first, "v": rest}
     return slots if all(isinstance(part, Tensor) for part in slots.values()) else None
@@ -315,6 +316,12 @@ class MXNetReading:
             "counted": [] if order == list(self.states) else order,
             "devices": list(self.counted.devices),
             "current": self.counted.current,
+            "low": {
+                path: self.params[path].dtype.name
+                for index, path in self.paths.items()
+                if MASTER in (self.states.get(index) or {})
+            },
+            "variant": self.variant,
             "apart": {device: dict(counts) for device, counts in self.counted.apart.items()},
             "files": self.files,
         }
@@ -354,7 +361,7 @@ class Writing:
         state = self.state
         states = {self.index[path]: self._own(path, slots) for path, slots in state.slots.items() if slots}
         tree: dict[str, Any] = {
-            "params": {self.names[path]: tensor for path, tensor in state.params.items()},
+            "params": {self.names[path]: self._param(path) for path in state.params},
             "states": states,
         }
         if self.home.get("optimizer", "") is not None:
@@ -362,17 +369,29 @@ class Writing:
             tree["optimizer"] = Record(cls, (), self._attributes(list(states), cls))
         return {**tree, "files": self.home.get("files", {})}
 
-    def _own(self, path: str, slots: Mapping[str, Tensor]) -> Any:
+    def _param(self, path: str) -> Tensor:
+        """Returns a parameter; the rounding of its master where a system between had a place for the master alone."""
         param = self.state.params[path]
-        unknown = [name for name in slots if name not in ("m", "v", "master")]
+        return Cast(param, DTYPES[self.home["low"][path]]) if self._is_master(path) else param
+
+    def _is_master(self, path: str) -> bool:
+        """Tells whether a parameter was a master beside one of MXNet's low precision, and is one no more."""
+        slots = self.state.slots.get(path)
+        was_beside = path in self.home.get("low", {}) and slots and MASTER not in slots
+        return bool(was_beside and self.state.params[path].dtype.name == "float32")
+
+    def _own(self, path: str, slots: Mapping[str, Tensor]) -> Any:
+        slots = {MASTER: self.state.params[path], **slots} if self._is_master(path) else slots
+        param = self._param(path)
+        unknown = [name for name in slots if name not in ("m", "v", MASTER)]
         missing = [name for name in ("m", "v") if name not in slots]
         if unknown or missing:
             self.faults.add(f"has slots {', '.join(slots)}, expected m, v and perhaps master", path)
             return None
-        if "master" in slots:
+        if MASTER in slots:
             if param.dtype.name != "float16":
                 self.faults.add(f"is {param.dtype}; MXNet keeps a float32 weight beside float16 only", path)
-            return (slots["master"], (slots["m"], slots["v"]))
+            return (slots[MASTER], (slots["m"], slots["v"]))
         if param.dtype.name not in self.kind.dtypes:
             self.faults.add(f"is {param.dtype} without a float32 weight beside it", path)
         wanted = "float32" if self.kind.dtypes == ("float32",) else param.dtype.name
@@ -400,7 +419,7 @@ class Writing:
             self.home.get("current", 0),
             self.home.get("apart", {}),
         )
-        masters = any("master" in slots for slots in self.state.slots.values())
+        masters = any(MASTER in slots or self._is_master(path) for path, slots in self.state.slots.items())
         record = {
             **BASE,
             **kind.attributes,
