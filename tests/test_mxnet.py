@@ -490,7 +490,7 @@ def test_masters_and_the_unfused_path_come_back_from_a_system_that_has_no_place_
     )
     layout = registry.layout("mxnet-adam")
     source = write(layout.encode(run), tmp_path / "source")
-    asked = {"require": Exactness.STATISTICS}
+    asked: dict[str, Any] = {"require": Exactness.STATISTICS}
     convert(plan(source, tmp_path / "run.pt", layout="statekit-torch", **asked))
     convert(plan(tmp_path / "run.pt", tmp_path / "again", to="mxnet", layout="mxnet-adam", **asked))
     with open_state(tmp_path / "again") as opened:
