@@ -294,6 +294,11 @@ class MXNetReading:
         by_path = {path_of(names.get(key, str(key))): value for key, value in factors.items()}
         return {path: value for path, value in by_path.items() if path in self.params}
 
+    def _beside_masters(self) -> dict[str, str]:
+        """Returns the dtypes of the parameters that have a float32 weight beside them, by path."""
+        low = [path for index, path in self.paths.items() if MASTER in (self.states.get(index) or {})]
+        return {path: self.params[path].dtype.name for path in low}
+
     def _home(self) -> dict[str, Any]:
         taken = {*self.offered, *MULTIPLIERS, BY_DEVICE, CURRENT, "num_update", "use_fused_step"}
         scheduled = self.attributes.get("lr_scheduler") is not None
@@ -316,11 +321,7 @@ class MXNetReading:
             "counted": [] if order == list(self.states) else order,
             "devices": list(self.counted.devices),
             "current": self.counted.current,
-            "low": {
-                path: self.params[path].dtype.name
-                for index, path in self.paths.items()
-                if MASTER in (self.states.get(index) or {})
-            },
+            "low": self._beside_masters(),
             "variant": self.variant,
             "apart": {device: dict(counts) for device, counts in self.counted.apart.items()},
             "files": self.files,
@@ -380,6 +381,11 @@ class Writing:
         was_beside = path in self.home.get("low", {}) and slots and MASTER not in slots
         return bool(was_beside and self.state.params[path].dtype.name == "float32")
 
+    @property
+    def _has_masters(self) -> bool:
+        """Whether there are float32 weights beside parameters of low precision."""
+        return any(MASTER in slots or self._is_master(path) for path, slots in self.state.slots.items())
+
     def _own(self, path: str, slots: Mapping[str, Tensor]) -> Any:
         slots = {MASTER: self.state.params[path], **slots} if self._is_master(path) else slots
         param = self._param(path)
@@ -419,7 +425,6 @@ class Writing:
             self.home.get("current", 0),
             self.home.get("apart", {}),
         )
-        masters = any(MASTER in slots or self._is_master(path) for path, slots in self.state.slots.items())
         record = {
             **BASE,
             **kind.attributes,
@@ -430,7 +435,7 @@ class Writing:
         record |= {
             "wd": record["wd"] or 0.0,
             "num_update": max(begin + counts.updates, counts.schedule),
-            "multi_precision": masters or record["multi_precision"],
+            "multi_precision": self._has_masters or record["multi_precision"],
             "use_fused_step": form != kind.unfused,
         }
         if variant is None and cls.startswith(FIRST_RELEASE):
