@@ -11,7 +11,7 @@ Source: statekit/tensorflow/optimizer.py, `save_own_variables`, `get_config`; st
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
@@ -175,56 +175,83 @@ def own_state(
         UsageError: A hint that the schema doesn't know.
     """
     variant = hints.variant or optimizer.said("variant") or (known.variant if known else None)
-    schema, faults = load_schema(optimizer.schema), Faults()
+    faults, subject = Faults(), f"The variables make no state of {optimizer.kind}"
     rate, iteration = (named.get("", {}).get(name) for name in (RATE, ITERATION))
-    if iteration is None or iteration.shape != () or iteration.dtype.kind not in "iu":
-        faults.add("isn't there, or no whole number", ITERATION)
-    if rate is not None and (rate.shape != () or rate.dtype.kind not in "fV"):
-        faults.add("is no number", RATE)
-    subject = f"The variables make no state of {optimizer.kind}"
+    _check_scalars(rate, iteration, faults)
     faults.check(StateError, subject)
+    assert iteration is not None  # it would be a fault
     groups, notes = _groups(optimizer, variant, tuple(paths_of(named)), rate, known)
     groups = tuple(
         Group(g.paths, g.hyperparameters, g.known_from, named.get(f"{GROUPS}/{i}", {}))
         for i, g in enumerate(groups)
     )
-    beside: dict[str, Any] = {}
-    slots: dict[str, dict[str, Tensor]] = {}
-    for path in moved:
-        param_slots = dict(named[path])
-        beside |= {
-            f"{path}{SEPARATOR}{name}": param_slots.pop(name)
-            for name in [n for n in param_slots if n not in schema.slots]
-        }
-        slots[path] = param_slots
+    slots, beside = _slots(optimizer.schema, {path: named[path] for path in moved})
     factors = optimizer.schema == "adafactor"
     rules = _rules(optimizer, variant, moved, slots, groups, faults) if factors else {}
     rules |= {path: Rule.from_json(rule) for path, rule in known.rules.items()} if known else {}
     faults.check(StateError, subject)
-    assert iteration is not None  # it would be a fault
     calls = int(iteration.read())
-    updates = calls // (optimizer.said("gradient_accumulation_steps") or 1)
-    missed = {path: int(n) for path, n in optimizer.said("missed", {}).items()}
-    if known and not missed:  # files of weights alone have no config that says it
-        missed = {path: updates - n for path, n in known.behind.items()}
-    behind = {path: updates - n for path, n in missed.items() if path in moved}
-    home = {**extra.get(HOME, {}), "class": optimizer.kind, "iteration": calls, "beside": beside}
+    counts = _counts(optimizer, calls, moved, known)
+    home = {
+        **extra.get(HOME, {}),
+        "class": optimizer.kind,
+        "iteration": calls,
+        "beside": beside,
+    }
     home |= {"iteration_dtype": iteration.dtype.name, "schedule": rate is None}
-    first, base = _first_rate(groups), float(rate.read()) if rate is not None else 0.0
-    if first and base and first != base:
-        home["first_factor"] = first / base
-    if first == 0 and base:
-        home["base_rate"] = base
+    home |= _rate_home(_first_rate(groups), 0.0 if rate is None else float(rate.read()))
     state = TrainState(
         {**moved, **frozen},
         slots,
         Optimizer(optimizer.schema, variant, groups),
-        Counts(updates, known.schedule if known else calls, behind),
+        counts,
         rules,
         {**extra, **called_by(optimizer.config), HOME: home},
         tuple(notes),
     )
     return hints.applied(state)
+
+
+def _check_scalars(rate: Tensor | None, iteration: Tensor | None, faults: Faults) -> None:
+    """Adds what is wrong with the two variables of the optimizer that belong to no parameter."""
+    if iteration is None or iteration.shape != () or iteration.dtype.kind not in "iu":
+        faults.add("isn't there, or no whole number", ITERATION)
+    if rate is not None and (rate.shape != () or rate.dtype.kind not in "fV"):
+        faults.add("is no number", RATE)
+
+
+def _slots(
+    schema: str, named: Mapping[str, Mapping[str, Tensor]]
+) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
+    """Returns the slots of each parameter, and by its name each variable beside them that is no slot."""
+    known = load_schema(schema).slots
+    slots = {path: {n: t for n, t in variables.items() if n in known} for path, variables in named.items()}
+    beside = {
+        f"{path}{SEPARATOR}{name}": tensor
+        for path, variables in named.items()
+        for name, tensor in variables.items()
+        if name not in known
+    }
+    return slots, beside
+
+
+def _counts(optimizer: Own, calls: int, moved: Collection[str], known: ManifestRecord | None) -> Counts:
+    """Returns the updates done, which several calls may make together, and those that parameters have missed."""
+    updates = calls // (optimizer.said("gradient_accumulation_steps") or 1)
+    missed = {path: int(n) for path, n in optimizer.said("missed", {}).items()}
+    if known and not missed:  # files of weights alone have no config that says it
+        missed = {path: updates - n for path, n in known.behind.items()}
+    behind = {path: updates - n for path, n in missed.items() if path in moved}
+    return Counts(updates, known.schedule if known else calls, behind)
+
+
+def _rate_home(first: float | None, base: float) -> dict[str, float]:
+    """Returns what `_rate` needs to find the optimizer's own rate again, where the first group's is another."""
+    if not base or first == base:
+        return {}
+    if first:
+        return {"first_factor": first / base}
+    return {"base_rate": base} if first == 0 else {}
 
 
 def _groups(
@@ -243,32 +270,56 @@ def _groups(
         said = ", ".join(load_schema(optimizer.schema).stepped)
         note = f"The file doesn't say which variant ran: {said}. Name it with --variant."
         return (Group(paths, rates, dict.fromkeys(rates, "file")),), [note]
-    usual = offered(optimizer.schema, variant)
-    config = optimizer.config or {}
-    common = {name: config[name] for name in load_schema(optimizer.schema).hyperparameters if name in config}
-    common = {name: option for name, option in common.items() if name not in RATE_NAMES}
-    if (
-        variant_constants(optimizer.schema, variant).get("gradient_clipping") == "base_class"
-        and "global_clipnorm" in config
-    ):
-        common["global_norm_clip_threshold"] = config["global_clipnorm"]
-    given = value if optimizer.config is None or config.get(RATE) is not None else None
-    name = next((n for n in RATE_NAMES if n in load_schema(optimizer.schema).hyperparameters), RATE)
-    taken: set[str] = set()
-    groups = []
-    for each in [*(config.get(GROUPS) or ()), {"paths": paths}]:
-        here = tuple(path for path in each["paths"] if path in paths and path not in taken)
-        taken.update(here)
-        differs = {n: v for n, v in each.items() if n not in ("paths", FACTOR)}
-        values = {**usual, **common, **differs}
-        if given is not None:
-            values[name] = given * float(each.get(FACTOR, 1.0))
-        origin: dict[str, KnownFrom] = dict.fromkeys(values, "file" if config else "assumed")
-        origin |= {} if given is None else {name: "file"}
-        groups += [Group(here, values, origin)] if here else []
+    usual, config = offered(optimizer.schema, variant), optimizer.config or {}
+    has_rate = optimizer.config is None or config.get(RATE) is not None
+    groups = _configured(
+        optimizer, {**usual, **_common(optimizer, variant)}, paths, value if has_rate else None
+    )
     assumed = ", ".join(f"{n}={v}" for n, v in usual.items())
-    notes = [] if config else [f"The file holds no config; assumed: {assumed}."]
-    return tuple(groups), notes
+    return groups, [] if config else [f"The file holds no config; assumed: {assumed}."]
+
+
+def _configured(
+    optimizer: Own, common: Mapping[str, Any], paths: tuple[str, ...], rate: float | None
+) -> tuple[Group, ...]:
+    """Returns the groups of the config, and that of all other parameters.
+
+    Args:
+        optimizer: The optimizer.
+        common: The hyperparameters of all groups.
+        paths: Its parameters.
+        rate: The learning rate, which groups multiply; None where a schedule makes it.
+    """
+    config = optimizer.config or {}
+    name = next((n for n in RATE_NAMES if n in load_schema(optimizer.schema).hyperparameters), RATE)
+    origin: KnownFrom = "file" if config else "assumed"
+    free, groups = dict.fromkeys(paths), list[Group]()
+    for entry in [*(config.get(GROUPS) or ()), {"paths": paths}]:
+        here = tuple(path for path in entry["paths"] if path in free)
+        if not here:
+            continue
+        free = {path: None for path in free if path not in here}
+        values = {**common, **{n: v for n, v in entry.items() if n not in ("paths", FACTOR)}}
+        origins: dict[str, KnownFrom] = dict.fromkeys(values, origin)
+        if rate is not None:
+            values[name], origins[name] = rate * float(entry.get(FACTOR, 1.0)), "file"
+        groups.append(Group(here, values, origins))
+    return tuple(groups)
+
+
+def _common(optimizer: Own, variant: str) -> dict[str, Any]:
+    """Returns the hyperparameters that the config has for all groups, but the learning rate."""
+    config, schema = optimizer.config or {}, load_schema(optimizer.schema)
+    common = {
+        name: config[name] for name in schema.hyperparameters if name in config and name not in RATE_NAMES
+    }
+    if _clips_in_base_class(optimizer.schema, variant) and "global_clipnorm" in config:
+        common["global_norm_clip_threshold"] = config["global_clipnorm"]
+    return common
+
+
+def _clips_in_base_class(schema: str, variant: str) -> bool:
+    return variant_constants(schema, variant).get("gradient_clipping") == "base_class"
 
 
 def _rules(
@@ -368,34 +419,55 @@ def arguments(state: TrainState, before: Own | None) -> dict[str, Any]:
     kind = CLASSES[optimizer.schema]
     same = before if before is not None and before.kind == kind else None
     names = offered(optimizer.schema, optimizer.variant).keys() - {LOGICAL}  # `rules` say each parameter's
-    said = [{n: v for n, v in g.hyperparameters.items() if n in names} for g in optimizer.groups]
-    common = {n: v for n, v in (said[0] if said else {}).items() if all(one.get(n) == v for one in said)}
+    groups = [{n: v for n, v in g.hyperparameters.items() if n in names} for g in optimizer.groups]
+    first = groups[0] if groups else {}
+    common = {n: v for n, v in first.items() if all(values.get(n) == v for values in groups)}
     rate = _rate(state)
-    base = {name: common.pop(name, usual) for name, usual in KERAS.items()}
-    if variant_constants(optimizer.schema, optimizer.variant).get("gradient_clipping") == "base_class":
-        base["global_clipnorm"] = common.pop("global_norm_clip_threshold", None)
-    else:
-        common |= {name: base.pop(name) for name in ("clipnorm", "global_clipnorm") if name in names}
-        base |= {name: KERAS[name] for name in ("clipnorm", "global_clipnorm") if name not in base}
+    base, common = _parted(common, names, _clips_in_base_class(optimizer.schema, optimizer.variant))
     settings = {"name": Own(kind).usual_name, RATE: rate, **base, "jit_compile": False}
-    settings |= {
-        name: same.said(name) for name in ("name", "jit_compile") if same and name in (same.config or {})
-    }
-    if rate is None and same:
-        settings[RATE] = same.said(RATE)
+    if same is not None:
+        config = same.config or {}
+        settings |= {name: same.said(name) for name in ("name", "jit_compile") if name in config}
+        settings[RATE] = same.said(RATE) if rate is None else rate
     settings |= {"variant": optimizer.variant, **common}
-    if len(optimizer.groups) > 1:
+    if len(groups) > 1:
         settings[GROUPS] = [
-            _group(g, values, common, rate) for g, values in zip(optimizer.groups, said, strict=True)
+            _group(g, values, common, rate) for g, values in zip(optimizer.groups, groups, strict=True)
         ]
-    rules = {path: rule.to_json() for path, rule in state.rules.items() if state.group_of(path)}
-    paths = {path for group in optimizer.groups for path in group.paths}
-    renamed = {
-        here: there for here, there in (same.said("names", {}) if same else {}).items() if there in paths
+    return settings | _by_parameter(state, same)
+
+
+def _parted(
+    common: Mapping[str, Any], names: Collection[str], in_base_class: bool
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the arguments of Keras' base class, and those of the variant itself.
+
+    Args:
+        common: What all groups have.
+        names: What the variant offers.
+        in_base_class: Whether it leaves clipping to the base class.
+    """
+    of_variant = {name: value for name, value in common.items() if name not in KERAS}
+    base = {name: common.get(name, usual) for name, usual in KERAS.items()}
+    if in_base_class:
+        base["global_clipnorm"] = of_variant.pop("global_norm_clip_threshold", None)
+    else:
+        clips = {name: base.pop(name) for name in ("clipnorm", "global_clipnorm") if name in names}
+        of_variant |= clips
+        base |= {name: KERAS[name] for name in clips}
+    return base, of_variant
+
+
+def _by_parameter(state: TrainState, before: Own | None) -> dict[str, Any]:
+    """Returns what the class keeps of single parameters: rules, other names, and updates that they have missed."""
+    paths = {path for group in state.optimizer.groups for path in group.paths}
+    names = before.said("names", {}) if before else {}
+    parts = {
+        "rules": {path: rule.to_json() for path, rule in state.rules.items() if state.group_of(path)},
+        "names": {here: there for here, there in names.items() if there in paths},
+        "missed": {p: state.counts.updates - n for p, n in state.counts.behind.items() if p in paths},
     }
-    missed = {path: state.counts.updates - n for path, n in state.counts.behind.items() if path in paths}
-    more = {"rules": rules, "names": renamed, "missed": missed}
-    return settings | {name: part for name, part in more.items() if part}
+    return {name: part for name, part in parts.items() if part}
 
 
 def _group(
