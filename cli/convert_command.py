@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,12 +21,13 @@ from statekit.cli.arguments import (
 )
 from statekit.cli.output import Screen
 from statekit.cli.plan_view import show_measured, show_next, show_plan
+from statekit.conversion.asking import NAME_IT
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.convert import Report, check_place, convert, outcome, plan
 from statekit.conversion.plan import Plan
 from statekit.conversion.resume import of_plan, resume_lines, unsaid
-from statekit.errors import StatekitError, UsageError, printable, size
+from statekit.errors import StatekitError, UnknownRuleError, UsageError, printable, size
 from statekit.files.stage import Progress
 from statekit.maps.links import StateMap
 from statekit.state.train_state import StepOffset
@@ -59,6 +60,21 @@ def _maps(
     with Files(hints.job_budget()) as files:
         said = read_config(config, name, files)
     return maps_of(name, said, rename, budget=hints.job_budget())
+
+
+_FLAGS = {"dry_run": "--dry-run", "replace": "--replace", "replace_foreign": "--replace-foreign"}
+_FLAGS |= {"proves": "--verify", "as_json": "--json"}
+
+
+def _planned(ref: CheckpointRef, target: Path, **asked: Any) -> Plan:
+    """Returns the plan; a remedy that repeats the command gets the flags that a plan doesn't know."""
+    try:
+        return plan(ref, target, **asked)
+    except UnknownRuleError as error:
+        params = click.get_current_context().params
+        words = "".join(f" {flag}" for name, flag in _FLAGS.items() if params[name])
+        error.rename(lambda text: f"{text}{words}" if text.startswith(NAME_IT) else text)
+        raise
 
 
 @click.command("convert")
@@ -183,7 +199,7 @@ def command(
             expected="parameters that are the source's, in both",
             remedy="leave --verify out",
         )
-    planned = plan(
+    planned = _planned(
         ref,
         target,
         to=to,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +12,9 @@ import torch
 from converted_today import FIGURES, counted
 
 from goldens import COMPACT, GOLDEN
+from statekit.attestation.attest import facts_as_live
+from statekit.attestation.attestation import Attestation
+from statekit.cli.main import main
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
@@ -79,6 +83,35 @@ def test_a_state_that_fits_several_optimizers_is_asked_for_across_frameworks_alo
         plan(source, tmp_path / "y.pt", hints=CheckpointRef(optimizer="radam"))
     with pytest.raises(UsageError, match="adamw, radam"):
         plan(source, tmp_path / "y.pt", hints=CheckpointRef(optimizer="lion"))
+
+
+def test_the_remedy_is_the_whole_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = saved(of_optax(ADAM_LIKE), tmp_path)
+    words = ["convert", str(source), str(tmp_path / "x.pt"), "--rename", "^a=b", "--slot-policy", "reset:m"]
+    more = ["--loss-scale", "0.5", "--dry-run"]
+    assert main([*words, *more]) == 3
+    remedy = " ".join(capsys.readouterr().err.split()).partition("name it: ")[2]
+    assert all(word in shlex.split(remedy) for word in (*words, *more, "--optimizer", "adamw"))
+
+
+def test_an_attestation_names_what_only_the_live_run_says() -> None:
+    live = made_state("adamw", "optax")
+    (group,) = live.optimizer.groups
+    known = {name: value for name, value in group.hyperparameters.items() if name != "weight_decay_rate"}
+    silent = replace(group, hyperparameters=known, known_from=dict.fromkeys(known, "file"))
+    right = replace(live, optimizer=replace(live.optimizer, groups=(silent,)))
+    facts = tuple(facts_as_live(right, live))
+    value = group.hyperparameters["weight_decay_rate"]
+    result = Attestation("run", 5, (), (), (), 1, 1, 1, facts=facts)
+    assert result.headline.startswith(
+        f"The live run is the checkpoint's, after 5 updates, if weight_decay_rate={value}"
+    )
+    assert result.headline in str(result) and result.to_json()["headline"] == result.headline
+
+
+def test_an_option_that_is_off_is_called_so() -> None:
+    off = Fact("clipping_threshold", None, "assumed", "the default of t5x.adafactor")
+    assert headline("BITWISE", [off]).startswith("BITWISE, if no clipping_threshold (the default of")
 
 
 def test_the_old_spelling_names_the_optimizer_too() -> None:

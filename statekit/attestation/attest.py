@@ -5,9 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
+from typing import Any
 
 from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.diagnosis import diagnosed, is_new
@@ -25,7 +26,8 @@ from statekit.errors import StateError, StatekitError, UsageError
 from statekit.files.checkpoint import Finding as Oddity
 from statekit.maps.links import carried_to_load
 from statekit.state.comparison import Difference, compare_states, uncompared
-from statekit.state.evidence import TAKEN
+from statekit.state.evidence import OPTIMIZER, TAKEN, Fact
+from statekit.state.facts import facts_of
 from statekit.state.param_names import wrapped_names
 from statekit.state.run import BUFFERS
 from statekit.state.schema import WEIGHTS
@@ -36,6 +38,7 @@ ORDERED = (
     "The checkpoint numbers its parameters and nothing in it tells which they are; they are taken in the order of the "
     "live optimizer, so that an order which is wrong can't be seen."
 )
+_SCALARS = (bool, int, float, str, type(None))
 _LACKS = {True: "the checkpoint has it, and none was given", False: "the checkpoint has none"}
 
 
@@ -137,8 +140,23 @@ def attesting(
                 compared.tensors,
                 compared.bytes_read,
                 warnings=tuple(map(_warning, parted.later)),
+                facts=tuple(facts_as_live(right, state)),
             )
         yield Sides(result, right, state, lambda: _by_path(run.live(opened)))
+
+
+def facts_as_live(right: TrainState, live: TrainState) -> Iterator[Fact]:
+    """Yields what the checkpoint's updates depend on and it doesn't say: by the live run's value, where it has one."""
+    values: dict[str, set[Any]] = {}
+    for group in live.optimizer.groups:
+        for name, value in group.hyperparameters.items():
+            values.setdefault(name, set()).add(value if isinstance(value, _SCALARS) else ...)
+    for fact in facts_of(right):
+        same = values.get(fact.name.rpartition("/")[2], {...})
+        if fact.is_weak and fact.name != OPTIMIZER and not fact.others and len(same) == 1 and ... not in same:
+            yield replace(fact, value=next(iter(same)), source="assumed", because="as the live run has it")
+        elif fact.is_weak:
+            yield fact
 
 
 def _parted_oddities(oddities: Sequence[Oddity]) -> tuple[list[Finding], list[str]]:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from statekit.errors import StateError, listed, printable, some
+from statekit.errors import StateError, listed, plural, printable, some
+from statekit.state.evidence import Fact, headline
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ class Attestation:
         bytes_read: Bytes of the checkpoint's values that were read for it.
         stepped: Of how many parameters the next update was compared too.
         warnings: What will be otherwise later in the run, and may be meant so, a sentence each.
+        facts: What the checkpoint's updates depend on and it doesn't say, as the live run has it.
     """
 
     checkpoint: str
@@ -75,6 +77,15 @@ class Attestation:
     bytes_read: int
     stepped: int = 0
     warnings: tuple[str, ...] = ()
+    facts: tuple[Fact, ...] = ()
+
+    @property
+    def headline(self) -> str:
+        """The verdict with the weakest facts that it rests on."""
+        done = "" if self.updates is None else f", after {self.updates} updates"
+        if self.passed:
+            return headline(f"The live run is the checkpoint's{done}", self.facts)
+        return f"The live run isn't the checkpoint's: {plural(len(self.findings), 'finding')}"
 
     @property
     def passed(self) -> bool:
@@ -102,7 +113,9 @@ class Attestation:
         return {
             "format": "statekit.attestation/1",
             "passed": self.passed,
+            "headline": self.headline,
             **vars(self),
+            "facts": [fact.to_json() for fact in self.facts],
             "findings": [finding.to_json() for finding in self.findings],
             "unchecked": list(self.unchecked),
             "assumptions": list(self.assumptions),
@@ -137,18 +150,11 @@ class Attestation:
         raise error
 
     def __str__(self) -> str:
-        count = len(self.findings)
-        done = "" if self.updates is None else f", after {self.updates} updates"
-        verdict = (
-            f"The live run is the checkpoint's{done}."
-            if self.passed
-            else f"The live run isn't the checkpoint's: {count} finding{'s' * (count != 1)}."
-        )
         compared = (
             f"{self.params} parameters; {self.tensors} tensors compared by value with {self.checkpoint}."
         )
         updates = f" The next update of {self.stepped} parameters was compared." if self.stepped else ""
-        rows = [printable(f"{verdict} {compared}{updates}")]
+        rows = [printable(f"{self.headline}. {compared}{updates}")]
         rows += [str(finding) for finding in self.findings]
         rows += [printable(f"Warning: {warning}.") for warning in self.warnings]
         rows += [printable(f"Not compared: {one}.") for one in self.unchecked]

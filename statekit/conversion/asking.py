@@ -8,8 +8,9 @@ doesn't tell from others.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from statekit.conversion.cards import LayoutCard
 from statekit.conversion.checkpoint_ref import CheckpointRef
@@ -22,6 +23,8 @@ from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import TrainState
 
 MASK = "exclude_from_weight_decay"
+NAME_IT = "name it:"
+"""Where a remedy begins that is the whole command to repeat."""
 _WEAK = ("assumed", "unknown")
 NEUTRAL = "statekit"
 """The layout that holds any state as it is."""
@@ -62,7 +65,7 @@ def check_optimizer(state: TrainState, request: Request) -> None:
     """
     fact = candidates(state)
     again = (
-        "" if fact is None else f"name it: {shlex.join(_command(request, next(iter(fact.others), 'NAME')))}"
+        "" if fact is None else f"{NAME_IT} {shlex.join(_command(request, next(iter(fact.others), 'NAME')))}"
     )
     check_steps(state, request.ref.place, again if request.asks else "")
 
@@ -78,10 +81,18 @@ def _command(request: Request, optimizer: str) -> list[str]:
         "--step-offset": None if request.step_offset == "keep" else request.step_offset,
         "--require": None if request.require == Exactness.ROUNDING else request.require.name.lower(),
     }
-    records = [one.to_json() for one in request.maps]
     pairs = [(flag, str(value)) for flag, value in asked.items() if value is not None]
-    pairs += [("--map", str(record["name"])) for record in records if "name" in record]
-    return [*words, *(word for pair in pairs for word in pair)]
+    pairs += [pair for one in request.maps for pair in _said_of_map(one.to_json())]
+    changed = request.changes.words() if request.changes is not None else []
+    return [*words, *(word for pair in pairs for word in pair), *changed]
+
+
+def _said_of_map(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields the options that make a map, as a plan has it; what lies beside a checkpoint is found again."""
+    if "name" in record:
+        yield "--map", str(record["name"])
+    yield from (("--config", f"{key}={value}") for key, value in record.get("config", {}).items())
+    yield from (("--rename", f"{pattern}={to}") for pattern, to in record.get("rename", ()))
 
 
 def unsaid(state: TrainState, there: TrainState, hints: CheckpointRef) -> list[Fact]:
@@ -117,7 +128,9 @@ def check_said(facts: Sequence[Fact], place: object, layout: str) -> None:
     assumed = [fact for fact in facts if fact.source == "assumed"]
     unknown = [fact for fact in facts if fact.source == "unknown"]
     said = [f"{fact.name} ({fact.because})" for fact in unknown]
-    said += [f"{fact.name} ({fact.value} is {fact.because})" for fact in assumed]
+    said += [
+        f"{fact.name} ({'none' if fact.value is None else fact.value} is {fact.because})" for fact in assumed
+    ]
     options = " ".join(f"--hparams {fact.name}=..." for fact in (unknown if assumed else facts))
     accept = "--assume-defaults" if assumed else ""
     raise UnknownRuleError(

@@ -63,6 +63,16 @@ class Fact:
         """Whether neither the file nor the user says it."""
         return self.source in ("assumed", "unknown") or bool(self.others)
 
+    @property
+    def said(self) -> str:
+        """The fact in words: what is None is off.
+
+        Example:
+            >>> Fact("clipping_threshold").said, Fact("beta1", 0.9).said
+            ('no clipping_threshold', 'beta1=0.9')
+        """
+        return f"no {self.name}" if self.value is None else f"{self.name}={self.value}"
+
     def to_json(self) -> dict[str, Any]:
         """Returns the fact as plain data."""
         more = {"because": self.because, "others": list(self.others), "groups": list(self.groups)}
@@ -147,7 +157,7 @@ def _assumed(facts: Sequence[Fact]) -> Iterator[str]:
     """Yields the values that are assumed, by whose defaults they are."""
     for because in dict.fromkeys(fact.because for fact in facts):
         same = [fact for fact in facts if fact.because == because]
-        values = _counted([f"{fact.name}={fact.value}" for fact in same], MOST_NAMED)
+        values = _counted([fact.said for fact in same], MOST_NAMED)
         several = len(same) > 1
         whose = because.replace("the default of", "the defaults of", 1) if several else because
         yield f"{values} ({whose}; nothing in the file says {'them' if several else 'it'})"

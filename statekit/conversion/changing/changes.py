@@ -93,6 +93,27 @@ class Changes:
         usual = Changes()
         return [one.name for one in fields(self) if getattr(self, one.name) != getattr(usual, one.name)]
 
+    def words(self) -> list[str]:
+        """Returns the words of the command line that say the same.
+
+        Example:
+            >>> Changes(slot_policy={"v*": "reset"}, params_only=True, slot_dtype={"m": "bfloat16"}).words()
+            ['--slot-policy', 'reset:v*', '--params-only', '--slot-dtype', 'm=bfloat16']
+        """
+        words = []
+        for name in self.options:
+            value = getattr(self, name)
+            if isinstance(value, Mapping):
+                pairs = [
+                    f"{to}:{slot}" if name == "slot_policy" else f"{slot}={to}" for slot, to in value.items()
+                ]
+            else:
+                pairs = [*value] if isinstance(value, tuple) else [str(value)]
+            words += (
+                [option(name)] if value is True else [word for one in pairs for word in (option(name), one)]
+            )
+        return words
+
     def to_json(self) -> dict[str, Any]:
         """Returns what was asked for, as it stands in a plan."""
         values = {name: getattr(self, name) for name in self.options}
