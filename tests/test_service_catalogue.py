@@ -250,6 +250,22 @@ def test_what_a_manifest_says_that_no_column_takes_is_left_out(database: Databas
     assert (edge.tool, edge.plan) == (None, None)
 
 
+def test_a_checkpoint_that_came_back_from_another_system_makes_no_circle(
+    database: Database, root: Path
+) -> None:
+    """What comes back has the digest of what was sent: it can't be what the way between was made of."""
+    statekit.convert(root / "run" / "checkpoint_4", root / "first", to="statekit")
+    statekit.convert(root / "first", root / "between", to="torch", layout="statekit-torch")
+    statekit.convert(root / "between", root / "back", to="statekit")
+    catalogue = Catalogue(database, [root])
+    catalogue.scan()
+    numbers = {one.name: f"checkpoint-{one.id}" for one in catalogue.checkpoints(Query()).items}
+    lineage = lineage_of(database, int(numbers["between"].rpartition("-")[2]))
+    ends = {(edge.source, edge.target) for edge in lineage.edges}
+    assert (numbers["between"], numbers["back"]) in ends
+    assert (numbers["back"], numbers["between"]) not in ends
+
+
 def test_a_catalogue_that_another_program_keeps_is_an_error_of_ours(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

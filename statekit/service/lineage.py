@@ -57,7 +57,11 @@ def _edges(connection: Connection, one: Checkpoint, written: _Written) -> Iterat
     table = CHECKPOINTS.c
     row = connection.execute(select(CHECKPOINTS).where(table.id == one.id)).one()
     if row.made is not None:
-        sources = [source for source in _with_digest(connection, row.source_digest) if _is_of(source, row)]
+        sources = [
+            source
+            for source in _with_digest(connection, row.source_digest)
+            if _is_of(source, row) and _is_before(connection, source, row)
+        ]
         for source in sources:
             yield _made(source, row, written), Node(_name(source), source)
         if not sources:
@@ -91,13 +95,23 @@ def _made_of(connection: Connection, one: Checkpoint) -> list[Row[Any]]:
     rows: Sequence[Any] = connection.execute(
         select(CHECKPOINTS).where(CHECKPOINTS.c.source_digest == one.digest).order_by(CHECKPOINTS.c.id)
     ).all()
-    return [row for row in rows if _is_of(one, row)]
+    return [row for row in rows if _is_of(one, row) and _is_before(connection, one, row)]
 
 
 def _is_of(source: Checkpoint, target: Row[Any]) -> bool:
     """Tells whether a manifest's source may be this one among those of equal content: by its step, if it says one."""
     said = (target.made or {}).get("source") or {}
     return source.id != target.id and (said.get("step") is None or said["step"] == source.step)
+
+
+def _is_before(connection: Connection, source: Checkpoint, target: Row[Any]) -> bool:
+    """Tells whether a checkpoint was there before another: what comes back from a system has its source's digest.
+
+    Only of a conversion the time of its files says when it was made: an original may be sealed, or copied, later.
+    """
+    table = CHECKPOINTS.c
+    row = connection.execute(select(table.made, table.modified).where(table.id == source.id)).one()
+    return row.made is None or bool(row.modified <= target.modified)
 
 
 @dataclass(frozen=True)
