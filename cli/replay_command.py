@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from statekit.arrays.backend import BACKEND_NAMES, backend
+from statekit.arrays.backend import BACKEND_NAMES, Backend, backend
 from statekit.cli.arguments import ref_option, ref_options, said_hparams
 from statekit.cli.output import Table, print_json, progress, screen
 from statekit.conversion.checkpoint_ref import CheckpointRef
@@ -42,6 +42,9 @@ LEGEND = (
     help="Default: numpy. May be repeated.",
 )
 @click.option(
+    "--device", help="Where --backend torch steps, as torch names it: cuda, cuda:1, xpu. Default: cpu."
+)
+@click.option(
     "--start",
     type=click.Choice(["checkpoint", "init"]),
     help="Where our side starts: the native checkpoint, or fresh slots. Default: the checkpoint where it can be read.",
@@ -62,6 +65,7 @@ LEGEND = (
 def command(
     bundles: tuple[Path, ...],
     names: tuple[str, ...],
+    device: str | None,
     start: Start | None,
     ref: CheckpointRef,
     hparams: tuple[str, ...],
@@ -77,12 +81,13 @@ def command(
     same.
     """
     _check_paths(bundles, start, ref)
+    backends = [backend(name, device) for name in names or ("numpy",)]
     failed: dict[str, str] = {}
     rest = failed if len(bundles) > 1 else None
     with Files(ref.job_budget()) as files:
         changes = said_hparams(hparams, files)
     subjects, skipped, fresh = _subjects(bundles, start, ref, changes, rest)
-    results = _replays(subjects, names or ("numpy",), trajectory, rest)
+    results = _replays(subjects, backends, trajectory, rest)
     if not results:
         raise NotFoundError(
             "None of the paths is a recording that statekit can replay.",
@@ -106,17 +111,20 @@ def command(
 
 
 def _replays(
-    subjects: Sequence[Subject], names: Sequence[str], trajectory: Path | None, failed: dict[str, str] | None
+    subjects: Sequence[Subject],
+    backends: Sequence[Backend],
+    trajectory: Path | None,
+    failed: dict[str, str] | None,
 ) -> list[Replay]:
     """Returns the replay of every recording in every backend."""
     if trajectory:
-        _check_apart(subjects, names)
+        _check_apart(subjects, [xp.name for xp in backends])
         trajectory.mkdir(parents=True, exist_ok=True)
     results = list[Replay]()
     with progress("updates") as bar:
         for subject in subjects:
             with kept_apart(subject.recording.name, failed), subject.recording:
-                results += [_replay(subject, name, trajectory, bar) for name in names]
+                results += [_replay(subject, xp, trajectory, bar) for xp in backends]
     return results
 
 
@@ -200,12 +208,12 @@ def _subjects(
     return subjects, skipped, fresh
 
 
-def _replay(subject: Subject, name: str, trajectory: Path | None, bar: Any) -> Replay:
+def _replay(subject: Subject, xp: Backend, trajectory: Path | None, bar: Any) -> Replay:
     recording = subject.recording
     total = (recording.last - subject.first) * len(recording.trajectories)
-    task = bar.add_task(f"{printable(recording.name)} {name}", total=total)
+    task = bar.add_task(f"{printable(recording.name)} {xp.name}", total=total)
     file = trajectory / f"{recording.name.replace('/', '__')}.safetensors" if trajectory else None
-    return replayed(subject, backend(name), file, lambda step: bar.advance(task))
+    return replayed(subject, xp, file, lambda step: bar.advance(task))
 
 
 def _show(

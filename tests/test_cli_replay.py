@@ -121,6 +121,25 @@ def test_states_that_dont_follow_one_another_are_no_recording(
     assert [why for why in data["skipped"].values() if "states 0, 2" in why]
 
 
+def test_a_device_is_named_with_the_verdict_and_refused_where_it_is_not_there(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    pytest.importorskip("torch")
+    # PyTorch's second CPU: all of the same arithmetic, under a name of its own.
+    code, data = replayed(capsys, CASE, "--backend", "torch", "--device", "cpu:0")
+    assert code == DONE
+    assert [result["backend"] for result in data["results"]] == ["torch on cpu:0"]
+    for device, said in (
+        ("cuda:7", "no such device"),
+        ("meta", "no such device"),
+        ("nowhere", "no such device"),
+    ):
+        assert main(["replay", str(CASE), "--backend", "torch", "--device", device]) == USAGE
+        assert said in capsys.readouterr().err
+    assert main(["replay", str(CASE), "--device", "cuda"]) == USAGE
+    assert "numpy on cuda" in capsys.readouterr().err
+
+
 def test_a_difference_is_found_wanting(capsys: pytest.CaptureFixture[str]) -> None:
     code, data = replayed(capsys, "--hparams", "beta1=0.8", CASE)
     assert code == WANTING and not data["passed"]

@@ -14,7 +14,7 @@ from typing import Any, Protocol, TypeAlias, cast
 
 import numpy as np
 
-from statekit.errors import MissingExtraError, NotFoundError
+from statekit.errors import MissingExtraError, NotFoundError, UsageError
 from statekit.tensors.tensor import DTYPES, Array
 
 Value: TypeAlias = Any
@@ -38,6 +38,11 @@ class Backend(Protocol):
     @property
     def sqrt_units(self) -> float:
         """How far a square root may be from the exact one, in units of 2^-24 of it; 0: no farther than IEEE allows."""
+
+    @property
+    def device(self) -> str:
+        """Where its arrays live, as the framework names it."""
+        return "cpu"
 
     def asarray(self, array: Array) -> Value:
         """Takes over a NumPy array with its dtype."""
@@ -200,13 +205,25 @@ BACKEND_NAMES = tuple(_BACKENDS)
 
 
 @cache
-def backend(name: str) -> Backend:
+def backend(name: str, device: str | None = None) -> Backend:
     """Returns a backend by name, importing its framework.
+
+    Args:
+        name: Its name.
+        device: Where PyTorch's arrays live, as `torch.device` names it; None: on the CPU.
 
     Raises:
         NotFoundError: No such backend.
         MissingExtraError: The framework isn't installed.
+        UsageError: The backend takes no device, or there is no such device.
     """
+    if device is not None and name != "torch":
+        raise UsageError(
+            "Only PyTorch's backend is told a device.",
+            expected="torch",
+            found=f"{name} on {device}",
+            remedy="JAX and TensorFlow take the device that they find: set JAX_PLATFORMS, CUDA_VISIBLE_DEVICES",
+        )
     if name not in _BACKENDS:
         raise NotFoundError("There is no such backend.", expected=", ".join(_BACKENDS), found=name)
     if importlib.util.find_spec(name) is None:
@@ -214,4 +231,5 @@ def backend(name: str) -> Backend:
             f"The backend {name} isn't installed.", remedy=f"pip install 'statekit[{name}]'"
         )
     module, _, kind = _BACKENDS[name].partition(":")
-    return cast(Backend, getattr(importlib.import_module(module), kind)())
+    options = () if device is None else (device,)
+    return cast(Backend, getattr(importlib.import_module(module), kind)(*options))

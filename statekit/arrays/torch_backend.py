@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from statekit.arrays.backend import Backend, Value
+from statekit.errors import UsageError
 from statekit.tensors.tensor import DTYPES, Array
 
 _BITS = {name: f"int{8 * dtype.itemsize}" for name, dtype in DTYPES.items() if dtype.isbuiltin != 1}
@@ -16,24 +17,46 @@ _BITS = {name: f"int{8 * dtype.itemsize}" for name, dtype in DTYPES.items() if d
 
 
 class TorchBackend(Backend):
-    """PyTorch, eager, on whatever device the tensors live."""
+    """PyTorch, eager, on whatever device the tensors live.
+
+    Args:
+        device: Where arrays are taken to.
+
+    Raises:
+        UsageError: There is no such device.
+    """
 
     name = "torch"
     contracts = False
     sqrt_units = 2.0  # MKL's, on CPUs: one element in 150 isn't correctly rounded
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
         import torch
 
         self._torch = torch
+        try:
+            torch.zeros(1, device=device).cpu()
+        except (RuntimeError, AssertionError, NotImplementedError) as error:
+            raise UsageError(
+                "PyTorch reaches no such device here.",
+                expected="cpu, or a device that torch sees",
+                found=device,
+                remedy=str(error).splitlines()[0],
+            ) from error
+        self._device = device
         self._dtypes = {name: getattr(torch, name) for name in DTYPES if hasattr(torch, name)}
         self._names = {dtype: name for name, dtype in self._dtypes.items()}
+
+    @property
+    def device(self) -> str:
+        return self._device
 
     def asarray(self, array: Array) -> Value:
         bits = _BITS.get(array.dtype.name)
         if bits is None:
-            return self._torch.from_numpy(np.array(array))
-        return self._torch.from_numpy(np.array(array.view(bits))).view(self._dtypes[array.dtype.name])
+            return self._torch.from_numpy(np.array(array)).to(self._device)
+        bytewise = self._torch.from_numpy(np.array(array.view(bits))).to(self._device)
+        return bytewise.view(self._dtypes[array.dtype.name])
 
     def numpy(self, value: Value) -> Array:
         cpu, name = value.detach().cpu(), self.dtype(value)

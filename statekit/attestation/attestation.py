@@ -9,6 +9,7 @@ from typing import Any
 
 from statekit.errors import StateError, listed, plural, printable, some
 from statekit.state.evidence import Fact, headline
+from statekit.state.executions import execution
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,8 @@ class Attestation:
         tensors: How many tensors were compared by value.
         bytes_read: Bytes of the checkpoint's values that were read for it.
         stepped: Of how many parameters the next update was compared too.
+        execution: As which execution that update was judged, where the run's device and kernel tell: a name of
+            `statekit.state.executions`.
         warnings: What will be otherwise later in the run, and may be meant so, a sentence each.
         facts: What the checkpoint's updates depend on and it doesn't say, as the live run has it.
     """
@@ -78,6 +81,7 @@ class Attestation:
     stepped: int = 0
     warnings: tuple[str, ...] = ()
     facts: tuple[Fact, ...] = ()
+    execution: str | None = None
 
     @property
     def headline(self) -> str:
@@ -153,7 +157,8 @@ class Attestation:
         compared = (
             f"{self.params} parameters; {self.tensors} tensors compared by value with {self.checkpoint}."
         )
-        updates = f" The next update of {self.stepped} parameters was compared." if self.stepped else ""
+        how = "" if self.execution is None else f" with {self.execution}: {execution(self.execution).title}"
+        updates = f" The next update of {self.stepped} parameters was compared{how}." if self.stepped else ""
         rows = [printable(f"{self.headline}. {compared}{updates}")]
         rows += [str(finding) for finding in self.findings]
         rows += [printable(f"Warning: {warning}.") for warning in self.warnings]

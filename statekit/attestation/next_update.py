@@ -95,6 +95,7 @@ class NextUpdate:
         moved: Collection[str],
         sqrt_units: float,
         assumptions: Sequence[str] = (),
+        execution: str | None = None,
     ) -> None:
         """Holds the live state as it is now against the update that the rule makes.
 
@@ -103,6 +104,7 @@ class NextUpdate:
             moved: The parameters that have a gradient.
             sqrt_units: How far the framework's square roots may be from the exact ones, in units of 2^-24.
             assumptions: What was assumed of the gradients, a sentence each.
+            execution: How the run rounds: a name of `statekit.state.executions`; None: as its rule usually runs.
         """
         assert self._sides is not None
         chosen, before = self._chosen, self._sides.result
@@ -113,7 +115,7 @@ class NextUpdate:
             each = broken(error) if self._sides.live is not None else []  # else it was before, which is said
         else:
             each, said, tensors = update_findings(
-                self._sides.right, after, chosen, grads, moved, sqrt_units, self._rate
+                self._sides.right, after, chosen, grads, moved, sqrt_units, self._rate, execution
             )
         self._made = replace(
             before,
@@ -122,6 +124,7 @@ class NextUpdate:
             assumptions=(*before.assumptions, *assumptions),
             tensors=before.tensors + tensors,
             stepped=len(chosen.blocks) if tensors else 0,
+            execution=execution if tensors else None,
         )
 
 

@@ -179,6 +179,7 @@ def update_findings(
     moved: Container[str],
     sqrt_units: float,
     rate: Callable[[Group], Any] = lambda group: None,
+    execution: str | None = None,
 ) -> tuple[list[Finding], list[str], int]:
     """Returns in what an update isn't that of the rule, what couldn't be stepped, and how many tensors were compared.
 
@@ -190,12 +191,13 @@ def update_findings(
         moved: The parameters that have a gradient; others aren't moved.
         sqrt_units: How far the framework's square roots may be from the exact ones, in units of 2^-24.
         rate: Learning rate of a group where the caller says it; None: as the checkpoint has it, or else the live run.
+        execution: How the live run rounds: a name of `statekit.state.executions`; None: as the rule usually runs.
     """
     try:
         before, rates, said = _restricted(right, after, chosen.blocks, rate)
         bounds = IntervalBackend(True, sqrt_units=sqrt_units)
         given = {path: _interval(bounds, grads[path]) for path in before.params if path in grads}
-        bound = mover(bounds, before)(load(bounds, before), given, rates)
+        bound = mover(bounds, before, execution)(load(bounds, before), given, rates)
     except StatekitError as error:
         return [], [f"the update: {error.line}"], 0
     rows = [

@@ -25,6 +25,7 @@ from statekit.jax.attestation import Live, live_run
 from statekit.jax.leaves import leaves_of
 from statekit.jax.live import LiveArray
 from statekit.jax.transformation import Rate
+from statekit.state.executions import of_xla
 from statekit.state.options import rate_needed, stored_rate
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.train_state import Group
@@ -80,7 +81,11 @@ class AttestedStep:
             for path, index in blocks.items()
             if path in present
         }
-        self._update.judge(taken, present.keys(), backend("jax").sqrt_units, [_MEAN] if waiting else ())
+        ran = of_xla(jax.default_backend())
+        self._update.judge(
+            taken, present.keys(), backend("jax").sqrt_units, [_MEAN] if waiting else (),
+            None if ran == "compiled" else ran,
+        )  # fmt: skip
 
     def _accumulated(self, opt_state: Any) -> tuple[dict[str, Array], int]:
         """Returns the blocks of what waits in `optax.MultiSteps`, and of how many calls it is the mean."""

@@ -15,6 +15,7 @@ from statekit.attestation.next_update import NextUpdate, next_update
 from statekit.attestation.update import Gradient
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.dropin.by_name import path_of
+from statekit.state.executions import of_torch
 from statekit.tensors.tensor import Array, Index
 from statekit.torch.attestation import TorchRun, live_run, only
 from statekit.torch.from_checkpoint import NamedParameters
@@ -141,7 +142,24 @@ class _Watch:
         if not self._update.is_awaited or self._depth or (skipped is not None and float(skipped)):
             return
         units = max(SQRT_UNITS, backend("torch").sqrt_units)
-        self._update.judge(self._grads, self._moved, units)
+        self._update.judge(self._grads, self._moved, units, execution=execution_of(optimizer))
+
+
+def execution_of(optimizer: torch.optim.Optimizer) -> str | None:
+    """Returns as which execution PyTorch's own optimizer runs; None on a CPU, of other optimizers, and of several."""
+    if not type(optimizer).__module__.startswith("torch.optim"):
+        return None
+    kinds = {
+        of_torch(
+            param.device.type,
+            fused=bool(group.get("fused")),
+            capturable=bool(group.get("capturable")),
+        )
+        for group in optimizer.param_groups
+        for param in group["params"]
+        if param.device.type == "cuda"
+    }
+    return kinds.pop() if len(kinds) == 1 else None
 
 
 def _block_of(grad: Any, part: FlatPart | None, index: Index) -> Array:

@@ -63,7 +63,7 @@ class Replay:
 
     Attributes:
         recording: Name of the recording.
-        backend: Name of the backend.
+        backend: Name of the backend, and its device where that isn't the CPU: `torch on cuda`.
         start: `checkpoint` or `init`.
         decoded: Tensors whose decoded values differ from the recorded state at the start, with how.
         judged: The verdict, one for each trajectory.
@@ -238,7 +238,7 @@ def replay(
     )
     return Replay(
         recording.name,
-        xp.name,
+        xp.name if xp.device == "cpu" else f"{xp.name} on {xp.device}",
         subject.start,
         (subject.first, recording.last),
         decoded,
