@@ -30,9 +30,11 @@ from statekit.torch.kernels.tracing import Item, dims_of, matrix_rule, traced, v
 _XP = TorchBackend()
 Table: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 BLOCKS = {2: 2048, 4: 1024}
-"""Elements of a block of vectors, by the bytes of a parameter's element."""
-TILES = {2: (16, 256), 4: (8, 256)}
+"""Elements of a block of vectors, by the bytes of a parameter's element; one pass that does all takes the fewest."""
+TILES = {2: (8, 512), 4: (8, 256)}
 """Rows and columns of a block of matrices."""
+SHORTEST = 2
+"""Elements that a block has along each axis at least: numbers are rounded to bfloat16 two by two."""
 SIDE_BLOCK = 64
 WARPS = 4
 """Threads hold few elements: roundings by the rule, above all of quotients and roots, take registers."""
@@ -313,15 +315,16 @@ class Launches:
         self.items = items
         if program.matrix:
             rows, most = TILES[program.width]
-            columns = min(most, _power(shape[1]))
-            self.tile = (min(rows * most // columns, _power(shape[0])), columns)
+            columns = min(most, max(SHORTEST, _power(shape[1])))
+            self.tile = (min(rows * most // columns, max(SHORTEST, _power(shape[0]))), columns)
             self.filled = shape[0] % self.tile[0] == shape[1] % self.tile[1] == 0
             counts = {"R": shape[0], "C": shape[1], "n_S": -(-max(shape) // SIDE_BLOCK)}
             counts |= {"n_rt": -(-shape[0] // self.tile[0]), "n_ct": -(-shape[1] // self.tile[1])}
             self.blocks, self.side_blocks = counts["n_rt"] * counts["n_ct"], counts["n_S"]
             self.extent = shape
         else:
-            self.tile = (1, min(BLOCKS[program.width], _power(shape[0])))
+            block = min(BLOCKS.values()) if len(program.spans) == 1 else BLOCKS[program.width]
+            self.tile = (1, min(block, max(SHORTEST, _power(shape[0]))))
             self.filled = shape[0] % self.tile[1] == 0
             self.blocks = -(-shape[0] // self.tile[1])
             counts, self.side_blocks, self.extent = {"n_rt": self.blocks}, 1, (self.blocks, 1)

@@ -226,7 +226,9 @@ class _StageWriter:
         period = self.whole.lengths.get("H")
         if period:
             self._add(
-                f"H = {period}", f"h = tl.arange(0, {1 << (period - 1).bit_length()})", f"in_h = h < {period}"
+                f"H = {period}",
+                f"h = tl.arange(0, {max(2, 1 << (period - 1).bit_length())})",
+                f"in_h = h < {period}",
             )
         self._write("")
 
