@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import conversion_table
 import numpy as np
@@ -20,17 +20,18 @@ from telling import once_asked
 from goldens import GOLDEN
 from statekit.cli.main import DONE, main
 from statekit.conversion import registry
-from statekit.conversion.contracts import Exactness, Hints, KeepsEncoding, KeepsMasters, Layout
+from statekit.conversion.contracts import Encoded, Exactness, Hints, KeepsEncoding, KeepsMasters, Layout
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.matrix import cells
 from statekit.conversion.open_state import open_state
+from statekit.conversion.plan import _entry
 from statekit.conversion.prepared import rule_change_to
 from statekit.conversion.rule_change import RuleChange
 from statekit.errors import InexactError, StateError, StatekitError
 from statekit.state.schema import load_schema
 from statekit.state.stored_params import as_params, check_known, decoded, encoded
 from statekit.state.train_state import TrainState
-from statekit.tensors.tensor import Array
+from statekit.tensors.tensor import Array, in_memory
 
 
 def targets(row: Row) -> list[str]:
@@ -203,3 +204,20 @@ def test_the_table_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_the_page_is_the_table() -> None:
     assert conversion_table.TARGET.read_text(encoding="utf-8") == conversion_table.page()
+
+
+def test_what_was_narrowed_as_asked_is_held_to_what_else_was_done_to_it() -> None:
+    """To narrow a tensor is what somebody asked for; that a map pads it, too, isn't."""
+    source = in_memory(np.ones(3, np.float32))
+
+    class Narrowed:
+        shape, dtype = (3,), np.dtype(np.float16)
+
+        def to_json(self) -> dict[str, Any]:
+            return {"op": "narrowed", "of": {"op": "padded", "of": source.to_json()}}
+
+    entry = _entry("a", cast(Any, Narrowed()), Encoded({}, 0), set())
+    assert (entry.exactness, entry.unasked[0]) == (Exactness.LOSSY, Exactness.ESTIMATE)
+    alone = {"op": "narrowed", "of": source.to_json()}
+    Narrowed.to_json = lambda self: alone  # type: ignore[method-assign]
+    assert _entry("a", cast(Any, Narrowed()), Encoded({}, 0), set()).unasked[0] is Exactness.BITWISE

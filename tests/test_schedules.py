@@ -18,6 +18,8 @@ from statekit.cli.main import main
 from statekit.lines.rate_code import optax_code, python_code
 from statekit.state.rates import Rates
 from statekit.state.run import TRAINER_ARGUMENTS, run_of
+from statekit.state.schedules.call_text import parse_call
+from statekit.state.schedules.called import called_rates
 from statekit.state.schedules.pytorch import torch_rates
 from statekit.tensors.tree import Record
 
@@ -275,3 +277,19 @@ def test_mxnets_run_goes_on_by_the_printed_schedule(capsys: pytest.CaptureFixtur
     for framework, expected in (("torch", "last_epoch=3)"), ("jax", "learning_rate=schedule)")):
         assert main(["resume", str(MXNET), "--framework", framework]) == 0
         assert expected in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        "ExponentialDecay(1, 10, 0.5)",
+        "InverseTimeDecay(1, 10, 0.5)",
+        "PolynomialDecay(1, 10)",
+        "CosineDecay(1, 10)",
+    ],
+)
+def test_a_keras_schedule_of_a_whole_rate_is_none_that_others_have(call: str) -> None:
+    """Keras casts all its numbers to the rate's dtype: ExponentialDecay(1, 10, 0.5) is 0 from the first step on."""
+    told = called_rates(parse_call(call))
+    assert isinstance(told, str) and "whole" in told
+    assert isinstance(called_rates(parse_call(call.replace("(1,", "(1.0,"))), Rates)

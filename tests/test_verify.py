@@ -33,6 +33,7 @@ from statekit.verify.certificate import Certificate, read_certificate
 from statekit.verify.probes import gradients_of
 from statekit.verify.repetition import repeated
 from statekit.verify.sampling import sampled
+from statekit.verify.side_by_side import refuse_short_memory
 from statekit.verify.verification import verify
 
 T5X = COMPACT / "t5x/momentum_f32/checkpoint/checkpoint_4"
@@ -425,3 +426,23 @@ def test_what_a_certificate_says_is_not_said_otherwise(
 ) -> None:
     assert main(["verify", "--repeat", str(tmp_path / "cert.json"), *said]) == USAGE
     assert said[0] in capsys.readouterr().err
+
+
+def test_gradients_that_nothing_takes_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--gradients"):
+        verify(T5X, tmp_path, steps=0, gradients="random")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        type("OutOfMemoryError", (RuntimeError,), {})("CUDA out of memory"),
+        type("ResourceExhaustedError", (Exception,), {})("OOM when allocating tensor"),
+        RuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 8 bytes"),
+    ],
+    ids=["torch", "tensorflow", "jax"],
+)
+def test_a_device_without_memory_refutes_nothing(error: Exception) -> None:
+    with pytest.raises(MemoryError, match="device"):
+        refuse_short_memory(error)
+    refuse_short_memory(RuntimeError("shapes don't fit"))

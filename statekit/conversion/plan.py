@@ -86,6 +86,7 @@ class PlannedTensor:
         exactness: How exact the result is.
         reason: Why it isn't bitwise; empty if it is.
         origin: `kept` as it is, `derived` from source tensors, or `synthesised` without one.
+        unasked: How exact it is, and why, apart from what was asked for by name.
     """
 
     name: str
@@ -96,6 +97,7 @@ class PlannedTensor:
     exactness: Exactness
     reason: str
     origin: Origin
+    unasked: tuple[Exactness, str] = (Exactness.BITWISE, "")
 
     def to_json(self) -> dict[str, Any]:
         """Returns the entry as it stands in a plan."""
@@ -220,9 +222,10 @@ class Plan:
         """
         allowed = self.request.require
         faults = Faults(
-            (f"{entry.exactness.name.lower()}: {entry.reason}", entry.name)
+            (f"{exactness.name.lower()}: {reason}", entry.name)
             for entry in self.entries
-            if entry.exactness > allowed and entry.reason not in AS_ASKED
+            for exactness, reason in (entry.unasked,)
+            if exactness > allowed
         )
         faults += inexact(self.mapped, allowed) if self.mapped else ()  # a map is entered where there is one
         if allowed < Exactness.LOSSY:
@@ -298,9 +301,9 @@ def build_plan(
 
 def _entry(name: str, tensor: Tensor, encoded: Encoded, sources: set[str]) -> PlannedTensor:
     expression = tensor.to_json()
-    exactness, reason = encoded.exactness.get(name, (Exactness.BITWISE, ""))
-    for node in _nodes(expression):
-        exactness, reason = max((exactness, reason), INEXACT.get(str(node.get("op")), (exactness, reason)))
+    losses = [encoded.exactness.get(name, (Exactness.BITWISE, ""))]
+    losses += [loss for node in _nodes(expression) if (loss := INEXACT.get(str(node.get("op"))))]
+    exactness, reason = max(losses)
     return PlannedTensor(
         name=name,
         expression=to_json(expression),
@@ -310,6 +313,7 @@ def _entry(name: str, tensor: Tensor, encoded: Encoded, sources: set[str]) -> Pl
         exactness=exactness,
         reason=reason,
         origin=_origin(expression, sources),
+        unasked=max((loss for loss in losses if loss[1] not in AS_ASKED), default=(Exactness.BITWISE, "")),
     )
 
 

@@ -61,11 +61,14 @@ class Spool:
     def write(self, path: Path) -> None:
         """Writes everything as one safetensors file."""
         unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-        with unfinished.open("xb") as output:
-            save_safetensors(self.tensors, output, lambda _, tensor: tensor_bytes(tensor), {})
-        unfinished.replace(path)
-        if self._file is not None:
-            self._file.close()
+        try:
+            with unfinished.open("xb") as output:
+                save_safetensors(self.tensors, output, lambda _, tensor: tensor_bytes(tensor), {})
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+            if self._file is not None:
+                self._file.close()
 
 
 class Recorder:

@@ -14,12 +14,12 @@ it into this form.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, closing
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 from statekit.arrays.backend import Backend, Value
 from statekit.arrays.numpy_backend import NumpyBackend
@@ -33,6 +33,9 @@ from statekit.tensors.tensor import Tensor, in_memory
 from statekit.verify.contract import DESCRIPTION, FORMAT, GRADS, TRAJECTORY, Phase, System
 from statekit.verify.systems import SYSTEMS
 
+FOREIGN = "meta.json"
+"""The description that recorders of a system write."""
+T = TypeVar("T")
 Rate: TypeAlias = float | tuple[float, ...] | None
 """The learning rate of one update: a number, or one for each parameter group; None where the optimizer has its own."""
 
@@ -187,7 +190,14 @@ class Recording(AbstractContextManager["Recording"]):
         tensors = self._below(file, self.number(step))
         if not tensors:
             raise FormatError("A recording lacks a state.", place=self.folder / file, found=f"step {step}")
-        return system(self.system).decode(tensors, step, self.phase(update))
+        with _understood(self._description):
+            return system(self.system).decode(tensors, step, self.phase(update))
+
+    @property
+    def _description(self) -> Path:
+        """The file that describes it: ours, or its system's."""
+        ours = self.folder / DESCRIPTION
+        return ours if ours.is_file() else self.folder / FOREIGN
 
     def rate(self, update: int) -> Rate:
         """Returns the learning rate of an update."""
@@ -228,7 +238,7 @@ def open_recording(folder: Path) -> Recording:
         FormatError: Its description breaks the form.
     """
     missing = [name for name in (GRADS, TRAJECTORY) if not (folder / name).is_file()]
-    ours, foreign = folder / DESCRIPTION, folder / "meta.json"
+    ours, foreign = folder / DESCRIPTION, folder / FOREIGN
     if missing or not (ours.is_file() or foreign.is_file()):
         raise NotFoundError(
             "The path isn't a recording.",
@@ -240,17 +250,36 @@ def open_recording(folder: Path) -> Recording:
         return from_json(folder, _json(ours))
     meta = _json(foreign)
     _check_sequence(folder / TRAJECTORY)
-    try:
+    with _understood(foreign):
         description = system(str(meta.get("system"))).describe(folder, meta)
+    return from_json(folder, description)
+
+
+@contextmanager
+def _understood(place: Path) -> Iterator[None]:
+    """Makes what a description's values of other types lead to an error of the description.
+
+    Raises:
+        FormatError: Something in it isn't what it must be.
+    """
+    try:
+        yield
     except StatekitError:
         raise
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, StopIteration) as error:
+    except (
+        KeyError,
+        TypeError,
+        ValueError,
+        IndexError,
+        AttributeError,
+        OverflowError,
+        StopIteration,
+    ) as error:
         raise FormatError(
             "A recording's description isn't what its system's recordings have.",
-            place=foreign,
+            place=place,
             found=f"{type(error).__name__}: {error}",
         ) from None
-    return from_json(folder, description)
 
 
 def _check_sequence(path: Path) -> None:
@@ -290,22 +319,22 @@ def from_json(folder: Path, data: Mapping[str, Any]) -> Recording:
         checkpoint = data.get("checkpoint") or {}
         recording = Recording(
             folder,
-            data["system"],
-            first,
-            last,
+            _of(str, data["system"]),
+            _of(int, first),
+            _of(int, last),
             tuple(
-                Phase(start, end, phase["hyperparameters"])
+                Phase(_of(int, start), _of(int, end), _of(dict, phase["hyperparameters"]))
                 for phase in data["phases"]
                 for start, end in [phase["updates"]]
             ),
             tuple(rate_from(rate) for rate in data["learning_rate"]),
             tuple(_trajectory(one, first) for one in data["trajectories"]),
-            checkpoint.get("path", ""),
-            checkpoint.get("step"),
-            data.get("numbered_from", first),
-            data.get("gradients_per_update", 1),
+            _of(str, checkpoint.get("path", "")),
+            None if checkpoint.get("step") is None else _of(int, checkpoint["step"]),
+            _of(int, data.get("numbered_from", first)),
+            _of(int, data.get("gradients_per_update", 1)),
         )
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise FormatError(
             "A recording's description breaks the form.",
             place=folder / DESCRIPTION,
@@ -325,12 +354,21 @@ def from_json(folder: Path, data: Mapping[str, Any]) -> Recording:
 def _trajectory(data: Mapping[str, Any], first: int) -> Trajectory:
     resumed = data.get("resumed")
     return Trajectory(
-        data["file"],
+        _of(str, data["file"]),
         data["execution"],
-        data.get("first", first),
-        data.get("sqrt_units", 0.0),
-        Resumption(resumed["step"], resumed["before"], resumed["dtype"]) if resumed else None,
+        _of(int, data.get("first", first)),
+        float(data.get("sqrt_units", 0.0)),
+        Resumption(_of(int, resumed["step"]), _of(str, resumed["before"]), _of(str, resumed["dtype"]))
+        if resumed
+        else None,
     )
+
+
+def _of(kind: type[T], value: Any) -> T:
+    """Returns a value of a kind; raises TypeError of another, and of a truth value in the place of a number."""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"{value!r:.60} in the place of {kind.__name__}")
+    return value
 
 
 def rate_from(rate: Any) -> Rate:

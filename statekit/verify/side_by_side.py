@@ -53,6 +53,21 @@ _OF_THE_MACHINE = (MemoryError, OSError)
 """What says nothing of a checkpoint, whoever raises it: a disk that is full, memory that is short."""
 
 
+_SHORT = ("OutOfMemoryError", "ResourceExhaustedError")
+"""Classes that PyTorch and TensorFlow raise where a device has no more memory; JAX says RESOURCE_EXHAUSTED."""
+
+
+def refuse_short_memory(error: Exception) -> None:
+    """Raises what a framework says of a device's memory as what it is: it says nothing of a checkpoint.
+
+    Raises:
+        MemoryError: The device has no more.
+    """
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if kinds & {*_SHORT} or "RESOURCE_EXHAUSTED" in str(error):
+        raise MemoryError(f"The device has not enough memory: {str(error)[:500]}") from error
+
+
 @dataclass(frozen=True)
 class Worst:
     """One tensor over all probes.
@@ -238,6 +253,7 @@ class SideBySide:
             self._notes.append(f"{kind.name} isn't run: {error.line}; {ours} steps in its place")
             return Side(state, ours)
         except Exception as error:  # whatever a framework raises
+            refuse_short_memory(error)
             if is_source:
                 self._notes.append(f"{kind.name} isn't run: {_raised(error)}; {ours} steps in its place")
                 return Side(state, ours)
@@ -280,6 +296,7 @@ class SideBySide:
         except (StatekitError, *_OF_THE_MACHINE):
             raise
         except Exception as error:  # whatever a framework raises: it doesn't take what the target holds
+            refuse_short_memory(error)
             fault = f"{sides[1].title} doesn't go on with it: {_raised(error)}"
             return _Ran({key: Worst(faults=(fault,)) for key in of_target.intervals}), of_target
         starts = arrays(before)
@@ -302,6 +319,7 @@ class SideBySide:
         except (StatekitError, *_OF_THE_MACHINE):
             raise
         except Exception as error:  # whatever a framework raises
+            refuse_short_memory(error)
             if side.native is None:
                 raise
             self._notes.append(
@@ -404,7 +422,8 @@ def _as_loaded(side: Side, rates: Rates) -> dict[Key, str]:
         there = arrays(side.native(side.state, (), rates))
     except (StatekitError, *_OF_THE_MACHINE):
         raise
-    except Exception:  # whatever a framework raises is said of the updates
+    except Exception as error:  # whatever a framework raises is said of the updates
+        refuse_short_memory(error)
         return {}
     faults = {}
     for key, stored in arrays(side.state).items():

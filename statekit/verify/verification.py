@@ -155,6 +155,13 @@ def verify(
         raise UsageError(
             "A number of updates is wanted.", place="--steps", expected="0 or more", found=made.steps
         )
+    if made.steps == 0 and made.gradients != Asked.gradients:
+        raise UsageError(
+            "No update is done, so nothing takes the gradients.",
+            place="--gradients",
+            found=f"{made.gradients}, with --steps 0",
+            remedy="leave out --gradients, or ask for steps",
+        )
     return certificate(made, on_progress)
 
 

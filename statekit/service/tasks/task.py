@@ -30,11 +30,13 @@ from statekit.service import looking, work
 from statekit.service.tasks.confinement import Reach, confine
 from statekit.service.tasks.failures import problem_of
 from statekit.service.tasks.listener import Listener
-from statekit.service.tasks.processes import end_with
+from statekit.service.tasks.processes import end_with, is_alive
 
 NICE = 5
 """By how much tasks stand behind what answers requests, in Unix' levels."""
 _WAIT_SECONDS = 0.002
+_SCRATCH = "statekit-task-"
+"""How the names of tasks' temporary folders begin; the number of their parent follows."""
 
 
 KINDS: Mapping[str, Callable[[Mapping[str, Any], Listener], Any]] = {**looking.KINDS, **work.KINDS}
@@ -110,12 +112,13 @@ class Forks:
     def __init__(self, temporary: Path | None) -> None:
         self._temporary = temporary
         self._scratches: dict[int, Path] = {}
+        self._sweep()
 
     def fork(self, files: Sequence[int]) -> int:
         """Forks a task, and returns its number."""
         if self._temporary is not None:
             self._temporary.mkdir(exist_ok=True, mode=0o700)
-        scratch = Path(tempfile.mkdtemp(prefix="statekit-task-", dir=self._temporary))
+        scratch = Path(tempfile.mkdtemp(prefix=f"{_SCRATCH}{os.getpid()}-", dir=self._temporary))
         parent = os.getpid()
         pid = os.fork()
         if pid:
@@ -134,6 +137,13 @@ class Forks:
         finally:
             sys.stderr.flush()
             os._exit(code)  # what it would do at an end is the parent's
+
+    def _sweep(self) -> None:
+        """Removes the folders of tasks whose parent was killed before it could."""
+        for folder in [] if self._temporary is None else self._temporary.glob(f"{_SCRATCH}*"):
+            owner = folder.name.removeprefix(_SCRATCH).partition("-")[0]
+            if owner.isdecimal() and not is_alive(int(owner)):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def ended(self, pid: int, seconds: float) -> tuple[int, bool]:
         """Waits for a task's end; returns its code, negative of a signal, and whether it was ended for being late."""

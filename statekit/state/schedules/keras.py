@@ -72,6 +72,13 @@ def _piecewise(said: Mapping[str, Any], base: float | None) -> Told:
 
 
 def _no_steps(said: Mapping[str, Any]) -> str | None:
+    """Returns why a schedule of these arguments isn't the usual one; None if it is.
+
+    Source: keras-team/keras, keras/src/optimizers/schedules/learning_rate_schedule.py: all numbers are cast to the
+    dtype of `initial_learning_rate`.
+    """
+    if isinstance(said[_START], int):
+        return f"{_START} is the whole number {said[_START]}: Keras then casts all its numbers to whole ones"
     return None if said[_STEPS] > 0 else f"{_STEPS} is {said[_STEPS]!r}"
 
 
