@@ -290,6 +290,6 @@ def test_mxnets_run_goes_on_by_the_printed_schedule(capsys: pytest.CaptureFixtur
 )
 def test_a_keras_schedule_of_a_whole_rate_is_none_that_others_have(call: str) -> None:
     """Keras casts all its numbers to the rate's dtype: ExponentialDecay(1, 10, 0.5) is 0 from the first step on."""
-    told = called_rates(parse_call(call))
-    assert isinstance(told, str) and "whole" in told
+    answer = called_rates(parse_call(call))
+    assert isinstance(answer, str) and "whole" in answer
     assert isinstance(called_rates(parse_call(call.replace("(1,", "(1.0,"))), Rates)
