@@ -490,6 +490,17 @@ def test_faults_of_a_tree_are_named(changes: dict[str, Any], words: str) -> None
         decode(tampered("momentum_f32", **changes))
 
 
+@pytest.mark.parametrize("step", [4.0, 4.5, float("nan")])
+def test_a_step_that_t5x_cast_as_it_restored_from_orbax_is_read(step: float) -> None:
+    cast = tampered("momentum_f32", state__step=in_memory(np.asarray(step, np.float32)))
+    by_orbax = replace(cast, container="orbax")
+    if step == 4:
+        assert decode(by_orbax).counts.updates == 4
+    else:
+        with pytest.raises(StateError, match="state/step"):
+            decode(by_orbax)
+
+
 def test_slots_of_the_right_shape_are_taken_even_if_swapped() -> None:
     checkpoint = open_case("momentum_f32")
     square = checkpoint.tree["state"]["param_states"]["encoder"]["layers_0"]["attention"]["query"]["kernel"]

@@ -115,7 +115,7 @@ def read_native(checkpoint: Checkpoint) -> Native:
             slots_by_path[name] = described
     if slots:
         faults += [("has no slots, and no None in their place", name) for name in params if name not in slots]
-    step = _step(state["step"], faults)
+    step = _step(state["step"], faults, "iuf" if checkpoint.container == "orbax" else "iu")
     faults.check(
         StateError,
         "The checkpoint isn't a state of T5X's Adafactor",
@@ -163,9 +163,11 @@ def _described(path: str, shape: Shape, slots: Mapping[str, Tensor], faults: Fau
     return NativeSlots(shape, slots, v != shape, momentum)
 
 
-def _step(leaf: Any, faults: Faults) -> int:
-    is_count = isinstance(leaf, Tensor) and leaf.shape == () and leaf.dtype.kind in "iu"
+def _step(leaf: Any, faults: Faults, kinds: str) -> int:
+    """Returns the step; Orbax may hold a float, as T5X casts it with all leaves that it restores with a dtype."""
+    is_count = isinstance(leaf, Tensor) and leaf.shape == () and leaf.dtype.kind in kinds
     scalar = leaf.read().item() if is_count else leaf
+    scalar = int(scalar) if isinstance(scalar, float) and is_count and scalar.is_integer() else scalar
     if not fits(scalar, Natural):
         leaf_type = f"{leaf.dtype} {leaf.shape}" if isinstance(leaf, Tensor) else type(leaf).__name__
         faults.add(f"is no integer scalar but {leaf_type}", "state/step")
