@@ -212,7 +212,7 @@ def test_what_is_of_no_parameter_is_not_recorded_without_a_word(tmp_path: Path) 
 def test_a_replay_starts_from_a_ref_with_what_it_says_of_its_checkpoint(tmp_path: Path) -> None:
     recording = GOLDEN / "t5x" / "momentum_f32"
     names = tmp_path / "named"
-    statekit.convert(recording / "checkpoint", names, to="orbax", layout="optax")
+    statekit.convert(recording / "checkpoint", names, to="orbax", layout="optax", hparams={"beta1": 0.9})
     assert statekit.replay(recording, checkpoint=CheckpointRef(names, layout="optax")).passed
     with pytest.raises(UsageError, match="no layout of that name"):
         statekit.replay(recording, checkpoint=CheckpointRef(names, layout="nosuch"))
