@@ -105,6 +105,14 @@ def test_the_device_is_told_anew_only_where_memory_has_moved() -> None:
     assert [one.built for one in launches] == [count + 1 for count in built]
 
 
+def test_no_block_has_a_single_element() -> None:
+    made = gpu_checks.optimizer("ScaledAdam", torch.bfloat16, "cpu")  # NVIDIA rounds to bfloat16 two by two
+    for step in range(2):
+        gpu_checks.give(made, step)
+        made.step()
+    assert min(batch.launches.tile[-1] for batch in made._direct[0].batches) == 2
+
+
 def test_a_slot_or_a_shape_that_changes_is_noticed() -> None:
     ours, text = (gpu_checks.optimizer("AdamW", torch.float32, "cpu", foreach=way) for way in (True, False))
     for step in range(4):
