@@ -328,7 +328,7 @@ class _StageWriter:
         """Writes what is rounded to another dtype.
 
         Quotients and roots of bfloat16 numbers that are rounded to bfloat16 needn't be right to the last bit of
-        float32: none is nearer than 2**-18 to the middle of two neighbours, and the short forms are off by 2**-22.
+        float32: none is nearer than 2**-19 to the middle of two neighbours, and the short forms are off by 2**-22.
         """
         source = value.args[0]
         if is_rounded(source, value.note):
