@@ -53,7 +53,7 @@ ADAMS = {
     ("adafactor", "optax"),
 }
 FOLLOWED = {
-    "bfloat16": ADAFACTORS | SCALED_ADAMS | ADAMS,
+    "bfloat16": ADAFACTORS | SCALED_ADAMS | ADAMS | MXNETS,
     "float16": ADAFACTORS | SCALED_ADAMS | ADAMS | MXNETS,
 }
 """Who steps parameters of low precision; everybody else refuses them."""

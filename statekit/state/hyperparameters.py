@@ -143,7 +143,15 @@ def last_name(path: str) -> str:
 def _by_path(path: str, excluded: Exclusion, name: str) -> bool:
     """Tells whether a parameter is excluded: as it is said of its path, or by a regex that fits a name of it."""
     if not isinstance(excluded, Mapping):
-        return any(re.search(pattern, name) for pattern in excluded or ())
+        try:
+            return any(re.search(pattern, name) for pattern in excluded or ())
+        except (re.error, TypeError, RecursionError) as error:
+            raise StateError(
+                "A pattern of parameters without weight decay can't be read.",
+                place="exclude_from_weight_decay",
+                expected="a list of regexes",
+                found=f"{error}",
+            ) from None
     if path not in excluded:
         raise UnknownRuleError(
             "Nobody says whether a parameter is kept from weight decay.",
@@ -166,6 +174,7 @@ What is said by path goes by path, and regexes go by the name, whichever of them
 
 Raises:
     UnknownRuleError: It is said by path, and not of this one.
+    StateError: It is a list of something else than regexes.
 """
 
 

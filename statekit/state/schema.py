@@ -336,7 +336,9 @@ _KINDS: dict[str, tuple[type, ...]] = {
 def _are_inside(value: Any, limits: Mapping[str, Any]) -> bool:
     """Tells whether a number, all of an array whose numbers have a range, or all of an object keep to it."""
     if isinstance(value, Mapping):
-        return all(_is_of(item, "number") and _are_inside(item, limits) for item in value.values())
+        return not limits or all(
+            _is_of(item, "number") and _are_inside(item, limits) for item in value.values()
+        )
     if isinstance(value, (list, tuple)):
         numbers = all(fits(item, float) for item in value)
         whole = numbers and len(value) == limits.get("length", len(value))

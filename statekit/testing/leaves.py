@@ -33,6 +33,7 @@ IMPLIED: Mapping[str, str] = {
     "extra/megatron_common/content_metadata/distrib_optim_sharding_type": "the same",
     "extra/files_beside/*": "dropped by the files' names, which are the values",
     "extra/tf1/updates": "says of which count TensorFlow's powers are, which are written: anew if it isn't the state's",
+    "extra/mxnet/variant": "follows from the state's optimizer",
     "extra/keras/class": "follows from the state's optimizer",
     "extra/keras/iteration": "follows from the state's counts, and outweighs them only where they don't tell",
     "extra/keras/schedule": "whether the state knows a learning rate says as much",

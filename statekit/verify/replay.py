@@ -24,7 +24,7 @@ from statekit.arrays.intervals import IntervalBackend
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.open_state import open_state
-from statekit.errors import NotFoundError, StateError, UnknownFormatError, printable
+from statekit.errors import FormatError, NotFoundError, StateError, UnknownFormatError, printable
 from statekit.optim.run import Live, Move, initial, kernels_contract, load, mover, store
 from statekit.optim.steps import Execution
 from statekit.state.executions import execution
@@ -301,7 +301,15 @@ class _Stepper:
         if phase.first not in self.moves:
             self.moves[phase.first] = self.make(xp, state, self.execution)
         grads = recording.gradients_in(xp, update)
-        return self.moves[phase.first](live, grads, recording.rate(update))
+        rate, groups = recording.rate(update), len(state.optimizer.groups)
+        if isinstance(rate, tuple) and len(rate) != groups:
+            raise FormatError(
+                "A recording has another number of learning rates than of groups.",
+                place=f"{recording.folder}, update {update}",
+                expected=f"{groups}, or one for all",
+                found=len(rate),
+            )
+        return self.moves[phase.first](live, grads, rate)
 
 
 def _verdict(step: _Stepper, start: TrainState, trajectory: Trajectory, on_step: Progress) -> Iterator[Row]:

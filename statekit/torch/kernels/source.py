@@ -508,7 +508,9 @@ def _rounding() -> str:
     """Returns how numbers are rounded to bfloat16 where kernels run."""
     if is_interpreted():
         return BY_BITS
-    return NATIVE if torch.version.hip or not torch.version.cuda else PACKED
+    # The instruction that converts two at once came with compute capability 8.0.
+    has_pairs = bool(torch.version.cuda) and torch.cuda.get_device_capability() >= (8, 0)
+    return PACKED if has_pairs else NATIVE
 
 
 def is_interpreted() -> bool:
