@@ -335,19 +335,20 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 def _are_inside(value: Any, limits: Mapping[str, Any]) -> bool:
     """Tells whether a number, all of an array whose numbers have a range, or all of an object keep to it."""
-    if isinstance(value, Mapping):
-        return not limits or all(
-            _is_of(item, "number") and _are_inside(item, limits) for item in value.values()
-        )
-    if isinstance(value, (list, tuple)):
-        numbers = all(fits(item, float) for item in value)
-        whole = numbers and len(value) == limits.get("length", len(value))
-        return not limits or (whole and all(_are_inside(item, limits) for item in value))
+    if isinstance(value, (Mapping, list, tuple)):
+        # Without a range it holds no numbers: rules, masks, scales by pattern.
+        items = [*value.values()] if isinstance(value, Mapping) else value
+        has_length = len(items) == limits.get("length", len(items))
+        return not limits or (has_length and all(_is_number_inside(item, limits) for item in items))
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return True
     return not math.isnan(value) and all(
         _LIMITS[key](value, limit) for key, limit in limits.items() if key in _LIMITS
     )
+
+
+def _is_number_inside(value: Any, limits: Mapping[str, Any]) -> bool:
+    return fits(value, float) and _are_inside(value, limits)
 
 
 _LIMITS: Mapping[str, Callable[[float, float], bool]] = {
