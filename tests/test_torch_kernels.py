@@ -15,16 +15,38 @@ TRITON = Path(os.environ.get("STATEKIT_TRITON", ROOT / ".triton"))
 """Where `make .triton/.ready` puts Triton: not beside TensorFlow, with which it doesn't live in one process."""
 
 
-@pytest.mark.skipif(not (TRITON / "triton").is_dir(), reason="Triton isn't there: make .triton/.ready")
+needs_triton = pytest.mark.skipif(
+    not (TRITON / "triton").is_dir(), reason="Triton isn't there: make .triton/.ready"
+)
+
+
+def environment_with_triton() -> dict[str, str]:
+    """Returns an environment whose Python finds Triton."""
+    paths = [str(TRITON), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+
+@needs_triton
 def test_kernels_do_through_the_interpreter_what_the_text_says() -> None:
-    paths = [str(TRITON), *filter(None, [os.environ.get("PYTHONPATH")])]
-    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    environment = {**environment_with_triton(), "TRITON_INTERPRET": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
     ended = subprocess.run(
         [*command, str(ROOT / "tests" / "kernels_interpreted.py")],
         env=environment, cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-1000:]
+
+
+@needs_triton
+def test_kernels_in_bfloat16_compile_for_a_gpu(tmp_path: Path) -> None:
+    environment = {**environment_with_triton(), "TRITON_CACHE_DIR": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", str(ROOT / "tests" / "kernels_compiled.py")],
+        env=environment, cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout[-400:] + ended.stderr[-2000:]
+    assert len(ended.stdout.split()) == 5
 
 
 def test_nothing_imports_triton_on_a_cpu() -> None:
