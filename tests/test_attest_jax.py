@@ -131,7 +131,7 @@ def test_a_step_is_told_by_name_what_it_needs(tmp_path: Path) -> None:
     state = made["clipped"].init(params)
     with pytest.raises(UsageError, match="learning_rate"), attested_step(params, state, tmp_path / "clipped"):
         pass
-    said: dict[str, Any] = {"learning_rate": 0.1}
+    said: dict[str, Any] = {"learning_rate": 0.1, "hparams": {"weight_decay_rate": 1e-4}}
     with (
         pytest.raises(UnknownRuleError, match="clipvalue"),
         attested_step(params, state, tmp_path / "clipped", **said),

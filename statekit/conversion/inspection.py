@@ -281,9 +281,9 @@ def _seen(
     except (UnknownFormatError, StateError) as error:
         if ref.layout or ref.options("meaning").keys() - {"model_key", "optimizer_key"}:
             raise
-        unlaid = replace(opened, findings=(*opened.findings, *unread(checkpoint, None, budget)))
+        unlaid = replace(opened, findings=(*opened.findings, *unread(checkpoint, None, ref, budget)))
         return _native(unlaid, checkpoint, error, request, on_progress)
-    findings = (*opened.findings, *disagreements(checkpoint, state), *unread(checkpoint, state, budget))
+    findings = (*opened.findings, *disagreements(checkpoint, state), *unread(checkpoint, state, ref, budget))
     named = replace(opened, findings=findings)
     return _canonical(named, state, request, on_progress)
 

@@ -265,7 +265,7 @@ def _decoded(
         if not builds or (near := _named_near(meaning, checkpoint, ref, error)) is None:
             raise
         state = near
-    odd = (*disagreements(checkpoint, state), *unread(checkpoint, state, budget))
+    odd = (*disagreements(checkpoint, state), *unread(checkpoint, state, ref, budget))
     checkpoint = replace(checkpoint, findings=(*checkpoint.findings, *odd))
     return OpenState(checkpoint, meaning.name, (seen, why), state, budget, ref)
 

@@ -39,8 +39,6 @@ def settled(kind: type[T], schema: str, variant: str, group: Group) -> T:
         or (field.type == "float" and values[field.name] is None)
     ]
     if missing:
-        # What another record needs is named too: nobody is asked twice.
-        missing += [name for name in offered if name not in {*given, *missing, "learning_rate"}]
         raise UnknownRuleError(
             "The step needs hyperparameters that the checkpoint doesn't say.",
             place=next(iter(group.paths), None),

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from statekit.budget import Budget
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import StatekitError, some
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.source import listing, walked
@@ -81,12 +82,15 @@ def half_of(name: str) -> Half | None:
     return by_word or by_words or _WHOLE.get(stem)
 
 
-def unread(checkpoint: Checkpoint, state: TrainState | None, budget: Budget) -> tuple[Finding, ...]:
+def unread(
+    checkpoint: Checkpoint, state: TrainState | None, ref: CheckpointRef, budget: Budget
+) -> tuple[Finding, ...]:
     """Returns what looks like a part of a checkpoint's run and isn't read.
 
     Args:
         checkpoint: The checkpoint.
         state: The state that it decodes to; None where no layout makes one of it.
+        ref: What the user says. Who names one optimizer of several by its key leaves the others on purpose.
         budget: The job's, which knows the files that were read.
     """
     run = run_of(state.extra) if state is not None else RunState()
@@ -96,7 +100,8 @@ def unread(checkpoint: Checkpoint, state: TrainState | None, budget: Budget) -> 
         places = [place for place, kind in halves.items() if kind == half]
         looks = f"{some([Path(place).name for place in places])} {_looks_like(half, len(places))}"
         findings.append(Finding(f"{looks}{LOST}nothing reads it", places[0], kind=UNREAD))
-    inside = () if state is None else _inside(state, run)
+    is_picked = ref.optimizer_key is not None or ref.model_key is not None
+    inside = () if state is None else _inside(state, run, is_picked)
     return (*findings, *(Finding(what, f"{checkpoint.path}", kind=UNREAD) for what in inside))
 
 
@@ -210,9 +215,9 @@ def _holds_data(path: Path) -> bool:
         return True
 
 
-def _inside(state: TrainState, run: RunState) -> Iterator[str]:
+def _inside(state: TrainState, run: RunState, is_picked: bool) -> Iterator[str]:
     """Yields what a state's own records hold of an optimizer that isn't its own, or of a run that lost it."""
-    for name, node in _nodes(state.extra):
+    for name, node in () if is_picked else _nodes(state.extra):
         if isinstance(node, Mapping) and node.keys() >= _RECORD:
             yield f"{name} looks like an optimizer{LOST}nothing reads it"
     if state.optimizer.schema != WEIGHTS:
