@@ -50,11 +50,12 @@ $(TRITON): $(READY)
 		else echo "Triton couldn't be installed: the tests of kernels are skipped."; fi
 
 # A file is one worker's, which compiles, converts and starts once what its tests share.
+# Three workers for two cores: many tests wait for a disk, a service or a child.
 test: $(READY) $(TRITON)
-	@$(BIN)/pytest -q -n 2 --dist loadfile -m "not slow"
+	@$(BIN)/pytest -q -n 3 --dist loadfile -m "not slow"
 
 test-all: $(READY) $(TRITON)
-	@$(BIN)/pytest -q -n 2 --dist loadfile
+	@$(BIN)/pytest -q -n 3 --dist loadfile
 
 LIVING_CASES ?= 20000
 living: $(READY)

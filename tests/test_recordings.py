@@ -92,7 +92,7 @@ def test_a_description_with_a_value_of_another_type_is_refused_or_read(
     ]  # fmt: skip
     is_sweep = "slow" in {mark.name for mark in request.node.iter_markers()}
     drawn = [(at, value) for at in ways for value in VALUES] if is_sweep else []
-    for at, value in drawn or [*known, *((draw.choice(ways), draw.choice(VALUES)) for _ in range(40))]:
+    for at, value in drawn or [*known, *((draw.choice(ways), draw.choice(VALUES)) for _ in range(12))]:
         replayed(folder, changed(document, at, value))
 
 
