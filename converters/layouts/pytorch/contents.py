@@ -9,19 +9,26 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
 from typing import Any
 
 from statekit.conversion.contracts import Contents
 from statekit.converters.layouts.pytorch.param_order import found_order
-from statekit.converters.layouts.pytorch.parts import Parts, find_parts, model_place, path_of, possible_models
+from statekit.converters.layouts.pytorch.parts import (
+    Parts,
+    find_parts,
+    model_place,
+    networks,
+    path_of,
+    possible_models,
+)
 from statekit.converters.layouts.pytorch.side_by_side import SideBySide, side_by_side
 from statekit.errors import StateError
 from statekit.files.checkpoint import MODEL_KEY, SORTED, Checkpoint
 from statekit.tensors.tensor import Shape, Tensor
-from statekit.tensors.tree import at, loose, tensor_names
+from statekit.tensors.tree import Path, at, loose, tensor_names
 
 STEP = "step"
 _WRAPPED = "__bnb_optimizer_quant_state__"
@@ -50,6 +57,7 @@ class Signature:
         private: Options that mean nothing to PyTorch's own.
         beyond: Why no other system goes on with it; "" if others do.
         several: Optimizers of which any may have left such a state.
+        called: The class under whose name the file has the state; without it the state is another's.
     """
 
     name: str
@@ -66,6 +74,7 @@ class Signature:
     private: tuple[str, ...] = ()
     beyond: str = ""
     several: tuple[str, ...] = ()
+    called: str = ""
 
     def fits(self, slots: Collection[str], groups: Sequence[Mapping[str, Any]]) -> bool:
         """Tells whether an optimizer has its slots and no others, and its options in every group.
@@ -91,7 +100,9 @@ def contents_of(checkpoint: Checkpoint, names: Sequence[str] | None = None) -> C
     """
     if beside := side_by_side(checkpoint, {}):
         return _several(checkpoint, beside)
-    parts = find_parts(checkpoint, {})
+    pairs, parts = networks(checkpoint.tree), find_parts(checkpoint, {})
+    if parts is None and len(pairs) > 1:
+        return _networks(checkpoint, pairs)
     if parts is None:
         return _weights(checkpoint)
     slots = sorted({slot for record in parts.state.values() for slot, _ in _tensors(record)})
@@ -141,6 +152,19 @@ def _several(checkpoint: Checkpoint, beside: SideBySide) -> Contents:
     return Contents(what, params, slots, others)
 
 
+def _networks(checkpoint: Checkpoint, pairs: Mapping[Path, Path]) -> Contents:
+    """Returns what a file holds that has several networks, each with an optimizer."""
+    said = []
+    for model, optimizer in pairs.items():
+        key = "/".join(map(str, model))
+        parts = find_parts(replace(checkpoint, meta={**checkpoint.meta, MODEL_KEY: key}), {})
+        signature = signature_of(parts) if parts else None
+        name = signature.name if signature else "an optimizer that isn't known by its slots and options"
+        said.append(f"{key}, moved by {name} at {'/'.join(map(str, optimizer))}")
+    what = f"{len(pairs)} networks, of which --model-key names one: {'; '.join(said)}"
+    return Contents(what, {}, {}, checkpoint.tensors)
+
+
 def signature_of(parts: Parts) -> Signature | None:
     """Returns the signature that an optimizer has, or that of which it has lost slots; None if none fits.
 
@@ -151,10 +175,21 @@ def signature_of(parts: Parts) -> Signature | None:
     slots = {str(slot) for record in parts.state.values() for slot in unwrapped_record(record)}
     slots |= parts.common.keys()
     groups = [group for group in parts.groups if group["params"]] or parts.groups
-    fits = [signature for signature in signatures() if signature.fits(slots, groups)]
+    candidates = _candidates(parts.places[1])
+    fits = [signature for signature in candidates if signature.fits(slots, groups)]
     if not fits:
-        fits = [signature for signature in signatures() if _has_lost(signature, slots, groups)]
+        fits = [signature for signature in candidates if _has_lost(signature, slots, groups)]
     return max(fits, key=lambda one: len(slots & {*one.slots}) + len(one.options), default=None)
+
+
+def _candidates(place: Path) -> list[Signature]:
+    """Returns the signatures of the class whose name stands above a state; of all classes where none is known so.
+
+    Source: mosaicml/composer, composer/core/state.py, `State.state_dict`: optimizers lie under their classes' names.
+    """
+    called = str(place[-1]) if place else ""
+    named = [signature for signature in signatures() if signature.called and signature.called == called]
+    return named or [signature for signature in signatures() if not signature.called]
 
 
 def _has_lost(signature: Signature, slots: Collection[str], groups: Sequence[Mapping[str, Any]]) -> bool:

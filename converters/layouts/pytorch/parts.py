@@ -21,6 +21,7 @@ from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
 from statekit.conversion.contracts import Encoded
 from statekit.converters.layouts.dropped import dropped_from
+from statekit.converters.layouts.pytorch.networks import paired, unpaired_network
 from statekit.errors import UsageError, printable
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
 from statekit.state.run import BESIDE
@@ -59,9 +60,16 @@ MODELS: tuple[Path, ...] = (
 Where Lightning averages weights, the average stands at state_dict, and what the optimizer moves beside it.
 Source: Lightning-AI/pytorch-lightning, src/lightning/pytorch/callbacks/weight_averaging.py, `on_save_checkpoint`.
 """
-_AVERAGE = re.compile(r"(?i)(.*[_.-])?(n?ema\d*|swa|avg|averaged?|shadow|teacher|polyak)([_.-].*)?")
+_AVERAGE = re.compile(
+    r"(?i)(.*[_.-])?(n?ema\d*|emamodel|swa|avg|averaged?|shadow|teacher|polyak|smooth(ed)?)([_.-].*)?"
+)
 """What keys are called that hold an average of the weights: no optimizer moves that."""
-DEEPEST, MOST_PARTS = 2, 100
+_AVERAGES_COUNT = frozenset({"n_averaged", "initted"})
+"""What an average counts, beside its weights.
+
+Source: pytorch/pytorch torch/optim/swa_utils.py, `AveragedModel`; lucidrains/ema-pytorch, ema_pytorch.py, `EMA`.
+"""
+DEEPEST, MOST_PARTS = 3, 100
 """How deep below the top other places are looked for, and the longest list that is looked through."""
 BUFFERS, GROUPS = "buffers", "param_groups"
 """Parts of `extra` that lie elsewhere in the file: in `model`, and in the groups; as `BESIDE` does at the top."""
@@ -69,6 +77,8 @@ PLACES = "torch_places"
 """Key in `extra`: where model and optimizer lie in the file."""
 NAMES = "torch_names"
 """Key in `extra`: name by path, of parameters whose names have slashes, which paths have in the place of dots."""
+_ANOTHER = "another_network"
+"""Key of what stood where a network goes that a key told among several."""
 _FLAT_STATE, _FLAT_GROUPS = "state.", "param_groups."
 
 
@@ -129,6 +139,7 @@ def _moved(models: Mapping[Path, Any]) -> dict[Path, Any]:
         path: node
         for path, node in models.items()
         if not any(isinstance(key, str) and _AVERAGE.fullmatch(key) for key in path)
+        and not _AVERAGES_COUNT & {str(key) for key in node}
     }
 
 
@@ -230,10 +241,15 @@ def find_parts(checkpoint: Checkpoint, own_model: Mapping[str, Tensor] | None = 
         UsageError: The user named a key at which there is no such part.
     """
     tree = checkpoint.tree
-    optimizer_at = optimizer_place(tree, checkpoint.meta.get(OPTIMIZER_KEY))
+    keys = checkpoint.meta.get(MODEL_KEY), checkpoint.meta.get(OPTIMIZER_KEY)
+    model_at, optimizer_at = _network(tree, *keys) or (None, None)
     if optimizer_at is None:
-        return None
-    model_at = model_place(tree, checkpoint.meta.get(MODEL_KEY), optimizer_at) if optimizer_at else None
+        optimizer_at = optimizer_place(tree, keys[1])
+        if optimizer_at is None and keys[0] is not None and len(optimizers := optimizers_in(tree)) > 1:
+            raise unpaired_network(keys[0], optimizers)
+        if optimizer_at is None:
+            return None
+        model_at = model_place(tree, keys[0], optimizer_at) if optimizer_at else None
     if model_at is None:
         if own_model is None:
             return None
@@ -257,6 +273,37 @@ def find_parts(checkpoint: Checkpoint, own_model: Mapping[str, Tensor] | None = 
     return Parts(placed, dict(model), parts["param_groups"], state, form, rest, {**wrapper, **common})
 
 
+def networks(tree: Tree) -> dict[Path, Path]:
+    """Returns the path of the optimizer of each network, where a file has several optimizers and names pair them."""
+    optimizers = optimizers_in(tree)
+    if len(optimizers) < 2:
+        return {}
+    models = _moved({path: node for path, node in nodes(tree, None) if path and is_model(node)})
+    models = {path: node for path, node in models.items() if not _is_within(path, optimizers)}
+    pairs = paired(models, optimizers)
+    return {path: at_ for path, at_ in pairs.items() if _may_be_of(optimizers[at_], models[path])}
+
+
+def optimizers_in(tree: Tree) -> dict[Path, Any]:
+    """Returns every optimizer of a tree by its path."""
+    return {path: node for path, node in nodes(tree, None) if path and _is_optimizer(node)}
+
+
+def _is_within(path: Path, places: Iterable[Path]) -> bool:
+    return any(path[: len(place)] == place for place in places)
+
+
+def _network(tree: Tree, model_key: str | None, optimizer_key: str | None) -> tuple[Path, Path] | None:
+    """Returns the network that one key alone names, and the optimizer that names pair with it; None if they don't."""
+    if (model_key is None) == (optimizer_key is None):
+        return None
+    pairs = networks(tree).items()
+    return next(
+        (pair for pair in pairs if (model_key or optimizer_key) in ["/".join(map(str, path)) for path in pair]),
+        None,
+    )
+
+
 def _wrapper_of(tree: Tree, optimizer_at: Path) -> Mapping[str, Any]:
     """Returns what an optimizer that wraps another keeps of its own; none where nothing wraps it.
 
@@ -267,7 +314,7 @@ def _wrapper_of(tree: Tree, optimizer_at: Path) -> Mapping[str, Any]:
     added = {
         key: part for key, part in further.items() if any(isinstance(leaf, Tensor) for _, leaf in walk(part))
     }
-    if len(optimizer_at) < DEEPEST or optimizer_at[:1] not in OPTIMIZERS:
+    if len(optimizer_at) < 2 or optimizer_at[:1] not in OPTIMIZERS:
         return added
     outer = at(tree, optimizer_at[:-1])
     around = without(outer, optimizer_at[-1:]) if isinstance(outer, Mapping) else {}
@@ -357,8 +404,10 @@ def join_parts(
     model_at, optimizer_at = tuple(model_at), tuple(optimizer_at)
     tree = _put_parts(kept, model, optimizer, model_at, optimizer_at)
     if not _are_found(tree, model_at, optimizer_at):  # a key told them, which the target doesn't know
-        model_at = next(place for place in MODELS if place[0] not in kept)
-        optimizer_at = next(place for place in OPTIMIZERS if place[0] not in kept)
+        model_at, optimizer_at = MODELS[0], OPTIMIZERS[0]
+        another = {place[0]: kept[place[0]] for place in (model_at, optimizer_at) if place[0] in kept}
+        kept = {key: part for key, part in kept.items() if key not in another}
+        kept |= {_ANOTHER: another} if another else {}
         tree = _put_parts(kept, model, optimizer, model_at, optimizer_at)
     parts = {"model": model_at, "optimizer": optimizer_at}
     return with_names(Encoded(tree, step, dropped=dropped, parts=parts))

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from statekit.conversion.contracts import Encoded
+from statekit.converters.layouts.pytorch.networks import unpaired_network
 from statekit.converters.layouts.pytorch.parts import (
     MODELS,
     OPTIMIZERS,
@@ -26,6 +27,7 @@ from statekit.converters.layouts.pytorch.parts import (
     beside_optimizers,
     is_model,
     is_nested,
+    networks,
     nodes,
     of_no_parameter,
     part_place,
@@ -64,11 +66,11 @@ def side_by_side(checkpoint: Checkpoint, own_model: Mapping[str, Tensor] | None 
     Raises:
         UsageError: The user named a key of the model at which there is none.
     """
-    places = [] if checkpoint.meta.get(OPTIMIZER_KEY) is not None else optimizer_places(checkpoint.tree)
-    if not places:
+    tree, model_key = checkpoint.tree, checkpoint.meta.get(MODEL_KEY)
+    places = [] if checkpoint.meta.get(OPTIMIZER_KEY) is not None else optimizer_places(tree)
+    if not places or is_network(tree, model_key):
         return None
-    tree = checkpoint.tree
-    model_at = _model_place(tree, places, checkpoint.meta.get(MODEL_KEY))
+    model_at = _model_place(tree, places, model_key)
     if model_at is None and own_model is None:
         return None
     rest = _rest(tree, places)
@@ -97,6 +99,12 @@ def side_by_side(checkpoint: Checkpoint, own_model: Mapping[str, Tensor] | None 
     return SideBySide(
         tuple(places), tuple(each), Parts(placed, dict(model), groups, state, each[0].form, rest)
     )
+
+
+def is_network(tree: Tree, model_key: str | None) -> bool:
+    """Tells whether a tree has several networks, each with an optimizer, or a key names one of them."""
+    pairs = ["/".join(map(str, model)) for model in networks(tree)]
+    return len(pairs) > 1 if model_key is None else model_key in pairs
 
 
 def optimizer_places(tree: Tree) -> list[Path]:
@@ -156,6 +164,8 @@ def _model_place(tree: Tree, optimizers: Sequence[Path], key: str | None) -> Pat
         and len(node) >= most
         and not any(path[: len(place)] == place for place in optimizers)
     }
+    if key is not None and key not in ["/".join(map(str, path)) for path in models]:
+        raise unpaired_network(key, optimizers)
     place = part_place(MODELS, models, key)
     return () if place is None and key is None and is_model(loose(tree)) else place
 

@@ -33,6 +33,7 @@ from statekit.converters.layouts.pytorch.contents import (
     signature_of,
     unwrapped_record,
 )
+from statekit.converters.layouts.pytorch.networks import several_networks
 from statekit.converters.layouts.pytorch.param_order import REMEDY, found_order
 from statekit.converters.layouts.pytorch.parts import (
     GROUPS,
@@ -45,6 +46,7 @@ from statekit.converters.layouts.pytorch.parts import (
     join_parts,
     looks_nested,
     names_of,
+    networks,
     nodes,
     path_of,
     possible_models,
@@ -57,13 +59,14 @@ from statekit.converters.layouts.pytorch.side_by_side import (
     side_by_side,
 )
 from statekit.errors import Faults, InexactError, StateError
-from statekit.files.checkpoint import OPTIMIZER_NAME, SORTED, Checkpoint
+from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, OPTIMIZER_NAME, SORTED, Checkpoint
 from statekit.lines.printing import SavedRun, State
 from statekit.state.constants import variant_constants
 from statekit.state.evidence import Fact, KnownFrom, beyond, fits_several
 from statekit.state.factoring import by_shape
 from statekit.state.run import SIDE_BY_SIDE, TRAINER_ARGUMENTS
 from statekit.state.schema import load_schema
+from statekit.state.stored_params import MASTER
 from statekit.state.stored_slots import FACTORED, stored_shape
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Shape, Tensor, in_memory, scalar
@@ -134,7 +137,7 @@ KINDS = (
         "torch",
         ("betas", "amsgrad", "eps", "weight_decay"),
         usual=_ADAMW,
-        beside=("grad_norm_exp_avg", "master_param"),
+        beside=("grad_norm_exp_avg",),
     ),
 )
 _SAID = {"index": "by index", "name": "by name", "flat": "an entry for each parameter's option"}
@@ -168,6 +171,8 @@ _ADAM_OR_ADAMW = (
 )
 _ADAMW_NAMED = re.compile(r"(?i)fairseqadam|(paged_)?adamw.*")
 """What configurations call an optimizer whose weight decay is decoupled: FairseqAdam is one, in spite of its name."""
+_MASTER = "master_param"
+"""What FusedAdam calls a parameter's master. Source: NVIDIA/apex, apex/optimizers/fused_adam.py, `master_weights`."""
 _BY_NAME = "torch_by_name"
 """Key in `extra`: whether the state lies under names."""
 _INFORMATION = "torch_information"
@@ -426,7 +431,7 @@ def _parts_and_kinds(
         kind = _kind(parts) if parts else None
         if parts is None or kind is None:
             raise _incomplete(checkpoint)
-        return _as_torch(parts, kind), [kind] * len(parts.groups), [], []
+        return _as_torch(parts, kind), [kind] * len(parts.groups), _said_of_pair(checkpoint, parts), []
     kinds = [(_kind(parts), len(parts.groups)) for parts in beside.each]
     places = ["/".join(map(str, place)) for place in beside.places]
     faults = Faults()
@@ -445,6 +450,17 @@ def _parts_and_kinds(
     )
     sides = [[list(place), count] for place, (_, count) in zip(beside.places, kinds, strict=True)]
     return beside.joint, [kind for kind, count in kinds for _ in range(count) if kind], [said], sides
+
+
+def _said_of_pair(checkpoint: Checkpoint, parts: Parts) -> list[str]:
+    """Returns that a network's optimizer was told by its name, where it was."""
+    if checkpoint.meta.get(OPTIMIZER_KEY) is not None and checkpoint.meta.get(MODEL_KEY) is not None:
+        return []
+    model, optimizer = parts.places
+    if networks(checkpoint.tree).get(model) != optimizer:
+        return []
+    model_name, optimizer_name = ("/".join(map(str, place)) for place in (model, optimizer))
+    return [f"{optimizer_name} moves {model_name}, as their names go together."]
 
 
 def _unnamed(checkpoint: Checkpoint) -> Unnamed | None:
@@ -471,6 +487,8 @@ def _unnamed(checkpoint: Checkpoint) -> Unnamed | None:
 def _incomplete(checkpoint: Checkpoint) -> StateError:
     """Returns what is wrong with a checkpoint that hasn't both parts, or an optimizer that isn't known."""
     parts = find_parts(checkpoint, {})
+    if parts is None and len(pairs := networks(checkpoint.tree)) > 1:
+        return several_networks(pairs, checkpoint.path)
     if parts is not None and parts.model:
         signature = signature_of(parts)
         return StateError(
@@ -583,6 +601,8 @@ def _slots(
             faults.add(f"{native} has shape {tensor.shape}, expected {stored}", path)
         else:
             yield name, tensor if stored == expected else Squeezed(tensor, expected)
+    if isinstance(master := record.get(_MASTER), Tensor) and master.shape == shape:
+        yield MASTER, master
 
 
 def _saw_pieces(kind: TorchOptimizer, record: Mapping[str, Any], rule: Rule) -> bool:

@@ -71,11 +71,11 @@ def half_of(name: str) -> Half | None:
     """Returns what a file, a folder or a key is by its name; None if its name tells nothing.
 
     Example:
-        >>> half_of("optimizer_0"), half_of("model_ema.pt"), half_of("opt-125m.bin")
+        >>> half_of("opt000500.pt"), half_of("model_ema.pt"), half_of("opt-125m.bin")
         ('optimizer', 'average', None)
     """
     words = _words(name)
-    stem = "_".join(_words(name.partition(".")[0]))
+    stem = "_".join(word for word in _words(name.partition(".")[0]) if not word.isdecimal())
     by_word = next((_WORDS[word] for word in words if word in _WORDS), None)
     joined = f"_{'_'.join(words)}_"
     by_words = next((half for several, half in _SEVERAL_WORDS.items() if f"_{several}_" in joined), None)
