@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import statekit
 from statekit.cli.main import main
@@ -322,3 +323,146 @@ def test_the_lines_of_a_file_that_may_be_of_two_optimizers_name_both(
     lines = capsys.readouterr().out
     assert "torch.optim.AdamW(" in lines
     assert "torch.optim.Adam(" in lines
+
+
+def saved_run(model: torch.nn.Module, **options: Any) -> torch.optim.Optimizer:
+    """Returns AdamW after three updates of a model."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(3):
+        for param in model.parameters():
+            param.grad = torch.randn(param.shape, generator=generator)
+        optimizer.step()
+    return optimizer
+
+
+def first_moment(path: Path, name: str, **options: Any) -> Any:
+    with statekit.open(path, **options) as opened:
+        assert opened.counts.updates == 3
+        return opened.slots[name]["m"].read()
+
+
+def moment_of(optimizer: torch.optim.Optimizer, param: Any) -> Any:
+    return optimizer.state[param]["exp_avg"].numpy()
+
+
+@pytest.mark.parametrize(
+    ("names", "key"),
+    [
+        (("netG", "optimizerG", "netD", "optimizerD"), "netD"),
+        (("generator", "optim_g", "discriminator", "optim_d"), "discriminator"),
+        (("model", "optimizer", "critic", "critic_opt"), "critic"),
+    ],
+)
+def test_a_network_among_several_goes_with_the_optimizer_of_its_name(
+    names: tuple[str, ...], key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: no key helped, and a file that has `model` too was written so that the other network was read."""
+    nets = [torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)]
+    optimizers = [saved_run(net, weight_decay=0.1 * number) for number, net in enumerate(nets)]
+    states = [part.state_dict() for pair in zip(nets, optimizers, strict=True) for part in pair]
+    path = tmp_path / "run.pt"
+    torch.save(dict(zip(names, states, strict=True)), path)
+    right = moment_of(optimizers[1], nets[1].weight)
+    assert np.array_equal(first_moment(path, "weight", model_key=key), right)
+    assert np.array_equal(first_moment(path, "weight", optimizer_key=names[3]), right)
+    assert attest(optimizers[1], nets[1].named_parameters(), path, model_key=key).passed
+    assert not attest(optimizers[0], nets[0].named_parameters(), path, model_key=key).passed
+    assert main(["convert", str(path), str(tmp_path / "one.pt"), "--model-key", key]) == 0
+    assert "as their names go together" in capsys.readouterr().out
+    assert np.array_equal(first_moment(tmp_path / "one.pt", "weight"), right)
+    if "model" not in names:
+        assert "--model-key names one" in refused(["convert", str(path), str(tmp_path / "x.pt")], capsys)
+
+
+def test_where_names_pair_nothing_the_optimizers_key_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    nets = {name: torch.nn.Linear(3, 2) for name in ("actor", "critic1", "critic2")}
+    both = torch.nn.ModuleList([nets["critic1"], nets["critic2"]])
+    parts = {"actor_optimizer": saved_run(nets["actor"]), "critic_optimizer": saved_run(both)}
+    path = tmp_path / "td3.pt"
+    torch.save({name: part.state_dict() for name, part in {**nets, **parts}.items()}, path)
+    assert main(["inspect", str(path), "--model-key", "critic1"]) == 2
+    assert "--optimizer-key too, one of actor_optimizer, critic_optimizer" in capsys.readouterr().err
+
+
+def test_an_averaged_model_is_never_the_model_whatever_its_key(tmp_path: Path) -> None:
+    """Seen red: `model` was taken, the average."""
+    model = torch.nn.Linear(3, 2)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    optimizer = saved_run(model)
+    parts = {"model": average, "online": model, "optimizer": optimizer}
+    torch.save({name: part.state_dict() for name, part in parts.items()}, tmp_path / "run.pt")
+    with statekit.open(tmp_path / "run.pt") as opened:
+        assert np.array_equal(opened.params["weight"].read(), model.weight.detach().numpy())
+
+
+def test_composers_optimizer_is_found_and_called_by_its_class(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: a file of Composer passed for weights alone. Its own decay isn't AdamW's."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = saved_run(model)
+    optimizer.param_groups[0]["initial_lr"] = 0.01
+    state = {"model": model.state_dict(), "optimizers": {"DecoupledAdamW": optimizer.state_dict()}}
+    torch.save({"state": state, "rng": []}, tmp_path / "ep1.pt")
+    assert np.array_equal(first_moment(tmp_path / "ep1.pt", "weight"), moment_of(optimizer, model.weight))
+    across = ["convert", str(tmp_path / "ep1.pt"), str(tmp_path / "x"), "--to", "orbax", "--layout", "optax"]
+    assert "Composer's DecoupledAdamW" in refused(across, capsys)
+
+
+def test_masters_of_fused_adam_are_what_goes_on(tmp_path: Path) -> None:
+    """Seen red: what was written for torch couldn't be read, and verify refuted what was written for Optax."""
+    model = torch.nn.Linear(3, 2)
+    saved = saved_run(model).state_dict()
+    masters = [param.detach().clone() for param in model.parameters()]
+    for record, master in zip(saved["state"].values(), masters, strict=True):
+        del record["step"]
+        record["master_param"] = master
+    options = {"lr": 0.01, "bias_correction": True, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+    saved["param_groups"] = [{**options, "step": 3, "params": [0, 1]}]
+    path, optax = tmp_path / "run.pt", tmp_path / "optax"
+    torch.save({"model": model.to(torch.bfloat16).state_dict(), "optimizer": saved}, path)
+    assert main(["convert", str(path), str(tmp_path / "again.pt")]) == 0
+    assert torch.equal(stored(tmp_path / "again.pt")["model"]["weight"], masters[0])
+    assert main(["convert", str(path), str(optax), "--to", "orbax", "--layout", "optax"]) == 0
+    assert main(["verify", str(path), str(optax)]) == 0
+
+
+def test_halves_of_one_step_are_one_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Seen red: the folder was none, and the model's file passed for weights without naming the optimizer's."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = saved_run(model)
+    for step in (0, 3):
+        torch.save(model.state_dict(), tmp_path / f"model{step:06}.pt")
+        torch.save(
+            optimizer.state_dict() if step else {"state": {}, "param_groups": []},
+            tmp_path / f"opt{step:06}.pt",
+        )
+        torch.save(model.state_dict(), tmp_path / f"ema_0.9999_{step:06}.pt")
+    assert np.array_equal(first_moment(tmp_path, "weight"), moment_of(optimizer, model.weight))
+    assert attest(optimizer, model.named_parameters(), tmp_path).passed
+    assert main(["inspect", str(tmp_path / "model000003.pt")]) == 0
+    assert "opt000003.pt" in capsys.readouterr().out
+    alone = tmp_path / "opt000003.pt"
+    assert main(["doctor", str(alone)]) == 0
+    assert "3 updates done" in capsys.readouterr().out
+    assert attest(optimizer, model.named_parameters(), alone).passed
+    optimizer.state[model.weight]["exp_avg"].zero_()
+    assert not attest(optimizer, model.named_parameters(), alone).passed
+
+
+def test_the_model_of_diffusers_lies_in_a_folder_beside_its_optimizer(tmp_path: Path) -> None:
+    """Seen red: the folder was none, and doctor died of the random states in it."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = saved_run(model)
+    for name in ("unet", "unet_ema"):
+        (tmp_path / name).mkdir()
+        save_file(dict(model.state_dict()), tmp_path / name / "diffusion_pytorch_model.safetensors")
+        (tmp_path / name / "config.json").write_text("{}")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
+    torch.save({"step": 0}, tmp_path / "random_states_0.pkl")
+    assert np.array_equal(first_moment(tmp_path, "weight"), moment_of(optimizer, model.weight))
+    assert attest(optimizer, model.named_parameters(), tmp_path).passed
+    assert main(["doctor", str(tmp_path)]) == 0

@@ -2,7 +2,7 @@
 
 It reads both generations and writes the newer one, which `torch.load(weights_only=True)` takes. In goes a file; out
 comes the object that was saved, tensors in it, objects of foreign classes as inert records. A folder with a model's
-file beside its optimizer's, as OLMo writes it, is read as one checkpoint.
+file beside its optimizer's is read as one checkpoint.
 """
 
 from __future__ import annotations
@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
+from statekit.converters.containers.torch_halves import BESIDE, Halves, find_halves
 from statekit.converters.formats.pytorch.reader import generation, named, read_object
 from statekit.converters.formats.pytorch.writer import MANIFEST_KEY, write_torch
 from statekit.errors import NotFoundError, StatekitError, UsageError
-from statekit.files.checkpoint import OPTIMIZER_NAME, Checkpoint
+from statekit.files.checkpoint import OPTIMIZER_NAME, STEPS, Checkpoint
 from statekit.files.integrity import proof_inside
 from statekit.files.source import Files, opening, read_small
 from statekit.files.stage import Stage
@@ -53,8 +54,8 @@ class TorchFile:
     def detect(self, path: Path) -> Evidence | None:
         """Looks at the first bytes, and at the directory at the end of a zip archive."""
         if not path.is_file():
-            parts = _parts_in(path)
-            return Evidence(15, f"{path} has {' beside '.join(parts.values())}") if parts else None
+            halves = find_halves(path) if path.is_dir() else None
+            return Evidence(15, f"{path} has {' beside '.join(halves.parts.values())}") if halves else None
         try:
             with Files() as files:
                 kind = generation(files.source(path))
@@ -71,7 +72,7 @@ class TorchFile:
             CorruptError: Sizes or checksums disagree with the data.
             FormatError: It isn't a torch file.
         """
-        if step is not None:
+        if step is not None and not path.is_dir():
             raise NotFoundError(
                 "A torch file holds one state and isn't chosen by its step.",
                 place=path,
@@ -79,8 +80,8 @@ class TorchFile:
                 remedy="name the file of that step",
             )
         with opening(path, budget) as files:
-            parts = {} if path.is_file() else _parts_in(path)
-            opened = _open_parts(path, parts, files) if parts else open_torch(path, files)
+            halves = find_halves(path, step) if path.is_dir() else None
+            opened = _open_halves(path, halves, files) if halves else open_torch(path, files)
             return replace(opened, on_close=files.close)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
@@ -110,41 +111,26 @@ def open_torch(path: Path, files: Files) -> Checkpoint:
     return Checkpoint(CONTAINER.name, path, tree, opened.meta, None, findings, proof=proof)
 
 
-_MODELS, _OPTIMIZERS = ("model.pt", "model.pth"), ("optim.pt", "optimizer.pt", "optimizer.pth", "opt.pt")
-_BESIDE = ("train.pt", "scheduler.pt", "scaler.pt")
 _CONFIG = "config.yaml"
 _NAME = re.compile(r"^optimizer:[ \t]*\n(?:[ \t]+.*\n)*?[ \t]+name:[ \t]*[\"']?(\w{1,64})", re.MULTILINE)
 
 
-def _parts_in(folder: Path) -> dict[str, str]:
-    """Returns the files of a model and of its optimizer that lie in one folder, by part; none where either is missing.
-
-    Source: allenai/OLMo, olmo/checkpoint.py, `FullCheckpointer.save_checkpoint`.
-    """
-    if not folder.is_dir():
-        return {}
-    names = {"model": _MODELS, "optimizer": _OPTIMIZERS}
-    there = {part: [name for name in usual if (folder / name).is_file()] for part, usual in names.items()}
-    return (
-        {part: files[0] for part, files in there.items()} if all(len(f) == 1 for f in there.values()) else {}
-    )
-
-
-def _open_parts(folder: Path, parts: Mapping[str, str], files: Files) -> Checkpoint:
+def _open_halves(folder: Path, halves: Halves, files: Files) -> Checkpoint:
     """Opens a model's file and its optimizer's as one checkpoint, with the files that stand beside them.
 
     Raises:
         FormatError: As `TorchFile.open`.
     """
-    beside = {name.removesuffix(".pt"): name for name in _BESIDE if (folder / name).is_file()}
-    opened = {part: open_torch(folder / name, files) for part, name in {**parts, **beside}.items()}
-    meta: dict[str, Any] = {"files": [*parts.values(), *beside.values()]}
+    beside = {name.partition(".")[0]: name for name in BESIDE if (folder / name).is_file()}
+    names = {**halves.parts, **({} if halves.steps else beside)}
+    opened = {part: open_torch(folder / name, files) for part, name in names.items()}
+    meta: dict[str, Any] = {"files": [*names.values()], **({STEPS: [*halves.steps]} if halves.steps else {})}
     if (folder / _CONFIG).is_file():
         match = _NAME.search(read_small(folder / _CONFIG, files).decode("utf-8", "replace"))
         meta |= {OPTIMIZER_NAME: match[1]} if match else {}
     findings = tuple(finding for one in opened.values() for finding in one.findings)
     tree = named({part: one.tree for part, one in opened.items()})
-    return Checkpoint(CONTAINER.name, folder, tree, meta, None, findings)
+    return Checkpoint(CONTAINER.name, folder, tree, meta, halves.step, findings)
 
 
 LIGHTNING = ".ckpt"

@@ -33,6 +33,7 @@ from statekit.state.run import BUFFERS
 from statekit.state.schema import WEIGHTS
 from statekit.state.stored_params import as_params
 from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import Tensor
 
 ORDERED = (
     "The checkpoint numbers its parameters and nothing in it tells which they are; they are taken in the order of the "
@@ -104,6 +105,8 @@ def attesting(
             result = Attestation(place, right.counts.updates, tuple(faults), tuple(omissions), (), 0, 0, 0)
         right = _without(_by_path(renamed(right, names, place)), {path_of(name) for name in run.elsewhere})
         if state is not None:
+            right, lacking = _with_weights_of(right, state, run.hints.model or {})
+            omissions += ["the weights: the checkpoint has none"] * bool(lacking)
             right, rule_faults = _under_rule_of(right, state)
             optimizer_faults, optimizer_omissions = _of_lacking_optimizer(right, state)
             faults += [*rule_faults, *optimizer_faults]
@@ -137,7 +140,7 @@ def attesting(
                 tuple(dict.fromkeys(omissions)),
                 (*right.assumptions, *taken),
                 len(right.params),
-                compared.tensors,
+                compared.tensors - len(lacking),
                 compared.bytes_read,
                 warnings=tuple(map(_warning, parted.later)),
                 facts=tuple(facts_as_live(right, state)),
@@ -157,6 +160,24 @@ def facts_as_live(right: TrainState, live: TrainState) -> Iterator[Fact]:
             yield replace(fact, value=next(iter(same)), source="assumed", because="as the live run has it")
         elif fact.is_weak:
             yield fact
+
+
+def _with_weights_of(
+    right: TrainState, live: TrainState, stand_ins: Mapping[str, Tensor]
+) -> tuple[TrainState, list[str]]:
+    """Returns a checkpoint's state with the live weights where it has none, and the paths of these.
+
+    Args:
+        right: The checkpoint's state.
+        live: The live one.
+        stand_ins: What the caller gave for weights that a checkpoint may lack.
+    """
+    absent = {id(tensor) for tensor in stand_ins.values()}
+    lacking = [path for path, tensor in right.params.items() if id(tensor) in absent and path in live.params]
+    if not lacking:
+        return right, []
+    weights = {path: live.params[path] for path in lacking}
+    return replace(right, params={**right.params, **weights}), lacking
 
 
 def _parted_oddities(oddities: Sequence[Oddity]) -> tuple[list[Finding], list[str]]:

@@ -345,7 +345,7 @@ def _with_unnamed(seen: Inspection, unnamed: Unnamed | None) -> Inspection:
         seen,
         optimizer=unnamed.optimizer,
         counts=unnamed.counts,
-        contents=None,
+        contents=None if seen.parameters else seen.contents,
         extra=tuple(unnamed.extra),
         run=run_of(unnamed.extra),
     )

@@ -3,9 +3,11 @@
 It reads and writes what `load_state` takes. In goes the folder:
 
     <anything>/    model, optimizer.bin, scheduler.bin, scaler.pt, random_states_0.pkl, ...
+    <anything>/    unet/, unet_ema/, optimizer.bin, ...         as Diffusers' training scripts save it
 
-Out comes the tree {model, optimizer, scheduler, scaler, files}.
-Source: huggingface/accelerate, checkpointing.py, `save_accelerator_state`.
+Out comes the tree {model, optimizer, scheduler, scaler, files}, and an average under its folder's name.
+Source: huggingface/accelerate, checkpointing.py, `save_accelerator_state`; huggingface/diffusers,
+examples/text_to_image/train_text_to_image.py, `save_model_hook`.
 """
 
 from __future__ import annotations
@@ -13,12 +15,17 @@ from __future__ import annotations
 from pathlib import Path
 
 from statekit.converters.containers.huggingface.folder import TRAINER_STATE, HuggingFaceFolder
-from statekit.converters.containers.huggingface.model import SHARDED_OPTIMIZER, find_model, sharded_part
+from statekit.converters.containers.huggingface.model import (
+    SHARDED_OPTIMIZER,
+    find_model,
+    model_below,
+    sharded_part,
+)
 from statekit.files.source import listing
 
 
 def _accelerate(folder: Path) -> str:
-    model = find_model(folder)
+    model = find_model(folder) or model_below(folder)
     if model is None or (folder / TRAINER_STATE).is_file():
         return ""
     others = [

@@ -30,7 +30,9 @@ from statekit.converters.containers.huggingface.model import (
     SHARDED_OPTIMIZER,
     find_model,
     metadata_of,
+    model_below,
     open_alone,
+    open_averages,
     open_model,
     open_sharded,
     save_model,
@@ -665,14 +667,19 @@ def _opened(path: Path, files: Files) -> tuple[Tree, dict[str, Any], tuple[Findi
     """Returns the tree of a folder, or of a single file, what is known of it, and what was odd."""
     alone = path.is_file()
     folder = path.parent if alone else path
-    name = path.name if alone else find_model(folder)
+    name = path.name if alone else find_model(folder) or model_below(folder) or None
     tree: dict[str, Tree] = {}
     meta: dict[str, Any] = {}
     taken: tuple[str, ...] = ()
     odd: tuple[Finding, ...] = ()
     if name is not None:
-        model = open_model(folder, name, files) if not alone else open_alone(path, files)
+        place = folder / name
+        model = open_model(place.parent, place.name, files) if not alone else open_alone(path, files)
         tree["model"], taken, odd = dict(model.tensors), model.files, model.findings
+        if place.parent != folder:
+            averages = open_averages(folder, files)
+            tree |= averages
+            taken = (place.parent.name, *averages)
         tree |= {TIES: ties} if (ties := ties_in(model)) else {}
         meta = {"model": list(taken), SORTED: model.is_sorted, "metadata": dict(model.metadata)}
     if alone:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NotRequired, TypeAlias, TypedDict
@@ -36,6 +36,8 @@ from statekit.tensors.typed import Name, typed
 
 SHARD_BYTES = 5 * 10**9
 """Bytes of tensors in a shard at most; a larger tensor has one to itself. Source: Transformers' usual 5 GB."""
+_AVERAGE = re.compile(r"(^|_)ema(_|$)")
+"""What is in the name of an average's folder."""
 ADAPTER_CONFIG = "adapter_config.json"
 SHARDED_MODEL, SHARDED_OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 """What the folders are called, before a number, in which FSDP keeps the shards of a part."""
@@ -90,6 +92,37 @@ def find_model(folder: Path) -> str | None:
         if files:
             return files[0] if len(files) == 1 else None
     return None
+
+
+def model_below(folder: Path) -> str:
+    """Returns the path of the only model in the folders beside Accelerate's optimizer.bin; "" if there isn't one.
+
+    Averages have folders of their own.
+    Source: huggingface/diffusers, examples/text_to_image/train_text_to_image.py, `save_model_hook`.
+    """
+    if not (folder / "optimizer.bin").is_file():
+        return ""
+    models = [
+        f"{entry.name}/{name}" for entry, name in _models_below(folder) if not _AVERAGE.search(entry.name)
+    ]
+    return models[0] if len(models) == 1 else ""
+
+
+def open_averages(folder: Path, files: Files) -> dict[str, dict[str, Tensor]]:
+    """Returns the tensors of the averages beside a model's folder, by the names of their folders."""
+    averages = [(entry, name) for entry, name in _models_below(folder) if _AVERAGE.search(entry.name)]
+    return {entry.name: dict(open_model(entry, name, files).tensors) for entry, name in averages}
+
+
+def _models_below(folder: Path) -> Iterator[tuple[Path, str]]:
+    for entry in listing(folder):
+        name = (
+            find_model(entry)
+            if entry.is_dir() and not re.search(rf"^{SHARDED_OPTIMIZER}(_\d+)?$", entry.name)
+            else None
+        )
+        if name is not None:
+            yield entry, name
 
 
 def sharded_part(folder: Path, stem: str, whole: bool = True) -> str:

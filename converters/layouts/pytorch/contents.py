@@ -31,6 +31,7 @@ from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Path, at, loose, tensor_names
 
 STEP = "step"
+_UNKNOWN = "an optimizer that isn't known by its slots and options"
 _WRAPPED = "__bnb_optimizer_quant_state__"
 
 
@@ -100,23 +101,16 @@ def contents_of(checkpoint: Checkpoint, names: Sequence[str] | None = None) -> C
     """
     if beside := side_by_side(checkpoint, {}):
         return _several(checkpoint, beside)
-    pairs, parts = networks(checkpoint.tree), find_parts(checkpoint, {})
-    if parts is None and len(pairs) > 1:
-        return _networks(checkpoint, pairs)
+    parts = find_parts(checkpoint, {})
     if parts is None:
-        return _weights(checkpoint)
+        pairs = networks(checkpoint.tree)
+        return _networks(checkpoint, pairs) if len(pairs) > 1 else _weights(checkpoint)
     slots = sorted({slot for record in parts.state.values() for slot, _ in _tensors(record)})
     said = signature_of(parts)
-    name = said.name if said else "an optimizer that isn't known by its slots and options"
-    count = sum(len(group["params"]) for group in parts.groups)
+    name = said.name if said else _UNKNOWN
     listed = f"its slots by parameter: {', '.join(slots) or 'none'}"
-    models = possible_models(checkpoint.tree)
-    if not parts.model and models:
-        what = f"{name}, and weights at {' or '.join(models)}: --model-key says which are the optimizer's; {listed}"
-        return Contents(what, {}, {}, checkpoint.tensors)
     if not parts.model:
-        only = f"{name}, alone: the state of {count} parameters without their weights; {listed}"
-        return Contents(only, {}, {}, checkpoint.tensors)
+        return _without_weights(checkpoint, parts, name, listed)
     what = f"{name}: {'a state that fits no layout' if said and said.schema else 'no schema yet'}; {listed}"
     params = {path_of(key): tensor for key, tensor in parts.model.items()}
     taken = {id(tensor) for tensor in params.values()}
@@ -131,12 +125,22 @@ def contents_of(checkpoint: Checkpoint, names: Sequence[str] | None = None) -> C
     return Contents(what, params, slots_of, others, {path: options for path, _, options in each})
 
 
+def _without_weights(checkpoint: Checkpoint, parts: Parts, name: str, listed: str) -> Contents:
+    """Returns what a file holds whose optimizer's weights aren't there, or may be several parts."""
+    if models := possible_models(checkpoint.tree):
+        what = f"{name}, and weights at {' or '.join(models)}: --model-key says which are the optimizer's; {listed}"
+        return Contents(what, {}, {}, checkpoint.tensors)
+    count = sum(len(group["params"]) for group in parts.groups)
+    only = f"{name}, alone: the state of {count} parameters without their weights; {listed}"
+    return Contents(only, {}, {}, checkpoint.tensors)
+
+
 def _several(checkpoint: Checkpoint, beside: SideBySide) -> Contents:
     """Returns what a file holds that has several optimizers."""
     said = []
     for place, parts in zip(beside.places, beside.each, strict=True):
         signature, count = signature_of(parts), sum(len(group["params"]) for group in parts.groups)
-        name = signature.name if signature else "an optimizer that isn't known by its slots and options"
+        name = signature.name if signature else _UNKNOWN
         schema = "" if signature and signature.schema else ", no schema yet"
         said.append(f"{name} at {'/'.join(map(str, place))}{schema}: {count} parameters")
     what = f"{len(said)} optimizers: {'; '.join(said)}"
@@ -159,7 +163,7 @@ def _networks(checkpoint: Checkpoint, pairs: Mapping[Path, Path]) -> Contents:
         key = "/".join(map(str, model))
         parts = find_parts(replace(checkpoint, meta={**checkpoint.meta, MODEL_KEY: key}), {})
         signature = signature_of(parts) if parts else None
-        name = signature.name if signature else "an optimizer that isn't known by its slots and options"
+        name = signature.name if signature else _UNKNOWN
         said.append(f"{key}, moved by {name} at {'/'.join(map(str, optimizer))}")
     what = f"{len(pairs)} networks, of which --model-key names one: {'; '.join(said)}"
     return Contents(what, {}, {}, checkpoint.tensors)

@@ -17,10 +17,10 @@ from statekit.errors import StateError, UsageError
 from statekit.tensors.tree import Path
 
 _WORDS = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+|\d+")
-_GENERIC = frozenset(
-    "state states dict model models net nets network networks module weights params"
-    " opt opts optim optims optimizer optimizers optimiser".split()
-)
+_GENERIC = frozenset({
+    "state", "states", "dict", "model", "models", "net", "nets", "network", "networks", "module", "weights", "params",
+    "opt", "opts", "optim", "optims", "optimizer", "optimizers", "optimiser",
+})  # fmt: skip
 """Words in the names of networks and optimizers that don't say whose they are."""
 
 

@@ -241,15 +241,10 @@ def find_parts(checkpoint: Checkpoint, own_model: Mapping[str, Tensor] | None = 
         UsageError: The user named a key at which there is no such part.
     """
     tree = checkpoint.tree
-    keys = checkpoint.meta.get(MODEL_KEY), checkpoint.meta.get(OPTIMIZER_KEY)
-    model_at, optimizer_at = _network(tree, *keys) or (None, None)
-    if optimizer_at is None:
-        optimizer_at = optimizer_place(tree, keys[1])
-        if optimizer_at is None and keys[0] is not None and len(optimizers := optimizers_in(tree)) > 1:
-            raise unpaired_network(keys[0], optimizers)
-        if optimizer_at is None:
-            return None
-        model_at = model_place(tree, keys[0], optimizer_at) if optimizer_at else None
+    places = _places(tree, checkpoint.meta.get(MODEL_KEY), checkpoint.meta.get(OPTIMIZER_KEY))
+    if places is None:
+        return None
+    model_at, optimizer_at = places
     if model_at is None:
         if own_model is None:
             return None
@@ -271,6 +266,22 @@ def find_parts(checkpoint: Checkpoint, own_model: Mapping[str, Tensor] | None = 
     wrapper = _wrapper_of(tree, optimizer_at)
     state = {index: record for index, record in parts["state"].items() if index not in common}
     return Parts(placed, dict(model), parts["param_groups"], state, form, rest, {**wrapper, **common})
+
+
+def _places(tree: Tree, model_key: str | None, optimizer_key: str | None) -> tuple[Path | None, Path] | None:
+    """Returns where the model is, None if it isn't there, and its optimizer; None if there is no such optimizer.
+
+    Raises:
+        UsageError: There is no such part at a key, or nothing tells the optimizer of what it names.
+    """
+    if network := _network(tree, model_key, optimizer_key):
+        return network
+    optimizer_at = optimizer_place(tree, optimizer_key)
+    if optimizer_at is None and model_key is not None and len(optimizers := optimizers_in(tree)) > 1:
+        raise unpaired_network(model_key, optimizers)
+    if optimizer_at is None:
+        return None
+    return model_place(tree, model_key, optimizer_at) if optimizer_at else None, optimizer_at
 
 
 def networks(tree: Tree) -> dict[Path, Path]:
@@ -299,7 +310,11 @@ def _network(tree: Tree, model_key: str | None, optimizer_key: str | None) -> tu
         return None
     pairs = networks(tree).items()
     return next(
-        (pair for pair in pairs if (model_key or optimizer_key) in ["/".join(map(str, path)) for path in pair]),
+        (
+            pair
+            for pair in pairs
+            if (model_key or optimizer_key) in ["/".join(map(str, path)) for path in pair]
+        ),
         None,
     )
 
@@ -404,13 +419,22 @@ def join_parts(
     model_at, optimizer_at = tuple(model_at), tuple(optimizer_at)
     tree = _put_parts(kept, model, optimizer, model_at, optimizer_at)
     if not _are_found(tree, model_at, optimizer_at):  # a key told them, which the target doesn't know
-        model_at, optimizer_at = MODELS[0], OPTIMIZERS[0]
-        another = {place[0]: kept[place[0]] for place in (model_at, optimizer_at) if place[0] in kept}
-        kept = {key: part for key, part in kept.items() if key not in another}
-        kept |= {_ANOTHER: another} if another else {}
+        kept = _another_aside(kept)
+        model_at = next(place for place in MODELS if place[0] not in kept)
+        optimizer_at = next(place for place in OPTIMIZERS if place[0] not in kept)
         tree = _put_parts(kept, model, optimizer, model_at, optimizer_at)
     parts = {"model": model_at, "optimizer": optimizer_at}
     return with_names(Encoded(tree, step, dropped=dropped, parts=parts))
+
+
+def _another_aside(kept: Mapping[Any, Tree]) -> dict[Any, Tree]:
+    """Returns what a file has beside a network, with another that stands where this one goes under a key of its own."""
+    usual = {place[0] for place in (*MODELS, *OPTIMIZERS)}
+    another = {
+        key: part for key, part in kept.items() if key in usual and (is_model(part) or _is_optimizer(part))
+    }
+    rest = {key: part for key, part in kept.items() if key not in another}
+    return {**rest, **({_ANOTHER: another} if another else {})}
 
 
 def nameable(extra: Mapping[str, Tree]) -> tuple[Mapping[str, Tree], dict[str, str]]:

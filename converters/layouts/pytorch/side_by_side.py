@@ -67,8 +67,8 @@ def side_by_side(checkpoint: Checkpoint, own_model: Mapping[str, Tensor] | None 
         UsageError: The user named a key of the model at which there is none.
     """
     tree, model_key = checkpoint.tree, checkpoint.meta.get(MODEL_KEY)
-    places = [] if checkpoint.meta.get(OPTIMIZER_KEY) is not None else optimizer_places(tree)
-    if not places or is_network(tree, model_key):
+    places = [] if is_told(checkpoint) else optimizer_places(tree)
+    if not places:
         return None
     model_at = _model_place(tree, places, model_key)
     if model_at is None and own_model is None:
@@ -101,10 +101,12 @@ def side_by_side(checkpoint: Checkpoint, own_model: Mapping[str, Tensor] | None 
     )
 
 
-def is_network(tree: Tree, model_key: str | None) -> bool:
-    """Tells whether a tree has several networks, each with an optimizer, or a key names one of them."""
-    pairs = ["/".join(map(str, model)) for model in networks(tree)]
-    return len(pairs) > 1 if model_key is None else model_key in pairs
+def is_told(checkpoint: Checkpoint) -> bool:
+    """Tells whether each of several optimizers moves a network of its own, or a key names one of them."""
+    model_key = checkpoint.meta.get(MODEL_KEY)
+    pairs = ["/".join(map(str, model)) for model in networks(checkpoint.tree)]
+    is_network = len(pairs) > 1 if model_key is None else model_key in pairs
+    return is_network or checkpoint.meta.get(OPTIMIZER_KEY) is not None
 
 
 def optimizer_places(tree: Tree) -> list[Path]:

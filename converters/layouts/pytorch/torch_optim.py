@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.contracts import NO_HINTS, Contents, Encoded, Evidence, Unnamed
+from statekit.conversion.contracts import NO_HINTS, Contents, Encoded, Evidence, Hints, Unnamed
 from statekit.converters.layouts.pytorch import lines
 from statekit.converters.layouts.pytorch.architecture import (
     BY_CONFIG,
@@ -58,7 +58,7 @@ from statekit.converters.layouts.pytorch.side_by_side import (
     join_side_by_side,
     side_by_side,
 )
-from statekit.errors import Faults, InexactError, StateError
+from statekit.errors import Faults, InexactError, NamesError, StateError
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, OPTIMIZER_NAME, SORTED, Checkpoint
 from statekit.lines.printing import SavedRun, State
 from statekit.state.constants import variant_constants
@@ -466,7 +466,7 @@ def _said_of_pair(checkpoint: Checkpoint, parts: Parts) -> list[str]:
 def _unnamed(checkpoint: Checkpoint) -> Unnamed | None:
     """Returns what a checkpoint says without its parameters' names; None where its optimizer isn't one of these."""
     try:
-        parts, kinds, _, sides = _parts_and_kinds(checkpoint, NO_HINTS)
+        parts, kinds, _, sides = _parts_and_kinds(checkpoint, Hints.of_model(NO_HINTS, {}))
         numbers = [[str(index) for index in group["params"]] for group in parts.groups]
         if len({number for group in numbers for number in group}) != sum(map(len, numbers)):
             return None
@@ -513,7 +513,7 @@ def _incomplete(checkpoint: Checkpoint) -> StateError:
             found=", ".join(models),
             remedy=f"name one: --model-key {models[0]}, in Python model_key={models[0]!r}",
         )
-    return StateError("The checkpoint has an optimizer, but no weights.", place=checkpoint.path, remedy=ALONE)
+    return NamesError("The checkpoint has an optimizer, but no weights.", place=checkpoint.path, remedy=ALONE)
 
 
 def _given_names(

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypeAlias
 from statekit.budget import Budget
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import StatekitError, some
-from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.checkpoint import STEPS, Checkpoint, Finding
 from statekit.files.source import listing, walked
 from statekit.state.run import RunState, run_of
 from statekit.state.schema import NO_OPTIMIZER, WEIGHTS
@@ -55,6 +55,8 @@ _TEXT = re.compile(
 )
 """Suffixes of files that hold no tensors."""
 _CASES = re.compile(r"(?<=[a-z])(?=[A-Z])")
+_RATE = re.compile(r"(?<!\d)0\.\d+")
+"""An average's rate, which is no step."""
 _MOST = 10_000
 """Entries of a folder that are looked at."""
 CARRIED = "files"
@@ -157,7 +159,9 @@ def _near(
         half = half_of(entry.name) or ("optimizer" if is_bare and _STATES.search(entry.name) else None)
         return half if half and not is_read(entry) and _holds_data(entry) else None
 
-    near = [*_entries_in(top, deeper=is_bare)]
+    # Where several steps lie in one folder, a file of another step's number is that step's.
+    step = f"{checkpoint.step}" if checkpoint.meta.get(STEPS) and top.is_dir() else ""
+    near = [entry for entry in _entries_in(top, deeper=is_bare) if _may_belong(entry.name, step)]
     if is_bare or top.is_file():
         # Beside a whole run in one file: what has its name too, or a bare name of a half that the file lacks.
         near += [
@@ -192,7 +196,8 @@ def _entries_in(folder: Path, *, deeper: bool = False) -> Iterator[Path]:
 
 def _may_belong(name: str, top: str) -> bool:
     """Tells whether two names may be of one step: they share a number, or one has none."""
-    numbers = [{int(digits) for digits in re.findall(r"\d{1,18}", each)} for each in (name, top)]
+    whole = (_RATE.sub("", each) for each in (name, top))
+    numbers = [{int(digits) for digits in re.findall(r"\d{1,18}", each)} for each in whole]
     return not all(numbers) or bool(numbers[0] & numbers[1])
 
 
