@@ -380,7 +380,7 @@ def test_where_names_pair_nothing_the_optimizers_key_is_asked_for(
 ) -> None:
     nets = {name: torch.nn.Linear(3, 2) for name in ("actor", "critic1", "critic2")}
     both = torch.nn.ModuleList([nets["critic1"], nets["critic2"]])
-    parts = {"actor_optimizer": saved_run(nets["actor"]), "critic_optimizer": saved_run(both)}
+    parts: dict[str, Any] = {"actor_optimizer": saved_run(nets["actor"]), "critic_optimizer": saved_run(both)}
     path = tmp_path / "td3.pt"
     torch.save({name: part.state_dict() for name, part in {**nets, **parts}.items()}, path)
     assert main(["inspect", str(path), "--model-key", "critic1"]) == 2
@@ -392,7 +392,7 @@ def test_an_averaged_model_is_never_the_model_whatever_its_key(tmp_path: Path) -
     model = torch.nn.Linear(3, 2)
     average = torch.optim.swa_utils.AveragedModel(model)
     optimizer = saved_run(model)
-    parts = {"model": average, "online": model, "optimizer": optimizer}
+    parts: dict[str, Any] = {"model": average, "online": model, "optimizer": optimizer}
     torch.save({name: part.state_dict() for name, part in parts.items()}, tmp_path / "run.pt")
     with statekit.open(tmp_path / "run.pt") as opened:
         assert np.array_equal(opened.params["weight"].read(), model.weight.detach().numpy())
