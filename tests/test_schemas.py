@@ -129,8 +129,8 @@ def _constant_faults(data: Data) -> Iterator[str]:
                 yield f"{name}: {key} can't be {value}"
 
 
-def test_five_optimizers_have_a_schema() -> None:
-    assert schema_names() == ["adafactor", "adamw", "lamb", "lans", "scaled_adam"]
+def test_six_optimizers_have_a_schema() -> None:
+    assert schema_names() == ["adafactor", "adamw", "lamb", "lans", "muon", "scaled_adam"]
 
 
 def test_json_schema_is_one_and_describes_every_key() -> None:

@@ -106,6 +106,33 @@ class Backend(Protocol):
         """Inserts axes of length 1 at these positions of the result."""
         return value.reshape(expanded_shape(tuple(value.shape), axes))
 
+    def reshaped(self, value: Value, shape: tuple[int, ...]) -> Value:
+        """Returns the elements in another shape, in C order."""
+        return value if tuple(value.shape) == shape else value.reshape(shape)
+
+    def permuted(self, value: Value, axes: tuple[int, ...]) -> Value:
+        """Returns the value with its axes in another order."""
+        raise NotImplementedError(f"{self.name} has no matrices")
+
+    def transposed(self, value: Value) -> Value:
+        """Returns each matrix of the last two axes transposed."""
+        rank = len(self.shape(value))
+        return self.permuted(value, (*range(rank - 2), rank - 1, rank - 2))
+
+    def matmul(self, left: Value, right: Value) -> Value:
+        """Returns the products of matrices of the last two axes, summed in the compute dtype."""
+        raise NotImplementedError(f"{self.name} has no matrices")
+
+    def emulated(self, function: Callable[[Backend, Value], Value], value: Value, within: float) -> Value:
+        """Returns what a function of an array gives whose roundings no bound can follow.
+
+        Args:
+            function: Takes a backend and the array.
+            value: The array.
+            within: How far two executions may be apart, of the result's largest element; a bound goes by this.
+        """
+        return function(self, value)
+
     def sqrt(self, value: Value) -> Value:
         """Returns the square root; of a number, a number."""
 

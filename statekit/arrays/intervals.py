@@ -24,6 +24,7 @@ docs/bounds.md has the derivation.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -32,6 +33,7 @@ from typing import Any
 import numpy as np
 
 from statekit.arrays.backend import Backend, Value
+from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.tensors.tensor import DTYPES, Array, float_info
 
 UNIT = 2.0**-24
@@ -45,6 +47,8 @@ CONFIDENCE = 6.0
 """Standard deviations in the probabilistic bound of a sum."""
 TINY = float(np.finfo(np.float32).tiny)
 """The least normal number of float32."""
+LOW_STEP, MOST_POINTS = 2.0**-10, 64
+"""Relative width from which an interval is one of two roundings to low precision, and how many arrays are tried."""
 LEAST = float(np.finfo(np.float32).smallest_subnormal)
 
 
@@ -155,6 +159,26 @@ def _flushed(low: Array, high: Array) -> tuple[Array, Array]:
     return np.where((low > 0) & (low < TINY), 0.0, low), np.where((high < 0) & (high > -TINY), 0.0, high)
 
 
+def _points(value: Interval) -> list[Array]:
+    """Returns float32 arrays that lie in an interval: its middle, with both ends of what was rounded either way.
+
+    Elements whose ends are neighbours of low precision multiply; beyond 64 arrays some are drawn.
+    """
+    middle = (value.low + value.high) / 2
+    apart = np.flatnonzero(value.high - value.low > LOW_STEP * np.abs(middle))
+    drawn = np.random.default_rng(0).integers(0, 2, (MOST_POINTS, apart.size), dtype=np.uint8)
+    listed = itertools.islice(itertools.product((0, 1), repeat=apart.size), MOST_POINTS)
+    choices = drawn if 2**apart.size > MOST_POINTS else listed
+    points = []
+    for choice in choices:
+        point = np.ravel(middle).copy()
+        point[apart] = np.where(
+            np.asarray(choice, bool), np.ravel(value.high)[apart], np.ravel(value.low)[apart]
+        )
+        points.append(point.reshape(middle.shape).astype(np.float32))
+    return points
+
+
 @dataclass(frozen=True)
 class IntervalBackend(Backend):
     """Runs a step's text over intervals. Source of the method: Moore, Interval Analysis, 1966.
@@ -261,6 +285,12 @@ class IntervalBackend(Backend):
         return Interval(
             np.expand_dims(value.low, axes), np.expand_dims(value.high, axes), value.dtype, self.contracted
         )
+
+    def emulated(self, function: Callable[[Backend, Value], Value], value: Value, within: float) -> Value:
+        results = [np.asarray(function(NumpyBackend(), point)).astype(np.float64) for point in _points(value)]
+        low, high = np.minimum.reduce(results), np.maximum.reduce(results)
+        reach = within * max(np.max(np.abs(low), initial=0.0), np.max(np.abs(high), initial=0.0))
+        return self.widen(Interval(low - reach, high + reach))
 
     def sqrt(self, value: Value) -> Value:
         ends = np.sqrt(value.low), np.sqrt(value.high)

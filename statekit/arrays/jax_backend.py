@@ -69,6 +69,12 @@ class JaxBackend(Backend):
     def mean(self, value: Value, axes: tuple[int, ...], keepdims: bool = False) -> Value:
         return self._jnp.mean(value, axis=axes, keepdims=keepdims) if axes else value
 
+    def permuted(self, value: Value, axes: tuple[int, ...]) -> Value:
+        return self._jnp.transpose(value, axes)
+
+    def matmul(self, left: Value, right: Value) -> Value:
+        return self._jnp.matmul(left, right, precision=self._jax.lax.Precision.HIGHEST)
+
     def sqrt(self, value: Value) -> Value:
         return math.sqrt(value) if isinstance(value, float) else self._jnp.sqrt(value)
 

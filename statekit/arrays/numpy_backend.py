@@ -63,6 +63,12 @@ class NumpyBackend(Backend):
         count = math.prod(value.shape[axis] for axis in axes)
         return np.asarray(np.sum(value, axis=axes, keepdims=keepdims, dtype=self.compute) / np.float32(count))
 
+    def permuted(self, value: Value, axes: tuple[int, ...]) -> Value:
+        return np.transpose(value, axes)
+
+    def matmul(self, left: Value, right: Value) -> Value:
+        return np.matmul(left, right)
+
     def sqrt(self, value: Value) -> Value:
         return math.sqrt(value) if type(value) is float else np.sqrt(value)
 

@@ -222,6 +222,9 @@ class Promoting(Backend):
     def expand(self, value: Value, axes: tuple[int, ...]) -> Value:
         return replace(value, value=self.inner.expand(value.value, axes))
 
+    def emulated(self, function: Callable[[Backend, Value], Value], value: Value, within: float) -> Value:
+        return self.operation(lambda array: self.inner.emulated(function, array, within), value)
+
     def sqrt(self, value: Value) -> Value:
         return self.operation(self.inner.sqrt, value) if isinstance(value, Typed) else self.inner.sqrt(value)
 

@@ -88,6 +88,15 @@ class TensorFlowBackend(Backend):
     def expand(self, value: Value, axes: tuple[int, ...]) -> Value:
         return self._tf.reshape(value, expanded_shape(tuple(value.shape), axes))
 
+    def reshaped(self, value: Value, shape: tuple[int, ...]) -> Value:
+        return self._tf.reshape(value, shape)
+
+    def permuted(self, value: Value, axes: tuple[int, ...]) -> Value:
+        return self._tf.transpose(value, axes)
+
+    def matmul(self, left: Value, right: Value) -> Value:
+        return self._tf.matmul(left, right)
+
     def sqrt(self, value: Value) -> Value:
         return math.sqrt(value) if isinstance(value, float) else self._tf.sqrt(value)
 

@@ -103,6 +103,12 @@ class TorchBackend(Backend):
         # A tensor as divisor: CUDA multiplies by the reciprocal of a Python number.
         return value.sum(axes, keepdim=keepdims) / value.new_full((), count)
 
+    def permuted(self, value: Value, axes: tuple[int, ...]) -> Value:
+        return value if axes == tuple(range(len(axes))) else value.permute(axes)
+
+    def matmul(self, left: Value, right: Value) -> Value:
+        return left @ right
+
     def sqrt(self, value: Value) -> Value:
         return math.sqrt(value) if isinstance(value, float) else value.sqrt()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Generic, Literal, TypeVar
+from typing import Generic, Literal, Self, TypeVar
 
 from statekit.arrays.backend import Value
 from statekit.arrays.promotion import LOW
@@ -13,7 +13,7 @@ from statekit.errors import UnknownRuleError
 from statekit.optim.adam_moments import CORRECTION, RATE
 from statekit.optim.gradient_clipping import Limits
 from statekit.optim.steps import LOW_PRECISION, Scene, Setting, rounds_added, rounds_of
-from statekit.state.constants import AdamWConstants, LambConstants, variant_constants
+from statekit.state.constants import AdamWConstants, LambConstants, MuonConstants, variant_constants
 from statekit.state.hyperparameters import (
     IS_EXCLUDED,
     Exclusion,
@@ -44,12 +44,13 @@ class AdamHyperparameters:
     gradient_accumulation_steps: int | None
 
 
-C = TypeVar("C", AdamWConstants, LambConstants)
+C = TypeVar("C", AdamWConstants, LambConstants, MuonConstants)
 H = TypeVar("H", bound=AdamHyperparameters)
+S = TypeVar("S")
 
 
 @dataclass(frozen=True)
-class AdamSetting(Setting[C, H], Generic[C, H]):
+class MomentSetting(Setting[C, S], Generic[C, S]):
     """Where a group's update runs.
 
     Attributes:
@@ -67,7 +68,7 @@ class AdamSetting(Setting[C, H], Generic[C, H]):
     rounds_added: bool = True
 
     @classmethod
-    def of(cls, scene: Scene, form: C, hyper: H, dtype: str = "float32") -> AdamSetting[C, H]:
+    def of(cls, scene: Scene, form: C, hyper: S, dtype: str = "float32") -> Self:
         """Returns the setting of an update of a parameter, `dtype` its own or its master's."""
         rate = RATE[form["lr_precision"]](scene.xp, scene.rate)
         if form["compute_dtype"] == "converted":
@@ -97,6 +98,25 @@ class AdamSetting(Setting[C, H], Generic[C, H]):
             lambda: exact, lambda: self.returned(value * self.returned(self.xp.widen(number)))
         )
 
+    def stepped(self, param: Value, rate: Value, direction: Value) -> Value:
+        """Returns a parameter minus the product of rate and direction, as an operation of the original does it."""
+        exact = self.returned(param - rate * direction)
+        if self.dtype == "float32":
+            return exact
+        # PyTorch's CPU kernel rounds rate and product in vectors, and not in what is left over.
+        low = self.returned(self.xp.widen(rate))
+
+        def in_vectors() -> Value:
+            return self.xp.either(
+                lambda: self.returned(param - low * direction),
+                lambda: self.returned(param - self.returned(low * direction)),
+            )
+
+        product = self.returned(rate * direction)
+        return self.xp.either(
+            lambda: exact, lambda: self.xp.either(lambda: self.returned(param - product), in_vectors)
+        )
+
     def correction(self, beta: float, ahead: int = 1) -> Value:
         """Returns 1 - beta^t, t being this update's number (or one further on)."""
         t, usual = self.step + ahead, CORRECTION[self.form["bias_correction_precision"]]
@@ -110,14 +130,19 @@ class AdamSetting(Setting[C, H], Generic[C, H]):
             lambda: usual(self.xp, beta, t), lambda: CORRECTION["float32"](self.xp, beta, t)
         )
 
+    def corrected(self, moment: Value, correction: Value) -> Value:
+        """Returns a moment, or what takes its place, over its correction."""
+        return moment / self.xp.cast(correction, self.xp.dtype(moment))
+
+
+@dataclass(frozen=True)
+class AdamSetting(MomentSetting[C, H], Generic[C, H]):
+    """Where an update with two moments runs."""
+
     @cached_property
     def corrections(self) -> tuple[Value, Value]:
         """The corrections of both moments."""
         return self.correction(self.hyper.beta1), self.correction(self.hyper.beta2)
-
-    def corrected(self, moment: Value, correction: Value) -> Value:
-        """Returns a moment, or what takes its place, over its correction."""
-        return moment / self.xp.cast(correction, self.xp.dtype(moment))
 
 
 def settle(schema: Schema, kind: type[H], group: Group, path: str, variant: str) -> H:

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from statekit.arrays.backend import Backend, Value
 from statekit.arrays.promotion import LOW
 from statekit.errors import UnknownRuleError
 from statekit.optim import adam_family
-from statekit.optim.adam_family import AdamHyperparameters, AdamSetting
+from statekit.optim.adam_family import AdamHyperparameters, AdamSetting, MomentSetting
 from statekit.optim.adam_moments import FIRST, decay, second_moment, slots_like, weighted_product
 from statekit.optim.gradient_clipping import clipped
 from statekit.optim.steps import Arrays, Scene, Slots, no_group_slots, promoting, stored, sum_of
@@ -70,13 +70,13 @@ def _root_over_root(s: Setting, v: Value) -> Value:
 def _root_of_quotient(s: Setting, v: Value) -> Value:
     is_corrected = s.hyper.amsgrad and s.form["amsgrad_of"] == "corrected"
     corrected = v if is_corrected else s.corrected(v, s.corrections[1])
-    return s.xp.sqrt(corrected + s.xp.constant(s.hyper.epsilon_root))
+    return s.returned(s.xp.sqrt(s.returned(corrected) + s.xp.constant(s.hyper.epsilon_root)))
 
 
 DENOMINATOR: Mapping[str, Callable[[Setting, Value], Value]] = {
     "root_over_root": _root_over_root,
     "root_of_quotient": _root_of_quotient,
-    "root": lambda s, v: s.xp.sqrt(v),
+    "root": lambda s, v: s.returned(s.xp.sqrt(v)),
 }
 
 
@@ -97,13 +97,13 @@ def _step_in_denominator(s: Setting, x: Moving) -> Value:
 
 
 def _direction(s: Setting, x: Moving) -> Value:
-    m = s.corrected(x.m, s.corrections[0])
+    m = s.returned(s.corrected(x.m, s.corrections[0]))
     if s.hyper.nesterov:
         beta1 = s.hyper.beta1
         ahead, now = s.corrected(x.m, s.correction(beta1, 2)), s.corrected(x.g, s.corrections[0])
         m = s.xp.constant(beta1) * ahead + s.xp.constant(1.0 - beta1) * now
-    direction = _decayed(s, x, m / _denominator(s, x.v))
-    return x.p - s.xp.cast(s.rate, s.xp.dtype(direction)) * direction
+    direction = _decayed(s, x, s.returned(m / _denominator(s, x.v)))
+    return s.stepped(x.p, s.xp.cast(s.rate, s.xp.dtype(direction)), direction)
 
 
 def _reciprocal(s: Setting, x: Moving) -> Value:
@@ -113,6 +113,11 @@ def _reciprocal(s: Setting, x: Moving) -> Value:
 def _scaled_moment(s: Setting, x: Moving) -> Value:
     alpha = s.rate * s.xp.sqrt(s.corrections[1]) / s.corrections[0]
     return x.p - x.m * alpha / _denominator(s, x.v)
+
+
+def _scaled_quotient(s: Setting, x: Moving) -> Value:
+    alpha = s.rate * s.xp.sqrt(s.corrections[1]) / s.corrections[0]
+    return s.stepped(x.p, alpha, s.returned(x.m / _denominator(s, x.v)))
 
 
 def _decayed(s: Setting, x: Moving, direction: Value) -> Value:
@@ -127,17 +132,18 @@ UPDATE: Mapping[str, Callable[[Setting, Moving], Value]] = {
     "direction": _direction,
     "reciprocal": _reciprocal,
     "scaled_moment": _scaled_moment,
+    "scaled_quotient": _scaled_quotient,
 }
 """The parameter after an update."""
 
 
-def _share(s: Setting, p: Value, w: float) -> Value:
+def _share(s: MomentSetting[Any, Any], p: Value, w: float) -> Value:
     # TensorFlow's graphs multiply the two numbers first, jitted or not.
     weight = s.xp.constant(w)
     return p * (s.rate * weight) if s.fused and s.dtype in LOW else p * weight * s.rate
 
 
-DECAYED_FIRST: Mapping[str, Callable[[Setting, Value, float], Value]] = {
+DECAYED_FIRST: Mapping[str, Callable[[MomentSetting[Any, Any], Value, float], Value]] = {
     "product_first": lambda s, p, w: s.times(p, 1.0 - s.rate * w),
     "subtract_first": lambda s, p, w: p - _share(s, p, w),
     "in_update": lambda s, p, w: p,
@@ -229,6 +235,8 @@ def _moments(s: Setting, slots: Arrays, g: Value, squares: Value | None) -> tupl
     v, weights = xp.widen(slots["v"]), decay(xp, s.hyper.beta2)
     if kind == "weighted_product":
         return s.returned(m), s.returned(weighted_product(s.times(v, weights.old), g, weights))
+    if kind == "lerp":
+        return s.returned(m), s.returned(xp.lerp(v, s.returned(g * g), xp.widen(weights.new)))
     return s.returned(m), s.returned(second_moment(xp, kind, v, g, squares, weights))
 
 

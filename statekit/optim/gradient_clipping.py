@@ -105,7 +105,7 @@ CLIP: Mapping[str, Callable[[Backend, Grads, Limits], Grads]] = {
 
 
 def clipped(
-    schema: Literal["adafactor", "adamw", "lamb"], scene: Scene, group: Group, grads: Arrays
+    schema: Literal["adafactor", "adamw", "lamb", "muon"], scene: Scene, group: Group, grads: Arrays
 ) -> Arrays:
     """Returns a group's gradients, clipped by what limits them together.
 

@@ -10,7 +10,7 @@ from statekit.arrays.backend import Backend, Batching, Value
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.arrays.promotion import LOW
 from statekit.errors import StateError
-from statekit.optim import adafactor, adamw, lamb, lans, scaled_adam
+from statekit.optim import adafactor, adamw, lamb, lans, muon, scaled_adam
 from statekit.optim.keras_averages import follow_average
 from statekit.optim.steps import Arrays, Execution, Scene, Slots, Steps, sum_of
 from statekit.state.constants import variant_constants
@@ -362,6 +362,7 @@ STEPPED: Mapping[str, Steps] = {
     "adamw": adamw,
     "lamb": lamb,
     "lans": lans,
+    "muon": muon,
     "scaled_adam": scaled_adam,
 }
 """The module of steps of each schema; which variants it moves, the schema says."""

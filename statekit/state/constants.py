@@ -85,12 +85,14 @@ class AdamWConstants(TypedDict):
     step_dtype: Literal["float32", "int32", "int64", "python_int", "powers"]
     first_moment_update: Literal["lerp", "weighted_sum", "weighted_sum_float32", "difference"]
     second_moment_update: Literal[
-        "weighted_sum", "weighted_product", "weighted_product_float32", "difference"
+        "weighted_sum", "weighted_product", "weighted_product_float32", "difference", "lerp"
     ]
     bias_correction: Literal["both", "in_learning_rate", "none"]
     bias_correction_precision: Literal["float64", "float32", "parameter", "float32_powers", "absent"]
     denominator_form: Literal["root_over_root", "root_of_quotient", "root"]
-    update_form: Literal["step_size", "step_in_denominator", "direction", "reciprocal", "scaled_moment"]
+    update_form: Literal[
+        "step_size", "step_in_denominator", "direction", "reciprocal", "scaled_moment", "scaled_quotient"
+    ]
     lr_precision: Literal["float64", "float32", "parameter", "update"]
     epsilon_place: Literal["beside_corrected_root", "beside_uncorrected_root"]
     weight_decay_form: Literal["lr", "none", "absent"]
@@ -196,11 +198,45 @@ class ScaledAdamConstants(TypedDict):
     scalar_clamp: Literal["before_delta", "after_delta"]
 
 
+class MuonConstants(TypedDict):
+    """Of `schemas/muon.json`."""
+
+    step_base: Literal["before", "unused"]
+    step_scope: Literal["absent", "per_transformation", "shared", "unspecified"]
+    step_dtype: Literal["absent", "int32", "int64"]
+    momentum_buffer: Literal["mean", "sum"]
+    momentum_update: Literal["lerp", "weighted_sum", "decayed_sum", "difference_sum"]
+    nesterov_form: Literal["lerp", "sum", "weighted_sum"]
+    bias_correction: Literal["none", "ahead"]
+    bias_correction_precision: Literal["float32", "absent"]
+    ns_dtype: Literal["bfloat16", "float16", "parameter", "option"]
+    ns_cast: Literal["before_norm", "after_norm"]
+    ns_rounding: Literal["addmm", "each_operation"]
+    norm_epsilon: Literal["added", "least"]
+    coefficient_table: Literal["whole", "cycled", "absent"]
+    orientation: Literal["first", "second"]
+    scale_axes: Literal["matrix", "last_two"]
+    scale_place: Literal["rate", "low_update", "update", "step"]
+    rank_above_two: Literal["refused", "filters", "by_rule", "adam"]
+    weight_decay_form: Literal["lr", "absent"]
+    weight_decay_place: Literal["first", "with_update", "absent"]
+    weight_decay_expression: Literal["product_first", "subtract_first", "in_update", "absent"]
+    decay_exclusions: Literal["groups", "mask", "last_name_regex", "absent"]
+    lr_precision: Literal["float64", "update", "parameter"]
+    first_moment_dtype: Literal["parameter", "dtype_momentum"]
+    momentum_read: Literal["unrounded", "same"]
+    compute_dtype: Literal["each_operation", "promoted", "converted"]
+    gradient_clipping: Literal["none", "base_class", "chain"]
+    slots_created: Literal["init", "first_gradient"]
+    aside: Literal["another", "own_adam"]
+
+
 CONSTANTS: Mapping[str, type] = {
     "adafactor": AdafactorConstants,
     "adamw": AdamWConstants,
     "lamb": LambConstants,
     "lans": LansConstants,
+    "muon": MuonConstants,
     "scaled_adam": ScaledAdamConstants,
 }
 """The type of each schema's constants."""
@@ -222,6 +258,10 @@ def variant_constants(
 def variant_constants(
     schema: Literal["lans"], variant: str, execution: str | None = None
 ) -> LansConstants: ...
+@overload
+def variant_constants(
+    schema: Literal["muon"], variant: str, execution: str | None = None
+) -> MuonConstants: ...
 @overload
 def variant_constants(
     schema: Literal["scaled_adam"], variant: str, execution: str | None = None

@@ -73,6 +73,9 @@ def alike(spec: Mapping[str, Any], left: Any, right: Any) -> Alike | None:
     off = spec.get("off", ())
     if among(left, off) and among(right, off):
         return "off"
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple) and len(left) == len(right):
+        ways = {alike(spec, *pair) for pair in zip(left, right, strict=True)}
+        return None if None in ways else next(iter(ways - {"equal"}), "equal")
     if not (isinstance(left, float) and isinstance(right, float)):
         return None
     with np.errstate(over="ignore"):

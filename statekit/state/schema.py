@@ -13,7 +13,7 @@ from importlib import resources
 from numbers import Real
 from typing import Any
 
-from statekit.errors import Faults, NotFoundError, StateError, meant
+from statekit.errors import Faults, InexactError, NotFoundError, StateError, meant
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.typed import fits
 
@@ -171,7 +171,7 @@ class OptimizerSchema:
         for name in self.variant(variant)["defaults"]:
             spelling = self.spelling(variant, name)
             if spelling.argument in arguments:
-                value = arguments[spelling.argument]
+                value = spelling.gathered(arguments)
                 if fault := spelling.fault(value):
                     faults[spelling.argument] = f"is {value!r:.80}, {fault}"
                 else:
@@ -211,14 +211,31 @@ class OptimizerSchema:
             {'betas': (0.9, 0.95), 'eps': 1e-08}
         """
         arguments: dict[str, Any] = {}
-        for name in self.variant(variant)["defaults"]:
-            if name not in values:
-                continue
+        offered = [name for name in self.variant(variant)["defaults"] if name in values]
+        worded: dict[str, dict[Spelling, Any]] = {}
+        for name in offered:
             spelling = self.spelling(variant, name)
             value = spelling.signed(values[name])
             argument = spelling.argument
-            arguments[argument] = value if spelling.index is None else (*arguments.get(argument, ()), value)
-        return arguments
+            if spelling.words:
+                worded.setdefault(argument, {})[spelling] = value
+            elif spelling.parts:
+                arguments |= zip(spelling.parts, value or [None] * len(spelling.parts), strict=False)
+            else:
+                arguments[argument] = (
+                    value if spelling.index is None else (*arguments.get(argument, ()), value)
+                )
+        return arguments | {argument: _in_words(means) for argument, means in worded.items()}
+
+    def arguments(self, variant: str) -> tuple[str, ...]:
+        """Returns the names of a variant's own arguments that say hyperparameters.
+
+        Example:
+            >>> load_schema("adamw").arguments("moonlight")
+            ('lr', 'adamw_betas', 'adamw_eps', 'wd')
+        """
+        spellings = [self.spelling(variant, name) for name in self.variant(variant)["defaults"]]
+        return tuple(dict.fromkeys(name for one in spellings for name in one.parts or (one.argument,)))
 
     def spelling(self, variant: str, name: str) -> Spelling:
         """Returns how a variant's own argument says a hyperparameter; by its canonical name where that differs more."""
@@ -240,7 +257,15 @@ class OptimizerSchema:
         names = [str(said.get("name", "")) for said in native.values()]
         shared = Counter(name.partition("[")[0] for name in names if "[" in name)
         return {
-            name: Spelling(argument, int(index) if index else None, shared[argument], "sign" in native[name])
+            name: Spelling(
+                argument,
+                int(index) if index else None,
+                shared[argument],
+                "sign" in native[name],
+                tuple((_hashable(there), _hashable(here)) for there, here in native[name].get("values", ())),
+                native[name].get("otherwise"),
+                tuple(native[name].get("parts", ())),
+            )
             for name, (argument, _, index) in parts.items()
         }
 
@@ -290,12 +315,18 @@ class Spelling:
         index: Its place, where the argument is a sequence: 1 in `betas[1]`.
         length: How long that sequence is.
         turned: Whether the sign is the opposite one.
+        words: Values there, each with what it means here.
+        otherwise: What every other value there means; None: itself.
+        parts: The arguments that make up an array here.
     """
 
     argument: str
     index: int | None
     length: int
     turned: bool
+    words: tuple[tuple[Any, Any], ...] = ()
+    otherwise: Any = None
+    parts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         place = "" if self.index is None else f"[{self.index}]"
@@ -309,14 +340,51 @@ class Spelling:
             return ""
         return f"expected {self.length} values"
 
+    def gathered(self, arguments: Mapping[str, Any]) -> Any:
+        """Returns the argument's value, of several parts those together."""
+        if self.parts and all(part in arguments for part in self.parts):
+            return [arguments[part] for part in self.parts]
+        return arguments[self.argument]
+
     def canonical(self, value: Any) -> Any:
-        """Returns the hyperparameter's value from the argument's, whose form is right."""
+        """Returns the hyperparameter's value from the argument's, whose form is right.
+
+        Example:
+            >>> load_schema("muon").spelling("torch", "scale_factor").canonical("match_rms_adamw")
+            0.2
+        """
+        if self.words:
+            known = {repr(there): here for there, here in self.words}
+            return known.get(repr(_hashable(value)), value if self.otherwise is None else self.otherwise)
         return self.signed(value if self.index is None else value[self.index])
 
     def signed(self, value: Any) -> Any:
         """Returns a value with the sign of the other spelling; what isn't a number stays."""
         is_number = isinstance(value, Real) and not isinstance(value, bool)
         return -value if self.turned and is_number else value
+
+
+def _in_words(means: Mapping[Spelling, Any]) -> Any:
+    """Returns the value of an argument that says several things at once, from what each of them is.
+
+    Raises:
+        InexactError: No value of it says all that.
+    """
+    words = [there for spelling in means for there, _ in spelling.words]
+    for word in (*words, *means.values()):
+        if all(_hashable(spelling.canonical(word)) == _hashable(value) for spelling, value in means.items()):
+            return word
+    argument = next(iter(means)).argument
+    raise InexactError(
+        "No value of an argument says what the run's hyperparameters are together.",
+        place=argument,
+        expected=", ".join(map(str, dict.fromkeys(words))),
+        found=" and ".join(map(str, means.values())),
+    )
+
+
+def _hashable(value: Any) -> Any:
+    return tuple(map(_hashable, value)) if isinstance(value, list | tuple) else value
 
 
 def _is_of(value: Any, kind: str) -> bool:

@@ -50,6 +50,8 @@ PLAIN = ("scalar", "one", "none", "vector", "vector_twin", "matrix", "matrix_twi
 """Those that an optimizer without rules tells apart."""
 EMPTY = ("none", "none_factored")
 """Those without elements."""
+MATRICES = ("matrix", "matrix_twin", "square")
+"""Those of two axes, which is all that some optimizers move."""
 
 FULL: Mapping[str, Mapping[str, Any]] = {
     "adafactor": {
@@ -66,6 +68,9 @@ FULL: Mapping[str, Mapping[str, Any]] = {
     "lans": {
         "wd": 0.02, "lower_bound": 0.1, "upper_bound": 5.0, "clip_gradient": 0.5, "rescale_grad": 0.5,
         "begin_num_update": 3, "lr_mult": {"matrix": 0.5}, "wd_mult": {"vector": 0.0},
+    },
+    "muon": {
+        "weight_decay_rate": 0.02, "global_norm_clip_threshold": 0.5, "use_ema": True, "ema_overwrite_frequency": 2,
     },
     "scaled_adam": {"clipping_scale": 1.5, "clipping_update_period": 2, "size_update_period": 2},
 }  # fmt: skip
@@ -183,7 +188,11 @@ def case(
         StateError: statekit has no step for the variant.
         UnknownRuleError: The step needs a hyperparameter that has no default.
     """
-    table = table or (TABLE if schema == "adafactor" else {path: TABLE[path] for path in PLAIN})
+    table = table or (
+        TABLE
+        if schema == "adafactor"
+        else {path: TABLE[path] for path in (MATRICES if schema == "muon" else PLAIN)}
+    )
     paths, rules = tuple(table), {}
     params = {
         path: in_memory(_values(seed, path, "param", 0, shape, dtype), path)

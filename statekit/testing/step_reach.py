@@ -8,6 +8,7 @@
   norm that isn't a number.
 - LANS: slots and parameter as a whole, because a gradient is divided by its norm; where the GPU's clipping by element
   turns NaN into its limit, nowhere.
+- Muon: the buffer in that element; the parameter as a whole, which is orthogonalized.
 - ScaledAdam: slots and parameter in that element, and the entry of this update in scale_grads; clipping's factor is 1.
 
 A norm over all gradients takes NaN to everything; skip_nan_updates keeps what would become NaN as it was. An infinity
@@ -100,6 +101,10 @@ def _lans(state: TrainState, path: str, index: Index) -> Regions:
     return dict.fromkeys(("param", "m", "v", "master"), None if stopped else (...,))
 
 
+def _muon(state: TrainState, path: str, index: Index) -> Regions:
+    return {"m": index, "param": (...,), "average": (...,)}
+
+
 def _scaled_adam(state: TrainState, path: str, index: Index) -> Regions:
     return {**dict.fromkeys(("param", "delta", "exp_avg_sq"), index), "scale_grads": (0, ...)}
 
@@ -109,6 +114,7 @@ REACH: Mapping[str, Callable[[TrainState, str, Index], Regions]] = {
     "adamw": _adamw,
     "lamb": _lamb,
     "lans": _lans,
+    "muon": _muon,
     "scaled_adam": _scaled_adam,
 }
 """By schema."""

@@ -10,6 +10,7 @@ hold the state that was recorded (`statekit.verify.start_state`).
 
 from statekit.verify.contract import System
 from statekit.verify.systems import hf, keras, mesh_tf, mxnet, t2t
+from statekit.verify.systems.muon import Muon
 from statekit.verify.systems.optax import Optax
 from statekit.verify.systems.scaled_adam import ScaledAdam
 from statekit.verify.systems.schema_named import Aliased
@@ -20,6 +21,7 @@ SYSTEMS: dict[str, System] = {
     "hf_adafactor": Aliased(hf.describe),
     "keras": Aliased(keras.describe),
     "mesh_tf": Aliased(mesh_tf.describe),
+    "muon": Muon(),
     "mxnet_lans": Aliased(mxnet.describe),
     "optax_adafactor": Optax(),
     "scaled_adam": ScaledAdam(),

@@ -63,7 +63,7 @@ def tensors(state: TrainState, spec: Mapping[str, Any], updates: int) -> dict[st
 
 def _counts(state: TrainState, spec: Mapping[str, Any], updates: int) -> Iterator[tuple[str, Tensor]]:
     counts = spec.get("counts")
-    if counts:
+    if counts and load_schema(spec["schema"]).variant(spec["variant"])["constants"]["step_scope"] != "absent":
         count = in_memory(np.asarray(updates, DTYPES[counts["dtype"]]), "count")
         for path in state.slots:
             yield from ((f"slot/{path}/{name}", count) for name in counts.get("slots", ()))
