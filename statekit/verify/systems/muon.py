@@ -61,24 +61,37 @@ def _count_dtype(groups: list[dict[str, Any]]) -> str:
 def _groups(entry: Mapping[str, Any], extra: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Yields the groups of one optimizer, those that two rules move as one for each."""
     path_of = {name: path for path, name in extra["fqn"].items()}
-    called = str(entry["class"])
+    variant = _variant(str(entry["class"]))
+    only_said = _renamed(extra.get("constructor_only", {}) if variant == "emerging" else {})
+    for group in entry["param_groups"]:
+        paths = [path_of[name] for name in group["params"]]
+        said = {**_renamed(group), **only_said}
+        if variant is None:
+            rest = {name: value for name, value in said.items() if name != "param_names"}
+            yield {**rest, "schema": "adamw", "variant": "torch", "params": paths}
+            continue
+        mine = extra["muon_params"] if group.get(USE_MUON, True) else []
+        for schema, is_mine in (("muon", True), ("adamw", False)):
+            moved = [path for path in paths if (path in mine) == is_mine]
+            if moved:
+                yield {**_taken(said, schema, variant), "schema": schema, "variant": variant, "params": moved}
+
+
+def _renamed(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns arguments under their names of today; what is said under an old one counts."""
+    newer = {name: value for name, value in arguments.items() if name not in _OLD_NAMES}
+    return newer | {_OLD_NAMES[name]: value for name, value in arguments.items() if name in _OLD_NAMES}
+
+
+def _variant(called: str) -> str | None:
+    """Returns the variant of Muon that a class is, None of PyTorch's AdamW."""
     variant = next((variant for start, variant in VARIANTS.items() if called.startswith(start)), None)
     if variant is None and called != "torch.optim.adamw.AdamW":
         raise NotFoundError("A recording is of an unknown class.", expected=", ".join(VARIANTS), found=called)
-    for group in entry["param_groups"]:
-        said = {_OLD_NAMES.get(name, name): value for name, value in group.items() if name != "param_names"}
-        paths = [path_of[name] for name in said.pop("params")]
-        if variant is None:
-            yield {**said, "schema": "adamw", "variant": "torch", "params": paths}
-            continue
-        known = extra.get("constructor_only", {}) if variant == "emerging" else {}
-        newer = {name: value for name, value in known.items() if name not in _OLD_NAMES}
-        said |= newer | {_OLD_NAMES[name]: value for name, value in known.items() if name in _OLD_NAMES}
-        mine = set(extra["muon_params"]) if said.pop(USE_MUON, True) else set()
-        theirs = set(paths) - mine
-        for schema, moved in (("muon", mine), ("adamw", theirs)):
-            here = [path for path in paths if path in moved]
-            names = load_schema(schema).arguments(variant) if here else ()
-            if here:
-                taken = {name: value for name, value in said.items() if name in (*names, *BESIDE)}
-                yield {**taken, "schema": schema, "variant": variant, "params": here}
+    return variant
+
+
+def _taken(arguments: Mapping[str, Any], schema: str, variant: str) -> dict[str, Any]:
+    """Returns the arguments that one of a class' two rules takes."""
+    names = (*load_schema(schema).arguments(variant), *BESIDE)
+    return {name: value for name, value in arguments.items() if name in names}
