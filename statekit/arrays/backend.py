@@ -112,7 +112,7 @@ class Backend(Protocol):
 
     def permuted(self, value: Value, axes: tuple[int, ...]) -> Value:
         """Returns the value with its axes in another order."""
-        raise NotImplementedError(f"{self.name} has no matrices")
+        raise UsageError("An array namespace has no matrices.", found=self.name)
 
     def transposed(self, value: Value) -> Value:
         """Returns each matrix of the last two axes transposed."""
@@ -121,7 +121,7 @@ class Backend(Protocol):
 
     def matmul(self, left: Value, right: Value) -> Value:
         """Returns the products of matrices of the last two axes, summed in the compute dtype."""
-        raise NotImplementedError(f"{self.name} has no matrices")
+        raise UsageError("An array namespace has no matrices.", found=self.name)
 
     def emulated(self, function: Callable[[Backend, Value], Value], value: Value, within: float) -> Value:
         """Returns what a function of an array gives whose roundings no bound can follow.
