@@ -23,6 +23,8 @@ _AROUND = frozenset(
 _FIRST = ("module", "base_model")
 """Those that count only in front of a name, where a model of one's own may call a part so."""
 _ADAPTED = re.compile(r"lora_[A-Za-z_]+|ia3_[A-Za-z]+|vera_[A-Za-z_]+|hada_[A-Za-z0-9_]+|oft_[A-Za-z]+")
+_BARE = "lora_magnitude_vector"
+"""DoRA's parameter, whose own `weight` PEFT's file leaves out with the adapter's name."""
 _SAVED, _USUAL = "modules_to_save", "default"
 _LEAVES = ("weight", "bias")
 
@@ -44,6 +46,8 @@ def inner_name(name: str) -> str:
         skips = key == _SAVED or _ADAPTED.fullmatch(key) is not None
         if not is_adapter and key != _SAVED:
             inner.append(key)
+    if inner[-2:] == [_BARE, "weight"]:
+        inner.pop()
     return ".".join(inner)
 
 

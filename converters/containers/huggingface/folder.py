@@ -119,11 +119,13 @@ def open_beside(folder: Path, taken: Collection[str], files: Files) -> Beside:
     for key, names in PARTS.items():
         name, part, notes = _open_named(folder, key, names, files)
         if name is not None:
-            tree[key] = part
+            several = _further(folder, name)
+            each = [part, *(_open_part(folder / further, files)[0] for further in several)]
+            tree |= {f"{key}s": each} if several else {key: part}
             odd += notes
-            read.add(name)
+            read |= {name, *several}
             passed |= {*names} - {name}
-    if "optimizer" not in tree:
+    if not {"optimizer", "optimizers"} & {*tree}:
         apart = _optimizers_apart(folder)
         if len(apart) > 1:
             tree["optimizers"] = {name: _open_part(file, files)[0] for name, file in sorted(apart.items())}
@@ -408,7 +410,6 @@ TRAINER_STATE = "trainer_state.json"
 _STEP = re.compile(r"checkpoint[-_](\d{1,18})")
 _APART = re.compile(r"optimizer_([A-Za-z]\w*)\.(?:pt|bin)")
 """Files of several optimizers of one model, each called by its name."""
-_SEVERAL = re.compile(r"(model|pytorch_model|optimizer)_[1-9]\d*\.(safetensors|bin)")
 _HEAD_BYTES = 9
 _BLOCK = 2**22
 
@@ -487,7 +488,7 @@ class HuggingFaceFolder:
 
         Raises:
             NotFoundError: No such folder, or no such step.
-            FormatError: A file can't be trusted, or there are several models or optimizers.
+            FormatError: A file can't be trusted.
         """
         alone = self.opens_files and path.is_file()
         folder = _Folder(path) if alone else self._locate(path, step)
@@ -676,6 +677,10 @@ def _opened(path: Path, files: Files) -> tuple[Tree, dict[str, Any], tuple[Findi
         place = folder / name
         model = open_model(place.parent, place.name, files) if not alone else open_alone(path, files)
         tree["model"], taken, odd = dict(model.tensors), model.files, model.findings
+        if further := [] if alone else _further(place.parent, place.name):
+            models = [open_model(place.parent, one, files) for one in further]
+            tree["models"] = [tree.pop("model"), *(dict(one.tensors) for one in models)]
+            taken = (*taken, *further)
         if place.parent != folder:
             averages = open_averages(folder, files)
             tree |= averages
@@ -684,7 +689,6 @@ def _opened(path: Path, files: Files) -> tuple[Tree, dict[str, Any], tuple[Findi
         meta = {"model": list(taken), SORTED: model.is_sorted, "metadata": dict(model.metadata)}
     if alone:
         return named(tree), meta, ()
-    _check_single(folder)
     beside = open_beside(folder, taken, files)
     return named({**tree, **beside.tree}), meta, (*odd, *beside.findings)
 
@@ -701,15 +705,16 @@ def _global_step(tree: Tree) -> int | None:
     return number if type(number) is int and number >= 0 else None
 
 
-def _check_single(folder: Path) -> None:
-    several = sorted(entry.name for entry in listing(folder) if _SEVERAL.fullmatch(entry.name))
-    if several:
-        raise FormatError(
-            "A folder holds several models or optimizers; statekit converts one of each.",
-            place=folder,
-            found=f"besides the first: {', '.join(several)}",
-            remedy="put the files of one into a folder of its own, as model.safetensors and optimizer.bin",
-        )
+def _further(folder: Path, name: str) -> list[str]:
+    """Returns the names of the second file of a kind and those after it, as Accelerate numbers them.
+
+    Source: huggingface/accelerate, checkpointing.py, `save_accelerator_state`.
+    """
+    stem, dot, suffix = name.partition(".")
+    names: list[str] = []
+    while (folder / (name := f"{stem}_{len(names) + 1}{dot}{suffix}")).is_file():
+        names.append(name)
+    return names
 
 
 def _is_safetensors(path: Path) -> bool:
