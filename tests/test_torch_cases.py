@@ -466,3 +466,60 @@ def test_the_model_of_diffusers_lies_in_a_folder_beside_its_optimizer(tmp_path: 
     assert np.array_equal(first_moment(tmp_path, "weight"), moment_of(optimizer, model.weight))
     assert attest(optimizer, model.named_parameters(), tmp_path).passed
     assert main(["doctor", str(tmp_path)]) == 0
+
+
+def adapter_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns an adapter's tensors as PEFT's file names them."""
+    return {f"base_model.model.{name}": value for name, value in model.state_dict().items()}
+
+
+class Adapted(torch.nn.Module):
+    """A layer with DoRA's parameters, as PEFT's model has them for one adapter."""
+
+    def __init__(self, adapter: str) -> None:
+        super().__init__()
+        shapes = {"lora_A": (2, 3), "lora_B": (4, 2), "lora_magnitude_vector": (4,)}
+        for name, shape in shapes.items():
+            inner = torch.nn.Module()
+            inner.register_parameter("weight", torch.nn.Parameter(torch.randn(shape)))
+            self.add_module(name, torch.nn.ModuleDict({adapter: inner}))
+
+
+def test_adapters_in_folders_of_their_names_are_the_model(tmp_path: Path) -> None:
+    """Seen red: DoRA's vector had no partner, and an adapter that isn't called default passed for none."""
+    adapters = {name: Adapted(name) for name in ("default", "policy")}
+    optimizer = saved_run(torch.nn.ModuleList(adapters.values()))
+    names = []
+    for name, model in adapters.items():
+        folder = tmp_path / ("." if name == "default" else name)
+        folder.mkdir(exist_ok=True)
+        stored_as = {
+            key.replace(f".{name}", "").replace("vector.weight", "vector"): value
+            for key, value in adapter_of(model).items()
+        }
+        save_file(stored_as, folder / "adapter_model.safetensors")
+        (folder / "adapter_config.json").write_text("{}")
+        names += [(f"base_model.model.{key}", param) for key, param in model.named_parameters()]
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    (tmp_path / "trainer_state.json").write_text('{"global_step": 3}')
+    assert attest(optimizer, names, tmp_path).passed
+    resumed: Any = load_optimizer(tmp_path, names)
+    for _, param in names:
+        assert torch.equal(resumed.state[param]["m"], optimizer.state[param]["exp_avg"])
+    optimizer.state[names[-1][1]]["exp_avg"].zero_()
+    assert not attest(optimizer, names, tmp_path).passed
+
+
+def test_a_model_of_several_in_accelerates_folder_goes_with_the_optimizer_of_its_number(
+    tmp_path: Path,
+) -> None:
+    """Seen red: such a folder was called damaged."""
+    nets = [torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)]
+    for number, net in enumerate(nets):
+        suffix = f"_{number}" * bool(number)
+        optimizer = saved_run(net, weight_decay=0.1 * number)
+        save_file(dict(net.state_dict()), tmp_path / f"model{suffix}.safetensors")
+        torch.save(optimizer.state_dict(), tmp_path / f"optimizer{suffix}.bin")
+    right = first_moment(tmp_path, "weight", model_key="models/1")
+    assert np.array_equal(right, moment_of(optimizer, nets[1].weight))
+    assert attest(optimizer, nets[1].named_parameters(), tmp_path, model_key="models/1").passed

@@ -22,7 +22,10 @@ _AROUND = frozenset(
 """Modules that hold a wrapped one, wherever they stand in a name."""
 _FIRST = ("module", "base_model")
 """Those that count only in front of a name, where a model of one's own may call a part so."""
-_ADAPTED = re.compile(r"lora_[A-Za-z_]+|ia3_[A-Za-z]+|vera_[A-Za-z_]+|hada_[A-Za-z0-9_]+|oft_[A-Za-z]+")
+_ADAPTED = re.compile(
+    r"lora_[A-Za-z_]+|ia3_[A-Za-z]+|vera_[A-Za-z_]+|hada_[A-Za-z0-9_]+|oft_[A-Za-z]+"
+    r"|trainable_tokens_[A-Za-z]+"
+)
 _BARE = "lora_magnitude_vector"
 """DoRA's parameter, whose own `weight` PEFT's file leaves out with the adapter's name."""
 _SAVED, _USUAL = "modules_to_save", "default"

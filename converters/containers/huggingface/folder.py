@@ -28,9 +28,12 @@ from statekit.converters.containers.huggingface.model import (
     ADAPTER_CONFIG,
     SHARD_BYTES,
     SHARDED_OPTIMIZER,
+    Model,
+    adapted_name,
     find_model,
     metadata_of,
     model_below,
+    open_adapters,
     open_alone,
     open_averages,
     open_model,
@@ -666,31 +669,50 @@ class _Folder:
 
 def _opened(path: Path, files: Files) -> tuple[Tree, dict[str, Any], tuple[Finding, ...]]:
     """Returns the tree of a folder, or of a single file, what is known of it, and what was odd."""
-    alone = path.is_file()
-    folder = path.parent if alone else path
-    name = path.name if alone else find_model(folder) or model_below(folder) or None
+    if path.is_file():
+        alone = open_alone(path, files)
+        return named(_tree_of(alone)), _meta_of(alone), ()
     tree: dict[str, Tree] = {}
     meta: dict[str, Any] = {}
     taken: tuple[str, ...] = ()
     odd: tuple[Finding, ...] = ()
-    if name is not None:
-        place = folder / name
-        model = open_model(place.parent, place.name, files) if not alone else open_alone(path, files)
-        tree["model"], taken, odd = dict(model.tensors), model.files, model.findings
-        if further := [] if alone else _further(place.parent, place.name):
-            models = [open_model(place.parent, one, files) for one in further]
-            tree["models"] = [tree.pop("model"), *(dict(one.tensors) for one in models)]
-            taken = (*taken, *further)
-        if place.parent != folder:
-            averages = open_averages(folder, files)
-            tree |= averages
-            taken = (place.parent.name, *averages)
-        tree |= {TIES: ties} if (ties := ties_in(model)) else {}
-        meta = {"model": list(taken), SORTED: model.is_sorted, "metadata": dict(model.metadata)}
-    if alone:
-        return named(tree), meta, ()
-    beside = open_beside(folder, taken, files)
+    if name := find_model(path):
+        model = open_model(path, name, files)
+        further = _further(path, name)
+        tree, taken, odd = _tree_of(model), (*model.files, *further), model.findings
+        if further:
+            each = [open_model(path, one, files) for one in further]
+            tree["models"] = [tree.pop("model"), *(dict(one.tensors) for one in each)]
+        meta = _meta_of(model)
+    elif name := model_below(path):
+        place, averages = path / name, open_averages(path, files)
+        model = open_model(place.parent, place.name, files)
+        tree, taken, odd = {**averages, **_tree_of(model)}, (place.parent.name, *averages), model.findings
+        meta = _meta_of(model)
+    beside = open_beside(path, taken, files)
+    models, optimizers = tree.get("models", []), beside.tree.get("optimizers", [])
+    if models and len(optimizers) != len(models):
+        raise FormatError(
+            "A folder holds several models, and not an optimizer of each.",
+            place=path,
+            expected=f"{len(models)} optimizers",
+            found=f"{len(optimizers) or int('optimizer' in beside.tree)}",
+            remedy="put the files of one into a folder of its own, as model.safetensors and optimizer.bin",
+        )
+    moves_more = _moves_more(beside.tree.get("optimizer"), tree.get("model", {}))
+    if adapters := open_adapters(path, files) if moves_more else {}:
+        usual = {adapted_name(name, "default"): tensor for name, tensor in tree.get("model", {}).items()}
+        tree["model"], meta[SORTED] = {**usual, **adapters}, True
     return named({**tree, **beside.tree}), meta, (*odd, *beside.findings)
+
+
+def _tree_of(model: Model) -> dict[str, Tree]:
+    ties = ties_in(model)
+    return {"model": dict(model.tensors), **({TIES: ties} if ties else {})}
+
+
+def _meta_of(model: Model) -> dict[str, Any]:
+    return {"model": list(model.files), SORTED: model.is_sorted, "metadata": dict(model.metadata)}
 
 
 def _named(folder: Path) -> int | None:
@@ -703,6 +725,17 @@ def _global_step(tree: Tree) -> int | None:
     state = tree.get("trainer_state")
     number = state.get("global_step") if isinstance(state, Mapping) else None
     return number if type(number) is int and number >= 0 else None
+
+
+def _moves_more(optimizer: Tree, model: Tree) -> bool:
+    """Tells whether an optimizer moves more parameters than a folder's model has."""
+    groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
+    lists = (
+        [group.get("params") for group in groups if isinstance(group, Mapping)]
+        if isinstance(groups, list)
+        else []
+    )
+    return sum(len(params) for params in lists if isinstance(params, list)) > len(model)
 
 
 def _further(folder: Path, name: str) -> list[str]:

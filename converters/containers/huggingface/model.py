@@ -38,6 +38,8 @@ SHARD_BYTES = 5 * 10**9
 """Bytes of tensors in a shard at most; a larger tensor has one to itself. Source: Transformers' usual 5 GB."""
 _AVERAGE = re.compile(r"(^|_)ema(_|$)")
 """What is in the name of an average's folder."""
+_OF_ADAPTER = re.compile(r"(?<=\.)(lora|ia3|vera|hada|oft|trainable_tokens)_\w+")
+"""The part of a name behind which PEFT's model has the adapter's name, and its file hasn't."""
 ADAPTER_CONFIG = "adapter_config.json"
 SHARDED_MODEL, SHARDED_OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 """What the folders are called, before a number, in which FSDP keeps the shards of a part."""
@@ -106,6 +108,30 @@ def model_below(folder: Path) -> str:
         f"{entry.name}/{name}" for entry, name in _models_below(folder) if not _AVERAGE.search(entry.name)
     ]
     return models[0] if len(models) == 1 else ""
+
+
+def adapted_name(name: str, adapter: str) -> str:
+    """Returns the name that a parameter of an adapter's file has in the model.
+
+    Example:
+        >>> adapted_name("q.lora_A.weight", "policy"), adapted_name("q.lora_magnitude_vector", "policy")
+        ('q.lora_A.policy.weight', 'q.lora_magnitude_vector.policy.weight')
+    """
+    whole = f"{name}.weight" if name.endswith(".lora_magnitude_vector") else name
+    return _OF_ADAPTER.sub(lambda match: f"{match[0]}.{adapter}", whole, count=1)
+
+
+def open_adapters(folder: Path, files: Files) -> dict[str, Tensor]:
+    """Returns the tensors of PEFT's adapters in folders of their names, by the names that they have in the model.
+
+    Source: huggingface/peft, peft_model.py, `PeftModel.save_pretrained`.
+    """
+    adapters = [(entry, name) for entry, name in _models_below(folder) if (entry / ADAPTER_CONFIG).is_file()]
+    return {
+        adapted_name(param, entry.name): tensor
+        for entry, name in adapters
+        for param, tensor in open_model(entry, name, files).tensors.items()
+    }
 
 
 def open_averages(folder: Path, files: Files) -> dict[str, dict[str, Tensor]]:
