@@ -19,7 +19,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from statekit.conversion.contracts import Container, HoldsSeveral, Layout, StandsIn, StoresValues
+from statekit.conversion.contracts import (
+    Container,
+    HoldsSeveral,
+    Layout,
+    OnlyIfAsked,
+    StandsIn,
+    StoresValues,
+)
 from statekit.errors import StatekitError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.source import first_bytes
@@ -48,6 +55,7 @@ class LayoutCard:
     """A layout, as `Layout` describes it; `schedule_in` as `StandsIn` has it, None where files don't say it.
 
     `stores_values` tells whether its files, or the constructors that read them, fill in every hyperparameter.
+    `only_if_asked` tells whether no target gets it but by name, or from a source in it.
     """
 
     name: str
@@ -57,6 +65,7 @@ class LayoutCard:
     holds_several: bool | tuple[str, ...] = False
     schedule_in: str | None = None
     stores_values: bool = False
+    only_if_asked: bool = False
 
     def holds(self, schemas: Iterable[str], container: str | None = None) -> bool:
         """Tells whether it holds the state of a run with optimizers of these schemas, in a container or in any."""
@@ -92,7 +101,9 @@ def of_layout(layout: Layout) -> LayoutCard:
     several = layout.holds_several if isinstance(layout, HoldsSeveral) else False
     containers = tuple(layout.containers)
     stores = isinstance(layout, StoresValues) and layout.stores_values
-    return LayoutCard(layout.name, layout.title, containers, variants, several, _schedule_in(layout), stores)
+    asked = isinstance(layout, OnlyIfAsked) and layout.only_if_asked
+    schedule_in = _schedule_in(layout)
+    return LayoutCard(layout.name, layout.title, containers, variants, several, schedule_in, stores, asked)
 
 
 def _schedule_in(one: Container | Layout) -> str | None:
@@ -117,7 +128,8 @@ def kept_layout(name: str) -> LayoutCard | None:
     several = tuple(several) if isinstance(several, list) else several
     containers = tuple(card["containers"])
     stores = bool(card.get("stores_values", False))
-    return LayoutCard(name, card["title"], containers, variants, several, card["schedule_in"], stores)
+    asked = bool(card.get("only_if_asked", False))
+    return LayoutCard(name, card["title"], containers, variants, several, card["schedule_in"], stores, asked)
 
 
 def _kept() -> Mapping[str, Mapping[str, Any]]:

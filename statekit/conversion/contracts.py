@@ -241,6 +241,13 @@ class StoresValues(Protocol):
 
 
 @runtime_checkable
+class OnlyIfAsked(Protocol):
+    """A layout whose optimizer is no run's usual one: a target gets it by name, or from a source in it."""
+
+    only_if_asked: bool
+
+
+@runtime_checkable
 class GoesBack(Protocol):
     """A layout that writes a state only into the form of the file that it came from, and refuses any other state."""
 

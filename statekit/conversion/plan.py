@@ -317,6 +317,8 @@ def _entry(name: str, tensor: Tensor, encoded: Encoded, sources: set[str]) -> Pl
     )
 
 
+DEQUANTIZED = "a moment in few bits, as the values that the next update starts from"
+QUANTIZED = "quantized: each value is the nearest of a few levels times its block's largest"
 NARROWED = "rounded to a narrower dtype, as asked"
 AS_ASKED = (NARROWED,)
 """Reasons that somebody asked for by name, whatever exactness was required otherwise."""
@@ -330,6 +332,8 @@ INEXACT: Mapping[str, tuple[Exactness, str]] = {
     "eighth_power": (Exactness.ROUNDING, "stored as an eighth power in bfloat16"),
     "scaled": (Exactness.ROUNDING, "times a number, rounded once"),
     "narrowed": (Exactness.LOSSY, NARROWED),
+    "dequantized": (Exactness.ROUNDING, DEQUANTIZED),
+    "quantized": (Exactness.LOSSY, QUANTIZED),
 }
 """How exact tensors are that are made by an operation which changes values, and why."""
 

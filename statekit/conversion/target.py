@@ -118,7 +118,11 @@ def layouts_for(
             )
         return [card]
     homes = [
-        card for card in layouts if container.name in card.containers and card.holds(schemas, container.name)
+        card
+        for card in layouts
+        if container.name in card.containers
+        and card.holds(schemas, container.name)
+        and (not card.only_if_asked or card.name == source)
     ]
     if not homes and WEIGHTS in schemas:
         others = dict.fromkeys(home for card in layouts for home in card.containers)

@@ -28,6 +28,12 @@ from statekit.tensors.tensor import DType, Shape, Stored, Tensor, dtype_name, nb
 from statekit.tensors.tree import Path, Record, Tree, tensor_names
 
 MAX_LONG_BYTES = 255
+SUBCLASSES = (
+    "torchao.optim.subclass_8bit.OptimState8bit",
+    "torchao.optim.subclass_4bit.OptimState4bit",
+    "torchao.optim.subclass_fp8.OptimStateFp8",
+)
+"""Tensors that `torch.load(weights_only=True)` makes once torchao.optim is imported, by `add_safe_globals` there."""
 _CLASSES = {dtype: name for name, dtype in STORAGE_DTYPES.items() if name[0] not in "QU_"}
 
 
@@ -91,7 +97,7 @@ class Opcodes:
 
     def name(self, module: str, name: str) -> None:
         """Emits the name of a class or function."""
-        self._once(f"c{module}\n{name}\n".encode())
+        self._once(_name_opcodes(f"{module}.{name}"))
 
     def _once(self, opcodes: bytes) -> None:
         known = self._memo.get(opcodes)
@@ -128,6 +134,8 @@ class _Writer(Opcodes):
         """Emits a leaf, or the opening of a container; returns what is left to emit of it."""
         if isinstance(node, Mapping):
             return self._mapping(path, node)
+        if isinstance(node, Record) and node.name in SUBCLASSES and len(node.args) > 1:
+            return self._subclass(path, node)
         if isinstance(node, (list, tuple)):
             close = b"e" if isinstance(node, list) else b"t"
             self.out += b"](" if isinstance(node, list) else b"("
@@ -145,6 +153,34 @@ class _Writer(Opcodes):
         for key, value in node.items():
             left += [((*path, key), key, False), ((*path, key), value, False)]
         return [*left, (path, b"u", True)]
+
+    def _subclass(self, path: Path, node: Record) -> list[tuple[Path, Any, bool]]:
+        """Emits the opening of a tensor of a subclass, whose arguments and parts are left to emit.
+
+        Source: torch/_tensor.py, `Tensor._reduce_ex_internal` and `_rebuild_from_type_v2`.
+        """
+        function, *arguments = node.args
+        self.name("torch._tensor", "_rebuild_from_type_v2")
+        self.out += b"("
+        self.record(function)
+        self._once(_name_opcodes(node.name))
+        self.out += b"("
+        for argument in arguments:
+            if isinstance(argument, Record):
+                self.record(argument)
+            elif isinstance(argument, tuple):
+                self.integers(argument)
+            else:
+                self._leaf(path, argument)
+        self.out += b"t"
+        return [((*path, "state"), node.state, False), (path, b"tR", True)]
+
+    def record(self, node: Record) -> None:
+        """Emits the name of a class or function, or its call with a text."""
+        self._once(_name_opcodes(node.name))
+        for argument in node.args:
+            self.text(argument)
+            self.out += b"\x85R"
 
     def _leaf(self, path: Path, node: Any) -> None:
         if node is None:
@@ -191,6 +227,11 @@ class _Writer(Opcodes):
         if not kind:
             self.name("torch", dtype_name(slot.dtype))
         self.out += b"tR"
+
+
+def _name_opcodes(dotted: str) -> bytes:
+    module, _, name = dotted.rpartition(".")
+    return f"c{module}\n{name}\n".encode()
 
 
 def _strides(shape: Shape) -> Shape:

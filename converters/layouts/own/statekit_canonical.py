@@ -15,6 +15,7 @@ from statekit.lines.printing import SavedRun, State
 from statekit.state.evidence import Fact
 from statekit.state.schema import WEIGHTS, all_variants, schema_names
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, StateRecord, TrainState
+from statekit.tensors.quantized import Quantized, QuantizedParts
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.typed import Name, typed
 
@@ -67,7 +68,13 @@ class Canonical:
         """Returns the five parts; every tensor as it is."""
         tree = {
             "params": dict(state.params),
-            "slots": {path: dict(named) for path, named in state.slots.items()},
+            "slots": {
+                path: {
+                    name: tensor.parts() if isinstance(tensor, Quantized) else tensor
+                    for name, tensor in named.items()
+                }
+                for path, named in state.slots.items()
+            },
             "groups": [dict(group.slots) for group in state.optimizer.groups],
             "extra": dict(state.extra),
             "state": state.to_json(),
@@ -83,7 +90,7 @@ class Parts(TypedDict):
     """The five parts."""
 
     params: dict[Name, Tensor]
-    slots: dict[Name, dict[Name, Tensor]]
+    slots: dict[Name, dict[Name, Tensor | QuantizedParts]]
     groups: list[dict[Name, Tensor]]
     extra: dict[Name, Any]
     state: StateRecord
@@ -110,7 +117,13 @@ def _state(tree: Parts, record: StateRecord) -> TrainState:
     )
     return TrainState(
         params=tree["params"],
-        slots=tree["slots"],
+        slots={
+            path: {
+                name: Quantized.of_parts(part) if isinstance(part, Mapping) else part
+                for name, part in named.items()
+            }
+            for path, named in tree["slots"].items()
+        },
         optimizer=Optimizer(record["schema"], record["variant"], groups),
         counts=Counts(counts["updates"], counts["schedule"], counts.get("behind", {})),
         rules={path: Rule.from_json(rule) for path, rule in record["rules"].items()},

@@ -32,7 +32,7 @@ from statekit.tensors.tree import Path, at, loose, tensor_names
 
 STEP = "step"
 _UNKNOWN = "an optimizer that isn't known by its slots and options"
-_WRAPPED = "__bnb_optimizer_quant_state__"
+WRAPPED = "__bnb_optimizer_quant_state__"
 
 
 _TELLING = 5
@@ -51,7 +51,7 @@ class Signature:
         variant: The schema's variant.
         more: Names that its parameters may have besides; `*` is any.
         absent: Keys that no group has.
-        fixed: Options that must have these values.
+        fixed: Options that must have these values where they are there.
         inferred: Options that its groups don't have, as its release does it.
         assumed: Options that nothing says, with a default and whose that is.
         renamed: Slots of other names -> the names of PyTorch's own.
@@ -88,7 +88,7 @@ class Signature:
             and ("*" in self.more or known.issuperset(slots))
             and all(group.keys() >= {*self.options} for group in groups)
             and not any(key in group for group in groups for key in self.absent)
-            and all(group[key] == value for group in groups for key, value in self.fixed.items())
+            and all(group.get(key, value) == value for group in groups for key, value in self.fixed.items())
         )
 
 
@@ -207,10 +207,10 @@ def unwrapped_record(record: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Source: bitsandbytes-foundation/bitsandbytes, bitsandbytes/optim/optimizer.py, `Optimizer8bit.state_dict`.
     """
-    part = record.get(_WRAPPED)
+    part = record.get(WRAPPED)
     if not isinstance(part, Mapping):
         return record
-    return {**{key: value for key, value in record.items() if key != _WRAPPED}, **part}
+    return {**{key: value for key, value in record.items() if key != WRAPPED}, **part}
 
 
 @cache

@@ -36,6 +36,8 @@ CLASSES: Mapping[tuple[str, str | None], str] = {
     ("adafactor", "torch"): "torch.optim.Adafactor",
     ("adafactor", "hf"): "transformers.optimization.Adafactor",
 }
+CLASS, OPTIONS = "optimizer_class", "optimizer_options"
+"""Keys of a state with the class of an optimizer that isn't its schema's usual one in PyTorch, and its options."""
 _STATE = ("/state/", "/state.")
 """What stands between an optimizer's place and a parameter's, in its forms by index or name, and flat."""
 _LIGHTNING = '["state_dict"]', '["optimizer_states"][0]'
@@ -246,6 +248,8 @@ def trainer_schedule(state: State, saved: SavedRun) -> tuple[list[str], str]:
 
 def class_of(state: State) -> str:
     """Returns the class of an optimizer of PyTorch or Transformers; `...` where it isn't known."""
+    if other := state.get(CLASS):
+        return str(other)
     name = CLASSES.get((state["schema"], state["variant"]), UNKNOWN)
     return name.replace("AdamW", "Adam") if _is_plain_adam(state) else name
 
@@ -259,6 +263,8 @@ def _is_plain_adam(state: State) -> bool:
 def _arguments(state: State) -> list[str]:
     """Returns the arguments of an optimizer's class that all groups share; its state has those of each group."""
     arguments = [argument for argument in native_arguments(state)[0] if UNKNOWN not in argument]
+    if CLASS in state:
+        return [argument for argument in arguments if argument.partition("=")[0] in state[OPTIONS]]
     if not _is_plain_adam(state):
         return arguments
     decayed = any(argument.startswith("weight_decay=") for argument in arguments)
@@ -270,7 +276,7 @@ def _arguments(state: State) -> list[str]:
 def _imports(state: State) -> list[str]:
     """Returns the import of PyTorch, and of the package of an optimizer's class."""
     module = class_of(state).rpartition(".")[0]
-    return ["import torch", *([f"import {module}"] if module.startswith("transformers") else [])]
+    return ["import torch", *([f"import {module}"] if not module.startswith("torch.") and module else [])]
 
 
 def _group_imports(state: State, saved: SavedRun, *beside: str) -> list[str]:
