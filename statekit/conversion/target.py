@@ -117,13 +117,7 @@ def layouts_for(
                 found=f"{name}{f' in {container.name}' if alone else ''}, which holds {', '.join(card.variants)}",
             )
         return [card]
-    homes = [
-        card
-        for card in layouts
-        if container.name in card.containers
-        and card.holds(schemas, container.name)
-        and (not card.only_if_asked or card.name == source)
-    ]
+    homes = [card for card in layouts if _is_home(card, container.name, schemas, source)]
     if not homes and WEIGHTS in schemas:
         others = dict.fromkeys(home for card in layouts for home in card.containers)
         raise UsageError(
@@ -140,6 +134,12 @@ def layouts_for(
             remedy="name one with --layout, or choose another container with --to",
         )
     return sorted(homes, key=lambda card: (card.name != source, card.containers.index(container.name)))
+
+
+def _is_home(card: LayoutCard, container: str, schemas: Collection[str], source: str) -> bool:
+    """Tells whether a layout may be taken for a container without being named."""
+    at_home = container in card.containers and card.holds(schemas, container)
+    return at_home and (not card.only_if_asked or card.name == source)
 
 
 def check_apart(source: Path, target: Path) -> None:
