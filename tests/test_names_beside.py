@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from goldens import GOLDEN
+from statekit.cli.main import main
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
@@ -52,3 +53,25 @@ def test_icefall_goes_to_icefall_with_buffers_by_the_names_that_were_given(tmp_p
         for path, slots in first.slots.items():
             for slot, tensor in slots.items():
                 np.testing.assert_array_equal(again.slots[path][slot].read(), tensor.read(), strict=True)
+
+
+def test_a_batch_norm_s_statistics_are_no_parameters_of_scaled_adam() -> None:
+    names = tuple((ICEFALL / "names.txt").read_text().split())
+    with (
+        open_state(CheckpointRef(ICEFALL / "checkpoint-5.pt", param_names=names)) as named,
+        open_state(ICEFALL / "checkpoint-5.pt") as plain,
+    ):
+        assert plain.groups[0].paths == named.groups[0].paths and plain.counts.updates == 5
+
+
+def test_printed_lines_load_the_states_of_a_local_rank(
+    gluonnlp: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["resume", str(gluonnlp)]) == 0
+    assert f'trainer.load_states("{gluonnlp}/0002999.states.00")' in capsys.readouterr().out
+
+
+def test_a_stream_of_easylm_says_that_it_rounded_parameters_and_slots() -> None:
+    stream = Path(__file__).parent / "cases/easylm_streaming/streaming_train_state"
+    with open_state(stream) as opened:
+        assert [finding.kind for finding in opened.checkpoint.findings] == ["slots-narrow"]

@@ -17,7 +17,7 @@ from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
-from statekit.conversion.registry import decoded
+from statekit.conversion.registry import contents, decoded
 from statekit.conversion.rule_change import change_rule
 from statekit.converters.layouts.optax.layout import LAYOUT
 from statekit.errors import InexactError, StateError, UnknownRuleError, UsageError
@@ -513,3 +513,11 @@ def test_a_module_and_an_optimizer_of_nnx_are_read_attested_and_written_again(tm
     for ours, theirs in zip(jax.tree.leaves(again), jax.tree.leaves(whole), strict=True):
         is_key = jax.numpy.issubdtype(theirs.dtype, jax.dtypes.prng_key)
         assert np.array_equal(ours, jax.random.key_data(theirs) if is_key else theirs)
+
+
+def test_an_optimizer_without_its_parameters_is_named() -> None:
+    import optax
+
+    tree = {"opt_state": tree_of(*run_of(optax.adamw(RATE)))["opt_state"]}
+    holds = contents(Checkpoint("orbax", Path("run"), tree, {}))
+    assert holds is not None and "(opt_state/0) without its parameters" in holds.what

@@ -13,7 +13,7 @@ Source: young-geng/EasyLM EasyLM/checkpoint.py, `StreamingCheckpointer`.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -23,7 +23,7 @@ from statekit.converters.containers.flax_msgpack import with_tensors
 from statekit.converters.containers.step_folders import check_step
 from statekit.converters.formats.msgpack.reader import parse_stream
 from statekit.errors import FormatError, StatekitError, UsageError
-from statekit.files.checkpoint import EMPTY_LEFT_OUT, SEQUENCES_AS_MAPS, Checkpoint
+from statekit.files.checkpoint import EMPTY_LEFT_OUT, SEQUENCES_AS_MAPS, Checkpoint, Finding
 from statekit.files.source import first_bytes, opening
 from statekit.files.stage import Stage
 from statekit.tensors.tree import Tree
@@ -68,7 +68,8 @@ class EasyLM:
             if not tree:
                 raise FormatError("A stream has no records.", place=path, expected="a record for each leaf")
             meta = {"generation": "msgpack stream", SEQUENCES_AS_MAPS: True, EMPTY_LEFT_OUT: True}
-            return Checkpoint(self.name, path, tree, meta, number, on_close=files.close)
+            checkpoint = Checkpoint(self.name, path, tree, meta, number, on_close=files.close)
+            return replace(checkpoint, findings=_rounded(checkpoint))
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Refuses: statekit writes no streams.
@@ -79,6 +80,19 @@ class EasyLM:
         raise UsageError(
             "statekit doesn't write EasyLM's streams.", place=stage.target, remedy="choose --to flax"
         )
+
+
+def _rounded(checkpoint: Checkpoint) -> tuple[Finding, ...]:
+    """Returns the finding that a stream's floats are rounded, parameters as well as slots.
+
+    Source: young-geng/EasyLM EasyLM/checkpoint.py, `StreamingCheckpointer.__init__`: float_dtype is bf16.
+    """
+    tensors = checkpoint.tensors.items()
+    names = [name for name, tensor in tensors if tensor.dtype.name == "bfloat16"]
+    if not names or any(tensor.dtype.name == "float32" for _, tensor in tensors):
+        return ()
+    what = "all floats, parameters too, are bfloat16, to which EasyLM rounds them unless float_dtype says otherwise"
+    return (Finding(what, names[0], kind="slots-narrow"),)
 
 
 def _put(tree: dict[Any, Tree], keys: tuple[Any, ...], leaf: Tree, place: str) -> None:

@@ -20,7 +20,14 @@ import numpy as np
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.layouts.pytorch.param_order import BY_NAME, OWN_MODEL, REMEDY, Order, named_order
+from statekit.converters.layouts.pytorch.param_order import (
+    BY_NAME,
+    OWN_MODEL,
+    REMEDY,
+    Order,
+    named_order,
+    running_statistics,
+)
 from statekit.converters.layouts.pytorch.parts import (
     Parts,
     extra_of,
@@ -303,8 +310,10 @@ def _order(parts: Parts, is_sorted: bool) -> Order:
     Raises:
         StateError: Shapes don't decide.
     """
+    statistics = set(running_statistics(parts.model))
+    model = {name: tensor for name, tensor in parts.model.items() if name not in statistics}
     by_shape: dict[Shape, list[str]] = {}
-    for name, tensor in parts.model.items():
+    for name, tensor in model.items():
         by_shape.setdefault(tensor.shape, []).append(name)
     faults, claimed, groups = Faults(), dict[Shape, int](), []
     for number, group in enumerate(parts.groups):
@@ -320,12 +329,10 @@ def _order(parts: Parts, is_sorted: bool) -> Order:
                 in_model = len(by_shape.get(shape, []))
                 faults.add(f"{count} in the optimizer, {in_model} in the model", f"shape {shape}")
         wanted = {shape for _, shape in shapes.values()}
-        names = tuple(name for name, tensor in parts.model.items() if tensor.shape in wanted)
+        names = tuple(name for name, tensor in model.items() if tensor.shape in wanted)
         places = {i: place for place, i in enumerate(group["params"])}
         wrong = [
-            i
-            for i, (_, s) in shapes.items()
-            if places[i] >= len(names) or parts.model[names[places[i]]].shape != s
+            i for i, (_, s) in shapes.items() if places[i] >= len(names) or model[names[places[i]]].shape != s
         ]
         if not faults and (wrong or len(names) != len(group["params"])):
             faults.add("its parameters don't stand in the order of the model", f"group {number}")

@@ -42,6 +42,12 @@ def network_lines(saved: SavedRun) -> list[str]:
 
 
 def _named(saved: SavedRun, suffix: str, usual: str) -> str:
-    """Returns the name of the last file with a suffix; the usual one where there is none."""
-    names = [Path(file).name for file in saved.files if Path(file).suffix == suffix]
+    """Returns the name of the last file with a suffix, or with it and a local rank; the usual one without any."""
+    names = [name for name in (Path(file).name for file in saved.files) if suffix in _suffixes(name)]
     return [usual, *names][-1]
+
+
+def _suffixes(name: str) -> list[str]:
+    """Returns a file's suffix, and that before it where it is the number of a local rank, as GluonNLP writes them."""
+    suffixes = Path(name).suffixes
+    return suffixes[-2:] if suffixes and suffixes[-1][1:].isdecimal() else suffixes[-1:]

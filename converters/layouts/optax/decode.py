@@ -29,7 +29,7 @@ from statekit.converters.layouts.optax.links import (
     under,
     with_sequences,
 )
-from statekit.converters.layouts.optax.places import find_network, find_params
+from statekit.converters.layouts.optax.places import find_network, find_params, has_network
 from statekit.converters.layouts.optax.skeleton import as_buffers, frame_of
 from statekit.errors import Faults
 from statekit.files.checkpoint import (
@@ -267,7 +267,7 @@ def described(checkpoint: Checkpoint) -> Contents | None:
     key = checkpoint.meta.get(MODEL_KEY)
     places = find_params(tree, [*known, *unknown], (*SLOT_TREES,), key) if unknown else []
     if not places:
-        return None
+        return None if unknown else _without_params(checkpoint, known)
     params = dict(_params(tree, places[0], Faults()))
     slots: dict[str, dict[str, Tensor]] = {}
     parts: dict[str, set[str]] = {}
@@ -281,6 +281,15 @@ def described(checkpoint: Checkpoint) -> Contents | None:
     used |= {id(tensor) for tensors in slots.values() for tensor in tensors.values()}
     others = {name: tensor for name, tensor in checkpoint.tensors.items() if id(tensor) not in used}
     return Contents(f"a run of Optax, {what}", params, slots, others)
+
+
+def _without_params(checkpoint: Checkpoint, known: Sequence[Link]) -> Contents | None:
+    """Returns what a checkpoint holds that has an optimizer and no parameters, as `nnx.state(optimizer)` saves it."""
+    if not known or has_network(tree_of(checkpoint), list(known), SLOT_TREES):
+        return None
+    places = ", ".join(dict.fromkeys("/".join(map(str, link.path)) or "the top" for link in known))
+    what = f"an optimizer of Optax ({places}) without its parameters, which have to be saved beside it"
+    return Contents(what, {}, {}, checkpoint.tensors)
 
 
 def slots_of(slot_links: Sequence[Link]) -> dict[str, dict[str, Tensor]]:
