@@ -294,8 +294,10 @@ def _found_order(parts: Parts, is_sorted: bool, hints: CheckpointRef) -> Order:
     named = named_order(parts.groups, parts.model, hints.param_names)
     if named is not None:
         return named
+    statistics = {*running_statistics(parts.model)}
+    params = {name: tensor for name, tensor in parts.model.items() if name not in statistics}
     try:
-        return _order(parts, is_sorted)
+        return _order(replace(parts, model=params), is_sorted)
     except StateError:
         known = [name for name in hints.model or () if name in parts.model]
         if len(parts.groups) != 1 or len(known) != len(parts.groups[0]["params"]):
@@ -310,10 +312,8 @@ def _order(parts: Parts, is_sorted: bool) -> Order:
     Raises:
         StateError: Shapes don't decide.
     """
-    statistics = set(running_statistics(parts.model))
-    model = {name: tensor for name, tensor in parts.model.items() if name not in statistics}
     by_shape: dict[Shape, list[str]] = {}
-    for name, tensor in model.items():
+    for name, tensor in parts.model.items():
         by_shape.setdefault(tensor.shape, []).append(name)
     faults, claimed, groups = Faults(), dict[Shape, int](), []
     for number, group in enumerate(parts.groups):
@@ -329,10 +329,12 @@ def _order(parts: Parts, is_sorted: bool) -> Order:
                 in_model = len(by_shape.get(shape, []))
                 faults.add(f"{count} in the optimizer, {in_model} in the model", f"shape {shape}")
         wanted = {shape for _, shape in shapes.values()}
-        names = tuple(name for name, tensor in model.items() if tensor.shape in wanted)
+        names = tuple(name for name, tensor in parts.model.items() if tensor.shape in wanted)
         places = {i: place for place, i in enumerate(group["params"])}
         wrong = [
-            i for i, (_, s) in shapes.items() if places[i] >= len(names) or model[names[places[i]]].shape != s
+            i
+            for i, (_, s) in shapes.items()
+            if places[i] >= len(names) or parts.model[names[places[i]]].shape != s
         ]
         if not faults and (wrong or len(names) != len(group["params"])):
             faults.add("its parameters don't stand in the order of the model", f"group {number}")
