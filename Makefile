@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(shell cat pyproject.toml constraints.txt Makefile | cksum | tr ' ' '-')
-PIP_INSTALL := -m pip --disable-pip-version-check install -qq --constraint constraints.txt
+PIP_INSTALL := -m pip --disable-pip-version-check install -qq --no-compile --constraint constraints.txt
 
 export JAX_PLATFORMS := cpu
 
@@ -52,10 +52,10 @@ $(TRITON): $(READY)
 # A file is one worker's, which compiles, converts and starts once what its tests share.
 # Three workers for two cores: many tests wait for a disk, a service or a child.
 test: $(READY) $(TRITON)
-	@$(BIN)/pytest -q -n 3 --dist loadfile -m "not slow"
+	@$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not slow"
 
 test-all: $(READY) $(TRITON)
-	@$(BIN)/pytest -q -n 3 --dist loadfile
+	@$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
 LIVING_CASES ?= 20000
 living: $(READY)

@@ -27,6 +27,15 @@ os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 SWEEPS = Path(__file__).with_name("sweeps.txt")
 
+LONGEST = (
+    "test_torch_kernels.py",
+    "test_screens.py",
+    "test_torch_sharded.py",
+    "test_resuming.py",
+    "test_attest_jax.py",
+)
+"""Files of few and long tests. They come first, so that no worker begins one when the others have ended."""
+
 settings.register_profile("statekit", deadline=None)  # a busy machine isn't a failure
 settings.load_profile("statekit")
 
@@ -51,6 +60,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     stale = [" ".join(line) for line in lines if line[0].partition("::")[0] in whole]
     if not any("::" in argument for argument in config.args) and not fitting.issuperset(stale):
         raise pytest.UsageError(f"sweeps.txt fits no case: {sorted({*stale} - fitting)}")
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
