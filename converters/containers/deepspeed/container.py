@@ -16,13 +16,29 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.deepspeed.files import MASTER, Tag, complete, locate, open_file, require
+from statekit.converters.containers.deepspeed.files import (
+    MASTER,
+    Slice,
+    Tag,
+    complete,
+    locate,
+    open_file,
+    require,
+)
+from statekit.converters.containers.deepspeed.joins import INFO, Joins
+from statekit.converters.containers.deepspeed.slices import (
+    Sliced,
+    findings_of,
+    joined_slices,
+    pipeline_model,
+    rounded_weights,
+)
 from statekit.converters.containers.deepspeed.trainer import beside_tag
 from statekit.converters.containers.deepspeed.universal import universal_state
 from statekit.converters.containers.deepspeed.zero import Shapes, joined, part_of
@@ -66,13 +82,13 @@ class DeepSpeedFolder:
         """Looks at file names, and at the name in `latest`."""
         try:
             folder = locate(path)
-        except RefusedError as error:  # it is one, and opening it says why not
+        except (CorruptError, RefusedError) as error:  # it is one, and opening it says why not
             return Evidence(20, error.subject)
         except (StatekitError, OSError):
             return None
         if folder is None:
             return None
-        model = next(iter(folder.tag.models.values()))
+        model = next(iter(folder.tag.slices[0].models.values()), folder.tag.path)
         return Evidence(20, f"{folder.tag.path} has {model.name}")
 
     def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
@@ -95,7 +111,7 @@ class DeepSpeedFolder:
         meta = {
             "zero_stage": tree["deepspeed"].get(_STAGE),
             "universal": folder.tag.universal,
-            "ranks": len(folder.tag.optimizers),
+            "ranks": sum(len(slice_.optimizers) for slice_ in folder.tag.slices),
             STEPS: list(folder.steps),
         }
         number = number if type(number) is int and number >= 0 else None
@@ -113,16 +129,88 @@ class DeepSpeedFolder:
 
 
 def _tree(tag: Tag, files: Files, findings: list[Finding]) -> dict[str, Tree]:
-    models = [_model_file(path, files, findings) for _, path in sorted(tag.models.items())]
-    first, place = models[0], f"{tag.path}"
+    models = [
+        [_model_file(path, bool(tag.layers), files, findings) for _, path in sorted(slice_.models.items())]
+        for slice_ in tag.slices
+    ]
+    first, place = models[0][0], f"{tag.path}"
     trainers = beside_tag(tag.path.parent, files)
-    if first.get("param_shapes") is None and isinstance(first.get("optimizer"), dict):
-        return {**trainers, **_unsharded(first, place)}
-    shapes = _shapes(first.get("param_shapes"), place)
+    joins = Joins(require(first.get(INFO) or {}, dict, "patterns", place), place, files.account)
+    stages = _stages(first, tag)
+    buffers = {*require(first.get("buffer_names") or [], (list, tuple), "names of buffers", place)}
     if tag.universal:
-        state, groups, engine = universal_state(tag.path, shapes, files, findings)
+        whole = _universal(tag, models, buffers, files, findings)
     else:
-        state, groups, engine = _ranked(tag, first, shapes, files, findings)
+        if len(tag.slices) > max(stages, 1):
+            joins.check()
+        slices = [_sliced(tag.path, *pair, files, findings) for pair in zip(tag.slices, models, strict=True)]
+        whole = joined_slices(slices, stages, buffers, joins)
+        findings += findings_of(whole, joins, len(slices) // stages)
+    if tag.layers:
+        layers = {key: _tensors(open_file(path, files, findings), path) for key, path in tag.layers.items()}
+        whole = replace(whole, model=rounded_weights(whole.state, pipeline_model(layers, whole.state, joins)))
+    return {
+        **trainers,
+        **_client_state(first),
+        "model": dict(whole.model),
+        "optimizer": whole.optimizer,
+        "deepspeed": {
+            **_engine_state(first),
+            **{key: _plain(value) for key, value in whole.engine.items()},
+            _STAGE: _stage(whole.engine.get(_STAGE)),
+            **_apart([model for of_slice in models for model in of_slice]),
+        },
+    }
+
+
+def _stages(first: Mapping[str, Any], tag: Tag) -> int:
+    """Returns how many stages a pipeline has: as its file says, or as its files of layers have ranks."""
+    degrees = first.get("checkpoint_parallel_dimensions")
+    stages = degrees.get("pp_degree") if isinstance(degrees, Mapping) else None
+    if type(stages) is int:
+        return stages
+    return len(tag.slices) // len({rank for _, rank in tag.layers}) if tag.layers else 1
+
+
+def _sliced(
+    tag: Path, slice_: Slice, models: list[dict[str, Any]], files: Files, findings: list[Finding]
+) -> Sliced:
+    """Returns what a slice of the model holds."""
+    first, place = models[0], f"{next(iter(slice_.models.values()))}"
+    if first.get("param_shapes") is None and isinstance(first.get("optimizer"), dict):
+        return _unsharded(first, place)
+    shapes = _shapes(first.get("param_shapes"), place)
+    state, groups, engine = _ranked(tag, slice_, first, shapes, files, findings)
+    _check_groups(groups, shapes, place)
+    return Sliced(
+        _model(models, state, shapes, place), state, groups, [list(group) for group in shapes], engine
+    )
+
+
+def _universal(
+    tag: Tag, models: list[list[dict[str, Any]]], buffers: set[str], files: Files, findings: list[Finding]
+) -> Sliced:
+    """Returns what a universal checkpoint holds, in which each parameter is whole, however many slices wrote it."""
+    place, first = f"{tag.path}", models[0][0]
+    of_slices = [_shapes(of_slice[0].get("param_shapes"), place) for of_slice in models]
+    shapes = [
+        {name: shape for of_slice in of_slices for name, shape in of_slice[number].items()}
+        for number in range(min(map(len, of_slices)))
+    ]
+    state, groups, engine = universal_state(tag.path, shapes, len(models) > 1, files, findings)
+    _check_groups(groups, shapes, place)
+    names = [list(group) for group in shapes]
+    if len(models) == 1 and all(
+        state[name][MASTER].shape == s for group in shapes for name, s in group.items()
+    ):
+        return Sliced(_model(models[0], state, shapes, place), state, groups, names, engine)
+    moved = {name: tensor for name, tensor in first["module"].items() if name in state or name in buffers}
+    if lost := [name for name in first["module"] if name not in moved]:
+        findings.append(Finding(f"aren't read, as ranks hold pieces of them: {', '.join(lost[:5])}", place))
+    return Sliced(rounded_weights(state, moved), state, groups, names, engine)
+
+
+def _check_groups(groups: Sequence[Any], shapes: Shapes, place: str) -> None:
     if len(groups) != len(shapes):
         raise CorruptError(
             "The optimizer has other groups than the model.",
@@ -130,24 +218,10 @@ def _tree(tag: Tag, files: Files, findings: list[Finding]) -> dict[str, Tree]:
             expected=len(shapes),
             found=len(groups),
         )
-    settings = {key: value for key, value in first.items() if key in _ENGINE}
-    engine = {key: _plain(value) for key, value in engine.items()} | {_STAGE: _stage(engine.get(_STAGE))}
-    client = {key: value for key, value in first.items() if key not in _ENGINE | _TAKEN and value is not None}
-    apart = _apart(models)
-    return {
-        **trainers,
-        **client,
-        "model": _model(models, state, shapes, place),
-        "optimizer": {
-            "state": state,
-            "param_groups": [{**g, "params": list(names)} for g, names in zip(groups, shapes, strict=True)],
-        },
-        "deepspeed": {**settings, **engine, **({"ranks": apart} if apart else {})},
-    }
 
 
-def _unsharded(first: Mapping[str, Any], place: str) -> dict[str, Tree]:
-    """Returns the tree of a run without ZeRO, whose optimizer lies in the model's file, in the order of its parameters.
+def _unsharded(first: Mapping[str, Any], place: str) -> Sliced:
+    """Returns what a run without ZeRO holds, whose optimizer lies in the model's file, in the order of its parameters.
 
     A model of lower precision has masters in a wrapper, which makes a first step with gradients of zero: the
     optimizer's count is one ahead of the run's.
@@ -175,15 +249,13 @@ def _unsharded(first: Mapping[str, Any], place: str) -> dict[str, Tree]:
         )
     name_of = dict(zip(numbers, names, strict=True))
     ahead = {FIRST_STEPS: 1} if masters else {}
-    return {
-        **_client_state(first),
-        "model": dict(module),
-        "optimizer": {
-            "state": {name_of[i]: {**records.get(i, {}), MASTER: weights[i]} for i in numbers},
-            "param_groups": [{**group, "params": [name_of[i] for i in group["params"]]} for group in groups],
-        },
-        "deepspeed": {**_engine_state(first), _STAGE: 0, **ahead},
-    }
+    return Sliced(
+        dict(module),
+        {name_of[i]: {**records.get(i, {}), MASTER: weights[i]} for i in numbers},
+        groups,
+        [[name_of[i] for i in group["params"]] for group in groups],
+        {_STAGE: 0, **ahead},
+    )
 
 
 def _parameter_names(first: Mapping[str, Any]) -> list[str]:
@@ -219,13 +291,18 @@ def _fits_in_order(
     )
 
 
-def _model_file(path: Path, files: Files, findings: list[Finding]) -> dict[str, Any]:
+def _model_file(path: Path, has_layers: bool, files: Files, findings: list[Finding]) -> dict[str, Any]:
     tree = require(open_file(path, files, findings), dict, "a dict with module", path)
-    module = require(tree.get("module"), dict, "the state of a model", path)
-    for name, tensor in module.items():
+    module = {} if has_layers and tree.get("module") is None else tree.get("module")
+    return {**{str(key): value for key, value in tree.items()}, "module": _tensors(module, path)}
+
+
+def _tensors(node: Any, path: Path) -> dict[str, Tensor]:
+    """Returns a model's tensors by name."""
+    for name, tensor in require(node, dict, "the state of a model", path).items():
         if not isinstance(tensor, Tensor):
             raise FormatError("A model holds something else than tensors.", place=f"{name} in {path}")
-    return {str(key): value for key, value in tree.items()}
+    return {str(name): tensor for name, tensor in node.items()}
 
 
 def _shapes(node: Any, place: str) -> Shapes:
@@ -244,23 +321,28 @@ def _shape(node: Any, place: str) -> Shape:
 
 
 def _ranked(
-    tag: Tag, model: Mapping[str, Any], shapes: Shapes, files: Files, findings: list[Finding]
+    tag: Path,
+    slice_: Slice,
+    model: Mapping[str, Any],
+    shapes: Shapes,
+    files: Files,
+    findings: list[Finding],
 ) -> tuple[dict[str, dict[str, Any]], list[Mapping[str, Any]], dict[str, Tree]]:
     """Returns the optimizer's state by name, its groups, and what the engine keeps beside."""
-    if not tag.optimizers:
+    if not slice_.optimizers:
         raise FormatError(
             "A DeepSpeed checkpoint has no optimizer's state.",
-            place=tag.path,
+            place=tag,
             expected="zero_pp_rank_<n>_mp_rank_00_optim_states.pt",
             remedy="copy the files of all ranks; without ZeRO, convert the model's file with --from torch",
         )
     ranks = model.get("dp_world_size")
-    paths = complete(tag.optimizers, ranks if type(ranks) is int else len(tag.optimizers), "optimizer")
+    paths = complete(slice_.optimizers, ranks if type(ranks) is int else len(slice_.optimizers), "optimizer")
     trees = [open_file(path, files, findings) for path in paths]
     parts = [part_of(tree, f"{path}") for tree, path in zip(trees, paths, strict=True)]
     optimizer = trees[0]["optimizer_state_dict"]
     for count in optimizer["partition_count"] if isinstance(optimizer.get("partition_count"), list) else ():
-        complete(tag.optimizers, count if type(count) is int else len(parts), "optimizer")
+        complete(slice_.optimizers, count if type(count) is int else len(parts), "optimizer")
     engine = {str(key): value for key, value in optimizer.items() if key not in _OPTIMIZER_TAKEN}
     return joined(parts, shapes, _stage(optimizer.get(_STAGE))), list(parts[0].groups), engine
 
@@ -324,14 +406,15 @@ def _frozen(models: list[dict[str, Any]], name: str, shape: Shape, place: str) -
     return Concatenated(tuple(Segment(part, 0, n) for part, n in zip(parts, left, strict=True) if n), shape)
 
 
-def _apart(models: list[dict[str, Any]]) -> dict[int, Tree]:
+def _apart(models: list[dict[str, Any]]) -> dict[str, Tree]:
     """Returns what other ranks say otherwise than the first, beside the model."""
     views = [{k: to_json(v) for k, v in one.items() if k not in _TAKEN} for one in models]
     apart = {
         rank: {key: models[rank][key] for key, view in view_here.items() if view != views[0].get(key)}
         for rank, view_here in enumerate(views)
     }
-    return {rank: others for rank, others in apart.items() if others}
+    kept: dict[int, Tree] = {rank: others for rank, others in apart.items() if others}
+    return {"ranks": kept} if kept else {}
 
 
 CONTAINER = DeepSpeedFolder()

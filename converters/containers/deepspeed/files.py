@@ -3,7 +3,10 @@
     <run>/latest                                      the name of the newest tag
     <run>/<tag>/mp_rank_00_model_states.pt            the model, client state; ZeRO-3: one for each rank
     <run>/<tag>/[bf16_]zero_pp_rank_0_mp_rank_00_optim_states.pt    a rank's part of the optimizer
+    <run>/<tag>/layer_03-model_00-model_states.pt     a layer of a pipeline, whose model isn't in the files above
     <run>/<tag>_universal/zero/<parameter>/{fp32,exp_avg,...}.pt    what ds_to_universal makes of these
+
+`mp_rank_` numbers the slices of the model: those of tensor-parallel ranks, stage by stage.
 
 Source: deepspeedai/DeepSpeed deepspeed/runtime/engine.py, `_get_ckpt_name`, `_get_zero_ckpt_name`;
 deepspeed/checkpoint/ds_to_universal.py.
@@ -12,7 +15,7 @@ deepspeed/checkpoint/ds_to_universal.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,10 +38,24 @@ MASTER = "fp32"
 _TAG = re.compile(r"global_step(\d{1,18})(_universal)?")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
-_OTHER = re.compile(r"(layer_\d+-model.*|.*expert_\d+.*|expp_rank_.*)\.pt")
+_LAYER = re.compile(r"layer_(\d{1,6})-(?:model_(\d{1,6})-)?model_states\.pt")
+_EXPERTS = re.compile(r"(.*expert_\d+.*|expp_rank_.*)\.pt")
 _TRAINERS = re.compile(r"checkpoint-(\d{1,18})")
 _MAX_TAG = 4096
 """Bytes that are read of the name of a folder. Source: Linux, limits.h, `PATH_MAX`."""
+
+
+@dataclass(frozen=True)
+class Slice:
+    """The files of one slice of the model, which is all of it where ranks share it only among their data.
+
+    Attributes:
+        models: Files of the model, by data-parallel rank.
+        optimizers: Files of the optimizer, by data-parallel rank.
+    """
+
+    models: Mapping[int, Path]
+    optimizers: Mapping[int, Path]
 
 
 @dataclass(frozen=True)
@@ -47,14 +64,14 @@ class Tag:
 
     Attributes:
         path: Its folder.
-        models: Files of the model, by rank.
-        optimizers: Files of the optimizer, by rank.
+        slices: The slices of the model, in the order of their ranks.
+        layers: A pipeline's files of layers, by layer and tensor-parallel rank.
         universal: Whether it is in universal form.
     """
 
     path: Path
-    models: Mapping[int, Path]
-    optimizers: Mapping[int, Path]
+    slices: Sequence[Slice]
+    layers: Mapping[tuple[int, int], Path]
     universal: bool
 
 
@@ -70,7 +87,8 @@ def tag_of(folder: Path) -> Tag | None:
     """Returns the checkpoint that a folder is, by the names of its files; None if it is none.
 
     Raises:
-        RefusedError: Ranks hold slices of the model, or experts.
+        RefusedError: Ranks hold experts.
+        CorruptError: A slice of the model is missing.
     """
     if not folder.is_dir():
         return None
@@ -78,25 +96,44 @@ def tag_of(folder: Path) -> Tag | None:
     models, optimizers = _ranks(folder, names, _MODEL), _ranks(folder, names, _OPTIMIZER)
     if not models:
         return None
-    foreign = [name for name in names if _OTHER.fullmatch(name)]
-    unread = [*foreign, *(f"mp_rank_{mp:02d}" for mp in {mp for _, mp in (*models, *optimizers)} if mp)]
-    if unread:
-        raise RefusedError(
-            "Ranks of this run hold slices of the model, or experts; statekit joins data-parallel ranks only.",
-            place=folder,
-            expected="files of mp_rank_00",
-            found=", ".join(unread[:3]),
-            remedy="make a universal checkpoint on one model-parallel rank: ds_to_universal.py",
-        )
     universal = (folder / UNIVERSAL).is_dir() and not optimizers
-    return Tag(
-        folder, {r: p for (r, _), p in models.items()}, {r: p for (r, _), p in optimizers.items()}, universal
-    )
+    if (experts := [name for name in names if _EXPERTS.fullmatch(name)]) and not universal:
+        raise RefusedError(
+            "Ranks of this run hold experts of a layer, which statekit doesn't join.",
+            place=folder,
+            expected="no files of experts",
+            found=", ".join(experts[:3]),
+            remedy="make a universal checkpoint, which has them whole: ds_to_universal.py",
+        )
+    slices = _slices(folder, models, optimizers)
+    layers = {(int(m[1]), int(m[2] or 0)): folder / m[0] for m in map(_LAYER.fullmatch, names) if m}
+    return Tag(folder, slices, layers, universal)
+
+
+def _slices(
+    folder: Path, models: Mapping[tuple[int, int], Path], optimizers: Mapping[tuple[int, int], Path]
+) -> list[Slice]:
+    """Returns the slices of the model in order, by files that are named for slice and data-parallel rank."""
+    numbers = sorted({number for number, _ in (*models, *optimizers)})
+    if len(numbers) <= numbers[-1]:
+        raise CorruptError(
+            "A DeepSpeed checkpoint lacks a slice of the model.",
+            place=folder,
+            expected=f"files of mp_rank_00 to mp_rank_{numbers[-1]:02d}",
+            found=", ".join(f"mp_rank_{number:02d}" for number in numbers[:5]),
+            remedy="copy what every machine of the run wrote into one folder",
+        )
+    return [Slice(_of_slice(models, number), _of_slice(optimizers, number)) for number in numbers]
 
 
 def _ranks(folder: Path, names: list[str], pattern: re.Pattern[str]) -> dict[tuple[int, int], Path]:
+    """Returns files by slice and data-parallel rank."""
     matches = ((pattern.fullmatch(name), name) for name in names)
-    return {(int(match[1] or 0), int(match[2])): folder / name for match, name in matches if match}
+    return {(int(match[2]), int(match[1] or 0)): folder / name for match, name in matches if match}
+
+
+def _of_slice(files: Mapping[tuple[int, int], Path], number: int) -> dict[int, Path]:
+    return {rank: path for (slice_, rank), path in files.items() if slice_ == number}
 
 
 def locate(path: Path, step: int | None = None, files: Files | None = None) -> Located | None:
@@ -104,7 +141,7 @@ def locate(path: Path, step: int | None = None, files: Files | None = None) -> L
 
     Raises:
         NotFoundError: The given step isn't there.
-        RefusedError: `latest` names something outside the folder, or ranks hold slices.
+        RefusedError: `latest` names something outside the folder, or ranks hold experts.
     """
     if not path.is_dir():
         return None

@@ -34,9 +34,16 @@ _OF_RANK = {
 
 
 def universal_state(
-    tag: Path, shapes: Shapes, files: Files, findings: list[Finding]
+    tag: Path, shapes: Shapes, sliced: bool, files: Files, findings: list[Finding]
 ) -> tuple[dict[str, dict[str, Any]], list[Mapping[str, Any]], dict[str, Tree]]:
     """Returns the optimizer's state by name, its groups, and what the engine keeps beside.
+
+    Args:
+        tag: The checkpoint's folder.
+        shapes: The parameters, as a rank has them.
+        sliced: Whether ranks had slices of them; the files alone know the whole then.
+        files: The checkpoint's open files.
+        findings: Where what is odd is noted.
 
     Raises:
         CorruptError: A parameter's files are missing, or hold another number of values.
@@ -49,8 +56,20 @@ def universal_state(
         open_file(folder / _STATE, files, findings), dict, "a dict with param_groups", folder / _STATE
     )
     groups = require(record.get("param_groups"), list, "groups", folder / _STATE)
-    known = {entry.name for entry in listing(folder) if entry.is_dir()}
     wanted = {name: shape for group in shapes for name, shape in group.items()}
+    _check_folders(folder, wanted, findings)
+    step = _step_of(record)
+    state = {
+        name: _parameter(folder / name, shape, sliced, step, files, findings)
+        for name, shape in wanted.items()
+    }
+    _check_slots(folder, state)
+    engine = {key: value for key, value in record.items() if key not in _OF_RANK and key != "param_groups"}
+    return state, [require(group, dict, "a group", folder / _STATE) for group in groups], engine
+
+
+def _check_folders(folder: Path, wanted: Mapping[str, Shape], findings: list[Finding]) -> None:
+    known = {entry.name for entry in listing(folder) if entry.is_dir()}
     if missing := [name for name in wanted if name not in known]:
         raise CorruptError(
             "A universal checkpoint lacks the folders of parameters.",
@@ -61,8 +80,9 @@ def universal_state(
         Finding("belongs to no parameter, passed over", str(folder / name))
         for name in sorted(known - wanted.keys())
     ]
-    step = _step_of(record)
-    state = {name: _parameter(folder / name, shape, step, files, findings) for name, shape in wanted.items()}
+
+
+def _check_slots(folder: Path, state: Mapping[str, Mapping[str, Any]]) -> None:
     every = dict.fromkeys(key for slots in state.values() for key in slots)
     if gone := [f"{name}/{key}.pt" for name, slots in state.items() for key in every if key not in slots]:
         raise CorruptError(
@@ -70,18 +90,16 @@ def universal_state(
             place=folder,
             found=", ".join(gone[:5]),
         )
-    engine = {key: value for key, value in record.items() if key not in _OF_RANK and key != "param_groups"}
-    return state, [require(group, dict, "a group", folder / _STATE) for group in groups], engine
 
 
 def _parameter(
-    folder: Path, shape: Shape, step: Any, files: Files, findings: list[Finding]
+    folder: Path, shape: Shape, sliced: bool, step: Any, files: Files, findings: list[Finding]
 ) -> dict[str, Any]:
     entries = [entry for entry in listing(folder) if entry.suffix == ".pt"]
     slots: dict[str, Any] = {} if step is None else {_STEP: step}
     for file in entries:
         node = open_file(file, files, findings)
-        slots[file.stem] = node if file.stem == _STEP else _shaped(node, shape, file)
+        slots[file.stem] = node if file.stem == _STEP else _shaped(node, shape, sliced, file)
     if MASTER not in slots:
         raise CorruptError(
             "A parameter of a universal checkpoint has no weight.", place=folder / f"{MASTER}.pt"
@@ -89,17 +107,27 @@ def _parameter(
     return slots
 
 
-def _shaped(node: Any, shape: Shape, file: Path) -> Tensor:
+def _shaped(node: Any, shape: Shape, sliced: bool, file: Path) -> Tensor:
     tensor = node.get("param") if isinstance(node, Mapping) else node
     if not isinstance(tensor, Tensor):
         raise FormatError("A file of a universal checkpoint holds no tensor.", place=file)
-    if tensor.shape == shape:
+    if tensor.shape == shape or (isinstance(node, Mapping) and _is_whole(node, tensor.shape, shape, sliced)):
         return tensor
     if tensor.shape != (math.prod(shape),):
         raise CorruptError(
             "A parameter has another shape than it had.", place=file, expected=shape, found=tensor.shape
         )
     return Concatenated((Segment(tensor, 0, math.prod(shape)),), shape)
+
+
+def _is_whole(record: Mapping[str, Any], whole: Shape, piece: Shape, sliced: bool) -> bool:
+    """Tells whether a file may hold the whole of which a rank has a piece; a vocabulary loses its padding."""
+    if len(whole) != len(piece):
+        return False
+    rows, *others = zip(whole, piece, strict=True)
+    is_wider = sliced and all(n >= held for n, held in others)
+    is_cut = bool(record.get("vocab_tensor")) and rows[0] <= rows[1] and all(n == held for n, held in others)
+    return is_cut or (is_wider and (rows[0] >= rows[1] or bool(record.get("vocab_tensor"))))
 
 
 def _step_of(record: Mapping[str, Any]) -> Any:

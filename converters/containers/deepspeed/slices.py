@@ -1,0 +1,183 @@
+"""The slices of a model put together: those of tensor-parallel ranks are joined, those of pipeline stages united.
+
+In go what each slice holds, in the order of `mp_rank_`: the tensor-parallel ranks of the first stage, then those of the
+next. Out comes the same of the whole model. A pipeline's weights lie apart, in a file for each layer.
+Source: deepspeedai/DeepSpeed deepspeed/checkpoint/reshape_meg_2d.py, `meg_2d_parallel_map`; ds_to_universal.py,
+`_group_per_tp_shapes`; runtime/pipe/module.py, `save_state_dict`, `_build`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from statekit.converters.containers.deepspeed.files import MASTER
+from statekit.converters.containers.deepspeed.joins import INFO, Agreed, Joins
+from statekit.errors import CorruptError, RefusedError
+from statekit.files.checkpoint import Finding
+from statekit.tensors.boxes import Cut
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import Tree
+from statekit.tensors.views import cast
+
+_TIED = "tied_modules."
+"""How the names of what several layers of a pipeline share begin; a name of the user's follows."""
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """What a slice of the model holds, or all of it.
+
+    Attributes:
+        model: Parameters and buffers by name.
+        state: The optimizer's state by name, the float32 weight among it.
+        groups: The optimizer's groups.
+        names: The parameters of each group.
+        engine: What the engine keeps beside the optimizer.
+    """
+
+    model: Mapping[str, Tree]
+    state: Mapping[str, Mapping[str, Any]]
+    groups: Sequence[Mapping[str, Any]]
+    names: Sequence[Sequence[str]]
+    engine: Mapping[str, Tree]
+
+    @property
+    def optimizer(self) -> dict[str, Tree]:
+        """The optimizer by name, as trees of PyTorch's libraries have it."""
+        pairs = zip(self.groups, self.names, strict=True)
+        return {
+            "state": {name: dict(slots) for name, slots in self.state.items()},
+            "param_groups": [{**group, "params": list(names)} for group, names in pairs],
+        }
+
+
+def joined_slices(slices: Sequence[Sliced], stages: int, buffers: set[str], joins: Joins) -> Sliced:
+    """Returns the whole model of its slices.
+
+    Args:
+        slices: What they hold, stage by stage.
+        stages: How many stages a pipeline has, 1 without one.
+        buffers: Names of tensors that aren't parameters: each rank has them whole.
+        joins: How pieces join.
+
+    Raises:
+        CorruptError: The slices don't fit each other.
+        RefusedError: Nothing says how they join.
+    """
+    if stages < 1 or len(slices) % stages:
+        raise CorruptError(
+            "A pipeline's stages don't have the same number of ranks.",
+            place=joins.place,
+            expected=f"a multiple of {stages} stages",
+            found=f"{len(slices)} slices of the model",
+        )
+    ranks = len(slices) // stages
+    parts = [_of_ranks(slices[i : i + ranks], buffers, joins) for i in range(0, len(slices), ranks)]
+    return parts[0] if len(parts) == 1 else _of_stages(parts, joins)
+
+
+def _of_ranks(slices: Sequence[Sliced], buffers: set[str], joins: Joins) -> Sliced:
+    """Returns one stage of what its tensor-parallel ranks hold."""
+    first = slices[0]
+    for other in slices[1:]:
+        if [list(names) for names in other.names] != [list(names) for names in first.names]:
+            raise CorruptError("Tensor-parallel ranks hold other parameters.", place=joins.place)
+    state = {name: _slots(name, [one.state[name] for one in slices], joins) for name in first.state}
+    model = {
+        name: tensor if name in buffers else joins.whole(name, [one.model[name] for one in slices])
+        for name, tensor in first.model.items()
+        if all(name in one.model for one in slices) or name in buffers
+    }
+    return Sliced(model, state, first.groups, first.names, first.engine)
+
+
+def _slots(name: str, records: Sequence[Mapping[str, Any]], joins: Joins) -> dict[str, Any]:
+    slots = dict[str, Any]()
+    for key, value in records[0].items():
+        pieces = [piece for record in records if isinstance(piece := record.get(key), Tensor)]
+        if not isinstance(value, Tensor) or not value.shape:
+            slots[key] = value
+        elif len(pieces) == len(records):
+            slots[key] = joins.whole(name, pieces)
+        else:
+            raise CorruptError("Ranks hold different slots.", place=f"{key} of {name} in {joins.place}")
+    return slots
+
+
+def _of_stages(parts: Sequence[Sliced], joins: Joins) -> Sliced:
+    """Returns a pipeline's model of its stages, which may share parameters."""
+    if len({len(part.groups) for part in parts}) != 1:
+        raise RefusedError(
+            "The optimizers of a pipeline's stages have different groups, and nothing says which are the same.",
+            place=joins.place,
+            found=", ".join(f"{len(part.groups)} groups" for part in parts),
+            remedy="make a universal checkpoint: ds_to_universal.py",
+        )
+    model, state = dict[str, Tree](), dict[str, dict[str, Any]]()
+    for part in parts:
+        model |= {name: tensor for name, tensor in part.model.items() if name not in model}
+        for name, slots in part.state.items():
+            if name not in state:
+                state[name] = dict(slots)
+            elif not joins.is_of_stages(name):
+                state[name] = {
+                    key: _shared(value, slots.get(key), name) for key, value in state[name].items()
+                }
+    names = [
+        list(dict.fromkeys(name for part in parts for name in part.names[number]))
+        for number in range(len(parts[0].groups))
+    ]
+    return Sliced(model, state, parts[0].groups, names, parts[0].engine)
+
+
+def _shared(value: Any, other: Any, name: str) -> Any:
+    both = isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape == other.shape
+    return Agreed((value, other), name) if both and value.shape else value
+
+
+def pipeline_model(
+    layers: Mapping[tuple[int, int], Mapping[str, Tensor]], state: Mapping[str, Any], joins: Joins
+) -> dict[str, Tensor]:
+    """Returns a pipeline's weights by the names that its optimizer knows.
+
+    What layers share lies in the file of each, and has one name. Buffers are named by their layer.
+
+    Args:
+        layers: By layer and tensor-parallel rank, what its file holds.
+        state: The optimizer's state by name.
+        joins: How pieces join.
+    """
+    tied = {name.removeprefix(_TIED).partition(".")[2]: name for name in state if name.startswith(_TIED)}
+    model = dict[str, Tensor]()
+    for number in dict.fromkeys(layer for layer, _ in sorted(layers)):
+        of_ranks = [file for (layer, _), file in sorted(layers.items()) if layer == number]
+        for key, tensor in of_ranks[0].items():
+            name = f"{number}.{key}"
+            name = name if name in state else tied.get(key, name)
+            pieces = [file[key] for file in of_ranks if key in file]
+            model.setdefault(name, joins.whole(name, pieces) if name in state else tensor)
+    return model
+
+
+def rounded_weights(state: Mapping[str, Mapping[str, Any]], model: Mapping[str, Tree]) -> dict[str, Tree]:
+    """Returns a model whose parameters are the optimizer's weights, in the dtype that the model has them in.
+
+    DeepSpeed takes them from there when it loads a universal checkpoint, however the model was cut.
+    Source: deepspeed/runtime/engine.py, `_load_checkpoint`.
+    """
+    weights = dict(model)
+    for name, slots in state.items():
+        held, master = model.get(name), slots[MASTER]
+        if not isinstance(held, Tensor) or held.shape != master.shape:
+            weights[name] = master if not isinstance(held, Tensor) else cast(master, held.dtype)
+    return weights
+
+
+def findings_of(whole: Sliced, joins: Joins, ranks: int) -> list[Finding]:
+    """Returns what joining left out or made up: the padding of a vocabulary, and means of what ranks hold."""
+    padding, mean = "without the rows that pad the vocabulary", f"the mean of what {ranks} ranks hold"
+    said = {name: padding for name, slots in whole.state.items() if isinstance(slots[MASTER], Cut)}
+    said |= {name: mean for name in whole.state if ranks > 1 and joins.is_averaged(name)}
+    return [Finding(f"is {why}, as {INFO} has it", f"{name} in {joins.place}") for name, why in said.items()]
