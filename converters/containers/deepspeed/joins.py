@@ -192,8 +192,8 @@ class Joins:
         shapes = [piece.shape for piece in pieces]
         around = {(*shape[:axis], *shape[axis + 1 :]) for shape in shapes}
         sizes = [sum(of_rank) for of_rank in zip(*widths, strict=True)]
-        held = [n for shape in shapes for n in shape[axis : axis + 1]]
-        if len(around) != 1 or sizes != held or not held:
+        sizes_there = [n for shape in shapes for n in shape[axis : axis + 1]]
+        if len(around) != 1 or sizes != sizes_there or not sizes_there:
             raise CorruptError(
                 "The pieces of ranks don't fit each other.",
                 place=self._at(name),

@@ -169,15 +169,15 @@ def rounded_weights(state: Mapping[str, Mapping[str, Any]], model: Mapping[str, 
     """
     weights = dict(model)
     for name, slots in state.items():
-        held, master = model.get(name), slots[MASTER]
-        if not isinstance(held, Tensor) or held.shape != master.shape:
-            weights[name] = master if not isinstance(held, Tensor) else cast(master, held.dtype)
+        tensor, master = model.get(name), slots[MASTER]
+        if not isinstance(tensor, Tensor) or tensor.shape != master.shape:
+            weights[name] = master if not isinstance(tensor, Tensor) else cast(master, tensor.dtype)
     return weights
 
 
 def findings_of(whole: Sliced, joins: Joins, ranks: int) -> list[Finding]:
     """Returns what joining left out or made up: the padding of a vocabulary, and means of what ranks hold."""
     padding, mean = "without the rows that pad the vocabulary", f"the mean of what {ranks} ranks hold"
-    said = {name: padding for name, slots in whole.state.items() if isinstance(slots[MASTER], Cut)}
-    said |= {name: mean for name in whole.state if ranks > 1 and joins.is_averaged(name)}
-    return [Finding(f"is {why}, as {INFO} has it", f"{name} in {joins.place}") for name, why in said.items()]
+    notes = {name: padding for name, slots in whole.state.items() if isinstance(slots[MASTER], Cut)}
+    notes |= {name: mean for name in whole.state if ranks > 1 and joins.is_averaged(name)}
+    return [Finding(f"is {why}, as {INFO} has it", f"{name} in {joins.place}") for name, why in notes.items()]

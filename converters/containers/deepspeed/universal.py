@@ -125,8 +125,8 @@ def _is_whole(record: Mapping[str, Any], whole: Shape, piece: Shape, sliced: boo
     if len(whole) != len(piece):
         return False
     rows, *others = zip(whole, piece, strict=True)
-    is_wider = sliced and all(n >= held for n, held in others)
-    is_cut = bool(record.get("vocab_tensor")) and rows[0] <= rows[1] and all(n == held for n, held in others)
+    is_wider = sliced and all(n >= part for n, part in others)
+    is_cut = bool(record.get("vocab_tensor")) and rows[0] <= rows[1] and all(n == part for n, part in others)
     return is_cut or (is_wider and (rows[0] >= rows[1] or bool(record.get("vocab_tensor"))))
 
 
