@@ -7,7 +7,11 @@ It reads and writes an iteration: a folder of torch.distributed with two files b
                        common.pt               what no rank cuts: options of the groups, counts, arguments
                        .metadata, *.distcp     everything that is cut, as in `dcp`, under flat keys
 
-Out comes the tree {"common": ..., "sharded": {key: tensor or object}}.
+Out comes the tree {"common": ..., "sharded": {key: tensor or object}}. The folders of Megatron-LM's format `torch` with
+a distributed optimizer are read as the same, of one model-parallel rank:
+
+    <run>/iter_0000004/mp_rank_00/model_optim_rng.pt    the model, groups, counts, arguments
+                                  distrib_optim.pt      the optimizer's buckets, gathered by one rank
 Source: NVIDIA/Megatron-LM megatron/core/dist_checkpointing/core.py, strategies/torch.py, strategies/common.py;
 megatron/training/checkpointing.py, `get_checkpoint_name`.
 """
@@ -25,17 +29,20 @@ from statekit.converters.containers.dcp import open_folder, step_folder, steps_b
 from statekit.converters.containers.step_folders import step_prefix
 from statekit.converters.formats.dcp.metadata import METADATA
 from statekit.converters.formats.dcp.writer import write_dcp
-from statekit.converters.formats.pytorch.reader import read_object
+from statekit.converters.formats.pytorch.reader import named, read_object
 from statekit.converters.formats.pytorch.writer import write_archive
 from statekit.errors import FormatError, NotFoundError, RefusedError, StatekitError
-from statekit.files.checkpoint import Checkpoint
-from statekit.files.source import Files, opening, read_small
+from statekit.files.checkpoint import STEPS, Checkpoint
+from statekit.files.source import Files, listing, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tree import strict_json
 
 COMMON, SHARDED = "common", "sharded"
 """The parts of the tree."""
 _CONFIG, _COMMON_FILE = "metadata.json", "common.pt"
+_LEGACY, _GATHERED = "mp_rank_00/model_optim_rng.pt", "distrib_optim.pt"
+_DISTRIBUTED = "optimizer.distributed.dp_group_idx_0"
+"""Where a distributed optimizer of one model-parallel rank lies in the tree."""
 _LATEST = "latest_checkpointed_iteration.txt"
 _ITERATION = "iter_{step:07d}"
 _WRITTEN = {
@@ -60,6 +67,9 @@ class Megatron:
 
         A damaged one doesn't make the folder another library's: opening says what is wrong with it.
         """
+        for folder in [path, *reversed(steps_below(path, _LEGACY).values())]:
+            if (folder / _LEGACY).is_file():
+                return Evidence(20, f"{folder / _LEGACY} is there")
         for folder in [path, *reversed(steps_below(path, _CONFIG).values())]:
             if not (folder / METADATA).is_file():
                 continue
@@ -85,6 +95,8 @@ class Megatron:
                 place=path / _CONFIG,
                 remedy="copy the whole folder; Megatron-Core reads it first, too",
             )
+        if (path / _LEGACY).is_file() or steps_below(path, _LEGACY):
+            return self._open_legacy(path, step, budget)
         place, number, steps = step_folder(path, step, _CONFIG, "checkpoint of Megatron-Core")
         with opening(path, budget) as files:
             _backend(place, files)
@@ -94,6 +106,42 @@ class Megatron:
             tree, others = {COMMON: common.tree, SHARDED: sharded}, (_CONFIG, _COMMON_FILE)
             checkpoint = folder.checkpoint(self.name, tree, number, steps, others)
         return replace(checkpoint, findings=(*common.findings, *checkpoint.findings))
+
+    def _open_legacy(self, path: Path, step: int | None, budget: Budget | None) -> Checkpoint:
+        """Opens a folder of the format `torch`, in the form that a gathered state has among distributed ones."""
+        place, number, steps = step_folder(path, step, _LEGACY, "checkpoint of Megatron-LM")
+        if ranks := [entry.name for entry in listing(place) if entry.name.startswith("mp_rank_")][1:]:
+            raise RefusedError(
+                "Ranks of this run hold slices of the model, and the format torch doesn't say how they join.",
+                place=place,
+                expected="mp_rank_00 alone",
+                found=", ".join(ranks[:3]),
+                remedy="save it with --ckpt-format torch_dist",
+            )
+        with opening(path, budget) as files:
+            saved = read_object(files.source(place / _LEGACY))
+            gathered = read_object(files.source((place / _LEGACY).with_name(_GATHERED)))
+            tree = saved.tree
+            if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
+                raise FormatError("A file of Megatron-LM holds no model.", place=place / _LEGACY)
+            others = {key: part for key, part in tree.items() if key not in ("model", "optimizer")}
+            optimizer = tree.get("optimizer")
+            groups = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else optimizer
+            sharded = {
+                **tree["model"],
+                f"{_DISTRIBUTED}.optimizer/shard_0_1": [groups],
+                f"{_DISTRIBUTED}.param_state/shard_0_1": [gathered.tree],
+            }
+            return Checkpoint(
+                self.name,
+                place,
+                named({COMMON: {"optimizer": {}, **others}, SHARDED: sharded}),
+                {STEPS: steps},
+                number,
+                (*saved.findings, *gathered.findings),
+                files.close,
+                is_numbered=False,
+            )
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes an iteration, or a run's folder with one, as the target is called.

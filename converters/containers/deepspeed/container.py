@@ -192,11 +192,7 @@ def _universal(
 ) -> Sliced:
     """Returns what a universal checkpoint holds, in which each parameter is whole, however many slices wrote it."""
     place, first = f"{tag.path}", models[0][0]
-    of_slices = [_shapes(of_slice[0].get("param_shapes"), place) for of_slice in models]
-    shapes = [
-        {name: shape for of_slice in of_slices for name, shape in of_slice[number].items()}
-        for number in range(min(map(len, of_slices)))
-    ]
+    shapes = _united([_shapes(of_slice[0].get("param_shapes"), place) for of_slice in models])
     state, groups, engine = universal_state(tag.path, shapes, len(models) > 1, files, findings)
     _check_groups(groups, shapes, place)
     names = [list(group) for group in shapes]
@@ -208,6 +204,14 @@ def _universal(
     if lost := [name for name in first["module"] if name not in moved]:
         findings.append(Finding(f"aren't read, as ranks hold pieces of them: {', '.join(lost[:5])}", place))
     return Sliced(rounded_weights(state, moved), state, groups, names, engine)
+
+
+def _united(of_slices: Sequence[Shapes]) -> Shapes:
+    """Returns the parameters of all slices by group, with the shapes that one of their ranks has."""
+    return [
+        {name: shape for shapes in of_slices for name, shape in shapes[number].items()}
+        for number in range(min(map(len, of_slices)))
+    ]
 
 
 def _check_groups(groups: Sequence[Any], shapes: Shapes, place: str) -> None:

@@ -203,8 +203,7 @@ class Joins:
 
     def _fused(self, name: str, pieces: Sequence[Tensor]) -> tuple[int, Widths] | None:
         """Returns the axis along which a fused parameter is cut, and its parts' widths; None if it isn't fused."""
-        patterns = ((entry, pattern) for entry in self._list(_FUSED) for pattern in entry["patterns"])
-        entry, pattern = next((pair for pair in patterns if self._matches(pair[1], name)), (None, ""))
+        entry, pattern = self._fused_entry(name)
         if entry is None:
             return None
         axis, shape = entry["partition_dim"], entry["shape"]
@@ -232,6 +231,11 @@ class Joins:
                 found=uneven,
             )
         return axis, [[size // len(pieces)] * len(pieces) for size in sizes]
+
+    def _fused_entry(self, name: str) -> tuple[Mapping[str, Any] | None, str]:
+        """Returns what is said of a fused parameter, and by which pattern."""
+        patterns = ((entry, pattern) for entry in self._list(_FUSED) for pattern in entry["patterns"])
+        return next((pair for pair in patterns if self._matches(pair[1], name)), (None, ""))
 
     def _equal(self, name: str, total: int, count: int) -> list[int]:
         """Returns the sizes of equal parts, which metadata before version 0.4 counts."""

@@ -23,6 +23,7 @@ import numpy as np
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.dropped import dropped_from
+from statekit.converters.layouts.megatron.buckets import has_buckets, with_groups, without_buckets
 from statekit.converters.layouts.megatron.groups import with_params, without_params
 from statekit.converters.layouts.megatron.lines import megatron_lines
 from statekit.converters.layouts.megatron.schedule import KEY, constant_schedule
@@ -107,11 +108,11 @@ class MegatronAdam:
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks at the keys of what is cut."""
         tree = checkpoint.tree
-        if (
-            not fits(tree, MegatronParts)
-            or _inner(tree[COMMON]) is None
-            or self._is_other(tree[COMMON]["optimizer"])
-        ):
+        if not fits(tree, MegatronParts):
+            return None
+        buckets = has_buckets(tree[SHARDED])
+        common = with_groups(tree[COMMON], tree[SHARDED]) if buckets else tree[COMMON]
+        if _inner(common) is None or self._is_other(common["optimizer"]):
             return None
         between = "" if self.masters is None else "/optimizer"
         said = "" if self.sharding is None else f", {_SHARDING}"
@@ -136,7 +137,8 @@ class MegatronAdam:
             "The checkpoint isn't Megatron-Core's",
             StateError,
         )
-        common, parts = whole["common"], _parts(whole["sharded"])
+        common, sharded, noted = _without_buckets(whole, checkpoint, hints)
+        parts = _parts(sharded)
         optimizer = _inner(common)
         if optimizer is None or parts.unknown:
             raise _unknown(checkpoint, parts.unknown)
@@ -171,7 +173,7 @@ class MegatronAdam:
                 path: {**param_slots, **beside.get(path, {})} for path, param_slots in decoded.slots.items()
             },
             extra={**decoded.extra, **{key: part for key, part in extra.items() if part}},
-            assumptions=(*decoded.assumptions, *said_of_class, *notes),
+            assumptions=(*decoded.assumptions, *said_of_class, *notes, *noted),
         )
 
     def encode(self, state: TrainState) -> Encoded:
@@ -254,6 +256,16 @@ class MegatronAdam:
             beside[_SHARDING] = sharding
             kept[_CONTENT] = {**_AVOIDED, **kept.get(_CONTENT, {}), "distrib_optim_sharding_type": sharding}
         return kept, beside, sharding
+
+
+def _without_buckets(
+    whole: MegatronParts, checkpoint: Checkpoint, hints: CheckpointRef
+) -> tuple[Mapping[str, Any], Mapping[str, Any], tuple[str, ...]]:
+    """Returns a checkpoint's parts with whole parameters, and how they were found where they lay in buckets."""
+    common, sharded = whole["common"], whole["sharded"]
+    if not has_buckets(sharded):
+        return common, sharded, ()
+    return with_groups(common, sharded), *without_buckets(sharded, checkpoint.path, hints.param_names)
 
 
 def _parted(

@@ -1,0 +1,117 @@
+"""Buckets of Megatron-Core's distributed optimizer: whole parameters are found in them by content."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
+from statekit.converters.layouts.megatron.buckets import without_buckets
+from statekit.errors import RefusedError, StateError
+from statekit.state.stored_params import as_params
+from statekit.tensors.tensor import Array, in_memory
+
+pytestmark = pytest.mark.torch
+
+RECORDED = sorted((Path(__file__).parent / "cases" / "megatron_buckets").glob("*/*/iter_*"))
+KEY = "optimizer.distributed.dp_group_idx_0"
+
+
+def name_of(folder: Path) -> str:
+    return f"{folder.parent.parent.name}-{folder.parent.name}"
+
+
+def check(folder: Path, bundle: Path) -> None:
+    """Compares a checkpoint with the recorded state of update 3."""
+    expected = load_file(bundle / "trajectory.safetensors")
+    with open_state(folder) as opened:
+        whole = as_params(opened.state)[0]
+        assert whole.counts.updates == 3 and len(whole.params) == 5
+        for path, param in whole.params.items():
+            assert param.read().tobytes() == expected[f"3/slot/{path}/fp32_param"].tobytes(), path
+            for slot, recorded in (("m", "exp_avg"), ("v", "exp_avg_sq")):
+                assert (
+                    whole.slots[path][slot].read().tobytes()
+                    == expected[f"3/slot/{path}/{recorded}"].tobytes()
+                )
+
+
+@pytest.mark.parametrize("folder", RECORDED, ids=name_of)
+def test_recorded_buckets_are_read_exactly(folder: Path) -> None:
+    check(folder, folder.parents[1])
+    check(folder.parent, folder.parents[1])
+
+
+@pytest.mark.parametrize("folder", RECORDED, ids=name_of)
+def test_buckets_are_written_with_whole_parameters(folder: Path, tmp_path: Path) -> None:
+    convert(plan(folder, tmp_path / "run", to="megatron", layout="megatron-distributed"))
+    check(tmp_path / "run", folder.parents[1])
+    with open_state(tmp_path / "run") as opened:
+        common = opened.checkpoint.tree["common"]
+        assert common["optimizer"]["param_state_sharding_type"] == "fully_reshardable"
+        assert not any(key.startswith("optimizer.distributed") for key in opened.checkpoint.tree["sharded"])
+
+
+def test_a_weight_that_is_not_its_masters_rounding_is_noticed(tmp_path: Path) -> None:
+    source = next(folder for folder in RECORDED if folder.parent.name == "legacy") / "mp_rank_00"
+    target = tmp_path / "iter_0000003" / "mp_rank_00"
+    target.mkdir(parents=True)
+    (target / "distrib_optim.pt").write_bytes((source / "distrib_optim.pt").read_bytes())
+    saved = torch.load(source / "model_optim_rng.pt", weights_only=True)
+    saved["model"]["embedding.weight"][0, 0] += 1
+    torch.save(saved, target / "model_optim_rng.pt")
+    with pytest.raises(StateError, match="No parameter's values"):
+        open_state(tmp_path / "iter_0000003")
+
+
+def test_slices_of_the_format_torch_are_refused(tmp_path: Path) -> None:
+    for rank in (0, 1):
+        (tmp_path / f"mp_rank_{rank:02d}").mkdir()
+        (tmp_path / f"mp_rank_{rank:02d}" / "model_optim_rng.pt").touch()
+    with pytest.raises(RefusedError, match="mp_rank_01"):
+        open_state(tmp_path)
+
+
+def buckets(weights: dict[str, Array], order: list[str], slot: int = 1) -> dict[str, object]:
+    """Returns keys of a checkpoint with one bucket, whose padding is garbage."""
+    vector = np.full(0, np.nan, np.float32)
+    for name in order:
+        padding = np.full(-len(vector) % 64, np.nan, np.float32)
+        vector = np.concatenate([vector, padding, weights[name].ravel()])
+    key = f"{KEY}.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0"
+    slots = {
+        f"{key}.{name}": in_memory(vector * n) for n, name in enumerate(("param", "exp_avg", "exp_avg_sq"), 1)
+    }
+    return {**{name: in_memory(value) for name, value in weights.items()}, **slots}
+
+
+def test_any_order_is_found_by_content() -> None:
+    random = np.random.default_rng(0)
+    weights = {name: random.normal(size=n).astype(np.float32) for name, n in (("a", 70), ("b", 64), ("c", 3))}
+    whole, _ = without_buckets(buckets(weights, ["b", "a", "c"]), "here")
+    for name, value in weights.items():
+        assert whole[f"optimizer.state.exp_avg.{name}"].read().tobytes() == (value * 2).tobytes()
+
+
+def test_equal_parameters_are_asked_for_unless_their_sizes_decide() -> None:
+    equal = {"a": np.ones(5, np.float32), "b": np.ones(5, np.float32)}
+    with pytest.raises(StateError, match="--param-names"):
+        without_buckets(buckets(equal, ["b", "a"]), "here")
+    whole, _ = without_buckets(buckets(equal, ["b", "a"]), "here", ["a", "b"])
+    assert whole["optimizer.state.param.a"].read().tolist() == [1.0] * 5
+    sizes = {"a": np.ones(5, np.float32), "b": np.ones(7, np.float32)}
+    whole, _ = without_buckets(buckets(sizes, ["b", "a"]), "here")
+    assert np.array_equal(whole["optimizer.state.exp_avg.b"].read(), np.full(7, 2.0, np.float32))
+
+
+def test_buckets_of_model_parallel_ranks_are_refused() -> None:
+    weights = {"a": np.ones(5, np.float32)}
+    first = buckets(weights, ["a"])
+    second = {key.replace("group_idx_0", "group_idx_1"): part for key, part in first.items()}
+    with pytest.raises(StateError, match="2 groups"):
+        without_buckets({**first, **second}, "here")
