@@ -96,7 +96,13 @@ def without_buckets(
         lacking = {name: weights[name] for name in order if _slot(_MASTER, name) not in slots}
         slots |= _whole(buffer, lacking, names is not None, place)
     if not slots:
-        raise StateError("The optimizer's buckets hold no parameter.", place=place)
+        raise StateError(
+            "The optimizer's tensors are of another form than a parameter's own, and none of its buckets is whole.",
+            place=place,
+            expected="per bucket the vectors param, exp_avg, exp_avg_sq",
+            found=", ".join(key for key in sharded if key.startswith(_PREFIX)),
+            remedy="save it with --dist-ckpt-optim-fully-reshardable, which keeps whole parameters instead of buckets",
+        )
     return {**model, **slots}, (_WHERE,)
 
 
