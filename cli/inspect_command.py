@@ -209,7 +209,9 @@ class _Show:
     def parameter(self, grid: Table, row: Row[ParameterSummary]) -> None:
         (parameter,) = row.items
         slots = ", ".join(
-            f"{s.name} {list(s.shape)}" + ("" if s.dtype == parameter.tensor.dtype else f" {s.dtype}")
+            f"{s.name} {list(s.shape)}"
+            + ("" if s.dtype == parameter.tensor.dtype else f" {s.dtype}")
+            + (f" from {s.quantized}" if s.quantized else "")
             for s in parameter.slots
         )
         label = f"{'  ' * row.depth}{row.label}"

@@ -31,6 +31,7 @@ from statekit.files.proving import proving
 from statekit.state.run import RunState, run_of
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
+from statekit.tensors.quantized import Quantized
 from statekit.tensors.stats import Stats, measure
 from statekit.tensors.tensor import DTYPES, Shape, Tensor, dtype_name, nbytes
 from statekit.tensors.tree import tensor_names, to_json
@@ -49,17 +50,22 @@ class Choice:
 
 @dataclass(frozen=True)
 class TensorSummary:
-    """One tensor: its name, shape, dtype, bytes and, where they were asked for, statistics."""
+    """One tensor: its name, shape, dtype, bytes and, where they were asked for, statistics.
+
+    `quantized` says in how many bits and blocks its values lie, which then have dtype float32; "" elsewhere.
+    """
 
     name: str
     shape: Shape
     dtype: str
     nbytes: int
     stats: Stats | None = None
+    quantized: str = ""
 
     def to_json(self) -> dict[str, Any]:
         """Returns the summary as plain data, without the name."""
         plain = {"shape": list(self.shape), "dtype": self.dtype, "bytes": self.nbytes}
+        plain |= {"quantized": self.quantized} if self.quantized else {}
         return plain if self.stats is None else {**plain, "stats": self.stats.to_json()}
 
 
@@ -405,7 +411,10 @@ def _describer(
 
     def describe(name: str, tensor: Tensor) -> TensorSummary:
         stats = measure(tensor, on_read) if with_stats else None
-        return TensorSummary(name, tensor.shape, dtype_name(tensor.dtype), nbytes(tensor), stats)
+        dtype = dtype_name(tensor.dtype)
+        if isinstance(tensor, Quantized):
+            return TensorSummary(name, tensor.shape, dtype, tensor.stored_bytes, stats, tensor.kind)
+        return TensorSummary(name, tensor.shape, dtype, nbytes(tensor), stats)
 
     return describe
 

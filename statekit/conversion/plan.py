@@ -162,7 +162,10 @@ class Plan:
     @property
     def headline(self) -> str:
         """How exact the conversion is, and the weakest facts that this rests on, in one line."""
-        return headline(self.exactness.name, self.facts)
+        line = headline(self.exactness.name, self.facts)
+        reasons = {entry.reason for entry in self.entries}
+        said = [text for reason, text in IN_FEW_BITS.items() if reason in reasons]
+        return "; ".join([line, *said])
 
     @property
     def bytes(self) -> int:
@@ -321,6 +324,11 @@ DEQUANTIZED = "a moment in few bits, as the values that the next update starts f
 QUANTIZED = "quantized: each value is the nearest of a few levels times its block's largest"
 NARROWED = "rounded to a narrower dtype, as asked"
 AS_ASKED = (NARROWED,)
+IN_FEW_BITS: Mapping[str, str] = {
+    DEQUANTIZED: "the next update is the source's; later ones part, as its optimizer rounds moments to few bits",
+    QUANTIZED: "moments are rounded to few bits, now and after each update",
+}
+"""What a headline says of moments in few bits, by the reason of a tensor's exactness."""
 """Reasons that somebody asked for by name, whatever exactness was required otherwise."""
 INEXACT: Mapping[str, tuple[Exactness, str]] = {
     "mean": (Exactness.STATISTICS, "a full slot, averaged along an axis"),

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from statekit.tensors.quantized import Codes, quantization_error
 from statekit.tensors.tensor import Tensor, blocks
 from statekit.tensors.views import Narrowed, Scaled
 
@@ -17,7 +18,7 @@ class Measured:
     """How far what was rounded because somebody asked for it is from what it was made of.
 
     Attributes:
-        asked: The operation: `narrowed` or `scaled`.
+        asked: The operation: `narrowed`, `scaled` or `quantized`.
         values: How many values went through it.
         rounded: How many of them came out as other numbers.
         largest: The largest difference among those that stayed finite and didn't become 0, relative to the exact value.
@@ -32,7 +33,8 @@ class Measured:
 
     def __str__(self) -> str:
         said = f"{self.asked}: {self.rounded} of {self.values} values are other numbers"
-        largest = f", by up to {self.largest:.3g} of themselves" if self.largest else ""
+        whose = "their block's largest" if self.asked == "quantized" else "themselves"
+        largest = f", by up to {self.largest:.3g} of {whose}" if self.largest else ""
         return f"{said}{largest}{f'; {self.lost} became infinite or 0' if self.lost else ''}"
 
     def and_block(self, block: Any, exact: Any) -> Measured:
@@ -51,11 +53,24 @@ class Measured:
             lost=self.lost + int(lost.sum()),
         )
 
+    def and_quantized(self, codes: Codes) -> Measured:
+        """Returns it with a tensor that was quantized; the largest difference is relative to its block's scale."""
+        count, changed, largest = quantization_error(codes)
+        return replace(
+            self,
+            values=self.values + count,
+            rounded=self.rounded + changed,
+            largest=max(self.largest, largest),
+        )
+
 
 def measured_in(tensors: Iterable[Tensor]) -> tuple[Measured, ...]:
     """Reads what changes rounded in some tensors, and returns how far it is off; nothing else is read."""
     made: dict[str, Measured] = {}
     for one in {id(one): one for tensor in tensors for one in _rounded_in(tensor)}.values():
+        if isinstance(one, Codes):
+            made["quantized"] = made.get("quantized", Measured("quantized")).and_quantized(one)
+            continue
         name, factor = ("scaled", one.factor) if isinstance(one, Scaled) else ("narrowed", 1.0)
         so_far = made.get(name, Measured(name))
         for index in blocks(one):
@@ -65,9 +80,9 @@ def measured_in(tensors: Iterable[Tensor]) -> tuple[Measured, ...]:
     return tuple(made.values())
 
 
-def _rounded_in(tensor: Any) -> Iterator[Narrowed | Scaled]:
+def _rounded_in(tensor: Any) -> Iterator[Narrowed | Scaled | Codes]:
     """Yields what changes rounded among all that a tensor is made of; how one is read isn't part of that."""
-    if isinstance(tensor, (Narrowed, Scaled)):
+    if isinstance(tensor, (Narrowed, Scaled, Codes)):
         yield tensor
     if is_dataclass(tensor) and not callable(tensor):
         for field in fields(tensor):

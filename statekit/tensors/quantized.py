@@ -27,6 +27,7 @@ from statekit.tensors.tensor import (
     dtype_named,
     in_memory,
     index_shape,
+    nbytes,
     normal_index,
     whole,
     within,
@@ -117,6 +118,11 @@ class Quantized:
         return f"{code} in blocks of {self.block}"
 
     @property
+    def stored_bytes(self) -> int:
+        """Bytes of codes, scales and levels."""
+        return sum(nbytes(part) for part in (self.codes, self.scale, self.levels) if part is not None)
+
+    @property
     def dtype(self) -> DType:
         """The dtype of the values: float32."""
         return FLOAT32
@@ -161,7 +167,7 @@ class Quantized:
         pairs = np.stack([packed >> 4, packed & 15], axis=1).reshape(-1)
         return pairs[first % 2 :][: end - first]
 
-    def parts(self) -> QuantizedParts:
+    def as_tree(self) -> QuantizedParts:
         """Returns it as a tree has it."""
         parts: QuantizedParts = {
             "codes": self.codes,
@@ -202,7 +208,7 @@ def quantized(tensor: Tensor, levels: Tensor | None, block: int) -> Quantized:
         block: How many values share a scale.
     """
     scale = _Scales(tensor, block, levels is None)
-    return Quantized(_Codes(tensor, scale, levels, block), scale, levels, tensor.shape, block)
+    return Quantized(Codes(tensor, scale, levels, block), scale, levels, tensor.shape, block)
 
 
 @dataclass(frozen=True)
@@ -239,7 +245,7 @@ class _Scales:
 
 
 @dataclass(frozen=True)
-class _Codes:
+class Codes:
     """The codes of a tensor's values; two of 4 bits share a byte."""
 
     tensor: Tensor
@@ -292,6 +298,23 @@ class _Codes:
         bits = 4 if self._packed else 8
         source = self.tensor.to_json()
         return {"op": "quantized", "part": "codes", "bits": bits, "block": self.block, "source": source}
+
+
+def quantization_error(codes: Codes) -> tuple[int, int, float]:
+    """Returns how many values were quantized, how many became others, and the largest error by its block's scale."""
+    source, count = codes.tensor, math.prod(codes.tensor.shape)
+    low = Quantized(codes, codes.scale, codes.levels, source.shape, codes.block)
+    step = codes.block * max(1, 2**20 // codes.block)
+    changed, largest = 0, 0.0
+    for first in range(0, count, step):
+        end = min(first + step, count)
+        scales = codes.scale.read((slice(first // codes.block, -(-end // codes.block)),)).astype(np.float64)
+        scales *= _LARGEST_FLOAT8 if codes.levels is None else 1.0
+        off = np.abs(_flat(low, first, end).astype(np.float64) - _flat(source, first, end))
+        changed += int((off != 0).sum())
+        by_block = np.maximum.reduceat(off, np.arange(0, off.size, codes.block)) / scales
+        largest = max(largest, float(by_block.max()))
+    return count, changed, largest
 
 
 def _covering(shape: Shape, index: Index) -> tuple[Index, int, int]:

@@ -70,7 +70,7 @@ class Canonical:
             "params": dict(state.params),
             "slots": {
                 path: {
-                    name: tensor.parts() if isinstance(tensor, Quantized) else tensor
+                    name: tensor.as_tree() if isinstance(tensor, Quantized) else tensor
                     for name, tensor in named.items()
                 }
                 for path, named in state.slots.items()

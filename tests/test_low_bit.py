@@ -1,0 +1,138 @@
+"""Moments in few bits, as recordings of bitsandbytes and torchao have them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import statekit
+from statekit.errors import InexactError
+from statekit.files.safetensors import open_safetensors
+from statekit.tensors.quantized import Quantized, dynamic_levels, linear_levels, quantized
+from statekit.tensors.tensor import in_memory
+
+HERE = Path(__file__).parent / "cases" / "low_bit"
+BNB, BNB32, TRAINER = "bnb_adamw8bit", "bnb_adamw32bit_bf16", "trainer_adamw8bit"
+TORCHAO = ("ao_adamw8bit", "ao_adamw4bit", "ao_adamwfp8_bf16")
+EVERY = (BNB, BNB32, TRAINER, *TORCHAO)
+
+
+def checkpoint(name: str) -> Path:
+    folder = HERE / name / "checkpoint"
+    return folder / "checkpoint-2" if name == TRAINER else folder / "checkpoint.pt"
+
+
+def test_levels_are_those_of_the_libraries() -> None:
+    for name, bits in ((BNB, 8), ("ao_adamw8bit", 8), ("ao_adamw4bit", 4)):
+        with statekit.open(checkpoint(name)) as opened:
+            for slot, tensor in opened.state.slots["w/weight"].items():
+                assert isinstance(tensor, Quantized) and tensor.levels is not None
+                signed = slot == "m"
+                ours = linear_levels() if bits == 4 and not signed else dynamic_levels(bits, signed)
+                assert ours.read().tobytes() == tensor.levels.read().tobytes()
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_codes_go_there_and_back_as_they_are(name: str, tmp_path: Path) -> None:
+    middle, back = tmp_path / "middle.statekit", tmp_path / "back.pt"
+    hints: dict[str, Any] = {"optimizer": "adamw"} if name in TORCHAO else {}
+    assert statekit.convert(checkpoint(name), middle, **hints).plan.exactness.name == "BITWISE"
+    layout = {BNB32: "bitsandbytes-32bit", "ao_adamw8bit": "torchao-8bit", "ao_adamw4bit": "torchao-4bit"}
+    kind = layout.get(name, "torchao-fp8" if name in TORCHAO else "bitsandbytes-8bit")
+    assert statekit.convert(middle, back, layout=kind, **hints).plan.exactness.name == "BITWISE"
+    with statekit.open(checkpoint(name)) as old, statekit.open(back) as new:
+        for path, slots in old.state.slots.items():
+            for slot, tensor in slots.items():
+                again = new.state.slots[path][slot]
+                assert tensor.read().tobytes() == again.read().tobytes()
+                if isinstance(tensor, Quantized):
+                    assert isinstance(again, Quantized)
+                    assert tensor.codes.read().tobytes() == again.codes.read().tobytes()
+                    assert tensor.scale.read().tobytes() == again.scale.read().tobytes()
+
+
+def test_bitsandbytes_and_torchao_have_the_same_codes(tmp_path: Path) -> None:
+    source, target = checkpoint(BNB), tmp_path / "torchao.pt"
+    assert statekit.convert(source, target, layout="torchao-8bit").plan.exactness.name == "BITWISE"
+    with statekit.open(source) as old, statekit.open(target, optimizer="adamw") as new:
+        for slot in ("m", "v"):
+            left, right = old.state.slots["w/weight"][slot], new.state.slots["w/weight"][slot]
+            assert isinstance(left, Quantized) and isinstance(right, Quantized)
+            assert left.codes.read().tobytes() == right.codes.read().tobytes()
+            assert left.scale.read().tobytes() == right.scale.read().tobytes()
+
+
+def test_the_next_update_of_adamw_is_the_originals(tmp_path: Path) -> None:
+    target = tmp_path / "adamw.pt"
+    plan = statekit.convert(checkpoint(BNB), target, layout="torch-optim").plan
+    assert plan.exactness.name == "ROUNDING" and "later ones part" in plan.headline
+    record = torch.load(target, weights_only=True)
+    groups = record["optimizer"]["param_groups"]
+    params = {name: torch.nn.Parameter(tensor) for name, tensor in record["model"].items()}
+    optimizer = torch.optim.AdamW([{"params": [params[n] for n in g["param_names"]]} for g in groups])
+    optimizer.load_state_dict(record["optimizer"])
+    gradients = open_safetensors(HERE / BNB / "grads.safetensors").tensors
+    recorded = open_safetensors(HERE / BNB / "trajectory.safetensors").tensors
+    before = {name: param.detach().clone() for name, param in params.items()}
+    for name, param in params.items():
+        key = next(key for key in gradients if key.startswith("3/") and key.endswith(name.replace(".", "/")))
+        param.grad = torch.from_numpy(gradients[key].read().copy())
+    optimizer.step()
+    for name, param in params.items():
+        theirs = recorded[f"3/param/{name.replace('.', '/')}"].read()
+        update = theirs - before[name].numpy()
+        half_a_place = np.abs(np.spacing(theirs)).max()
+        assert np.abs(param.detach().numpy() - theirs).max() <= 1e-5 * np.abs(update).max() + half_a_place
+
+
+def test_adamw_becomes_few_bits_only_as_lossy_and_measured(tmp_path: Path) -> None:
+    adamw, target = tmp_path / "adamw.pt", tmp_path / "few.pt"
+    statekit.convert(checkpoint(BNB), adamw, layout="torch-optim")
+    for layout, limit in (("bitsandbytes-8bit", 7.1e-3), ("torchao-4bit", 0.1126), ("torchao-fp8", 3.6e-2)):
+        with pytest.raises(InexactError, match="quantized"):
+            statekit.convert(adamw, target, layout=layout, optimizer="adamw")
+        done = statekit.convert(
+            adamw, target, layout=layout, optimizer="adamw", require="lossy", replace=True
+        )
+        (measured,) = (one for one in done.measured if one.asked == "quantized")
+        assert 0 < measured.largest <= limit
+
+
+def test_quantizing_again_gives_the_recorded_codes() -> None:
+    with statekit.open(checkpoint("ao_adamw8bit")) as opened:
+        tensor = opened.state.slots["w/weight"]["m"]
+        assert isinstance(tensor, Quantized)
+        again = quantized(in_memory(tensor.read()), tensor.levels, 256)
+        assert np.array_equal(again.codes.read(), tensor.codes.read())
+        block = (slice(3, 9), slice(5, 60))
+        assert np.array_equal(tensor.read(block), tensor.read()[block])
+
+
+def test_inspect_says_bits_and_blocks() -> None:
+    slots = statekit.inspect(checkpoint("ao_adamw4bit")).to_json()
+    assert "4 bits in blocks of 128" in json.dumps(slots)
+
+
+@pytest.mark.slow
+def test_bitsandbytes_goes_on_from_what_we_wrote(tmp_path: Path) -> None:
+    optim = pytest.importorskip("bitsandbytes.optim")
+    target = tmp_path / "run.pt"
+    statekit.convert(checkpoint(BNB), tmp_path / "run.statekit")
+    statekit.convert(tmp_path / "run.statekit", target, layout="bitsandbytes-8bit")
+    ends = []
+    for path in (checkpoint(BNB), target):
+        record = torch.load(path, weights_only=True)
+        names = ["w.weight", "small.weight", "bias"]
+        params = [torch.nn.Parameter(record["model"][name]) for name in names]
+        optimizer = optim.AdamW8bit([{"params": params[:2]}, {"params": params[2:]}])
+        optimizer.load_state_dict(record["optimizer"])
+        for param in params:
+            param.grad = torch.full_like(param, 0.01)
+        optimizer.step()
+        ends.append([param.detach().clone() for param in params])
+    assert all(torch.equal(left, right) for left, right in zip(*ends, strict=True))
