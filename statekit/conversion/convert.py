@@ -21,7 +21,7 @@ from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.contracts import NO_HINTS, Exactness
 from statekit.conversion.kept import FIELD, by_leaf, kept_of, to_field
 from statekit.conversion.open_state import OpenState
-from statekit.conversion.plan import Plan, Request, Side
+from statekit.conversion.plan import QUANTIZED, Plan, Request, Side
 from statekit.conversion.prepared import Prepared, carried_out, prepare
 from statekit.conversion.resume import in_manifest, next_update, of_plan, resume_lines
 from statekit.conversion.seal import NEUTRAL
@@ -312,7 +312,7 @@ def _proven_beside(opened: OpenState, tell: OnProgress) -> tuple[Faults, dict[st
 
 
 def _measured(plan: Plan, tree: Tree) -> tuple[Measured, ...]:
-    if not plan.changed:
+    if not plan.changed and all(entry.reason != QUANTIZED for entry in plan.entries):
         return ()
     from statekit.conversion.rounded import measured_in
 
