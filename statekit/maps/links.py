@@ -12,7 +12,7 @@ from statekit.maps.operations import Operation, Piece
 from statekit.state.exactness import Exactness, Level
 from statekit.state.schema import load_schema
 from statekit.state.stored_params import DECODED
-from statekit.state.train_state import BY_NAME, Group, TrainState
+from statekit.state.train_state import BY_NAME, PER_PARAMETER, Group, TrainState
 from statekit.tensors.tensor import TIES
 
 _BY_PATTERN = ("factor_map", "exclude_from_weight_decay", "exclude_from_parameter_scale")
@@ -115,9 +115,9 @@ def carried(
     faults += _split_groups(state, links)
     groups = [_group(group, links, faults) for group in state.optimizer.groups]
     behind = _of_targets(state.counts.behind, links, "updates done", faults)
+    extra = _extra(state, links, faults)
     faults.check(StateError, "The map doesn't fit the state", place=place)
     refused.check(InexactError, "The map can't be carried out exactly on the state", place=place)
-    extra = dict(state.extra)
     if DECODED in extra:
         extra[DECODED] = [target for path in extra[DECODED] for target in of.get(path, ())]
     if ties is None:
@@ -139,6 +139,13 @@ def carried(
         state.assumptions,
     )
     return Carried(after, tuple(_mapped(link, pieces[link.target]) for link in links))
+
+
+def _extra(state: TrainState, links: Sequence[Link], faults: Faults) -> dict[str, Any]:
+    """Returns a state's extra, in which what a parameter has besides its slots has followed it."""
+    forms: Any = state.extra.get(PER_PARAMETER)
+    moved = {PER_PARAMETER: _of_targets(forms, links, "records of an optimizer", faults)} if forms else {}
+    return {**state.extra, **moved}
 
 
 def twice(names: Iterable[str]) -> Iterator[tuple[str, str]]:

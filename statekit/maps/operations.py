@@ -15,7 +15,7 @@ from itertools import combinations
 
 from statekit.errors import InexactError, StateError
 from statekit.state.exactness import Exactness
-from statekit.state.schema import OverTensor, load_schema
+from statekit.state.schema import NATIVE_SHAPE, OverTensor, load_schema
 from statekit.state.train_state import Axis, Rule
 from statekit.tensors import views
 from statekit.tensors.places import By, Combined
@@ -47,9 +47,18 @@ class Piece:
     over: tuple[OverTensor, ...] | None = None
 
     def kept(self, slot: str) -> tuple[int, ...] | None:
-        """Returns the parameter's axes that a slot has kept; None for one that doesn't go by them."""
+        """Returns the parameter's axes that a slot has kept; None for one that doesn't go by them.
+
+        Raises:
+            InexactError: No schema describes the slot, and it hasn't the parameter's shape.
+        """
         kind = load_schema(self.schema).slots[slot].shape
-        if kind == "parameter":
+        has_its_shape = self.slots[slot].shape == self.param.shape
+        if kind == NATIVE_SHAPE and not has_its_shape:
+            raise InexactError(
+                f"has the slot {slot} of shape {self.slots[slot].shape}, and no schema says what becomes of that"
+            )
+        if kind in ("parameter", NATIVE_SHAPE):
             return tuple(range(len(self.param.shape)))
         if kind in ("row", "column") and self.rule is not None:
             return self.rule.kept(slot)

@@ -9,7 +9,7 @@ from typing import Any
 from statekit.errors import Faults, InexactError, UnknownRuleError, UsageError
 from statekit.state.evidence import BEYOND, OPTIMIZER, Fact
 from statekit.state.options import RATE_NAMES
-from statekit.state.schema import WEIGHTS, OptimizerSchema, load_schema
+from statekit.state.schema import WEIGHTS, OptimizerSchema, is_native, load_schema, named_native
 from statekit.state.train_state import Group, TrainState
 
 _FACTORING = ("factor_map", "logical_factor_rules", "factored", "min_dim_size_to_factor")
@@ -74,6 +74,9 @@ def _of_group(state: TrainState, group: Group, makers: Mapping[str, Sequence[str
     if name == WEIGHTS:
         return
     yield from group.facts
+    if is_native(name):
+        yield Fact(f"the rule of {named_native(name, variant)}", because="statekit has no schema of it")
+        return
     prefix = f"{name}/" if state.optimizer.several else ""
     possible = (variant,) if variant is not None else tuple(makers.get(name, ()))
     if variant is None and len(possible) != 1:

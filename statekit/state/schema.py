@@ -6,7 +6,7 @@ import json
 import math
 import operator
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import resources
@@ -19,6 +19,8 @@ from statekit.tensors.typed import fits
 
 OF_GROUPS = ("group", "group_history")
 """Shape rules of slots that a group has as a whole."""
+NATIVE_SHAPE = "native"
+"""The shape rule of slots that no schema describes: any shape."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +31,8 @@ class SlotSchema:
         name: Canonical name, e.g. `v_row`.
         symbol: How papers write it.
         shape: Shape rule: `parameter`, `row` (parameter's axes minus COLUMN), `column` (minus ROW),
-            `scalar_per_parameter` ((1,)*rank), `scale_history`, `group`, `group_history`. `optimizer.schema.json`
-            says what each means.
+            `scalar_per_parameter` ((1,)*rank), `scale_history`, `group`, `group_history`; `optimizer.schema.json`
+            says what each means. `native` is any.
         dtype: A dtype, `parameter`, or the name of the hyperparameter or difference that says it.
         init: Initial value: a number, a formula, or None where the slot first exists with the value of its recurrence.
         recurrence: Its update, in plain mathematics.
@@ -462,6 +464,55 @@ _NOTHING: Mapping[str, Any] = {
 }  # fmt: skip
 
 
+NATIVE: Mapping[str, str] = {
+    "torch_native": "PyTorch", "optax_native": "Optax", "keras_native": "Keras",
+}  # fmt: skip
+"""Schemas of states whose optimizer has none, by whose they are: any slot and any option fits, and nothing steps.
+
+Slots and options have the optimizer's own names. The variant is its name, None where nothing tells it. They
+aren't among `schema_names`.
+"""
+
+
+def is_native(name: str) -> bool:
+    """Tells whether a schema is of optimizers that have none, of which only the state is known."""
+    return name in NATIVE
+
+
+def named_native(name: str, variant: str | None) -> str:
+    """Returns what an optimizer without a schema is called, for people.
+
+    Example:
+        >>> named_native("torch_native", "torch NAdam"), named_native("optax_native", None)
+        ('torch NAdam', 'an optimizer of Optax')
+    """
+    return variant or f"an optimizer of {NATIVE[name]}"
+
+
+@dataclass(frozen=True)
+class _Open(Mapping[str, Any]):
+    """A table that has an entry for any name, and lists none."""
+
+    entry: Callable[[str], Any]
+
+    def __getitem__(self, name: str) -> Any:
+        return self.entry(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def _native_schema(name: str) -> OptimizerSchema:
+    """Returns the schema of a framework's optimizers that have none: whatever is there fits."""
+    variant = {"stepped": False, "defaults": {}, "fixed": {}, "constants": {}}
+    data = {**_NOTHING, "name": name, "title": f"Optimizers of {NATIVE[name]} without a schema"}
+    slots = _Open(lambda slot: SlotSchema(slot, slot, NATIVE_SHAPE, NATIVE_SHAPE, None, "", {}))
+    return OptimizerSchema(name, slots, {}, _Open(lambda _: variant), data)
+
+
 @cache
 def load_schema(name: str) -> OptimizerSchema:
     """Reads one schema.
@@ -479,6 +530,8 @@ def load_schema(name: str) -> OptimizerSchema:
         )
     if name == WEIGHTS:
         return OptimizerSchema(WEIGHTS, {}, {}, {}, _NOTHING)
+    if is_native(name):
+        return _native_schema(name)
     if name not in schema_names():
         raise NotFoundError(
             "There is no such optimizer schema.",

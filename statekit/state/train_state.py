@@ -11,7 +11,7 @@ from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, TypeVar
 from statekit.errors import Faults, StateError, UsageError
 from statekit.state.evidence import Fact, FactRecord
 from statekit.state.evidence import KnownFrom as KnownFrom  # noqa: PLC0414 - part of a state
-from statekit.state.schema import OptimizerSchema, load_schema
+from statekit.state.schema import NATIVE_SHAPE, OptimizerSchema, load_schema
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Tree
 from statekit.tensors.typed import Name, Natural
@@ -26,6 +26,9 @@ EXCLUDED = "exclude_from_weight_decay"
 MULTIPLIERS = ("lr_mult", "wd_mult")
 BY_NAME = (SCALE, EXCLUDED, *MULTIPLIERS)
 """Hyperparameters that may have a value for each parameter: {path: value}, in PyTorch {name: value}."""
+
+PER_PARAMETER = "per_parameter"
+"""Key in `extra`: what a parameter has besides its slots, by path; it follows the parameter under another name."""
 
 _RANKS = {"group": 0, "group_history": 1}
 """Ranks of slots that a group has as a whole, by shape rule."""
@@ -327,6 +330,8 @@ class TrainState:
                 yield f"has slot {name}, which {schema.name} doesn't know", path
                 continue
             kind, expected = schema.slots[name].shape, shape
+            if kind == NATIVE_SHAPE:
+                continue
             if kind in ("row", "column"):
                 if rule is None or not rule.factored or len(rule.axes) != len(shape):
                     yield f"has slot {name} but no rule that factors it", path
@@ -361,14 +366,17 @@ class TrainState:
         return replace(part, optimizer=Optimizer.of(groups, [kind] * len(groups)))
 
     def renamed(self, rename: Callable[[str], str]) -> TrainState:
-        """Returns the state with every path renamed. `extra` stays as it is.
+        """Returns the state with every path renamed. `extra` stays as it is, but for what it has by parameter.
 
         Args:
             rename: The new path of each path. Two paths must not become one.
         """
         groups = tuple(group.renamed(rename) for group in self.optimizer.groups)
+        forms: Any = self.extra.get(PER_PARAMETER)
+        moved = {PER_PARAMETER: {rename(path): form for path, form in forms.items()}} if forms else {}
         return replace(
             self,
+            extra={**self.extra, **moved},
             params={rename(path): param for path, param in self.params.items()},
             slots={rename(path): slots for path, slots in self.slots.items()},
             rules={rename(path): rule for path, rule in self.rules.items()},

@@ -13,7 +13,7 @@ from statekit.errors import StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.lines.printing import SavedRun, State
 from statekit.state.evidence import Fact
-from statekit.state.schema import WEIGHTS, all_variants, schema_names
+from statekit.state.schema import NATIVE, WEIGHTS, all_variants, schema_names
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, StateRecord, TrainState
 from statekit.tensors.quantized import Quantized, QuantizedParts
 from statekit.tensors.tensor import Tensor
@@ -27,7 +27,7 @@ class Canonical:
     name: str = "statekit"
     title: str = "canonical names: params, slots, groups, extra, state"
     variants: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: {**all_variants(schema_names()), WEIGHTS: ()}
+        default_factory=lambda: {**all_variants(schema_names()), WEIGHTS: (), **dict.fromkeys(NATIVE, ())}
     )
     containers: tuple[str, ...] = ("statekit",)
     schedule_in: str = "apart"

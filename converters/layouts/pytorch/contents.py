@@ -249,7 +249,7 @@ def _by_parameter(
 ) -> Iterator[tuple[str, Mapping[str, Tensor], Mapping[str, Any]]]:
     """Yields each parameter's path, slots, and options with what else its state holds."""
     known = {tensor.shape for tensor in parts.model.values()}
-    shapes = [[_shape(parts.state.get(i, {}), known) for i in group["params"]] for group in parts.groups]
+    shapes = [[shape_of(parts.state.get(i, {}), known) for i in group["params"]] for group in parts.groups]
     order = found_order(parts.groups, shapes, parts.model, names, is_sorted)
     for group, mine in zip(parts.groups, order.groups, strict=True):
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -259,7 +259,7 @@ def _by_parameter(
             yield path_of(name), dict(_tensors(record)), {**options, **numbers}
 
 
-def _shape(record: Mapping[str, Any], known: set[Shape]) -> Shape | None:
+def shape_of(record: Mapping[str, Any], known: set[Shape]) -> Shape | None:
     """Returns the shape of a parameter, if a slot has it: its largest one, if a parameter has that shape."""
     shapes = [tensor.shape for _, tensor in _tensors(record)]
     largest = max(shapes, key=math.prod, default=None)

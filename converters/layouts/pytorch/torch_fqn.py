@@ -12,6 +12,6 @@ from statekit.converters.layouts.pytorch.torch_optim import TorchOptim
 LAYOUT = TorchOptim(
     "torch-fqn",
     "the same as torch-optim, by name as get_state_dict gathers it",
-    containers=("torch", "dcp"),
+    containers=("dcp", "torch"),
     form="name",
 )

@@ -10,6 +10,6 @@ from statekit.converters.layouts.pytorch.torch_optim import TorchOptim
 LAYOUT = TorchOptim(
     "torch-fqn-flat",
     "the same flat, an entry for each option of a parameter",
-    containers=("torch", "dcp", "dcp-safetensors"),
+    containers=("dcp", "torch", "dcp-safetensors"),
     form="flat",
 )

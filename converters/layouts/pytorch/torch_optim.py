@@ -1,5 +1,7 @@
 """The layout `torch-optim`: AdamW and Adafactor of torch.optim, and Hugging Face's Adafactor, as state_dict() has them.
 
+An optimizer that has no schema is held too, with what it keeps under its own names (`native`).
+
 State lies under an index, or under a name as FSDP and DCP gather it. A parameter's index is its place over all groups;
 `param_order` says how names are found. torch's Adafactor keeps averaged axes with length 1; Hugging Face's averages the
 last two axes of everything that has two. What each calls a slot (`exp_avg_sq_row`) is the schema's to say (`aliases`).
@@ -19,7 +21,7 @@ import numpy as np
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import NO_HINTS, Contents, Encoded, Evidence, Hints, Unnamed
-from statekit.converters.layouts.pytorch import lines
+from statekit.converters.layouts.pytorch import lines, native
 from statekit.converters.layouts.pytorch.architecture import (
     BY_CONFIG,
     has_config,
@@ -30,11 +32,12 @@ from statekit.converters.layouts.pytorch.contents import (
     STEP,
     Signature,
     contents_of,
+    shape_of,
     signature_of,
     unwrapped_record,
 )
 from statekit.converters.layouts.pytorch.networks import several_networks
-from statekit.converters.layouts.pytorch.param_order import REMEDY, found_order
+from statekit.converters.layouts.pytorch.param_order import REMEDY, Order, found_order
 from statekit.converters.layouts.pytorch.parts import (
     GROUPS,
     MOST_PARTS,
@@ -65,13 +68,13 @@ from statekit.state.constants import variant_constants
 from statekit.state.evidence import Fact, KnownFrom, beyond, fits_several
 from statekit.state.factoring import by_shape
 from statekit.state.run import SIDE_BY_SIDE, TRAINER_ARGUMENTS
-from statekit.state.schema import load_schema
+from statekit.state.schema import is_native, load_schema
 from statekit.state.stored_params import MASTER
 from statekit.state.stored_slots import FACTORED, stored_shape
-from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
+from statekit.state.train_state import PER_PARAMETER, Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Shape, Tensor, in_memory, scalar
 from statekit.tensors.tree import Path as TreePath
-from statekit.tensors.tree import at
+from statekit.tensors.tree import Tree, at
 from statekit.tensors.typed import Finite, fits, typed
 from statekit.tensors.views import Squeezed
 
@@ -93,7 +96,7 @@ class TorchOptimizer:
     """
 
     schema: str
-    variant: str
+    variant: str | None
     options: tuple[str, ...]
     count: str = "float32"
     notes: tuple[str, ...] = ()
@@ -105,7 +108,12 @@ class TorchOptimizer:
     @property
     def names(self) -> dict[str, str]:
         """Canonical slot -> name in the state."""
-        return load_schema(self.schema).slot_names(self.variant)
+        return load_schema(self.schema).slot_names(str(self.variant))
+
+    @property
+    def is_native(self) -> bool:
+        """Whether it has no schema, so that its state stands under its own names."""
+        return is_native(self.schema)
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -115,11 +123,11 @@ class TorchOptimizer:
     @property
     def form(self) -> Mapping[str, Any]:
         """The variant's constants."""
-        return variant_constants(self.schema, self.variant)
+        return variant_constants(self.schema, str(self.variant))
 
     def rule(self, shape: Shape) -> Rule:
         """Returns how the optimizer factors a parameter."""
-        factors = "v_row" in self.names
+        factors = not self.is_native and "v_row" in self.names
         return Rule(by_shape(self.form, shape, True) if factors else (Axis.NONE,) * len(shape), "file")
 
 
@@ -192,7 +200,7 @@ class TorchOptim:
     name: str = "torch-optim"
     title: str = "torch.optim's AdamW and Adafactor, Hugging Face's Adafactor: by index or by name"
     variants: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: {"adamw": ("torch",), "adafactor": ("hf", "torch")}
+        default_factory=lambda: {"adamw": ("torch",), "adafactor": ("hf", "torch"), native.SCHEMA: ()}
     )
     containers: tuple[str, ...] = ("torch", "hf-trainer", "accelerate", "safetensors", "dcp", "fsdp1-ranks")
     stores_values: bool = True
@@ -215,7 +223,7 @@ class TorchOptim:
             return None
         if self.form == "name" and checkpoint.container not in _GATHERED:
             return None
-        because = "slots of its names" if _is_bare(parts) else f"groups with {', '.join(kind.keys)}"
+        because = _shown(parts, kind)
         return Evidence(21, f"{because}, {_SAID[parts.form]}") if self.form else Evidence(20, because)
 
     def describe(self, checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Contents | None:
@@ -237,7 +245,7 @@ class TorchOptim:
         parts, kinds, said_of_groups, sides = _parts_and_kinds(checkpoint, hints)
         faults = Faults()
         shapes = [
-            [_shape_of(kind, parts.state.get(i, {})) for i in group["params"]]
+            [_shape_of(kind, parts.state.get(i, {}), parts.model) for i in group["params"]]
             for kind, group in zip(kinds, parts.groups, strict=True)
         ]
         is_sorted = bool(checkpoint.meta.get(SORTED))
@@ -253,38 +261,37 @@ class TorchOptim:
         kind_of = {path_of(n): kind for kind, names in zip(kinds, order.groups, strict=True) for n in names}
         rules = {path: kind_of[path].rule(p.shape) for path, p in params.items()}
         slots, counts, beside = {}, dict[str, int](), dict[str, Any]()
-        said = (_BARE,) if _is_bare(parts) else _FORM_NOTES.get(parts.form, ())
+        said = (_BARE,) if _says_no_options(parts) else _FORM_NOTES.get(parts.form, ())
         said = (*said, *_of_gradients(checkpoint))
         notes = dict.fromkeys((*order.notes, *([said_by] if said_by else ()), *said, *said_of_groups))
-        for kind, group, names in zip(kinds, parts.groups, order.groups, strict=True):
-            for index, name in zip(group["params"], names, strict=True):
-                record = parts.state.get(index)
-                if record is None or name not in parts.model:
-                    continue
-                path = path_of(name)
-                if _saw_pieces(kind, record, rules[path]):
-                    rules[path] = Rule((Axis.NONE,) * len(params[path].shape), "file")
-                    notes[_PIECES] = None
-                slots[path] = dict(_slots(kind, record, rules[path], params[path].shape, path, faults))
-                counts[path] = _count(record.get("step"), path, faults)
-                left = {key: record[key] for key in (*kind.notes, *kind.beside) if key in record}
-                beside |= {path: left} if left else {}
+        records, bare = _records(parts, order, kind_of)
+        for path, record in records.items():
+            kind = kind_of[path]
+            if _saw_pieces(kind, record, rules[path]):
+                rules[path] = Rule((Axis.NONE,) * len(params[path].shape), "file")
+                notes[_PIECES] = None
+            slots[path] = dict(_slots(kind, record, rules[path], params[path].shape, path, faults))
+            counts[path] = _count(record.get("step"), path, faults)
+            left = {key: record[key] for key in (*kind.notes, *kind.beside) if key in record}
+            beside |= {path: left} if left else {}
         faults.check(StateError, "The state doesn't fit the parameters", place=checkpoint.path)
+        counting = _counting(kind_of, bare)
+        done = 0 if counting else native.stated_updates(parts.groups, parts.rest, checkpoint)
         by_name = any(isinstance(index, str) for index in parts.state)
-        extra = extra_of(parts, moved, {name for kind in kinds for name in _options(kind)})
+        extra = {**_extra(parts, moved, kinds), **bare.extra}
         ways = ((_INFORMATION, beside), (_BY_NAME, by_name), (SIDE_BY_SIDE, sides))
         extra |= {key: part for key, part in ways if part}
         return hints.applied(
             TrainState(
                 params,
-                slots,
+                {**slots, **bare.slots},
                 Optimizer.of(
                     _clipped(
                         _groups(kinds, parts, order.groups, _decoupled(checkpoint, hints)), parts, checkpoint
                     ),
                     [(kind.schema, kind.variant) for kind in kinds],
                 ),
-                _counts(counts, params),
+                _counts({**counts, **bare.counts}, counting, done),
                 {path: rule for path, rule in rules.items() if kind_of[path].schema == "adafactor"},
                 extra,
                 tuple(notes),
@@ -345,16 +352,26 @@ class TorchOptim:
         faults.check(InexactError, f"The layout {self.name} can't hold the state")
         names = names_of(state.extra, state.params)
         params = {names[path]: tensor for path, tensor in state.params.items()}
-        updates, placed = state.counts.updates, (_INFORMATION, _BY_NAME)
+        updates, placed = state.counts.updates, (_INFORMATION, _BY_NAME, native.FORM, PER_PARAMETER)
         if len(sides) == 1:
-            ((groups, native),) = optimizers
-            return join_parts(state.extra, updates, params, groups, native, placed, self.form or "index")
+            ((groups, records),) = optimizers
+            return join_parts(state.extra, updates, params, groups, records, placed, self.form or "index")
         full = iter(with_others(state.extra, [group for groups, _ in optimizers for group in groups]))
         dicts = [
-            {"state": native, "param_groups": [next(full) for _ in groups]} for groups, native in optimizers
+            {"state": records, "param_groups": [next(full) for _ in groups]} for groups, records in optimizers
         ]
         places = [place for place, _ in sides]
         return join_side_by_side(state.extra, updates, params, dicts, places, (*placed, SIDE_BY_SIDE))
+
+    def _options(self, kind: TorchOptimizer, state: TrainState, group: Group) -> dict[str, Any]:
+        """Returns a group's options, without those that `extra` has for it."""
+        stated: Sequence[Mapping[Any, Any]] = state.extra.get(GROUPS) or ()
+        number = next(i for i, other in enumerate(state.optimizer.groups) if other is group)
+        others = stated[number] if number < len(stated) else {}
+        if kind.is_native:
+            return native.native_options(group.hyperparameters, others)
+        usual = {key: kind.usual[key] for key in kind.usual if self.form and key not in others}
+        return {**usual, **_native_options(kind, state, group)}
 
     def _optimizer(
         self,
@@ -368,22 +385,22 @@ class TorchOptim:
         order = [path for group in canonical for path in group.paths]
         names = names_of(state.extra, order)
         index = {path: names[path] if by_name else i for i, path in enumerate(order)}
-        native = {
-            index[path]: _native(kind, state, path, state.slots[path], faults)
-            for path in state.slots
-            if path in index and state.slots[path]
+        kept = {} if kind.is_native else state.slots
+        records = native.native_records(state, order) if kind.is_native else {}
+        records |= {
+            path: _native(kind, state, path, slots, faults)
+            for path, slots in kept.items()
+            if path in index and slots
         }
-        stated = [*(state.extra.get(GROUPS) or ()), *({} for _ in canonical)]
         groups = [
             {
-                **{key: kind.usual[key] for key in kind.usual if self.form and key not in others},
-                **_native_options(kind, state, group),
+                **self._options(kind, state, group),
                 "params": [index[path] for path in group.paths],
                 **({} if by_name else {"param_names": [names[path] for path in group.paths]}),
             }
-            for group, others in zip(canonical, stated, strict=False)
+            for group in canonical
         ]
-        return groups, native
+        return groups, {index[path]: record for path, record in records.items()}
 
 
 def _as_they_lay(state: TrainState) -> list[tuple[TreePath, list[Group]]]:
@@ -407,6 +424,8 @@ def _kind_of(state: TrainState, groups: Sequence[Group], layout: str) -> TorchOp
         InexactError: It is none that the layout holds.
     """
     schema, variant = state.optimizer.kind(groups[0]) if groups else state.optimizer.kinds[0]
+    if schema == native.SCHEMA:
+        return TorchOptimizer(schema, variant, ())
     for kind in KINDS:
         if (kind.schema, kind.variant) == (schema, variant):
             return kind
@@ -527,14 +546,62 @@ def _given_names(
     return names_by_config(checkpoint, shapes, parts.model)
 
 
+def _shown(parts: Parts, kind: TorchOptimizer) -> str:
+    """Returns what shows that parts are of an optimizer."""
+    if kind.is_native:
+        return "an optimizer's state and its groups"
+    return "slots of its names" if _is_bare(parts) else f"groups with {', '.join(kind.keys)}"
+
+
+def _records(
+    parts: Parts, order: Order, kind_of: Mapping[str, TorchOptimizer]
+) -> tuple[dict[str, Mapping[str, Any]], native.NativeRecords]:
+    """Returns what optimizers keep of each parameter, by path, in the order in which that was born.
+
+    What an optimizer without a schema keeps stands by itself.
+    """
+    names = {
+        index: name
+        for group, mine in zip(parts.groups, order.groups, strict=True)
+        for index, name in zip(group["params"], mine, strict=True)
+    }
+    pairs = ((names.get(index), record) for index, record in parts.state.items())
+    records = {path_of(name): record for name, record in pairs if name is not None and name in parts.model}
+    others = {path: record for path, record in records.items() if kind_of[path].is_native}
+    return {path: record for path, record in records.items() if path not in others}, native.read_records(
+        others
+    )
+
+
+def _counting(kind_of: Mapping[str, TorchOptimizer], bare: native.NativeRecords) -> list[str]:
+    """Returns the parameters whose updates are counted: an optimizer without a schema may not."""
+    return [path for path, kind in kind_of.items() if path in bare.counts or not kind.is_native]
+
+
+def _extra(parts: Parts, names: Iterable[str], kinds: Sequence[TorchOptimizer]) -> dict[str, Tree]:
+    """Returns what a checkpoint holds beside parameters, slots, counts and hyperparameters."""
+    schemas = {name for kind in kinds if not kind.is_native for name in _options(kind)}
+    extra = extra_of(parts, names, schemas)
+    if any(kind.is_native for kind in kinds):
+        options = zip(kinds, parts.groups, extra.get(GROUPS) or [{} for _ in kinds], strict=True)
+        others = [native.unlike_json(group) if kind.is_native else rest for kind, group, rest in options]
+        extra = {key: part for key, part in extra.items() if key != GROUPS}
+        extra |= {GROUPS: others} if any(others) else {}
+    return extra
+
+
 def _kind(parts: Parts) -> TorchOptimizer | None:
-    """Returns the optimizer that parts are of, by their signature; None if it is none of these."""
+    """Returns the optimizer that parts are of, by their signature; None if it is none of these.
+
+    One without a signature, or whose signature has no schema, has what it keeps under its own names.
+    """
     slot_names = {key for record in parts.state.values() for key in record}
     signature = signature_of(parts) if parts.groups else None
-    if slot_names and _is_bare(parts) and signature is None:
-        return _kind_by_slots(slot_names)
-    if signature is None:
-        return None
+    if slot_names and _is_bare(parts) and signature is None and (kind := _kind_by_slots(slot_names)):
+        return kind
+    if signature is None or signature.schema is None:
+        name = None if signature is None else signature.name
+        return TorchOptimizer(native.SCHEMA, name, (), signature=signature)
     kinds = ((kind.schema, kind.variant, kind) for kind in KINDS)
     same = (kind for *key, kind in kinds if key == [signature.schema, signature.variant])
     return next((replace(kind, signature=signature) for kind in same), None)
@@ -547,6 +614,11 @@ def _kind_by_slots(slot_names: set[str]) -> TorchOptimizer | None:
     """
     fitting = [kind for kind in KINDS if slot_names <= {*kind.names.values(), STEP, *kind.notes}]
     return next((kind for kind in fitting if set(kind.notes) <= slot_names), None)
+
+
+def _says_no_options(parts: Parts) -> bool:
+    """Tells whether the groups have no options at all."""
+    return all(group.keys() <= {"params", "param_names"} for group in parts.groups)
 
 
 def _is_bare(parts: Parts) -> bool:
@@ -570,8 +642,10 @@ def _as_torch(parts: Parts, kind: TorchOptimizer) -> Parts:
     return replace(parts, groups=groups, state=state)
 
 
-def _shape_of(kind: TorchOptimizer, record: Mapping[str, Any]) -> Shape | None:
+def _shape_of(kind: TorchOptimizer, record: Mapping[str, Any], model: Mapping[str, Tensor]) -> Shape | None:
     """Returns the shape of a parameter as its slots show it."""
+    if kind.is_native:
+        return shape_of(record, {tensor.shape for tensor in model.values()})
     tensors = {
         name: record[native] for name, native in kind.names.items() if isinstance(record.get(native), Tensor)
     }
@@ -591,14 +665,14 @@ def _slots(
     path: str,
     faults: Faults,
 ) -> Iterator[tuple[str, Tensor]]:
-    for name, native in kind.names.items():
-        tensor = record.get(native)
+    for name, stored_as in kind.names.items():
+        tensor = record.get(stored_as)
         if not isinstance(tensor, Tensor):
             continue
         expected = rule.slot_shape(name, shape) if name in FACTORED else shape
-        stored = stored_shape(kind.variant, name, rule, shape)
+        stored = stored_shape(str(kind.variant), name, rule, shape)
         if tensor.shape != stored:
-            faults.add(f"{native} has shape {tensor.shape}, expected {stored}", path)
+            faults.add(f"{stored_as} has shape {tensor.shape}, expected {stored}", path)
         else:
             yield name, tensor if stored == expected else Squeezed(tensor, expected)
     if isinstance(master := record.get(_MASTER), Tensor) and master.shape == shape:
@@ -645,7 +719,7 @@ def _native(
         if name not in names:
             faults.add(f"has slot {name}, for which there is no place", path)
             continue
-        stored = stored_shape(kind.variant, name, rule, param.shape)
+        stored = stored_shape(str(kind.variant), name, rule, param.shape)
         record[names[name]] = tensor if stored == tensor.shape else Squeezed(tensor, stored)
     return record | dict(state.extra.get(_INFORMATION, {}).get(path, {}))
 
@@ -657,8 +731,12 @@ def _groups(
     decoupled: tuple[bool, KnownFrom] | None,
 ) -> Iterator[Group]:
     for i, (kind, options, param_names) in enumerate(zip(kinds, parts.groups, names, strict=True)):
+        if kind.is_native:
+            shown = native.options_of(options)
+            yield Group(tuple(map(path_of, param_names)), shown, dict.fromkeys(shown, "file"))
+            continue
         schema = load_schema(kind.schema)
-        values = schema.canonical(kind.variant, options, f"param_groups/{i}")
+        values = schema.canonical(str(kind.variant), options, f"param_groups/{i}")
         faults = Faults()
         for name, value in values.items():
             if value is not scalar(value) and (fault := schema.fault(name, scalar(value))):
@@ -754,14 +832,14 @@ def _clipped(groups: Iterable[Group], parts: Parts, checkpoint: Checkpoint) -> l
 
 def _native_options(kind: TorchOptimizer, state: TrainState, group: Group) -> dict[str, Any]:
     values = {**dict.fromkeys(state.switched_on(group), True), **group.hyperparameters}
-    options = load_schema(kind.schema).native(kind.variant, values)
+    options = load_schema(kind.schema).native(str(kind.variant), values)
     return {**({"lr": None} if options.get(kind.own_rate) else {}), **options}
 
 
 def _options(kind: TorchOptimizer) -> tuple[str, ...]:
     """Returns the keys of a group that become hyperparameters."""
-    offered = load_schema(kind.schema).variant(kind.variant)["defaults"]
-    return tuple(load_schema(kind.schema).native(kind.variant, dict.fromkeys(offered, 0)))
+    offered = load_schema(kind.schema).variant(str(kind.variant))["defaults"]
+    return tuple(load_schema(kind.schema).native(str(kind.variant), dict.fromkeys(offered, 0)))
 
 
 def _count(step: Any, path: str, faults: Faults) -> int:
@@ -776,8 +854,9 @@ def _count(step: Any, path: str, faults: Faults) -> int:
     return int(number)
 
 
-def _counts(counts: Mapping[str, int], params: Mapping[str, Tensor]) -> Counts:
-    updates = max(counts.values(), default=0)
+def _counts(counts: Mapping[str, int], params: Iterable[str], done: int = 0) -> Counts:
+    """Returns the counts of parameters that have their own; `done` are the updates where none has."""
+    updates = max(counts.values(), default=done)
     behind = {path: counts.get(path, 0) for path in params if counts.get(path, 0) != updates}
     return Counts(updates, updates, behind, says_schedule=False)
 
