@@ -216,6 +216,11 @@ class Optimizer:
         return tuple(dict.fromkeys(map(self.kind, self.groups))) or ((self.schema, self.variant),)
 
     @property
+    def schemas(self) -> tuple[str, ...]:
+        """The schemas of the optimizers, in the order of the groups."""
+        return tuple(schema for schema, _ in self.kinds)
+
+    @property
     def several(self) -> bool:
         """Whether the run has several optimizers."""
         return any(group.schema is not None for group in self.groups)
