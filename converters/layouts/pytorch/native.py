@@ -110,7 +110,7 @@ def read_records(records: Mapping[str, Mapping[Any, Any]]) -> NativeRecords:
         "count": usual,
         **_shared([records[path][STEP] for path in read if usual == read[path].count != ""]),
     }
-    unlike = {path: own for path, record in read.items() if (own := record.form()) != {"count": usual}}
+    unlike = {path: kept for path, record in read.items() if (kept := record.form()) != {"count": usual}}
     return NativeRecords(
         {path: record.slots for path, record in read.items()},
         {path: record.updates for path, record in read.items() if record.updates is not None},
