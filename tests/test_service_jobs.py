@@ -10,11 +10,13 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from foreign_targets import FOREIGN, facts, put
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -318,6 +320,42 @@ def test_a_target_below_a_file_is_an_error_of_the_job_at_once(target: str, share
     assert (job.state, job.attempts) == ("failed", 1) and job.problem is not None
     assert "folder" in job.problem["subject"] or "there" in job.problem["subject"]
     (shared.root / "file.pt").unlink()
+
+
+def test_a_job_that_replaces_destroys_nothing_that_is_not_ours(shared: Lab) -> None:
+    number, folder = shared.number("run/checkpoint_4"), shared.root / "targets"
+    root = shared.catalogue.roots()[0].id
+    for kind, to in zip(FOREIGN, cycle(("torch", "statekit")), strict=False):
+        target = folder / "train.py"
+        folder.mkdir()
+        put(kind, shared.root / "run" / "checkpoint_4", target)
+        before = facts(target)
+        said = {"root": root, "path": "targets/train.py"}
+        job = shared.do("convert", [number], to=to, target=said, replace=True)
+        assert job.state == "failed" and facts(target) == before, (kind, to)
+        assert (folder / "precious" / "train.py").read_text() == "precious"
+        shutil.rmtree(folder)
+
+
+@pytest.mark.slow
+def test_thinning_destroys_nothing_that_lies_at_its_target(lab: Lab) -> None:
+    old = lab.number("run/checkpoint_4")
+    for number in (old, lab.number("run/checkpoint_8")):
+        assert lab.do("seal", [number]).state == "done"
+    lab.catalogue.scan()
+    source = lab.root / "run" / "checkpoint_4"
+    target = Path(lab.jobs.result(lab.do("thin", [old], dry_run=True).id)["target"])
+    for kind in (*FOREIGN, "our file", "our folder"):
+        put(kind, source, target)
+        before, whole = facts(target), facts(source)
+        assert lab.do("thin", [old]).state == "failed", kind
+        assert (facts(target), facts(source)) == (before, whole), kind
+        shutil.rmtree(target.with_name("precious"))
+        if target.is_dir() and not target.is_symlink():
+            shutil.rmtree(target)
+        else:
+            target.unlink()
+        target.with_name(f"{target.name}.statekit.json").unlink(missing_ok=True)
 
 
 def test_thinning_keeps_the_weights_and_refuses_what_is_needed(lab: Lab) -> None:

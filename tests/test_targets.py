@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import stat
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from foreign_targets import FOREIGN, facts, put
 from samples import state_writer, target_name, writable
 
 from goldens import GOLDEN
@@ -122,51 +122,6 @@ def test_a_link_is_nobodys_to_replace(source: Path, tmp_path: Path) -> None:
         assert not link.is_symlink() and real.exists()
 
 
-def _lies_there(what: str, source: Path, target: Path) -> None:
-    """Puts something where a target shall be."""
-    real = target.with_name("precious")
-    real.mkdir()
-    (real / "train.py").write_text("precious")
-    match what.split():
-        case ["file"]:
-            target.write_text("precious")
-        case ["empty", "file"]:
-            target.touch()
-        case ["folder"]:
-            target.mkdir()
-            (target / "train.py").write_text("precious")
-        case ["nested", "folder"]:
-            (target / "below").mkdir(parents=True)
-            (target / "below" / "train.py").write_text("precious")
-        case ["link", "to", kind]:
-            target.symlink_to({"file": "precious/train.py", "folder": "precious", "nothing": "gone"}[kind])
-        case ["fifo"]:
-            os.mkfifo(target)
-        case ["socket"]:
-            with socket.socket(socket.AF_UNIX) as listener:
-                listener.bind(str(target))
-        case ["device"]:
-            os.mknod(target, stat.S_IFCHR | 0o600, os.makedev(1, 3))
-        case ["our", kind, *changed]:
-            convert(plan(source, target, to={"file": "torch", "folder": "statekit"}[kind]))
-            if changed:
-                written = target if kind == "file" else max(target.glob("*.safetensors"))
-                written.write_bytes(written.read_bytes()[:-1] + b"x")
-
-
-def _facts(path: Path) -> tuple[int, str, bytes]:
-    """Returns what tells whether something else has come to a path."""
-    link = os.readlink(path) if path.is_symlink() else ""
-    content = b"".join(file.read_bytes() for file in sorted(path.rglob("*")) if file.is_file())
-    return path.lstat().st_ino, link, path.read_bytes() if path.is_file() else content
-
-
-FOREIGN = [
-    *("file", "empty file", "folder", "nested folder", "link to file", "link to folder", "link to nothing"),
-    *("fifo", "socket", "device", "our file changed", "our folder changed"),
-]
-
-
 @pytest.mark.parametrize("to", ["torch", "statekit", "dcp"])
 @pytest.mark.parametrize("what", FOREIGN)
 def test_replace_alone_destroys_nothing_that_isnt_ours(
@@ -174,13 +129,13 @@ def test_replace_alone_destroys_nothing_that_isnt_ours(
 ) -> None:
     target = tmp_path / "train.py"
     try:
-        _lies_there(what, source, target)
+        put(what, source, target)
     except PermissionError:
         pytest.skip("only root makes devices")
-    before = _facts(target)
+    before = facts(target)
     with pytest.raises(TargetExistsError):
         convert(plan(source, target, to=to), replace=True)
-    assert _facts(target) == before
+    assert facts(target) == before
     assert (tmp_path / "precious" / "train.py").read_text() == "precious"
 
 
@@ -190,7 +145,7 @@ def test_replace_takes_the_place_of_ours_of_either_kind(
     what: str, to: str, source: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "train.py"
-    _lies_there(what, source, target)
+    put(what, source, target)
     convert(plan(source, target, to=to), replace=True)
     with open_state(target) as opened:
         assert opened.checkpoint.container == to
@@ -207,12 +162,12 @@ def test_a_seal_a_report_and_a_certificate_destroy_nothing(what: str, source: Pa
         (tmp_path / "made.json", ["verify", source, source, "--certificate", tmp_path / "made.json"]),
     ):
         try:
-            _lies_there(what, source, target)
+            put(what, source, target)
         except PermissionError:
             pytest.skip("only root makes devices")
-        before = _facts(target)
+        before = facts(target)
         assert main([str(word) for word in words]) != 0
-        assert _facts(target) == before
+        assert facts(target) == before
         shutil.rmtree(target.with_name("precious"))
 
 
