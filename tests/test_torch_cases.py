@@ -523,3 +523,21 @@ def test_a_model_of_several_in_accelerates_folder_goes_with_the_optimizer_of_its
     right = first_moment(tmp_path, "weight", model_key="models/1")
     assert np.array_equal(right, moment_of(optimizer, nets[1].weight))
     assert attest(optimizer, nets[1].named_parameters(), tmp_path, model_key="models/1").passed
+
+
+def test_slots_of_bfloat16_weights_are_proven_in_the_dtype_that_the_run_has(tmp_path: Path) -> None:
+    """Seen red: torch's load cast them to the parameter's, and every right conversion was REFUTED."""
+    optimization = pytest.importorskip("transformers.optimization")
+    model = torch.nn.Linear(8, 6).to(torch.bfloat16)
+    optimizer = optimization.Adafactor(
+        model.parameters(), lr=0.01, scale_parameter=False, relative_step=False
+    )
+    for _ in range(3):
+        for param in model.parameters():
+            param.grad = torch.randn(param.shape).to(torch.bfloat16)
+        optimizer.step()
+    path, own = tmp_path / "run.pt", tmp_path / "own.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    assert stored(path)["optimizer"]["state"][0]["exp_avg_sq_row"].dtype == torch.float32
+    assert main(["convert", str(path), str(own), "--layout", "statekit-torch"]) == 0
+    assert main(["verify", str(path), str(own)]) == 0
