@@ -15,7 +15,7 @@ from statekit.arrays.backend import BACKEND_NAMES, Backend, backend
 from statekit.cli.arguments import ref_option, ref_options, said_hparams
 from statekit.cli.output import Table, print_json, progress, screen
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.errors import NotFoundError, StatekitError, UsageError, listed, plural, printable
+from statekit.errors import NotFoundError, StatekitError, UsageError, listed, plural, printable, some
 from statekit.files.source import Files
 from statekit.verify.recording import open_recording
 from statekit.verify.replay import Replay, Start, Subject
@@ -223,6 +223,11 @@ def _show(
     failed: Mapping[str, str],
 ) -> None:
     out = screen()
+    lines = dict.fromkeys(result.headline for result in results)
+    for line in lines:
+        names = some([*dict.fromkeys(result.recording for result in results if result.headline == line)])
+        out.say(f"{line}: {names}" if len(lines) > 1 else line)
+    out.say()
     grid = Table(
         ("recording", "backend", "start", "judged by", "updates", "tensors", ERROR, BOUND, "verdict"),
         right=("updates", "tensors", ERROR, BOUND),

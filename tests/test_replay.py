@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,8 @@ from statekit.arrays.numpy_backend import ORACLE
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.files.safetensors import open_safetensors
+from statekit.state.evidence import Fact
+from statekit.state.train_state import Optimizer, TrainState
 from statekit.verify.recorder import Recorder
 from statekit.verify.recording import Recording, from_json, open_recording, to_json
 from statekit.verify.replay import Start, Subject, replay
@@ -218,3 +221,23 @@ def test_a_replay_starts_from_a_ref_with_what_it_says_of_its_checkpoint(tmp_path
         statekit.replay(recording, checkpoint=CheckpointRef(names, layout="nosuch"))
     with pytest.raises(UsageError, match="no layout of that name"):
         statekit.replay(recording, checkpoint=CheckpointRef(layout="nosuch"))
+
+
+class Assuming(Subject):
+    """A recording of which a value was assumed."""
+
+    def state(self) -> TrainState:
+        state = super().state()
+        fact = Fact("decoupled_weight_decay", True, "assumed", "FusedAdam's default")
+        groups = [replace(group, facts=(fact,)) for group in state.optimizer.groups]
+        return replace(state, optimizer=Optimizer.of(groups, state.optimizer.kinds))
+
+
+def test_a_verdict_of_replay_names_its_weakest_fact() -> None:
+    """Seen red: `equivalent` was all that was said."""
+    with open_recording(COMPACT / "low_precision" / "torch_adamw_float16_eager") as recording:
+        plain = replay(Subject(recording, "init"), backend("numpy"))
+        assuming = replay(Assuming(recording, "init"), backend("numpy"))
+    assert plain.headline == "EQUIVALENT"
+    assert assuming.headline.startswith("EQUIVALENT, if decoupled_weight_decay=True (FusedAdam's default")
+    assert assuming.to_json()["facts"][0]["name"] == "decoupled_weight_decay"

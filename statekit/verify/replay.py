@@ -27,7 +27,10 @@ from statekit.conversion.open_state import open_state
 from statekit.errors import FormatError, NotFoundError, StateError, UnknownFormatError, printable
 from statekit.optim.run import Live, Move, initial, kernels_contract, load, mover, store
 from statekit.optim.steps import Execution
+from statekit.state.evidence import Fact, headline, weakest
 from statekit.state.executions import execution
+from statekit.state.facts import facts_of
+from statekit.state.options import RATE_NAMES
 from statekit.state.train_state import TrainState
 from statekit.tensors.distance import gap
 from statekit.tensors.tensor import DTYPES, Tensor, in_memory, widens
@@ -69,6 +72,7 @@ class Replay:
         judged: The verdict, one for each trajectory.
         free: The free run against the first trajectory, at its last step: path -> largest difference over the
             largest movement since the start.
+        facts: What the updates depend on, and neither the recording nor the user says. Their rates it always has.
     """
 
     recording: str
@@ -78,6 +82,7 @@ class Replay:
     decoded: tuple[str, ...]
     judged: tuple[Judged, ...]
     free: Mapping[str, float]
+    facts: tuple[Fact, ...] = ()
 
     def __repr__(self) -> str:
         first, last = self.steps
@@ -91,9 +96,16 @@ class Replay:
         """Whether the start was decoded exactly and every element of every step lies within the bound."""
         return not self.decoded and all(judged.rows and not judged.outside for judged in self.judged)
 
+    @property
+    def headline(self) -> str:
+        """The verdict in a line, with the weakest facts that it rests on."""
+        return headline("EQUIVALENT" if self.passed else "DIFFERENT", self.facts)
+
     def to_json(self) -> dict[str, Any]:
         """Returns the result as plain data."""
         return {
+            "headline": self.headline,
+            "facts": [fact.to_json() for fact in self.facts],
             "recording": self.recording,
             "backend": self.backend,
             "start": self.start,
@@ -244,6 +256,7 @@ def replay(
         decoded,
         judged,
         _drift(subject, last, judge),
+        tuple(weakest(fact for fact in facts_of(start) if fact.name not in RATE_NAMES)),
     )
 
 
