@@ -536,8 +536,8 @@ def test_slots_of_bfloat16_weights_are_proven_in_the_dtype_that_the_run_has(tmp_
         for param in model.parameters():
             param.grad = torch.randn(param.shape).to(torch.bfloat16)
         optimizer.step()
-    path, own = tmp_path / "run.pt", tmp_path / "own.pt"
+    path, target = tmp_path / "run.pt", tmp_path / "ours.pt"
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
     assert stored(path)["optimizer"]["state"][0]["exp_avg_sq_row"].dtype == torch.float32
-    assert main(["convert", str(path), str(own), "--layout", "statekit-torch"]) == 0
-    assert main(["verify", str(path), str(own)]) == 0
+    assert main(["convert", str(path), str(target), "--layout", "statekit-torch"]) == 0
+    assert main(["verify", str(path), str(target)]) == 0
