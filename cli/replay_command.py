@@ -223,10 +223,8 @@ def _show(
     failed: Mapping[str, str],
 ) -> None:
     out = screen()
-    lines = dict.fromkeys(result.headline for result in results)
-    for line in lines:
-        names = some([*dict.fromkeys(result.recording for result in results if result.headline == line)])
-        out.say(f"{line}: {names}" if len(lines) > 1 else line)
+    for line in _headlines(results):
+        out.say(line)
     out.say()
     grid = Table(
         ("recording", "backend", "start", "judged by", "updates", "tensors", ERROR, BOUND, "verdict"),
@@ -258,6 +256,15 @@ def _show(
         out.say(f"skipped {name}: {why}")
     for name, why in failed.items():
         out.say(f"FAILED {name}: {why}")
+
+
+def _headlines(results: Sequence[Replay]) -> Iterator[str]:
+    """Yields the verdicts with their weakest facts, with the recordings of each where they differ."""
+    names: dict[str, list[str]] = {}
+    for result in results:
+        names.setdefault(result.headline, []).append(result.recording)
+    for line, recordings in names.items():
+        yield f"{line}: {some([*dict.fromkeys(recordings)])}" if len(names) > 1 else line
 
 
 def _faults(results: Sequence[Replay]) -> Iterator[str]:
