@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import torch
 
 import statekit
-from statekit.errors import InexactError
+from statekit.attestation.doctor import doctor
+from statekit.errors import InexactError, StateError
 from statekit.files.safetensors import open_safetensors
 from statekit.tensors.quantized import Quantized, dynamic_levels, linear_levels, quantized
 from statekit.tensors.tensor import in_memory
@@ -136,3 +138,49 @@ def test_bitsandbytes_goes_on_from_what_we_wrote(tmp_path: Path) -> None:
         optimizer.step()
         ends.append([param.detach().clone() for param in params])
     assert all(torch.equal(left, right) for left, right in zip(*ends, strict=True))
+
+
+def scaled(name: str, value: float, place: int = 3) -> Callable[[dict[str, torch.Tensor]], None]:
+    def change(parts: dict[str, torch.Tensor]) -> None:
+        parts[name][place] = value
+
+    return change
+
+
+DAMAGE: dict[str, tuple[str, Callable[[dict[str, torch.Tensor]], Any]]] = {
+    "a scale that isn't finite": ("not-finite", scaled("absmax1", float("nan"))),
+    "a negative scale": ("quantized-damaged", scaled("absmax1", -1.0)),
+    "a scale beyond its bound": ("quantized-damaged", scaled("absmax1", 1e6)),
+    "scales of zeros": ("quantized-damaged", lambda parts: parts["absmax2"].zero_()),
+    "codes of zeros": ("quantized-damaged", lambda parts: parts["state1"].zero_()),
+    "levels turned around": ("quantized-damaged", lambda parts: parts.update(qmap1=parts["qmap1"].flip(0))),
+    "levels of the other moment": (
+        "second-moment-negative",
+        lambda parts: parts.update(qmap2=parts["qmap1"].clone()),
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_doctor_finds_damaged_parts(case: str, tmp_path: Path) -> None:
+    name, change = DAMAGE[case]
+    record = torch.load(checkpoint(BNB), weights_only=True)
+    change(record["optimizer"]["state"][0]["__bnb_optimizer_quant_state__"])
+    torch.save(record, tmp_path / "damaged.pt")
+    [examination] = doctor(tmp_path / "damaged.pt")
+    assert name in [finding.name for finding in examination.findings]
+
+
+def test_doctor_finds_nothing_in_the_recordings() -> None:
+    for name in EVERY:
+        [examination] = doctor(checkpoint(name))
+        assert not examination.findings, (name, examination.findings)
+
+
+def test_scales_that_do_not_fit_are_an_error_that_names_them(tmp_path: Path) -> None:
+    record = torch.load(checkpoint(BNB), weights_only=True)
+    parts = record["optimizer"]["state"][0]["__bnb_optimizer_quant_state__"]
+    parts["absmax1"] = parts["absmax1"][:-1].clone()
+    torch.save(record, tmp_path / "short.pt")
+    with pytest.raises(StateError, match="state1"):
+        statekit.convert(tmp_path / "short.pt", tmp_path / "target.pt")

@@ -92,6 +92,11 @@ FILE_FAULTS: Mapping[str, Fault] = {
         "their root divides the gradient",
         f"they were not saved, or stand for slots that aren't in use: {_OTHER}",
     ),
+    "quantized-damaged": Fault(
+        "Codes, scales or levels of moments in few bits can't be those of a run.",
+        "a scale moves all values of its block, and levels all values of the tensor",
+        f"copy the checkpoint again from where it is whole, or {_OTHER}",
+    ),
     "slots-narrow": Fault(
         "Slots are stored in fewer bits than their parameters, and no option of the optimizer says so.",
         "small gradients no longer change a second moment of 8 bits: it stands still",

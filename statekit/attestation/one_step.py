@@ -11,6 +11,7 @@ import numpy as np
 
 from statekit.attestation.attestation import Finding
 from statekit.attestation.faults import fault
+from statekit.attestation.few_bits import damaged_parts
 from statekit.attestation.reading import Key, Reading, Readings, is_ambiguous, place, precision
 from statekit.conversion import registry
 from statekit.conversion.belonging.agreement import said_steps
@@ -50,6 +51,7 @@ def of_one_step(opened: OpenState, read: Readings) -> Iterator[Finding]:
         if state.optimizer.schema != WEIGHTS:
             for check in _CHECKS:
                 yield from check(state, read.tensors)
+            yield from damaged_parts(state)
             if not _is_converted(opened):
                 yield from _narrow(state)
     yield from _counts(opened)

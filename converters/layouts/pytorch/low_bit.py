@@ -24,7 +24,7 @@ from statekit.lines.printing import SavedRun, State
 from statekit.state.train_state import TrainState
 from statekit.tensors.quantized import FLOAT32, Quantized, dynamic_levels, linear_levels, quantized
 from statekit.tensors.tensor import Cast, DType, Tensor, scalar
-from statekit.tensors.tree import put
+from statekit.tensors.tree import put, walk
 
 Optimizer: TypeAlias = Mapping[str, Any]
 """A state_dict()."""
@@ -150,8 +150,8 @@ class LowBit:
         because = f"an optimizer of {self.optimizer.partition('.')[0]}, moments in {_words(self.precision)}"
         try:
             plain = self._plain(checkpoint)
-        except StateError:  # of an older form, or damaged
-            return None
+        except StateError:  # no library quantizes so little; of others, decoding says what is wrong
+            return Evidence(22, because) if _has_large_codes(checkpoint.tree) else None
         return Evidence(22, because) if self._torch.detect(plain) else None
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
@@ -255,6 +255,13 @@ def _with_numbers(state: TrainState) -> TrainState:
         for group in state.optimizer.groups
     )
     return replace(state, optimizer=replace(state.optimizer, groups=groups))
+
+
+def _has_large_codes(tree: Any) -> bool:
+    """Tells whether an optimizer's state holds codes of as many values as a library quantizes."""
+    leaves = (leaf for _, node in _optimizers(tree) for _, leaf in walk(node["state"]))
+    codes = (leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.dtype.itemsize == 1)
+    return any(2 * math.prod(leaf.shape) >= _SMALLEST for leaf in codes)
 
 
 def _optimizers(tree: Any) -> Iterator[tuple[tuple[Any, ...], Optimizer]]:
