@@ -277,7 +277,7 @@ class TorchOptim:
         faults.check(StateError, "The state doesn't fit the parameters", place=checkpoint.path)
         counting = _counting(kind_of, bare)
         done = 0 if counting else native.stated_updates(parts.groups, parts.rest, checkpoint)
-        by_name = any(isinstance(index, str) for index in parts.state)
+        by_name = any(isinstance(index, str) for index in (*parts.state, *meant))
         extra = {**_extra(parts, moved, kinds), **bare.extra}
         ways = ((_INFORMATION, beside), (_BY_NAME, by_name), (SIDE_BY_SIDE, sides))
         extra |= {key: part for key, part in ways if part}

@@ -1,0 +1,184 @@
+"""Optimizers of PyTorch that no schema describes: their state goes there and back, and the original goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import statekit
+from statekit.conversion.open_state import open_state
+from statekit.errors import InexactError, StatekitError
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+CASES = Path(__file__).parent / "cases" / "foreign"
+Make = Callable[[Any], Any]
+ORIGINALS: dict[str, Make] = {
+    "SGD": lambda groups: torch.optim.SGD(groups, lr=0.1),
+    "SGD with momentum": lambda groups: torch.optim.SGD(groups, lr=0.1, momentum=0.9, dampening=0.1),
+    "RMSprop": lambda groups: torch.optim.RMSprop(groups, centered=True, momentum=0.5),
+    "Adagrad": lambda groups: torch.optim.Adagrad(groups, initial_accumulator_value=0.3),
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "Adamax": torch.optim.Adamax,
+    "Adadelta": torch.optim.Adadelta,
+    "ASGD": torch.optim.ASGD,
+    "Rprop": torch.optim.Rprop,
+}
+TARGETS = {
+    "neutral": ("state", {"to": "statekit"}),
+    "torch": ("next.pt", {}),
+    "lightning": ("next.ckpt", {}),
+    "accelerate": ("accelerate", {"to": "accelerate"}),
+    "trainer": ("checkpoint-3", {"to": "hf-trainer"}),
+    "safetensors": ("safetensors", {"to": "safetensors"}),
+    "dcp": ("dcp", {"to": "dcp"}),
+}
+
+
+def run(name: str) -> tuple[Any, Any]:
+    """Returns a model of which one parameter has had no gradient yet, and its optimizer after three updates."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 5), torch.nn.Linear(5, 2), torch.nn.Linear(2, 2))
+    parameters = [*model.parameters()]
+    optimizer = ORIGINALS[name]([{"params": parameters[:3]}, {"params": parameters[3:], "lr": 0.05}])
+    for number in range(3):
+        update(model, optimizer, number)
+    return model, optimizer
+
+
+def update(model: Any, optimizer: Any, number: int) -> None:
+    for i, parameter in enumerate([*model.parameters()][:-1]):
+        generator = torch.Generator().manual_seed(100 * number + i)
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    optimizer.step()
+
+
+def unlike(left: Any, right: Any, place: str = "") -> Iterator[str]:
+    """Yields the places in which two trees differ: values to the bit, types, and keys."""
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        if left.dtype != right.dtype or not torch.equal(left, right):
+            yield place
+    elif isinstance(left, dict) and isinstance(right, dict):
+        for key in {**left, **right}.keys() - {"param_names"}:
+            yield from unlike(left.get(key, ...), right.get(key, ...), f"{place}/{key}")
+    elif isinstance(left, list | tuple) and type(left) is type(right) and len(left) == len(right):
+        for i, pair in enumerate(zip(left, right, strict=True)):
+            yield from unlike(*pair, f"{place}/{i}")
+    elif type(left) is not type(right) or left != right:
+        yield place
+
+
+def there_and_back(source: Path, folder: Path, target: str, names: list[str] | None = None) -> dict[str, Any]:
+    """Returns the file that a checkpoint comes back as."""
+    name, options = TARGETS[target]
+    statekit.convert(source, folder / name, param_names=names, **options)
+    statekit.convert(folder / name, folder / "back.pt", layout="torch-optim")
+    back: dict[str, Any] = torch.load(folder / "back.pt", weights_only=True)
+    if target == "lightning":
+        back |= {"model": back["state_dict"], "optimizer": back["optimizer_states"][0]}
+    return back
+
+
+@pytest.mark.parametrize(
+    "target",
+    [target if target == "neutral" else pytest.param(target, marks=pytest.mark.slow) for target in TARGETS],
+)
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_the_original_goes_on_as_if_nothing_had_been(name: str, target: str, tmp_path: Path) -> None:
+    model, optimizer = run(name)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}, tmp_path / "run.pt"
+    )
+    names = [named for named, _ in model.named_parameters()]
+    back = there_and_back(tmp_path / "run.pt", tmp_path, target, names)
+    if target != "dcp":  # there it is by name
+        assert [*unlike(optimizer.state_dict(), back["optimizer"])] == []
+    other, resumed = run(name)
+    other.load_state_dict(back["model"])
+    state = back["optimizer"] if target != "dcp" else by_index(back["optimizer"], names)
+    resumed.load_state_dict(state)
+    for number in (3, 4):
+        update(model, optimizer, number)
+        update(other, resumed, number)
+    assert [*unlike(model.state_dict(), other.state_dict())] == []
+    assert [*unlike(optimizer.state_dict(), resumed.state_dict())] == []
+
+
+def by_index(optimizer: dict[str, Any], names: list[str]) -> dict[str, Any]:
+    groups = [
+        {**group, "params": [*map(names.index, group["params"])]} for group in optimizer["param_groups"]
+    ]
+    return {
+        "state": {names.index(name): slots for name, slots in optimizer["state"].items()},
+        "param_groups": groups,
+    }
+
+
+@pytest.mark.parametrize("name", ["lion_pytorch", "schedulefree_adamw_eval"])
+def test_a_recording_comes_back_to_the_bit(name: str, tmp_path: Path) -> None:
+    source = CASES / name / "checkpoint.pt"
+    back = there_and_back(source, tmp_path, "neutral")
+    before = torch.load(source, weights_only=True)
+    assert [*unlike(before["optimizer"], back["optimizer"])] == []
+    assert [*unlike(dict(before["model"]), dict(back["model"]))] == []
+
+
+def test_all_that_is_no_tensor_keeps_type_and_place(tmp_path: Path) -> None:
+    weights = {name: torch.ones(2, 3) for name in ("a", "b", "c", "d")}
+    shared = torch.tensor(2.0)
+    state = {
+        3: {"step": 7, "momentum": torch.ones(2, 3), "flag": True, "nothing": None},
+        0: {"step": 7, "momentum": torch.zeros(2, 3), "flag": False, "nothing": None},
+        1: {"step": shared, "pair": [torch.ones(1), (torch.zeros(4), None)], "scale": 0.5},
+    }
+    group = {
+        "rate": 1,
+        "betas": (0.5, 0.25),
+        "tensor": torch.tensor(0.125),
+        "deep": {"x": [1, (2,)]},
+        "far": float("inf"),
+    }
+    optimizer = {"state": state, "param_groups": [{**group, "params": [0, 1, 2, 3]}]}
+    torch.save({"model": weights, "optimizer": optimizer}, tmp_path / "run.pt")
+    back = there_and_back(tmp_path / "run.pt", tmp_path, "neutral", [*weights])["optimizer"]
+    assert [*unlike(optimizer, back)] == []
+    assert [*back["state"]] == [3, 0, 1]
+
+
+def test_one_step_that_all_share_stays_one(tmp_path: Path) -> None:
+    step = torch.tensor(2.0)
+    state = {i: {"step": step, "own": torch.full((2, 3), float(i))} for i in range(2)}
+    optimizer = {"state": state, "param_groups": [{"rate": 1.0, "params": [0, 1]}]}
+    weights = {"a": torch.ones(2, 3), "b": torch.ones(2, 3)}
+    torch.save({"model": weights, "optimizer": optimizer}, tmp_path / "run.pt")
+    back = there_and_back(tmp_path / "run.pt", tmp_path, "neutral", ["a", "b"])["optimizer"]["state"]
+    assert back[0]["step"].data_ptr() == back[1]["step"].data_ptr()
+
+
+def test_another_framework_refuses_it_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(StatekitError, match="torch_native"):
+        statekit.plan(CASES / "lion_pytorch" / "checkpoint.pt", tmp_path / "out", to="orbax")
+
+
+def test_the_headline_says_that_the_rule_is_unknown(tmp_path: Path) -> None:
+    plan = statekit.plan(CASES / "lion_pytorch" / "checkpoint.pt", tmp_path / "out.pt")
+    assert plan.headline == "BITWISE; unknown: the rule of Lion"
+
+
+def test_a_slot_of_another_shape_is_refused_by_name_in_a_map() -> None:
+    from statekit.maps.operations import Permute, Piece
+
+    with open_state(CASES / "lion_pytorch" / "checkpoint.pt") as opened:
+        state = opened.state
+        path = "embed/weight"
+        piece = Piece(state.optimizer.schema, state.params[path], state.slots[path])
+        (turned,) = Permute((1, 0)).of([piece])
+        assert turned.slots["exp_avg"].shape == (4, 7)
+        odd = {"exp_avg": state.slots[path]["exp_avg"], "scale": state.params["gate"]}
+        with pytest.raises(InexactError, match="the slot scale of shape"):
+            Permute((1, 0)).of([Piece(state.optimizer.schema, state.params[path], odd)])
