@@ -29,7 +29,7 @@ ORIGINALS: dict[str, Make] = {
     "ASGD": torch.optim.ASGD,
     "Rprop": torch.optim.Rprop,
 }
-TARGETS = {
+TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     "neutral": ("state", {"to": "statekit"}),
     "torch": ("next.pt", {}),
     "lightning": ("next.ckpt", {}),
