@@ -28,6 +28,8 @@ from statekit.tensors.tensor import DType, Tensor
 PRECISION = Precision(8, 256, only_whole_blocks=False)
 _PRIVATE = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}
 """Options of every group that only AdEMAMix uses."""
+_BESIDE = ("unorm_vec", "gnorm_vec")
+"""What LAMB and LARS keep beside their moments."""
 _STATES = {"1": "exp_avg", "2": "exp_avg_sq"}
 
 
@@ -83,21 +85,27 @@ class Bitsandbytes:
     def native(self, optimizer: Optimizer, dtypes: Mapping[Any, DType], is_old: bool) -> Optimizer:
         """Returns a state_dict() as bitsandbytes loads it."""
         state = {key: _native_record(record, is_old) for key, record in optimizer["state"].items()}
-        groups = [{**without_off(group), **_PRIVATE} for group in optimizer["param_groups"]]
+        is_adamw = any(MOMENTS["m"] in record for record in optimizer["state"].values())
+        groups = [
+            {**without_off(group), **_PRIVATE} if is_adamw else group for group in optimizer["param_groups"]
+        ]
         return {**optimizer, "state": state, "param_groups": groups}
 
 
 def _native_record(record: Mapping[str, Any], is_old: bool) -> dict[str, Any]:
     tensors: dict[str, Tensor] = {}
     for number, name in _STATES.items():
-        tensor = record[name]
+        tensor = record.get(name, record.get(f"state{number}"))
+        if tensor is None:
+            continue
         if isinstance(tensor, Quantized) and tensor.levels is not None:
             tensors[f"state{number}"] = tensor.codes
             tensors[f"qmap{number}"], tensors[f"absmax{number}"] = tensor.levels, tensor.scale
         else:
             tensors[f"state{number}"] = tensor
-    rest = {key: value for key, value in record.items() if key not in MOMENTS.values()}
-    rest["step"] = number_of(rest["step"])
+    names = {*MOMENTS.values(), *tensors}
+    tensors |= {key: record[key] for key in _BESIDE if key in record}
+    rest = {key: number_of(value) for key, value in record.items() if key not in {*names, *_BESIDE}}
     return {**rest, **tensors} if is_old else {**rest, WRAPPED: tensors}
 
 
