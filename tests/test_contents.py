@@ -30,7 +30,6 @@ OPTIMIZERS: dict[str, Made] = {
     "torch RAdam": torch.optim.RAdam,
     "torch Rprop": torch.optim.Rprop,
     "torch ASGD": torch.optim.ASGD,
-    "Muon": torch.optim.Muon,
 }
 
 

@@ -97,7 +97,9 @@ class DeepSpeed:
 
     name: str = "deepspeed"
     title: str = "AdamW and Adafactor of torch.optim and Hugging Face under DeepSpeed's ZeRO, with masters"
-    variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: dict(TORCH_OPTIM.variants))
+    variants: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: {"adamw": ("torch",), "adafactor": ("hf", "torch")}
+    )
     containers: tuple[str, ...] = ("deepspeed",)
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:

@@ -34,6 +34,8 @@ _ADAMW, _ADAM = "torch.optim.AdamW", "torch.optim.Adam"
 CLASSES: Mapping[tuple[str, str | None], str] = {
     ("adamw", "torch"): _ADAMW,
     ("adafactor", "torch"): "torch.optim.Adafactor",
+    ("muon", "torch"): "torch.optim.Muon",
+    ("muon", "keller"): "muon.SingleDeviceMuonWithAuxAdam",
     ("adafactor", "hf"): "transformers.optimization.Adafactor",
 }
 CLASS, OPTIONS = "optimizer_class", "optimizer_options"

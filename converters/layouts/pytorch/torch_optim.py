@@ -98,7 +98,7 @@ class TorchOptimizer:
     schema: str
     variant: str | None
     options: tuple[str, ...]
-    count: str = "float32"
+    count: str | None = "float32"
     notes: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
     usual: Mapping[str, Any] = field(default_factory=dict)
@@ -147,6 +147,7 @@ KINDS = (
         usual=_ADAMW,
         beside=("grad_norm_exp_avg",),
     ),
+    TorchOptimizer("muon", "torch", ("ns_coefficients", "adjust_lr_fn"), None),
 )
 _SAID = {"index": "by index", "name": "by name", "flat": "an entry for each parameter's option"}
 _FORM_NOTES = {
@@ -200,7 +201,12 @@ class TorchOptim:
     name: str = "torch-optim"
     title: str = "torch.optim's AdamW and Adafactor, Hugging Face's Adafactor: by index or by name"
     variants: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: {"adamw": ("torch",), "adafactor": ("hf", "torch"), native.SCHEMA: ()}
+        default_factory=lambda: {
+            "adamw": ("torch",),
+            "adafactor": ("hf", "torch"),
+            "muon": ("torch",),
+            native.SCHEMA: (),
+        }
     )
     containers: tuple[str, ...] = ("torch", "hf-trainer", "accelerate", "safetensors", "dcp", "fsdp1-ranks")
     stores_values: bool = True
@@ -271,7 +277,7 @@ class TorchOptim:
                 rules[path] = Rule((Axis.NONE,) * len(params[path].shape), "file")
                 notes[_PIECES] = None
             slots[path] = dict(_slots(kind, record, rules[path], params[path].shape, path, faults))
-            counts[path] = _count(record.get("step"), path, faults)
+            counts |= _counted(kind, record, path, faults)
             left = {key: record[key] for key in (*kind.notes, *kind.beside) if key in record}
             beside |= {path: left} if left else {}
         faults.check(StateError, "The state doesn't fit the parameters", place=checkpoint.path)
@@ -575,7 +581,11 @@ def _records(
 
 def _counting(kind_of: Mapping[str, TorchOptimizer], bare: native.NativeRecords) -> list[str]:
     """Returns the parameters whose updates are counted: an optimizer without a schema may not."""
-    return [path for path, kind in kind_of.items() if path in bare.counts or not kind.is_native]
+    return [
+        path
+        for path, kind in kind_of.items()
+        if path in bare.counts or not (kind.is_native or kind.count is None)
+    ]
 
 
 def _extra(parts: Parts, names: Iterable[str], kinds: Sequence[TorchOptimizer]) -> dict[str, Tree]:
@@ -708,7 +718,7 @@ def _native(
     rule = state.rules.get(path, usual)
     updates = state.counts.behind.get(path, state.counts.updates)
     step: Any = in_memory(np.asarray(updates, kind.count), "step") if kind.count else updates
-    record: dict[str, Any] = {"step": step}
+    record: dict[str, Any] = {} if kind.count is None else {STEP: step}
     # Pieces are cut anew from what lies under names; by index the optimizer itself would look for factored slots.
     pieces = not rule.factored and bool(state.extra.get(_BY_NAME))
     if rule.axes != usual.axes and not pieces:
@@ -838,8 +848,7 @@ def _native_options(kind: TorchOptimizer, state: TrainState, group: Group) -> di
 
 def _options(kind: TorchOptimizer) -> tuple[str, ...]:
     """Returns the keys of a group that become hyperparameters."""
-    offered = load_schema(kind.schema).variant(str(kind.variant))["defaults"]
-    return tuple(load_schema(kind.schema).native(str(kind.variant), dict.fromkeys(offered, 0)))
+    return load_schema(kind.schema).arguments(str(kind.variant))
 
 
 def _count(step: Any, path: str, faults: Faults) -> int:
@@ -852,6 +861,11 @@ def _count(step: Any, path: str, faults: Faults) -> int:
         faults.add(f"has made {number} updates", path)
         return 0
     return int(number)
+
+
+def _counted(kind: TorchOptimizer, record: Mapping[str, Any], path: str, faults: Faults) -> dict[str, int]:
+    """Returns the count of a parameter by its path; none of an optimizer that counts nothing."""
+    return {} if kind.count is None else {path: _count(record.get(STEP), path, faults)}
 
 
 def _counts(counts: Mapping[str, int], params: Iterable[str], done: int = 0) -> Counts:
