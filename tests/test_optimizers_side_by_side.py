@@ -183,13 +183,13 @@ def test_equal_shapes_in_both_are_asked_for(tmp_path: Path) -> None:
         assert [group.paths for group in opened.groups] == [("b",), ("a",)]
 
 
-def test_one_without_a_schema_is_named(tmp_path: Path) -> None:
+def test_muon_and_what_moves_the_rest_are_two_optimizers(tmp_path: Path) -> None:
     """Today's usual pair. It was "weights alone; no optimizer"."""
     file = Run("Muon").save("keys", tmp_path / "run.pt")
     listed = {one.tensor.name: {slot.name for slot in one.slots} for one in inspect(file).parameters}
-    assert listed["a/weight"] == {"momentum_buffer"}
+    assert listed["a/weight"] == {"m"}
     with open_state(file) as opened:
-        assert opened.state.optimizer.kinds == (("torch_native", "Muon"), ("adamw", "torch"))
+        assert opened.state.optimizer.kinds == (("muon", "torch"), ("adamw", "torch"))
     with open_state(file, hints=Hints(optimizer_key="optimizer_vectors")) as opened:
         assert opened.state.optimizer.kinds == (("adamw", "torch"),)
 
