@@ -359,13 +359,3 @@ def test_a_saved_state_is_loaded_by_name_or_not_at_all(tmp_path: Path) -> None:
     unbuilt = st.Adafactor(1e-2)
     with pytest.warns(UserWarning, match="hasn't been built"):
         unbuilt.load_own_variables(variables)
-
-
-def test_a_strategy_of_several_replicas_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Two:
-        num_replicas_in_sync = 2
-
-    optimizer = st.AdamW(1e-2)
-    monkeypatch.setattr(optimizer, "_distribution_strategy", Two())
-    with pytest.raises(UsageError, match="one replica"):
-        optimizer._backend_update_step([], [], 0.0)

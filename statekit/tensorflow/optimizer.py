@@ -95,7 +95,8 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
         self.jit_compile = jit_compile
         self._rate_given = learning_rate is not None
         self._paths = _Paths(spec.names)
-        self._movement: VariableStep | None = None
+        self._kept: tuple[GroupVariables, ...] = ()
+        self._movements: tuple[VariableStep, ...] = ()
 
     def build(self, variables: Sequence[Any]) -> None:
         """Creates the slots of all variables.
@@ -112,8 +113,17 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
         groups = group_specs(self.spec, {path: tuple(variable.shape) for path, variable in named.items()})
         with tf.init_scope():
             super().build(list(variables))
-            variables_of = tuple(self._held(i, group, named) for i, group in enumerate(groups))
-        self._movement = VariableStep(backend("tensorflow"), self.spec, variables_of, self.jit_compile)
+            self._kept = tuple(self._held(i, group, named) for i, group in enumerate(groups))
+        copies = _copies(self._distribution_strategy)
+        self._movements = tuple(
+            VariableStep(
+                backend("tensorflow"),
+                self.spec,
+                tuple(_replica(g, i) for g in self._kept),
+                self.jit_compile,
+            )
+            for i in range(copies)
+        )
 
     def _named(self, variables: Sequence[Any]) -> dict[str, str]:
         """Returns the canonical path of each variable by its own."""
@@ -171,28 +181,29 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
         if trainable_variables is not None and not self.built:
             with keras.name_scope(self.name, caller=self):
                 self.build(list(trainable_variables))
-        if self._movement is not None:
+        if self._movements:
             given = self._trainable_variables if trainable_variables is None else trainable_variables
             paths = [self._canonical(v) for g, v in zip(grads, given, strict=False) if g is not None]
-            self._movement.check(paths, self._rate_given)
+            self._movements[0].check(paths, self._rate_given)
         super().apply(grads, trainable_variables)
 
     def _backend_update_step(
         self, grads: Sequence[Any], trainable_variables: Sequence[Any], learning_rate: Any
     ) -> None:
-        replicas = self._distribution_strategy.num_replicas_in_sync
-        if replicas > 1:
-            raise UsageError(
-                "The optimizers of statekit.tensorflow run on one replica.",
-                expected="no tf.distribute strategy, or one with a single replica",
-                found=f"{replicas} replicas",
-            )
-        assert self._movement is not None
-        self._movement.run(
-            tuple(map(self._canonical, trainable_variables)),
-            tuple(map(self._dense, grads)),
-            tf.cast(learning_rate, tf.float32) if self._rate_given else None,
-            tf.cast(self.iterations, tf.int32),
+        paths = tuple(map(self._canonical, trainable_variables))
+        reduced = self._all_reduce_sum_gradients(list(zip(grads, trainable_variables, strict=True)))
+
+        def move(strategy: Any, whole: Sequence[Any], rate: Any) -> None:
+            step = tf.cast(self.iterations, tf.int32)
+            for replica, movement in enumerate(self._movements):
+                mine = [_of_replica(strategy, grad, replica) for grad in whole]
+                rate_of = (
+                    tf.cast(_of_replica(strategy, rate, replica), tf.float32) if self._rate_given else None
+                )
+                movement.run(paths, tuple(map(self._dense, mine)), rate_of, step)
+
+        tf.__internal__.distribute.interim.maybe_merge_call(
+            move, self._distribution_strategy, [grad for grad, _ in reduced], learning_rate
         )
 
     def _dense(self, grad: Any) -> Any:
@@ -290,7 +301,7 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
 
     def slots(self) -> dict[str, dict[str, Any]]:
         """Returns the slots of each parameter by its path and their names; of groups as a whole by `groups/<i>`."""
-        groups = self._movement.groups if self._movement else ()
+        groups = self._kept
         slots = {path: dict(by_slot) for group in groups for path, by_slot in group.slots.items()}
         return slots | {f"groups/{i}": dict(group.shared) for i, group in enumerate(groups) if group.shared}
 
@@ -342,3 +353,34 @@ def _rate(rate: Rate) -> Any:
 
 def _native(variable: Any) -> Any:
     return variable.value if isinstance(variable, keras.Variable) else variable
+
+
+def _copies(strategy: Any) -> int:
+    """Returns how many copies of a variable this process moves, each by the whole gradient.
+
+    Where a strategy has no merge calls, as TPUStrategy, each replica runs the step, and moves the copy that it sees.
+    """
+    alone = tf.__internal__.distribute.strategy_supports_no_merge_call()
+    return 1 if alone else len(strategy.extended.worker_devices)
+
+
+def _copy(variable: Any, replica: int) -> Any:
+    """Returns a replica's copy of a variable; the variable itself where it has one copy."""
+    copies = getattr(variable, "values", None)
+    return copies[replica] if isinstance(copies, tuple) and len(copies) > 1 else variable
+
+
+def _of_replica(strategy: Any, value: Any, replica: int) -> Any:
+    """Returns what a replica has of a value: all of it where the replicas have one."""
+    local = strategy.experimental_local_results(value)
+    return local[replica] if len(local) > 1 else value
+
+
+def _replica(group: GroupVariables, replica: int) -> GroupVariables:
+    """Returns a group's variables as a replica has them."""
+
+    def copies(variables: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: _copy(variable, replica) for name, variable in variables.items()}
+
+    slots = {path: copies(variables) for path, variables in group.slots.items()}
+    return replace(group, params=copies(group.params), slots=slots, shared=copies(group.shared))

@@ -1,0 +1,74 @@
+"""Under tf.distribute every replica makes the update of the whole gradient, and slots stay equal on all of them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.tensorflow
+DRIVER = Path(__file__).with_name("replica_driving.py")
+NAMES = ("AdamW", "Adafactor", "LAMB", "LANS", "ScaledAdam")
+RATE, UPDATES = 0.01, 3
+PART = 1e-3
+"""How much of what the updates move two orders of a sum in float32 may make of them."""
+
+
+def driven(folder: Path, replicas: int, *arguments: str) -> dict[str, dict[str, Any]]:
+    """Runs the driver in a process of its own; returns what each run came to."""
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(DRIVER), str(folder), str(replicas), *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return read(folder)
+
+
+def read(folder: Path) -> dict[str, dict[str, Any]]:
+    return {path.stem: dict(np.load(path)) for path in folder.glob("*.npz")}
+
+
+def off(run: Mapping[str, Any], single: Mapping[str, Any]) -> float:
+    """Returns the largest difference from a run of one replica: weights by what they move, slots by their size."""
+    assert run.keys() == single.keys()
+    return max(
+        float(np.abs(run[key] - value).max(initial=0))
+        / (max(float(np.abs(value).max(initial=0)), 1e-12) if key.startswith("slot/") else RATE * UPDATES)
+        for key, value in single.items()
+        if key != "apart"
+    )
+
+
+def test_two_replicas_make_the_update_of_the_whole_gradient(tmp_path: Path) -> None:
+    runs = driven(tmp_path, 2, "AdamW", "short")
+    assert runs["AdamW_loop_2"]["apart"] == 0 and off(runs["AdamW_loop_2"], runs["AdamW_loop_1"]) < PART
+
+
+@pytest.mark.slow
+def test_replicas_with_a_gradient_each_of_their_own_are_noticed(tmp_path: Path) -> None:
+    right = driven(tmp_path, 2, ",".join(NAMES), "short")
+    runs = driven(tmp_path, 2, ",".join(NAMES), "wrong")
+    for name in NAMES:
+        run = runs[f"{name}_loop_2"]
+        assert run["apart"] > 0 and off(run, right[f"{name}_loop_1"]) > 10 * PART, name
+
+
+@pytest.mark.slow
+def test_every_optimizer_moves_as_one_replica_and_is_saved_and_loaded_with_another_number(
+    tmp_path: Path,
+) -> None:
+    for replicas in (4, 2):
+        runs = driven(tmp_path, replicas, ",".join(NAMES))
+    for name in NAMES:
+        for way in ("fit", "loop"):
+            for replicas in (2, 4):
+                run = runs[f"{name}_{way}_{replicas}"]
+                assert run["apart"] == 0 and off(run, runs[f"{name}_{way}_1"]) < PART, (name, way, replicas)
+        for replicas in (2, 4):
+            again = runs[f"{name}_again_{replicas}"]
+            assert again["apart"] == 0 and off(again, runs[f"{name}_again_1"]) < PART, (name, replicas)
