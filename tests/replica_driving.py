@@ -82,14 +82,15 @@ def looped(strategy: Any, model: Any, updates: range, wrong: bool = False) -> No
 
 
 def written(model: Any, path: Path) -> None:
-    values = {_ending(variable.path): np.asarray(variable) for variable in model.variables}
+    values: dict[str, Any] = {_ending(variable.path): np.asarray(variable) for variable in model.variables}
     for key, kept in model.optimizer.slots().items():
         values |= {f"slot/{_ending(key)}/{name}": np.asarray(slot) for name, slot in kept.items()}
     apart = 0.0
     for variable in (*model.variables, *model.optimizer.variables):
         copies = [copy.numpy() for copy in getattr(variable.value, "values", ())]
         apart = max([apart, *(float(np.abs(copy - copies[0]).max()) for copy in copies if copy.size)])
-    np.savez(path, apart=apart, **values)
+    values["apart"] = apart
+    np.savez(path, **values)
 
 
 def _ending(path: str) -> str:
