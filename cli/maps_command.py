@@ -10,7 +10,7 @@ import click
 from statekit.cli import output
 from statekit.cli.arguments import complete_maps
 from statekit.cli.output import Screen, Table
-from statekit.maps.model_map import ModelMap, chained, data_of, load, map_names
+from statekit.maps.model_map import ModelMap, chained, data_of, load, map_names, words
 from statekit.maps.modules import FLATTEN, HEADS, KINDS, SAME, Modules
 
 
@@ -54,7 +54,7 @@ def _json(name: str) -> dict[str, Any]:
 
 def _lines(one: ModelMap) -> Iterator[Mapping[str, Any]]:
     for entry in one.entries:
-        when = {} if entry.when is None else {"when": dict([entry.when])}
+        when = {"when": dict(entry.when)} if entry.when else {}
         steps = [dict(step) for step in entry.operations]
         yield {"source": entry.source.text, "target": entry.target.text, "operations": steps, **when}
     for kind in one.modules.kinds if one.modules else ():
@@ -77,14 +77,19 @@ def _show(stdout: Screen, one: ModelMap) -> None:
         return
     table = Table(("parameter", "becomes", "how", "of models with"))
     for entry in one.entries:
-        when = "" if entry.when is None else " ".join(entry.when)
+        when = ", ".join(" ".join(pair) for pair in entry.when.items())
         table.add_row(entry.source.text, entry.target.text, "; ".join(map(_words, entry.operations)), when)
     stdout.show(table)
     fields = {name: words for entry in one.entries for name, words in entry.source.words.items()}
     stdout.show_list("{...} stands for:", (f"{name}: {', '.join(words)}" for name, words in fields.items()))
     stdout.show_list("Further names:", (f"{name}: {path}" for name, path in one.ties.items()))
     stdout.show_list("Needs --config for:", (f"{name}: {what}" for name, what in one.needed.items()))
-    stdout.show_list("Refuses:", (f"{template.text}: {why}" for template, why in one.refused))
+    stdout.show_list(
+        "Asks for, unless names show it:", (f"{name}: {ask['what']}" for name, ask in one.asked.items())
+    )
+    refused = [(template.text, why) for template, why in one.refused]
+    refused += [(words(where), why) for where, why in one.refused_where]
+    stdout.show_list("Refuses:", (f"{what}: {why}" for what, why in refused))
     if one.pretrained is not None:
         files = ", ".join(one.pretrained.files)
         stdout.show_list("Makes:", [f"{files}, from which {one.pretrained.class_name} is built"])
@@ -115,7 +120,11 @@ def _show_modules(stdout: Screen, modules: Modules) -> None:
 
 
 def _words(step: Mapping[str, Any]) -> str:
-    """Says an operation of a map's file in a few words."""
+    """Says an operation of a map's file in a few words, and for which models it is."""
+    return _done(step) + (f" ({words(step['when'])})" if "when" in step else "")
+
+
+def _done(step: Mapping[str, Any]) -> str:
     match step["op"]:
         case "permute":
             return "transposed" if step["order"] == [1, 0] else f"axes {step['order']}"
@@ -149,6 +158,11 @@ def _made_up(step: Mapping[str, Any]) -> str:
         case "resize":
             new = f"new places: {step['param']}, in slots {step['slots']}"
             return f"axis {step['axis']} of length {step['to']} instead of {step['from']}; {new}"
+        case "scale":
+            root = (
+                f"the root of axis {step['root_of_axis']}" if "root_of_axis" in step else str(step["factor"])
+            )
+            return f"{'divided by' if step.get('divides') else 'times'} {root}"
         case "cast":
             return f"{step['to']} instead of {step['from']}"
         case _:

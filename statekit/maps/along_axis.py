@@ -273,7 +273,8 @@ class Concatenate(Operation):
             if (kept := tuple(range(len(piece.param.shape))) if not name else piece.kept(name)) is not None
         ]
         rule = ", ".join(axis.value for axis in piece.rule.axes) if piece.rule else "no rule"
-        return f"{', '.join(sizes)}, {rule}"
+        scale = f", times {piece.scale:g}" if piece.scale != 1 else ""
+        return f"{', '.join(sizes)}, {rule}{scale}"
 
     def __str__(self) -> str:
         ratio = "" if self.shares is None else f", {_ratio(self.shares, self.turns)}"

@@ -9,10 +9,11 @@ from typing import Any, Protocol, TypeVar
 
 from statekit.errors import Faults, InexactError, StateError
 from statekit.maps.operations import Operation, Piece
+from statekit.maps.scale import followed, joined, sentence, unfollowed
 from statekit.state.exactness import Exactness, Level
 from statekit.state.schema import load_schema
 from statekit.state.stored_params import DECODED
-from statekit.state.train_state import BY_NAME, PER_PARAMETER, Group, TrainState
+from statekit.state.train_state import BY_NAME, PER_PARAMETER, Group, Kind, TrainState
 from statekit.tensors.tensor import TIES
 
 _BY_PATTERN = ("factor_map", "exclude_from_weight_decay", "exclude_from_parameter_scale")
@@ -81,7 +82,11 @@ class Carried:
 
 
 def carried(
-    state: TrainState, links: Sequence[Link], ties: Mapping[str, str] | None = None, place: object = None
+    state: TrainState,
+    links: Sequence[Link],
+    ties: Mapping[str, str] | None = None,
+    place: object = None,
+    one_rule: str = "",
 ) -> Carried:
     """Carries links out on a state; every parameter must be a source of one.
 
@@ -91,6 +96,7 @@ def carried(
         ties: Further names of parameters of the new state: name -> path. Those of the state follow by its paths if
             None.
         place: The map, for errors.
+        one_rule: Why the target can't move some parameters at a rate of their own; "" if it can.
 
     Raises:
         StateError: What the state holds doesn't fit; lists every fault.
@@ -114,6 +120,7 @@ def carried(
             refused.add(error.subject, ", ".join(link.sources))
     faults += _split_groups(state, links)
     groups = [_group(group, links, faults) for group in state.optimizer.groups]
+    groups, said = _followed(state, groups, pieces, one_rule)
     behind = _of_targets(state.counts.behind, links, "updates done", faults)
     extra = _extra(state, links, faults)
     faults.check(StateError, "The map doesn't fit the state", place=place)
@@ -136,7 +143,7 @@ def carried(
         replace(state.counts, behind=behind),
         {path: piece.rule for path, piece in pieces.items() if piece.rule is not None},
         extra,
-        state.assumptions,
+        (*state.assumptions, *said),
     )
     return Carried(after, tuple(_mapped(link, pieces[link.target]) for link in links))
 
@@ -146,6 +153,43 @@ def _extra(state: TrainState, links: Sequence[Link], faults: Faults) -> dict[str
     forms: Any = state.extra.get(PER_PARAMETER)
     moved = {PER_PARAMETER: _of_targets(forms, links, "records of an optimizer", faults)} if forms else {}
     return {**state.extra, **moved}
+
+
+def _followed(
+    state: TrainState, groups: list[Group], pieces: dict[str, Piece], one_rule: str
+) -> tuple[list[Group], list[str]]:
+    """Returns groups that follow what scaled their parameters, and what to say of them.
+
+    Where the target moves all parameters by one rule, those that would need another are labelled instead.
+    """
+    scales = {path: piece.scale for path, piece in pieces.items() if piece.slots and piece.scale != 1}
+    if not scales:
+        return groups, []
+    parts = _parts_of(state, groups, scales)
+    made = joined([part for part, _ in parts], list(pieces))
+    apart = [(part, kind) for part, kind in parts if part.paths[0] in scales and part in made]
+    for part, kind in apart:
+        if reasons := _otherwise(part, kind, scales[part.paths[0]], one_rule):
+            pieces |= {path: pieces[path].labelled(Exactness.STATISTICS, *reasons) for path in part.paths}
+    if one_rule and apart:
+        return groups, []
+    return made, [sentence(part, scales[part.paths[0]]) for part, _ in apart]
+
+
+def _parts_of(
+    state: TrainState, groups: list[Group], scales: Mapping[str, float]
+) -> list[tuple[Group, Kind]]:
+    """Returns groups with their kinds, those whose parameters were scaled apart from the others."""
+    kinds = [(group, state.optimizer.kind(group)) for group in groups]
+    return [(part, kind) for group, kind in kinds for part in followed(group, kind, scales)]
+
+
+def _otherwise(group: Group, kind: Kind, number: float, one_rule: str) -> list[str]:
+    """Returns why a group of scaled parameters goes on by another rule; nothing where it doesn't."""
+    reasons = [f"{name} doesn't follow a parameter that is scaled" for name in unfollowed(group, kind)]
+    return reasons + (
+        [f"{one_rule}; these values would need {number:.6g} times the rate"] if one_rule else []
+    )
 
 
 def twice(names: Iterable[str]) -> Iterator[tuple[str, str]]:

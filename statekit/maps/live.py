@@ -13,6 +13,7 @@ from statekit.errors import StateError, UsageError
 from statekit.maps.along_axis import Concatenate, Reorder, Split
 from statekit.maps.links import Link
 from statekit.maps.operations import Merge, Operation, Part, Permute, Stack, Unstack
+from statekit.maps.scale import Scale
 from statekit.maps.sizes import Factor, KeepFirst, Recast, Replicate, Resize
 from statekit.tensors.tensor import DTYPES
 
@@ -164,6 +165,8 @@ def _moved(operation: Operation, array: Any) -> Any:
 def _sized(operation: Operation, array: Any) -> Any:
     shape = tuple(array.shape)
     match operation:
+        case Scale():
+            return array * operation.number(shape)
         case Factor():
             return array  # of the optimizer's slots alone
         case Replicate(count, axis):

@@ -28,6 +28,7 @@ from statekit.maps.links import Carried, Link, StateMap, carried, twice
 from statekit.maps.modules import FLATTEN, HEADS, KINDS, Modules, TargetModel, kind_faults, said_faults
 from statekit.maps.operations import Merge, Operation, Part, Permute, Stack, Unstack
 from statekit.maps.pretrained import Model, Pretrained, Rule
+from statekit.maps.scale import Scale
 from statekit.maps.settings import Settings, known_settings, settings_of
 from statekit.maps.sizes import Factor, KeepFirst, Recast, Replicate, Resize, Unfactor
 from statekit.state.run import BESIDE, BUFFERS
@@ -107,13 +108,20 @@ class Entry:
         source: Template of the parameters that are read.
         target: Template of those that are made.
         operations: As the map's file has them, first to last in this direction.
-        when: The choice and the alternative that the line is for, such as `mlp`, `gated`; None if it is for all.
+        when: The choices, each with the alternative that the line is for, such as `mlp`, `gated`; none if for all.
+        origin: The line as the map has it, where this is without operations for other alternatives.
     """
 
     source: Template
     target: Template
     operations: tuple[Mapping[str, Any], ...] = ()
-    when: tuple[str, str] | None = None
+    when: Mapping[str, str] = field(default_factory=dict)
+    origin: Entry | None = None
+
+    def of(self, chosen: Mapping[str, str]) -> Entry:
+        """Returns the line with the operations for what a model has."""
+        steps = tuple(step for step in self.operations if _holds(step.get("when"), chosen))
+        return replace(self, operations=steps, origin=self)
 
     @property
     def unstacked(self) -> str | None:
@@ -138,6 +146,16 @@ class Entry:
         )
 
 
+def _holds(when: Mapping[str, str] | None, chosen: Mapping[str, str]) -> bool:
+    """Tells whether a model has the alternatives that something is for."""
+    return all(chosen.get(choice) == alternative for choice, alternative in (when or {}).items())
+
+
+def words(where: Mapping[str, str]) -> str:
+    """Says the alternatives of choices in a few words."""
+    return ", ".join(f"{choice} {alternative}" for choice, alternative in where.items())
+
+
 @dataclass(frozen=True)
 class ModelMap:
     """A map from one codebase's model to another's.
@@ -150,6 +168,10 @@ class ModelMap:
         ties: Further names that the target has for some of its parameters.
         old_ties: Those that the source has.
         refused: Names of the source that the target can't hold, each with the reason.
+        refused_where: Alternatives of choices which together can't go over, each with the reason.
+        asked: The choices that neither names nor anything else tells: `what` each is, and `when` it matters.
+        notes: What to say of a model with some alternatives.
+        one_rule: Why the target can't move some parameters at a rate of their own; "" if it can.
         needed: Names of the configuration that the operations take, each with what it is.
         config: What was said of them, and of the target's model.
         beside: What stands beside a checkpoint of them, by the map's names; `config` goes before it.
@@ -169,6 +191,10 @@ class ModelMap:
     ties: Mapping[str, str] = field(default_factory=dict)
     old_ties: Mapping[str, str] = field(default_factory=dict)
     refused: tuple[tuple[Template, str], ...] = ()
+    refused_where: tuple[tuple[Mapping[str, str], str], ...] = ()
+    asked: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    notes: tuple[tuple[Mapping[str, str], str], ...] = ()
+    one_rule: str = ""
     needed: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     beside: Mapping[str, Any] = field(default_factory=dict)
@@ -241,7 +267,8 @@ class ModelMap:
             if self.old_ties.get(name) != path:
                 faults.add(f"is a further name of {path}, which the map doesn't know", name)
         self._check(faults)
-        result = carried(state, links, self._ties_of(links), self.name)
+        model = replace(model, before=shapes)
+        result = carried(state, links, self._ties_of(links), self.name, self.one_rule)
         return result if self.pretrained is None else self._with_files(result, self.pretrained, model)
 
     def _with_frozen(self, state: TrainState) -> TrainState:
@@ -281,8 +308,10 @@ class ModelMap:
         self._check(faults)
         result = live.made(arrays, links)
         if self.pretrained is not None:
-            shapes = {path: tuple(array.shape) for path, array in result.items()}
-            self.pretrained.check(replace(model, shapes=shapes), self.known, self.name)
+            before, shapes = (
+                {path: tuple(array.shape) for path, array in side.items()} for side in (arrays, result)
+            )
+            self.pretrained.check(replace(model, before=before, shapes=shapes), self.known, self.name)
         return named({**result, **{name: result[path] for name, path in self._ties_of(links).items()}})
 
     def _ties_of(self, links: Sequence[Link]) -> dict[str, str]:
@@ -321,53 +350,92 @@ class ModelMap:
         if refused:  # the rest of such a model wouldn't fit either
             faults += [(f"can't be held by the target: {why}", path) for path, why in refused.items()]
             return [], Model()
-        bound = {
-            entry: {path: b for path in shapes if (b := entry.source.binding(path)) is not None}
-            for entry in self.entries
-        }
         taken: list[str] = []
-        chosen = dict(self._chosen(bound, faults, taken))
-        active = [
-            entry for entry in self.entries if entry.when is None or chosen[entry.when[0]] == entry.when[1]
-        ]
-        covered = {path for entry in self.entries for path in bound[entry]} | refused.keys()
-        faults += [("isn't a name that the map knows", path) for path in shapes if path not in covered]
+        active, bound, chosen = self._active(shapes, faults, taken)
         counts = self._counts(active, bound, shapes, faults)
         links = [link for entry in active for link in self._of_entry(entry, bound[entry], counts, faults)]
         order = {path: i for i, path in enumerate(shapes)}
         return sorted(links, key=lambda link: order[link.sources[0]]), Model({}, counts, chosen, tuple(taken))
 
+    def _active(
+        self, shapes: Mapping[str, Shape], faults: Faults, taken: list[str]
+    ) -> tuple[list[Entry], dict[Entry, dict[str, dict[str, str | int]]], Mapping[str, str]]:
+        """Returns the lines for the model, the names that fit each, and what the model has; adds what doesn't fit."""
+        bound = {
+            entry: {path: b for path in shapes if (b := entry.source.binding(path)) is not None}
+            for entry in self.entries
+        }
+        covered = {path for paths in bound.values() for path in paths}
+        faults += [("isn't a name that the map knows", path) for path in shapes if path not in covered]
+        chosen = self._chosen(bound, faults, taken)
+        faults += [(f"can't go over: {why}", words(where)) for where, why in self._refused_for(chosen)]
+        taken += [said for where, said in self.notes if _holds(where, chosen)]
+        active = [entry.of(chosen) for entry in self.entries if _holds(entry.when, chosen)]
+        return active, {entry: bound[entry.origin or entry] for entry in active}, chosen
+
+    def _refused_for(self, chosen: Mapping[str, str]) -> Iterator[tuple[Mapping[str, str], str]]:
+        return ((where, why) for where, why in self.refused_where if _holds(where, chosen))
+
     def _chosen(
         self, bound: Mapping[Entry, Mapping[str, Binding]], faults: Faults, taken: list[str]
-    ) -> Iterator[tuple[str, str]]:
-        """Yields each choice with the alternative that the names show; one without names if none show another.
+    ) -> dict[str, str]:
+        """Returns each choice with the alternative that the names show; one without names if none show another.
 
-        Where the source calls the parameters of several alternatives alike, it is the one that was said, or the first,
-        which is told in `taken`.
+        Where names leave several open, it is the one that was said. Else it is the first, which is told in `taken`,
+        or asked for by name where it matters and nothing but the source's code knows it.
+
+        Raises:
+            UsageError: A choice has to be said; lists every one.
         """
+        chosen: dict[str, str] = {}
+        missing = Faults(folds=False)
         for choice, alternatives in self.choices.items():
-            seen: dict[str, dict[str, None]] = {}
-            for entry, paths in bound.items():
-                if entry.when is not None and entry.when[0] == choice and paths:
-                    seen.setdefault(entry.when[1], {}).update(dict.fromkeys(paths))
-            said = self.known.get(choice)
-            alike = len(seen) > 1 and len({frozenset(paths) for paths in seen.values()}) == 1
-            if len(seen) > 1 and not alike:
-                (one, of_one), (other, _) = list(seen.items())[:2]
-                path = next(iter(of_one))
-                faults.add(f"is of a model with {choice} {one}, and others are of one with {other}", path)
-            named = {entry.when[1] for entry in bound if entry.when is not None and entry.when[0] == choice}
+            seen, named = self._shown(choice, bound, faults)
             unnamed = [alternative for alternative in alternatives if alternative not in named]
             shown = next(iter(seen), (unnamed or list(alternatives))[0])
-            if said is not None and said not in ((*seen,) if alike else (shown,)):
+            open_ones = (*seen,) if len(seen) > 1 else (shown,) if named else alternatives
+            said, asked = self.known.get(choice), self.asked.get(choice)
+            if said is not None and said not in open_ones:
                 faults.add(
-                    f"is said to be {said!r:.80}, and the names show {' or '.join(seen) or shown}", choice
+                    f"is said to be {said!r:.80}, and the names show {' or '.join(seen) or shown}"
+                    if named
+                    else f"is said to be {said!r:.80}, expected {' or '.join(alternatives)}",
+                    choice,
                 )
-            if alike and said is None:
+            elif said is None and asked is not None and len(open_ones) > 1:
+                if "assumed" in asked:
+                    taken.append(f"Nothing says {choice} of the model; it has {shown}: {asked['assumed']}.")
+                elif _holds(asked.get("when"), chosen):
+                    missing.add(f"is {' or '.join(open_ones)}: {asked['what']}", choice)
+            elif said is None and len(seen) > 1:
                 taken.append(
                     f"Nothing says {choice} of the target; it has {shown}: --config {choice}=... says others."
                 )
-            yield choice, said if alike and said in seen else shown
+            chosen[choice] = str(said) if said in open_ones else shown
+        if faults:  # names that the map doesn't know come first
+            return chosen
+        missing.check(
+            UsageError,
+            f"The map {self.name} needs to know what no checkpoint says",
+            place="--config",
+            remedy="say it: --config KEY=VALUE, or --config FILE with the model's own configuration",
+        )
+        return chosen
+
+    def _shown(
+        self, choice: str, bound: Mapping[Entry, Mapping[str, Binding]], faults: Faults
+    ) -> tuple[Mapping[str, Mapping[str, None]], set[str]]:
+        """Returns the alternatives of a choice that the names show, and those that have names; adds contradictions."""
+        seen: dict[str, dict[str, None]] = {}
+        for entry, paths in bound.items():
+            if choice in entry.when and paths:
+                seen.setdefault(entry.when[choice], {}).update(dict.fromkeys(paths))
+        if len(seen) > 1 and len({frozenset(paths) for paths in seen.values()}) > 1:
+            (one, of_one), (other, _) = list(seen.items())[:2]
+            path = next(iter(of_one))
+            faults.add(f"is of a model with {choice} {one}, and others are of one with {other}", path)
+            seen = {one: of_one}
+        return seen, {entry.when[choice] for entry in bound if choice in entry.when}
 
     def _counts(
         self,
@@ -476,11 +544,8 @@ class ModelMap:
             case "resize":
                 lengths_of = self._size(one["from"]), self._size(one["to"])
                 return Resize(axis, *lengths_of, one["param"], one["slots"])
-            case "cast":
-                return Recast(one["from"], one["to"])
-            case "factor" | "unfactor":
-                labels = tuple(map(Axis, one["axes"]))
-                return (Factor if one["op"] == "factor" else Unfactor)(labels)
+            case "scale" | "cast" | "factor" | "unfactor":
+                return _of_values(one)
         turns = self._size(one.get("turns", 1))
         shares = one.get("shares", [1] * lengths[over])
         if one["op"] == "split":
@@ -501,6 +566,18 @@ class ModelMap:
                 remedy=f"say it: --config {name}=..., or --config config.json with the model's",
             )
         return int(self.known[name])
+
+
+def _of_values(one: Mapping[str, Any]) -> Operation:
+    """Returns an operation of the map's file on values, whatever the model's sizes."""
+    match one["op"]:
+        case "scale":
+            return Scale.read(one)
+        case "cast":
+            return Recast(one["from"], one["to"])
+        case "factor":
+            return Factor(tuple(map(Axis, one["axes"])))
+    return Unfactor(tuple(map(Axis, one["axes"])))
 
 
 def _bindings(fields: Sequence[str], ranges: Mapping[str, Sequence[str | int]]) -> list[dict[str, str | int]]:
@@ -526,6 +603,8 @@ _INVERSE = {
 def _inverse(one: Mapping[str, Any]) -> dict[str, Any]:
     if one["op"] == "flattened":
         return {**one, "channels": _OTHER_CHANNELS[one["channels"]]}
+    if one["op"] == "scale":
+        return {**one, "divides": not one.get("divides", False)}
     if one["op"] in ("resize", "cast"):
         return {**one, "from": one["to"], "to": one["from"]}
     if one["op"] not in ("permute", "reorder"):
@@ -627,7 +706,7 @@ def _unfitting_line(line: Mapping[str, Any], data: Mapping[str, Any]) -> Iterato
         yield "has unstack behind another operation"
     if any(step["op"] == "stack" for step in steps[:-1]):
         yield "has stack before another operation"
-    for name, alternative in line.get("when", {}).items():
+    for name, alternative in (pair for part in (line, *steps) for pair in part.get("when", {}).items()):
         if alternative not in choices.get(name, ()):
             yield f"is for {name} {alternative}, which isn't among the choices"
     for step in steps:
@@ -702,6 +781,15 @@ def _no_lengths(values: Mapping[str, Any], needed: Iterable[str]) -> Iterator[tu
             yield f"is {values[key]!r:.80}, expected a number from 1 on", key
 
 
+def _refusals(
+    data: Mapping[str, Any], source: str, words_of: Mapping[str, Mapping[str, str]], by_modules: bool
+) -> tuple[tuple[tuple[Template, str], ...], tuple[tuple[Mapping[str, str], str], ...]]:
+    """Returns the names of a side that a map refuses, and the alternatives, each with the reason."""
+    listed = () if by_modules else data.get("refused", ())
+    names = tuple((Template(one[source], words_of), str(one["because"])) for one in listed if source in one)
+    return names, tuple((one["when"], str(one["because"])) for one in listed if "when" in one)
+
+
 def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str, Any]) -> ModelMap:
     """Reads a map in one of its directions."""
     source, target = ("target", "source") if turned else ("source", "target")
@@ -720,7 +808,7 @@ def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str,
             Template(line[source], tables[source]),
             Template(line[target], tables[target]),
             steps(line),
-            next(iter(line["when"].items())) if "when" in line else None,
+            line.get("when", {}),
         )
         for line in data.get("parameters", ())
     ]
@@ -739,11 +827,7 @@ def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str,
     faults += _no_lengths(said, needed)
     faults += said_faults(said) if modules else ()
     faults.check(UsageError, f"The map {name} can't take its configuration", place="--config")
-    refused = tuple(
-        (Template(one[source], tables[source]), str(one["because"]))
-        for one in (() if modules else data.get("refused", ()))
-        if source in one
-    )
+    refused, refused_where = _refusals(data, source, tables[source], bool(modules))
     return ModelMap(
         name,
         (data[source]["title"], data[target]["title"]),
@@ -752,6 +836,10 @@ def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str,
         data[target].get("ties", {}),
         data[source].get("ties", {}),
         refused,
+        refused_where,
+        data.get("asked", {}),
+        tuple((one["when"], str(one["says"])) for one in data.get("notes", ())),
+        data[target].get("one_rule", ""),
         needed,
         said,
         {},
@@ -884,13 +972,17 @@ def maps_of(
             faults.check(UsageError, f"The map {name} can't take its configuration", place="--config")
         maps = [load(one, config, files) for one in chained(name)]
     maps = [replace(one, budget=budget) for one in maps]
-    if not builds:
-        maps = [replace(one, pretrained=None) for one in maps]
+    maps = _building(maps, builds)
     if maps and model is not None:
         maps[-1] = replace(maps[-1], model=model)
     if settings and config:
         _check_used(name, config, settings, maps)
     return (*renaming, *maps)
+
+
+def _building(maps: Sequence[ModelMap], builds: bool) -> list[ModelMap]:
+    """Returns maps of which the last alone makes what its library builds the model from, if any does."""
+    return [one if builds and one is maps[-1] else replace(one, pretrained=None) for one in maps]
 
 
 def _check_used(

@@ -36,6 +36,7 @@ class Piece:
         exactness: How exactly training goes on so far. The values are kept to the bit in any case.
         reason: Why it isn't bitwise; empty if it is.
         over: What its update computes over the whole of it; as its schema's reference has it, if None.
+        scale: What its values were multiplied by so far, which its hyperparameters follow.
     """
 
     schema: str
@@ -45,6 +46,7 @@ class Piece:
     exactness: Exactness = Exactness.BITWISE
     reason: str = ""
     over: tuple[OverTensor, ...] | None = None
+    scale: float = 1.0
 
     def kept(self, slot: str) -> tuple[int, ...] | None:
         """Returns the parameter's axes that a slot has kept; None for one that doesn't go by them.
@@ -409,4 +411,5 @@ def _form(piece: Piece) -> str:
     """Says what must be alike in tensors that are stacked."""
     rule = ", ".join(axis.value for axis in piece.rule.axes) if piece.rule else "no rule"
     slots = ", ".join(f"{name} {slot.dtype} {slot.shape}" for name, slot in sorted(piece.slots.items()))
-    return f"{piece.param.dtype} {piece.param.shape}, {rule}, {slots or 'no slots'}"
+    scale = f", times {piece.scale:g}" if piece.scale != 1 else ""
+    return f"{piece.param.dtype} {piece.param.shape}, {rule}, {slots or 'no slots'}{scale}"

@@ -25,6 +25,7 @@ class Model:
 
     Attributes:
         shapes: Its parameters' shapes.
+        before: Those of the source's.
         counts: How many there are of what each number of the map counts.
         chosen: The alternative of each of the map's choices.
         taken: What was taken that names don't tell, in sentences.
@@ -34,6 +35,7 @@ class Model:
     counts: Mapping[str, int] = field(default_factory=dict)
     chosen: Mapping[str, str] = field(default_factory=dict)
     taken: tuple[str, ...] = ()
+    before: Mapping[str, Shape] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class Pretrained:
                 faults.add(error.subject, key)
                 continue
             value = said.get(key, proven)
+            if value is not None and key not in said:
+                value = proven = _with_parts(value, rule, said, missing)
             if value is None:
                 missing.add("isn't told by the checkpoint", key)
                 continue
@@ -102,7 +106,8 @@ class Pretrained:
             place="--config",
             remedy="say it: --config KEY=VALUE, or --config config.json with the model's",
         )
-        others = {key: value for key, value in said.items() if key not in values}
+        meant = {part for _, _, rule in self._rules() for part in rule.get("with", ())} | model.chosen.keys()
+        others = {key: value for key, value in said.items() if key not in values and key not in meant}
         files[self.main].update(others)
         return files, tuple(self._sentences(values, said, others))
 
@@ -148,7 +153,8 @@ class Pretrained:
     @property
     def keys(self) -> frozenset[str]:
         """The keys of all files."""
-        return frozenset(key for _, key, _ in self._rules())
+        rules = tuple(self._rules())
+        return frozenset(key for _, key, _ in rules).union(*(rule.get("with", ()) for _, _, rule in rules))
 
     def _rules(self) -> Iterator[tuple[str, str, Rule]]:
         for file, rules in self.files.items():
@@ -177,11 +183,30 @@ def _value(rule: Rule, model: Model, values: Mapping[str, Any]) -> tuple[Any, Ca
     if "same" in rule:
         return values.get(rule["same"]), _never
     if "length" in rule:
-        return _length(rule, model.shapes, values), _never
+        return _length(rule, model.before if "of" in rule else model.shapes, values), _never
+    if "cases" in rule:
+        return _case(rule, model.chosen), lambda said: True
     if "choice" in rule:
         chosen = model.chosen[rule["choice"]]
         return rule["of"][chosen], lambda said: "assumed" in rule and _is_of(said, rule, chosen)
-    return rule.get("is"), lambda said: True
+    return rule.get("is"), _never if rule.get("only") else lambda said: True
+
+
+def _with_parts(value: Any, rule: Rule, said: Mapping[str, Any], missing: Faults) -> Any:
+    """Returns a value with what a rule takes of what was said; adds what wasn't."""
+    parts = rule.get("with", ())
+    missing += [("isn't told by the checkpoint", part) for part in parts if part not in said]
+    return {**value, **{part: said.get(part) for part in parts}} if parts else value
+
+
+def _case(rule: Rule, chosen: Mapping[str, str]) -> Any:
+    """Returns the value of the first case whose alternatives a model has."""
+    fitting = (
+        one["is"]
+        for one in rule["cases"]
+        if all(chosen.get(key) == word for key, word in one["when"].items())
+    )
+    return next(fitting, None)
 
 
 def _is_of(said: object, rule: Rule, chosen: str) -> bool:

@@ -1,0 +1,154 @@
+"""Values times a number: what becomes of a parameter's slots, and of the hyperparameters that move it.
+
+A parameter times c has a gradient divided by c. Its update stays c times the old one only if rate, epsilon and weight
+decay follow, in a group of their own. Which power of c each gets stands in the schema. docs/transforms.md derives it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from statekit.errors import InexactError, StateError
+from statekit.maps.operations import OfEach, Piece
+from statekit.state.exactness import Exactness
+from statekit.state.schema import OptimizerSchema, load_schema
+from statekit.state.train_state import Axis, Group, Kind
+from statekit.tensors.tensor import Shape, Tensor
+from statekit.tensors.views import Scaled
+
+
+@dataclass(frozen=True)
+class Scale(OfEach):
+    """A parameter times a number c: moments by their powers of 1/c; bitwise where c is a power of two.
+
+    Attributes:
+        factor: The number.
+        root_of_axis: The axis the root of whose length it is multiplied by; None for none.
+        divides: Whether it divides instead.
+    """
+
+    factor: float = 1.0
+    root_of_axis: int | None = None
+    divides: bool = False
+
+    @classmethod
+    def read(cls, data: Mapping[str, Any]) -> Scale:
+        """Returns an operation as a map's file has it."""
+        return cls(data.get("factor", 1.0), data.get("root_of_axis"), data.get("divides", False))
+
+    def number(self, shape: Shape) -> float:
+        """Returns c for a parameter of some shape.
+
+        Raises:
+            StateError: The shape has no such axis.
+        """
+        if self.root_of_axis is not None and len(shape) <= self.root_of_axis:
+            raise StateError(f"has shape {shape}, but shall be {self}")
+        length = 1 if self.root_of_axis is None else shape[self.root_of_axis]
+        number = self.factor * math.sqrt(length)
+        return 1 / number if self.divides else number
+
+    def _of(self, piece: Piece) -> Piece:
+        number = self.number(piece.param.shape)
+        powers = load_schema(piece.schema).data.get("rescaled", {}).get("slots", {})
+        if unknown := [name for name in piece.slots if name not in powers]:
+            raise InexactError(
+                f"is {self}, and no rule says how {', '.join(unknown)} of {piece.schema} follows"
+            )
+        slots = {name: Scaled(slot, number ** powers[name]) for name, slot in piece.slots.items()}
+        if not _is_power_of_two(number):
+            piece = piece.labelled(Exactness.ROUNDING, f"values are {self}, {number:.6g}, and rounded")
+        return replace(piece, param=Scaled(piece.param, number), slots=slots, scale=piece.scale * number)
+
+    def _check(self, piece: Piece) -> None:
+        self.number(piece.param.shape)
+
+    def _labels(self, labels: tuple[Axis, ...]) -> tuple[Axis, ...]:
+        return labels
+
+    def _view(self, tensor: Tensor, kept: tuple[int, ...]) -> Tensor:
+        return tensor
+
+    def __str__(self) -> str:
+        root = "" if self.root_of_axis is None else f"the root of axis {self.root_of_axis}"
+        number = " times ".join([f"{self.factor:g}"] * (not root or self.factor != 1) + [root] * bool(root))
+        return f"{'divided by' if self.divides else 'times'} {number}"
+
+
+def _is_power_of_two(number: float) -> bool:
+    return math.frexp(number)[0] == 0.5
+
+
+def followed(group: Group, kind: Kind, scales: Mapping[str, float]) -> Iterator[Group]:
+    """Yields a group, and behind it one for each number by which some of its parameters were multiplied.
+
+    Args:
+        group: The group, with the paths that its parameters have now.
+        kind: Its schema and variant.
+        scales: The number of each path.
+    """
+    parts: dict[float, list[str]] = {}
+    for path in group.paths:
+        parts.setdefault(scales.get(path, 1.0), []).append(path)
+    for number, paths in sorted(parts.items(), key=lambda part: part[0] != 1):
+        part = group.only(paths)
+        yield part if number == 1 else _followed(part, kind, number)
+
+
+def _followed(group: Group, kind: Kind, number: float) -> Group:
+    """Returns a group whose hyperparameters move parameters times a number as they moved the parameters."""
+    schema = load_schema(kind[0])
+    settings = _settings(schema, kind[1], group.hyperparameters)
+    values = dict(group.hyperparameters)
+    for name, spec in schema.data.get("rescaled", {}).get("hyperparameters", {}).items():
+        if type(values.get(name)) not in (int, float):
+            continue
+        idle = any(settings.get(key) in ones for key, ones in spec.get("unless", {}).items())
+        power = spec.get("otherwise", 0) if idle else spec["power"]
+        values[name] = values[name] * number**power
+    return replace(group, hyperparameters=values)
+
+
+def unfollowed(group: Group, kind: Kind) -> list[str]:
+    """Returns the hyperparameters of a group by whose values a scaled parameter goes on in another way."""
+    schema = load_schema(kind[0])
+    settings = _settings(schema, kind[1], group.hyperparameters)
+    needed = schema.data.get("rescaled", {}).get("only_where", {})
+    return [name for name, values in needed.items() if settings.get(name) not in values]
+
+
+def _settings(schema: OptimizerSchema, variant: str | None, values: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {**({} if variant is None else schema.settings(variant)), **values}
+
+
+def joined(groups: Sequence[Group], order: Sequence[str]) -> list[Group]:
+    """Returns groups of which those that are moved alike are one, their paths in some order."""
+    places = {path: i for i, path in enumerate(order)}
+    made: list[Group] = []
+    for group in groups:
+        alike = next((i for i, other in enumerate(made) if _alike(group, other)), None)
+        if alike is None:
+            made.append(group)
+        else:
+            paths = sorted((*made[alike].paths, *group.paths), key=lambda path: places[path])
+            made[alike] = replace(made[alike], paths=tuple(paths))
+    return made
+
+
+def _alike(group: Group, other: Group) -> bool:
+    """Tells whether two groups differ in their parameters alone."""
+    return not group.slots and replace(group, paths=()) == replace(other, paths=())
+
+
+def sentence(group: Group, number: float) -> str:
+    """Says what a group's scaled parameters need, whoever moves them."""
+    first, *others = group.paths
+    more = f" and {len(others)} more" if others else ""
+    return (
+        f"{first}{more}: {number:.6g} times what the source has, so a group of its own moves it, with {number:.6g} "
+        f"times the learning rate at every update and weight decay and epsilon divided by {number:.6g}. Clipping by "
+        f"a global norm must take its gradients times {number:.6g}."
+    )
