@@ -162,6 +162,8 @@ _PIECES = (
     "Matrices have a whole second moment: the optimizer saw flat pieces of them, as under FSDP1 and ZeRO, whose size "
     "its clipping and its parameter scale went by."
 )
+_AT_HOME = ("torch", "hf-trainer", "accelerate", "safetensors", "dcp", "dcp-safetensors", "fsdp1-ranks")
+"""Containers in which any optimizer's state is one of PyTorch's."""
 _GATHERED = ("dcp",)
 """Containers in which an optimizer by name is nothing special."""
 _LIMIT = "max_grad_norm"
@@ -229,8 +231,11 @@ class TorchOptim:
             return None
         if self.form == "name" and checkpoint.container not in _GATHERED:
             return None
-        because = _shown(parts, kind)
-        return Evidence(21, f"{because}, {_SAID[parts.form]}") if self.form else Evidence(20, because)
+        if kind.schema == native.SCHEMA and checkpoint.container not in _AT_HOME:
+            return (
+                None  # what looks like a state of PyTorch may be that of a library with a layout of its own
+            )
+        return _evidence(parts, kind, self.form)
 
     def describe(self, checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Contents | None:
         """Says what a file of PyTorch holds that isn't decoded; the layouts by name leave that to the one by index."""
@@ -615,6 +620,17 @@ def _kind(parts: Parts) -> TorchOptimizer | None:
     kinds = ((kind.schema, kind.variant, kind) for kind in KINDS)
     same = (kind for *key, kind in kinds if key == [signature.schema, signature.variant])
     return next((replace(kind, signature=signature) for kind in same), None)
+
+
+def _evidence(parts: Parts, kind: TorchOptimizer, form: Form | None) -> Evidence:
+    because = _shown(parts, kind)
+    return Evidence(21, f"{because}, {_SAID[parts.form]}") if form else Evidence(20, because)
+
+
+def _is_elsewhere(kind: TorchOptimizer, form: Form | None, container: str) -> bool:
+    """Tells whether a container has a layout of its own for what looks like a state of PyTorch."""
+    is_numbered_there = form == "name" and container not in _GATHERED
+    return is_numbered_there or (kind.is_native and container not in _AT_HOME)
 
 
 def _kind_by_slots(slot_names: set[str]) -> TorchOptimizer | None:
