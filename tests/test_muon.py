@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 import statekit
 import statekit.errors
 from statekit.arrays.backend import backend
+from statekit.cli.main import main
 from statekit.conversion.open_state import open_state
 from statekit.state.schema import load_schema
 from statekit.verify.recording import open_recording
@@ -117,3 +118,10 @@ def test_the_original_goes_on_from_what_was_written_as_recorded(tmp_path: Path) 
             optimizer.step()
     for path, name in meta["extra"]["fqn"].items():
         assert np.array_equal(params[name].detach().numpy(), states[f"{meta['steps']}/param/{path}"])
+
+
+def test_the_printed_lines_make_both_optimizers(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume", str(checkpoint_of("torch_list"))]) == 0
+    printed = capsys.readouterr().out
+    assert "torch.optim.Muon([groups[0]], lr=0.02)" in printed
+    assert "torch.optim.AdamW([groups[1]]" in printed

@@ -15,6 +15,7 @@ from statekit.files.manifest import FILE
 from statekit.lines.rates import RatesOf
 from statekit.maps.pretrained import Pretrained
 from statekit.optim.adafactor_forms import AdafactorHyperparameters
+from statekit.state.hyperparameters import alike
 from statekit.state.run import RunState
 from statekit.state.schema import WEIGHTS, load_schema
 
@@ -244,13 +245,18 @@ def native_arguments(
         if name in (RATE, "lr"):
             known = len(values) == 1 and any(RATE in group["hyperparameters"] for group in state["groups"])
             arguments.append(argument if known and value is not None else f"{name}={open_rate}")
-        elif len(values) > 1 or value != default:
+        elif len(values) > 1 or alike({}, value, default) != "equal":
             (others if name in outside else arguments).append(argument)
     return arguments + _needed(state), others
 
 
 def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in group["hyperparameters"].items() if name not in RULES}
+    return {name: _plain(value) for name, value in group["hyperparameters"].items() if name not in RULES}
+
+
+def _plain(value: Any) -> Any:
+    """Returns a hyperparameter as Python has it: a tuple, where a state as plain data marks it."""
+    return tuple(value["$tuple"]) if isinstance(value, Mapping) and value.keys() == {"$tuple"} else value
 
 
 def _needed(state: State) -> list[str]:
