@@ -259,7 +259,7 @@ def _run(run: RunState) -> Iterator[str]:
         given = ", ".join(f"{key}={value!r:.60}" for key, value in schedule.parameters.items())
         kind = schedule.kind or "of a kind that its state doesn't tell"
         whose = f" of {_numbered(schedule.groups)}" if schedule.groups else ""
-        yield f"schedule {kind}{whose}{at}: {given}{_as_rates(schedule)} @ {schedule.place}"
+        yield f"schedule {kind}{whose}{at}{': ' * bool(given)}{given}{_as_rates(schedule)} @ {schedule.place}"
     for part in run.parts:
         content = part.value
         plain = (

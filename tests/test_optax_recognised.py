@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from statekit.arrays.numpy_backend import NumpyBackend
+from statekit.cli.main import main
 from statekit.conversion.changing.changed import changed
 from statekit.conversion.changing.changes import Changes
 from statekit.conversion.checkpoint_ref import CheckpointRef
@@ -521,3 +522,23 @@ def test_an_optimizer_without_its_parameters_is_named() -> None:
     tree = {"opt_state": tree_of(*run_of(optax.adamw(RATE)))["opt_state"]}
     holds = contents(Checkpoint("orbax", Path("run"), tree, {}))
     assert holds is not None and "(opt_state/0) without its parameters" in holds.what
+
+
+def test_printed_lines_make_a_chain_as_long_as_the_file_s(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import jax.numpy as jnp
+    import optax
+    import orbax.checkpoint as ocp
+
+    params, state = run_of(optax.adam(RATE))
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "run", {"params": params, "opt_state": state})
+    assert (
+        main(["resume", str(tmp_path / "run"), "--optimizer", "adam", "--hparams", f"learning_rate={RATE}"])
+        == 0
+    )
+    lines = capsys.readouterr().out.partition("\n\n")[0]
+    scope: dict[str, Any] = {"params": params, "jnp": jnp}
+    exec(lines, scope)
+    assert int(scope["state"]["opt_state"][0].count) == DONE

@@ -32,6 +32,7 @@ CLASSES: Mapping[tuple[str, str | None], str] = {
 }
 _CLIP = "global_norm_clip_threshold"
 _NOT_ARGUMENTS = ("clipvalue", _CLIP, "exclude_from_weight_decay")
+_NO_DECAY = "weight_decay=0.0"
 _PARAMS, _STATE = "params", "opt_state"
 _METADATA = "_METADATA"
 """The file in every item of Orbax that is a tree of arrays."""
@@ -45,7 +46,10 @@ def optax_lines(state: State, saved: SavedRun) -> list[str]:
     def call(group: Mapping[str, Any], code: Mapping[str, str]) -> str:
         alone = {**state, **kind_of(state, group), "groups": [group]}
         arguments = native_arguments(alone, _NOT_ARGUMENTS, open_rate="schedule")[0]
-        return _call(CLASSES.get((alone["schema"], alone["variant"]), UNKNOWN), arguments, code)
+        name = CLASSES.get((alone["schema"], alone["variant"]), UNKNOWN)
+        if name == "optax.adamw" and _NO_DECAY in arguments and _is_short(saved):
+            name, arguments = "optax.adam", [argument for argument in arguments if argument != _NO_DECAY]
+        return _call(name, arguments, code)
 
     others = [] if has_several(state) else native_arguments(state, _NOT_ARGUMENTS)[1]
     others = [argument for argument in others if not argument.startswith(_CLIP)]
@@ -55,6 +59,20 @@ def optax_lines(state: State, saved: SavedRun) -> list[str]:
     mask = load_schema(schema).hyperparameters["exclude_from_weight_decay"]["native"]["optax"]["name"]
     optimizer = _optimizer_lines(state, saved, call, mask)
     return [*_tree_lines(saved, "import optax", [*passed_over, *optimizer]), *_clip_lines(state, optimizer)]
+
+
+def _is_short(saved: SavedRun) -> bool:
+    """Tells whether one link stands behind every Adam, as behind optax.adam; two stand behind optax.adamw.
+
+    Orbax restores a tuple only into one of its length.
+    """
+    names = [*saved.tensors, *saved.empty]
+    chains = {name.partition("/0/mu/")[0] for name in saved.tensors if "/0/mu/" in name}
+    links = [
+        {name[len(chain) + 1 :].partition("/")[0] for name in names if name.startswith(f"{chain}/")}
+        for chain in chains
+    ]
+    return bool(links) and all(link == {"0", "1"} for link in links)
 
 
 def _clip_lines(state: State, optimizer: Sequence[str]) -> list[str]:
