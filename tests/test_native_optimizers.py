@@ -9,8 +9,10 @@ from typing import Any
 import pytest
 
 import statekit
+import statekit.torch
 from statekit.conversion.open_state import open_state
-from statekit.errors import InexactError, StatekitError
+from statekit.errors import InexactError, StatekitError, UnknownRuleError
+from statekit.verify.cold_start import cold_start
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.torch
@@ -163,6 +165,16 @@ def test_one_step_that_all_share_stays_one(tmp_path: Path) -> None:
 def test_another_framework_refuses_it_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(StatekitError, match="torch_native"):
         statekit.plan(CASES / "lion_pytorch" / "checkpoint.pt", tmp_path / "out", to="orbax")
+
+
+def test_steps_are_refused_in_one_sentence(tmp_path: Path) -> None:
+    source = CASES / "lion_pytorch" / "checkpoint.pt"
+    with pytest.raises(UnknownRuleError, match="statekit has no step of Lion"):
+        cold_start(source)
+    with pytest.raises(UnknownRuleError, match="Nothing says how a slot follows from the gradients"):
+        statekit.plan(source, tmp_path / "out.pt", loss_scale=2.0)
+    with pytest.raises(UnknownRuleError, match="statekit has no step of Lion"):
+        statekit.torch.load_optimizer(source, torch.nn.Linear(1, 1).named_parameters())
 
 
 def test_the_headline_says_that_the_rule_is_unknown(tmp_path: Path) -> None:

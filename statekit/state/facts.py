@@ -31,9 +31,17 @@ def check_steps(state: TrainState, place: object, remedy: str = "") -> None:
         remedy: How to name the optimizer; the option and the argument if it is empty.
 
     Raises:
-        UnknownRuleError: Nobody said which optimizer it is.
+        UnknownRuleError: Nobody said which optimizer it is, or it has no schema.
         InexactError: What the run does besides has no place there; lists it.
     """
+    without = [named_native(*kind) for kind in state.optimizer.kinds if is_native(kind[0])]
+    if without:
+        raise UnknownRuleError(
+            f"statekit has no step of {' and '.join(without)}.",
+            place=place,
+            expected="an optimizer that has a schema",
+            remedy="go on with the original, which takes the state as it is carried",
+        )
     fact = candidates(state)
     if fact is not None:
         raise UnknownRuleError(

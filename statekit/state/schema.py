@@ -13,7 +13,7 @@ from importlib import resources
 from numbers import Real
 from typing import Any
 
-from statekit.errors import Faults, InexactError, NotFoundError, StateError, meant
+from statekit.errors import Faults, InexactError, NotFoundError, StateError, UnknownRuleError, meant
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.typed import fits
 
@@ -192,11 +192,21 @@ class OptimizerSchema:
             slot: Its name.
             settings: The run's hyperparameters, all that may decide it.
 
+        Raises:
+            UnknownRuleError: The optimizer has no schema.
+
         Example:
             >>> adafactor = load_schema("adafactor")
             >>> adafactor.gradient_power("v_row", {}), adafactor.gradient_power("m", {})
             (2, 0)
         """
+        if is_native(self.name):
+            raise UnknownRuleError(
+                "Nothing says how a slot follows from the gradients: statekit has no step of its optimizer.",
+                place=slot,
+                expected="an optimizer that has a schema",
+                remedy="carry its state as it is",
+            )
         spec = self.data["slots"][slot]["gradient_power"]
         idle = any(settings.get(name) in values for name, values in spec.get("unless", {}).items())
         return 0 if idle else int(spec["power"])

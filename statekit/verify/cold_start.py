@@ -21,6 +21,7 @@ from statekit.conversion.contracts import NO_HINTS
 from statekit.conversion.open_state import open_state
 from statekit.errors import StateError, UsageError, plural, printable
 from statekit.optim.run import load, mover
+from statekit.state.facts import check_steps
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.stored_params import as_params
 from statekit.state.train_state import TrainState
@@ -144,6 +145,7 @@ def cold_start(
         state = as_params(opened.state)[0]
         if any(schema == WEIGHTS for schema, _ in state.optimizer.kinds):
             raise StateError("There is no optimizer that could be begun anew.", place=ref.place)
+        check_steps(state, ref.place)
         for schema, variant in state.optimizer.kinds:
             if variant is None:
                 raise UsageError(
