@@ -21,7 +21,8 @@ from statekit.tensors.tensor import in_memory
 HERE = Path(__file__).parent / "cases" / "low_bit"
 BNB, BNB32, TRAINER = "bnb_adamw8bit", "bnb_adamw32bit_bf16", "trainer_adamw8bit"
 TORCHAO = ("ao_adamw8bit", "ao_adamw4bit", "ao_adamwfp8_bf16")
-EVERY = (BNB, BNB32, TRAINER, *TORCHAO)
+LION = "bnb_lion8bit_partial_block"
+EVERY = (BNB, BNB32, TRAINER, LION, *TORCHAO)
 
 
 def checkpoint(name: str) -> Path:

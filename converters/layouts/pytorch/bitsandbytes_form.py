@@ -30,6 +30,8 @@ _PRIVATE = {"alpha": 0.0, "t_alpha": None, "t_beta3": None}
 """Options of every group that only AdEMAMix uses."""
 _BESIDE = ("unorm_vec", "gnorm_vec")
 """What LAMB and LARS keep beside their moments."""
+NATIVE_SLOTS = ("state1", "state2", *_BESIDE)
+"""Slots of Lion, SGD, RMSprop, Adagrad, AdEMAMix and LAMB."""
 _STATES = {"1": "exp_avg", "2": "exp_avg_sq"}
 
 

@@ -15,6 +15,7 @@ from typing import Any, Protocol, TypeAlias
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence
+from statekit.converters.layouts.pytorch import native
 from statekit.converters.layouts.pytorch.lines import CLASS, OPTIONS
 from statekit.converters.layouts.pytorch.parts import is_nested, names_of, nodes
 from statekit.converters.layouts.pytorch.torch_optim import TorchOptim
@@ -114,6 +115,7 @@ class LowBit:
         library: How it writes them.
         optimizer: Its class.
         precision: In how many bits; None for float32 in the library's own form.
+        native_slots: Slots of the library's optimizers that have no schema, by the library's own names.
     """
 
     name: str
@@ -122,6 +124,7 @@ class LowBit:
     optimizer: str
     precision: Precision | None
     variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"adamw": ("torch",)})
+    native_slots: tuple[str, ...] = ()
     containers: tuple[str, ...] = _CONTAINERS
     stores_values: bool = True
     names_from: tuple[str, ...] = ("config",)
@@ -182,6 +185,8 @@ class LowBit:
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the lines that go on with the library's optimizer."""
+        if state["schema"] == native.SCHEMA:  # nothing says which class it is of
+            return self._torch.lines(state, saved)
         is_adam = not self.library.keeps_decoupled and all(
             group["hyperparameters"].get("decoupled_weight_decay") is False for group in state["groups"]
         )
@@ -198,7 +203,7 @@ class LowBit:
     def _native(self, encoded: Encoded, dtypes: Mapping[str, DType], is_old: bool) -> Encoded:
         tree = encoded.tree
         for path, node in _optimizers(tree):
-            by_key = {key: dtypes[name] for key, name in _named(node)}
+            by_key = {key: dtypes.get(name, FLOAT32) for key, name in _named(node)}
             tree = _replaced(tree, path, self.library.native(node, by_key, is_old))
         others = (encoded.by_name, encoded.side_by_side)
         by_name, beside = (one and self._native(one, dtypes, is_old) for one in others)
@@ -215,7 +220,8 @@ class LowBit:
 
     def _moment(self, slot: str, tensor: Tensor, is_low_bit: bool) -> Tensor:
         if slot not in MOMENTS:
-            return tensor
+            stays = self.precision is not None or not isinstance(tensor, Quantized)
+            return tensor if stays else Cast(tensor, FLOAT32)
         precision = self.precision
         if precision is not None and precision.has(tensor):
             return tensor
@@ -230,8 +236,8 @@ class LowBit:
     def _misfits(self, state: TrainState) -> Iterator[tuple[str, str]]:
         """Yields what the library's optimizer can't go on with."""
         for schema, variant in state.optimizer.kinds:
-            if schema != "adamw":
-                yield f"is {schema}, variant {variant}, expected adamw", "optimizer"
+            if schema not in self.variants:
+                yield f"is {schema}, variant {variant}, expected {' or '.join(self.variants)}", "optimizer"
         for i, group in enumerate(state.optimizer.groups):
             values = group.hyperparameters
             for name in _OFF:
@@ -244,7 +250,10 @@ class LowBit:
                     f"groups/{i}",
                 )
         for path, slots in state.slots.items():
-            for name in slots.keys() - MOMENTS.keys():
+            owner = state.group_of(path)
+            is_native = owner is not None and state.optimizer.kind(owner)[0] == native.SCHEMA
+            places = self.native_slots if is_native else MOMENTS
+            for name in slots.keys() - {*places}:
                 yield f"has slot {name}, for which there is no place", path
 
 
