@@ -114,7 +114,7 @@ def doctor(
             try:
                 opened = inner.enter_context(open_state(place.ref))
             except NamesError as error:
-                each.append(_of_no_names(place, error))
+                each.append(_of_no_names(place, error, on_tensor))
                 continue
             except UnknownFormatError as error:
                 each.append(_of_unknown(place, error, on_tensor))
@@ -230,7 +230,7 @@ def _follows(earlier: Step, now: Step, before: int | None, number: int | None) -
     return now.state.counts.updates > earlier.state.counts.updates
 
 
-def _of_no_names(place: CheckpointAt, error: NamesError) -> Examination:
+def _of_no_names(place: CheckpointAt, error: NamesError, on_tensor: OnTensor) -> Examination:
     """Returns what is told of a checkpoint whose optimizer numbers its parameters, and nobody knows which they are.
 
     Raises:
@@ -239,17 +239,19 @@ def _of_no_names(place: CheckpointAt, error: NamesError) -> Examination:
     with place.opened() as checkpoint:
         contents = registry.contents(checkpoint)
         if contents is None or contents.unnamed is None:
-            raise error
+            return _of_unknown(place, error, on_tensor)
         counts = tuple(narrow_counts(checkpoint.tensors))
         lacking = f"not looked at: the slots, as nothing tells whose they are; {error.remedy}"
         return Examination(checkpoint.path, contents.unnamed.counts.updates, counts, (lacking,))
 
 
-def _of_unknown(place: CheckpointAt, error: UnknownFormatError, on_tensor: OnTensor) -> Examination:
+def _of_unknown(
+    place: CheckpointAt, error: UnknownFormatError | NamesError, on_tensor: OnTensor
+) -> Examination:
     """Returns what is told of a checkpoint whose optimizer no schema has: whether its values are finite.
 
     Raises:
-        UnknownFormatError: That error: nothing is known of what the checkpoint holds.
+        UnknownFormatError, NamesError: That error: nothing is known of what the checkpoint holds.
     """
     with place.opened(place.ref.job_budget()) as checkpoint:
         contents = registry.contents(checkpoint)
