@@ -156,9 +156,12 @@ class AdamWOptions(AdamFamilyOptions, total=False):
     decoupled_weight_decay: bool
     maximize: bool
 
+    adamw_betas: Sequence[float]
+    adamw_eps: float
     betas: Sequence[float]
     gradient_clipping: float | None
     mu_dtype: str | None
+    wd: float | None
 
 
 class Overrides(TypedDict, total=False):
@@ -247,6 +250,8 @@ class Overrides(TypedDict, total=False):
     nesterov: Any
     decoupled_weight_decay: Any
     gradient_clipping: Any
+    adamw_betas: Any
+    adamw_eps: Any
     mu_dtype: Any
     slot_policy: Any
     drop_slots_of: Any
