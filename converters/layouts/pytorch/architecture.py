@@ -83,6 +83,10 @@ class Architecture:
         return first, [names for names in self.params if names[0] not in self.decayed]
 
 
+_FIRST_WINDOWED = "max_window_layers"
+"""A layer's number, no count of layers. Source: transformers, `Qwen2Config`, where it is 28 unless said."""
+
+
 def has_config(checkpoint: Checkpoint) -> bool:
     """Tells whether a model's configuration lies in a checkpoint."""
     return isinstance(at(checkpoint.tree, _KEY), Tensor)
@@ -201,7 +205,8 @@ def architecture(config: str, place: str, tensors: int) -> Architecture:
             found=CODE,
             remedy="give the names in the order of the parameters: --param-names FILE, in Python param_names=[...]",
         )
-    deep = {key: n for key, n in document.items() if "layer" in key and type(n) is int and n > tensors}
+    counted = {key: n for key, n in document.items() if "layer" in key and key != _FIRST_WINDOWED}
+    deep = {key: n for key, n in counted.items() if type(n) is int and n > tensors}
     if deep:
         raise FormatError(
             "A model's configuration has more layers than its file has tensors.", place=place, found=str(deep)
