@@ -229,12 +229,8 @@ class TorchOptim:
         forms = (self.form,) if self.form else ("index", "name")
         if parts is None or kind is None or parts.form not in forms:
             return None
-        if self.form == "name" and checkpoint.container not in _GATHERED:
+        if _is_elsewhere(kind, self.form, checkpoint.container):
             return None
-        if kind.schema == native.SCHEMA and checkpoint.container not in _AT_HOME:
-            return (
-                None  # what looks like a state of PyTorch may be that of a library with a layout of its own
-            )
         return _evidence(parts, kind, self.form)
 
     def describe(self, checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Contents | None:
