@@ -11,6 +11,7 @@ from statekit.cli.matrix_view import show_matrix
 from statekit.cli.output import Table
 from statekit.conversion import registry
 from statekit.conversion.cards import ContainerCard, LayoutCard
+from statekit.state.schema import is_native
 
 
 @click.command("formats")
@@ -37,7 +38,10 @@ def command(matrix: bool, as_json: bool) -> None:
         files.add_row(row["name"], "yes", writes, " ".join(row["suffixes"]), row["title"])
     names = Table(("layout", "optimizers", "containers", "what"), drop=("containers",))
     for row in layouts:
-        optimizers = " ".join(row["optimizers"]) + ", several in one run" * row["several"]
+        optimizers = (
+            " ".join(name for name in row["optimizers"] if not is_native(name))
+            + ", several in one run" * row["several"]
+        )
         names.add_row(row["name"], optimizers, " ".join(row["containers"]), row["title"])
     stdout.show(files)
     stdout.say()

@@ -86,7 +86,7 @@ def _far(left: Array, right: Array) -> bool:
 
 
 def pairs() -> Iterator[Any]:
-    for schema in STEPPED:
+    for schema in sorted({*STEPPED} - {"muon"}):  # no bound follows its bfloat16: tests/test_muon.py
         for source in load_schema(schema).stepped:
             for target in load_schema(schema).stepped:
                 for full in (False, True) if source != target else ():

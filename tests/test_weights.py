@@ -330,7 +330,8 @@ def test_a_run_isnt_stripped_of_its_optimizer(tmp_path: Path) -> None:
         tmp_path / "sgd.pt",
     )
     with pytest.raises(StatekitError, match="SGD"):
-        statekit.plan(tmp_path / "sgd.pt", tmp_path / "out.pt")
+        statekit.plan(tmp_path / "sgd.pt", tmp_path / "out.pt", layout="torch-weights")
+    assert statekit.plan(tmp_path / "sgd.pt", tmp_path / "out.pt").target.layout == "torch-optim"
 
 
 def test_ties_of_weights_stay_shared(tmp_path: Path) -> None:

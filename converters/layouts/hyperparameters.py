@@ -6,14 +6,14 @@ the manifest's record; out come the groups of a state.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from statekit.errors import StateError
+from statekit.errors import InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.evidence import TAKEN, Fact
-from statekit.state.train_state import Group, Kind, KnownFrom, RuleRecord, StateRecord
+from statekit.state.train_state import Group, Kind, KnownFrom, RuleRecord, StateRecord, TrainState
 from statekit.tensors.tree import from_json
 from statekit.tensors.typed import typed
 
@@ -142,3 +142,18 @@ def manifest_state(checkpoint: Checkpoint, *schemas: str) -> ManifestRecord | No
     counts, assumptions = state["counts"], tuple(state["assumptions"])
     behind = counts.get("behind", {})
     return ManifestRecord(state["variant"], counts["schedule"], groups, state["rules"], assumptions, behind)
+
+
+def require_optimizer(state: TrainState, held: Collection[str], layout: str) -> None:
+    """Refuses the state of an optimizer that a layout has no form for.
+
+    Raises:
+        InexactError: It is of one, which `found` names.
+    """
+    others = [schema for schema, _ in state.optimizer.kinds if schema not in held]
+    if others:
+        raise InexactError(
+            f"The layout {layout} can't hold this optimizer's state.",
+            expected=", ".join(held),
+            found=", ".join(others),
+        )

@@ -153,6 +153,13 @@ def _squares(state: TrainState, group: Group) -> set[str]:
     return {name for name, slot in schema.data["slots"].items() if slot["gradient_power"]["power"] == 2}
 
 
+def _has_a_count(state: TrainState, group: Group) -> bool:
+    """Tells whether an optimizer counts its updates: a state of one that doesn't shows no count that was lost."""
+    schema, variant = state.optimizer.kind(group)
+    constants = {} if variant is None else load_schema(schema).variant(variant)["constants"]
+    return constants.get("step_scope") != "absent"
+
+
 def _negative(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
     squares = {path: _squares(state, group) for group in state.optimizer.groups for path in group.paths}
     wrong = [
@@ -168,10 +175,15 @@ def _zero(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
     """Yields moments that are zero after updates, and those that aren't before any."""
     each = list(_keys(state, read))
     if not state.counts.updates:
+        uncounted = {
+            path for group in state.optimizer.groups if not _has_a_count(state, group) for path in group.paths
+        }
         kept = [
             place((path, name))
             for path, name, one in each
-            if not one.is_zero and load_schema(_schema(state, path)).slots[name].init == 0
+            if not one.is_zero
+            and load_schema(_schema(state, path)).slots[name].init == 0
+            and path not in uncounted
         ]
         if kept:
             yield fault("moments-of-no-update", kept, "zeros before the first update", "values")

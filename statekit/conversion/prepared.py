@@ -316,7 +316,7 @@ def _layout_for(
         InexactError: The run does more than its optimizer's steps.
     """
     name = _layout_of(request, implied)
-    cards = layouts_for(container, [schema for schema, _ in state.optimizer.kinds], name, opened.layout)
+    cards = layouts_for(container, state.optimizer.kinds, name, opened.layout)
     paced = _with_rates(state)
     home = registry.layout_card(opened.layout)
 
@@ -690,7 +690,7 @@ def _nearest(opened: OpenState, request: Request) -> list[str]:
     """Returns the layouts that hold the optimizer and go on as exactly as was required."""
     state = opened.state
     cards = map(registry.layout_card, registry.layout_names())
-    layouts = [one for one in cards if one.holds([schema for schema, _ in state.optimizer.kinds])]
+    layouts = [one for one in cards if one.holds(state.optimizer.kinds)]
     ways = {one.name: rule_change_to(one, opened.state, opened.layout) for one in layouts}
     return [name for name, way in ways.items() if way is None or way.exactness <= request.require]
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from statekit.conversion import registry
 from statekit.conversion.cards import ContainerCard, LayoutCard
 from statekit.conversion.contracts import Container, ForTarget
 from statekit.errors import UsageError, meant
-from statekit.state.schema import NO_OPTIMIZER, WEIGHTS
+from statekit.state.schema import NO_OPTIMIZER, WEIGHTS, is_native, named_native
 
 
 def choose_container(target: Path, to: str | None) -> tuple[Container, str | None]:
@@ -92,20 +92,22 @@ def source_container(name: str) -> tuple[Container, str | None]:
 
 
 def layouts_for(
-    container: Container, schemas: Collection[str], name: str | None, source: str = ""
+    container: Container, kinds: Sequence[tuple[str, str | None]], name: str | None, source: str = ""
 ) -> list[LayoutCard]:
     """Returns the layouts that a target may get: the one named, else the source's own first, then those at home there.
 
     Args:
         container: The target's container.
-        schemas: The optimizers of the state.
+        kinds: Schema and variant of each optimizer of the state.
         name: The layout's name, if one was given.
         source: The layout of the source.
 
     Raises:
         UsageError: No such layout, or none that holds the optimizers.
     """
-    what, layouts = " and ".join(schemas), _layouts_of(schemas)
+    schemas = [schema for schema, _ in kinds]
+    what = " and ".join(named_native(*kind) if is_native(kind[0]) else kind[0] for kind in kinds)
+    layouts = _layouts_of(schemas)
     if name is not None:
         card = registry.layout_card(name)
         if not card.holds(schemas, container.name):

@@ -475,8 +475,8 @@ _NOTHING: Mapping[str, Any] = {
 
 
 NATIVE: Mapping[str, str] = {
-    "torch_native": "PyTorch", "optax_native": "Optax", "keras_native": "Keras",
-}  # fmt: skip
+    "torch_native": "PyTorch",
+}
 """Schemas of states whose optimizer has none, by whose they are: any slot and any option fits, and nothing steps.
 
 Slots and options have the optimizer's own names. The variant is its name, None where nothing tells it. They
@@ -493,8 +493,8 @@ def named_native(name: str, variant: str | None) -> str:
     """Returns what an optimizer without a schema is called, for people.
 
     Example:
-        >>> named_native("torch_native", "torch NAdam"), named_native("optax_native", None)
-        ('torch NAdam', 'an optimizer of Optax')
+        >>> named_native("torch_native", "torch NAdam"), named_native("torch_native", None)
+        ('torch NAdam', 'an optimizer of PyTorch')
     """
     return variant or f"an optimizer of {NATIVE[name]}"
 

@@ -66,10 +66,10 @@ class Quantized:
         StateError: The parts don't fit each other.
 
     Example:
-        >>> halves = in_memory(np.float32([-1, 0, 0.5, 1]))
-        >>> codes, scale = in_memory(np.uint8([[0, 3], [2, 2]])), in_memory(np.float32([10, 2]))
-        >>> Quantized(codes, scale, halves, (2, 2), 2).read().tolist()
-        [[-10.0, 10.0], [1.0, 1.0]]
+        >>> eighths = in_memory(np.arange(-8, 8, dtype=np.float32) / 8)
+        >>> codes, scale = in_memory(np.uint8([0x0C, 0x99])), in_memory(np.float32([10, 2]))
+        >>> Quantized(codes, scale, eighths, (2, 2), 2).read().tolist()
+        [[-10.0, 5.0], [0.25, 0.25]]
     """
 
     codes: Tensor

@@ -53,6 +53,12 @@ EMPTY = ("none", "none_factored")
 MATRICES = ("matrix", "matrix_twin", "square")
 """Those of two axes, which is all that some optimizers move."""
 
+
+def plain_paths(schema: str) -> tuple[str, ...]:
+    """Returns the parameters of `TABLE` that an optimizer without rules moves."""
+    return MATRICES if schema == "muon" else PLAIN
+
+
 FULL: Mapping[str, Mapping[str, Any]] = {
     "adafactor": {
         "beta1": 0.9, "weight_decay_rate": 0.02, "global_norm_clip_threshold": 0.5, "max_parameter_scale": 0.6,
@@ -188,11 +194,7 @@ def case(
         StateError: statekit has no step for the variant.
         UnknownRuleError: The step needs a hyperparameter that has no default.
     """
-    table = table or (
-        TABLE
-        if schema == "adafactor"
-        else {path: TABLE[path] for path in (MATRICES if schema == "muon" else PLAIN)}
-    )
+    table = table or (TABLE if schema == "adafactor" else {path: TABLE[path] for path in plain_paths(schema)})
     paths, rules = tuple(table), {}
     params = {
         path: in_memory(_values(seed, path, "param", 0, shape, dtype), path)

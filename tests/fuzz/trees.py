@@ -116,7 +116,7 @@ def _read_plan(case: tuple[int, str, Any]) -> object:
     row, checkpoint = ROWS[number], replace(sample(number), tree=tree, manifest=None, findings=())
     state = registry.decoded(registry.layout(row.layout), checkpoint, row.hints)
     layout, home = registry.layout(target), registry.container(registry.layout_card(target).containers[0])
-    card = layouts_for(home, [schema for schema, _ in state.optimizer.kinds], target, row.layout)[0]
+    card = layouts_for(home, state.optimizer.kinds, target, row.layout)[0]
     rule_change = rule_change_to(card, state, row.layout)
     if rule_change is not None:
         state = rule_change.state

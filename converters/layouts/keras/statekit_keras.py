@@ -19,7 +19,7 @@ import numpy as np
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.layouts.hyperparameters import ManifestRecord, manifest_state
+from statekit.converters.layouts.hyperparameters import ManifestRecord, manifest_state, require_optimizer
 from statekit.converters.layouts.keras.home import OPTIMIZER, config_of, home_in, home_of
 from statekit.converters.layouts.keras.layout import (
     attribute,
@@ -545,6 +545,7 @@ class StatekitKeras:
         Raises:
             InexactError: No optimizer of statekit.tensorflow goes on with the state.
         """
+        require_optimizer(state, CLASSES, self.name)
         home = home_in(state)
         kind = CLASSES[state.optimizer.schema]
         entries = own_variables(state, home)

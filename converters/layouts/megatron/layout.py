@@ -23,6 +23,7 @@ import numpy as np
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.dropped import dropped_from
+from statekit.converters.layouts.hyperparameters import require_optimizer
 from statekit.converters.layouts.megatron.buckets import has_buckets, with_groups, without_buckets
 from statekit.converters.layouts.megatron.groups import with_params, without_params
 from statekit.converters.layouts.megatron.lines import megatron_lines
@@ -182,6 +183,7 @@ class MegatronAdam:
         Raises:
             InexactError: Counts differ, slots have no place, or groups couldn't be told apart again.
         """
+        require_optimizer(state, self.variants, self.name)
         _refuse_counts(state)
         bare = {path: {k: t for k, t in slots.items() if k != MASTER} for path, slots in state.slots.items()}
         stored_here = (_COMMON, _OBJECTS, _IN_SCALER, _MASTER_NAME, PLACES)

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from statekit.conversion.contracts import Encoded, Exactness
-from statekit.converters.layouts.hyperparameters import MINIMUM
+from statekit.converters.layouts.hyperparameters import MINIMUM, require_optimizer
 from statekit.converters.layouts.optax.construction import (
     BY_RATE,
     DECAY,
@@ -68,13 +68,7 @@ def encoded(state: TrainState) -> Encoded:
         InexactError: Optax can't hold the state; lists every reason.
         StateError: The form that the state carries isn't one of its parameters.
     """
-    others = [schema for schema, _ in state.optimizer.kinds if schema not in _HELD]
-    if others:
-        raise InexactError(
-            "The layout optax can't hold this optimizer's state.",
-            expected=", ".join(_HELD),
-            found=", ".join(others),
-        )
+    require_optimizer(state, _HELD, "optax")
     form = own_form(state, VARIANT)
     if form is not None and not any(_foreign(state)):
         Faults(_strayed(form, state)).check(

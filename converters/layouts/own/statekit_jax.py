@@ -17,7 +17,7 @@ from typing import Any
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.layouts.hyperparameters import Hyperparameters
+from statekit.converters.layouts.hyperparameters import Hyperparameters, require_optimizer
 from statekit.converters.layouts.optax.construction import (
     FROZEN,
     INNER,
@@ -157,6 +157,7 @@ class StatekitJax:
         Raises:
             InexactError: The transformation can't hold the state; lists every reason.
         """
+        require_optimizer(state, OWN_FIELDS, self.name)
         form = own_form(state, _KEY)
         if form is not None:
             return counted(in_own_form(state, _KEY, form, _contents(state)), state)

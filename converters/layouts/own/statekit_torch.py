@@ -27,6 +27,7 @@ import numpy as np
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence
+from statekit.converters.layouts.hyperparameters import require_optimizer
 from statekit.converters.layouts.own import lines
 from statekit.converters.layouts.pytorch.parts import (
     BUFFERS,
@@ -434,6 +435,7 @@ class StatekitTorch:
             InexactError: No class of statekit.torch steps by the optimizer's rule.
         """
         optimizer = state.optimizer
+        require_optimizer(state, CLASSES, self.name)
         for schema, variant in optimizer.kinds:
             steppable = load_schema(schema).stepped
             if variant not in (*steppable, None):

@@ -214,7 +214,7 @@ def trainer_lines(state: State, saved: SavedRun) -> list[str]:
     named = 'named[name] for name in part["param_names"]'
     reason = "Trainer's own would number the parameters in another order"
     return [
-        "import torch",
+        *_imports(state),
         "import transformers",
         f'parts = torch.load({quoted(path / "optimizer.pt")}, weights_only=True)["param_groups"]',
         "named = dict(model.named_parameters())",
@@ -277,7 +277,7 @@ def _arguments(state: State) -> list[str]:
 
 def _imports(state: State) -> list[str]:
     """Returns the import of PyTorch, and of the package of an optimizer's class."""
-    module = class_of(state).rpartition(".")[0]
+    module = class_of(state).rpartition(".")[0] if class_of(state) != UNKNOWN else ""
     return ["import torch", *([f"import {module}"] if not module.startswith("torch.") and module else [])]
 
 

@@ -604,13 +604,16 @@ def _extra(parts: Parts, names: Iterable[str], kinds: Sequence[TorchOptimizer]) 
 def _kind(parts: Parts) -> TorchOptimizer | None:
     """Returns the optimizer that parts are of, by their signature; None if it is none of these.
 
-    One without a signature, or whose signature has no schema, has what it keeps under its own names.
+    One without a signature, or whose signature has no schema, has what it keeps under its own names. It is none of
+    these where it keeps something of no parameter, which has no place in a state.
     """
     slot_names = {key for record in parts.state.values() for key in record}
     signature = signature_of(parts) if parts.groups else None
     if slot_names and _is_bare(parts) and signature is None and (kind := _kind_by_slots(slot_names)):
         return kind
     if signature is None or signature.schema is None:
+        if parts.common:
+            return None
         name = None if signature is None else signature.name
         return TorchOptimizer(native.SCHEMA, name, (), signature=signature)
     kinds = ((kind.schema, kind.variant, kind) for kind in KINDS)

@@ -28,23 +28,9 @@ def runner(name: str, variant: str) -> Native:
         groups = [{"params": [params[path] for path in group.paths]} for group in state.optimizer.groups]
         optimizer = made(groups)
         optimizer.load_state_dict(saved["optimizer"])
-        _uncast(optimizer, saved["optimizer"]["state"])
         return moved(optimizer, params, updates, rates)
 
     return run
-
-
-def _uncast(optimizer: torch.optim.Optimizer, stored: Mapping[int, Mapping[str, Any]]) -> None:
-    """Gives slots the dtype in which the run has them: torch's own load casts them to their parameter's.
-
-    Source: pytorch/pytorch torch/optim/optimizer.py, `Optimizer._process_value_according_to_param_policy`.
-    """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for index, record in stored.items():
-        loaded = optimizer.state[params[index]]
-        for name, slot in record.items():
-            if isinstance(slot, torch.Tensor) and slot.dtype != loaded[name].dtype:
-                loaded[name] = slot.clone()
 
 
 def _class(name: str) -> Any:
