@@ -39,8 +39,7 @@ def command(matrix: bool, as_json: bool) -> None:
     names = Table(("layout", "optimizers", "containers", "what"), drop=("containers",))
     for row in layouts:
         optimizers = (
-            " ".join(name for name in row["optimizers"] if not is_native(name))
-            + ", several in one run" * row["several"]
+            " ".join(name for name in row["optimizers"] if not is_native(name)) + ", several" * row["several"]
         )
         names.add_row(row["name"], optimizers, " ".join(row["containers"]), row["title"])
     stdout.show(files)

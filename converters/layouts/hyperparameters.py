@@ -144,16 +144,16 @@ def manifest_state(checkpoint: Checkpoint, *schemas: str) -> ManifestRecord | No
     return ManifestRecord(state["variant"], counts["schedule"], groups, state["rules"], assumptions, behind)
 
 
-def require_optimizer(state: TrainState, held: Collection[str], layout: str) -> None:
+def require_optimizer(state: TrainState, schemas: Collection[str], layout: str) -> None:
     """Refuses the state of an optimizer that a layout has no form for.
 
     Raises:
         InexactError: It is of one, which `found` names.
     """
-    others = [schema for schema, _ in state.optimizer.kinds if schema not in held]
+    others = [schema for schema, _ in state.optimizer.kinds if schema not in schemas]
     if others:
         raise InexactError(
             f"The layout {layout} can't hold this optimizer's state.",
-            expected=", ".join(held),
+            expected=", ".join(schemas),
             found=", ".join(others),
         )

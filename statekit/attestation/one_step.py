@@ -171,22 +171,23 @@ def _negative(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Findin
         yield fault("second-moment-negative", wrong, "zero or more", "less than zero")
 
 
+def _before_any_update(state: TrainState, each: Sequence[tuple[str, str, Reading]]) -> Iterator[Finding]:
+    """Yields moments that have values before any update of an optimizer that counts them."""
+    counted = {path for group in state.optimizer.groups if _has_a_count(state, group) for path in group.paths}
+    kept = [
+        place((path, name))
+        for path, name, one in each
+        if path in counted and not one.is_zero and load_schema(_schema(state, path)).slots[name].init == 0
+    ]
+    if kept:
+        yield fault("moments-of-no-update", kept, "zeros before the first update", "values")
+
+
 def _zero(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
     """Yields moments that are zero after updates, and those that aren't before any."""
     each = list(_keys(state, read))
     if not state.counts.updates:
-        uncounted = {
-            path for group in state.optimizer.groups if not _has_a_count(state, group) for path in group.paths
-        }
-        kept = [
-            place((path, name))
-            for path, name, one in each
-            if not one.is_zero
-            and load_schema(_schema(state, path)).slots[name].init == 0
-            and path not in uncounted
-        ]
-        if kept:
-            yield fault("moments-of-no-update", kept, "zeros before the first update", "values")
+        yield from _before_any_update(state, each)
         return
     for name in dict.fromkeys(name for _, name, _ in each):
         ones = [(path, one) for path, other, one in each if other == name]

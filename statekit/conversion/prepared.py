@@ -690,7 +690,7 @@ def _nearest(opened: OpenState, request: Request) -> list[str]:
     """Returns the layouts that hold the optimizer and go on as exactly as was required."""
     state = opened.state
     cards = map(registry.layout_card, registry.layout_names())
-    layouts = [one for one in cards if one.holds(state.optimizer.kinds)]
+    layouts = [one for one in cards if one.holds([schema for schema, _ in state.optimizer.kinds])]
     ways = {one.name: rule_change_to(one, opened.state, opened.layout) for one in layouts}
     return [name for name, way in ways.items() if way is None or way.exactness <= request.require]
 

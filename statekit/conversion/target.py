@@ -10,13 +10,14 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Collection, Sequence
+from operator import itemgetter
 from pathlib import Path
 
 from statekit.conversion import registry
 from statekit.conversion.cards import ContainerCard, LayoutCard
 from statekit.conversion.contracts import Container, ForTarget
 from statekit.errors import UsageError, meant
-from statekit.state.schema import NO_OPTIMIZER, WEIGHTS, is_native, named_native
+from statekit.state.schema import NO_OPTIMIZER, WEIGHTS, named_kinds
 
 
 def choose_container(target: Path, to: str | None) -> tuple[Container, str | None]:
@@ -105,8 +106,8 @@ def layouts_for(
     Raises:
         UsageError: No such layout, or none that holds the optimizers.
     """
-    schemas = [schema for schema, _ in kinds]
-    what = " and ".join(named_native(*kind) if is_native(kind[0]) else kind[0] for kind in kinds)
+    schemas = list(map(itemgetter(0), kinds))
+    what = named_kinds(kinds)
     layouts = _layouts_of(schemas)
     if name is not None:
         card = registry.layout_card(name)

@@ -499,6 +499,16 @@ def named_native(name: str, variant: str | None) -> str:
     return variant or f"an optimizer of {NATIVE[name]}"
 
 
+def named_kinds(kinds: Iterable[tuple[str, str | None]]) -> str:
+    """Returns what optimizers are called, for people: the schema's name, or their own where they have none.
+
+    Example:
+        >>> named_kinds([("adamw", "torch"), ("torch_native", "torch NAdam")])
+        'adamw and torch NAdam'
+    """
+    return " and ".join(named_native(*kind) if is_native(kind[0]) else kind[0] for kind in kinds)
+
+
 @dataclass(frozen=True)
 class _Open(Mapping[str, Any]):
     """A table that has an entry for any name, and lists none."""

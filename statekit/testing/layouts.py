@@ -391,6 +391,12 @@ def _require_kept(making: Making, state: TrainState, name: str) -> None:
         assert there or named, f"slot {name} of {path} vanishes"
 
 
+def _have_one_count(meant: TrainState, back: TrainState) -> bool:
+    """Tells whether counts agree; the files of an optimizer that counts nothing have none."""
+    constants = load_schema(meant.optimizer.schema).variant(str(meant.optimizer.variant))["constants"]
+    return bool(constants.get("step_scope") == "absent") or back.counts.updates == meant.counts.updates
+
+
 def _require_same(meant: TrainState, back: TrainState, encoded: Encoded) -> None:
     old, new = ({key: _bits(t) for key, t in tensors(state).items()} for state in (meant, back))
     gone = {
@@ -404,11 +410,7 @@ def _require_same(meant: TrainState, back: TrainState, encoded: Encoded) -> None
     assert not added, f"come from nowhere: {added}"
     changed = [key for key in new if new[key] != old[key]]
     assert not changed, f"change: {[(key, old[key][:2], new[key][:2]) for key in changed]}"
-    constants = load_schema(meant.optimizer.schema).variant(str(meant.optimizer.variant))["constants"]
-    is_counted = constants.get("step_scope") != "absent"
-    assert back.counts.updates == meant.counts.updates or not is_counted, (
-        f"{back.counts} updates, meant {meant.counts}"
-    )
+    assert _have_one_count(meant, back), f"{back.counts} updates, meant {meant.counts}"
     turned = [
         path for path, rule in meant.rules.items() if rule.factored and back.rules[path].axes != rule.axes
     ]

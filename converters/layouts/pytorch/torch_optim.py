@@ -604,21 +604,23 @@ def _extra(parts: Parts, names: Iterable[str], kinds: Sequence[TorchOptimizer]) 
 def _kind(parts: Parts) -> TorchOptimizer | None:
     """Returns the optimizer that parts are of, by their signature; None if it is none of these.
 
-    One without a signature, or whose signature has no schema, has what it keeps under its own names. It is none of
-    these where it keeps something of no parameter, which has no place in a state.
+    One without a signature, or whose signature has no schema, has what it keeps under its own names.
     """
     slot_names = {key for record in parts.state.values() for key in record}
     signature = signature_of(parts) if parts.groups else None
     if slot_names and _is_bare(parts) and signature is None and (kind := _kind_by_slots(slot_names)):
         return kind
     if signature is None or signature.schema is None:
-        if parts.common:
-            return None
-        name = None if signature is None else signature.name
-        return TorchOptimizer(native.SCHEMA, name, (), signature=signature)
+        return _native_kind(parts, signature)
     kinds = ((kind.schema, kind.variant, kind) for kind in KINDS)
     same = (kind for *key, kind in kinds if key == [signature.schema, signature.variant])
     return next((replace(kind, signature=signature) for kind in same), None)
+
+
+def _native_kind(parts: Parts, signature: Signature | None) -> TorchOptimizer | None:
+    """Returns an optimizer without a schema; None where it keeps something of no parameter, which has no place."""
+    name = None if signature is None else signature.name
+    return None if parts.common else TorchOptimizer(native.SCHEMA, name, (), signature=signature)
 
 
 def _evidence(parts: Parts, kind: TorchOptimizer, form: Form | None) -> Evidence:
