@@ -133,7 +133,7 @@ class Joins:
         return Cut(whole, (kept, *(slice(0, n) for n in whole.shape[1:]))) if rows < whole.shape[0] else whole
 
     def check(self) -> None:
-        """Refuses pieces of which nothing says how they join.
+        """Refuses pieces if nothing says how they join.
 
         Raises:
             RefusedError: There is no information.
@@ -262,7 +262,7 @@ class Joins:
         return next((entry for pattern, entry in entries.items() if self._matches(pattern, name)), None)
 
     def _placed(self, name: str, pieces: Sequence[Tensor], entry: Mapping[str, Any]) -> Tensor:
-        """Returns what an affine map's blocks make up, each of which lies in one or several ranks' pieces."""
+        """Joins the blocks of an affine map; each block lies in the pieces of one or several ranks."""
         whole, blocks = tuple(entry["logical_shape"]), dict[tuple[int, ...], list[Tensor]]()
         by_rank = {int(rank): node for rank, node in entry["ranks"].items()}
         for rank, piece in enumerate(pieces):

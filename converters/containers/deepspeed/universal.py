@@ -121,7 +121,7 @@ def _shaped(node: Any, shape: Shape, sliced: bool, file: Path) -> Tensor:
 
 
 def _is_whole(record: Mapping[str, Any], whole: Shape, piece: Shape, sliced: bool) -> bool:
-    """Tells whether a file may hold the whole of which a rank has a piece; a vocabulary loses its padding."""
+    """Tells whether a rank's piece may belong to a file's whole tensor; a vocabulary loses its padding."""
     if len(whole) != len(piece):
         return False
     rows, *others = zip(whole, piece, strict=True)

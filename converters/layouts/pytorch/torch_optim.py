@@ -1,6 +1,6 @@
 """The layout `torch-optim`: AdamW and Adafactor of torch.optim, and Hugging Face's Adafactor, as state_dict() has them.
 
-An optimizer that has no schema is held too, with what it keeps under its own names (`native`).
+It also holds optimizers without a schema, under their own names (`native`).
 
 State lies under an index, or under a name as FSDP and DCP gather it. A parameter's index is its place over all groups;
 `param_order` says how names are found. torch's Adafactor keeps averaged axes with length 1; Hugging Face's averages the
