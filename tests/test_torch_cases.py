@@ -527,9 +527,6 @@ def test_a_model_of_several_in_accelerates_folder_goes_with_the_optimizer_of_its
     assert attest(optimizer, nets[1].named_parameters(), tmp_path, model_key="models/1").passed
 
 
-@pytest.mark.xfail(
-    strict=True, reason="verify steps the source with slots that torch's load casts: a false alarm"
-)
 def test_slots_of_bfloat16_weights_are_proven_in_the_dtype_that_the_run_has(tmp_path: Path) -> None:
     optimization = pytest.importorskip("transformers.optimization")
     model = torch.nn.Linear(8, 6).to(torch.bfloat16)

@@ -180,7 +180,7 @@ class SideBySide:
         before, right, there = (sample.of(state) for state in self._states)
         rates, said = rates_of(right)
         self._notes += said
-        sides = (
+        sides = self._as_in_their_files(
             self._side(before, self._layouts[0], rates, is_source=True),
             self._side(there, self._layouts[1], rates),
         )
@@ -190,7 +190,7 @@ class SideBySide:
         pending = {control.name: control for control in controls_of(right)}
         wrong = {name: control.make(right, twin) for name, control in pending.items()}
         seen: dict[str, dict[str, Any]] = {}
-        worst = {key: Worst(faults=(why,)) for key, why in _as_loaded(sides[1], rates).items()}
+        worst = {key: Worst(faults=(why,)) for key, why in sides[1].changed.items()}
         rows = []
         states = self._states[1], right
         with _probes(gradients, states, sample, updates, seed, budget) as (probes, of_file):
@@ -232,7 +232,7 @@ class SideBySide:
         """
         schema, variant = state.optimizer.kinds[0]
         kind = class_of(layout, schema, str(variant))
-        ours = f"statekit.optim.{schema}, variant {variant}"
+        ours = _ours(state)
         if state.optimizer.several:
             return Side(state, "statekit.optim, each optimizer by its own step")
         if kind is None:
@@ -246,7 +246,7 @@ class SideBySide:
             self._notes.append(f"{kind.name} can't be imported: {error}; {ours} steps in its place")
             return Side(state, ours)
         try:  # whether it takes what is stepped
-            side.after(NumpyBackend(), (), rates)
+            loaded = side.after(NumpyBackend(), (), rates)
         except _OF_THE_MACHINE:
             raise
         except StatekitError as error:
@@ -257,7 +257,23 @@ class SideBySide:
             if is_source:
                 self._notes.append(f"{kind.name} isn't run: {_raised(error)}; {ours} steps in its place")
                 return Side(state, ours)
-        return side
+            return side
+        return replace(side, changed=_as_loaded(side, loaded))
+
+    def _as_in_their_files(self, source: Side, target: Side) -> tuple[Side, Side]:
+        """Returns both sides; our step takes the place of a class that casts slots of its own run when it loads them.
+
+        What such a class makes of its file is another run than the one that was saved. A target is held to its file
+        only where the source's own program casts the same tensors alike: any other cast is the target's fault.
+        """
+        if not any(_CASTS in how for how in source.changed.values()):
+            return source, target
+        self._notes += [
+            f"{name} of {path}: {how}; our step takes its place" for (path, name), how in source.changed.items()
+        ]
+        if target.changed and target.changed.items() <= source.changed.items():
+            target = Side(target.state, f"{_ours(target.state)}: {target.title} casts as in the source's run")
+        return Side(source.state, _ours(source.state)), target
 
     def _twin(self, sample: Sample) -> TrainState:
         """Returns a state in which what is stepped has the slots of another parameter of its kind, if there is one."""
@@ -414,30 +430,30 @@ def _grain(state: TrainState, path: str) -> float:
     return max(units, default=float(np.finfo(np.float32).eps)) / float(np.finfo(np.float32).eps)
 
 
-def _as_loaded(side: Side, rates: Rates) -> dict[Key, str]:
+_CASTS = "casts it from"
+
+
+def _ours(state: TrainState) -> str:
+    """Returns what our own step of a state is called."""
+    schema, variant = state.optimizer.kinds[0]
+    return f"statekit.optim.{schema}, variant {variant}"
+
+
+def _as_loaded(side: Side, there: Arrays) -> dict[Key, str]:
     """Returns which tensors a class has otherwise than its file once it has loaded it, and how."""
-    if side.native is None:
-        return {}
-    try:
-        there = arrays(side.native(side.state, (), rates))
-    except (StatekitError, *_OF_THE_MACHINE):
-        raise
-    except Exception as error:  # whatever a framework raises is said of the updates
-        refuse_short_memory(error)
-        return {}
-    faults = {}
+    changes = {}
     for key, stored in arrays(side.state).items():
         value = there.get(key)
         if value is not None and value.dtype != stored.dtype:
             # A count or threshold of a whole group, as a Python number, is a 0-d array of what width there is.
             if key[0].startswith("groups/") and np.array_equal(value.astype(stored.dtype), stored):
                 continue
-            faults[key] = (
-                f"{side.title} casts it from {stored.dtype.name} to {value.dtype.name} when it loads it"
+            changes[key] = (
+                f"{side.title} {_CASTS} {stored.dtype.name} to {value.dtype.name} when it loads it"
             )
         elif value is not None and value.tobytes() != stored.tobytes():
-            faults[key] = f"{side.title} has other values once it has loaded it"
-    return faults
+            changes[key] = f"{side.title} has other values once it has loaded it"
+    return changes
 
 
 def _compared(

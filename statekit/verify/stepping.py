@@ -10,7 +10,7 @@ which whoever keeps them in float64 has as well.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -43,12 +43,14 @@ class Side:
         title: What makes its updates.
         native: The class that makes them; our step if None.
         sqrt_units: How far its square roots may be from the exact ones.
+        changed: Tensors that its class has otherwise than its file once it has loaded it, and how.
     """
 
     state: TrainState
     title: str
     native: Native | None = None
     sqrt_units: float = 0.0
+    changed: Mapping[Key, str] = field(default_factory=dict)
 
     def after(self, xp: Backend, updates: Updates, rates: Rates) -> Arrays:
         """Returns every tensor after updates."""
