@@ -542,3 +542,92 @@ def test_slots_of_bfloat16_weights_are_proven_in_the_dtype_that_the_run_has(tmp_
     assert stored(path)["optimizer"]["state"][0]["exp_avg_sq_row"].dtype == torch.float32
     assert main(["convert", str(path), str(target), "--layout", "statekit-torch"]) == 0
     assert main(["verify", str(path), str(target)]) == 0
+
+
+@pytest.mark.slow  # it steps both sides
+def test_a_parameter_without_slots_is_named_and_the_others_are_compared(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for param in list(model.parameters())[:3]:  # the last is in the group, and never has a gradient
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    path, target = tmp_path / "run.pt", tmp_path / "ours.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    assert main(["convert", str(path), str(target), "--layout", "statekit-torch"]) == 0
+    capsys.readouterr()
+    assert main(["verify", str(path), str(target), "--gradients", "random", "--steps", "1"]) == 0
+    assert "1/bias: it has no slots yet" in capsys.readouterr().out
+
+
+def test_options_alone_show_an_optimizer_without_slots(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.25)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    target = tmp_path / "shards"
+    assert main(["convert", str(tmp_path / "run.pt"), str(target), "--to", "dcp-safetensors"]) == 0
+    with statekit.open(target) as run:
+        assert run.groups[0].hyperparameters["lr"] == 0.25
+
+
+class Wrapped(torch.nn.Module):
+    """A user's own class, with all that a state_dict leaves out or goes into."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = torch.nn.ModuleList([torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3)])
+        self.head = torch.nn.Linear(3, 4, bias=False)
+        self.tied = self.inner[0]
+        self.register_buffer("mask", torch.ones(2), persistent=False)
+
+
+@pytest.mark.parametrize("legacy", [False, True], ids=["zip", "legacy"])
+@pytest.mark.parametrize("what", ["both", "optimizer"])
+def test_objects_that_were_pickled_whole_are_read_as_their_state_dicts(
+    what: str, legacy: bool, tmp_path: Path
+) -> None:
+    model = Wrapped()
+    first = [param for param in model.parameters() if param.ndim < 2]
+    others = [param for param in model.parameters() if param.ndim >= 2]
+    groups = [{"params": others[::-1]}, {"params": first[::-1], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
+    for _ in range(2):
+        for param in model.parameters():
+            param.grad = torch.randn(param.shape)
+        optimizer.step()
+        scheduler.step()
+    path = tmp_path / "run.pt"
+    whole = {
+        "model": model if what == "both" else model.state_dict(),
+        "optimizer": optimizer,
+        "sched": scheduler,
+    }
+    torch.save(whole, path, _use_new_zipfile_serialization=not legacy)
+    with statekit.open(path) as run:
+        assert {name.replace("/", ".") for name in run.params} == {n for n, _ in model.named_parameters()}
+        for name, param in model.named_parameters():
+            slots = run.slots[name.replace(".", "/")]
+            assert np.array_equal(slots["m"].read(), optimizer.state[param]["exp_avg"].numpy())
+    assert attest(optimizer, model, path, scheduler=scheduler).passed
+    written = tmp_path / "plain.pt"
+    assert main(["convert", str(path), str(written), "--to", "torch"]) == 0
+    plain = stored(written)
+    model.load_state_dict(plain["model"])
+    torch.optim.AdamW(groups).load_state_dict(plain["optimizer"])
+
+
+def test_a_file_that_is_a_whole_module_or_optimizer_is_what_it_holds(tmp_path: Path) -> None:
+    model = Wrapped()
+    optimizer = saved_run(model)
+    torch.save(torch.nn.DataParallel(model), tmp_path / "model.pt")
+    with statekit.open(tmp_path / "model.pt") as run:
+        assert set(run.params) == {f"module/{name.replace('.', '/')}" for name in model.state_dict()} - {
+            "module/tied/weight", "module/tied/bias"
+        }  # fmt: skip
+    (tmp_path / "other").mkdir()
+    torch.save(optimizer, tmp_path / "other" / "optimizer.pt")
+    loaded = load_optimizer(tmp_path / "other" / "optimizer.pt", model.named_parameters(), lr=0.01)
+    weight = model.head.weight
+    assert np.array_equal(loaded.state[weight]["m"].numpy(), moment_of(optimizer, weight))

@@ -51,7 +51,7 @@ class DcpSafetensors:
     target_kind: Literal["file", "folder"] | None = "folder"
 
     def detect(self, path: Path) -> Evidence | None:
-        """Looks for the names of slots in the index, or in the header of the only file."""
+        """Looks for the names of slots in the index or in the header of the only file, or for the options beside it."""
         try:
             name = find_model(path) if path.is_dir() else None
             if name is None or ".safetensors" not in name:
@@ -59,7 +59,10 @@ class DcpSafetensors:
             is_marked = _MARK in first_bytes(path / name, _HEAD)
         except (OSError, StatekitError):
             return None
-        return Evidence(20, f"{path / name} names {PREFIX}{_STATE}*") if is_marked else None
+        if is_marked:
+            return Evidence(20, f"{path / name} names {PREFIX}{_STATE}*")
+        # An optimizer without slots leaves its options alone.
+        return Evidence(20, f"{OPTIONS} beside {name}") if (path / OPTIONS).is_file() else None
 
     def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Reads headers, index and options.

@@ -17,6 +17,7 @@ from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.torch_halves import BESIDE, Halves, find_halves
 from statekit.converters.formats.pytorch.reader import generation, named, read_object
+from statekit.converters.formats.pytorch.whole_objects import WholeObjects, as_state_dicts
 from statekit.converters.formats.pytorch.writer import MANIFEST_KEY, write_torch
 from statekit.errors import NotFoundError, StatekitError, UsageError
 from statekit.files.checkpoint import OPTIMIZER_NAME, STEPS, Checkpoint
@@ -103,14 +104,33 @@ def open_torch(path: Path, files: Files) -> Checkpoint:
     if path.exists() and not path.is_file():
         raise NotFoundError("A torch file is a regular file.", place=path, found="a folder or a device")
     opened = read_object(files.source(path))
-    tree = named(opened.tree)
+    whole = as_state_dicts(opened.tree, str(path))
+    tree = named(whole.tree)
     proof, findings = None, opened.findings
     if isinstance(tree, dict) and isinstance(tree.get(MANIFEST_KEY), str):
         proof, faults = proof_inside(tree.pop(MANIFEST_KEY), path, files.account)
         findings = (*findings, *faults)
-    return Checkpoint(CONTAINER.name, path, tree, opened.meta, None, findings, proof=proof)
+    meta = {**opened.meta, **_whole_meta(whole)}
+    return Checkpoint(CONTAINER.name, path, tree, meta, None, findings, proof=proof)
 
 
+def _whole_meta(whole: WholeObjects) -> dict[str, Any]:
+    """Returns what the classes of pickled objects say: that they were there, and the name of the only optimizer."""
+    if not whole.classes:
+        return {}
+    optimizers = [name for name in whole.classes.values() if _OPTIMIZER_CLASS.match(name)]
+    names = [name.rpartition(".")[2] for name in optimizers]
+    is_known = len(names) == 1
+    shown = ", ".join(f"{place or 'the whole'} of {name}" for place, name in whole.classes.items())
+    return {
+        OBJECTS: f"{shown}: read as their state_dicts",
+        **({OPTIMIZER_NAME: names[0]} if is_known else {}),
+    }
+
+
+OBJECTS = "pickled"
+"""Key in `Checkpoint.meta`: the classes of objects that were pickled whole and are read as their state_dicts."""
+_OPTIMIZER_CLASS = re.compile(r"torch\.optim\.(?!lr_scheduler|swa_utils)")
 _CONFIG = "config.yaml"
 _NAME = re.compile(r"^optimizer:[ \t]*\n(?:[ \t]+.*\n)*?[ \t]+name:[ \t]*[\"']?(\w{1,64})", re.MULTILINE)
 

@@ -269,7 +269,8 @@ class SideBySide:
         if not any(_CASTS in how for how in source.changed.values()):
             return source, target
         self._notes += [
-            f"{name} of {path}: {how}; our step takes its place" for (path, name), how in source.changed.items()
+            f"{name} of {path}: {how}; our step takes its place"
+            for (path, name), how in source.changed.items()
         ]
         if target.changed and target.changed.items() <= source.changed.items():
             target = Side(target.state, f"{_ours(target.state)}: {target.title} casts as in the source's run")
@@ -448,9 +449,7 @@ def _as_loaded(side: Side, there: Arrays) -> dict[Key, str]:
             # A count or threshold of a whole group, as a Python number, is a 0-d array of what width there is.
             if key[0].startswith("groups/") and np.array_equal(value.astype(stored.dtype), stored):
                 continue
-            changes[key] = (
-                f"{side.title} {_CASTS} {stored.dtype.name} to {value.dtype.name} when it loads it"
-            )
+            changes[key] = f"{side.title} {_CASTS} {stored.dtype.name} to {value.dtype.name} when it loads it"
         elif value is not None and value.tobytes() != stored.tobytes():
             changes[key] = f"{side.title} has other values once it has loaded it"
     return changes

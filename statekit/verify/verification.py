@@ -404,7 +404,15 @@ class _Verification:
                 if variant not in load_schema(schema).stepped:
                     return _unstepped(f"statekit has no step of {schema}'s variant {variant}")
         asked = self._asked
-        both = SideBySide(carried, expected, actual, self._layouts, self._rule_exactness)
+        unborn = _without_slots(carried, expected, actual)
+        stepped = [path for path in expected.params if path not in unborn]
+        if not expected.only(stepped).slots:
+            return _unstepped("no parameter has slots yet")
+        self._unsaid += [
+            f"{path}: it has no slots yet, so none of its updates is compared" for path in unborn
+        ]
+        sides = (state.only(stepped) if unborn else state for state in (carried, expected, actual))
+        both = SideBySide(*sides, self._layouts, self._rule_exactness)
         return _Replayed(
             *both.run(
                 asked.gradients,
@@ -559,6 +567,12 @@ def _completed(actual: TrainState, expected: TrainState) -> tuple[TrainState, li
     rules = {path: _known(rules[path], expected.rules.get(path)) for path in rules}
     optimizer = replace(actual.optimizer, variant=variant, groups=tuple(groups))
     return replace(actual, optimizer=optimizer, rules=rules), list(said)
+
+
+def _without_slots(*states: TrainState) -> list[str]:
+    """Returns the parameters for which no state has slots: those that never had a gradient."""
+    moved = [path for group in states[0].optimizer.groups for path in group.paths]
+    return [path for path in moved if not any(state.slots.get(path) for state in states)]
 
 
 def _known(rule: Any, other: Any) -> Any:
