@@ -590,7 +590,7 @@ def test_objects_that_were_pickled_whole_are_read_as_their_state_dicts(
     model = Wrapped()
     first = [param for param in model.parameters() if param.ndim < 2]
     others = [param for param in model.parameters() if param.ndim >= 2]
-    groups = [{"params": others[::-1]}, {"params": first[::-1], "weight_decay": 0.0}]
+    groups: Any = [{"params": others[::-1]}, {"params": first[::-1], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 10)
     for _ in range(2):

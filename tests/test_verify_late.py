@@ -178,7 +178,8 @@ def test_a_number_of_a_group_in_another_width_is_a_cast_where_it_is_another_numb
     def native(state: TrainState, updates: Any, rates: Any) -> TrainState:
         return of_group(np.float32)
 
-    said_of = _as_loaded(Side(of_group(np.float64), "a class", native), (1e-3,))
+    side = Side(of_group(np.float64), "a class", native)
+    said_of = _as_loaded(side, side.after(NumpyBackend(), (), (1e-3,)))
     assert [*said_of] == [("groups/0", "threshold")] * is_named
     assert all("from float64 to float32" in line for line in said_of.values())
 

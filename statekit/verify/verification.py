@@ -411,8 +411,8 @@ class _Verification:
         self._unsaid += [
             f"{path}: it has no slots yet, so none of its updates is compared" for path in unborn
         ]
-        sides = (state.only(stepped) if unborn else state for state in (carried, expected, actual))
-        both = SideBySide(*sides, self._layouts, self._rule_exactness)
+        carried, expected, actual = (state.only(stepped) for state in (carried, expected, actual))
+        both = SideBySide(carried, expected, actual, self._layouts, self._rule_exactness)
         return _Replayed(
             *both.run(
                 asked.gradients,
