@@ -392,17 +392,8 @@ class _Verification:
         carried, said = _decided(_settled(self._carried, self._plan.rule_change))
         self._said += said
         expected, actual = (_as_decided(one, carried) for one in (self._expected, self._actual))
-        for state in (carried, self._expected):
-            for schema, variant in state.optimizer.kinds:
-                if variant is None:
-                    raise UsageError(
-                        "A step needs to know whose rule it is, and the files can't tell.",
-                        place="--variant",
-                        expected=", ".join(load_schema(schema).stepped),
-                        remedy="name it, or leave the steps out with --steps 0",
-                    )
-                if variant not in load_schema(schema).stepped:
-                    return _unstepped(f"statekit has no step of {schema}'s variant {variant}")
+        if why := _without_step(carried, self._expected):
+            return _unstepped(why)
         asked = self._asked
         unborn = _without_slots(carried, expected, actual)
         stepped = [path for path in expected.params if path not in unborn]
@@ -567,6 +558,25 @@ def _completed(actual: TrainState, expected: TrainState) -> tuple[TrainState, li
     rules = {path: _known(rules[path], expected.rules.get(path)) for path in rules}
     optimizer = replace(actual.optimizer, variant=variant, groups=tuple(groups))
     return replace(actual, optimizer=optimizer, rules=rules), list(said)
+
+
+def _without_step(*states: TrainState) -> str:
+    """Returns why a state can't be stepped; "" where each can.
+
+    Raises:
+        UsageError: Nothing tells whose rule it is.
+    """
+    for schema, variant in [kind for state in states for kind in state.optimizer.kinds]:
+        if variant is None:
+            raise UsageError(
+                "A step needs to know whose rule it is, and the files can't tell.",
+                place="--variant",
+                expected=", ".join(load_schema(schema).stepped),
+                remedy="name it, or leave the steps out with --steps 0",
+            )
+        if variant not in load_schema(schema).stepped:
+            return f"statekit has no step of {schema}'s variant {variant}"
+    return ""
 
 
 def _without_slots(*states: TrainState) -> list[str]:
