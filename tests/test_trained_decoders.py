@@ -16,6 +16,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import statekit
+import statekit.torch
 from statekit.errors import InexactError, UsageError
 from statekit.maps.links import carried_through
 from statekit.maps.model_map import maps_of
@@ -251,3 +252,58 @@ def test_a_slot_that_no_rule_scales_is_refused_by_name() -> None:
     slots = {"m": in_memory(np.ones(3)), "v": in_memory(np.ones(3))}
     with pytest.raises(InexactError, match="m, v of lamb"):
         Scale(2.0).of([Piece("lamb", in_memory(np.ones(3)), slots)])
+
+
+SAID = {"rope": "halves"}
+
+
+def rates(path: Path, **options: Any) -> list[tuple[Any, ...]]:
+    """Returns rate, epsilon and weight decay of the query's group and of the others', as torch has them loaded."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=97, **SIZES))
+    loaded = statekit.torch.load_optimizer(path, model.named_parameters(), **options)
+    groups = sorted(loaded.param_groups, key=lambda group: len(group["params"]))
+    return [tuple(group[name] for name in ("lr", "epsilon", "weight_decay_rate")) for group in groups]
+
+
+FOLLOWED = [(0.04, 2.5e-7, 0.05), (0.01, 1e-6, 0.2)]
+
+
+def test_a_rate_that_is_given_while_loading_follows_what_a_map_scaled() -> None:
+    """The group of the query keeps four times the rate, a quarter of epsilon and of weight decay."""
+    given: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.2, "hparams": {"b2": 0.95}, "eps": 1e-6}
+    assert (
+        rates(RUNS / "maxtext_llama_scanned/3", map="maxtext-llama:hf-llama", config=SAID, **given)
+        == FOLLOWED
+    )
+
+
+@pytest.mark.parametrize("layout", ["statekit-torch", "torch-optim"])
+def test_a_rate_that_is_given_later_follows_what_the_conversion_scaled(layout: str, tmp_path: Path) -> None:
+    """Whoever converts first, and says rates when the converted file is loaded, has the same groups."""
+    sizes = {"rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 16}
+    told = {"learning_rate": 0.3, "b2": 0.95, "weight_decay": 0.1}
+    report = statekit.convert(
+        RUNS / "maxtext_llama_scanned/3", tmp_path / "run.pt", layout=layout, map="maxtext-llama:hf-llama",
+        config={**SAID, **sizes}, hparams=told, assume_defaults=True,
+    )  # fmt: skip
+    line = report.plan.headline
+    assert line.partition(", if ")[2].startswith(
+        "model/layers/0/self_attn/q_proj/weight and 1 more has a group of its own"
+    )
+    assert "clipping by a global norm takes its gradients times 4" in line
+    given = {"learning_rate": 0.01, "weight_decay_rate": 0.2, "epsilon": 1e-6}
+    assert rates(tmp_path / "run.pt", lr=0.01, weight_decay_rate=0.2, epsilon=1e-6) == FOLLOWED
+    assert rates(tmp_path / "run.pt", hparams=given) == FOLLOWED
+    if layout == "statekit-torch":
+        saved = torch.load(tmp_path / "run.pt")
+        torch.save({"model": saved["model"], "optimizer": saved["optimizer"]}, tmp_path / "later.pt")
+        assert rates(tmp_path / "later.pt", hparams=given) == FOLLOWED
+    back = statekit.convert(
+        tmp_path / "run.pt", tmp_path / "back", to="orbax", map="hf-llama:maxtext-llama", hparams=given,
+        config={"rope": "halves", "layers": "scanned"}, require="rounding", optimizer="adamw",
+    )  # fmt: skip
+    with statekit.open(tmp_path / "back") as opened:
+        (group,) = opened.state.optimizer.groups
+        assert group.hyperparameters.items() >= given.items()
+    assert "scaled" not in {fact.name for fact in back.plan.facts}

@@ -12,7 +12,7 @@ from typing import Any
 
 from statekit.errors import InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
-from statekit.state.evidence import TAKEN, Fact
+from statekit.state.evidence import SCALED, TAKEN, Fact
 from statekit.state.train_state import Group, Kind, KnownFrom, RuleRecord, StateRecord, TrainState
 from statekit.tensors.tree import from_json
 from statekit.tensors.typed import typed
@@ -135,7 +135,7 @@ def manifest_state(checkpoint: Checkpoint, *schemas: str) -> ManifestRecord | No
             Hyperparameters(g["hyperparameters"], g["known_from"]),
             settled=True,
             kind=(g.get("schema", state["schema"]), g.get("variant", state["variant"])),
-            facts=tuple(map(Fact.from_json, g.get("facts", ()))),
+            facts=tuple(fact for fact in map(Fact.from_json, g.get("facts", ())) if fact.name != SCALED),
         )
         for g in state["groups"]
     )

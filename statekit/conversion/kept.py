@@ -15,7 +15,8 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from statekit.state.train_state import TrainState
+from statekit.state.evidence import SCALED, Fact
+from statekit.state.train_state import Group, GroupRecord, TrainState
 from statekit.tensors.tensor import Tensor, dtype_named, in_memory, nbytes
 from statekit.tensors.tree import Tree, from_json, leaf_names, tensor_names, to_json, walk
 from statekit.tensors.typed import Described, Name, typed
@@ -148,6 +149,43 @@ def with_kept(state: TrainState, manifest: Mapping[str, Any], place: object) -> 
     if record is None:
         return state
     return replace(state, extra=_joined(_from_field(record, place), dict(state.extra)))
+
+
+def with_scales(state: TrainState, manifest: Mapping[str, Any], place: object) -> TrainState:
+    """Returns a state that knows again which groups' parameters a map scaled; what is given now follows them.
+
+    Groups that know it by themselves follow already.
+
+    Raises:
+        FormatError: The manifest's groups aren't records of groups.
+    """
+    record = manifest.get("state")
+    entries = record.get("groups", ()) if isinstance(record, Mapping) else ()
+    written = [
+        typed(from_json(entry, place=place), GroupRecord, place, _NO_PART)
+        for entry in entries
+        if any(fact.get("name") == SCALED for fact in entry.get("facts", ()))
+    ]
+    scaled = {frozenset(group["paths"]): group for group in written}
+    groups = (
+        _scaled_again(state, group, scaled[frozenset(group.paths)])
+        if frozenset(group.paths) in scaled and group.scale == 1
+        else group
+        for group in state.optimizer.groups
+    )
+    return replace(state, optimizer=replace(state.optimizer, groups=tuple(groups)))
+
+
+def _scaled_again(state: TrainState, group: Group, record: GroupRecord) -> Group:
+    """Returns a group with the fact that its parameters are scaled."""
+    facts = tuple(Fact.from_json(fact) for fact in record.get("facts", ()) if fact["name"] == SCALED)
+    group, old = replace(group, facts=(*group.facts, *facts)), record["hyperparameters"]
+    given = {
+        name: value
+        for name, value in group.hyperparameters.items()
+        if group.known_from.get(name) == "given" and old.get(name) != value
+    }
+    return replace(group, hyperparameters={**group.hyperparameters, **state.optimizer.followed(group, given)})
 
 
 def _from_field(record: Any, place: object) -> dict[str, Tree]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -16,7 +17,7 @@ from statekit.conversion.rule_change import RuleChange
 from statekit.errors import Faults, InexactError, printable
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.maps.links import Mapped, StateMap, inexact
-from statekit.state.evidence import Fact, headline
+from statekit.state.evidence import MOST_NAMED, Fact, headline
 from statekit.state.run import RunState, run_of
 from statekit.state.train_state import StepOffset, TrainState
 from statekit.tensors.digest import json_digest
@@ -165,7 +166,8 @@ class Plan:
         line = headline(self.exactness.name, self.facts)
         reasons = {entry.reason for entry in self.entries}
         said = [text for reason, text in IN_FEW_BITS.items() if reason in reasons]
-        return "; ".join([line, *said])
+        worse = (one.reason for one in self.mapped if one.exactness is self.exactness >= Exactness.STATISTICS)
+        return "; ".join([line, *said, *islice(dict.fromkeys(worse), MOST_NAMED)])
 
     @property
     def bytes(self) -> int:

@@ -36,7 +36,7 @@ from statekit.conversion.contracts import (
     Layout,
     ReadsOthers,
 )
-from statekit.conversion.kept import with_kept
+from statekit.conversion.kept import with_kept, with_scales
 from statekit.errors import (
     NotFoundError,
     StateError,
@@ -349,6 +349,7 @@ def decoded(layout: Layout, checkpoint: Checkpoint, hints: CheckpointRef) -> Tra
         ) from error
     if checkpoint.manifest is not None:
         state = with_kept(state, checkpoint.manifest, checkpoint.path)
+        state = with_scales(state, checkpoint.manifest, checkpoint.path)
     if hints.schedule is not None:
         return told_schedule(state, hints.schedule)
     return with_own_rate(state) if hints.hyperparameters else state

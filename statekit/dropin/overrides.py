@@ -12,7 +12,7 @@ from statekit.errors import Faults, UsageError
 from statekit.optim.adafactor_forms import MOMENTUM_ON
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import map_entries
-from statekit.state.options import FACTOR_MAP, read_options, rule_of, taken
+from statekit.state.options import FACTOR_MAP, RATE_NAMES, read_options, rule_of, taken
 from statekit.state.schema import load_schema
 from statekit.state.train_state import EXCLUDED, MULTIPLIERS, SCALE, Group, TrainState
 from statekit.tensors.tensor import DTYPES, Cast, DType, Filled, Tensor
@@ -59,18 +59,32 @@ def overridden(
     )
 
 
-def rate_of(rates: Any, schema: str, state: TrainState, place: str) -> Any:
-    """Returns the learning rate of one of a run's optimizers.
+def rate_of(rates: Any, group: Group, state: TrainState, place: str) -> Any:
+    """Returns the learning rate of one of a run's groups; where a map scaled its parameters, it follows them.
 
     Args:
-        rates: What the caller gave: one for all, or one by schema.
-        schema: The optimizer's.
+        rates: What the caller gave: one for all, or one by schema; numbers, scalars of a framework, or schedules.
+        group: The group.
         state: The state.
         place: The name of the argument.
 
     Raises:
         UsageError: It is said of an optimizer that the run hasn't.
     """
+    rate, factor = _rate_of(rates, state.optimizer.kind(group)[0], state, place), rate_factor(state, group)
+    if rate is None or factor == 1:
+        return rate
+    return (lambda *count: factor * rate(*count)) if callable(rate) else factor * rate
+
+
+def rate_factor(state: TrainState, group: Group) -> float:
+    """Returns what a learning rate that is given for the whole run is multiplied by in one of its groups."""
+    known = load_schema(state.optimizer.kind(group)[0]).hyperparameters
+    name = next((name for name in RATE_NAMES if name in known), None)
+    return 1.0 if name is None else float(state.optimizer.followed(group, {name: 1.0})[name])
+
+
+def _rate_of(rates: Any, schema: str, state: TrainState, place: str) -> Any:
     if not isinstance(rates, Mapping):
         return rates
     schemas = [name for name, _ in state.optimizer.kinds]

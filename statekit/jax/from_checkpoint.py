@@ -134,7 +134,7 @@ def spec_of(state: TrainState, group: Group, rate: Rate | Mapping[str, Rate]) ->
     schema, stored = state.optimizer.kind(group)
     variant = str(stored)
     steps_for(schema, stored)
-    rate = rate_of(rate, schema, state, "learning_rate")
+    rate = rate_of(rate, group, state, "learning_rate")
     known, names = group.hyperparameters, {*taken(schema, variant)} - {FACTOR_MAP}
     if rate is None:
         rate = next((known[name] for name in RATE_NAMES if known.get(name) is not None), None)

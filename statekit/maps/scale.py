@@ -13,11 +13,15 @@ from typing import Any
 
 from statekit.errors import InexactError, StateError
 from statekit.maps.operations import OfEach, Piece
+from statekit.state.evidence import SCALED, scaled
 from statekit.state.exactness import Exactness
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.train_state import Axis, Group, Kind
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.views import Scaled
+
+_ROUNDED = 1e-12
+"""Relative difference of numbers that are equal but for the rounding of a factor and of its inverse."""
 
 
 @dataclass(frozen=True)
@@ -100,16 +104,12 @@ def followed(group: Group, kind: Kind, scales: Mapping[str, float]) -> Iterator[
 
 def _followed(group: Group, kind: Kind, number: float) -> Group:
     """Returns a group whose hyperparameters move parameters times a number as they moved the parameters."""
-    schema = load_schema(kind[0])
-    settings = _settings(schema, kind[1], group.hyperparameters)
-    values = dict(group.hyperparameters)
-    for name, spec in schema.data.get("rescaled", {}).get("hyperparameters", {}).items():
-        if type(values.get(name)) not in (int, float):
-            continue
-        idle = any(settings.get(key) in ones for key, ones in spec.get("unless", {}).items())
-        power = spec.get("otherwise", 0) if idle else spec["power"]
-        values[name] = values[name] * number**power
-    return replace(group, hyperparameters=values)
+    values = load_schema(kind[0]).rescaled(kind[1], group.hyperparameters, number)
+    others = tuple(fact for fact in group.facts if fact.name != SCALED)
+    whole = group.scale * number
+    if math.isclose(whole, 1, rel_tol=_ROUNDED):
+        return replace(group, hyperparameters=values, facts=others)
+    return replace(group, hyperparameters=values, facts=(*others, *scaled(group.paths, whole)))
 
 
 def unfollowed(group: Group, kind: Kind) -> list[str]:
@@ -139,16 +139,29 @@ def joined(groups: Sequence[Group], order: Sequence[str]) -> list[Group]:
 
 
 def _alike(group: Group, other: Group) -> bool:
-    """Tells whether two groups differ in their parameters alone."""
-    return not group.slots and replace(group, paths=()) == replace(other, paths=())
+    """Tells whether two groups differ in their parameters alone, and in the last bit of what was scaled back."""
+    pairs = [(group.hyperparameters.get(name), value) for name, value in other.hyperparameters.items()]
+    if group.slots or len(pairs) != len(group.hyperparameters) or not all(_same(*pair) for pair in pairs):
+        return False
+    return replace(group, paths=()) == replace(other, paths=(), hyperparameters=group.hyperparameters)
+
+
+def _same(value: Any, other: Any) -> bool:
+    """Tells whether two values of a hyperparameter are one, but for rounding."""
+    if isinstance(value, float) and isinstance(other, float):
+        return math.isclose(value, other, rel_tol=_ROUNDED)
+    return bool(value == other)
+
+
+def _some(paths: Sequence[str]) -> str:
+    first, *others = paths
+    return f"{first} and {len(others)} more" if others else first
 
 
 def sentence(group: Group, number: float) -> str:
     """Says what a group's scaled parameters need, whoever moves them."""
-    first, *others = group.paths
-    more = f" and {len(others)} more" if others else ""
     return (
-        f"{first}{more}: {number:.6g} times what the source has, so a group of its own moves it, with {number:.6g} "
-        f"times the learning rate at every update and weight decay and epsilon divided by {number:.6g}. Clipping by "
-        f"a global norm must take its gradients times {number:.6g}."
+        f"{_some(group.paths)}: {number:.6g} times what the source has, so a group of its own moves it, with "
+        f"{number:.6g} times the learning rate at every update and weight decay and epsilon divided by {number:.6g}. "
+        f"Clipping by a global norm must take its gradients times {number:.6g}."
     )

@@ -20,8 +20,8 @@ TAKEN: tuple[KnownFrom, ...] = ("inferred", "assumed")
 """Sources of values that nobody says: what somebody does say outweighs them."""
 Source: TypeAlias = Literal["file", "given", "inferred", "assumed", "unknown"]
 """How a fact is known, the strongest first."""
-OPTIMIZER, BEYOND = "optimizer", "beyond"
-"""Names of the facts which optimizer it is, and of what it does besides the steps of its schema."""
+OPTIMIZER, BEYOND, SCALED = "optimizer", "beyond", "scaled"
+"""Names of the facts which optimizer it is, what it does besides its schema's steps, and how a map scaled a group."""
 _DECAY = ("weight_decay_rate", "wd", "exclude_from_weight_decay")
 """What programs set most often: named first."""
 MOST_NAMED = 3
@@ -106,6 +106,23 @@ def beyond(sentence: str) -> Fact:
     return Fact(BEYOND, None, "file", sentence)
 
 
+def scaled(paths: Sequence[str], number: float) -> tuple[Fact, ...]:
+    """Returns on what an exact continuation depends of parameters that a map multiplied by a number; nothing for 1.
+
+    Example:
+        >>> scaled(["a/query", "b/query"], 4.0)[0].because.partition(",")[0]
+        'a/query and 1 more has a group of its own'
+    """
+    if number == 1 or not paths:
+        return ()
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    because = (
+        f"{paths[0]}{more} has a group of its own, with {number:.6g} times the learning rate and weight decay and "
+        f"epsilon divided by {number:.6g}, and clipping by a global norm takes its gradients times {number:.6g}"
+    )
+    return (Fact(SCALED, number, "file", because),)
+
+
 def weakest(facts: Iterable[Fact]) -> list[Fact]:
     """Returns the facts that neither the file nor the user says, the weakest first."""
     weak = [fact for fact in facts if fact.is_weak]
@@ -131,8 +148,10 @@ def headline(verdict: str, facts: Iterable[Fact]) -> str:
         >>> headline("BITWISE", [])
         'BITWISE'
     """
+    facts = list(facts)
     weak = weakest(facts)
     conditions = [*_taken(weak), *_assumed([fact for fact in weak if fact.source == "assumed"])]
+    conditions = [*(fact.because for fact in facts if fact.name == SCALED), *conditions]
     unknown = [fact.name for fact in weak if fact.source == "unknown" and fact.name != OPTIMIZER]
     text = f"{verdict}, if {' and '.join(conditions)}" if conditions else verdict
     return f"{text}; unknown: {_counted(unknown, MOST_NAMED + 1)}" if unknown else text

@@ -104,8 +104,9 @@ def _hyperparameters(
 ) -> Iterator[Fact]:
     """Yields the hyperparameters on which a group's updates depend."""
     settings = {**schema.settings(variant), **group.hyperparameters}
+    before = schema.rescaled(variant, group.hyperparameters, 1 / group.scale)
     for name in schema.variant(variant)["defaults"]:
-        value = group.hyperparameters.get(name)
+        value = before.get(name)
         if name in _FACTORING or not _matters(schema, variant, name, settings):
             continue
         if name not in group.hyperparameters or (name in RATE_NAMES and value is None):

@@ -153,6 +153,35 @@ class OptimizerSchema:
             if not any(settings.get(name, ...) in values for name, values in step.get("unless", {}).items())
         )
 
+    def rescaled(
+        self,
+        variant: str | None,
+        settings: Mapping[str, Any],
+        number: float,
+        names: Iterable[str] | None = None,
+    ) -> dict[str, Any]:
+        """Returns hyperparameters by which parameters times a number move as they moved before.
+
+        Args:
+            variant: Whose update.
+            settings: Hyperparameters of the parameters as they were.
+            number: The number.
+            names: Those to return; None for all.
+
+        Example:
+            >>> load_schema("adamw").rescaled("torch", {"learning_rate": 0.5, "beta1": 0.9, "epsilon": 8.0}, 4.0)
+            {'learning_rate': 2.0, 'beta1': 0.9, 'epsilon': 2.0}
+        """
+        powers = self.data.get("rescaled", {}).get("hyperparameters", {})
+        everything = {**({} if variant is None else self.settings(variant)), **settings}
+        values = {name: settings[name] for name in (settings if names is None else names)}
+        for name in values.keys() & powers.keys():
+            spec = powers[name]
+            idle = any(everything.get(key) in off for key, off in spec.get("unless", {}).items())
+            if number != 1 and type(values[name]) in (int, float):
+                values[name] *= number ** (spec.get("otherwise", 0) if idle else spec["power"])
+        return values
+
     def canonical(self, variant: str, arguments: Mapping[str, Any], place: str = "") -> dict[str, Any]:
         """Returns hyperparameters in canonical names, from a system's own arguments or from canonical ones.
 

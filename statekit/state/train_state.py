@@ -9,7 +9,7 @@ from enum import Enum
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict, TypeVar
 
 from statekit.errors import Faults, StateError, UsageError
-from statekit.state.evidence import Fact, FactRecord
+from statekit.state.evidence import SCALED, Fact, FactRecord
 from statekit.state.evidence import KnownFrom as KnownFrom  # noqa: PLC0414 - part of a state
 from statekit.state.schema import NATIVE_SHAPE, OptimizerSchema, load_schema
 from statekit.tensors.tensor import Shape, Tensor
@@ -145,6 +145,11 @@ class Group:
     facts: tuple[Fact, ...] = ()
     label: str | None = None
 
+    @property
+    def scale(self) -> float:
+        """The number that a map multiplied the parameters by; what is said of the whole run is said of 1."""
+        return next((float(fact.value) for fact in self.facts if fact.name == SCALED), 1.0)
+
     def renamed(self, rename: Callable[[str], str]) -> Group:
         """Returns the group with other paths, also in hyperparameters that have a value for each path."""
         hyperparameters = {
@@ -209,6 +214,11 @@ class Optimizer:
     def kind(self, group: Group) -> Kind:
         """Returns whose rule moves a group."""
         return (self.schema, self.variant) if group.schema is None else (group.schema, group.variant)
+
+    def followed(self, group: Group, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns hyperparameters that are said of the whole run as a group has them whose parameters a map scaled."""
+        schema, variant = self.kind(group)
+        return load_schema(schema).rescaled(variant, {**group.hyperparameters, **values}, group.scale, values)
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -463,11 +473,14 @@ class TrainState:
         return {name: slot for name, slot in shown.items() if name not in group.hyperparameters}
 
     def with_hyperparameters(self, **changes: Any) -> TrainState:
-        """Returns the state with hyperparameters changed in every group, known from then on as `given`."""
+        """Returns the state with hyperparameters changed in every group, known from then on as `given`.
+
+        A group whose parameters a map scaled gets what moves them as the run's value would have moved them before.
+        """
         groups = tuple(
             replace(
                 g,
-                hyperparameters={**g.hyperparameters, **changes},
+                hyperparameters={**g.hyperparameters, **self.optimizer.followed(g, changes)},
                 known_from={**g.known_from, **dict.fromkeys(changes, "given")},
             )
             for g in self.optimizer.groups

@@ -19,6 +19,7 @@ from statekit.conversion.registry import detect_container
 from statekit.dropin.by_name import renamed_path
 from statekit.dropin.loading import Call, Framework, Loaded, LoadOptions, ResumeOptions, put, resumed
 from statekit.dropin.matching import Given, copy_fault, match_faults
+from statekit.dropin.overrides import rate_factor
 from statekit.errors import Faults, StateError, UnknownRuleError, UsageError
 from statekit.maps.links import StateMap
 from statekit.maps.model_map import maps_of
@@ -162,12 +163,13 @@ def built(
         "names": {path_of(v): path for path, v in pairs.items() if path_of(v) != path},
         "missed": {p: state.counts.updates - n for p, n in state.counts.behind.items() if p in pairs},
     }
+    factors = [rate_factor(state, group) for group in groups]
     if learning_rate is None:
         learning_rate, factors = _rates([stored_rate(group.hyperparameters) for group in groups], place)
-        if {*factors} != {1.0}:
-            options["groups"] = [
-                {**group, FACTOR: factor} for group, factor in zip(different, factors, strict=True)
-            ]
+    if {*factors} != {1.0}:
+        options["groups"] = [
+            {**group, FACTOR: factor} for group, factor in zip(different, factors, strict=True)
+        ]
     optimizer = OPTIMIZERS[schema](learning_rate, variant=variant, **{**options, **arguments})
     optimizer.build(list(pairs.values()))
     return optimizer

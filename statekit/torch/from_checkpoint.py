@@ -73,6 +73,7 @@ def load_optimizer(
         path: Anything statekit reads: a T5X run or step folder, a torch file, a statekit folder; or a `CheckpointRef`.
         named_parameters: `model.named_parameters()`.
         lr: Learning rate of every group, before parameter scale; as the checkpoint has it if None. T5X stores none.
+            A group whose parameters a map multiplied by a number gets the rate that moves them as the others.
             Where the run had several optimizers, one for all, or one for each: `{"adafactor": 1e-2, "adamw": 1e-3}`.
             A scheduler goes on where the run stood with `last_epoch=optimizer.param_groups[0]["step"] - 1`.
         **options: What the files don't say, as in `statekit.open`. Beside it:
@@ -108,8 +109,9 @@ def load_optimizer(
 
 def _built(loaded: Loaded, model: Model, lr: Rate | Mapping[str, Rate]) -> torch.optim.Optimizer:
     optimizer = optimizer_for(loaded.state, model.pairs, loaded.place)
-    for group in optimizer.param_groups:
-        rate = rate_of(lr, group["schema"], loaded.state, "lr")
+    moved = [group for group in loaded.state.optimizer.groups if group.paths]
+    for group, recorded in zip(optimizer.param_groups, moved, strict=True):
+        rate = rate_of(lr, recorded, loaded.state, "lr")
         if rate is not None:
             group["lr"] = rate
             group["initial_lr"] = rate.clone() if isinstance(rate, torch.Tensor) else rate

@@ -10,6 +10,7 @@ A group is a plain dict, so that `state_dict` and pickling carry it:
                                             counts them apart; missing while none did
     rules                                   {name: {"axes": [...], "known_from": ...}}; empty where nothing is factored
     slots                                   {slot: tensor} of the group as a whole; missing where there are none
+    scaled                                  by what a map multiplied the parameters; missing where it is 1
     foreach                                 whether equal parameters are moved together
     beta1, decay_rate, step_offset, ...     canonical hyperparameters; one that is missing is unknown
 """

@@ -19,6 +19,7 @@ Source: PyTorch torch/optim/optimizer.py, `Optimizer.state_dict`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias, get_args
@@ -46,6 +47,7 @@ from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.lines.printing import SavedRun, State, torch_lines
 from statekit.state import options
+from statekit.state.evidence import SCALED, scaled
 from statekit.state.options import RATE_NAMES, by_other_names
 from statekit.state.run import BESIDE
 from statekit.state.schema import load_schema
@@ -69,7 +71,7 @@ Names: TypeAlias = Mapping[str, str]
 FROZEN = "frozen"
 """Key of the first group: names of the parameters that no group moves. A file without them takes them for buffers."""
 _OURS = ("params", "param_names", "rules", "step")
-_NOT_VALUES = (*_OURS, "lr", "schema", "variant", "behind", "slots", "known_from", FROZEN)
+_NOT_VALUES = (*_OURS, "lr", "schema", "variant", "behind", "slots", "known_from", FROZEN, SCALED)
 _KNOWN_FROM = get_args(KnownFrom)
 
 
@@ -165,6 +167,7 @@ def encode_groups(state: TrainState, names: Names, others: Sequence[Mapping[str,
                 "rules": {names[p]: state.rules[p].to_json() for p in group.paths if p in state.rules},
                 "known_from": dict(group.known_from),
                 **({FROZEN: frozen} if frozen and i == 0 else {}),
+                **({SCALED: group.scale} if group.scale != 1 else {}),
                 "param_names": [names[path] for path in group.paths],
                 "params": [index[path] for path in group.paths],
             }
@@ -334,7 +337,14 @@ class _Part:
             for name, slot in slots.items()
             if not isinstance(slot, Tensor) or name not in schema.slots
         ]
-        return Group(tuple(paths[name] for name in self.names), values, sources, slots)
+        moved = tuple(paths[name] for name in self.names)
+        number = self.values.get(SCALED, 1.0)
+        if type(number) is not float or not math.isfinite(number) or number == 0:
+            faults.add(
+                f"is {number!r:.80}, expected the number by which a map scaled", f"{self.place}/{SCALED}"
+            )
+            number = 1.0
+        return Group(moved, values, sources, slots, facts=scaled(moved, number))
 
     def _map_faults(self, values: Mapping[str, Any], paths: Names) -> Iterator[tuple[str, str]]:
         yield from (
