@@ -26,7 +26,7 @@ from statekit.maps.model_map import maps_of
 from statekit.maps.modules import TargetModel
 from statekit.state.options import FACTOR, FACTOR_MAP, KERAS, known_options, stored_rate, taken
 from statekit.state.stored_params import as_variable
-from statekit.state.train_state import Axis, Rule, TrainState
+from statekit.state.train_state import Axis, Group, Rule, TrainState
 from statekit.tensorflow.naming import normal, partners, path_of, twice
 from statekit.tensorflow.optimizer import Rate, SchemaOptimizer
 from statekit.tensorflow.optimizers import LAMB, LANS, Adafactor, AdamW, ScaledAdam
@@ -163,24 +163,31 @@ def built(
         "names": {path_of(v): path for path, v in pairs.items() if path_of(v) != path},
         "missed": {p: state.counts.updates - n for p, n in state.counts.behind.items() if p in pairs},
     }
-    factors = [rate_factor(state, group) for group in groups]
-    if learning_rate is None:
-        learning_rate, factors = _rates([stored_rate(group.hyperparameters) for group in groups], place)
-    if {*factors} != {1.0}:
-        options["groups"] = [
-            {**group, FACTOR: factor} for group, factor in zip(different, factors, strict=True)
-        ]
+    learning_rate, factors = _rates(state, groups, learning_rate, place)
+    options["groups"] = _with_factors(options["groups"], different, factors)
     optimizer = OPTIMIZERS[schema](learning_rate, variant=variant, **{**options, **arguments})
     optimizer.build(list(pairs.values()))
     return optimizer
 
 
-def _rates(stored: Sequence[Any], place: object) -> tuple[Any, list[float]]:
+def _with_factors(
+    groups: Sequence[Any], different: Sequence[Mapping[str, Any]], factors: Sequence[float]
+) -> Sequence[Any]:
+    """Returns the groups of an optimizer, each with what it multiplies the learning rate by, where these differ."""
+    if {*factors} == {1.0}:
+        return groups
+    return [{**group, FACTOR: factor} for group, factor in zip(different, factors, strict=True)]
+
+
+def _rates(state: TrainState, groups: Sequence[Group], given: Rate, place: object) -> tuple[Any, list[float]]:
     """Returns the learning rate of an optimizer, and what each of its groups multiplies it by.
 
     Raises:
         UnknownRuleError: Some groups have a rate, and others have none.
     """
+    if given is not None:
+        return given, [rate_factor(state, group) for group in groups]
+    stored = [stored_rate(group.hyperparameters) for group in groups]
     if len({*stored}) == 1:
         return stored[0], [1.0] * len(stored)
     if None in stored:

@@ -167,7 +167,6 @@ def encode_groups(state: TrainState, names: Names, others: Sequence[Mapping[str,
                 "rules": {names[p]: state.rules[p].to_json() for p in group.paths if p in state.rules},
                 "known_from": dict(group.known_from),
                 **({FROZEN: frozen} if frozen and i == 0 else {}),
-                **({SCALED: group.scale} if group.scale != 1 else {}),
                 "param_names": [names[path] for path in group.paths],
                 "params": [index[path] for path in group.paths],
             }
@@ -179,7 +178,11 @@ def encode_groups(state: TrainState, names: Names, others: Sequence[Mapping[str,
 def _values(group: Group, names: Names) -> dict[str, Any]:
     values = by_other_names(group.hyperparameters, names)
     rates = [values.pop(name) for name in RATE_NAMES if name in values]
-    return {"lr": rates[0] if rates else None, **values}
+    return {
+        "lr": rates[0] if rates else None,
+        **values,
+        **({SCALED: group.scale} if group.scale != 1 else {}),
+    }
 
 
 def _counts(state: TrainState, group: Group, names: Names) -> dict[str, Any]:
@@ -338,13 +341,15 @@ class _Part:
             if not isinstance(slot, Tensor) or name not in schema.slots
         ]
         moved = tuple(paths[name] for name in self.names)
+        return Group(moved, values, sources, slots, facts=scaled(moved, self._scale(faults)))
+
+    def _scale(self, faults: Faults) -> float:
+        """Returns by what a map multiplied the group's parameters."""
         number = self.values.get(SCALED, 1.0)
-        if type(number) is not float or not math.isfinite(number) or number == 0:
-            faults.add(
-                f"is {number!r:.80}, expected the number by which a map scaled", f"{self.place}/{SCALED}"
-            )
-            number = 1.0
-        return Group(moved, values, sources, slots, facts=scaled(moved, number))
+        if type(number) is float and math.isfinite(number) and number != 0:
+            return number
+        faults.add(f"is {number!r:.80}, expected the number by which a map scaled", f"{self.place}/{SCALED}")
+        return 1.0
 
     def _map_faults(self, values: Mapping[str, Any], paths: Names) -> Iterator[tuple[str, str]]:
         yield from (
