@@ -204,8 +204,7 @@ def _rates(sides: Sides, given: Rate | Mapping[str, Rate]) -> Callable[[Group], 
     state = sides.right
 
     def rate(group: Group) -> Any:
-        schema, _ = state.optimizer.kind(group)
-        one = rate_of(given, schema, state, "learning_rate")
+        one = rate_of(given, group, state, "learning_rate")
         return _enclosed(one, state.counts.schedule) if callable(one) else one
 
     for group in state.optimizer.groups:
