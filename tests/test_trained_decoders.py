@@ -282,10 +282,10 @@ def test_a_rate_that_is_given_while_loading_follows_what_a_map_scaled() -> None:
 def test_a_rate_that_is_given_later_follows_what_the_conversion_scaled(layout: str, tmp_path: Path) -> None:
     """Whoever converts first, and says rates when the converted file is loaded, has the same groups."""
     sizes = {"rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 16}
-    told = {"learning_rate": 0.3, "b2": 0.95, "weight_decay": 0.1}
+    settings = {"learning_rate": 0.3, "b2": 0.95, "weight_decay": 0.1}
     report = statekit.convert(
         RUNS / "maxtext_llama_scanned/3", tmp_path / "run.pt", layout=layout, map="maxtext-llama:hf-llama",
-        config={**SAID, **sizes}, hparams=told, assume_defaults=True,
+        config={**SAID, **sizes}, hparams=settings, assume_defaults=True,
     )  # fmt: skip
     line = report.plan.headline
     assert line.partition(", if ")[2].startswith(
