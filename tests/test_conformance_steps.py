@@ -24,14 +24,7 @@ from statekit.testing.step_cases import TABLE, Case, Table, case
 from statekit.testing.steps import COSTLY, LAWS, Law, Trial, require_refusal
 
 EVERY = {**LAWS, **COSTLY}
-EMULATED = ("muon",)
-"""Schemas whose steps no bound can follow: recordings judge them, by the emulation (tests/test_muon.py)."""
-VARIANTS = [
-    (schema, variant)
-    for schema in STEPPED
-    if schema not in EMULATED
-    for variant in load_schema(schema).stepped
-]
+VARIANTS = [(schema, variant) for schema in STEPPED for variant in load_schema(schema).stepped]
 SAMPLE = {
     "jax": (
         ("adafactor", "t5x"), ("adafactor", "optax"), ("adamw", "optax"), ("lamb", "optax"),
@@ -61,8 +54,9 @@ ADAMS = {
     ("lamb", "optax"),
     ("adafactor", "optax"),
 }
+MUONS = {("muon", variant) for variant in ("torch", "keller", "moonlight", "emerging")}
 FOLLOWED = {
-    "bfloat16": ADAFACTORS | SCALED_ADAMS | ADAMS | MXNETS,
+    "bfloat16": ADAFACTORS | SCALED_ADAMS | ADAMS | MXNETS | MUONS,
     "float16": ADAFACTORS | SCALED_ADAMS | ADAMS | MXNETS,
 }
 """Who steps parameters of low precision; everybody else refuses them."""

@@ -47,7 +47,7 @@ CONFIDENCE = 6.0
 """Standard deviations in the probabilistic bound of a sum."""
 TINY = float(np.finfo(np.float32).tiny)
 """The least normal number of float32."""
-LOW_STEP, MOST_POINTS = 2.0**-10, 64
+LOW_STEP, LOW_NUMBERS, MOST_POINTS = 2.0**-10, 9, 64
 """Relative width from which an interval is one of two roundings to low precision, and how many arrays are tried."""
 LEAST = float(np.finfo(np.float32).smallest_subnormal)
 
@@ -160,21 +160,24 @@ def _flushed(low: Array, high: Array) -> tuple[Array, Array]:
 
 
 def _points(value: Interval) -> list[Array]:
-    """Returns float32 arrays that lie in an interval: its middle, with both ends of what was rounded either way.
+    """Returns float32 arrays that lie in an interval: its middle, with what may stand where low precision rounded.
 
-    Elements whose ends are neighbours of low precision multiply; beyond 64 arrays some are drawn.
+    Such an element has an interval of some steps of low precision: each number of it that lies there may stand for
+    it. The elements' choices multiply; beyond 64 arrays some are drawn.
     """
     middle = (value.low + value.high) / 2
     apart = np.flatnonzero(value.high - value.low > LOW_STEP * np.abs(middle))
-    drawn = np.random.default_rng(0).integers(0, 2, (MOST_POINTS, apart.size), dtype=np.uint8)
-    listed = itertools.islice(itertools.product((0, 1), repeat=apart.size), MOST_POINTS)
-    choices = drawn if 2**apart.size > MOST_POINTS else listed
+    between = np.linspace(np.ravel(value.low)[apart], np.ravel(value.high)[apart], LOW_NUMBERS)
+    options = [np.unique(column) for column in between.astype(DTYPES["bfloat16"]).astype(np.float64).T]
+    random = np.random.default_rng(0)
+    few = math.prod(map(len, options)) <= MOST_POINTS
+    choices = (
+        itertools.product(*options) if few else (map(random.choice, options) for _ in range(MOST_POINTS))
+    )
     points = []
     for choice in choices:
         point = np.ravel(middle).copy()
-        point[apart] = np.where(
-            np.asarray(choice, bool), np.ravel(value.high)[apart], np.ravel(value.low)[apart]
-        )
+        point[apart] = list(choice)
         points.append(point.reshape(middle.shape).astype(np.float32))
     return points
 

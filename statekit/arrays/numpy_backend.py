@@ -46,6 +46,12 @@ class NumpyBackend(Backend):
             return value
         return np.asarray(value).astype(DTYPES[dtype]).astype(self.compute)
 
+    def emulated(self, function: Callable[[Backend, Value], Value], value: Value, within: float) -> Value:
+        if self.compute == "float32":
+            return function(self, value)
+        # What is emulated is its roundings: without them the oracle would compute another function.
+        return self.widen(function(NumpyBackend(), np.asarray(value).astype(np.float32)))
+
     def zeros(self, like: Value, shape: tuple[int, ...], dtype: str) -> Value:
         return np.zeros(shape, DTYPES[dtype])
 

@@ -41,7 +41,7 @@ _DECAY, _EXCLUDED = "weight_decay_rate", "exclude_from_weight_decay"
 _OFFSET, _OFF_COUNT = "step_offset", "step_offset is taken off the count"
 UNKNOWN = "unknown"
 """Stands for the value of a hyperparameter that is on, and that nobody knows."""
-_STORED = "moments_stored"
+_STORED, _BUFFER = "moments_stored", "momentum_buffer"
 _BY_NAME = ("name_regex", "last_name_regex", "mask")
 
 
@@ -54,20 +54,24 @@ class Difference:
         source: The source's form or value.
         target: The target's.
         exactness: How exactly the run goes on in spite of it.
+        measured: How large it was in runs of the originals, where its rounding is coarse.
     """
 
     what: str
     source: Any
     target: Any
     exactness: Exactness
+    measured: str = ""
 
     def __str__(self) -> str:
-        return f"{self.what} is {self.source} in the source, {self.target} in the target"
+        said = f"{self.what} is {self.source} in the source, {self.target} in the target"
+        return f"{said} ({self.measured})" if self.measured else said
 
     def to_json(self) -> dict[str, Any]:
         """Returns the difference as it stands in a plan."""
         values = {"source": plain(self.source), "target": plain(self.target)}
-        return {"what": self.what, **values, "exactness": self.exactness.name.lower()}
+        measured = {"measured": self.measured} if self.measured else {}
+        return {"what": self.what, **values, "exactness": self.exactness.name.lower(), **measured}
 
 
 Fate: TypeAlias = Literal["equal", "idle", "compensated", "rounding", "semantic"]
@@ -233,7 +237,7 @@ def change_rule(state: TrainState, source: str, target: str) -> RuleChange:
     taken = replace(state, optimizer=optimizer, counts=counts, assumptions=said)
     moved, refactored = _refactored(entered(taken, source), target)
     moved = _relabelled(moved, target)
-    moved, recast = _recast_moments(moved, source, target)
+    moved, recast = _recast(moved, source, target)
     differences.update(recast)
     worst_first = sorted([*differences.values(), *refactored], key=lambda one: -one.exactness)
     return RuleChange(source, target, moved, tuple(worst_first), tuple(compensated_by))
@@ -430,7 +434,8 @@ class Bridge:
         for key, spec in self.schema.data["differences"].items():
             alike = any({here[key], there[key]} <= set(some) for some in spec.get("alike", ()))
             if here[key] != there[key] and not alike and key not in covered and self._matters(spec, settings):
-                yield Difference(key, here[key], there[key], EFFECTS[spec["effect"]])
+                exactness = EFFECTS[spec["effect"]]
+                yield Difference(key, here[key], there[key], exactness, spec.get("measured", ""))
 
     def _missed(
         self, settings: Mapping[str, Any], values: Mapping[str, Any], covered: set[str]
@@ -561,29 +566,61 @@ def _refactored(state: TrainState, target: str) -> tuple[TrainState, list[Differ
     return replace(state, slots=slots, rules=rules), lost
 
 
-def _recast_moments(state: TrainState, source: str, target: str) -> tuple[TrainState, dict[str, Difference]]:
-    """Returns a state whose moments are averages again, where the source keeps them divided by 1 - beta^t.
+@dataclass(frozen=True)
+class Recast:
+    """Slots that one variant keeps as another's times a number.
 
-    Only where both decays of a group are known; else the difference stays as it is.
+    Attributes:
+        what: The difference that it makes up for.
+        source: The source's form.
+        target: The target's.
+        decays: The slots, each with the hyperparameter that the number comes from.
+        factor: The number, from that hyperparameter and the count of updates.
+        how: What is done, in words.
     """
-    here, there = (variant_constants(state.optimizer.schema, one).get(_STORED) for one in (source, target))
-    decays = {"m": "beta1", "v": "beta2"}
+
+    what: str
+    source: str
+    target: str
+    decays: Mapping[str, str]
+    factor: Callable[[float, int], float]
+    how: str
+
+
+_ADAM_DECAYS, _MOMENTUM = {"m": "beta1", "v": "beta2"}, {"m": "momentum"}
+RECASTS = (
+    Recast(
+        _STORED, "corrected", "averages", _ADAM_DECAYS, lambda b, t: 1.0 - b**t, "multiplied by 1 - beta^t"
+    ),
+    Recast(_BUFFER, "sum", "mean", _MOMENTUM, lambda b, t: 1.0 - b, "multiplied by 1 - momentum"),
+    Recast(_BUFFER, "mean", "sum", _MOMENTUM, lambda b, t: 1.0 / (1.0 - b), "divided by 1 - momentum"),
+)
+"""A momentum that has changed during the run makes a sum that is no mean's multiple; no file says whether it did."""
+
+
+def _recast(state: TrainState, source: str, target: str) -> tuple[TrainState, dict[str, Difference]]:
+    """Returns a state whose slots the target's rule goes on with, where it keeps them as another multiple.
+
+    Only where every group's decays are known; else the difference stays as it is.
+    """
+    here, there = (variant_constants(state.optimizer.schema, one) for one in (source, target))
     settings = [group.hyperparameters for group in state.optimizer.groups]
-    known = all(isinstance(values.get(name), float) for values in settings for name in decays.values())
-    if (here, there) != ("corrected", "averages") or not known:
-        return state, {}
-    slots = {path: dict(tensors) for path, tensors in state.slots.items()}
-    for group in state.optimizer.groups:
-        factors = {
-            slot: 1.0 - group.hyperparameters[name] ** state.counts.updates for slot, name in decays.items()
-        }
-        for path in group.paths:
-            slots[path] = {
-                name: Scaled(tensor, factors[name]) if name in factors else tensor
-                for name, tensor in slots.get(path, {}).items()
-            }
-    how = "multiplied by 1 - beta^t"
-    return replace(state, slots=slots), {_STORED: Difference(_STORED, here, how, Exactness.ROUNDING)}
+    slots, done = {path: dict(tensors) for path, tensors in state.slots.items()}, {}
+    for recast in RECASTS:
+        fits_forms = (here.get(recast.what), there.get(recast.what)) == (recast.source, recast.target)
+        if not fits_forms or not all(
+            isinstance(values.get(name), float) for values in settings for name in recast.decays.values()
+        ):
+            continue
+        for path, values in (
+            (path, group.hyperparameters) for group in state.optimizer.groups for path in group.paths
+        ):
+            for slot, name in recast.decays.items():
+                if slot in slots.get(path, {}):
+                    factor = recast.factor(values[name], state.counts.updates)
+                    slots[path][slot] = Scaled(slots[path][slot], factor)
+        done[recast.what] = Difference(recast.what, recast.source, recast.how, Exactness.ROUNDING)
+    return replace(state, slots=slots) if done else state, done
 
 
 def _relabelled(state: TrainState, target: str) -> TrainState:

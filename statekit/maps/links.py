@@ -10,7 +10,9 @@ from typing import Any, Protocol, TypeVar
 from statekit.errors import Faults, InexactError, StateError
 from statekit.maps.operations import Operation, Piece
 from statekit.maps.scale import followed, joined, sentence, unfollowed
+from statekit.state.constants import variant_constants
 from statekit.state.exactness import Exactness, Level
+from statekit.state.factoring import matrix_rule
 from statekit.state.schema import load_schema
 from statekit.state.stored_params import DECODED
 from statekit.state.train_state import BY_NAME, PER_PARAMETER, Group, Kind, TrainState
@@ -292,13 +294,14 @@ def _made(state: TrainState, group_of: Mapping[str, Group], link: Link) -> Piece
 
 
 def _piece(state: TrainState, group: Group | None, path: str) -> Piece:
-    piece = Piece(
-        state.optimizer.schema, state.params[path], state.slots.get(path, {}), state.rules.get(path), over=()
-    )
+    param, rule = state.params[path], state.rules.get(path)
+    piece = Piece(state.optimizer.schema, param, state.slots.get(path, {}), rule, over=())
     if group is None:
         return piece
     name, variant = state.optimizer.kind(group)
     schema = load_schema(name)
+    if rule is None and variant is not None:
+        piece = replace(piece, rule=matrix_rule(variant_constants(name, variant), len(param.shape)))
     usual = {} if variant is None else schema.settings(variant)
     said = {key: _of_path(value, path) for key, value in group.hyperparameters.items() if key in BY_NAME}
     over = schema.over_tensor(variant, {**usual, **group.hyperparameters, **said})

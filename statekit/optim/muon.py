@@ -30,6 +30,7 @@ from statekit.optim.gradient_clipping import clipped
 from statekit.optim.newton_schulz import WITHIN, NewtonSchulz, rows_of
 from statekit.optim.steps import Arrays, Scene, Slots, no_group_slots, promoting, stored, sum_of
 from statekit.state.constants import MuonConstants, variant_constants
+from statekit.state.factoring import matrix_rule
 from statekit.state.hyperparameters import (
     IS_EXCLUDED,
     Exclusion,
@@ -113,17 +114,12 @@ def sides_of(form: MuonConstants, rank: int, axes: tuple[Axis, ...] | None = Non
         form: The variant's constants.
         rank: How many axes the parameter has, at least two.
         axes: What each is, where somebody knows: ROW of outputs, COLUMN of inputs, BATCH.
-
-    Source: KellerJordan/Muon muon.py, `muon_update`; google-deepmind/optax optax/contrib/_muon.py,
-    `MuonDimensionNumbers`.
     """
-    if axes is not None:
-        of = {label: tuple(i for i, axis in enumerate(axes) if axis is label) for label in Axis}
-        return Sides(of[Axis.BATCH], of[Axis.ROW], of[Axis.COLUMN])
-    if rank == 4:
-        return Sides((), (0,), (1, 2, 3))
-    batch, first, second = tuple(range(rank - 2)), (rank - 2,), (rank - 1,)
-    return Sides(batch, first, second) if form["orientation"] == "first" else Sides(batch, second, first)
+    usual = matrix_rule(form, rank)
+    if axes is None and usual is not None:
+        axes = usual.axes
+    of = {label: tuple(i for i, axis in enumerate(axes or ()) if axis is label) for label in Axis}
+    return Sides(of[Axis.BATCH], of[Axis.ROW], of[Axis.COLUMN])
 
 
 SHAPE_SCALES: Mapping[str, Callable[[int, int], float]] = {
@@ -139,7 +135,8 @@ def shape_scale(
     form: MuonConstants, hyper: MuonHyperparameters, shape: Shape, sides: Sides
 ) -> tuple[float, float]:
     """Returns what the update of a parameter is scaled by: from its shape, and as an option says."""
-    sizes = shape[-2:] if form["scale_axes"] == "last_two" else sides.sizes(shape)
+    is_filter = form["scale_axes"] == "last_two" and len(shape) == 4
+    sizes = shape[-2:] if is_filter else sides.sizes(shape)
     return SHAPE_SCALES[hyper.shape_scale](*sizes), hyper.scale_factor
 
 
@@ -310,7 +307,9 @@ def _require_matrix(state: TrainState, path: str, form: MuonConstants) -> None:
     """Raises UnknownRuleError if a parameter is no matrix for a variant, or nobody knows which axes make one."""
     rank, known = len(state.params[path].shape), state.rules.get(path)
     ranks = {"filters": (2, 3, 4), "by_rule": (2,)}.get(form["rank_above_two"], (2,))
-    if known is None and rank not in ranks:
+    sides = None if known is None else [set(known.dims(side)) for side in (Axis.ROW, Axis.COLUMN, Axis.NONE)]
+    no_matrix = rank not in ranks if sides is None else not (sides[0] and sides[1]) or bool(sides[2])
+    if no_matrix:
         by_rule = form["rank_above_two"] == "by_rule" and rank > 2
         raise UnknownRuleError(
             "Nobody says which axes of a parameter are Muon's matrix."

@@ -113,6 +113,24 @@ def label(value: Any) -> Axis:
         ) from None
 
 
+def matrix_rule(form: Mapping[str, Any], rank: int) -> Rule | None:
+    """Returns which axes of a parameter are outputs (ROW), inputs (COLUMN) and BATCH, as a variant takes them.
+
+    Args:
+        form: The variant's constants; None is returned of a schema whose update sees no matrices.
+        rank: How many axes the parameter has.
+
+    Source: KellerJordan/Muon muon.py, `muon_update`; google-deepmind/optax optax/contrib/_muon.py,
+    `MuonDimensionNumbers`.
+    """
+    if "orientation" not in form or rank < 2:
+        return None
+    if rank == 4 and form["rank_above_two"] == "filters":
+        return Rule((Axis.ROW, Axis.COLUMN, Axis.COLUMN, Axis.COLUMN), "inferred")
+    sides = (Axis.ROW, Axis.COLUMN) if form["orientation"] == "first" else (Axis.COLUMN, Axis.ROW)
+    return Rule((*(Axis.BATCH,) * (rank - 2), *sides), "inferred")
+
+
 @dataclass(frozen=True)
 class GivenRules:
     """The factor rules of a run, as they were told.
