@@ -508,7 +508,7 @@ def test_a_layout_that_doesnt_find_its_state_again_is_caught(
 # Accidents
 
 SWEEPS = {
-    "kill": ["kill", "x.statekit"],
+    "kill": ["kill", "x.statekit", "sample=0"],
     "kill while writing a large torch file": ["kill", "x.pt", "large"],
     "kill while writing a T5X folder": ["kill", "t5x-ckpt", "sample=1"],
     "kill while writing an Orbax folder": ["kill", "t5x-orbax", "sample=1"],

@@ -27,9 +27,22 @@ def environment_with_triton() -> dict[str, str]:
 
 
 @needs_triton
-def test_kernels_do_through_the_interpreter_what_the_text_says() -> None:
+@pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
+def test_kernels_do_through_the_interpreter_what_the_text_says(cases: str) -> None:
     environment = {**environment_with_triton(), "TRITON_INTERPRET": "1"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-x",
+        "-m",
+        cases,
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+    ]
     ended = subprocess.run(
         [*command, str(ROOT / "tests" / "kernels_interpreted.py")],
         env=environment, cwd=ROOT, capture_output=True, text=True, check=False,
