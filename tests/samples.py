@@ -57,6 +57,9 @@ class Row:
         return self.write is not None or (self.sample.root or self.sample.path).exists()
 
 
+CASES = Path(__file__).parent / "cases"
+
+
 def recorded(
     container: str,
     layout: str,
@@ -70,7 +73,7 @@ def recorded(
     hints: CheckpointRef = NO_HINTS,
 ) -> Row:
     """Makes a row of a place among the recordings; `within` says what in that folder is opened."""
-    root = GOLDEN / place
+    root = (CASES if place.startswith("foreign/") else GOLDEN) / place
     sample = Sample(container, root / within, root, unchecked, optional, plain, writes)
     return Row(f"{place}/{within}" if within else place, sample, layout, hints)
 
@@ -245,6 +248,7 @@ ALL = (
     ),
     written("orbax", "optax", "lamb", "optax", writes="anew"),
     written("flax", "optax", "adamw", "optax"),
+    recorded("flax", "optax-native", "foreign/optax_adagrad", unchecked=ANYWHERE),
     written("accelerate", "torch-optim", "adamw", "torch", unchecked=VALUES, optional=ACCELERATE),
     written("keras-h5", "statekit-keras", "scaled_adam", "zip2025", unchecked=ANYWHERE),
     written("dcp-safetensors", "torch-fqn-flat", "adamw", "torch", unchecked=VALUES, optional=OPTIONS),

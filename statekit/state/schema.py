@@ -505,6 +505,8 @@ _NOTHING: Mapping[str, Any] = {
 
 NATIVE: Mapping[str, str] = {
     "torch_native": "PyTorch",
+    "optax_native": "Optax",
+    "keras_native": "Keras",
 }
 """Schemas of states whose optimizer has none, by whose they are: any slot and any option fits, and nothing steps.
 

@@ -126,19 +126,16 @@ class Opened:
             updates: The count of updates.
             groups: Fields of a link that belong to all parameters together.
         """
-        meta, step = self.checkpoint.meta, self.checkpoint.step
         counts = updates, self.schedule(updates)
-        form: dict[str, Tree] = {
-            "tree": frame_of(
-                self.checkpoint.tree,
-                self.where,
-                self.all_links,
-                kept,
-                *counts,
-                groups,
-                {link.path for link in self.schedules},
-            )
-        }
+        schedules = {link.path for link in self.schedules}
+        tree, where = self.checkpoint.tree, self.where
+        frame = frame_of(tree, where, self.all_links, kept, *counts, groups, schedules)
+        return self.with_frame(key, frame, updates)
+
+    def with_frame(self, key: str, frame: Tree, updates: int) -> dict[str, Tree]:
+        """Returns a frame of the tree, and where and beside what that lay, for `extra`."""
+        meta, step = self.checkpoint.meta, self.checkpoint.step
+        form: dict[str, Tree] = {"tree": frame}
         if len(meta.get("items", ())) > 1:
             form["items"] = True
         if step not in (None, updates):
@@ -166,7 +163,7 @@ def opened(checkpoint: Checkpoint, kinds: Collection[str], faults: Faults) -> Op
     keys = (checkpoint.meta.get(MODEL_KEY), checkpoint.meta.get(OPTIMIZER_KEY))
     network = find_network(checkpoint.tree, links(checkpoint.tree), kinds, *keys, checkpoint.path)
     where, all_links = network.where, network.links
-    params = dict(_params(checkpoint.tree, where, faults))
+    params = dict(params_of(checkpoint.tree, where, faults))
     counting = tuple(link for link in all_links if link.kind == "schedule")
     return Opened(checkpoint, all_links, where, params, left_out, counting, network.assumed)
 
@@ -176,7 +173,8 @@ def tree_of(checkpoint: Checkpoint) -> Tree:
     return with_sequences(checkpoint.tree) if checkpoint.meta.get(SEQUENCES_AS_MAPS) else checkpoint.tree
 
 
-def _params(tree: Tree, where: Path, faults: Faults) -> Iterator[tuple[str, Tensor]]:
+def params_of(tree: Tree, where: Path, faults: Faults) -> Iterator[tuple[str, Tensor]]:
+    """Yields the parameters of a tree by path."""
     seen: set[str] = set()
     for keys, leaf in leaves(under(tree, where)):
         path = "/".join(map(str, keys))
@@ -221,6 +219,13 @@ def foreign(tree: Opened, stepped: Sequence[Slots]) -> list[Foreign]:
     return parts
 
 
+def move_more(tree: Tree, core_links: Sequence[Link]) -> bool:
+    """Tells whether optimizers without a schema move parameters that no core link moves."""
+    unknown = strangers(tree)
+    moved = slots_of(core_links) if unknown else {}
+    return any(path not in moved for path in slots_of(unknown))
+
+
 def _foreign_part(keys: Path, inner: Tree, unmoved: Mapping[tuple[str, ...], str]) -> Foreign:
     """Returns what a part of a partition holds for parameters that no link known here moves."""
     slots: dict[str, dict[str, Tensor]] = {}
@@ -255,6 +260,12 @@ def named(state: Tree) -> str:
     return f"a link with {', '.join(fields)}, which has no schema yet"
 
 
+def called(link: Link) -> str:
+    """Returns what optimizer a link is of, with or without a schema."""
+    stranger = stranger_of(link.state) if link.kind == STRANGER else None
+    return _KNOWN.get(link.kind, link.kind) if stranger is None else stranger.name
+
+
 _KNOWN = {"adam": "AdamW or its like", "adafactor": "Adafactor", "ema": "momentum"}
 """What links are that have a schema."""
 
@@ -268,7 +279,7 @@ def described(checkpoint: Checkpoint) -> Contents | None:
     places = find_params(tree, [*known, *unknown], (*SLOT_TREES,), key) if unknown else []
     if not places:
         return None if unknown else _without_params(checkpoint, known)
-    params = dict(_params(tree, places[0], Faults()))
+    params = dict(params_of(tree, places[0], Faults()))
     slots: dict[str, dict[str, Tensor]] = {}
     parts: dict[str, set[str]] = {}
     for link in (*unknown, *known):

@@ -27,6 +27,7 @@ from statekit.converters.layouts.optax.decode import (
     given_rule,
     group_of,
     groups_of,
+    move_more,
     opened,
     rules_of,
     slots_of,
@@ -86,7 +87,7 @@ class Optax:
         """Looks for the fields of a link's state, and for parameters that fit them."""
         all_links = links(checkpoint.tree)
         core_links = [link for link in all_links if link.kind in CORE_LINKS]
-        if not has_network(checkpoint.tree, all_links, CORE_LINKS):
+        if not has_network(checkpoint.tree, all_links, CORE_LINKS) or move_more(checkpoint.tree, core_links):
             return None
         place = "/".join(map(str, core_links[0].path)) or "the top"
         return Evidence(20, f"{place} has {', '.join(core_links[0].state)}, as a state of Optax has them")

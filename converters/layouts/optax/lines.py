@@ -158,6 +158,13 @@ def _reading(saved: SavedRun) -> list[str]:
     ]
 
 
+def native_lines(saved: SavedRun) -> list[str]:
+    """Returns the lines for an optimizer that has no schema: the program's own."""
+    return _tree_lines(
+        saved, "import optax", [f"optimizer = {UNKNOWN}  # the run's optimizer: its rule is not known"]
+    )
+
+
 def _tree_lines(saved: SavedRun, module: str, optimizer: Sequence[str]) -> list[str]:
     """Returns the lines that restore parameters and the state of an optimizer that some lines make."""
     above = place_above(saved)

@@ -94,33 +94,49 @@ def frame_of(
         groups: Fields of a link that belong to all parameters together.
         schedules: The paths of the links that count for the schedule of the rate.
     """
-    node = under(tree, at)
-    paths = {keys: "/".join(map(str, keys)) for keys, leaf in leaves(node) if is_tensor(leaf)}
-    form = form_of(node, paths)
-    usual = usual_form(dict.fromkeys(paths.values()))
-    parts: dict[Path, Tree] = {at: (PARAMS,) if form == usual else (PARAMS, _packed(form))}
     kept_links = [link for link in all_links if link.path in kept]
-    parts |= _slot_marks(kept_links, form, paths)
+    fields = {(*link.path, name): name for link in kept_links for name, _ in link.trees()}
+    parts = marks_of(tree, at, fields)
     for link in kept_links:
         together = [name for name in groups if is_tensor(link.state.get(name))]
         parts |= {(*link.path, name): (GROUP, name) for name in together}
     for link in all_links:
         mark, value = ((SCHEDULE,), schedule) if link.path in schedules else ((COUNT,), updates)
         parts |= _count_marks(link, mark, value)
-    if isinstance(tree, Mapping) and _is(tree.get("step"), updates):
+    if isinstance(tree, Mapping) and is_count(tree.get("step"), updates):
         parts[("step",)] = (COUNT,)
     return replaced(tree, parts)
 
 
+def marks_of(tree: Tree, at: Path, fields: Mapping[Path, str]) -> dict[Path, Tree]:
+    """Returns the marks of a tree's parameters and slots by their keys.
+
+    Args:
+        tree: The tree.
+        at: Where its parameters are.
+        fields: The keys of trees like the parameters', each with the name of the slot that it holds.
+    """
+    node = under(tree, at)
+    paths = {keys: "/".join(map(str, keys)) for keys, leaf in leaves(node) if is_tensor(leaf)}
+    form = form_of(node, paths)
+    usual = usual_form(dict.fromkeys(paths.values()))
+    marks: dict[Path, Tree] = {at: (PARAMS,) if form == usual else (PARAMS, _packed(form))}
+    return marks | _slot_marks(
+        {place: (name, under(tree, place)) for place, name in fields.items()}, form, paths
+    )
+
+
 def _count_marks(link: Link, mark: tuple[str], value: int) -> dict[Path, Tree]:
     names = ("count", "gradient_step")
-    return {(*link.path, name): mark for name in names if _is(link.state.get(name), value)}
+    return {(*link.path, name): mark for name in names if is_count(link.state.get(name), value)}
 
 
-def _slot_marks(kept: list[Link], form: Tree, paths: Mapping[Path, str]) -> dict[Path, Tree]:
-    """Returns the marks of all slots; a form goes with one that isn't the usual of its field."""
+def _slot_marks(
+    fields: Mapping[Path, tuple[str, Tree]], form: Tree, paths: Mapping[Path, str]
+) -> dict[Path, Tree]:
+    """Returns the marks of all slots; a form goes with one that isn't the usual of its name."""
     paths_of: dict[str, set[str]] = {}
-    for name, field_tree in (pair for link in kept for pair in link.trees()):
+    for name, field_tree in fields.values():
         holding = (paths[keys] for keys, leaf in leaves(field_tree) if is_tensor(leaf))
         paths_of.setdefault(name, set()).update(holding)
     plain = {
@@ -128,14 +144,18 @@ def _slot_marks(kept: list[Link], form: Tree, paths: Mapping[Path, str]) -> dict
         for name, holders in paths_of.items()
     }
     marks: dict[Path, Tree] = {}
-    for link in kept:
-        for name, field_tree in link.trees():
-            mine = form_of(field_tree, paths)
-            marks[(*link.path, name)] = (SLOT, name) if mine == plain[name] else (SLOT, name, _packed(mine))
+    for place, (name, field_tree) in fields.items():
+        mine = form_of(field_tree, paths)
+        marks[place] = (SLOT, name) if mine == plain[name] else (SLOT, name, _packed(mine))
     return marks
 
 
-def _is(leaf: Any, value: int) -> bool:
+def slot_mark(name: str, path: str) -> Tree:
+    """Returns the mark of one parameter's slot that stands by itself."""
+    return (SLOT, name, (path,))
+
+
+def is_count(leaf: Any, value: int) -> bool:
     """Tells whether a leaf is the int32 that is written for a count."""
     return is_tensor(leaf) and (leaf.shape, leaf.dtype.name) == ((), "int32") and int(leaf.read()) == value
 

@@ -1,0 +1,185 @@
+"""Optimizers of Optax that no schema describes: their state goes there and back, and the original goes on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import statekit
+from statekit.conversion.open_state import open_state
+from statekit.errors import StatekitError, UnknownRuleError
+from statekit.verify.cold_start import cold_start
+
+pytestmark = pytest.mark.jax
+RATE = 0.01
+
+
+def originals() -> dict[str, Callable[[], Any]]:
+    """Returns optimizers of Optax by name: each as a program would make it."""
+    import optax
+    from optax import contrib
+
+    schedule = optax.linear_schedule(0.1, 0.0, 20)
+    labels = {"dense": "lion", "out": "sgd", "scale": "lion"}
+    return {
+        "lion": lambda: optax.lion(schedule),
+        "sgd": lambda: optax.sgd(RATE),
+        "rmsprop": lambda: optax.rmsprop(RATE, centered=True, momentum=0.9, nesterov=True),
+        "two traces": lambda: optax.chain(
+            optax.trace(0.9), optax.clip(1.0), optax.trace(0.5), optax.scale(-RATE)
+        ),
+        "novograd": lambda: optax.novograd(RATE),
+        "sm3": lambda: optax.sm3(RATE),
+        "partition": lambda: optax.partition({"lion": optax.lion(RATE), "sgd": optax.sgd(RATE, 0.9)}, labels),
+        "mixed": lambda: optax.partition({"lion": optax.lion(RATE), "sgd": optax.adamw(RATE)}, labels),
+        "schedule_free": lambda: contrib.schedule_free_sgd(RATE),
+        "accumulated": lambda: optax.MultiSteps(optax.lion(RATE), 2),
+        "injected": lambda: optax.inject_hyperparams(optax.lion)(learning_rate=schedule),
+        "momentum": lambda: optax.sgd(RATE, 0.9),
+        "adagrad": lambda: optax.adagrad(RATE),
+        "adadelta": lambda: optax.adadelta(RATE),
+        "adan": lambda: optax.adan(RATE),
+        "rprop": lambda: optax.rprop(RATE),
+        "optimistic": lambda: optax.optimistic_gradient_descent(RATE),
+        "lars": lambda: optax.lars(RATE),
+        "ademamix": lambda: contrib.ademamix(RATE),
+        "prodigy": contrib.prodigy,
+        "dadapt": contrib.dadapt_adamw,
+        "cocob": contrib.cocob,
+        "dog": contrib.dog,
+        "schedule_free_adamw": lambda: contrib.schedule_free_adamw(RATE),
+        **{name: partial(getattr(optax, name), RATE) for name in ADAM_LIKE},
+    }
+
+
+ADAM_LIKE = ("nadam", "radam", "adamax", "yogi", "adabelief", "amsgrad")
+FAST = ("lion", "sgd", "rmsprop", "sm3", "mixed")
+NAMES = (
+    *FAST, "two traces", "novograd", "partition", "schedule_free", "accumulated", "injected", "momentum", "adagrad",
+    "adadelta", "adan", "rprop", "optimistic", "lars", "ademamix", "prodigy", "dadapt", "cocob", "dog",
+    "schedule_free_adamw", *ADAM_LIKE,
+)  # fmt: skip
+
+
+def drawn(seed: int) -> Any:
+    """Returns a tree like the parameters."""
+    import jax.numpy as jnp
+
+    random = np.random.default_rng(seed)
+
+    def of(*shape: int) -> Any:
+        return jnp.asarray(random.normal(size=shape), jnp.float32)
+
+    return {"dense": {"bias": of(4), "kernel": of(3, 4)}, "out": {"0": of(4, 2)}, "scale": of(1)}
+
+
+def updated(optimizer: Any, params: Any, state: Any, first: int, last: int) -> tuple[Any, Any]:
+    import optax
+
+    for number in range(first, last):
+        updates, state = optimizer.update(drawn(100 + number), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def as_flax(path: Path, run: Any) -> None:
+    from flax import serialization
+
+    path.write_bytes(serialization.to_bytes(run))
+
+
+def from_flax(path: Path, like: Any) -> Any:
+    from flax import serialization
+
+    return serialization.from_bytes(like, path.read_bytes())
+
+
+def as_orbax(path: Path, run: Any) -> None:
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path, run)
+
+
+def from_orbax(path: Path, like: Any) -> Any:
+    import orbax.checkpoint as ocp
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        return checkpointer.restore(path, like)
+
+
+def unlike(left: Any, right: Any) -> list[str]:
+    """Returns the places in which two trees differ: values to the bit, dtypes, structure."""
+    import jax
+
+    assert jax.tree.structure(left) == jax.tree.structure(right)
+    pairs = zip(jax.tree.leaves_with_path(left), jax.tree.leaves(right), strict=True)
+    return [
+        jax.tree_util.keystr(path)
+        for (path, one), other in pairs
+        if np.asarray(one).dtype != np.asarray(other).dtype
+        or np.asarray(one).tobytes() != np.asarray(other).tobytes()
+    ]
+
+
+@pytest.mark.filterwarnings("ignore:Sharding info not provided:UserWarning")
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
+def test_the_original_goes_on_as_if_nothing_had_been(name: str, tmp_path: Path) -> None:
+    optimizer = originals()[name]()
+    start = drawn(0)
+    params, state = updated(optimizer, start, optimizer.init(start), 0, 3)
+    run = {"params": params, "opt_state": state, "step": 3}
+    as_orbax(tmp_path / "run", run)
+    statekit.convert(tmp_path / "run", tmp_path / "neutral", to="statekit")
+    statekit.convert(tmp_path / "neutral", tmp_path / "flax", to="flax")
+    statekit.convert(tmp_path / "flax", tmp_path / "back", to="orbax")
+    begun = {"params": start, "opt_state": optimizer.init(start), "step": 0}
+    as_flax(tmp_path / "own", run)
+    for own, path, restored in (
+        ("own", "flax/checkpoint_3", from_flax),
+        ("run", "back/3/default", from_orbax),
+    ):
+        # What is weakly typed in memory is so in no file, and Flax restores arrays of NumPy.
+        due, back = (restored(tmp_path / file, begun) for file in (own, path))
+        assert unlike(run, back) == []
+        ends = [updated(optimizer, each["params"], each["opt_state"], 3, 5) for each in (due, back)]
+        assert unlike(*ends) == []
+
+
+def saved(path: Path, optimizer: Any) -> Path:
+    """Saves a run of an optimizer in Flax' msgpack."""
+    start = drawn(0)
+    params, state = updated(optimizer, start, optimizer.init(start), 0, 2)
+    as_flax(path, {"params": params, "opt_state": state})
+    return path
+
+
+def test_its_slots_have_their_own_names_and_its_rule_is_unknown(tmp_path: Path) -> None:
+    source = saved(tmp_path / "run.msgpack", originals()["rmsprop"]())
+    with open_state(source) as opened:
+        assert opened.state.optimizer.kinds == (("optax_native", "centered RMSprop with momentum"),)
+        assert {*opened.state.slots["dense/kernel"]} == {"mu", "nu", "trace"}
+    made = statekit.plan(source, tmp_path / "out", to="orbax")
+    assert made.headline == "BITWISE; unknown: the rule of centered RMSprop with momentum"
+    with pytest.raises(UnknownRuleError, match="statekit has no step of centered RMSprop with momentum"):
+        cold_start(source)
+    with pytest.raises(StatekitError, match="state of centered RMSprop"):
+        statekit.plan(source, tmp_path / "out.pt")
+
+
+def test_two_links_of_a_kind_are_told_by_their_places(tmp_path: Path) -> None:
+    with open_state(saved(tmp_path / "run.msgpack", originals()["two traces"]())) as opened:
+        assert {*opened.state.slots["scale"]} == {"0.trace", "2.trace"}
+
+
+def test_what_an_axis_has_of_its_own_is_a_slot_by_its_number(tmp_path: Path) -> None:
+    with open_state(saved(tmp_path / "run.msgpack", originals()["sm3"]())) as opened:
+        shapes = {name: slot.shape for name, slot in opened.state.slots["dense/kernel"].items()}
+        assert shapes == {"mu.0": (3,), "mu.1": (4,), "nu": (3, 4)}
