@@ -20,6 +20,7 @@ from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence, Exactness
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.hyperparameters import manifest_state
+from statekit.converters.layouts.keras import native
 from statekit.converters.layouts.keras.home import (
     INNER,
     OPTIMIZER,
@@ -78,7 +79,10 @@ class Keras:
     name: str = "keras"
     title: str = "Keras 3's Adafactor, LAMB, Adam and AdamW"
     variants: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: dict.fromkeys(("adafactor", "lamb", "adamw"), (VARIANT,))
+        default_factory=lambda: {
+            **dict.fromkeys(("adafactor", "lamb", "adamw"), (VARIANT,)),
+            native.SCHEMA: (),
+        }
     )
     containers: tuple[str, ...] = ("keras-h5", "keras")
     schedule_in: str = "iterations"
@@ -103,6 +107,8 @@ class Keras:
         tree = file_tree(checkpoint)
         config = config_of(tree)
         named = _named(tree, config, hints.optimizer)
+        if named is None and (signature := _native_signature(tree, config, hints.optimizer)) is not None:
+            return _native_state(checkpoint, tree, signature, hints)
         if named is None:
             raise StateError(
                 "The file doesn't say which optimizer of Keras it is about.",
@@ -111,13 +117,10 @@ class Keras:
                 found=attribute(tree, OPTIMIZER, "name") or "no name",
                 remedy="name the optimizer that ran (--optimizer Adam), or read the .keras file, which has its config",
             )
-        entries = optimizer_variables(tree)
         known = manifest_state(checkpoint, named.schema)
         every = variables(tree, config)
         trained = [variable.tensor for variable in every if variable.trained]
-        rows = [entries[key] for key in map(str, range(len(entries))) if key in entries]
-        if len(rows) != len(entries):
-            raise StateError("The optimizer's variables aren't numbered from 0 on.", place=checkpoint.path)
+        rows = _rows(tree)
         numbered_slots = numbered(named.schema, rows, named.known_kept(hints), trained)
         order = _order(tree, every, hints, numbered_slots.shapes, config)
         frozen = frozen_of(tree, every, order)
@@ -142,6 +145,8 @@ class Keras:
             InexactError: No optimizer of Keras holds the state; lists every reason.
         """
         home = home_in(state)
+        if state.optimizer.schema == native.SCHEMA:
+            return self._encode_native(state, home)
         kept, numbers = variables_of(state, home, self.name)
         entries = {str(i): tensor for i, (_, _, tensor) in enumerate(numbers)}
         kind = kind_of(state, home)
@@ -158,10 +163,71 @@ class Keras:
         exactness = {RATE_PLACE: (Exactness.ROUNDING, NO_RATE)} if unknown else {}
         return Encoded(tree, state.counts.updates, exactness, left_out(state, "tree", "places"))
 
+    def _encode_native(self, state: TrainState, home: Mapping[str, Any]) -> Encoded:
+        """Returns the file's tree for an optimizer without a schema, its config as it was."""
+        rows = native.native_rows(state, home, self.name)
+        kind = str(state.optimizer.variant)
+        tree = model_tree(state, home, {"class": kind, native.ROWS: home[native.ROWS]})
+        group = tree.get(OPTIMIZER, {}).get(VARIABLES, {})
+        name = group.get(ATTRIBUTES) or {"name": native.usual_name(kind)}
+        entries = {str(number): tensor for number, (_, _, tensor) in enumerate(rows)}
+        tree[OPTIMIZER] = {**tree.get(OPTIMIZER, {}), VARIABLES: {ATTRIBUTES: name, **entries}}
+        return Encoded(tree, state.counts.updates, {}, left_out(state, "tree", "places"))
+
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the lines that go on in Keras."""
         whole = saved.container == "keras"
         return model_file_lines(state, saved) if whole else weights_file_lines(state, saved)
+
+
+def _rows(tree: Mapping[str, Any]) -> list[Tensor]:
+    """Returns the optimizer's variables in their order.
+
+    Raises:
+        StateError: Some numbers are missing.
+    """
+    entries = optimizer_variables(tree)
+    rows = [entries[key] for key in map(str, range(len(entries))) if key in entries]
+    if len(rows) != len(entries):
+        raise StateError("The optimizer's variables aren't numbered from 0 on.", place=OPTIMIZER)
+    return rows
+
+
+def _native_signature(tree: Mapping[str, Any], config: Any, given: str | None) -> native.Signature | None:
+    """Returns which optimizer without a schema a file is about; Keras 2 numbers other variables."""
+    if is_keras2(tree):
+        return None
+    return native.told(config, attribute(tree, OPTIMIZER, "name"), sayings(tree).get("class"), given)
+
+
+def _native_state(
+    checkpoint: Checkpoint, tree: Mapping[str, Any], signature: native.Signature, hints: CheckpointRef
+) -> TrainState:
+    """Returns the state of an optimizer without a schema."""
+    config = config_of(tree)
+    rows, every = _rows(tree), variables(tree, config)
+    said = sayings(tree).get(native.ROWS)
+    shapes = [variable.tensor.shape for variable in every if variable.trained]
+    told_apart = native.numbered(signature, rows, shapes) if said is None else None
+    order = _order(tree, every, hints, shapes if told_apart is None else told_apart.shapes, config)
+    paths, frozen = [*order.moved], frozen_of(tree, every, order)
+    owners: list[tuple[str | None, str]] = (
+        [(path or None, what) for path, what in said or ()]
+        if told_apart is None
+        else [(None if i is None else paths[i], what) for i, what in told_apart.rows]
+    )
+    if len(owners) != len(rows):
+        raise StateError("The file names other variables of its optimizer than it has.", place=SAYINGS)
+    return native.native_state(
+        signature,
+        [(path, what, tensor) for (path, what), tensor in zip(owners, rows, strict=True)],
+        {path: variable.tensor for path, variable in order.moved.items()},
+        {path: variable.tensor for path, variable in frozen.items()},
+        home_of(tree, {**order.moved, **frozen}),
+        manifest_state(checkpoint, native.SCHEMA),
+        hints,
+        order.notes,
+    )
 
 
 RATE_PLACE = f"{OPTIMIZER}/{VARIABLES}/1"
@@ -204,6 +270,7 @@ class Saying(TypedDict, total=False):
     """What statekit says in a file that it wrote."""
 
     kept: KeptRecord
+    rows: list[tuple[Name, Name]]
     variables: list[tuple[list[Name], Name, bool]]
 
 

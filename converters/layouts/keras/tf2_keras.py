@@ -16,10 +16,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.hyperparameters import manifest_state
+from statekit.converters.layouts.keras import native
 from statekit.converters.layouts.keras.graph_optimizer import (
     ITERATIONS,
     TRAINED,
@@ -72,7 +74,10 @@ class KerasGraph:
     schedule_in: str = "iterations"
     stores_values: bool = True
     variants: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: dict.fromkeys(("adafactor", "lamb", "adamw"), (VARIANT,))
+        default_factory=lambda: {
+            **dict.fromkeys(("adafactor", "lamb", "adamw"), (VARIANT,)),
+            native.SCHEMA: (),
+        }
     )
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
@@ -91,6 +96,8 @@ class KerasGraph:
         """
         tree, optimizer = checkpoint.tree, found_optimizer(checkpoint)
         named = _named(optimizer) if optimizer else None
+        if optimizer is not None and named is None:
+            return self._native_state(checkpoint, optimizer, hints)
         if optimizer is None or named is None:
             raise StateError(
                 "The checkpoint doesn't say which optimizer of Keras it is about.",
@@ -127,6 +134,8 @@ class KerasGraph:
             InexactError: No optimizer of Keras holds the state; lists every reason.
         """
         home = home_in(state)
+        if state.optimizer.schema == native.SCHEMA:
+            return self._encode_native(state, home)
         kept, rows = variables_of(state, home, self.name)
         kind, schema = kind_of(state, home), state.optimizer.schema
         order = order_of(state)
@@ -137,6 +146,41 @@ class KerasGraph:
             for i, what, tensor in rows
         ]
         return encoded_graph(state, home, name, LISTS[schema], variables, silent, self.name)
+
+    def _native_state(
+        self, checkpoint: Checkpoint, optimizer: GraphOptimizer, hints: CheckpointRef
+    ) -> TrainState:
+        """Returns the state of an optimizer without a schema, by the names of its variables."""
+        tree = checkpoint.tree
+        moved = dict(
+            zip((name for _, name in optimizer.moved), tensors_of(tree, optimizer.moved, ""), strict=True)
+        )
+        values = tensors_of(tree, optimizer.variables, checkpoint.path)
+        names = [name.removeprefix(f"{optimizer.name}/") for _, name in optimizer.variables]
+        owners = [native.owner_of(name, [*moved]) for name in names]
+        frozen = frozen_keys(tree, optimizer)
+        placed = {name: key for key, name in optimizer.moved} | frozen
+        signature = native.told(None, optimizer.name, None, hints.optimizer)
+        return native.native_state(
+            signature or native.Signature(optimizer.name),
+            [(path, what, tensor) for (path, what), tensor in zip(owners, values, strict=True)],
+            moved,
+            {name: tree[key] for name, key in frozen.items()},
+            graph_home(tree, optimizer, placed, owners, self.name),
+            manifest_state(checkpoint, native.SCHEMA),
+            hints,
+        )
+
+    def _encode_native(self, state: TrainState, home: Mapping[str, Any]) -> Encoded:
+        """Returns the flat tree of keys for an optimizer without a schema."""
+        kind = str(state.optimizer.variant)
+        name = native.usual_name(kind)
+        rows = [
+            Row(path, what, f"{name}/{what if path is None else path.replace('/', '_') + '_' + what}", tensor)
+            for path, what, tensor in native.native_rows(state, home, self.name)
+        ]
+        lists = native.signature_of(kind).lists or {}
+        return encoded_graph(state, home, name, lists, rows, False, self.name)
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the lines that go on in Keras, with objects of TensorFlow 2."""

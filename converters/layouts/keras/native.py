@@ -1,0 +1,349 @@
+"""Optimizers of Keras 3 that have no schema: their slots and options under their own names, and nothing else told.
+
+    optimizer/vars/0, 1, 2 ...      iteration, the rate where no schedule makes it, then rounds of slots
+    optimizer/_variables/2/...      the same in tf.train.Checkpoint, whose object graph has the names of variables
+
+A round has a variable, or several, of each parameter. Which rounds a class has, `signatures.json` says; those of
+another class are numbered. The rows of a state, each a parameter and what it is, keep their order in `extra`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.converters.layouts.hyperparameters import ManifestRecord
+from statekit.converters.layouts.keras.state import (
+    ACCUMULATOR,
+    AVERAGE,
+    HOME,
+    ITERATION,
+    RATE,
+    SCHEMAS,
+    called,
+    called_by,
+    calls_of,
+    rate_of,
+)
+from statekit.converters.layouts.keras.variables import snake_case
+from statekit.errors import Faults, InexactError, StateError
+from statekit.state.train_state import Counts, Group, Optimizer, TrainState
+from statekit.tensors.tensor import DTYPES, Shape, Tensor, in_memory
+from statekit.tensors.tree import plain
+from statekit.tensors.typed import Name, fits
+
+SCHEMA = "keras_native"
+ROWS = "rows"
+"""Key in the home: for each of the optimizer's variables its parameter's path, "" of none, and what it is."""
+_OPTIONS = {AVERAGE: "use_ema", ACCUMULATOR: "gradient_accumulation_steps"}
+_PERIODS = _OPTIONS[ACCUMULATOR]
+Row: TypeAlias = tuple[str, str]
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a class of optimizers keeps.
+
+    Attributes:
+        kind: The class.
+        settings: Its arguments; None where no file has them.
+        slots: Rounds of slots, each with its names, and the option that has it; None of a class that isn't known.
+        lists: The attributes that hold the slots of a name.
+        alone: Numbers of no parameter, which stand behind all slots.
+    """
+
+    kind: str
+    settings: Mapping[str, Any] | None = None
+    slots: tuple[tuple[tuple[str, ...], str | None], ...] | None = None
+    lists: Mapping[str, str] | None = None
+    alone: tuple[str, ...] = ()
+
+
+@cache
+def _known() -> Mapping[str, Mapping[str, Any]]:
+    text = resources.files("statekit.converters.layouts.keras").joinpath("signatures.json").read_text("utf-8")
+    known: Mapping[str, Mapping[str, Any]] = json.loads(text)["optimizers"]
+    return known
+
+
+def signature_of(kind: str, settings: Mapping[str, Any] | None = None) -> Signature:
+    """Returns the signature of a class; one without rounds where the class isn't known."""
+    known = _known().get(kind)
+    if known is None:
+        return Signature(kind, settings)
+    rounds = tuple((tuple(each["names"]), each.get("if")) for each in known["slots"])
+    return Signature(kind, settings, rounds, known["lists"], tuple(known.get("alone", ())))
+
+
+def usual_name(kind: str) -> str:
+    """Returns what an optimizer of a class is called unless it was given a name."""
+    return str(_known().get(kind, {}).get("name", snake_case(kind)))
+
+
+def told(config: Any, name: Any, said: Any, given: str | None) -> Signature | None:
+    """Returns which optimizer without a schema a file is about; None if nothing tells one.
+
+    Args:
+        config: The model's.
+        name: What the optimizer is called.
+        said: The class that statekit wrote.
+        given: The class that the user names, however it is written.
+    """
+    compiled = config.get("compile_config") if isinstance(config, Mapping) else None
+    record = compiled.get("optimizer") if isinstance(compiled, Mapping) else None
+    if isinstance(record, Mapping):
+        kind, settings = called(record)
+        is_own = record.get("registered_name") is None and kind in SCHEMAS
+        return None if is_own or settings is None else signature_of(kind, settings)
+    if fits(said, Name):
+        return None if said in SCHEMAS else signature_of(said)
+    plain_name = re.sub(r"_\d+$", "", name) if isinstance(name, str) else ""
+    wanted = (given or "").replace("_", "").casefold()
+    kinds = (k for k, one in _known().items() if one["name"] == plain_name or k.casefold() == wanted)
+    return next(map(signature_of, kinds), None)
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """An optimizer's variables, told apart.
+
+    Attributes:
+        shapes: Shape of each parameter, in the optimizer's order.
+        rows: For each variable the number of its parameter, None of none, and what it is.
+    """
+
+    shapes: tuple[Shape, ...]
+    rows: tuple[tuple[int | None, str], ...]
+
+
+def numbered(signature: Signature, variables: Sequence[Tensor], trained: Sequence[Shape]) -> Numbered:
+    """Tells an optimizer's variables apart.
+
+    Args:
+        signature: Its class.
+        variables: They, in their order.
+        trained: The shapes of the parameters that it may move.
+
+    Raises:
+        StateError: They aren't the variables of such an optimizer, or could be several ways.
+    """
+    is_begun = bool(variables) and variables[0].shape == () and variables[0].dtype.kind in "iu"
+    ways = [*_ways(signature, [one.shape for one in variables], trained)] if is_begun else []
+    ways = [way for way in ways if Counter(way.shapes) == Counter(trained)] or ways
+    ways = [way for way in ways if not {*_OPTIONS} & {what for _, what in way.rows}] or ways
+    owners = {tuple(i for i, _ in way.rows): way for way in ways}
+    if len(owners) != 1 and is_begun and signature.slots is None:
+        return _of_nobody(signature, variables, trained)
+    if len(owners) != 1:
+        raise StateError(
+            f"The optimizer's {len(variables)} variables "
+            + (
+                f"could be several things of Keras' {signature.kind}."
+                if ways
+                else f"aren't those of {signature.kind}."
+            ),
+            expected="iteration, learning_rate unless there is a schedule, then slots of each parameter",
+            found=f"shapes {[one.shape for one in variables][:20]}",
+            remedy="read the .keras file, which has the optimizer's config",
+        )
+    (way,) = owners.values()
+    alike = [other for other in ways if other.shapes == way.shapes]
+    names = [
+        " or ".join(dict.fromkeys(other.rows[number][1] for other in alike))
+        for number in range(len(way.rows))
+    ]
+    return Numbered(way.shapes, tuple((i, name) for (i, _), name in zip(way.rows, names, strict=True)))
+
+
+def _of_nobody(signature: Signature, variables: Sequence[Tensor], trained: Sequence[Shape]) -> Numbered:
+    """Returns the variables of a class that isn't known, where nothing tells which parameters they belong to."""
+    has_rate = not isinstance((signature.settings or {}).get(RATE), Mapping)
+    head = [ITERATION, RATE] if has_rate and len(variables) > 1 and variables[1].shape == () else [ITERATION]
+    names = [*head, *(f"variable_{number}" for number in range(len(head), len(variables)))]
+    return Numbered(tuple(trained), tuple((None, name) for name in names))
+
+
+def _ways(signature: Signature, shapes: Sequence[Shape], trained: Sequence[Shape]) -> Iterator[Numbered]:
+    """Yields what an optimizer's variables may be, as far as it isn't known."""
+    has_rate = None if signature.settings is None else not isinstance(signature.settings.get(RATE), Mapping)
+    for rate in (True, False) if has_rate is None else (has_rate,):
+        head = [ITERATION, RATE] if rate else [ITERATION]
+        if any(shape != () for shape in shapes[: len(head)]):
+            continue
+        behind = len(shapes) - len(signature.alone)
+        rest = shapes[len(head) : behind]
+        if any(shape != () for shape in shapes[behind:]):
+            continue
+        for rounds in _rounds(signature, len(rest), len(trained)):
+            way = _placed(rounds, rest, trained)
+            if way is not None:
+                before, after = ([(None, what) for what in names] for names in (head, signature.alone))
+                yield Numbered(way.shapes, (*before, *way.rows, *after))
+
+
+def _rounds(signature: Signature, rest: int, trained: int) -> Iterator[list[tuple[str, ...]]]:
+    """Yields the rounds of slots that an optimizer may have, each with its names."""
+    base = [((name,), option) for name, option in _OPTIONS.items()]
+    if signature.slots is None:
+        each = max(rest // max(trained, 1), 0)
+        names = [f"slot_{number}" for number in range(each)]
+        yield [(name,) for name in names]
+        if each > 1:
+            yield [tuple(names)]
+        return
+    choices = [_having(option, signature.settings) for _, option in (*base, *signature.slots)]
+    for chosen in itertools.product(*choices):
+        yield [names for (names, _), has in zip((*base, *signature.slots), chosen, strict=True) if has]
+
+
+def _having(option: str | None, settings: Mapping[str, Any] | None) -> tuple[bool, ...]:
+    if option is None:
+        return (True,)
+    return (False, True) if settings is None else (bool(settings.get(option)),)
+
+
+def _placed(
+    rounds: Sequence[Sequence[str]], rest: Sequence[Shape], trained: Sequence[Shape]
+) -> Numbered | None:
+    """Returns variables by rounds; None if they don't make a whole number of parameters of one shape each."""
+    each = sum(map(len, rounds))
+    if not each:
+        return None if rest else Numbered(tuple(trained), ())
+    count, left = divmod(len(rest), each)
+    rows = [(i, name) for names in rounds for i in range(count) for name in names]
+    found: dict[int, set[Shape]] = {}
+    for (i, _), shape in zip(rows, rest, strict=False):
+        found.setdefault(i, set()).add(shape)
+    if left or any(len(shapes) > 1 for shapes in found.values()):
+        return None
+    return Numbered(tuple(next(iter(found[i])) for i in range(count)), tuple(rows))
+
+
+def native_state(
+    signature: Signature,
+    rows: Sequence[tuple[str | None, str, Tensor]],
+    moved: Mapping[str, Tensor],
+    frozen: Mapping[str, Tensor],
+    home: Mapping[str, Any],
+    known: ManifestRecord | None,
+    hints: CheckpointRef,
+    notes: Sequence[str] = (),
+) -> TrainState:
+    """Returns the state of an optimizer without a schema.
+
+    Args:
+        signature: Its class.
+        rows: Its variables in their order: each one's parameter, None of none, what it is, and its value.
+        moved: The parameters that it moves, in its order.
+        frozen: Those that it doesn't.
+        home: What a file of this kind holds besides.
+        known: What a conversion's manifest says.
+        hints: What the user says.
+        notes: What was assumed.
+
+    Raises:
+        StateError: The optimizer doesn't count its calls.
+    """
+    slots: dict[str, dict[str, Tensor]] = {}
+    for path, what, tensor in rows:
+        if path is not None:
+            slots.setdefault(path, {})[what] = tensor
+    alone = {what: tensor for path, what, tensor in rows if path is None}
+    if ITERATION not in alone or (calls := int(alone[ITERATION].read())) < 0:
+        raise StateError(
+            "The optimizer's calls aren't counted from 0 on.", expected=ITERATION, found=", ".join(alone)
+        )
+    settings = {
+        key: plain(value) for key, value in (signature.settings or {}).items() if _is_option(key, value)
+    }
+    if RATE in alone:
+        settings[RATE] = float(alone[RATE].read())
+    periods = hints.hyperparameters.get(_PERIODS, settings.get(_PERIODS))
+    updates = calls // periods if isinstance(periods, int) and periods > 0 else calls
+    others = {what: tensor for what, tensor in alone.items() if what not in (ITERATION, RATE)}
+    kept = {
+        **home,
+        "class": signature.kind,
+        ITERATION: calls,
+        "iteration_dtype": alone[ITERATION].dtype.name,
+        ROWS: [[path or "", what] for path, what, _ in rows],
+        **({"alone": others} if others else {}),
+    }
+    group = Group(tuple(moved), settings, dict.fromkeys(settings, "file"))
+    state = TrainState(
+        {**moved, **frozen},
+        slots,
+        Optimizer(SCHEMA, signature.kind, (group,)),
+        Counts(updates, calls),
+        {},
+        {HOME: kept, **called_by(signature.settings)},
+        tuple(notes),
+    )
+    return hints.applied(state)
+
+
+def _is_option(key: Any, value: Any) -> bool:
+    return fits(key, Name) and (value is None or isinstance(value, (bool, int, float, str)))
+
+
+def native_rows(
+    state: TrainState, home: Mapping[str, Any], layout: str
+) -> list[tuple[str | None, str, Tensor]]:
+    """Returns an optimizer's variables in their order; undoes `native_state`.
+
+    Raises:
+        InexactError: The state wasn't read from Keras, or has other slots than it had; lists every one.
+    """
+    rows: Any = home.get(ROWS)
+    if not fits(rows, list[list[Name]]):
+        raise InexactError(
+            f"The layout {layout} writes such an optimizer as Keras had it, and the state doesn't say that.",
+            place=f"extra/{HOME}/{ROWS}",
+            expected="a state that was read from Keras",
+            found=state.optimizer.schema,
+        )
+    alone = dict(home.get("alone", {}))
+    dtype = DTYPES[str(home.get("iteration_dtype", "int64"))]
+    alone[ITERATION] = in_memory(np.asarray(calls_of(state, home), dtype), ITERATION)
+    rate = rate_of(state)
+    alone[RATE] = in_memory(np.asarray(np.nan if rate is None else rate, np.float32), RATE)
+    left = {path: dict(slots) for path, slots in state.slots.items()}
+    made: list[tuple[str | None, str, Tensor]] = []
+    faults = Faults()
+    for path, what in rows:
+        tensor = left.get(path, {}).pop(what, None) if path else alone.get(what)
+        if tensor is None:
+            faults.add(f"has no {what}", path or ROWS)
+        else:
+            made.append((path or None, what, tensor))
+    faults += [
+        (f"has slot {name}, for which there is no place", path)
+        for path, slots in left.items()
+        for name in slots
+    ]
+    faults.check(InexactError, "Keras' optimizer has other variables")
+    return made
+
+
+def owner_of(name: str, paths: Sequence[str]) -> tuple[str | None, str]:
+    """Returns the parameter and the slot of a variable, by the name that Keras 3 gave it.
+
+    Example:
+        >>> owner_of("dense_kernel_momentum", ["dense/kernel", "dense/bias"])
+        ('dense/kernel', 'momentum')
+    """
+    fitting = [path for path in paths if name.startswith(f"{path.replace('/', '_')}_")]
+    if not fitting:
+        return None, name
+    path = max(fitting, key=len)
+    return path, name[len(path) + 1 :]
