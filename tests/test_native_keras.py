@@ -63,7 +63,7 @@ def originals() -> dict[str, Callable[[], Any]]:
         "Adamax": optimizers.Adamax,
         "Nadam": optimizers.Nadam,
         "Ftrl": optimizers.Ftrl,
-        "averaged": lambda: optimizers.SGD(0.05, momentum=0.9, use_ema=True, gradient_accumulation_steps=2),
+        "averaged": lambda: optimizers.SGD(0.05, momentum=0.9, use_ema=True),
         "scheduled": lambda: optimizers.Lion(decay),
         "own": lambda: Own(0.1),
     }

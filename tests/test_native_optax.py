@@ -141,13 +141,13 @@ def test_the_original_goes_on_as_if_nothing_had_been(name: str, tmp_path: Path) 
     statekit.convert(tmp_path / "neutral", tmp_path / "flax", to="flax")
     statekit.convert(tmp_path / "flax", tmp_path / "back", to="orbax")
     begun = {"params": start, "opt_state": optimizer.init(start), "step": 0}
-    as_flax(tmp_path / "own", run)
-    for own, path, restored in (
-        ("own", "flax/checkpoint_3", from_flax),
+    as_flax(tmp_path / "original", run)
+    for original, path, restored in (
+        ("original", "flax/checkpoint_3", from_flax),
         ("run", "back/3/default", from_orbax),
     ):
         # What is weakly typed in memory is so in no file, and Flax restores arrays of NumPy.
-        due, back = (restored(tmp_path / file, begun) for file in (own, path))
+        due, back = (restored(tmp_path / file, begun) for file in (original, path))
         assert unlike(run, back) == []
         ends = [updated(optimizer, each["params"], each["opt_state"], 3, 5) for each in (due, back)]
         assert unlike(*ends) == []

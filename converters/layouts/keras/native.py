@@ -138,31 +138,36 @@ def numbered(signature: Signature, variables: Sequence[Tensor], trained: Sequenc
         StateError: They aren't the variables of such an optimizer, or could be several ways.
     """
     is_begun = bool(variables) and variables[0].shape == () and variables[0].dtype.kind in "iu"
-    ways = [*_ways(signature, [one.shape for one in variables], trained)] if is_begun else []
-    ways = [way for way in ways if Counter(way.shapes) == Counter(trained)] or ways
-    ways = [way for way in ways if not {*_OPTIONS} & {what for _, what in way.rows}] or ways
+    ways = _likeliest(signature, [one.shape for one in variables], trained) if is_begun else []
     owners = {tuple(i for i, _ in way.rows): way for way in ways}
     if len(owners) != 1 and is_begun and signature.slots is None:
         return _of_nobody(signature, variables, trained)
     if len(owners) != 1:
-        raise StateError(
-            f"The optimizer's {len(variables)} variables "
-            + (
-                f"could be several things of Keras' {signature.kind}."
-                if ways
-                else f"aren't those of {signature.kind}."
-            ),
-            expected="iteration, learning_rate unless there is a schedule, then slots of each parameter",
-            found=f"shapes {[one.shape for one in variables][:20]}",
-            remedy="read the .keras file, which has the optimizer's config",
-        )
+        raise _unfit(signature, variables, bool(ways))
     (way,) = owners.values()
-    alike = [other for other in ways if other.shapes == way.shapes]
-    names = [
-        " or ".join(dict.fromkeys(other.rows[number][1] for other in alike))
-        for number in range(len(way.rows))
-    ]
-    return Numbered(way.shapes, tuple((i, name) for (i, _), name in zip(way.rows, names, strict=True)))
+    alike = zip(*(other.rows for other in ways if other.shapes == way.shapes), strict=True)
+    # Where nothing tells two names of a slot apart, it has both.
+    return Numbered(
+        way.shapes,
+        tuple((rows[0][0], " or ".join(dict.fromkeys(what for _, what in rows))) for rows in alike),
+    )
+
+
+def _likeliest(signature: Signature, shapes: Sequence[Shape], trained: Sequence[Shape]) -> list[Numbered]:
+    """Returns what variables may be: of the model's parameters, and without what the base class has if asked."""
+    ways = [*_ways(signature, shapes, trained)]
+    ways = [way for way in ways if Counter(way.shapes) == Counter(trained)] or ways
+    return [way for way in ways if not {*_OPTIONS} & {what for _, what in way.rows}] or ways
+
+
+def _unfit(signature: Signature, variables: Sequence[Tensor], is_several: bool) -> StateError:
+    what = "could be several things of" if is_several else "aren't those of"
+    return StateError(
+        f"The optimizer's {len(variables)} variables {what} Keras' {signature.kind}.",
+        expected="iteration, learning_rate unless there is a schedule, then slots of each parameter",
+        found=f"shapes {[variable.shape for variable in variables][:20]}",
+        remedy="read the .keras file, which has the optimizer's config",
+    )
 
 
 def _of_nobody(signature: Signature, variables: Sequence[Tensor], trained: Sequence[Shape]) -> Numbered:
@@ -221,12 +226,12 @@ def _placed(
         return None if rest else Numbered(tuple(trained), ())
     count, left = divmod(len(rest), each)
     rows = [(i, name) for names in rounds for i in range(count) for name in names]
-    found: dict[int, set[Shape]] = {}
+    shapes: dict[int, set[Shape]] = {}
     for (i, _), shape in zip(rows, rest, strict=False):
-        found.setdefault(i, set()).add(shape)
-    if left or any(len(shapes) > 1 for shapes in found.values()):
+        shapes.setdefault(i, set()).add(shape)
+    if left or any(len(several) > 1 for several in shapes.values()):
         return None
-    return Numbered(tuple(next(iter(found[i])) for i in range(count)), tuple(rows))
+    return Numbered(tuple(next(iter(shapes[i])) for i in range(count)), tuple(rows))
 
 
 def native_state(
