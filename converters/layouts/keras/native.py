@@ -297,6 +297,14 @@ def native_state(
     return hints.applied(state)
 
 
+def _settings(signature: Signature, known: ManifestRecord | None) -> dict[str, Any]:
+    """Returns the options of an optimizer, as its config or a manifest has them."""
+    stated = signature.settings
+    if stated is None:
+        stated = known.groups[0].hyperparameters.values if known is not None and known.groups else {}
+    return {key: plain(value) for key, value in stated.items() if _is_option(key, value)}
+
+
 def _is_option(key: Any, value: Any) -> bool:
     return fits(key, Name) and (value is None or isinstance(value, (bool, int, float, str)))
 
