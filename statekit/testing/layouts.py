@@ -30,7 +30,7 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import staged
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import by_shape
-from statekit.state.schema import WEIGHTS, load_schema, schema_names
+from statekit.state.schema import WEIGHTS, is_native, load_schema, schema_names
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array, DType, Index, Shape, Tensor, in_memory
 from statekit.tensors.tree import Tree, mapped, tensor_names, to_json, walk
@@ -168,6 +168,7 @@ def fits_its_optimizer(trial: Trial) -> None:
     for schema, variant in optimizer.kinds:
         known = trial.layout.variants.get(schema, ())
         fits = known and (variant is None or variant in known)
+        fits = fits or (is_native(schema) and schema in trial.layout.variants)
         assert fits, f"decodes {schema} {variant}, says {dict(trial.layout.variants)}"
     assert trial.state.params, "has no parameters"
     assert any(trial.state.slots.values()), "has no slots"

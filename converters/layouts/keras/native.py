@@ -264,15 +264,10 @@ def native_state(
         if path is not None:
             slots.setdefault(path, {})[what] = tensor
     alone = {what: tensor for path, what, tensor in rows if path is None}
-    if ITERATION not in alone or (calls := int(alone[ITERATION].read())) < 0:
-        raise StateError(
-            "The optimizer's calls aren't counted from 0 on.", expected=ITERATION, found=", ".join(alone)
-        )
-    settings = {
-        key: plain(value) for key, value in (signature.settings or {}).items() if _is_option(key, value)
-    }
+    settings = _settings(signature, known)
     if RATE in alone:
         settings[RATE] = float(alone[RATE].read())
+    calls = _calls(alone)
     periods = hints.hyperparameters.get(_PERIODS, settings.get(_PERIODS))
     updates = calls // periods if isinstance(periods, int) and periods > 0 else calls
     others = {what: tensor for what, tensor in alone.items() if what not in (ITERATION, RATE)}
@@ -295,6 +290,13 @@ def native_state(
         tuple(notes),
     )
     return hints.applied(state)
+
+
+def _calls(alone: Mapping[str, Tensor]) -> int:
+    calls = int(alone[ITERATION].read()) if ITERATION in alone else -1
+    if calls < 0:
+        raise StateError("The calls aren't counted from 0 on.", expected=ITERATION, found=", ".join(alone))
+    return calls
 
 
 def _settings(signature: Signature, known: ManifestRecord | None) -> dict[str, Any]:
