@@ -15,8 +15,9 @@ from safetensors.numpy import load_file
 from statekit.budget import Account
 from statekit.conversion.open_state import open_state
 from statekit.converters.containers.deepspeed.joins import Joins
-from statekit.errors import CorruptError, FormatError, RefusedError
-from statekit.tensors.tensor import Array, in_memory
+from statekit.errors import BudgetError, CorruptError, FormatError, RefusedError
+from statekit.tensors.distance import distance
+from statekit.tensors.tensor import Array, in_memory, parts_of
 
 pytestmark = pytest.mark.torch
 
@@ -152,3 +153,41 @@ def test_what_does_not_join_is_refused(fault: str) -> None:
     info, pieces, error = FAULTS[fault]
     with pytest.raises(error):
         joined(info, *pieces)
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        fused([300_000_000, 0]),
+        {"vocabulary_parameter_patterns": [f"a{number}b.*c.*" for number in range(100_000)]},
+    ],
+    ids=["parts", "patterns"],
+)
+def test_what_the_information_counts_draws_on_the_budget(info: Mapping[str, Any]) -> None:
+    piece = np.zeros((150_000_000, 0), np.float32)
+    with pytest.raises(BudgetError):
+        joined(info, piece, piece)
+
+
+@pytest.mark.parametrize(
+    "info",
+    [
+        fused([[4, 4], 6], universal_checkpoint_version=0.4, sub_param_shard_widths={"^w$": [[2.0, 2.0], [2, 2]]}),
+        fused([[4, 4], 6], universal_checkpoint_version=0.4, sub_param_shard_widths={"^w$": [[-1, 5], [5, -1]]}),
+        {"affine_map": {"params": {"^w$": {
+            "logical_shape": [8, 6],
+            "ranks": {0: {"shard_shape": [4, 6], "pieces": [block([4.0, 6], [0, [6, 1]], [0, [6, 1]])]}},
+        }}}},
+        {"vocabulary_parameter_patterns": ["[[a]"]},
+    ],
+    ids=["floats", "negative", "float block", "a pattern that Python warns of"],
+)  # fmt: skip
+def test_numbers_and_patterns_of_another_kind_are_refused(info: Mapping[str, Any]) -> None:
+    with pytest.raises((FormatError, RefusedError)):
+        joined(info, WHOLE[:4], WHOLE[4:])
+
+
+def test_joined_pieces_are_compared_like_any_tensor() -> None:
+    halves = [in_memory(WHOLE[:4]), in_memory(WHOLE[4:])]
+    whole = Joins({"x": 1}, "here", Account()).whole("w", halves)
+    assert parts_of(whole) is None and distance(in_memory(WHOLE + 1), whole, parts_of(whole)).unequal == 48

@@ -185,3 +185,23 @@ def test_scales_that_do_not_fit_are_an_error_that_names_them(tmp_path: Path) -> 
     torch.save(record, tmp_path / "short.pt")
     with pytest.raises(StateError, match="state1"):
         statekit.convert(tmp_path / "short.pt", tmp_path / "target.pt")
+
+
+@pytest.mark.parametrize(
+    ("shape", "scale", "block"),
+    [
+        ((4, 4), (0, 1), 256), ((0, 4), (0, 1), 256), ((7, 3), (2, 6), 2), ((4,), (0,), 0), ((4,), (0,), -1),
+        ((4,), (1,), 2**80), ((), (1, 1), 256),
+    ],
+)  # fmt: skip
+def test_parts_that_make_up_no_tensor_are_refused(shape: Any, scale: Any, block: int) -> None:
+    codes, scales = in_memory(np.zeros(shape, np.uint8)), in_memory(np.ones(scale, np.float32))
+    with pytest.raises(StateError, match="don't fit"):
+        Quantized(codes, scales, dynamic_levels(8, True), shape, block)
+
+
+@pytest.mark.parametrize("shape", [(5,), ()])
+def test_an_odd_number_of_values_is_not_of_four_bits(shape: Any) -> None:
+    codes = in_memory(np.zeros(len(shape) * 2, np.uint8))
+    with pytest.raises(StateError, match="don't fit"):
+        Quantized(codes, in_memory(np.ones(1, np.float32)), dynamic_levels(4, True), shape, 128)

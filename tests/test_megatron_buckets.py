@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,8 +12,8 @@ from safetensors.numpy import load_file
 
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
-from statekit.converters.layouts.megatron.buckets import without_buckets
-from statekit.errors import RefusedError, StateError
+from statekit.converters.layouts.megatron.buckets import with_groups, without_buckets
+from statekit.errors import RefusedError, StateError, StatekitError
 from statekit.state.stored_params import as_params
 from statekit.tensors.tensor import Array, in_memory
 
@@ -115,3 +116,68 @@ def test_buckets_of_model_parallel_ranks_are_refused() -> None:
     second = {key.replace("group_idx_0", "group_idx_1"): part for key, part in first.items()}
     with pytest.raises(StateError, match="2 groups"):
         without_buckets({**first, **second}, "here")
+
+
+@pytest.mark.parametrize("kind", ["sharded", "gathered"])
+def test_vectors_of_a_bucket_that_have_several_lengths_are_refused(kind: str) -> None:
+    sharded = buckets({"a": np.ones(70, np.float32)}, ["a"])
+    vectors = {key.rpartition(".")[2]: part for key, part in sharded.items() if ".bucket_idx_" in key}
+    vectors["exp_avg"] = in_memory(np.ones(3, np.float32))
+    if kind == "sharded":
+        sharded = {**sharded, next(key for key in sharded if key.endswith(".exp_avg")): vectors["exp_avg"]}
+    else:
+        state = {0: {("torch.float32", "torch.float32"): vectors}, "buckets_coalesced": True}
+        sharded = {"a": sharded["a"], f"{KEY}.param_state/shard_0_1": [state]}
+    with pytest.raises(StateError, match="several lengths"):
+        without_buckets(sharded, "here")
+
+
+@pytest.mark.parametrize("buffer", [5, [5], {"param": 5}, {"param": [5], "exp_avg": [None]}, {"param": None}])
+def test_a_gathered_state_of_another_form_is_refused(buffer: object) -> None:
+    state = {0: {("torch.float32", "torch.float32"): buffer}, 1: None}
+    with pytest.raises(StateError, match="none of its buckets is whole"):
+        without_buckets({"a": in_memory(np.ones(3)), f"{KEY}.param_state/shard_0_1": [state]}, "here")
+
+
+@pytest.mark.parametrize("key", ["optimizer", "content_metadata"])
+def test_a_common_file_of_another_form_is_no_crash(key: str) -> None:
+    common = {"optimizer": {"optimizer": {"param_groups": []}}, key: 5}
+    assert with_groups(common, {f"{KEY}.optimizer/shard_0_1": [{}]}) == common
+
+
+def test_parameters_are_looked_for_in_time_that_grows_with_their_number() -> None:
+    count = 2000
+    weights = {f"w{number}": np.full(64, number, np.float32) for number in range(count)}
+    reads = []
+
+    class Counted:
+        shape, dtype, grain = (64 * count,), np.dtype(np.float32), (64 * count,)
+        values = np.concatenate(list(weights.values())[::-1])
+
+        def read(self, index: Any = None) -> Array:
+            reads.append(index)
+            return self.values[index[0]]
+
+        def to_json(self) -> dict[str, Any]:
+            return {}
+
+    sharded = {name: in_memory(weight) for name, weight in weights.items()}
+    sharded[f"{KEY}.gbuf_idx_0.dtype_(torch.float32, torch.float32).bucket_idx_0.param"] = Counted()
+    whole, _ = without_buckets(sharded, "here")
+    assert len(whole) == 2 * count and len(reads) <= 2 * count
+
+
+@pytest.mark.parametrize(
+    ("state", "match"), [({0: {"exp_avg": torch.ones(3)}}, "by number"), ({}, "isn't there|aren't there")]
+)
+def test_a_legacy_folder_without_gathered_values_says_what_it_is(
+    state: dict[int, Any], match: str, tmp_path: Path
+) -> None:
+    folder = tmp_path / "iter_0000003" / "mp_rank_00"
+    folder.mkdir(parents=True)
+    groups = [{"params": [0], "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}]
+    saved = {"model": {"w": torch.ones(3)}, "optimizer": {"state": state, "param_groups": groups}}
+    torch.save(saved, folder / "model_optim_rng.pt")
+    with pytest.raises(StatekitError, match=match) as refused:
+        open_state(tmp_path)
+    assert "model_optim_rng.pt" in refused.value.remedy

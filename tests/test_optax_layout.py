@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,8 +19,9 @@ from statekit.conversion.changing.changes import Changes
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.converters.containers.orbax.container import CONTAINER as ORBAX
 from statekit.converters.layouts.optax.layout import LAYOUT
+from statekit.converters.layouts.optax.links import chain_items
 from statekit.errors import InexactError, StateError, UsageError
-from statekit.files.checkpoint import Checkpoint
+from statekit.files.checkpoint import SEQUENCES_AS_MAPS, Checkpoint
 from statekit.maps.links import carried_through
 from statekit.maps.model_map import maps_of
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
@@ -644,3 +646,14 @@ def test_parts_of_several_optimizers_are_a_state() -> None:
     assert (
         decoded({"params": {"a": params["a"]}, "opt_state": chain}).optimizer.schema == "adafactor"
     )  # as it says
+
+
+@pytest.mark.parametrize("keys", [("999999999",), ("0", "00"), ("0", "\u0660"), ("9" * 30, "0"), (0, "0")])
+def test_a_chain_whose_keys_are_no_indices_is_no_chain(keys: tuple[Any, ...]) -> None:
+    weights = {"w": in_memory(np.ones(3, np.float32))}
+    state = {"mu": weights, "nu": weights, "count": in_memory(np.asarray(1, np.int32))}
+    chain = {key: state if at == 0 else {} for at, key in enumerate(keys)}
+    assert chain_items(chain) is None
+    meta = {SEQUENCES_AS_MAPS: True}
+    with contextlib.suppress(StateError):
+        LAYOUT.decode(checkpoint({"params": weights, "opt_state": chain}, meta=meta), Hints())

@@ -120,10 +120,13 @@ class Megatron:
             )
         with opening(path, budget) as files:
             saved = read_object(files.source(place / _LEGACY))
-            gathered = read_object(files.source((place / _LEGACY).with_name(_GATHERED)))
             tree = saved.tree
             if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
                 raise FormatError("A file of Megatron-LM holds no model.", place=place / _LEGACY)
+            values = (place / _LEGACY).with_name(_GATHERED)
+            if not values.exists():
+                raise _not_gathered(place / _LEGACY, values, tree.get("optimizer"))
+            gathered = read_object(files.source(values))
             others = {key: part for key, part in tree.items() if key not in ("model", "optimizer")}
             optimizer = tree.get("optimizer")
             groups = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else optimizer
@@ -159,6 +162,32 @@ class Megatron:
         if prefix:
             with stage.file(_LATEST) as file:
                 file.write(str(encoded.step).encode())
+
+
+def _not_gathered(model: Path, values: Path, optimizer: Any) -> StatekitError:
+    """Returns what to do about a folder of the format `torch` in which no rank has gathered an optimizer's buckets.
+
+    Args:
+        model: The model's file.
+        values: Where a distributed optimizer's values would lie.
+        optimizer: What the model's file has of the optimizer.
+    """
+    parts = optimizer if isinstance(optimizer, dict) else {}
+    inner = parts.get("optimizer", parts)
+    alone = f"read the model's file by itself: {model}"
+    if isinstance(inner, dict) and inner.get("state"):
+        return RefusedError(
+            "This run of Megatron-LM had no distributed optimizer: its slots lie in the model's file, by number.",
+            place=model,
+            expected=f"{_GATHERED} beside it",
+            remedy=f"{alone} (--param-names for the order); or save it with --ckpt-format torch_dist",
+        )
+    return NotFoundError(
+        "The values of Megatron-LM's distributed optimizer aren't there.",
+        place=values,
+        expected="the file that rank 0 writes beside the model's",
+        remedy=f"copy the whole folder; for the weights alone, {alone}",
+    )
 
 
 def _config_if_sound(folder: Path) -> dict[str, Any] | None:

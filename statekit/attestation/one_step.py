@@ -286,7 +286,7 @@ def _missing(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding
             yield fault("slot-missing", where, "the slots that others have", "nothing")
 
 
-_PART = re.compile(r"(.+)/part_(\d+)", re.DOTALL)
+_PART = re.compile(r"(.+)/part_(\d{1,5})", re.DOTALL)
 """The path of a part of a variable: layouts call it so where a system partitions variables."""
 
 

@@ -111,12 +111,12 @@ class Joined:
         [0, 1, 2, 0, 1]
     """
 
-    parts: Mapping[tuple[int, ...], Tensor]
+    pieces: Mapping[tuple[int, ...], Tensor]
     shape: Shape
 
     def __post_init__(self) -> None:
-        fault = tiling_fault(self.shape, [(at, part.shape) for at, part in self.parts.items()])
-        dtypes = {part.dtype.name for part in self.parts.values()}
+        fault = tiling_fault(self.shape, [(at, part.shape) for at, part in self.pieces.items()])
+        dtypes = {part.dtype.name for part in self.pieces.values()}
         if fault or len(dtypes) != 1:
             raise UsageError(
                 "Parts don't make up a tensor.",
@@ -127,25 +127,25 @@ class Joined:
     @property
     def dtype(self) -> DType:
         """The dtype."""
-        return next(iter(self.parts.values())).dtype
+        return next(iter(self.pieces.values())).dtype
 
     @property
     def grain(self) -> Shape:
         """The cheapest block: as large as the first part."""
-        return tuple(max(n, 1) for n in next(iter(self.parts.values())).shape)
+        return tuple(max(n, 1) for n in next(iter(self.pieces.values())).shape)
 
     def read(self, index: Index | None = None) -> Array:
         """Reads a block."""
         index = normal_index(index, self.shape)
         block = np.empty(index_shape(index), self.dtype)
-        for at, part in self.parts.items():
+        for at, part in self.pieces.items():
             if (both := overlap(index, (at, part.shape))) is not None:
                 block[both[1]] = part.read(both[0])
         return block
 
     def to_json(self) -> dict[str, Any]:
         """Describes the tensor."""
-        parts = [{"at": list(at), "source": part.to_json()} for at, part in self.parts.items()]
+        parts = [{"at": list(at), "source": part.to_json()} for at, part in self.pieces.items()]
         return {"op": "joined", "sources": parts, "shape": list(self.shape)}
 
 

@@ -39,6 +39,7 @@ FLOAT32 = np.dtype(np.float32)
 SMALLEST_SCALE = 1e-12
 """The least scale of a block, of zeros alone. Source: torchao/optim/quant_utils.py, `scale_tensor`."""
 _LARGEST_FLOAT8 = 448.0
+_LARGEST_BLOCK = 2**31
 
 
 class QuantizedParts(TypedDict):
@@ -80,13 +81,15 @@ class Quantized:
 
     def __post_init__(self) -> None:
         rows, count = self._rows, math.prod(self.shape)
-        per_row = -(-(count // rows) // self.block) if self.block > 0 else 0
-        scales = (rows, per_row) if len(self.scale.shape) == 2 else (per_row,)
+        is_cut = rows > 0 and count % rows == 0 and 0 < self.block <= _LARGEST_BLOCK
+        per_row = -(-(count // rows) // self.block) if is_cut else 0
+        scales = (rows, per_row) if len(self.scale.shape) == 2 and self.shape else (per_row,)
         packed = (count // 2,)
         fits = {
             "codes": self.codes.shape == (packed if self.bits == 4 else self.shape)
+            and not (self.bits == 4 and count % 2)
             and self.codes.dtype == (FLOAT8 if self.levels is None else np.uint8),
-            "scale": self.scale.shape == scales and self.scale.dtype == FLOAT32,
+            "scale": is_cut and self.scale.shape == scales and self.scale.dtype == FLOAT32,
             "levels": self.levels is None
             or (self.levels.shape, self.levels.dtype) == ((2**self.bits,), FLOAT32),
         }

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 import re
+import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -24,6 +25,7 @@ from statekit.converters.containers.deepspeed.files import require
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError
 from statekit.tensors.boxes import Cut, Joined, tiling_fault
 from statekit.tensors.tensor import Array, DType, Index, Shape, Tensor, index_shape
+from statekit.tensors.typed import Natural, typed
 from statekit.tensors.views import Mean, Stack
 
 INFO = "universal_checkpoint_info"
@@ -40,6 +42,8 @@ _ENDLESS = re.compile(r"\)[*+{]|\(\?[^:]|\\[1-9]")
 _REPEATS, _MOST_REPEATS, _LONGEST = re.compile(r"[*+}]"), 3, 256
 _STEP = 1000
 """Places that a match tries in one step of the budget."""
+_COMPILING = 32
+"""Steps of the budget that compiling takes for each character of a pattern."""
 Widths: TypeAlias = Sequence[Sequence[int]]
 """For each part of a fused parameter, how much of it each rank has along the axis that is cut."""
 
@@ -100,6 +104,7 @@ class Joins:
     info: Mapping[str, Any]
     place: str
     account: Account
+    _compiled: dict[str, re.Pattern[str] | None] = field(default_factory=dict, compare=False, repr=False)
 
     def whole(self, name: str, pieces: Sequence[Tensor]) -> Tensor:
         """Returns a parameter, or a slot of one, of the pieces that ranks hold.
@@ -217,9 +222,9 @@ class Joins:
         sizes = shape[axis] if isinstance(shape[axis], (tuple, list)) else None
         if self.info.get(_VERSION, 0) >= _WITH_WIDTHS:
             widths = require(self.info.get(_WIDTHS), Mapping, _WIDTHS, self.place).get(pattern)
-            return axis, require(widths, list, f"the widths of {pattern}", self.place)
+            return axis, typed(widths, list[list[Natural]], f"{_WIDTHS} in {self.place}")
         sizes = (
-            self._equal(name, sum(piece.shape[axis] for piece in pieces), shape[axis])
+            self._equal(name, [piece.shape[axis] for piece in pieces], shape[axis])
             if sizes is None
             else sizes
         )
@@ -237,10 +242,12 @@ class Joins:
         patterns = ((entry, pattern) for entry in self._list(_FUSED) for pattern in entry["patterns"])
         return next((pair for pair in patterns if self._matches(pair[1], name)), (None, ""))
 
-    def _equal(self, name: str, total: int, count: int) -> list[int]:
+    def _equal(self, name: str, lengths: Sequence[int], count: int) -> list[int]:
         """Returns the sizes of equal parts, which metadata before version 0.4 counts."""
+        total = sum(lengths)
         if not 0 < count <= total:
             raise FormatError("A fused parameter has no parts.", place=self._at(name), found=count)
+        self.account.nodes(count * len(lengths), "A fused parameter", self._at(name))
         return [total // count] * count
 
     def _affine(self, name: str) -> Mapping[str, Any] | None:
@@ -292,7 +299,7 @@ class Joins:
         self, name: str, block: Mapping[str, Any], whole: Shape, piece: Shape
     ) -> tuple[tuple[int, ...], Index]:
         """Returns where a block lies in the parameter, and its box in a rank's piece."""
-        shape = tuple(block["shape"])
+        shape = tuple(typed(block["shape"], list[Natural], f"{_AFFINE} in {self.place}"))
         if block.get("scale", 1.0) != 1.0 or len(shape) != len(whole):
             raise RefusedError(
                 "An affine map scales a parameter, which DeepSpeed refuses for an optimizer's state, or reshapes it.",
@@ -340,23 +347,34 @@ class Joins:
     def _matches(self, pattern: Any, name: str) -> bool:
         """Tells whether a pattern names a parameter, as `re.match` does; refuses one that may take time without end."""
         text = require(pattern, str, "a pattern", self.place)
-        repeats = len(_REPEATS.findall(text))
-        try:
-            compiled = None if repeats > _MOST_REPEATS or _ENDLESS.search(text) else re.compile(text)
-        except (re.error, OverflowError):
-            compiled = None
-        if compiled is None or max(len(name), len(text)) > _LONGEST:
+        if text not in self._compiled:
+            self.account.step(_COMPILING * len(text), "The patterns of a checkpoint", self.place)
+            self._compiled[text] = _compiled(text)
+        compiled, repeats = self._compiled[text], len(_REPEATS.findall(text))
+        if compiled is None or len(name) > _LONGEST:
             raise RefusedError(
                 "A pattern is none that can be matched safely.",
                 place=f"{INFO} in {self.place}",
                 expected=f"at most {_MOST_REPEATS} repeats, none of them of a group, in {_LONGEST} characters",
                 found=text[:80],
             )
-        self.account.step(len(name) ** repeats // _STEP, "The patterns of a checkpoint", self.place)
+        self.account.step(1 + len(name) ** repeats // _STEP, "The patterns of a checkpoint", self.place)
         return compiled.match(name) is not None
 
     def _at(self, name: str) -> str:
         return f"{name} in {self.place}"
+
+
+def _compiled(text: str) -> re.Pattern[str] | None:
+    """Returns a pattern that matches in bounded time; None of any other."""
+    if len(text) > _LONGEST or len(_REPEATS.findall(text)) > _MOST_REPEATS or _ENDLESS.search(text):
+        return None
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")  # of what later versions of Python read otherwise
+            return re.compile(text)
+    except (re.error, OverflowError, Warning):
+        return None
 
 
 def _origin(offset: int, strides: Sequence[int], shape: Shape, around: Shape) -> tuple[int, ...] | None:

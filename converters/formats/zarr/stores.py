@@ -109,6 +109,19 @@ def checked_key(key: str, place: str) -> list[str]:
     return parts
 
 
+def _checked_name(key: str, place: str) -> None:
+    """Refuses a key of a database that is no relative key, or no text.
+
+    Raises:
+        RefusedError: It isn't.
+    """
+    checked_key(key, place)
+    if not key.isascii() and any("\ud800" <= letter <= "\udfff" for letter in key):
+        raise RefusedError(
+            "A checkpoint names what no database can hold.", place=place, found=repr(key[:200])
+        )
+
+
 @dataclass(frozen=True)
 class FolderStore:
     """Files below a folder."""
@@ -178,7 +191,7 @@ class OcdbtStore:
             raise _damaged(str(folder), error) from error
 
     def value(self, key: str) -> Source | None:
-        checked_key(key, self.place)
+        _checked_name(key, self.place)
         place = self._place(key)
         try:
             if key in self._sizes or self._has_byte(key, _PROBE):
@@ -191,7 +204,7 @@ class OcdbtStore:
 
     def values(self, keys: Sequence[str]) -> Iterator[Source | None]:
         for key in keys:
-            checked_key(key, self.place)
+            _checked_name(key, self.place)
         if len(keys) < 2:
             yield from map(self.value, keys)
             return

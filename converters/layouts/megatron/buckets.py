@@ -17,8 +17,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeGuard
+
+import numpy as np
 
 from statekit.errors import StateError
 from statekit.tensors.tensor import DType, Index, Shape, Tensor, dtype_name
@@ -26,7 +28,7 @@ from statekit.tensors.tree import Record
 from statekit.tensors.views import Concatenated, Segment
 
 _PREFIX = "optimizer.distributed.dp_group_idx_"
-_BUCKET = re.compile(r"(\d+)\.gbuf_idx_(\d+)\.dtype_\(torch\.(\w+), [^)]*\)\.bucket_idx_(\d+)\.(\w+)")
+_BUCKET = re.compile(r"(\d+)\.gbuf_idx_(\d{1,9})\.dtype_\(torch\.(\w+), [^)]*\)\.bucket_idx_(\d{1,9})\.(\w+)")
 _OBJECT = re.compile(r"(\d+)\.(\w+)/shard_\d+_\d+")
 _SHARDING, _CONTENT, _WHOLE = "param_state_sharding_type", "content_metadata", "fully_reshardable"
 _MASTER, _STATE, _GROUPS, _COALESCED = "param", "param_state", "optimizer", "buckets_coalesced"
@@ -65,8 +67,11 @@ def has_buckets(sharded: Mapping[str, Any]) -> bool:
 def with_groups(common: Mapping[str, Any], sharded: Mapping[str, Any]) -> dict[str, Any]:
     """Returns common.pt as `fully_reshardable` has it: with the groups, which lie among the objects otherwise."""
     groups = next((node for name, node in _objects(sharded) if name == _GROUPS), None)
-    optimizer = {**common.get("optimizer", {}), _SHARDING: _WHOLE}
-    content = {**common.get(_CONTENT, {}), "distrib_optim_sharding_type": _WHOLE}
+    said = (common.get("optimizer", {}), common.get(_CONTENT, {}))
+    if not all(isinstance(part, Mapping) for part in said):
+        return dict(common)  # no optimizer of Megatron's, which its layout says
+    optimizer = {**said[0], _SHARDING: _WHOLE}
+    content = {**said[1], "distrib_optim_sharding_type": _WHOLE}
     return {
         **common,
         "optimizer": {**optimizer, **({"optimizer": groups} if groups else {})},
@@ -92,7 +97,7 @@ def without_buckets(
     weights = {key: part for key, part in model.items() if isinstance(part, Tensor) and 0 not in part.shape}
     order = [name for name in reversed(list(names or weights)) if name in weights]
     slots = dict[str, Tensor]()
-    for buffer in _buffers(sharded):
+    for buffer in _buffers(sharded, place):
         lacking = {name: weights[name] for name in order if _slot(_MASTER, name) not in slots}
         slots |= _whole(buffer, lacking, names is not None, place)
     if not slots:
@@ -123,15 +128,29 @@ def _slot(key: str, name: str) -> str:
     return f"optimizer.state.{key}.{name}"
 
 
-@dataclass
 class _Search:
-    """Looks for parameters in a buffer, in their order first."""
+    """Looks for parameters in a buffer, in their order first.
 
-    buffer: _Buffer
-    weights: dict[str, Tensor]
-    is_ordered: bool
-    place: object
-    _heads: dict[str, tuple[int, bytes]] = field(default_factory=dict)
+    Args:
+        buffer: The buffer.
+        weights: The model's parameters of its dtype, in the order in which they are expected.
+        is_ordered: Whether a user gave that order.
+        place: The checkpoint, for messages.
+    """
+
+    def __init__(
+        self, buffer: _Buffer, weights: Mapping[str, Tensor], is_ordered: bool, place: object
+    ) -> None:
+        self.buffer, self.is_ordered, self.place = buffer, is_ordered, place
+        self.sizes = {name: math.prod(weight.shape) for name, weight in weights.items()}
+        """Of the parameters that remain."""
+        self._order = {name: number for number, name in enumerate(weights)}
+        self._heads: dict[int, dict[bytes, list[str]]] = {}
+        """Names by how many first values are compared, and by these as the model has them."""
+        for name, weight in weights.items():
+            block = weight.read(_head(weight.shape))
+            self._dtype = weight.dtype
+            self._heads.setdefault(block.size, {}).setdefault(_bits(block, weight.dtype), []).append(name)
 
     def places(self) -> Iterator[tuple[str, _Place]]:
         """Yields each parameter with its place; takes it from those that remain."""
@@ -141,23 +160,19 @@ class _Search:
             while at.start < vector.shape[0]:
                 name, here = self._next(vector, at)
                 yield name, here
-                end = here.start + math.prod(self.weights.pop(name).shape)
-                at = _Place(number, end, here.origin)
+                at = _Place(number, here.start + self.sizes.pop(name), here.origin)
 
     def _next(self, vector: Tensor, at: _Place) -> tuple[str, _Place]:
-        matches = [
-            (name, here) for here in self._starts(at) for name in self.weights if self._is(name, vector, here)
-        ]
+        matches = [(name, here) for here in self._starts(at) for name in self._names_at(vector, here)]
         if len(matches) > 1 and not self.is_ordered:
-            leading = [match for match in matches if self._leads_on(match, vector)]
-            matches = leading or matches
+            matches = self._leading(matches, vector) or matches
         names = list(dict.fromkeys(name for name, _ in matches))
         if not names:
             raise StateError(
                 "No parameter's values stand where the next one of a bucket begins.",
                 place=self.place,
                 expected=f"a master that rounds to its weight at {at.start} of {vector.shape[0]}",
-                found=f"none of {', '.join(list(self.weights)[:5]) or 'the parameters left'}",
+                found=f"none of {', '.join(list(self.sizes)[:5]) or 'the parameters left'}",
                 remedy="check that all files are of one step, and that the optimizer's are whole",
             )
         if len(names) > 1 and not self.is_ordered:
@@ -176,29 +191,39 @@ class _Search:
         new = _Place(at.bucket, at.start, at.start)
         return [aligned, new] if self.buffer.is_joined and new.start != aligned.start else [aligned]
 
-    def _leads_on(self, match: tuple[str, _Place], vector: Tensor) -> bool:
-        """Tells whether another parameter, or the end, follows a match."""
-        name, here = match
-        end = here.start + math.prod(self.weights[name].shape)
-        after = self._starts(_Place(here.bucket, end, here.origin))
-        others = [other for other in self.weights if other != name]
-        return end == vector.shape[0] or any(self._is(other, vector, at) for at in after for other in others)
+    def _leading(self, matches: Sequence[tuple[str, _Place]], vector: Tensor) -> list[tuple[str, _Place]]:
+        """Returns the matches that another parameter, or the end, follows."""
+        following: dict[_Place, set[str]] = {}
+        leading = []
+        for name, here in matches:
+            end = _Place(here.bucket, here.start + self.sizes[name], here.origin)
+            if end not in following:
+                after = self._starts(end)
+                following[end] = {other for place in after for other in self._names_at(vector, place)}
+            if end.start == vector.shape[0] or following[end] - {name}:
+                leading.append((name, here))
+        return leading
 
-    def _is(self, name: str, vector: Tensor, at: _Place) -> bool:
-        """Tells whether a parameter's first values stand somewhere, and whether all of it has room."""
-        weight = self.weights[name]
-        if at.start + math.prod(weight.shape) > vector.shape[0]:
-            return False
-        if name not in self._heads:
-            block = weight.read(_head(weight.shape))
-            self._heads[name] = block.size, _bits(block, weight.dtype)
-        count, bits = self._heads[name]
-        return _bits(vector.read((slice(at.start, at.start + count),)), weight.dtype) == bits
+    def _names_at(self, vector: Tensor, at: _Place) -> list[str]:
+        """Returns the parameters whose first values stand somewhere, and all of which has room, in order."""
+        room = vector.shape[0] - at.start
+        if room <= 0 or not self._heads:
+            return []
+        bits = _bits(vector.read((slice(at.start, at.start + min(room, _PROBE)),)), self._dtype)
+        alike = (
+            name
+            for count, by_bits in self._heads.items()
+            for name in by_bits.get(bits[: count * self._dtype.itemsize], ())
+        )
+        return sorted(
+            (name for name in alike if self.sizes.get(name, room + 1) <= room), key=self._order.__getitem__
+        )
 
 
 def _bits(block: Any, dtype: DType) -> bytes:
     """Returns values as a model of some dtype holds them."""
-    rounded: bytes = block.astype(dtype).tobytes()
+    with np.errstate(all="ignore"):  # what has no value there is no parameter's
+        rounded: bytes = block.astype(dtype).tobytes()
     return rounded
 
 
@@ -232,36 +257,66 @@ def _refuse_groups(sharded: Mapping[str, Any], place: object) -> None:
         )
 
 
-def _buffers(sharded: Mapping[str, Any]) -> Iterator[_Buffer]:
+def _buffers(sharded: Mapping[str, Any], place: object) -> Iterator[_Buffer]:
+    """Yields the buffers of an optimizer.
+
+    Raises:
+        StateError: The vectors of a bucket have several lengths.
+    """
+    for buffer in (*_sharded(sharded), *_all_gathered(sharded)):
+        for number, bucket in enumerate(buffer.buckets):
+            if len({vector.shape for vector in bucket.values()}) != 1:
+                raise StateError(
+                    "The vectors of a bucket have several lengths.",
+                    place=place,
+                    expected="as many values of each slot as of the masters",
+                    found=", ".join(f"{key} {vector.shape[0]}" for key, vector in bucket.items()),
+                    remedy=f"check that all files are of one step: bucket {number} of {buffer.dtype}",
+                )
+        yield buffer
+
+
+def _sharded(sharded: Mapping[str, Any]) -> Iterator[_Buffer]:
+    """Yields the buffers of whose buckets each vector has a key."""
     vectors: dict[tuple[int, str], dict[int, dict[str, Tensor]]] = {}
     for key, part in sharded.items():
         match = _BUCKET.fullmatch(key.removeprefix(_PREFIX)) if key.startswith(_PREFIX) else None
-        if match and isinstance(part, Tensor) and len(part.shape) == 1:
+        if match and _is_vector(part):
             buffer = vectors.setdefault((int(match[2]), match[3]), {})
             buffer.setdefault(int(match[4]), {})[match[5]] = part
     for (_, dtype), by_number in sorted(vectors.items()):
         yield _Buffer(dtype, [bucket for _, bucket in sorted(by_number.items()) if _MASTER in bucket])
-    for name, node in _objects(sharded):
-        if name == _STATE and isinstance(node, Mapping):
-            yield from _gathered(node)
 
 
-def _gathered(node: Mapping[Any, Any]) -> Iterator[_Buffer]:
-    """Yields the buffers of a state that one rank has gathered; older ones hold a list of buckets."""
-    for number in sorted(key for key in node if type(key) is int):
-        for dtypes, buffer in node[number].items() if isinstance(node[number], Mapping) else ():
-            first = dtypes[0] if isinstance(dtypes, tuple) and dtypes else dtypes
-            dtype = (first.name if isinstance(first, Record) else str(first)).removeprefix("torch.")
-            yield _Buffer(dtype, _vectors(buffer), bool(node.get(_COALESCED)))
+def _all_gathered(sharded: Mapping[str, Any]) -> Iterator[_Buffer]:
+    """Yields the buffers of the states that one rank has gathered; older ones hold a list of buckets."""
+    nodes = [node for name, node in _objects(sharded) if name == _STATE and isinstance(node, Mapping)]
+    for node in nodes:
+        for number in sorted(key for key in node if type(key) is int):
+            for dtypes, buffer in node[number].items() if isinstance(node[number], Mapping) else ():
+                first = dtypes[0] if isinstance(dtypes, tuple) and dtypes else dtypes
+                dtype = (first.name if isinstance(first, Record) else str(first)).removeprefix("torch.")
+                yield _Buffer(dtype, list(_vectors(buffer)), bool(node.get(_COALESCED)))
 
 
-def _vectors(buffer: Any) -> list[dict[str, Tensor]]:
-    if isinstance(buffer, Mapping):
-        flat = {
-            key: part for key, part in buffer.items() if isinstance(part, Tensor) and len(part.shape) == 1
-        }
-        if _MASTER in flat:
-            return [flat]
-        lists = {key: part for key, part in buffer.items() if isinstance(part, list)}
-        return [dict(zip(lists, bucket, strict=True)) for bucket in zip(*lists.values(), strict=False)]
-    return [bucket for entry in buffer if isinstance(entry, Mapping) for bucket in _vectors(entry)]
+def _vectors(buffer: Any) -> Iterator[dict[str, Tensor]]:
+    """Yields the buckets of a gathered buffer: one for all, or several in lists."""
+    if not isinstance(buffer, Mapping):
+        for entry in buffer if isinstance(buffer, list) else ():
+            yield from _vectors(entry) if isinstance(entry, Mapping) else ()
+        return
+    lists = {key: part for key, part in buffer.items() if isinstance(part, list)}
+    buckets = [buffer] if _is_vector(buffer.get(_MASTER)) else _turned(lists)
+    for bucket in buckets:
+        vectors = {key: part for key, part in bucket.items() if _is_vector(part)}
+        if _MASTER in vectors:
+            yield vectors
+
+
+def _turned(lists: Mapping[Any, Sequence[Any]]) -> list[dict[Any, Any]]:
+    """Returns a map for each place of several lists."""
+    return [dict(zip(lists, parts, strict=True)) for parts in zip(*lists.values(), strict=False)]
+
+
+def _is_vector(part: Any) -> TypeGuard[Tensor]:
+    return isinstance(part, Tensor) and len(part.shape) == 1

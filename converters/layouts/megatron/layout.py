@@ -256,7 +256,9 @@ class MegatronAdam:
         sharding = self.sharding or (None if self.masters else before)
         if sharding is not None:
             beside[_SHARDING] = sharding
-            kept[_CONTENT] = {**_AVOIDED, **kept.get(_CONTENT, {}), "distrib_optim_sharding_type": sharding}
+            content = kept.get(_CONTENT)
+            stated = content if isinstance(content, Mapping) else {}
+            kept[_CONTENT] = {**_AVOIDED, **stated, "distrib_optim_sharding_type": sharding}
         return kept, beside, sharding
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from statekit.converters.layouts.optax.links import CHAIN_INDEX
+
 DECAY = "weight_decay_rate"
 RULES = ("factor_map", "logical_factor_rules")
 BY_RATE = ("relative_step", "warmup_init")
@@ -160,7 +162,7 @@ def _around(place: str, names: Collection[str], empty: Collection[str]) -> list[
             call = "optax.MultiSteps(optimizer, every_k_schedule=...)  # as many as the run took"
         elif step == INNER and f"{at}/{_NOT_FINITE}" in names:
             call = "optax.apply_if_finite(optimizer, max_consecutive_errors=...)  # as many as the run bore"
-        elif step.isdecimal():
+        elif CHAIN_INDEX.fullmatch(step):
             call = _chain(int(step), at, names, empty)
         else:
             return [f"# the state lies in {place} there: put the optimizer where the run had it"]
@@ -171,7 +173,7 @@ def _around(place: str, names: Collection[str], empty: Collection[str]) -> list[
 
 def _chain(number: int, place: str, names: Collection[str], empty: Collection[str]) -> str:
     """Returns the call of a chain in which `optimizer` is a link, and others stand that the names don't tell."""
-    link = re.compile(rf"{re.escape(place)}/(\d+)(?:/.*)?")
+    link = re.compile(rf"{re.escape(place)}/({CHAIN_INDEX.pattern})(?:/.*)?")
     numbers = {int(match[1]) for match in filter(None, map(link.fullmatch, [*names, *empty]))}
     links = ", ".join("optimizer" if i == number else "..." for i in range(max(numbers) + 1))
     if links == "optimizer":

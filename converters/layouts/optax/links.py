@@ -17,6 +17,7 @@ transforms/_accumulation.py, _accumulating.py, _masking.py.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -61,6 +62,8 @@ SLOT_TREES: dict[str, tuple[str, ...]] = {
 }
 """The fields of a link's state that are trees like the parameters'."""
 _SLOTS = {name for names in SLOT_TREES.values() for name in names}
+CHAIN_INDEX = re.compile(r"0|[1-9][0-9]{0,2}")
+"""What is a link's index: no chain has a thousand, and of those that are missing each is looked at."""
 LABELLED = "inner_states"
 """The field of `optax.partition`: the state of each part under its label."""
 STRANGER = "stranger"
@@ -196,8 +199,9 @@ def chain_items(node: Tree) -> dict[int, Tree] | None:
     """
     if isinstance(node, list) and node:
         return dict(enumerate(node))
-    if isinstance(node, Mapping) and node and all(str(key).isdecimal() for key in node):
-        return dict(sorted((int(key), child) for key, child in node.items()))
+    if isinstance(node, Mapping) and node and all(CHAIN_INDEX.fullmatch(str(key)) for key in node):
+        items = {int(key): node[key] for key in sorted(node, key=int)}
+        return items if len(items) == len(node) else None
     return None
 
 
