@@ -75,7 +75,7 @@ def fused(shape: object, **others: object) -> dict[str, Any]:
     }
 
 
-def block(shape: list[int], source: list[Any], dest: list[Any]) -> dict[str, Any]:
+def block(shape: list[Any], source: list[Any], dest: list[Any]) -> dict[str, Any]:
     return {"shape": shape, "source": source, "dest": dest, "locations": [0]}
 
 
@@ -176,7 +176,10 @@ def test_what_the_information_counts_draws_on_the_budget(info: Mapping[str, Any]
         fused([[4, 4], 6], universal_checkpoint_version=0.4, sub_param_shard_widths={"^w$": [[-1, 5], [5, -1]]}),
         {"affine_map": {"params": {"^w$": {
             "logical_shape": [8, 6],
-            "ranks": {0: {"shard_shape": [4, 6], "pieces": [block([4.0, 6], [0, [6, 1]], [0, [6, 1]])]}},
+            "ranks": {
+                rank: {"shard_shape": [4, 6], "pieces": [block([n, 6], [24 * rank, [6, 1]], [0, [6, 1]])]}
+                for rank, n in enumerate((4.0, 4))
+            },
         }}}},
         {"vocabulary_parameter_patterns": ["[[a]"]},
     ],

@@ -80,18 +80,16 @@ class Quantized:
     block: int
 
     def __post_init__(self) -> None:
-        rows, count = self._rows, math.prod(self.shape)
-        is_cut = rows > 0 and count % rows == 0 and 0 < self.block <= _LARGEST_BLOCK
-        per_row = -(-(count // rows) // self.block) if is_cut else 0
-        scales = (rows, per_row) if len(self.scale.shape) == 2 and self.shape else (per_row,)
-        packed = (count // 2,)
+        scales, count = self._scales, math.prod(self.shape)
+        is_packed = self.bits == 4
+        codes = (count // 2,) if is_packed else self.shape
+        is_whole = not (is_packed and count % 2)
+        code = FLOAT8 if self.levels is None else np.uint8
+        levels = None if self.levels is None else (self.levels.shape, self.levels.dtype)
         fits = {
-            "codes": self.codes.shape == (packed if self.bits == 4 else self.shape)
-            and not (self.bits == 4 and count % 2)
-            and self.codes.dtype == (FLOAT8 if self.levels is None else np.uint8),
-            "scale": is_cut and self.scale.shape == scales and self.scale.dtype == FLOAT32,
-            "levels": self.levels is None
-            or (self.levels.shape, self.levels.dtype) == ((2**self.bits,), FLOAT32),
+            "codes": is_whole and (self.codes.shape, self.codes.dtype) == (codes, code),
+            "scale": (self.scale.shape, self.scale.dtype) == (scales, FLOAT32),
+            "levels": levels in (None, ((2**self.bits,), FLOAT32)),
         }
         if wrong := [name for name, is_right in fits.items() if not is_right]:
             tensors = {"codes": self.codes, "scale": self.scale, "levels": self.levels}
@@ -104,6 +102,15 @@ class Quantized:
                     if (part := tensors[name]) is not None
                 ),
             )
+
+    @property
+    def _scales(self) -> Shape | None:
+        """The shape that scales have; None where blocks or rows don't cut the values."""
+        rows, count = self._rows, math.prod(self.shape)
+        if rows < 1 or count % rows or not 0 < self.block <= _LARGEST_BLOCK:
+            return None
+        blocks = -(-(count // rows) // self.block)
+        return (rows, blocks) if len(self.scale.shape) == 2 and self.shape else (blocks,)
 
     @cached_property
     def _rows(self) -> int:
