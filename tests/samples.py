@@ -70,11 +70,12 @@ def recorded(
     optional: tuple[str, ...] = (),
     plain: bool = True,
     writes: Literal["same", "anew", "nothing"] = "same",
+    joint: bool = False,
     hints: CheckpointRef = NO_HINTS,
 ) -> Row:
     """Makes a row of a place among the recordings; `within` says what in that folder is opened."""
     root = (CASES if place.startswith("foreign/") else GOLDEN) / place
-    sample = Sample(container, root / within, root, unchecked, optional, plain, writes)
+    sample = Sample(container, root / within, root, unchecked, optional, plain, writes, joint)
     return Row(f"{place}/{within}" if within else place, sample, layout, hints)
 
 
@@ -297,12 +298,24 @@ ALL = (
         unchecked=VALUES,
         optional=OPTIONS,
     ),
-    recorded("deepspeed", "deepspeed", "torch_formats/adamw_deepspeed_bf16_zero1/checkpoint/global_step4"),
     recorded(
-        "deepspeed", "deepspeed", "torch_formats/adamw_deepspeed_bf16_zero1/checkpoint/global_step4_universal"
+        "deepspeed",
+        "deepspeed",
+        "torch_formats/adamw_deepspeed_bf16_zero1/checkpoint/global_step4",
+        joint=True,
     ),
     recorded(
-        "deepspeed", "deepspeed", "torch_formats/adamw_deepspeed_zero3/checkpoint/global_step4", plain=False
+        "deepspeed",
+        "deepspeed",
+        "torch_formats/adamw_deepspeed_bf16_zero1/checkpoint/global_step4_universal",
+        joint=True,
+    ),
+    recorded(
+        "deepspeed",
+        "deepspeed",
+        "torch_formats/adamw_deepspeed_zero3/checkpoint/global_step4",
+        plain=False,
+        joint=True,
     ),
     recorded(
         "megatron",

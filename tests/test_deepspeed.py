@@ -28,14 +28,12 @@ from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
 from statekit.conversion.registry import detect_container
 from statekit.converters.containers.deepspeed.container import CONTAINER as DEEPSPEED
-from statekit.converters.layouts.deepspeed import LAYOUT
 from statekit.errors import (
     CorruptError,
     FormatError,
     InexactError,
     NotFoundError,
     RefusedError,
-    UsageError,
 )
 from statekit.optim.run import load, mover, store
 from statekit.state.stored_params import MASTER, as_params
@@ -336,13 +334,6 @@ def test_steps_of_a_run(tmp_path: Path) -> None:
             DEEPSPEED.open(run, step)
     with pytest.raises(NotFoundError, match="of another step than was asked for"):
         DEEPSPEED.open(run / TAG, 8)
-
-
-def test_it_can_only_be_read(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="only be read"):
-        plan(RECORDED[0] / "checkpoint", tmp_path / "x", to="deepspeed")
-    with open_state(RECORDED[0] / "checkpoint") as opened, pytest.raises(InexactError, match="only be read"):
-        LAYOUT.encode(opened.state)
 
 
 # Damage and malice.

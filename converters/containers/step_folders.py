@@ -327,11 +327,13 @@ def named_for_step(stage: Stage, step: int, folder: str) -> bool:
     Raises:
         UsageError: It is named for another step.
     """
-    name, start = stage.target.name, folder.partition("{step")[0]
+    before, _, after = folder.partition("{step")
+    before, after = re.escape(before), re.escape(after.partition("}")[2])
+    match = re.fullmatch(rf"{before}(\d+){after}", stage.target.name)
     expected = folder.format(step=step)
-    if not (name.startswith(start) and name[len(start) :].isdecimal()):
+    if match is None:
         return False
-    if int(name[len(start) :]) != step:
+    if int(match[1]) != step:
         raise UsageError(
             "The target is named for another step than the state has.",
             place=stage.target,
@@ -369,7 +371,7 @@ def array_names(tree: Tree) -> dict[str, str]:
         name, array = "/".join(map(str, path)), ".".join(map(str, path))
         if array in owners:
             faults.add(f"would lie in the same folder as {owners[array]}", name)
-        if not _is_file_name(array):
+        if not is_file_name(array):
             faults.add("has a name that no folder can have", name)
         arrays[name] = array
         owners[array] = name
@@ -381,7 +383,7 @@ def array_names(tree: Tree) -> dict[str, str]:
     return arrays
 
 
-def _is_file_name(name: str) -> bool:
+def is_file_name(name: str) -> bool:
     """Tells whether a folder may have a name."""
     if not name.strip(".") or any(c in "/\\\0" or "\ud800" <= c <= "\udfff" for c in name):
         return False

@@ -1,4 +1,4 @@
-"""Layout `deepspeed`: torch.optim's AdamW, and Adafactors, as DeepSpeed's ZeRO keeps them; read, never written.
+"""Layout `deepspeed`: torch.optim's AdamW as DeepSpeed's ZeRO keeps it, and Adafactors, which are read alone.
 
 What the optimizer moves is the float32 weight `fp32`. Beside a parameter of lower precision it is that parameter's
 master; where the model itself is of float32 it is the parameter, and the model's copy of it is passed over, as
@@ -18,16 +18,19 @@ from typing import Any, TypedDict
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.layouts.pytorch.parts import find_parts, path_of
+from statekit.converters.layouts.hyperparameters import require_optimizer
+from statekit.converters.layouts.pytorch.lines import deepspeed_lines
+from statekit.converters.layouts.pytorch.parts import find_parts, names_of, path_of
+from statekit.converters.layouts.pytorch.torch_fqn import LAYOUT as BY_NAME
 from statekit.converters.layouts.pytorch.torch_optim import LAYOUT as TORCH_OPTIM
-from statekit.errors import Faults, InexactError, StateError
+from statekit.errors import Faults, InexactError, StateError, some
 from statekit.files.checkpoint import Checkpoint
-from statekit.lines.printing import SavedRun, State, quoted
+from statekit.lines.printing import SavedRun, State
 from statekit.state.schema import load_schema
-from statekit.state.stored_params import MASTER, Proven
+from statekit.state.stored_params import MASTER, Proven, in_full, is_low, said_of_masters
 from statekit.state.train_state import Axis, Counts, Rule, TrainState
 from statekit.tensors.tensor import Filled, Tensor
-from statekit.tensors.tree import at
+from statekit.tensors.tree import at, put
 from statekit.tensors.typed import Name, fits, typed
 
 _WEIGHT = "fp32"
@@ -97,10 +100,11 @@ class DeepSpeed:
 
     name: str = "deepspeed"
     title: str = "AdamW and Adafactor of torch.optim and Hugging Face under DeepSpeed's ZeRO, with masters"
-    variants: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: {"adamw": ("torch",), "adafactor": ("hf", "torch")}
-    )
+    variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"adamw": ("torch",)})
+    reads: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"adafactor": ("hf", "torch")})
     containers: tuple[str, ...] = ("deepspeed",)
+    stores_values: bool = True
+    keeps_masters: bool = True
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for a float32 weight beside the slots of every parameter."""
@@ -149,20 +153,53 @@ class DeepSpeed:
         )
 
     def encode(self, state: TrainState) -> Encoded:
-        """Isn't done: DeepSpeed cuts a state by its own configuration.
+        """Returns the optimizer by name, with the float32 weight of each parameter beside its slots.
 
         Raises:
-            InexactError: Always.
+            InexactError: It isn't AdamW, or its parameters have other counts, or some no slots.
         """
-        raise InexactError(
-            "The layout deepspeed can only be read.",
-            remedy="write a torch file, and load it with load_state_dict before deepspeed.initialize",
+        require_optimizer(state, ("adamw",), self.name)
+        _refuse_uneven(state)
+        bare = {path: {k: t for k, t in slots.items() if k != MASTER} for path, slots in state.slots.items()}
+        encoded = BY_NAME.encode(replace(state, slots=bare))
+        place = encoded.parts["optimizer"]
+        optimizer = at(encoded.tree, place)
+        name_of = names_of(state.extra, state.params)
+        weights = {
+            name_of[path]: slots.get(MASTER) or in_full(state.params[path])
+            for path, slots in state.slots.items()
+        }
+        records = {name: {**record, _WEIGHT: weights[name]} for name, record in optimizer["state"].items()}
+        low = [path for path, slots in state.slots.items() if is_low(state.params[path], slots)]
+        return replace(
+            encoded,
+            tree=put(encoded.tree, place, {**optimizer, "state": records}),
+            assumptions=(*encoded.assumptions, *said_of_masters(low)),
         )
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the lines that go on in DeepSpeed."""
-        run, tag = quoted(saved.path.parent), quoted(saved.path.name)
-        return [f"engine.load_checkpoint({run}, tag={tag})"]
+        return deepspeed_lines(state, saved)
+
+
+def _refuse_uneven(state: TrainState) -> None:
+    """Refuses parameters whose counts aren't the run's: ranks share flat vectors, which have one count.
+
+    Raises:
+        InexactError: Names them.
+    """
+    uneven = [f"{path}: {count}" for path, count in state.counts.behind.items()]
+    moved = [path for group in state.optimizer.groups for path in group.paths]
+    uneven += [
+        f"{path}: no slots" for path in moved if not state.slots.get(path) and path not in state.counts.behind
+    ]
+    if uneven:
+        raise InexactError(
+            "DeepSpeed has one count for all parameters of a group, and zeros where a gradient is missing.",
+            expected=f"{state.counts.updates} updates of each",
+            found=some(uneven),
+            remedy="freeze what is never trained before the optimizer is made, and save the run again",
+        )
 
 
 def _proven(weight: Tensor, copy: Tensor | None, path: str) -> Tensor:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from statekit.conversion.contracts import (
+    AlsoCalled,
     Container,
     HoldsSeveral,
     Layout,
@@ -48,6 +49,7 @@ class ContainerCard:
     suffixes: tuple[str, ...]
     target_kind: Literal["file", "folder"] | None
     schedule_in: str | None = None
+    other_names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,7 +94,8 @@ class LayoutCard:
 def of_container(container: Container) -> ContainerCard:
     """Returns the card of a loaded container."""
     suffixes, kind = tuple(container.suffixes), container.target_kind
-    return ContainerCard(container.name, container.title, suffixes, kind, _schedule_in(container))
+    others = tuple(container.other_names) if isinstance(container, AlsoCalled) else ()
+    return ContainerCard(container.name, container.title, suffixes, kind, _schedule_in(container), others)
 
 
 def of_layout(layout: Layout) -> LayoutCard:
@@ -114,7 +117,12 @@ def kept_container(name: str) -> ContainerCard | None:
     """Returns the card of one of our own containers; None if there is none."""
     card = _kept()["containers"].get(name)
     return card and ContainerCard(
-        name, card["title"], tuple(card["suffixes"]), card["target_kind"], card["schedule_in"]
+        name,
+        card["title"],
+        tuple(card["suffixes"]),
+        card["target_kind"],
+        card["schedule_in"],
+        tuple(card.get("other_names", ())),
     )
 
 

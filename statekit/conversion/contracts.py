@@ -171,6 +171,13 @@ class ForTarget(Protocol):
 
 
 @runtime_checkable
+class AlsoCalled(Protocol):
+    """A container that `--from` and `--to` know by further names, such as that of the form that it writes."""
+
+    other_names: tuple[str, ...]
+
+
+@runtime_checkable
 class LikeModel(Protocol):
     """A layout whose files lie as the classes of a model's layers have it, which its own file of the model says."""
 

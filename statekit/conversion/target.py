@@ -39,7 +39,7 @@ def choose_container(target: Path, to: str | None) -> tuple[Container, str | Non
     if len(by_suffix) == 1:
         return registry.container(by_suffix[0]), None
     words = _words(target.name)
-    names = {"-".join(_words(name)): name for name in [*registry.container_names(), *_shorthands()]}
+    names = {"-".join(_words(name)): name for name in _all_names()}
     matching = [name for name in names if _holds(words, _words(name))]
     longest = [
         name
@@ -177,6 +177,7 @@ def _same(left: Path, right: Path) -> bool:
 
 
 def _named(name: str, option: str) -> tuple[Container, str | None]:
+    name = _other_names().get(name, name)
     if name in registry.container_names():
         return registry.container(name), None
     layout, container = _shorthands().get(name, ("", ""))
@@ -186,9 +187,18 @@ def _named(name: str, option: str) -> tuple[Container, str | None]:
             place=option,
             expected=", ".join(_choices()),
             found=name,
-            remedy=meant(name, [*registry.container_names(), *_shorthands()]),
+            remedy=meant(name, _all_names()),
         )
     return registry.container(container), layout
+
+
+def _all_names() -> list[str]:
+    return [*registry.container_names(), *_other_names(), *_shorthands()]
+
+
+def _other_names() -> dict[str, str]:
+    """Returns further name -> container."""
+    return {other: card.name for card in _containers() for other in card.other_names}
 
 
 def _shorthands() -> dict[str, tuple[str, str]]:
@@ -208,7 +218,8 @@ def _containers() -> list[ContainerCard]:
 
 def target_names() -> list[str]:
     """Returns what may be written: names of containers, and `<layout>-<container>`."""
-    return [*_choices(), *(name for name, (_, con) in _shorthands().items() if con in _choices())]
+    others = [name for name, con in _other_names().items() if con in _choices()]
+    return [*_choices(), *others, *(name for name, (_, con) in _shorthands().items() if con in _choices())]
 
 
 def _choices() -> list[str]:

@@ -15,7 +15,7 @@ Source: tensorflow/tensor2tensor, utils/quantization.py, `EighthPowerEncoding`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -25,11 +25,22 @@ from statekit.errors import CorruptError, Faults, InexactError
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.distance import Distance, distance
-from statekit.tensors.tensor import Array, Cast, DType, Index, Shape, Tensor, dtype_name, parts_of
+from statekit.tensors.tensor import (
+    DTYPES,
+    Array,
+    Cast,
+    DType,
+    Index,
+    Shape,
+    Tensor,
+    dtype_name,
+    parts_of,
+)
 from statekit.tensors.views import EighthPower, EighthRoot
 
 MASTER = "master"
 """The slot."""
+_SHOWN = 20
 _STALE = "Parameters aren't the rounding of their masters: the next update writes the masters over them."
 _ROUNDS = "a master that rounds to its parameter"
 _REFRESH = (
@@ -155,6 +166,24 @@ def _proven(masters: dict[str, Tensor], path: str, param: Tensor) -> Tensor:
         return param
     derived = isinstance(param, Cast) and param.source is master
     return master if derived else Proven(master, param, path)
+
+
+def in_full(param: Tensor) -> Tensor:
+    """Returns a parameter as the float32 master that begins as it."""
+    return param if param.dtype == DTYPES["float32"] else Cast(param, DTYPES["float32"])
+
+
+def is_low(param: Tensor, slots: Mapping[str, Tensor]) -> bool:
+    """Tells whether a parameter of lower precision has no master beside it."""
+    return MASTER not in slots and param.dtype.itemsize < DTYPES["float32"].itemsize
+
+
+def said_of_masters(low: Sequence[str]) -> tuple[str, ...]:
+    """Returns what is assumed of parameters of lower precision whose masters are made of them; nothing of none."""
+    if not low:
+        return ()
+    shown = ", ".join(low[:_SHOWN]) + ", ..." * (len(low) > _SHOWN)
+    return (f"The source has no float32 masters of {shown}: each begins as the parameter itself.",)
 
 
 ENCODING, EIGHTH_POWER = "parameter_encoding", "eighth_power"

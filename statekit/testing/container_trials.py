@@ -37,6 +37,7 @@ class Sample:
         plain: Whether values lie in the files as they do in memory, apart from all that opening reads.
         writes: What the container makes of the same tree: the `same` bytes again and again; the bytes of another
             library, which come `anew` each time; or `nothing`, as it can't write all that the sample holds.
+        joint: Whether all tensors of a parameter must have one shape, so that none can be enlarged by itself.
     """
 
     container: str
@@ -46,6 +47,7 @@ class Sample:
     optional: tuple[str, ...] = ()
     plain: bool = True
     writes: Literal["same", "anew", "nothing"] = "same"
+    joint: bool = False
 
 
 @dataclass(frozen=True)

@@ -199,7 +199,7 @@ def _require_noise(trial: Trial, file: Path, spans: Mapping[str, tuple[int, int]
 
 def opens_large_in_little(trial: Trial) -> None:
     """Opening reads a little, however large a tensor is, if the container can write one."""
-    if not trial.writes:
+    if not trial.writes or trial.sample.joint:
         return
     with open_proven(trial.container, trial.path) as opened:
         target = trial.write(*_enlarged(opened), "large")

@@ -1,4 +1,4 @@
-"""Container `deepspeed`: checkpoints of DeepSpeed with ZeRO 1, 2 and 3, and universal ones; read, never written.
+"""Container `deepspeed`: checkpoints of DeepSpeed with ZeRO 1, 2 and 3, and universal ones, which it writes.
 
 It puts whole parameters together, when they are read, of what the ranks hold. In goes a step's folder, or a run's. Out
 comes the tree of other PyTorch checkpoints:
@@ -23,7 +23,9 @@ from typing import Any, Literal
 from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.deepspeed.files import (
+    ENGINE,
     MASTER,
+    TAKEN,
     Slice,
     Tag,
     complete,
@@ -41,9 +43,10 @@ from statekit.converters.containers.deepspeed.slices import (
 )
 from statekit.converters.containers.deepspeed.trainer import beside_tag
 from statekit.converters.containers.deepspeed.universal import universal_state
+from statekit.converters.containers.deepspeed.universal_writer import fitted_to_engine, write_universal
 from statekit.converters.containers.deepspeed.zero import Shapes, joined, part_of
 from statekit.converters.formats.pytorch.reader import named
-from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, UsageError
+from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError
 from statekit.files.checkpoint import STEPS, Checkpoint, Finding
 from statekit.files.source import Files, opening
 from statekit.files.stage import Stage
@@ -51,15 +54,6 @@ from statekit.tensors.tensor import Cast, Shape, Tensor
 from statekit.tensors.tree import Record, Tree, to_json
 from statekit.tensors.views import Concatenated, Segment
 
-_ENGINE = {
-    "buffer_names", "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
-    "checkpoint_parallel_dimensions", "ds_config", "ds_version", "data_sampler", "random_ltd",
-    "sparse_tensor_module_names",
-}  # fmt: skip
-"""What the engine keeps in a model's file, beside the model and the client's state."""
-_TAKEN = {
-    "module", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
-}  # fmt: skip
 _OPTIMIZER_TAKEN = {
     "base_optimizer_state", "optimizer_state_dict", "single_partition_of_fp32_groups", "fp32_flat_groups",
     "param_slice_mappings", "param_groups",
@@ -76,7 +70,8 @@ class DeepSpeedFolder:
     name: str = "deepspeed"
     title: str = "DeepSpeed: global_step<step> folders of ZeRO 1, 2 and 3, and universal checkpoints"
     suffixes: tuple[str, ...] = ()
-    target_kind: Literal["file", "folder"] | None = None
+    target_kind: Literal["file", "folder"] | None = "folder"
+    other_names: tuple[str, ...] = ("deepspeed-universal",)
 
     def detect(self, path: Path) -> Evidence | None:
         """Looks at file names, and at the name in `latest`."""
@@ -119,13 +114,17 @@ class DeepSpeedFolder:
             self.name, folder.tag.path, tree, meta, number, findings=tuple(findings), on_close=files.close
         )
 
+    def fitted(self, encoded: Encoded) -> Encoded:
+        """Returns a run with its parts where DeepSpeed has them, and with what its engine asks for."""
+        return fitted_to_engine(encoded)
+
     def write(self, encoded: Encoded, stage: Stage) -> None:
-        """Isn't done: DeepSpeed cuts a state by its own configuration.
+        """Writes a universal checkpoint, which DeepSpeed cuts by its own configuration when it loads it.
 
         Raises:
-            UsageError: Always.
+            UsageError: The tree isn't one of this container's, or the target is named for another step.
         """
-        raise UsageError("Checkpoints of DeepSpeed can only be read.", place=stage.target)
+        write_universal(fitted_to_engine(encoded), stage)
 
 
 def _tree(tag: Tag, files: Files, findings: list[Finding]) -> dict[str, Tree]:
@@ -269,11 +268,11 @@ def _parameter_names(first: Mapping[str, Any]) -> list[str]:
 
 
 def _engine_state(first: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in first.items() if key in _ENGINE}
+    return {key: value for key, value in first.items() if key in ENGINE}
 
 
 def _client_state(first: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in first.items() if key not in _ENGINE | _TAKEN and value is not None}
+    return {key: value for key, value in first.items() if key not in ENGINE | TAKEN and value is not None}
 
 
 def _fits_in_order(
@@ -412,7 +411,7 @@ def _frozen(models: list[dict[str, Any]], name: str, shape: Shape, place: str) -
 
 def _apart(models: list[dict[str, Any]]) -> dict[str, Tree]:
     """Returns what other ranks say otherwise than the first, beside the model."""
-    views = [{k: to_json(v) for k, v in one.items() if k not in _TAKEN} for one in models]
+    views = [{k: to_json(v) for k, v in one.items() if k not in TAKEN} for one in models]
     apart = {
         rank: {key: models[rank][key] for key, view in view_here.items() if view != views[0].get(key)}
         for rank, view_here in enumerate(views)

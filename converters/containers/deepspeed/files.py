@@ -31,6 +31,16 @@ from statekit.tensors.tensor import Stored, Tensor
 from statekit.tensors.tree import Tree
 
 LATEST = ("latest", "latest_universal")
+ENGINE = {
+    "buffer_names", "skipped_steps", "global_steps", "global_samples", "dp_world_size", "mp_world_size",
+    "checkpoint_parallel_dimensions", "ds_config", "ds_version", "data_sampler", "random_ltd",
+    "sparse_tensor_module_names",
+}  # fmt: skip
+"""What the engine keeps in a model's file, beside the model and the client's state."""
+TAKEN = {
+    "module", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
+}  # fmt: skip
+"""What a model's file has of model and optimizer."""
 UNIVERSAL = "zero"
 """The folder of a universal checkpoint that holds a folder for each parameter."""
 MASTER = "fp32"
@@ -128,8 +138,11 @@ def _slices(
 
 def _ranks(folder: Path, names: list[str], pattern: re.Pattern[str]) -> dict[tuple[int, int], Path]:
     """Returns files by slice and data-parallel rank."""
-    matches = ((pattern.fullmatch(name), name) for name in names)
-    return {(int(match[2]), int(match[1] or 0)): folder / name for match, name in matches if match}
+    matches = [match for match in map(pattern.fullmatch, names) if match]
+    matches.sort(
+        key=lambda match: match[1] is None
+    )  # a universal copy for all stages has both names; this is whole
+    return {(int(match[2]), int(match[1] or 0)): folder / match[0] for match in matches}
 
 
 def _of_slice(files: Mapping[tuple[int, int], Path], number: int) -> dict[int, Path]:

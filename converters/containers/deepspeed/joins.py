@@ -14,7 +14,8 @@ from __future__ import annotations
 import math
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -25,11 +26,14 @@ from statekit.converters.containers.deepspeed.files import require
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError
 from statekit.tensors.boxes import Cut, Joined, tiling_fault
 from statekit.tensors.tensor import Array, DType, Index, Shape, Tensor, index_shape
+from statekit.tensors.tree import Record
 from statekit.tensors.typed import Natural, typed
 from statekit.tensors.views import Mean, Stack
 
 INFO = "universal_checkpoint_info"
 """The key of a model's file, which the user's program saves, or AutoTP."""
+SUB_PARAMS = "deepspeed.checkpoint.universal_checkpoint.SubparamShape"
+"""The class of what a universal checkpoint says of a fused parameter."""
 _VOCABULARY = "vocabulary_parameter_patterns"
 _REPLICATED, _AVERAGED = "tp_replicated_parameter_patterns", "parameter_to_average_patterns"
 _SECOND_AXIS, _HALVES = "parameter_with_row_parallelism_patterns", "parameter_with_2_sub_params_cat_dim_0"
@@ -119,8 +123,48 @@ class Joins:
                 place=self._at(name),
                 found=", ".join(f"{piece.dtype}" for piece in pieces[:4]),
             )
-        try:
+        with self._reading():
             whole = pieces[0] if len(pieces) == 1 else self._joined(name, pieces)
+        rows = self.info.get("original_vocab_size")
+        if not self._names(_VOCABULARY, name) or not whole.shape or rows is None:
+            return whole
+        if type(rows) is not int or rows < 1:
+            raise FormatError("A vocabulary's size isn't one.", place=self.place, found=str(rows)[:80])
+        kept = slice(0, min(rows, whole.shape[0]))
+        return Cut(whole, (kept, *(slice(0, n) for n in whole.shape[1:]))) if rows < whole.shape[0] else whole
+
+    def record(self, name: str, shape: Shape) -> dict[str, Any]:
+        """Returns what a universal checkpoint says of a whole parameter, for DeepSpeed to cut it again.
+
+        Args:
+            name: The parameter.
+            shape: Its shape.
+
+        Raises:
+            FormatError: The information isn't made as DeepSpeed makes it.
+        """
+        with self._reading():
+            padded = {"vocab_tensor": True} if self._names(_VOCABULARY, name) else {}
+            is_whole = any(self._names(key, name) for key in (_REPLICATED, _AVERAGED))
+            if is_whole or self._affine(name) is not None:
+                return padded
+            if self._names(_HALVES, name):
+                return {"cat_dim": 0, "param_n_sub_params": 2, **padded}
+            entry, _ = self._fused_entry(name)
+            if entry is None:
+                return {"cat_dim": int(self._names(_SECOND_AXIS, name)), **padded}
+            axis, sizes = entry["partition_dim"], [*entry["shape"]]
+            if not isinstance(sizes[axis], (tuple, list)):
+                sizes[axis] = self._equal(name, shape[axis], sizes[axis])
+            sizes[axis] = tuple(sizes[axis])
+            fields = {"patterns": [*entry["patterns"]], "shape": tuple(sizes), "partition_dim": axis}
+            return {"sub_param_shape": Record(SUB_PARAMS, (), fields), **padded}
+
+    @contextmanager
+    def _reading(self) -> Iterator[None]:
+        """Raises a FormatError where the information has another form than DeepSpeed gives it."""
+        try:
+            yield
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
             if isinstance(error, StatekitError):
                 raise
@@ -129,13 +173,6 @@ class Joins:
                 place=f"{INFO} in {self.place}",
                 found=f"{type(error).__name__}: {error}"[:200],
             ) from None
-        rows = self.info.get("original_vocab_size")
-        if not self._names(_VOCABULARY, name) or not whole.shape or rows is None:
-            return whole
-        if type(rows) is not int or rows < 1:
-            raise FormatError("A vocabulary's size isn't one.", place=self.place, found=str(rows)[:80])
-        kept = slice(0, min(rows, whole.shape[0]))
-        return Cut(whole, (kept, *(slice(0, n) for n in whole.shape[1:]))) if rows < whole.shape[0] else whole
 
     def check(self) -> None:
         """Refuses pieces if nothing says how they join.

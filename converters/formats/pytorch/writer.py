@@ -14,7 +14,7 @@ import json
 import math
 import struct
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, BinaryIO
 
@@ -46,13 +46,18 @@ class Placement:
     dtype: DType
 
 
-def pickle_tree(tree: Tree, slots: Mapping[str, Placement]) -> bytes:
+def pickle_tree(tree: Tree, slots: Mapping[str, Placement], classes: Collection[str] = ()) -> bytes:
     """Pickles a tree; tensors refer to the storages of their slots, by native name.
+
+    Args:
+        tree: The tree.
+        slots: Where its tensors lie.
+        classes: Names of further classes whose objects may be in it: a program loads them without `weights_only`.
 
     Raises:
         UsageError: Something in the tree is refused by `weights_only`; lists every such place.
     """
-    writer = _Writer(slots)
+    writer = _Writer(slots, classes)
     writer.run(tree)
     writer.faults.check(
         UsageError,
@@ -114,9 +119,10 @@ class Opcodes:
 class _Writer(Opcodes):
     """Emits opcodes without recursion; a piece of bytes on the stack of work is emitted as it is."""
 
-    def __init__(self, slots: Mapping[str, Placement]) -> None:
+    def __init__(self, slots: Mapping[str, Placement], classes: Collection[str] = ()) -> None:
         super().__init__()
         self.slots = slots
+        self.classes = classes
         self.faults = Faults()
 
     def run(self, tree: Tree) -> None:
@@ -136,6 +142,11 @@ class _Writer(Opcodes):
             return self._mapping(path, node)
         if isinstance(node, Record) and node.name in SUBCLASSES and len(node.args) > 1:
             return self._subclass(path, node)
+        if isinstance(node, Record) and node.name in self.classes and not node.args:
+            # Source: CPython Lib/copyreg.py, `__reduce_ex__`: an object is made without arguments, then gets its state.
+            self._once(_name_opcodes(node.name))
+            self.out += b")\x81"
+            return [((*path, "state"), node.state, False), (path, b"b", True)]
         if isinstance(node, (list, tuple)):
             close = b"e" if isinstance(node, list) else b"t"
             self.out += b"](" if isinstance(node, list) else b"("
@@ -282,6 +293,7 @@ def write_archive(
     file: BinaryIO,
     stream: Callable[[str, Tensor], Iterable[memoryview]],
     finished: Callable[[], Tree] | None = None,
+    classes: Collection[str] = (),
 ) -> None:
     """Writes a tree into an open file as `torch.save` would.
 
@@ -290,6 +302,7 @@ def write_archive(
         file: The new file.
         stream: Gives a tensor's bytes by its name in the tree: little-endian, C order.
         finished: Gives the tree with what is known only when all tensors have been written; no further tensors.
+        classes: Names of further classes whose objects may be in the tree.
 
     Raises:
         UsageError: The tree holds what `torch.load(weights_only=True)` refuses.
@@ -297,7 +310,7 @@ def write_archive(
     """
     tensors = tensor_names(tree)
     slots = _slots(tensors)
-    pickle_tree(tree, slots)  # whatever can't be written is said before gigabytes are
+    pickle_tree(tree, slots, classes)  # whatever can't be written is said before gigabytes are
     writer = ZipWriter(file, _FORM)
     for name, text in (("version", "3\n"), ("byteorder", "little"), (".format_version", "1")):
         writer.add(name, len(text), [text.encode()])
@@ -312,7 +325,7 @@ def write_archive(
         else:
             writer.add(f"data/{key}", nbytes(tensor), blocks)
             written.add(key)
-    pickled = pickle_tree(tree if finished is None else finished(), slots)
+    pickled = pickle_tree(tree if finished is None else finished(), slots, classes)
     writer.add("data.pkl", len(pickled), [pickled])
     writer.finish()
 

@@ -41,9 +41,9 @@ from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.lines.printing import SavedRun, State
 from statekit.state.run import BESIDE, run_of
-from statekit.state.stored_params import MASTER, Proven
+from statekit.state.stored_params import MASTER, Proven, in_full, said_of_masters
 from statekit.state.train_state import TrainState
-from statekit.tensors.tensor import DTYPES, Cast, Tensor
+from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree
 from statekit.tensors.typed import Name, fits, typed
 
@@ -239,10 +239,10 @@ class MegatronAdam:
         begun: list[str] = []
         if self.masters or (nested and before):
             begun = [name for name in records if name not in masters]
-            masters |= {name: _in_full(model[name]) for name in begun}
+            masters |= {name: in_full(model[name]) for name in begun}
         key = self.masters or before or _MASTER_KEY
         low = [name for name in begun if model[name].dtype.itemsize < 4]
-        return {f"{_STATE}{key}.{name}": tensor for name, tensor in masters.items()}, _said_of_masters(low)
+        return {f"{_STATE}{key}.{name}": tensor for name, tensor in masters.items()}, said_of_masters(low)
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the lines that go on in Megatron-LM or Megatron-Core."""
@@ -324,18 +324,6 @@ def _as_torch(groups: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, An
     if not any("bias_correction" in group and "amsgrad" not in group for group in groups):
         return list(groups), ()
     return [{"amsgrad": False, "maximize": False, **group} for group in groups], (_FUSED,)
-
-
-def _in_full(param: Tensor) -> Tensor:
-    """Returns a parameter as the float32 master that begins as it."""
-    return param if param.dtype == DTYPES["float32"] else Cast(param, DTYPES["float32"])
-
-
-def _said_of_masters(low: Sequence[str]) -> tuple[str, ...]:
-    if not low:
-        return ()
-    shown = ", ".join(low[:_SHOWN]) + ", ..." * (len(low) > _SHOWN)
-    return (f"The source has no float32 masters of {shown}: each begins as the parameter itself.",)
 
 
 def _inner(common: Mapping[str, Any]) -> Mapping[str, Any] | None:

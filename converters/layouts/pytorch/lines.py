@@ -29,6 +29,7 @@ from statekit.lines.printing import (
 from statekit.lines.rate_code import MATH
 from statekit.lines.rates import RatesOf
 from statekit.state.evidence import OPTIMIZER
+from statekit.state.schema import load_schema
 
 _ADAMW, _ADAM = "torch.optim.AdamW", "torch.optim.Adam"
 CLASSES: Mapping[tuple[str, str | None], str] = {
@@ -160,6 +161,55 @@ def rank_lines(saved: SavedRun) -> list[str]:
     return [
         "rank = torch.distributed.get_rank()  # as many ranks as wrote it, each with its own file",
         f'part = torch.load({quoted(saved.path)} + f"/rank{{rank}}.pt")',
+    ]
+
+
+def deepspeed_lines(state: State, saved: SavedRun) -> list[str]:
+    """Returns the lines for a checkpoint of DeepSpeed: what it wrote itself needs the engine alone.
+
+    Source: deepspeedai/DeepSpeed deepspeed/runtime/engine.py, `load_checkpoint`; runtime/zero/stage3.py,
+    `load_hp_checkpoint_state_from_checkpoint_dir_stage3`.
+    """
+    path = saved.step_path("global_step{step}_universal") if saved.is_converted else saved.path
+    where = f"{quoted(path.parent)}, tag={quoted(path.name)}"
+    if not saved.is_converted:
+        return [f"engine.load_checkpoint({where})"]
+    rates, weights = saved.rates(state), quoted(path / "mp_rank_00_model_states.pt")
+    schedule = ", lr_scheduler=scheduler" if rates.torch_call() else ""
+    without = "" if rates.torch_call() else ", load_lr_scheduler_states=False"
+    norms = {group["hyperparameters"].get(_CLIP) for group in state["groups"]} - {None, 0.0}
+    return [
+        *_group_imports(state, saved, "import pathlib"),
+        *_imports(state),
+        "import deepspeed",
+        f'model.load_state_dict(torch.load({weights}, weights_only=True)["module"])'
+        "  # what DeepSpeed leaves as it is: buffers, frozen weights",
+        *_manifest_in_folder(saved),
+        *_group_lines(state, saved),
+        *_optimizer_lines(state, saved),
+        *(f"# config['gradient_clipping'] is {norm!r} in the run" for norm in norms),
+        'config = {**config, "checkpoint": {"load_universal": True}}  # with any ZeRO stage from 1 to 3, on any ranks',
+        f"engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config{schedule})[0]",
+        f"engine.load_checkpoint({where}{without})",
+        *_after_stage_3(state),
+        *([] if rates.torch_call() else rates.torch_lines() or rates.comment()),
+    ]
+
+
+def _after_stage_3(state: State) -> list[str]:
+    """Returns the lines that give back what ZeRO 3 shares: one count of all sub-groups, the first group's options."""
+    schema = load_schema(state["schema"])
+    options = [schema.native(state["variant"], group["hyperparameters"]) for group in state["groups"]]
+    apart = {name for values in options for name, value in values.items() if value != options[0].get(name)}
+    differing = [{name: values[name] for name in values if name in apart} for values in options]
+    groups = [
+        f"for group, options in zip(optimizer.param_groups, {differing!r}):",
+        "    group.update(options)  # ZeRO 3 gives every group the first's",
+    ]
+    return [
+        "for slots in optimizer.state.values():",
+        '    slots["step"] = slots["step"].clone()  # which all sub-groups of ZeRO 3 share when loaded',
+        *(groups if apart else []),
     ]
 
 
