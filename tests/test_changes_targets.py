@@ -29,6 +29,7 @@ PLACES = {
     "tf-adam": "global_step", "tf2-t2t": "global_step", "tf2-adam": "global_step", "mxnet-adam": "num_update",
     "mxnet-lamb": "num_update", "mxnet-lans": "num_update", "icefall": "", "torch-optim": "", "torch-fqn": "",
     "torch-fqn-flat": "", "megatron": "", "megatron-distributed": "", "megatron-float16": "",
+    "deepspeed": "",
 }  # fmt: skip
 """Where each layout's files say that a schedule stands: apart, where a link counts for it, in a number that counts
 updates too, or nowhere."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 from deepspeed_files import Made, some_groups, write
 
+import statekit
 from formats import values
 from goldens import GOLDEN
 from statekit.conversion.convert import convert as carry_out
@@ -57,22 +58,22 @@ def test_each_parameters_files_are_those_of_deepspeeds_own_converter(case: str, 
     run, tag = RECORDED[case]
     convert(run / tag, tmp_path / "run", to="deepspeed-universal")
     assert (tmp_path / "run" / "latest_universal").read_text() == f"{tag}_universal"
-    made, own = (place / f"{tag}_universal" / "zero" for place in (tmp_path / "run", run))
-    files = sorted(file.relative_to(own) for file in own.glob("*/*.pt"))
+    made, original = (place / f"{tag}_universal" / "zero" for place in (tmp_path / "run", run))
+    files = sorted(file.relative_to(original) for file in original.glob("*/*.pt"))
     assert files == sorted(file.relative_to(made) for file in made.glob("*/*.pt")) and files
     for file in files:
-        assert loaded(made / file) == loaded(own / file), file
+        assert loaded(made / file) == loaded(original / file), file
 
 
 def test_the_loss_scaler_and_the_groups_are_deepspeeds_own(tmp_path: Path) -> None:
     run, tag = RECORDED["zero1 in bfloat16"]
     convert(run / tag, tmp_path / "run", to="deepspeed-universal")
-    made, own = (
+    made, original = (
         loaded(place / f"{tag}_universal" / "zero" / "optimizer_state.pt")
         for place in (tmp_path / "run", run)
     )
     for key in ("loss_scaler", "overflow", "clip_grad", "ds_version", "param_groups"):
-        assert made[key] == own[key], key
+        assert made[key] == original[key], key
     step = made["optimizer_state_dict"]["state"][0]["step"]  # which ZeRO 3 takes for all parameters
     assert step == ("float32", (), np.float32(4).tobytes())
 
@@ -146,3 +147,16 @@ def test_adafactor_under_zero_is_only_read(tmp_path: Path) -> None:
     source = GOLDEN / "torch_formats/adafactor_deepspeed_zero1/checkpoint"
     with pytest.raises(UsageError, match="No layout of the container deepspeed"):
         convert(source, tmp_path / "out", to="deepspeed-universal")
+
+
+def test_the_engine_counts_as_the_optimizer_does(tmp_path: Path) -> None:
+    """A count that was reset, with the engine's own beside it, made a damaged folder."""
+    client = {"global_steps": 9, "skipped_steps": 2}
+    source = write(Made(some_groups([(3,)]), 1, client=client), tmp_path / "run")
+    statekit.convert(source, tmp_path / "whole", to="deepspeed")
+    with open_state(tmp_path / "whole") as opened:
+        assert (opened.state.counts.updates, opened.checkpoint.step) == (7, 9)
+        assert opened.checkpoint.tree["deepspeed"]["skipped_steps"] == 2
+    statekit.convert(source, tmp_path / "anew", to="deepspeed", slot_policy="reset:count")
+    with open_state(tmp_path / "anew") as opened:
+        assert (opened.state.counts.updates, opened.checkpoint.step) == (0, 0)

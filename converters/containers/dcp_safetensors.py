@@ -20,8 +20,8 @@ import numpy as np
 
 from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.huggingface.folder import moved_to
 from statekit.converters.containers.huggingface.model import SHARD_BYTES, find_model, open_model, save_model
+from statekit.converters.containers.part_places import moved_to
 from statekit.converters.containers.step_folders import files_beside
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import FormatError, NotFoundError, StatekitError, UsageError
@@ -88,7 +88,7 @@ class DcpSafetensors:
 
     def fitted(self, encoded: Encoded) -> Encoded:
         """Returns a state of tensors alone, with options that JSON can hold; all else has no place here."""
-        encoded = moved_to(encoded, KEYS)
+        encoded = moved_to(encoded, {key: key for key in KEYS})
         optimizer = encoded.tree.get("optimizer")
         if not _is_flat(optimizer) or "model" not in encoded.tree:
             raise UsageError(

@@ -24,6 +24,7 @@ from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.deepspeed.files import (
     ENGINE,
+    FIRST_STEPS,
     MASTER,
     TAKEN,
     Slice,
@@ -59,8 +60,6 @@ _OPTIMIZER_TAKEN = {
     "param_slice_mappings", "param_groups",
 }  # fmt: skip
 _STAGE = "zero_stage"
-FIRST_STEPS = "first_steps"
-"""Key of how many steps a wrapper has made before the run's first: they count in the optimizer alone."""
 
 
 @dataclass(frozen=True)

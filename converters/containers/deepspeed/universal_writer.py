@@ -15,23 +15,30 @@ deepspeed/checkpoint/universal_checkpoint.py, `load_hp_checkpoint_state`; runtim
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeAlias
 
 from statekit.budget import Account
 from statekit.conversion.contracts import Encoded
-from statekit.converters.containers.deepspeed.files import ENGINE, LATEST, MASTER, TAKEN, UNIVERSAL
+from statekit.converters.containers.deepspeed.files import (
+    ENGINE,
+    FIRST_STEPS,
+    LATEST,
+    MASTER,
+    TAKEN,
+    UNIVERSAL,
+)
 from statekit.converters.containers.deepspeed.joins import INFO, SUB_PARAMS, Joins
+from statekit.converters.containers.part_places import moved_to
 from statekit.converters.containers.step_folders import is_file_name, step_prefix
 from statekit.converters.formats.pytorch.writer import write_archive
 from statekit.errors import Faults, UsageError
 from statekit.files.stage import Stage
 from statekit.tensors.digest import tensor_bytes
 from statekit.tensors.tensor import Tensor, ties_of
-from statekit.tensors.tree import Path as Keys
-from statekit.tensors.tree import Record, Tree, at, put, without
+from statekit.tensors.tree import Record, Tree, without
 
 _MODELS = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 _FOLDER = "global_step{step}_universal"
@@ -39,13 +46,6 @@ _VERSION = "0.19.8"
 """The release of DeepSpeed whose form this is; it refuses a file that says none."""
 _STEP, _PARTS, _ENGINE = "step", ("model", "optimizer"), "deepspeed"
 _SCHEDULER = "lr_scheduler"
-_SCHEDULERS: tuple[Keys, ...] = (
-    ("scheduler",),
-    ("scheduler_state_dict",),
-    ("lr_scheduler_state_dict",),
-    ("lr_schedulers", 0),
-)
-"""Paths at which others keep a scheduler's state."""
 _SCALER, _CLASS = "loss_scaler", "class"
 _SCALERS = (
     "deepspeed.runtime.fp16.loss_scaler.LossScaler",
@@ -62,37 +62,33 @@ def fitted_to_engine(encoded: Encoded) -> Encoded:
     Args:
         encoded: As a layout made it: where the source had its parts.
     """
-    tree: dict[str, Any] = encoded.tree
-    if not isinstance(tree, Mapping):
+    if not isinstance(encoded.tree, Mapping):
         return encoded
-    for key, place in encoded.parts.items():
-        if key in _PARTS and place and place != (key,) and key not in tree:
-            tree = put(without(tree, place), (key,), at(tree, place))
-    schedule = next((place for place in _SCHEDULERS if isinstance(at(tree, place), Mapping)), None)
-    if schedule and _SCHEDULER not in tree:
-        tree = put(without(tree, schedule), (_SCHEDULER,), at(tree, schedule))
-    engine = tree.get(_ENGINE)
-    if isinstance(engine, Mapping):
-        return replace(
-            _without_scaler(replace(encoded, tree=tree)),
-            parts=dict(zip(_PARTS, map(_key, _PARTS), strict=True)),
-        )
+    encoded = moved_to(encoded, {"model": "model", "optimizer": "optimizer", "scheduler": _SCHEDULER})
+    if isinstance(encoded.tree.get(_ENGINE), Mapping):
+        return _counted(_without_scaler(encoded))
     assumed = (
         f"The source isn't a run of DeepSpeed: the engine's count is {encoded.step} steps, of which none was skipped;"
         " it takes its samples from its own batch size."
     )
     counts = {"global_steps": encoded.step, "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 1}
-    tree = {**tree, _ENGINE: {**counts, "ds_version": _VERSION}}
+    tree = {**encoded.tree, _ENGINE: {**counts, "ds_version": _VERSION}}
+    return replace(encoded, tree=tree, assumptions=(*encoded.assumptions, assumed))
+
+
+def _counted(encoded: Encoded) -> Encoded:
+    """Returns a run whose engine counts as its optimizer does: all updates, and those that were skipped."""
+    engine = encoded.tree[_ENGINE]
+    steps, skipped = engine.get("global_steps"), engine.get("skipped_steps") or 0
+    updates = None if type(steps) is not int else steps - skipped + (engine.get(FIRST_STEPS) or 0)
+    if encoded.step in (updates, steps):
+        return replace(encoded, step=steps)
+    counted = {key: value for key, value in engine.items() if key != FIRST_STEPS}
+    counted |= {"global_steps": encoded.step, "skipped_steps": 0}
+    assumed = f"The engine's count is the optimizer's, {encoded.step}; the source's is {steps}."
     return replace(
-        encoded,
-        tree=tree,
-        assumptions=(*encoded.assumptions, assumed),
-        parts=dict(zip(_PARTS, map(_key, _PARTS), strict=True)),
+        encoded, tree={**encoded.tree, _ENGINE: counted}, assumptions=(*encoded.assumptions, assumed)
     )
-
-
-def _key(part: str) -> Keys:
-    return (part,)
 
 
 def _without_scaler(encoded: Encoded) -> Encoded:
@@ -157,30 +153,35 @@ def _checked(tree: Any, stage: Stage) -> dict[str, Any]:
             found=", ".join(map(str, tree)) if isinstance(tree, Mapping) else type(tree).__name__,
             remedy="leave --layout out",
         )
-    state = optimizer["state"]
-    faults = Faults((f"has no {MASTER}", name) for name, record in state.items() if MASTER not in record)
-    faults += [
-        (f"is of shape {tensor.shape}, and its {MASTER} of {record[MASTER].shape}", name)
-        for name, record in state.items()
-        if MASTER in record
-        and (tensor := tree["model"].get(name)) is not None
-        and tensor.shape != record[MASTER].shape
-    ]
-    faults += [("isn't in the model", name) for name in state if name not in tree["model"]]
-    faults += [("has a name that no folder can have", name) for name in state if not is_file_name(name)]
-    faults += [
-        ("is no tensor", f"{key} of {name}")
-        for name, record in state.items()
-        for key, value in record.items()
-        if key != _STEP and not isinstance(value, Tensor)
-    ]
-    moved = {name for group in optimizer["param_groups"] for name in group["params"]}
-    faults += [("is in no group, or has no state", name) for name in moved ^ state.keys()]
-    faults += [
-        ("is a key of DeepSpeed's own", str(key)) for key in tree.keys() & (ENGINE | TAKEN - {"optimizer"})
-    ]
+    faults = Faults(_weight_faults(tree["model"], optimizer["state"]))
+    faults += _key_faults(tree, optimizer)
     faults.check(UsageError, "A universal checkpoint can't hold this", place=stage.target)
     return dict(tree)
+
+
+def _weight_faults(
+    model: Mapping[str, Tensor], state: Mapping[str, Mapping[str, Any]]
+) -> Iterator[tuple[str, str]]:
+    """Yields what is wrong with the weights that the optimizer moves."""
+    for name, record in state.items():
+        param, master = model.get(name), record.get(MASTER)
+        if param is None or master is None:
+            yield f"has no {MASTER if master is None else 'place in the model'}", name
+        elif param.shape != master.shape:
+            yield f"is of shape {param.shape}, and its {MASTER} of {master.shape}", name
+        if not is_file_name(name):
+            yield "has a name that no folder can have", name
+
+
+def _key_faults(tree: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields what is in the tree that DeepSpeed has no place for, and what groups say of other parameters."""
+    for name, record in optimizer["state"].items():
+        others = (key for key, value in record.items() if key != _STEP and not isinstance(value, Tensor))
+        yield from (("is no tensor", f"{key} of {name}") for key in others)
+    moved = {name for group in optimizer["param_groups"] for name in group["params"]}
+    yield from (("is in no group, or has no state", name) for name in moved ^ optimizer["state"].keys())
+    taken = ENGINE | TAKEN - {"optimizer"}
+    yield from (("is a key of DeepSpeed's own", f"{key}") for key in tree.keys() & taken)
 
 
 def _write_models(tree: Mapping[str, Any], engine: dict[str, Any], prefix: str, stage: Stage) -> None:

@@ -42,6 +42,7 @@ from statekit.converters.containers.huggingface.model import (
     sharded_part,
     ties_in,
 )
+from statekit.converters.containers.part_places import moved_to
 from statekit.converters.containers.step_folders import check_step, step_prefix
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.containers.torch_file import open_torch
@@ -65,8 +66,7 @@ from statekit.files.safetensors import save_safetensors
 from statekit.files.source import File, Files, first_bytes, listing, opening, read_small
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import TIES, Stored, Tensor, in_memory, index_shape, ties_of
-from statekit.tensors.tree import Path as Keys
-from statekit.tensors.tree import Record, Tree, at, holds_records, loose, loose_json, put, without
+from statekit.tensors.tree import Record, Tree, at, holds_records, loose_json, put
 
 FILES = "files"
 """Key of the files that are carried as bytes, by name."""
@@ -366,49 +366,6 @@ def _paced(encoded: Encoded) -> Encoded:
     return replace(encoded, tree=put(encoded.tree, place, paced), assumptions=(*encoded.assumptions, said))
 
 
-_SCHEDULERS: tuple[Keys, ...] = (
-    ("scheduler",),
-    ("lr_scheduler",),
-    ("scheduler_state_dict",),
-    ("lr_scheduler_state_dict",),
-    ("lr_schedulers", 0),
-)
-"""Paths at which others keep a scheduler's state."""
-
-
-def moved_to(encoded: Encoded, keys: Collection[str]) -> Encoded:
-    """Returns a state whose model, optimizer and only scheduler lie under these keys.
-
-    Args:
-        encoded: As a layout made it: where the source had its parts.
-        keys: Of `model`, `optimizer` and `scheduler` those that the target has.
-    """
-    places = dict(encoded.parts)
-    scheduler = next((path for path in _SCHEDULERS if _is_only(encoded.tree, path)), None)
-    places |= {"scheduler": scheduler} if scheduler else {}
-    tree, exactness = encoded.tree, dict(encoded.exactness)
-    for key, path in places.items():
-        if key not in keys or path == (key,) or key in tree:
-            continue
-        if path:
-            old, part, tree = "/".join(map(str, path)), at(tree, path), without(tree, path)
-            names = {
-                name: f"{key}{name.removeprefix(old)}" for name in exactness if name.startswith(f"{old}/")
-            }
-        else:
-            part = loose(tree)
-            tree = {name: other for name, other in tree.items() if name not in part}
-            names = {name: f"{key}/{name}" for name in part}
-        tree = put(tree, (key,), part)
-        exactness = {names.get(name, name): value for name, value in exactness.items()}
-    return replace(encoded, tree=tree, exactness=exactness)
-
-
-def _is_only(tree: Tree, path: Keys) -> bool:
-    part = at(tree, path)
-    return isinstance(part, dict) and (len(path) == 1 or len(at(tree, path[:1])) == 1)
-
-
 TRAINER_STATE = "trainer_state.json"
 _STEP = re.compile(r"checkpoint[-_](\d{1,18})")
 _APART = re.compile(r"optimizer_([A-Za-z]\w*)\.(?:pt|bin)")
@@ -525,7 +482,7 @@ class HuggingFaceFolder:
         Raises:
             UsageError: The target is a single file, and the state has an optimizer.
         """
-        encoded = moved_to(encoded, {"model", *self.parts})
+        encoded = moved_to(encoded, {key: key for key in ("model", *self.parts)})
         if self.target_kind == "file":
             encoded = _model_alone(encoded)
         if self.paced:

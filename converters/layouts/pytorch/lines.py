@@ -198,8 +198,8 @@ def deepspeed_lines(state: State, saved: SavedRun) -> list[str]:
 
 def _after_stage_3(state: State) -> list[str]:
     """Returns the lines that give back what ZeRO 3 shares: one count of all sub-groups, the first group's options."""
-    schema = load_schema(state["schema"])
-    options = [schema.native(state["variant"], group["hyperparameters"]) for group in state["groups"]]
+    schema, variant = load_schema(state["schema"]), state["variant"]
+    options = [schema.native(variant, group["hyperparameters"]) for group in state["groups"] if variant]
     apart = {name for values in options for name, value in values.items() if value != options[0].get(name)}
     differing = [{name: values[name] for name in values if name in apart} for values in options]
     groups = [
