@@ -482,7 +482,7 @@ class HuggingFaceFolder:
         Raises:
             UsageError: The target is a single file, and the state has an optimizer.
         """
-        encoded = moved_to(encoded, {key: key for key in ("model", *self.parts)})
+        encoded = moved_to(encoded, {"model": "model", **dict(zip(self.parts, self.parts, strict=True))})
         if self.target_kind == "file":
             encoded = _model_alone(encoded)
         if self.paced:
