@@ -13,10 +13,12 @@ from deepspeed_files import Made, some_groups, write
 import statekit
 from formats import values
 from goldens import GOLDEN
+from statekit.budget import Account
 from statekit.conversion.convert import convert as carry_out
 from statekit.conversion.convert import plan
 from statekit.conversion.open_state import open_state
 from statekit.conversion.plan import Plan
+from statekit.converters.containers.deepspeed.joins import Joins
 from statekit.converters.formats.pytorch.reader import read_object
 from statekit.errors import InexactError, UsageError
 from statekit.files.source import Files
@@ -160,3 +162,12 @@ def test_the_engine_counts_as_the_optimizer_does(tmp_path: Path) -> None:
     statekit.convert(source, tmp_path / "anew", to="deepspeed", slot_policy="reset:count")
     with open_state(tmp_path / "anew") as opened:
         assert (opened.state.counts.updates, opened.checkpoint.step) == (0, 0)
+
+
+def test_a_fused_parameter_is_described_for_ranks_that_cut_it_again() -> None:
+    """As `merge_tp_slices` of DeepSpeed 0.19.8 describes it: a count of equal parts becomes their sizes."""
+    entry = {"patterns": ["^qkv$"], "shape": [3, 4], "partition_dim": 0}
+    joins = Joins({"parameter_with_sub_params": [entry]}, "here", Account())
+    described = joins.record("qkv", (12, 4))["sub_param_shape"]
+    assert described.state == {"patterns": ["^qkv$"], "shape": ((4, 4, 4), 4), "partition_dim": 0}
+    assert joins.record("other", (12, 4)) == {"cat_dim": 0}

@@ -155,7 +155,7 @@ class Joins:
                 return {"cat_dim": int(self._names(_SECOND_AXIS, name)), **padded}
             axis, sizes = entry["partition_dim"], [*entry["shape"]]
             if not isinstance(sizes[axis], (tuple, list)):
-                sizes[axis] = self._equal(name, shape[axis], sizes[axis])
+                sizes[axis] = self._equal(name, shape[axis : axis + 1], sizes[axis])
             sizes[axis] = tuple(sizes[axis])
             fields = {"patterns": [*entry["patterns"]], "shape": tuple(sizes), "partition_dim": axis}
             return {"sub_param_shape": Record(SUB_PARAMS, (), fields), **padded}
