@@ -98,7 +98,11 @@ def check(name: str, kind: type, shape: str, tmp_path: Path, capsys: pytest.Capt
     for target, *more in targets:
         code = main(["convert", str(path), str(tmp_path / target), *more])
         said = " ".join(capsys.readouterr().err.split())
-        if kind.__name__ in RECOGNISED and kind.__module__.startswith("torch."):
+        if kind is torch.optim.Adafactor and target == "optax":
+            # It clamps means below 1.2e-7, its default epsilon, which no other rule does: another update.
+            assert code == 3
+            assert "epsilon1_place is clamp in the source" in said
+        elif kind.__name__ in RECOGNISED and kind.__module__.startswith("torch."):
             assert code == 0, said
             assert main(["verify", str(path), str(tmp_path / target)]) == 0
         elif target == "optax":
