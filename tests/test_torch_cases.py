@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 import statekit
 from statekit.cli.main import main
+from statekit.errors import StateError
 from statekit.torch import attest, load_optimizer, load_params
 
 pytestmark = pytest.mark.torch
@@ -428,8 +429,80 @@ def test_masters_of_fused_adam_are_what_goes_on(tmp_path: Path) -> None:
     torch.save({"model": model.to(torch.bfloat16).state_dict(), "optimizer": saved}, path)
     assert main(["convert", str(path), str(tmp_path / "again.pt")]) == 0
     assert torch.equal(stored(tmp_path / "again.pt")["model"]["weight"], masters[0])
+    low = torch.nn.Linear(3, 2, dtype=torch.bfloat16)
+    load_params(path, low)  # a model of the lower precision has what the file has
+    assert torch.equal(low.weight, model.weight)
     assert main(["convert", str(path), str(optax), "--to", "orbax", "--layout", "optax"]) == 0
     assert main(["verify", str(path), str(optax)]) == 0
+
+
+def test_a_vector_of_all_parameters_is_cut_into_them(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+    sizes = [param.numel() for param in model.parameters()]
+    flat = torch.nn.Parameter(torch.zeros(sum(sizes)))  # as fairseq's FP16Optimizer has it
+    optimizer = torch.optim.Adam([flat], lr=0.01)
+    flat.grad = torch.randn(flat.shape)
+    optimizer.step()
+    history = [{"optimizer_name": "FP16Optimizer", "num_updates": 1}]
+    tree = {"model": model.half().state_dict(), "optimizer_history": history}
+    torch.save({**tree, "last_optimizer_state": optimizer.state_dict()}, tmp_path / "checkpoint.pt")
+    moments = optimizer.state[flat]["exp_avg"].split(sizes)
+    with statekit.open(tmp_path / "checkpoint.pt") as run:
+        assert any("one vector of 29 values" in note for note in run.state.assumptions)
+        for (name, param), moment in zip(model.named_parameters(), moments, strict=True):
+            got = run.slots[name.replace(".", "/")]["m"].read()
+            assert np.array_equal(got, moment.reshape(param.shape).numpy())
+
+
+def test_parameters_that_an_optimizer_leaves_out_are_known_by_the_order_of_the_others(tmp_path: Path) -> None:
+    """Two have one shape, and the optimizer moves one of them; it stands behind others, as in the model."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 3), torch.nn.Linear(3, 4))
+    model.append(torch.nn.Linear(4, 4))
+    model[0].requires_grad_(False)
+    optimizer = torch.optim.AdamW([param for param in model.parameters() if param.requires_grad], lr=0.01)
+    for param in model[1:].parameters():
+        param.grad = torch.randn(param.shape)
+    optimizer.step()
+    path = tmp_path / "run.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    with statekit.open(path) as run:
+        assert np.array_equal(run.slots["3/weight"]["m"].read(), moment_of(optimizer, model[3].weight))
+    model[1].requires_grad_(False)
+    last = torch.optim.AdamW(model[3].parameters(), lr=0.01)  # the first would do as well
+    for param in model[3].parameters():
+        param.grad = torch.randn(param.shape)
+    last.step()
+    torch.save({"model": model.state_dict(), "optimizer": last.state_dict()}, path)
+    with pytest.raises(StateError, match=r"Shapes don't tell"):
+        statekit.open(path).close()
+
+
+def test_averages_inside_a_state_dict_are_no_parameters(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    optimizer = saved_run(model)
+    weights = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    averages = {"model_ema." + name.replace(".", ""): one * 0.9 for name, one in model.state_dict().items()}
+    tree = {"state_dict": {**weights, **averages}, "optimizer_states": [optimizer.state_dict()]}
+    torch.save({**tree, "pytorch-lightning_version": "1.4.2"}, tmp_path / "last.ckpt")
+    assert np.array_equal(
+        first_moment(tmp_path / "last.ckpt", "model/0/weight"), moment_of(optimizer, model[0].weight)
+    )
+
+
+def test_a_module_around_the_network_is_no_part_of_its_names(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    optimizer = saved_run(model)
+    weights = {f"net._orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
+    path = tmp_path / "last.ckpt"
+    torch.save({"state_dict": weights, "optimizer_states": [optimizer.state_dict()]}, path)
+    assert attest(optimizer, model, path).passed
+    loaded = load_optimizer(path, model.named_parameters())
+    assert np.array_equal(loaded.state[model[0].weight]["m"].numpy(), moment_of(optimizer, model[0].weight))
+    parts = {"enc": model, "dec": torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))}
+    both = torch.nn.ModuleDict(parts)
+    torch.save({"model": both.state_dict(), "optimizer": saved_run(both).state_dict()}, path)
+    with pytest.raises(StateError, match=r"is in the checkpoint, but not among the parameters"):
+        load_optimizer(path, model.named_parameters())  # which of the two is meant nothing tells
 
 
 def test_halves_of_one_step_are_one_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,8 @@
 """Names of one parameter in a model and in its checkpoint, where a wrapper or an adapter changes them.
 
-In go the names of both sides. Out come pairs: names that are equal but for what wrappers put around a module, and for
-what PEFT leaves out of an adapter's file. A pair is taken only where it is the only one.
+In go the names of both sides. Out come pairs: names that are equal but for what wrappers put around a module, for what
+PEFT leaves out of an adapter's file, and for one module around the whole, as Lightning's has one for its network. A
+pair is taken only where it is the only one.
 
 Source: pytorch/pytorch torch/_dynamo/eval_frame.py, `OptimizedModule`; torch/nn/parallel/distributed.py;
 torch/distributed/fsdp/_common_utils.py, `FSDP_WRAPPED_MODULE`;
@@ -64,6 +65,8 @@ def wrapped_names(ours: Iterable[str], theirs: Collection[str]) -> dict[str, str
     Example:
         >>> wrapped_names(["h.w", "h.b"], ["module.h.w", "module.h.b"])
         {'h.w': 'module.h.w', 'h.b': 'module.h.b'}
+        >>> wrapped_names(["h.w", "h.b"], ["net._orig_mod.h.w", "net._orig_mod.h.b", "loss.w"])
+        {'h.w': 'net._orig_mod.h.w', 'h.b': 'net._orig_mod.h.b'}
     """
     ours = list(ours)
     both = {*ours} & {*theirs}
@@ -75,7 +78,31 @@ def wrapped_names(ours: Iterable[str], theirs: Collection[str]) -> dict[str, str
         usual = [name for name in names if f".{_USUAL}." in f"{name.replace('/', '.')}."] or names
         if len(partners) == 1 and len(usual) == 1:
             pairs[usual[0]] = partners[0]
+    if not both and len(pairs) < len(here):
+        pairs |= _below_one_module(here, there)
     return {name: pairs[name] for name in ours if name in pairs}
+
+
+def _below_one_module(here: Mapping[str, list[str]], there: Mapping[str, list[str]]) -> dict[str, str]:
+    """Returns pairs where all names of one side stand below one module of the other's; none where several would do.
+
+    Args:
+        here: The caller's names, by what they are inside wrappers.
+        there: The checkpoint's.
+    """
+    if any(len(names) > 1 for names in (*here.values(), *there.values())) or not here or not there:
+        return {}
+    if modules := _modules_around(here, there):
+        return {here[name][0]: there[modules[0] + name][0] for name in here} if len(modules) == 1 else {}
+    modules = _modules_around(there, here)
+    return {here[modules[0] + name][0]: there[name][0] for name in there} if len(modules) == 1 else {}
+
+
+def _modules_around(names: Collection[str], others: Collection[str]) -> list[str]:
+    """Returns what stands before every one of some names among others, with its dot."""
+    first = next(iter(names))
+    around = [other.removesuffix(first) for other in others if other.endswith(f".{first}")]
+    return [module for module in around if all(module + name in others for name in names)]
 
 
 def as_named(names: Iterable[str], theirs: Mapping[str, object]) -> list[str]:

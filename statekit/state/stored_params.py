@@ -83,8 +83,15 @@ class Proven:
         """The master's cheapest block."""
         return self.master.grain
 
+    @property
+    def is_made_of_master(self) -> bool:
+        """Whether the checkpoint has the master alone, so that the parameter is its rounding."""
+        return isinstance(self.param, Cast) and self.param.source is self.master
+
     def read(self, index: Index | None = None) -> Array:
-        """Reads a block of both, and compares them."""
+        """Reads a block of both, and compares them, unless the parameter is made of the master."""
+        if self.is_made_of_master:
+            return self.master.read(index)
         block, low = self.master.read(index), self.param.read(index)
         with np.errstate(over="ignore"):  # what lies beyond the range is infinite in both
             rounded = block.astype(low.dtype)
@@ -105,7 +112,7 @@ class Proven:
 
     def to_json(self) -> dict[str, Any]:
         """Describes the tensor; one that is proven for its own sake is its master's."""
-        if self.defect:
+        if self.defect or self.is_made_of_master:
             return self.master.to_json()
         return {"op": "proven", "source": self.master.to_json(), "rounds_to": self.param.to_json()}
 
@@ -162,10 +169,7 @@ def _as_params(state: TrainState) -> tuple[TrainState, dict[str, str]]:
 
 def _proven(masters: dict[str, Tensor], path: str, param: Tensor) -> Tensor:
     master = masters.get(path)
-    if master is None:
-        return param
-    derived = isinstance(param, Cast) and param.source is master
-    return master if derived else Proven(master, param, path)
+    return param if master is None else Proven(master, param, path)
 
 
 def in_full(param: Tensor) -> Tensor:
@@ -234,6 +238,8 @@ def decoded(state: TrainState) -> TrainState:
 def as_variable(state: TrainState, path: str, dtype: DType, makers: Iterable[str]) -> Tensor:
     """Returns a parameter as a variable of some dtype holds it: decoded, unless that is bfloat16 and encoded too.
 
+    Of a master, a variable of the parameter's lower precision holds the parameter.
+
     Args:
         state: The state.
         path: The parameter.
@@ -244,6 +250,8 @@ def as_variable(state: TrainState, path: str, dtype: DType, makers: Iterable[str
         InexactError: Nobody said whether it is encoded.
     """
     param = state.params[path]
+    if isinstance(param, Proven) and param.param.dtype == dtype:
+        return param.param
     if dtype_name(param.dtype) != _STORED or dtype_name(dtype) == _STORED:
         return param
     check_known(state, makers)

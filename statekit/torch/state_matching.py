@@ -26,6 +26,14 @@ Sources: TypeAlias = Mapping[str, tuple[Source | None, torch.Tensor]]
 
 _KEPT = ("params", "param_names", "schema", "variant", "slots")
 """Keys of a group that are its own, whatever a state says, or that are fitted by themselves."""
+_NARROW = "wouldn't fit"
+_SAME_NAMES = (
+    "names and shapes must be those of the run; of a wrapped model pass the inner module's parameters"
+)
+_WIDEN = (
+    "slots are wider than the parameters, as where a run moves float32 masters: make the optimizer of model.float(), "
+    "fill that with load_params, and compute in the lower precision under torch.autocast"
+)
 
 
 @dataclass(frozen=True)
@@ -93,10 +101,9 @@ def match(
         for name, param in zip(group["param_names"], group["params"], strict=True):
             if (entry := theirs.get(path_of(name))) is not None:
                 slots.append((param, _sources(name, param, entry.slots, whole, faults)))
+    is_narrow = any(_NARROW in what for what, _ in faults)
     faults.check(
-        StateError,
-        "The state doesn't fit the optimizer",
-        remedy="names and shapes must be those of the run; of a wrapped model pass the inner module's parameters",
+        StateError, "The state doesn't fit the optimizer", remedy=_WIDEN if is_narrow else _SAME_NAMES
     )
     return Match(tuple(fitted), tuple(slots))
 
@@ -228,7 +235,7 @@ def _fitted(
         if tuple(source.shape) != shape:
             faults.add(f"slot {slot} has shape {tuple(source.shape)} in the state, expected {shape}", place)
         elif not widens(have, needed):
-            faults.add(f"slot {slot} is {have} in the state and wouldn't fit {needed}", place)
+            faults.add(f"slot {slot} is {have} in the state and {_NARROW} {needed}", place)
         fitted[slot] = (source, want)
     return fitted
 

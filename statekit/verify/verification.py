@@ -389,6 +389,8 @@ class _Verification:
         if self._unknown:
             options = " ".join(f"--hparams {name}=..." for name in self._unknown)
             return _unstepped(f"nobody knows {', '.join(self._unknown)}; say it: {options}")
+        if why := _of_several(self._carried):
+            return _unstepped(why)
         carried, said = _decided(_settled(self._carried, self._plan.rule_change))
         self._said += said
         expected, actual = (_as_decided(one, carried) for one in (self._expected, self._actual))
@@ -558,6 +560,13 @@ def _completed(actual: TrainState, expected: TrainState) -> tuple[TrainState, li
     rules = {path: _known(rules[path], expected.rules.get(path)) for path in rules}
     optimizer = replace(actual.optimizer, variant=variant, groups=tuple(groups))
     return replace(actual, optimizer=optimizer, rules=rules), list(said)
+
+
+def _of_several(state: TrainState) -> str:
+    """Returns why nobody knows whose rule a state follows; "" where it fits one optimizer alone."""
+    facts = [fact for group in state.optimizer.groups for fact in group.facts]
+    is_open = any(fact.name == OPTIMIZER and fact.source == "unknown" for fact in facts)
+    return "the state may be of several optimizers; name it: --optimizer NAME" if is_open else ""
 
 
 def _without_step(*states: TrainState) -> str:

@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from statekit.converters.layouts.pytorch.parts import is_average
 from statekit.errors import Faults, NamesError, StateError
 from statekit.state.param_names import as_named
 from statekit.tensors.tensor import Shape, Tensor, apart
@@ -78,6 +79,12 @@ def found_order(
         try:
             return shaped_order(shapes, model_shapes, "the model part", is_sorted, remedy)
         except StateError:
+            ways = (
+                _without_averages(shapes, model_shapes, is_sorted),
+                _in_turn(shapes, model_shapes, is_sorted),
+            )
+            if order := next(filter(None, ways), None):
+                return order
             dotted = as_named(own_model or (), model_shapes)
             known = dict.fromkeys(name for name in dotted if name in model_shapes)
             if not known:
@@ -95,6 +102,55 @@ def found_order(
     return shaped_order(
         shapes, {name: model_shapes[name] for name in names if name in model_shapes}, "the names given"
     )
+
+
+def _without_averages(
+    shapes: Sequence[Sequence[Shape | None]], model: Mapping[str, Shape], is_sorted: bool
+) -> Order | None:
+    """Returns the order of the parameters that aren't called averages; None where there are none, or shapes don't tell.
+
+    Source: CompVis/latent-diffusion, ldm/modules/ema.py, `LitEma`: averages are buffers of `model_ema`.
+    """
+    averages = [name for name in model if is_average(name.partition(".")[0])]
+    if not averages:
+        return None
+    moved = {name: shape for name, shape in model.items() if name not in {*averages}}
+    try:
+        order = shaped_order(shapes, moved, "the model part", is_sorted)
+    except StateError:
+        return None
+    said = (
+        f"{len(averages)} tensors of the model part are averages, as {averages[0]}: no optimizer moves them."
+    )
+    return replace(order, notes=(*order.notes, said))
+
+
+def _in_turn(
+    shapes: Sequence[Sequence[Shape | None]], model: Mapping[str, Shape], is_sorted: bool
+) -> Order | None:
+    """Returns the order of a part of the model, where one way alone is left to take its shapes from the model in turn.
+
+    The first that fits from the front and the first from the back are the same then. None where they aren't, or where
+    groups would share a parameter.
+    """
+    if is_sorted:
+        return None
+    forward, backward = list(model.items()), list(model.items())[::-1]
+    groups = [_first_fitting(group, forward) for group in shapes]
+    again = [_first_fitting(group[::-1], backward)[::-1] for group in shapes]
+    names = [name for group in groups for name in group]
+    whole = [len(group) for group in groups] == [len(group) for group in shapes]
+    if groups != again or not whole or len(names) != len({*names}):
+        return None
+    said = f"The optimizer names no parameters; its {len(names)} fit the model part's order in one way alone."
+    return Order(tuple(map(tuple, groups)), (said,))
+
+
+def _first_fitting(shapes: Sequence[Shape | None], model: Sequence[tuple[str, Shape]]) -> list[str]:
+    """Returns the first names that have these shapes in turn; fewer where the model ends before."""
+    left = iter(model)
+    found = (next((name for name, other in left if other == shape), None) for shape in shapes)
+    return [name for name in found if name is not None]
 
 
 def running_statistics(names: Iterable[str]) -> Iterator[str]:

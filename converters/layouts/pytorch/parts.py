@@ -133,12 +133,17 @@ def possible_models(tree: Tree) -> list[str]:
     return ["/".join(map(str, path)) for path in _moved(_models(tree, optimizer_place(tree)))]
 
 
+def is_average(key: str) -> bool:
+    """Tells whether a key is called as an average of the weights is."""
+    return _AVERAGE.fullmatch(key) is not None
+
+
 def _moved(models: Mapping[Path, Any]) -> dict[Path, Any]:
     """Returns the parts that may be what an optimizer moves: no averages."""
     return {
         path: node
         for path, node in models.items()
-        if not any(isinstance(key, str) and _AVERAGE.fullmatch(key) for key in path)
+        if not any(isinstance(key, str) and is_average(key) for key in path)
         and not _AVERAGES_COUNT & {str(key) for key in node}
     }
 

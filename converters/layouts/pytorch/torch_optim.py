@@ -36,6 +36,7 @@ from statekit.converters.layouts.pytorch.contents import (
     signature_of,
     unwrapped_record,
 )
+from statekit.converters.layouts.pytorch.flat_vector import unflattened
 from statekit.converters.layouts.pytorch.networks import several_networks
 from statekit.converters.layouts.pytorch.param_order import REMEDY, Order, found_order
 from statekit.converters.layouts.pytorch.parts import (
@@ -250,6 +251,7 @@ class TorchOptim:
             UsageError: A hint that the schema doesn't know.
         """
         parts, kinds, said_of_groups, sides = _parts_and_kinds(checkpoint, hints)
+        parts, said_of_vector = unflattened(parts, hints.param_names)
         faults = Faults()
         shapes = [
             [_shape_of(kind, parts.state.get(i, {}), parts.model) for i in group["params"]]
@@ -270,7 +272,8 @@ class TorchOptim:
         slots, counts, beside = {}, dict[str, int](), dict[str, Any]()
         said = (_BARE,) if _says_no_options(parts) else _FORM_NOTES.get(parts.form, ())
         said = (*said, *_of_gradients(checkpoint))
-        notes = dict.fromkeys((*order.notes, *([said_by] if said_by else ()), *said, *said_of_groups))
+        of_names = [note for note in (said_by, said_of_vector) if note]
+        notes = dict.fromkeys((*order.notes, *of_names, *said, *said_of_groups))
         records, bare = _records(parts, order, kind_of)
         for path, record in records.items():
             kind = kind_of[path]
