@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.errors import MissingExtraError
-from statekit.state.param_names import NAMES_FILE
+from statekit.state.param_names import NAMES_FILE, saved_names
 
 try:
     from transformers.trainer_callback import TrainerCallback
@@ -78,7 +78,9 @@ class NamesCallback(TrainerCallback):  # type: ignore[misc]  # its base is untyp
         optimizer, model = given.get("optimizer"), given.get("model")
         if not state.is_world_process_zero or optimizer is None or model is None or not folder.is_dir():
             return
-        names = {id(param): name for name, param in unwrapped(model).named_parameters()}
+        saved = saved_names(unwrapped(model))
+        named = unwrapped(model).named_parameters()
+        names = {id(param): saved.get(name, name) for name, param in named}
         groups = [[names.get(id(param)) for param in group["params"]] for group in optimizer.param_groups]
         if all(name is not None for group in groups for name in group):
             (folder / NAMES_FILE).write_text(json.dumps({"param_groups": groups}, indent=1) + "\n")

@@ -21,7 +21,7 @@ from statekit.conversion.model_settings import with_beside
 from statekit.conversion.open_state import OpenState, open_state
 from statekit.conversion.rule_change import change_rule
 from statekit.dropin.by_name import path_of
-from statekit.dropin.matching import renamed
+from statekit.dropin.matching import renamed, saved_under
 from statekit.errors import StateError, StatekitError, UsageError
 from statekit.files.checkpoint import Finding as Oddity
 from statekit.maps.links import carried_to_load
@@ -97,9 +97,9 @@ def attesting(
         state: TrainState | None = None
         try:
             state = _by_path(run.live(opened))
-            names = names or wrapped_names(
-                [*state.params, *_buffers(state)], [*right.params, *_buffers(right)]
-            )
+            ours = [*state.params, *_buffers(state)]
+            names = names or wrapped_names(ours, [*right.params, *_buffers(right)])
+            names = names or ({} if run.maps else saved_under(opened, ours))
         except StatekitError as error:
             faults += broken(error)
             result = Attestation(place, right.counts.updates, tuple(faults), tuple(omissions), (), 0, 0, 0)

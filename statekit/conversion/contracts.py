@@ -213,6 +213,13 @@ class FindsNames(Protocol):
     def names_are_near(self, checkpoint: Checkpoint) -> str:
         """Returns the way that a checkpoint has what it needs for; "" if there is none."""
 
+    def names_in_file(self, checkpoint: Checkpoint) -> Mapping[str, str]:
+        """Returns the file's name of each parameter that its model has under another one, by the model's.
+
+        Raises:
+            StatekitError: Nothing tells what the model calls them.
+        """
+
 
 @runtime_checkable
 class HoldsSeveral(Protocol):

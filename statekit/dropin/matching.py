@@ -8,8 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+from statekit.conversion import registry
+from statekit.conversion.contracts import FindsNames
+from statekit.conversion.open_state import OpenState
 from statekit.dropin.by_name import by_name, path_of, refuse_by_name, renamed_path
-from statekit.errors import Faults, StateError, UsageError
+from statekit.errors import Faults, StateError, StatekitError, UsageError
 from statekit.state.facts import check_steps
 from statekit.state.param_names import wrapped_names
 from statekit.state.run import BUFFERS
@@ -153,6 +156,29 @@ def renamed(
 
 def _wrapped(ours: Iterable[str], native: Iterable[str]) -> dict[str, str]:
     return wrapped_names([path_of(name) for name in ours], {path_of(name) for name in native})
+
+
+def saved_under(opened: OpenState, ours: Iterable[str]) -> dict[str, str]:
+    """Returns a checkpoint's names by a model's, where the model's library saves parameters under other ones.
+
+    Args:
+        opened: The checkpoint.
+        ours: All names of the model.
+    """
+    native = {path_of(name) for name in (*opened.state.params, *opened.state.extra.get(BUFFERS, {}))}
+    names = {path_of(name): name for name in ours}
+    layout = registry.layout(opened.layout)
+    checkpoint = opened.checkpoint
+    if native & names.keys() == names.keys() or not isinstance(layout, FindsNames):
+        return {}
+    if _wrapped(names, native) or not layout.names_are_near(checkpoint):
+        return {}
+    try:
+        others = layout.names_in_file(checkpoint)
+    except StatekitError:  # then the names don't fit, which is said where they are matched
+        return {}
+    pairs = {names[path_of(name)]: other for name, other in others.items() if path_of(name) in names}
+    return {name: other for name, other in pairs.items() if path_of(other) in native}
 
 
 def copy_fault(source: Tensor, shape: Shape, dtype: DType, whose: str = "the model") -> str:

@@ -13,7 +13,10 @@ torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py; huggingface/peft
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
+from typing import Any
 
 NAMES_FILE = "parameter_names.json"
 """The file beside a checkpoint in which `statekit.hf.NamesCallback` keeps the order of an optimizer's parameters."""
@@ -103,6 +106,25 @@ def _modules_around(names: Collection[str], others: Collection[str]) -> list[str
     first = next(iter(names))
     around = [other.removesuffix(first) for other in others if other.endswith(f".{first}")]
     return [module for module in around if all(module + name in others for name in names)]
+
+
+def saved_names(model: Any) -> dict[str, str]:
+    """Returns the names under which transformers saves a live model's parameters, by the model's, where they differ.
+
+    Of what it saves in other pieces than it has, nothing is told.
+
+    Source: huggingface/transformers, core_model_loading.py, `revert_weight_conversion`.
+    """
+    loading = sys.modules.get("transformers.core_model_loading")
+    revert = getattr(loading, "revert_weight_conversion", None)
+    if revert is None or all(kind.__name__ != "PreTrainedModel" for kind in type(model).__mro__):
+        return {}
+    tensors = {name: tensor.to("meta") for name, tensor in model.state_dict().items()}
+    saved: dict[int, str] = {}
+    with suppress(Exception):  # whatever a model's own conversion raises: then its names are what they are
+        saved = {id(tensor): name for name, tensor in revert(model, dict(tensors)).items()}
+    pairs = {name: saved.get(id(tensor), name) for name, tensor in tensors.items()}
+    return {name: other for name, other in pairs.items() if other != name}
 
 
 def as_named(names: Iterable[str], theirs: Mapping[str, object]) -> list[str]:

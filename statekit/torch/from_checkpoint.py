@@ -11,11 +11,11 @@ import torch
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Hints
-from statekit.conversion.open_state import changing
+from statekit.conversion.open_state import OpenState, changing
 from statekit.conversion.registry import layout
 from statekit.dropin.by_name import path_of, renamed_path
 from statekit.dropin.loading import Call, Framework, Loaded, LoadOptions, ResumeOptions, put, resumed
-from statekit.dropin.matching import Given, copy_fault, match_faults, require_resumable
+from statekit.dropin.matching import Given, copy_fault, match_faults, require_resumable, saved_under
 from statekit.dropin.overrides import rate_of
 from statekit.errors import Faults, StateError, UsageError
 from statekit.maps.links import StateMap
@@ -302,6 +302,12 @@ def hints_of(call: Call, model: Model) -> CheckpointRef:
     return Hints.of_model(call.ref, trained)
 
 
+def _names(opened: OpenState, call: Call, model: Model) -> tuple[Mapping[str, str], list[str]]:
+    """Returns a checkpoint's names by the model's, where they differ, and all names of the model."""
+    ours = [name for name, _ in model.tensors]
+    return call.names or ({} if maps_to(call, model) else saved_under(opened, ours)), ours
+
+
 def _shapes(model: Model, names: Mapping[str, str]) -> dict[str, tuple[Shape, DType]]:
     return {name: (tuple(param.shape), dtype_of(param)) for name, param in model.pairs if param.requires_grad}
 
@@ -312,7 +318,7 @@ FRAMEWORK = Framework(
     "lr",
     hints=hints_of,
     maps=maps_to,
-    names=lambda opened, call, model: (call.names, [name for name, _ in model.tensors]),
+    names=_names,
     shapes=_shapes,
     build=_built,
 )

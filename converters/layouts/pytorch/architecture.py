@@ -26,7 +26,7 @@ import numpy as np
 
 from statekit.errors import FormatError, MissingExtraError, StateError
 from statekit.files.checkpoint import Checkpoint
-from statekit.state.param_names import NAMES_FILE
+from statekit.state.param_names import NAMES_FILE, as_named, saved_names
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import at, loose_json
 from statekit.tensors.typed import Name, fits, typed
@@ -44,6 +44,8 @@ _OFFLINE = {
     "HF_DATASETS_OFFLINE": "1",
     "CUDA_VISIBLE_DEVICES": "",
 }
+_TOLD = "names in the model and in its file"
+"""What is remembered: changed with what building an architecture tells."""
 _SECONDS, _BYTES = 180, 3 * 2**30
 """What building may take, and the memory that it may take meanwhile: the frameworks, and layers without weights."""
 _KEY = ("files", CONFIG)
@@ -68,7 +70,8 @@ class Architecture:
     """What a model's configuration tells of its parameters.
 
     Attributes:
-        params: For each parameter, in the model's order, all its names: tied ones have several.
+        params: For each parameter, in the model's order, all its names: tied ones have several, and so have those that
+            transformers saves under others.
         decayed: The first name of those that Trainer's rule lets decay.
         made_by: What built it.
     """
@@ -170,6 +173,37 @@ def names_by_config(
     )
 
 
+def names_in_file(checkpoint: Checkpoint, model: Mapping[str, Tensor]) -> dict[str, str]:
+    """Returns the name that a file has of each parameter which its model has under another one, by the model's.
+
+    Args:
+        checkpoint: The checkpoint.
+        model: Every tensor of the file by name.
+
+    Raises:
+        MissingExtraError, FormatError: As of `names_by_config`.
+    """
+    if not has_config(checkpoint):
+        return {}
+    text = bytes(np.asarray(at(checkpoint.tree, _KEY).read())).decode("utf-8", "replace")
+    each = architecture(text, str(checkpoint.path / CONFIG), len(model)).params
+    return {
+        name: held
+        for names in each
+        if (held := _held(names, model)) in model
+        for name in names
+        if name not in model
+    }
+
+
+def as_in_file(names: Sequence[str], checkpoint: Checkpoint, model: Mapping[str, Tensor]) -> Sequence[str]:
+    """Returns names of a model's parameters as its file has them, which are those that `names_in_file` tells."""
+    if not has_config(checkpoint) or all(name in model for name in as_named(names, model)):
+        return names
+    others = names_in_file(checkpoint, model)
+    return [others.get(name.replace("/", "."), name) for name in names]
+
+
 def _held(names: Sequence[str], model: Collection[str]) -> str:
     return next((name for name in names if name in model), names[0])
 
@@ -247,7 +281,7 @@ def _built(config: str) -> dict[str, Any]:
         ChildProcessError: It tells nothing; has its last words.
         TimeoutExpired: It took too long.
     """
-    key = [config, *(version(name) for name in ("torch", "transformers", "statekit"))]
+    key = [config, _TOLD, *(version(name) for name in ("torch", "transformers", "statekit"))]
     digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()
     memory = (
         Path(os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache"))
@@ -326,6 +360,9 @@ def print_architecture() -> None:
     names: dict[int, list[str]] = {}
     for one, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(one)
+    saved = saved_names(model)
+    for given in names.values():
+        given += [saved[one] for one in given if one in saved]
     decayed = transformers.Trainer.get_decay_parameter_names(None, model)
     record = {
         "params": [names[id(param)] for _, param in model.named_parameters()],

@@ -143,6 +143,10 @@ class LowBit:
         """Returns `config` where the model's configuration lies beside its weights."""
         return self._torch.names_are_near(checkpoint)
 
+    def names_in_file(self, checkpoint: Checkpoint) -> Mapping[str, str]:
+        """Returns the file's name of each parameter that the model in its configuration has under another one."""
+        return self._torch.names_in_file(checkpoint)
+
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks at the records of the optimizers' states."""
         mine = [self.library.precision_of(node) for _, node in _optimizers(checkpoint.tree)]

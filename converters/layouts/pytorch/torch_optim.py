@@ -24,9 +24,11 @@ from statekit.conversion.contracts import NO_HINTS, Contents, Encoded, Evidence,
 from statekit.converters.layouts.pytorch import lines, native
 from statekit.converters.layouts.pytorch.architecture import (
     BY_CONFIG,
+    as_in_file,
     has_config,
     names_beside,
     names_by_config,
+    names_in_file,
 )
 from statekit.converters.layouts.pytorch.contents import (
     STEP,
@@ -242,6 +244,11 @@ class TorchOptim:
     def names_are_near(self, checkpoint: Checkpoint) -> str:
         """Returns `config` where the model's configuration lies beside its weights."""
         return "config" if has_config(checkpoint) else ""
+
+    def names_in_file(self, checkpoint: Checkpoint) -> Mapping[str, str]:
+        """Returns the file's name of each parameter that the model in its configuration has under another one."""
+        parts = find_parts(checkpoint, {})
+        return names_in_file(checkpoint, parts.model) if parts else {}
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state.
@@ -550,7 +557,7 @@ def _given_names(
 ) -> tuple[Sequence[str] | None, str]:
     """Returns the names that a user, a file beside the run or a configuration gives, and a note on their source."""
     if hints.param_names is not None:
-        return hints.param_names, ""
+        return as_in_file(hints.param_names, checkpoint, parts.model), ""
     if hints.names_from is None:
         return names_beside(checkpoint, shapes)
     return names_by_config(checkpoint, shapes, parts.model)
