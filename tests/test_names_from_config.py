@@ -270,7 +270,7 @@ def test_a_model_that_transformers_saves_under_other_names_goes_on(tmp_path: Pat
     trainer.train()
     step = tmp_path / "checkpoint-2"
     live = dict(model.named_parameters())
-    saved = {name: saved_names(model).get(name, name) for name in live}
+    saved = {name: name for name in live} | saved_names(model)
     assert {*saved.values()} == {*load_file(step / "model.safetensors")}
     assert {*saved.values()} != {*live}
     optimizer = trainer.optimizer.optimizer
@@ -281,7 +281,7 @@ def test_a_model_that_transformers_saves_under_other_names_goes_on(tmp_path: Pat
     loaded = load_optimizer(step, live.items())
     for param in live.values():
         assert torch.equal(loaded.state[param]["m"], optimizer.state[param]["exp_avg"])
-    order = {id(param): name for name, param in live.items()}
+    order: dict[int, str] = {id(param): name for name, param in live.items()}
     names = [order[id(param)] for group in optimizer.param_groups for param in group["params"]]
     assert attest(optimizer, model, step).passed
     assert attest(optimizer, model, step, param_names=names).passed

@@ -36,6 +36,11 @@ _SAVED, _USUAL = "modules_to_save", "default"
 _LEAVES = ("weight", "bias")
 
 
+def is_adapted(name: str) -> bool:
+    """Tells whether a parameter is one that PEFT adds to a model."""
+    return any(_ADAPTED.fullmatch(key) for key in name.replace("/", ".").split("."))
+
+
 def inner_name(name: str) -> str:
     """Returns a parameter's name without wrappers and without the name of its adapter.
 

@@ -204,6 +204,8 @@ def _fitted(
     tensors = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
     targets = {path_of(name): tensor for name, tensor in tensors.items()}
     required = tensors if buffers else dict(model.named_parameters())
+    if hasattr(model, "peft_config"):  # an adapter's checkpoint hasn't the weights that it adapts
+        required = {name: tensor for name, tensor in required.items() if tensor.requires_grad}
     covered = {id(targets[key]) for key in sources if key in targets}
     faults = [
         ("has the torch name of another parameter", name)

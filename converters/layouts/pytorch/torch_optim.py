@@ -70,6 +70,7 @@ from statekit.lines.printing import SavedRun, State
 from statekit.state.constants import variant_constants
 from statekit.state.evidence import Fact, KnownFrom, beyond, fits_several
 from statekit.state.factoring import by_shape
+from statekit.state.param_names import is_adapted
 from statekit.state.run import SIDE_BY_SIDE, TRAINER_ARGUMENTS
 from statekit.state.schema import is_native, load_schema
 from statekit.state.stored_params import MASTER
@@ -259,6 +260,7 @@ class TorchOptim:
         """
         parts, kinds, said_of_groups, sides = _parts_and_kinds(checkpoint, hints)
         parts, said_of_vector = unflattened(parts, hints.param_names)
+        _refuse_merged(parts.model, hints.model or {}, checkpoint)
         faults = Faults()
         shapes = [
             [_shape_of(kind, parts.state.get(i, {}), parts.model) for i in group["params"]]
@@ -561,6 +563,25 @@ def _given_names(
     if hints.names_from is None:
         return names_beside(checkpoint, shapes)
     return names_by_config(checkpoint, shapes, parts.model)
+
+
+def _refuse_merged(
+    model: Mapping[str, Tensor], own_model: Mapping[str, Tensor], checkpoint: Checkpoint
+) -> None:
+    """Refuses a model without adapters where the checkpoint is an adapter's.
+
+    Raises:
+        StateError: The caller's model has none of them.
+    """
+    if own_model and any(map(is_adapted, model)) and not any(map(is_adapted, own_model)):
+        raise StateError(
+            "The checkpoint is an adapter's, and the model has no adapter.",
+            place=checkpoint.path,
+            expected=f"parameters as {next(filter(is_adapted, model))}",
+            found=f"{len(own_model)} without one, as {next(iter(own_model))}",
+            remedy="give the PeftModel as it is before merge_and_unload(), or wrap the base model again: "
+            "PeftModel.from_pretrained(model, CHECKPOINT, is_trainable=True); merged weights have no optimizer state",
+        )
 
 
 def _shown(parts: Parts, kind: TorchOptimizer) -> str:
