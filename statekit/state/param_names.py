@@ -92,7 +92,9 @@ def wrapped_names(ours: Iterable[str], theirs: Collection[str]) -> dict[str, str
 
 
 def _below_one_module(here: Mapping[str, list[str]], there: Mapping[str, list[str]]) -> dict[str, str]:
-    """Returns pairs where all names of one side stand below one module of the other's; none where several would do.
+    """Returns pairs where one side has all its names below a module of its own, or of the other's.
+
+    Nothing is paired where several modules would do.
 
     Args:
         here: The caller's names, by what they are inside wrappers.
@@ -100,17 +102,24 @@ def _below_one_module(here: Mapping[str, list[str]], there: Mapping[str, list[st
     """
     if any(len(names) > 1 for names in (*here.values(), *there.values())) or not here or not there:
         return {}
-    if modules := _modules_around(here, there):
-        return {here[name][0]: there[modules[0] + name][0] for name in here} if len(modules) == 1 else {}
-    modules = _modules_around(there, here)
-    return {here[modules[0] + name][0]: there[name][0] for name in there} if len(modules) == 1 else {}
+    outer = _modules_around(here, there)
+    inner = [{name: other for other, name in pairs.items()} for pairs in _modules_around(there, here)]
+    ways = [*outer, *inner]
+    return {here[name][0]: there[other][0] for name, other in ways[0].items()} if len(ways) == 1 else {}
 
 
-def _modules_around(names: Collection[str], others: Collection[str]) -> list[str]:
-    """Returns what stands before every one of some names among others, with its dot."""
-    first = next(iter(names))
-    around = [other.removesuffix(first) for other in others if other.endswith(f".{first}")]
-    return [module for module in around if all(module + name in others for name in names)]
+def _modules_around(names: Collection[str], others: Collection[str]) -> list[dict[str, str]]:
+    """Returns for each module around names, among others, the pairs that it makes; all of one side are in them."""
+    ends = {*names}
+    modules = {
+        other[: i + 1]
+        for other in others
+        for i, key in enumerate(other)
+        if key == "." and other[i + 1 :] in ends
+    }
+    ways = [{other.removeprefix(one): other for other in others if other.startswith(one)} for one in modules]
+    pairs = [{name: other for name, other in way.items() if name in ends} for way in ways]
+    return [way for way in pairs if len(way) in (len(names), len(others))]
 
 
 def saved_names(model: Any) -> dict[str, str]:

@@ -186,14 +186,9 @@ def names_in_file(checkpoint: Checkpoint, model: Mapping[str, Tensor]) -> dict[s
     if not has_config(checkpoint):
         return {}
     text = bytes(np.asarray(at(checkpoint.tree, _KEY).read())).decode("utf-8", "replace")
-    each = architecture(text, str(checkpoint.path / CONFIG), len(model)).params
-    return {
-        name: held
-        for names in each
-        if (held := _held(names, model)) in model
-        for name in names
-        if name not in model
-    }
+    tied = architecture(text, str(checkpoint.path / CONFIG), len(model)).params
+    in_file = {name: _held(names, model) for names in tied for name in names if name not in model}
+    return {name: stored for name, stored in in_file.items() if stored in model}
 
 
 def as_in_file(names: Sequence[str], checkpoint: Checkpoint, model: Mapping[str, Tensor]) -> Sequence[str]:

@@ -149,8 +149,8 @@ def _in_turn(
 def _first_fitting(shapes: Sequence[Shape | None], model: Sequence[tuple[str, Shape]]) -> list[str]:
     """Returns the first names that have these shapes in turn; fewer where the model ends before."""
     left = iter(model)
-    found = (next((name for name, other in left if other == shape), None) for shape in shapes)
-    return [name for name in found if name is not None]
+    names = (next((name for name, other in left if other == shape), None) for shape in shapes)
+    return [name for name in names if name is not None]
 
 
 def running_statistics(names: Iterable[str]) -> Iterator[str]:

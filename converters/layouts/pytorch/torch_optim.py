@@ -260,7 +260,8 @@ class TorchOptim:
         """
         parts, kinds, said_of_groups, sides = _parts_and_kinds(checkpoint, hints)
         parts, said_of_vector = unflattened(parts, hints.param_names)
-        _refuse_merged(parts.model, hints.model or {}, checkpoint)
+        if hints.model is not None:
+            _refuse_merged(parts.model, hints.model, checkpoint)
         faults = Faults()
         shapes = [
             [_shape_of(kind, parts.state.get(i, {}), parts.model) for i in group["params"]]
@@ -573,12 +574,12 @@ def _refuse_merged(
     Raises:
         StateError: The caller's model has none of them.
     """
-    if own_model and any(map(is_adapted, model)) and not any(map(is_adapted, own_model)):
+    if any(map(is_adapted, model)) and not any(map(is_adapted, own_model)):
         raise StateError(
             "The checkpoint is an adapter's, and the model has no adapter.",
             place=checkpoint.path,
             expected=f"parameters as {next(filter(is_adapted, model))}",
-            found=f"{len(own_model)} without one, as {next(iter(own_model))}",
+            found=f"{len(own_model)} trained parameters, none of an adapter",
             remedy="give the PeftModel as it is before merge_and_unload(), or wrap the base model again: "
             "PeftModel.from_pretrained(model, CHECKPOINT, is_trainable=True); merged weights have no optimizer state",
         )
