@@ -97,9 +97,7 @@ def attesting(
         state: TrainState | None = None
         try:
             state = _by_path(run.live(opened))
-            ours = [*state.params, *_buffers(state)]
-            names = names or wrapped_names(ours, [*right.params, *_buffers(right)])
-            names = names or ({} if run.maps else saved_under(opened, ours))
+            names = names or _differing_names(run, opened, state, right)
         except StatekitError as error:
             faults += broken(error)
             result = Attestation(place, right.counts.updates, tuple(faults), tuple(omissions), (), 0, 0, 0)
@@ -185,6 +183,15 @@ def _parted_oddities(oddities: Sequence[Oddity]) -> tuple[list[Finding], list[st
     whole = "a checkpoint whose parts are all read"
     unread = [fault(UNREAD, [odd.place], whole, odd.what) for odd in oddities if odd.kind == UNREAD]
     return unread, [odd.what for odd in oddities if odd.kind != UNREAD]
+
+
+def _differing_names(
+    run: LiveRun, opened: OpenState, state: TrainState, right: TrainState
+) -> Mapping[str, str]:
+    """Returns a checkpoint's names by the live run's, where wrappers or the model's library make them differ."""
+    ours = [*state.params, *_buffers(state)]
+    names = wrapped_names(ours, [*right.params, *_buffers(right)])
+    return names or ({} if run.maps else saved_under(opened, ours))
 
 
 def _remembered_in(right: TrainState, remembered: Mapping[str, str]) -> dict[str, str]:

@@ -203,9 +203,7 @@ def _fitted(
     sources = {path_of(name): (name, tensor) for name, tensor in stored}
     tensors = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
     targets = {path_of(name): tensor for name, tensor in tensors.items()}
-    required = tensors if buffers else dict(model.named_parameters())
-    if hasattr(model, "peft_config"):  # an adapter's checkpoint hasn't the weights that it adapts
-        required = {name: tensor for name, tensor in required.items() if tensor.requires_grad}
+    required = _required(tensors if buffers else dict(model.named_parameters()), model)
     covered = {id(targets[key]) for key in sources if key in targets}
     faults = [
         ("has the torch name of another parameter", name)
@@ -233,6 +231,12 @@ def _fitted(
         StateError, "The checkpoint's parameters don't fit the model", place=place, remedy=_REMEDY
     )
     return pairs
+
+
+def _required(tensors: Mapping[str, torch.Tensor], model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns what a checkpoint must have of a model: an adapter's hasn't the weights that it adapts."""
+    is_adapted = hasattr(model, "peft_config")
+    return {name: tensor for name, tensor in tensors.items() if tensor.requires_grad or not is_adapted}
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 from statekit.converters.layouts.pytorch.param_order import running_statistics
 from statekit.converters.layouts.pytorch.parts import Parts
 from statekit.state.param_names import as_named
-from statekit.tensors.tensor import Tensor, apart
+from statekit.tensors.tensor import Shape, Tensor, apart
 from statekit.tensors.views import Concatenated, Segment
 
 _BUFFERS = ("version", "_float_tensor")
@@ -39,20 +39,26 @@ def unflattened(parts: Parts, given: Sequence[str] | None) -> tuple[Parts, str]:
     sizes = [math.prod(parts.model[name].shape) for name in names if name in parts.model]
     if shape != (sum(sizes),) or len(sizes) != len(names):
         return parts, ""
-    state: dict[Any, dict[str, Any]] = {}
-    start = 0
-    for i, (name, size) in enumerate(zip(names, sizes, strict=True)):
-        cut = {
-            key: Concatenated((Segment(vector, start, size),), parts.model[name].shape)
-            for key, vector in vectors.items()
-        }
-        state[i], start = {**record, **cut}, start + size
+    state = _cut(record, vectors, [parts.model[name].shape for name in names])
     group = {**parts.groups[0], "params": list(range(len(names))), "param_names": names}
     said = (
-        f"The optimizer moves one vector of {start} values, as fairseq's FP16Optimizer does: the model's "
+        f"The optimizer moves one vector of {shape[0]} values, as fairseq's FP16Optimizer does: the model's "
         f"{len(names)} parameters, one after the other in {'the order given' if given else 'its order'}."
     )
     return replace(parts, groups=[group], state=state), said
+
+
+def _cut(
+    record: Mapping[str, Any], vectors: Mapping[str, Tensor], shapes: Sequence[Shape]
+) -> dict[int, dict[str, Any]]:
+    """Returns what is kept of each parameter, by its number."""
+    state: dict[int, dict[str, Any]] = {}
+    start = 0
+    for i, shape in enumerate(shapes):
+        segments = {key: Segment(vector, start, math.prod(shape)) for key, vector in vectors.items()}
+        state[i] = {**record, **{key: Concatenated((part,), shape) for key, part in segments.items()}}
+        start += math.prod(shape)
+    return state
 
 
 def _only_record(parts: Parts) -> Mapping[str, Any]:

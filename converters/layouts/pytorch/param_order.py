@@ -77,14 +77,8 @@ def found_order(
     model_shapes = {name: tensor.shape for name, tensor in apart(model).items() if name not in statistics}
     if given is None:
         try:
-            return shaped_order(shapes, model_shapes, "the model part", is_sorted, remedy)
+            return _by_shapes(shapes, model_shapes, is_sorted, remedy)
         except StateError:
-            ways = (
-                _without_averages(shapes, model_shapes, is_sorted),
-                _in_turn(shapes, model_shapes, is_sorted),
-            )
-            if order := next(filter(None, ways), None):
-                return order
             dotted = as_named(own_model or (), model_shapes)
             known = dict.fromkeys(name for name in dotted if name in model_shapes)
             if not known:
@@ -102,6 +96,23 @@ def found_order(
     return shaped_order(
         shapes, {name: model_shapes[name] for name in names if name in model_shapes}, "the names given"
     )
+
+
+def _by_shapes(
+    shapes: Sequence[Sequence[Shape | None]], model: Mapping[str, Shape], is_sorted: bool, remedy: str
+) -> Order:
+    """Returns the order that shapes tell, of the whole model or of a part of it.
+
+    Raises:
+        NamesError: They don't.
+    """
+    try:
+        return shaped_order(shapes, model, "the model part", is_sorted, remedy)
+    except StateError:
+        ways = _without_averages(shapes, model, is_sorted), _in_turn(shapes, model, is_sorted)
+        if order := next(filter(None, ways), None):
+            return order
+        raise
 
 
 def _without_averages(

@@ -260,8 +260,7 @@ class TorchOptim:
         """
         parts, kinds, said_of_groups, sides = _parts_and_kinds(checkpoint, hints)
         parts, said_of_vector = unflattened(parts, hints.param_names)
-        if hints.model is not None:
-            _refuse_merged(parts.model, hints.model, checkpoint)
+        _refuse_merged(parts.model, hints.model, checkpoint)
         faults = Faults()
         shapes = [
             [_shape_of(kind, parts.state.get(i, {}), parts.model) for i in group["params"]]
@@ -282,7 +281,7 @@ class TorchOptim:
         slots, counts, beside = {}, dict[str, int](), dict[str, Any]()
         said = (_BARE,) if _says_no_options(parts) else _FORM_NOTES.get(parts.form, ())
         said = (*said, *_of_gradients(checkpoint))
-        of_names = [note for note in (said_by, said_of_vector) if note]
+        of_names = filter(None, (said_by, said_of_vector))
         notes = dict.fromkeys((*order.notes, *of_names, *said, *said_of_groups))
         records, bare = _records(parts, order, kind_of)
         for path, record in records.items():
@@ -567,14 +566,14 @@ def _given_names(
 
 
 def _refuse_merged(
-    model: Mapping[str, Tensor], own_model: Mapping[str, Tensor], checkpoint: Checkpoint
+    model: Mapping[str, Tensor], own_model: Mapping[str, Tensor] | None, checkpoint: Checkpoint
 ) -> None:
     """Refuses a model without adapters where the checkpoint is an adapter's.
 
     Raises:
         StateError: The caller's model has none of them.
     """
-    if any(map(is_adapted, model)) and not any(map(is_adapted, own_model)):
+    if own_model is not None and any(map(is_adapted, model)) and not any(map(is_adapted, own_model)):
         raise StateError(
             "The checkpoint is an adapter's, and the model has no adapter.",
             place=checkpoint.path,
