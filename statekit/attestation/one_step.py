@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,18 @@ def odd(opened: OpenState, read: Readings) -> Iterator[str]:
     for finding in opened.checkpoint.findings:
         if not finding.damage and not finding.kind:
             yield f"{finding.what} @ {finding.place}"
+    yield from _odd_counts_and_groups(opened)
+    trained = [part for part in opened.state.parts() if part.optimizer.schema != WEIGHTS]
+    alike = [place(key) for part in trained for key in _alike(part, read.tensors, True)]
+    if alike:
+        yield (
+            f"{some(alike)}: the same bits in several vectors, which are added in the model and have one gradient, or "
+            "one of them was saved in the place of several"
+        )
+    yield from _squares_either_way(opened.state)
+
+
+def _odd_counts_and_groups(opened: OpenState) -> Iterator[str]:
     state = opened.state
     if behind := state.counts.behind:
         counts = ", ".join(map(str, sorted({*behind.values()})))
@@ -80,13 +93,10 @@ def odd(opened: OpenState, read: Readings) -> Iterator[str]:
     moved = {path for group in state.optimizer.groups for path in group.paths}
     if moved and (still := [path for path in state.params if path not in moved]):
         yield f"{some(still)}: in no group and without slots, so taken as frozen"
-    trained = [part for part in state.parts() if part.optimizer.schema != WEIGHTS]
-    alike = [place(key) for part in trained for key in _alike(part, read.tensors, True)]
-    if alike:
-        yield (
-            f"{some(alike)}: the same bits in several vectors, which are added in the model and have one gradient, or "
-            "one of them was saved in the place of several"
-        )
+
+
+def _squares_either_way(state: TrainState) -> Iterator[str]:
+    """Yields that nothing tells apart the two factors of square matrices."""
     square = [path for path, rule in state.rules.items() if is_ambiguous(rule, state.params[path].shape)]
     if square and any(FACTORED[0] in state.slots.get(path, {}) for path in square):
         yield (
@@ -189,15 +199,16 @@ def _zero(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
     if not state.counts.updates:
         yield from _before_any_update(state, each)
         return
-    for name in dict.fromkeys(name for _, name, _ in each):
-        ones = [(path, one) for path, other, one in each if other == name]
-        due = [(path, one) for path, one in ones if state.counts.updates >= _first_value(state, path, name)]
-        if due and all(one.is_zero for _, one in due):
-            where = [place((path, name)) for path, _ in due]
+    due: dict[str, dict[str, Reading]] = {}
+    for path, name, reading in each:
+        if state.counts.updates >= _first_value(state, path, name):
+            due.setdefault(name, {})[path] = reading
+    for name, readings in due.items():
+        zeros = [path for path, reading in readings.items() if reading.is_zero]
+        if len(zeros) == len(readings):
+            where = [place((path, name)) for path in zeros]
             yield fault("moments-zero", where, f"values after {state.counts.updates} updates", "zeros")
-            continue
-        where = [place((path, name)) for path, one in due if one.is_zero and _never_zero(state, path, name)]
-        if where:
+        elif where := [place((path, name)) for path in zeros if _never_zero(state, path, name)]:
             yield fault("second-moment-zero", where, "at least epsilon1", "zeros")
 
 
@@ -265,25 +276,27 @@ def _module(path: str) -> str:
 
 def _missing(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
     """Yields parameters that lack what others of their group have, unless a rule or their size says so."""
-    if not state.counts.updates:
-        return
-    for group in state.optimizer.groups:
-        bare = [path for path in group.paths if not state.slots.get(path) and state.params[path].shape]
-        bare = [path for path in bare if math.prod(state.params[path].shape)]
-        having = [path for path in group.paths if state.slots.get(path)]
-        if bare and having:
-            names = ", ".join(dict.fromkeys(name for path in having for name in state.slots[path]))
-            yield fault("slot-missing", [f"slots/{path}" for path in bare], names, "nothing")
-        whole = [{*state.slots[path]} for path in having]
-        common = set.union(*whole) - {"v", *FACTORED, MASTER} if whole else set[str]()
-        lacking = {
-            path: common - names
-            for path, names in zip(having, whole, strict=True)
-            if common - names and math.prod(state.params[path].shape) > 1
-        }
-        if lacking:
-            where = [f"slots/{path}/{name}" for path, names in lacking.items() for name in sorted(names)]
-            yield fault("slot-missing", where, "the slots that others have", "nothing")
+    for group in state.optimizer.groups if state.counts.updates else ():
+        yield from _missing_in(group, state)
+
+
+def _missing_in(group: Group, state: TrainState) -> Iterator[Finding]:
+    having = {path: state.slots[path] for path in group.paths if state.slots.get(path)}
+    names = dict.fromkeys(chain.from_iterable(having.values()))
+    shapes = {path: state.params[path].shape for path in group.paths}
+    bare = [path for path, shape in shapes.items() if path not in having and shape and 0 not in shape]
+    if bare and having:
+        yield fault("slot-missing", [f"slots/{path}" for path in bare], ", ".join(names), "nothing")
+    # A factored parameter has v_row and v_col, another has v; a master is missing where weights are float32.
+    common = {*names} - {"v", *FACTORED, MASTER}
+    where = [
+        f"slots/{path}/{name}"
+        for path, slots in having.items()
+        for name in sorted(common - {*slots})
+        if math.prod(shapes[path]) > 1
+    ]
+    if where:
+        yield fault("slot-missing", where, "the slots that others have", "nothing")
 
 
 _PART = re.compile(r"(.+)/part_(\d{1,5})", re.DOTALL)
@@ -346,26 +359,33 @@ def _masters(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding
 
 def _factors(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
     """Yields factored moments whose two halves can't be of one second moment, or stand in each other's place."""
-    apart: dict[str, float] = {}
-    for path, rule in state.rules.items():
-        row, column = (read.get((path, name)) for name in FACTORED)
-        if row is None or column is None or row.means is None or column.means is None or not row.is_finite:
-            continue
-        if not column.is_finite or row.means.shape != column.means.shape or not row.means.size:
-            continue
-        largest = np.maximum(np.abs(row.means), np.abs(column.means))
-        with np.errstate(invalid="ignore", divide="ignore"):
-            gap = np.where(largest > 0, np.abs(row.means - column.means) / largest, 0.0).max()
-        if gap > max(_bound(state, path, rule.axes), _SKIPPED if _may_skip_nan(state, path) else 0.0):
-            apart[path] = max(float(gap), apart.get(path, 0.0))
+    gaps = {path: _gap(read, path) for path in state.rules}
+    bounds = {path: _bound(state, path, rule.axes) for path, rule in state.rules.items() if gaps[path]}
+    apart = [path for path, bound in bounds.items() if gaps[path] > bound]
     if apart:
-        worst = max(apart, key=lambda path: apart[path])
-        where = [
-            place((path, name)) for path in sorted(apart, key=lambda path: -apart[path]) for name in FACTORED
-        ]
-        yield fault(
-            "factors-disagree", where, "equal means of v_row and v_col", f"{apart[worst]:.3g} of them apart"
-        )
+        apart.sort(key=lambda path: -gaps[path])
+        where = [place((path, name)) for path in apart for name in FACTORED]
+        seen = f"{gaps[apart[0]]:.3g} of them apart"
+        yield fault("factors-disagree", where, "equal means of v_row and v_col", seen)
+    yield from _exchanged(state)
+
+
+def _gap(read: Mapping[Key, Reading], path: str) -> float:
+    """Returns how far the means of v_row and v_col are apart, relative to the larger; 0.0 where they say nothing."""
+    row, column = (_finite_means(read.get((path, name))) for name in FACTORED)
+    if row is None or column is None or row.shape != column.shape or not row.size:
+        return 0.0
+    largest = np.maximum(np.abs(row), np.abs(column))
+    with np.errstate(invalid="ignore", divide="ignore"):
+        return float(np.where(largest > 0, np.abs(row - column) / largest, 0.0).max())
+
+
+def _finite_means(reading: Reading | None) -> Any:
+    return reading.means if reading is not None and reading.is_finite else None
+
+
+def _exchanged(state: TrainState) -> Iterator[Finding]:
+    """Yields the matrices that are factored the other way round than their implementation would."""
     exchanged = [path for path in state.rules if _against_shape(state, path)]
     if exchanged:
         where = [place((path, name)) for path in exchanged for name in FACTORED]
@@ -377,7 +397,7 @@ def _factors(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding
 
 
 def _bound(state: TrainState, path: str, axes: Sequence[Axis]) -> float:
-    """Returns how far the means of v_row and v_col may be apart by rounding, relative to them.
+    """Returns how far the means of v_row and v_col may be apart, relative to them: by rounding, or by skipped NaNs.
 
     Both average the same squares with the same weights. Each update rounds a half at most three times, which decays as
     the squares do, over at most as many updates as were done; each mean rounds once for each number that it adds up.
@@ -387,7 +407,8 @@ def _bound(state: TrainState, path: str, axes: Sequence[Axis]) -> float:
     unit = max(
         precision(tensor) for tensor in (state.params[path], *map(state.slots[path].get, FACTORED)) if tensor
     )
-    return 2 * unit * (3 * max(1, state.counts.updates) + added)
+    rounding = 2 * unit * (3 * max(1, state.counts.updates) + added)
+    return max(rounding, _SKIPPED) if _may_skip_nan(state, path) else rounding
 
 
 def _may_skip_nan(state: TrainState, path: str) -> bool:
@@ -421,32 +442,39 @@ def _scales(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]
     Since its last refresh a parameter has moved by delta with each update. Only the last is kept: that none was more
     than twice as much is chosen, not derived (docs/bounds.md).
     """
-    wrong: dict[str, tuple[float, float]] = {}
-    lost: list[str] = []
-    for path, slots in state.slots.items():
-        param, scale, moved = (read.get((path, name)) for name in ("", "param_rms", "delta"))
-        if param is None or scale is None or param.squares is None or scale.squares is None or not param.size:
-            continue
-        if not (param.is_finite and scale.is_finite):
-            continue
-        rms, kept = math.sqrt(param.squares / param.size), math.sqrt(scale.squares)
-        step = math.sqrt((moved.squares if moved and moved.squares else 0.0) / param.size)
-        period, updates = _period(state, path), state.counts.behind.get(path, state.counts.updates)
-        since = updates % period + 1 if updates >= period else updates
-        room = 2 * since * step + rms * (2.0**-6 + 4 * precision(slots["param_rms"]))
-        if abs(rms - kept) > room:
-            wrong[path] = (rms, kept)
-        if _lost(state, read, path, period):
-            lost.append(path)
+    rms = {path: (_rms(read, path, ""), _rms(read, path, "param_rms")) for path in state.slots}
+    scaled = {path: (actual, kept) for path, (actual, kept) in rms.items() if not math.isnan(actual + kept)}
+    wrong = {
+        path: (actual, kept)
+        for path, (actual, kept) in scaled.items()
+        if abs(actual - kept) > _room(state, read, path, actual)
+    }
     if wrong:
-        rms, kept = next(iter(wrong.values()))
+        actual, kept = next(iter(wrong.values()))
         where = [place((path, "param_rms")) for path in wrong]
-        yield fault(
-            "scale-statistics", where, f"about {rms:.4g}, the parameter's root mean square", f"{kept:.4g}"
-        )
+        expected = f"about {actual:.4g}, the parameter's root mean square"
+        yield fault("scale-statistics", where, expected, f"{kept:.4g}")
+    lost = [path for path in scaled if _lost(state, read, path, _period(state, path))]
     if lost:
         where = [place((path, "scale_exp_avg_sq")) for path in lost]
         yield fault("scale-statistics", where, "what scale_grads of the last period give at least", "less")
+
+
+def _rms(read: Mapping[Key, Reading], path: str, name: str) -> float:
+    """Returns the root mean square of a tensor's values; NaN where there is none, or it isn't finite."""
+    reading = read.get((path, name))
+    if reading is None or reading.squares is None or not reading.is_finite or not reading.size:
+        return math.nan
+    return math.sqrt(reading.squares / reading.size)
+
+
+def _room(state: TrainState, read: Mapping[Key, Reading], path: str, rms: float) -> float:
+    """Returns how far a parameter's root mean square may have moved from its scale since the last refresh."""
+    step = _rms(read, path, "delta")
+    period, updates = _period(state, path), state.counts.behind.get(path, state.counts.updates)
+    since = updates % period + 1 if updates >= period else updates
+    moved = 0.0 if math.isnan(step) else 2 * since * step
+    return moved + rms * (2.0**-6 + 4 * precision(state.slots[path]["param_rms"]))
 
 
 def _period(state: TrainState, path: str) -> int:

@@ -7,7 +7,7 @@ everything that the rule's arithmetic can return (docs/bounds.md), and what the 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -99,32 +99,38 @@ def chosen_blocks(
         wanted = [path for path in group.paths if path in asked and path in live.params]
         if not wanted:
             continue
+        if why := _unstepped(right, group, wanted):
+            said.append(f"the update of {why}")
+            continue
         schema, variant = right.optimizer.kind(group)
-        if schema == WEIGHTS or variant not in load_schema(schema).stepped:
-            said.append(
-                f"the update of {schema}, variant {variant or 'unknown'}: statekit has no step for it"
-            )
-            continue
-        steps = steps_for(schema, variant)
-        settled_group(steps, replace(group, paths=tuple(wanted)), right.rules, str(variant))
-        if len(right.optimizer.groups) > 1 and _has_norm(schema, str(variant), group):
-            said.append(
-                f"the update of {some(wanted)}: nothing tells whether the norm that is limited is of this group or all"
-            )
-            continue
         together = _acts_together(schema, str(variant), group)
         alone = schema == "adamw" and not together
-        for path in group.paths if together else wanted:
-            index, why = None, unstepped.get(path, "")
-            if not why:
-                index, why = _block(live.params[path], alone)
+        stepped: dict[str, Index] = {}
+        due = group.paths if together else wanted
+        for path in due:
+            index, why = (None, unstepped[path]) if path in unstepped else _block(live.params[path], alone)
             if index is None:
                 said.append(f"the update of {path}: {why}")
             else:
-                blocks[path] = index
-        if together and any(path not in blocks for path in group.paths):
-            blocks = {path: index for path, index in blocks.items() if path not in group.paths}
+                stepped[path] = index
+        if not together or len(stepped) == len(due):
+            blocks.update(stepped)
     return Chosen(blocks, tuple(said))
+
+
+def _unstepped(right: TrainState, group: Group, wanted: Sequence[str]) -> str:
+    """Returns why nothing of a group can be stepped, with what it concerns; empty where something can.
+
+    Raises:
+        UnknownRuleError: Its rule needs a hyperparameter that the checkpoint doesn't say.
+    """
+    schema, variant = right.optimizer.kind(group)
+    if schema == WEIGHTS or variant not in load_schema(schema).stepped:
+        return f"{schema}, variant {variant or 'unknown'}: statekit has no step for it"
+    settled_group(steps_for(schema, variant), replace(group, paths=tuple(wanted)), right.rules, variant)
+    if len(right.optimizer.groups) > 1 and _has_norm(schema, variant, group):
+        return f"{some(wanted)}: nothing tells whether the norm that is limited is of this group or all"
+    return ""
 
 
 def _acts_together(schema: str, variant: str, group: Group) -> bool:
@@ -221,36 +227,10 @@ def _restricted(
     right: TrainState, after: TrainState, blocks: Mapping[str, Index], rate: Callable[[Group], Any]
 ) -> tuple[TrainState, tuple[Any, ...], list[str]]:
     """Returns the checkpoint's state of what is stepped, each group's rate, and what was taken from the live run."""
-    groups, rates, said = [], [], []
-    for group in right.optimizer.groups:
-        paths = tuple(path for path in group.paths if path in blocks)
-        if not paths:
-            continue
-        live = after.group_of(paths[0])
-        value = rate(group)
-        if value is None:
-            value = _rate(group)
-        if value is None and live is not None and (value := _rate(live)) is not None:
-            said.append(
-                "the learning rate of the update: the checkpoint doesn't say it, the live one is taken"
-            )
-        rates.append(value)
-        hyper = {**group.hyperparameters, **_only_live(group, live)}
-        if not hyper.items() <= group.hyperparameters.items():
-            names = ", ".join(name for name in hyper if hyper[name] != group.hyperparameters.get(name))
-            said.append(f"{names} of the update: the checkpoint doesn't say it, the live one is taken")
-        # What waits for an update is part of the gradient that is given.
-        hyper |= dict.fromkeys(hyper.keys() & {ACCUMULATED})
-        groups.append(replace(group, paths=paths, hyperparameters=hyper))
+    groups, rates, said = _stepped_groups(right, after, blocks, rate)
     moved = [path for group in groups for path in group.paths]
     params = {path: _read(right.params[path], blocks[path]) for path in moved}
-    slots = {
-        path: {
-            name: _read(slot, blocks[path] if slot.shape == right.params[path].shape else None)
-            for name, slot in right.slots.get(path, {}).items()
-        }
-        for path in moved
-    }
+    slots = {path: _slots_in(blocks[path], right, path) for path in moved}
     optimizer = replace(right.optimizer, groups=tuple(groups))
     state = replace(right.only(params), params=params, slots=slots, optimizer=optimizer, extra={})
     if not right.counts.updates and not any(slots.values()):
@@ -259,6 +239,49 @@ def _restricted(
         begun = initial(state).slots  # what had no gradient yet gets its slots with its first update
         state = replace(state, slots={**slots, **{path: begun[path] for path in unmade}})
     return state, tuple(rates), list(dict.fromkeys(said))
+
+
+def _slots_in(block: Index, state: TrainState, path: str) -> dict[str, Tensor]:
+    """Returns the slots of a parameter's block; whole where they have another shape than the parameter."""
+    shape = state.params[path].shape
+    return {
+        name: _read(slot, block if slot.shape == shape else None)
+        for name, slot in state.slots.get(path, {}).items()
+    }
+
+
+def _stepped_groups(
+    right: TrainState, after: TrainState, blocks: Mapping[str, Index], rate: Callable[[Group], Any]
+) -> tuple[list[Group], list[Any], list[str]]:
+    """Returns the groups of what is stepped, the rate of each, and what was taken from the live run."""
+    groups, rates, said = [], [], list[str]()
+    for group in right.optimizer.groups:
+        paths = tuple(path for path in group.paths if path in blocks)
+        if not paths:
+            continue
+        live = after.group_of(paths[0])
+        value, taken = _rate_of(group, live, rate)
+        rates.append(value)
+        hyper = {**group.hyperparameters, **_only_live(group, live)}
+        taken += [name for name in hyper if hyper[name] != group.hyperparameters.get(name)]
+        if taken:
+            names = ", ".join(taken)
+            said.append(f"{names} of the update: the checkpoint doesn't say it, the live one is taken")
+        # What waits for an update is part of the gradient that is given.
+        hyper |= dict.fromkeys(hyper.keys() & {ACCUMULATED})
+        groups.append(replace(group, paths=paths, hyperparameters=hyper))
+    return groups, rates, said
+
+
+def _rate_of(group: Group, live: Group | None, rate: Callable[[Group], Any]) -> tuple[Any, list[str]]:
+    """Returns a group's learning rate, and its name where only the live run says it."""
+    value = rate(group)
+    if value is None:
+        value = _rate(group)
+    if value is not None or live is None:
+        return value, []
+    value = _rate(live)
+    return value, [] if value is None else ["the learning rate"]
 
 
 def _only_live(group: Group, live: Group | None) -> dict[str, Any]:

@@ -109,33 +109,38 @@ def over_steps(
         seen.append((parameter(ref, name), ref))
     seen.sort(key=lambda pair: pair[0]["updates"])
     records, steps = [record for record, _ in seen], [ref for _, ref in seen]
-    changes: dict[str, dict[str, list[float | None]]] = {
-        slot: {figure: [None] * len(steps) for figure in FIGURES}
-        for record in records
-        for slot in record["tensors"]
-    }
+    slots = dict.fromkeys(slot for record in records for slot in record["tensors"])
+    nothing = dict.fromkeys(FIGURES)
+    apart: list[dict[str, Any]] = [{}]
     for i, (earlier, later) in enumerate(pairwise(steps), start=1):
         on_step(len(steps) + i, 2 * len(steps))
-        for slot, figures in _changed(earlier, later, name).items():
-            for figure, value in figures.items():
-                changes[slot][figure][i] = value
-    numbers = [at_step(record) for record in records]
-    names = list(dict.fromkeys(key for number in numbers for key in number))
-    unsaid = [said for record in records for said in record["unsaid"]]
-    for one, record in zip(numbers, records, strict=True):
-        for key, value in one.items():
-            if isinstance(value, Mapping):  # as JSON has what isn't finite
-                one[key] = None
-                unsaid.append(f"{key} is no finite number after {record['updates']} updates.")
+        apart.append(_changed(earlier, later, name))
+    curves, infinite = _curves(records)
+    unsaid = [*(said for record in records for said in record["unsaid"]), *infinite]
     made = {
         "path": name,
         "updates": [record["updates"] for record in records],
-        "curves": {key: [number.get(key) for number in numbers] for key in names},
-        "changes": changes,
+        "curves": curves,
+        "changes": {
+            slot: {figure: [each.get(slot, nothing)[figure] for each in apart] for figure in FIGURES}
+            for slot in slots
+        },
         "guide": GUIDE,
         "unsaid": list(dict.fromkeys(unsaid)),
     }
     return dict(to_json(made))
+
+
+def _curves(records: Sequence[Mapping[str, Any]]) -> tuple[dict[str, list[Any]], list[str]]:
+    """Returns the numbers of a parameter over its records, by their name, and which of them are not finite."""
+    numbers, infinite = [at_step(record) for record in records], []
+    for number, record in zip(numbers, records, strict=True):
+        for key, value in number.items():
+            if isinstance(value, Mapping):  # as JSON has what isn't finite
+                number[key] = None
+                infinite.append(f"{key} is no finite number after {record['updates']} updates.")
+    names = dict.fromkeys(key for number in numbers for key in number)
+    return {key: [number.get(key) for number in numbers] for key in names}, infinite
 
 
 def _changed(earlier: CheckpointRef, later: CheckpointRef, name: str) -> dict[str, dict[str, float | None]]:

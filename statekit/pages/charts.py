@@ -297,17 +297,7 @@ def lines(
         note = f"{note}; zeros aren't drawn" if note else "zeros aren't drawn"
     across = Axis(index, min(steps, default=0), max(steps, default=1), _LEFT, WIDTH - _RIGHT, whole=whole)
     up = Axis(unit, low, high, HEIGHT - _BOTTOM, _TOP, 10 if powers else None)
-    drawn: list[str] = []
-    for i, (name, curve) in enumerate(heights.items()):
-        points = [(across.at(x), up.at(h)) for x, h in zip(steps, curve, strict=True) if h is not None]
-        drawn += _curve(points, i)
-        if len(curves) > 1:
-            drawn += _legend(name, i)
-    for name, height in levels.items():
-        if height is not None:
-            y = up.at(height)
-            drawn.append(_rule(across.start, y, across.end, y))
-            drawn.append(_text(across.end - 4, y - 5, name, "end", halo=True))
+    drawn = _drawn(heights, levels, steps, across, up)
     rows = tuple((step, *(values[i] for values in curves.values())) for i, step in enumerate(steps))
     ends = "; ".join(
         f"{name}: {number(values[0])} first, {number(values[-1])} last"
@@ -318,12 +308,39 @@ def lines(
     again = {
         "index": index, "unit": unit, "powers": powers, "whole": whole, "at": list(steps),
         "curves": {
-            name: [value if _height(value, powers) is not None else None for value in values]
-            for name, values in curves.items()
+            name: [_drawable(value, powers) for value in values] for name, values in curves.items()
         },
         "guides": dict(guides or {}),
     }  # fmt: skip
     return replace(plot, curves=again)
+
+
+def _drawn(
+    heights: Mapping[str, Sequence[float | None]],
+    levels: Mapping[str, float | None],
+    steps: Sequence[float],
+    across: Axis,
+    up: Axis,
+) -> list[str]:
+    """Returns curves with their legends, and level lines with their names."""
+    drawn: list[str] = []
+    for i, (name, curve) in enumerate(heights.items()):
+        points = [(across.at(x), up.at(h)) for x, h in zip(steps, curve, strict=True) if h is not None]
+        drawn += _curve(points, i)
+        if len(heights) > 1:
+            drawn += _legend(name, i)
+    for name, height in levels.items():
+        if height is not None:
+            y = up.at(height)
+            drawn += [
+                _rule(across.start, y, across.end, y),
+                _text(across.end - 4, y - 5, name, "end", halo=True),
+            ]
+    return drawn
+
+
+def _drawable(value: float | None, powers: bool) -> float | None:
+    return None if _height(value, powers) is None else value
 
 
 def _range(heights: Sequence[Sequence[float | None]], powers: bool) -> tuple[float, float]:

@@ -98,44 +98,50 @@ def listed(root: Path) -> Folder:
                     expected=f"at most {MOST_FILES}",
                     remedy="name the folders below it that hold checkpoints",
                 )
-            name, place = entry.name, os.path.join(path, entry.name)
+            place = os.path.join(path, entry.name)
             try:
                 if entry.is_dir(follow_symlinks=False):
-                    if depth < DEEPEST and not name.startswith("."):
-                        # By its name in the folder that is open: what is put in its place meanwhile isn't followed.
-                        try:
-                            with _opened(name, opened) as below:
-                                inside[name] = node(place, below, depth + 1)
-                        except PermissionError:
-                            inside[name] = Folder(place, {}, print=_digest(()))
+                    if depth < DEEPEST and not entry.name.startswith("."):
+                        inside[entry.name] = folder(entry.name, place, opened, depth)
                 elif entry.is_file(follow_symlinks=False):
                     facts = entry.stat(follow_symlinks=False)
-                    inside[name] = _file(place, (facts.st_size, facts.st_mtime_ns, facts.st_ino))
+                    inside[entry.name] = _file(place, (facts.st_size, facts.st_mtime_ns, facts.st_ino))
             except OSError as error:  # it went meanwhile
                 _check_gone(error, place)
-                continue
-        files = [
-            (name, one) for name, one in inside.items() if one.inside is not None or not is_manifest(name)
-        ]
-        proofs = [
-            (name, one.print) for name, one in inside.items() if one.inside is None and is_manifest(name)
-        ]
-        proofs += [(name, one.proof) for name, one in inside.items() if one.inside is not None and one.proof]
-        return Folder(
-            path,
-            inside,
-            None,
-            _digest((name, one.print) for name, one in files),
-            sum(one.size for _, one in files),
-            max((one.modified for _, one in files), default=0),
-            _digest(proofs) if proofs else "",
-        )
+        return _folder_of(path, inside)
+
+    def folder(name: str, place: str, opened: int, depth: int) -> Folder:
+        # By its name in the folder that is open: what is put in its place meanwhile isn't followed.
+        try:
+            with _opened(name, opened) as below:
+                return node(place, below, depth + 1)
+        except PermissionError:
+            return Folder(place, {}, print=_digest(()))
 
     try:
         with _opened(str(root), None) as top:
             return node(str(root), top, 0)
     except OSError as error:
         raise StatekitError("The root can't be listed.", place=root, found=error.strerror) from error
+
+
+def _folder_of(path: str, inside: dict[str, Folder]) -> Folder:
+    """Returns a folder with what lies in it; manifests count as proof of the rest, and not as a part of it."""
+    manifests = {name for name, entry in inside.items() if entry.inside is None and is_manifest(name)}
+    proofs = [(name, inside[name].print) for name in inside if name in manifests]
+    proofs += [
+        (name, entry.proof) for name, entry in inside.items() if entry.inside is not None and entry.proof
+    ]
+    rest = {name: entry for name, entry in inside.items() if name not in manifests}
+    return Folder(
+        path,
+        inside,
+        None,
+        _digest((name, entry.print) for name, entry in rest.items()),
+        sum(entry.size for entry in rest.values()),
+        max((entry.modified for entry in rest.values()), default=0),
+        _digest(proofs) if proofs else "",
+    )
 
 
 def _check_gone(error: OSError, path: str) -> None:

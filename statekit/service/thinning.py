@@ -74,28 +74,9 @@ def thin(
                 remedy="thin it to that target: this goes on; or remove what is there, if the checkpoint is whole",
             )
         return _go_on(trash, record, listener)
-    with registry.opened(registry.container(container), source, None, ref) as checkpoint:
-        proof, files = checkpoint.proof, files_of(checkpoint)
-        tops = (
-            [source]
-            if checkpoint.path.is_dir() and not checkpoint.parts
-            else list(checkpoint.parts or (source,))
-        )
-    if proof is None or not proof.is_whole:
-        raise RefusedError(
-            "The checkpoint isn't sealed: nothing proves that its weights are what was written.",
-            place=source,
-            remedy="seal it, when you are sure of it",
-        )
-    if not proof.is_inside and (unnamed := [file for file in files if file not in proof.files]):
-        raise RefusedError(
-            "There are files that the manifest doesn't name: they would go with the checkpoint.",
-            place=source,
-            found=some([os.path.relpath(file, source.parent) for file in unnamed]),
-            remedy="move them elsewhere, or seal the checkpoint with them",
-        )
+    tops, files = _sealed(ref)
     planned = _planned(ref, target, to)
-    going = [*tops, *(one for one in map(beside, tops) if one.is_file())]
+    going = [*tops, *(manifest for manifest in map(beside, tops) if manifest.is_file())]
     before = _allocated(going)
     said = {
         "target": str(target),
@@ -105,14 +86,7 @@ def thin(
         "exactness": planned.exactness.name.lower(),
     }
     if dry_run:
-        listener.progress(None, "writing the weights, to see what they take")
-        with temporary_beside(target) as folder:
-            place = folder / target.name
-            convert(
-                _planned(ref, place, to),
-                on_progress=lambda one: _tell(listener, one, 0.0, 1.0),
-            )
-            after = _allocated([place, beside(place)])
+        after = _measured(ref, target, to, listener)
         return {**said, "dry_run": True, "bytes_after": after, "freed": before - after}
     facts = _facts(files)
     listener.progress(None, "checking every byte of the checkpoint")
@@ -131,6 +105,36 @@ def thin(
     after = _allocated([target, beside(target)])
     record = _remove(trash, going, {**said, "bytes_after": after, "freed": before - after})
     return _go_on(trash, record, listener)
+
+
+def _sealed(ref: CheckpointRef) -> tuple[list[Path], list[Path]]:
+    """Returns what a checkpoint lies in, and all of its files; refuses what its manifest doesn't prove."""
+    source = ref.place
+    with registry.opened(registry.container(str(ref.container)), source, None, ref) as checkpoint:
+        proof, files, tops = checkpoint.proof, files_of(checkpoint), [*checkpoint.parts]
+    if proof is None or not proof.is_whole:
+        raise RefusedError(
+            "The checkpoint isn't sealed: nothing proves that its weights are what was written.",
+            place=source,
+            remedy="seal it, when you are sure of it",
+        )
+    if not proof.is_inside and (unnamed := [file for file in files if file not in proof.files]):
+        raise RefusedError(
+            "There are files that the manifest doesn't name: they would go with the checkpoint.",
+            place=source,
+            found=some([os.path.relpath(file, source.parent) for file in unnamed]),
+            remedy="move them elsewhere, or seal the checkpoint with them",
+        )
+    return tops or [source], files
+
+
+def _measured(ref: CheckpointRef, target: Path, to: str | None, listener: Listener) -> int:
+    """Writes a checkpoint's weights and removes them again; returns the bytes that they take."""
+    listener.progress(None, "writing the weights, to see what they take")
+    with temporary_beside(target) as folder:
+        place = folder / target.name
+        convert(_planned(ref, place, to), on_progress=lambda told: _tell(listener, told, 0.0, 1.0))
+        return _allocated([place, beside(place)])
 
 
 def _planned(ref: CheckpointRef, target: Path, to: str | None) -> Plan:

@@ -214,24 +214,30 @@ def read_hparams(
     }
     read = read_options(schema, str(variant), native) if native else Options({})
     values, faults, remedies = dict(read.values), [*read.faults], {read.remedy: None}
+    meant_names = (*(only or rules.hyperparameters), *natives, *also, *unchecked)
     for name, value in said.items():
         if name in native:
             continue
         canonical = name if name in rules.hyperparameters else also.get(name, name)
-        if canonical not in rules.hyperparameters and canonical not in unchecked:
+        is_read_elsewhere = canonical in unchecked
+        # A layout that reads a value itself also says which names it takes.
+        if canonical not in rules.hyperparameters and not is_read_elsewhere:
             faults.append((f"isn't a hyperparameter of {schema}", name))
-            remedies[meant(name, (*(only or rules.hyperparameters), *natives, *also, *unchecked))] = None
-        elif only is not None and canonical not in only and canonical not in unchecked:
+            remedies[meant(name, meant_names)] = None
+        elif only is not None and canonical not in only and not is_read_elsewhere:
             faults.append((f"isn't a hyperparameter of variant {variant}", name))
         elif canonical in values:
             faults.append(("is said twice", canonical))
-        elif canonical not in (FACTOR_MAP, *unchecked) and (
-            fault := rules.fault(canonical, value) or _said_by_name(canonical, value)
-        ):
+        elif not is_read_elsewhere and (fault := _value_fault(rules, canonical, value)):
             faults.append((f"is {value!r}, {fault}", name))
         else:
             values[canonical] = value
-    return Options(values, tuple(faults), "; ".join(remedy for remedy in remedies if remedy))
+    return Options(values, tuple(faults), "; ".join(filter(None, remedies)))
+
+
+def _value_fault(rules: OptimizerSchema, name: str, value: Any) -> str | None:
+    """Returns what is wrong with a value; a factor map is read by the layout."""
+    return None if name == FACTOR_MAP else rules.fault(name, value) or _said_by_name(name, value)
 
 
 def checked_hparams(

@@ -262,10 +262,8 @@ def run_of(extra: Mapping[str, Tree]) -> RunState:
         name = "/".join(map(str, path))
         if (schedule := _schedule(node, name, around)) is not None:
             schedules.append(schedule)
-        elif isinstance(node, Mapping) and node.get("count") == COUNTED and _is_of_rate(path):
-            counts.append(Schedule(None, {}, None, name, (_NO_FUNCTION,)))
-        elif name == KERAS_SCHEDULE and node is True:
-            counts.append(Schedule(None, {}, None, name, (_NO_CONFIG,)))
+        elif why := _has_only_a_count(node, path):
+            counts.append(Schedule(None, {}, None, name, (why,)))
         elif (what := _what(name)) is not None:
             parts.append(RunPart(what, name, _value(node, what)))
     ties = extra.get(TIES)
@@ -278,6 +276,13 @@ def run_of(extra: Mapping[str, Tree]) -> RunState:
         dict(ties) if isinstance(ties, Mapping) else {},
         _counts_of(extra.get(SIDE_BY_SIDE)),
     )
+
+
+def _has_only_a_count(node: Tree, path: tuple[Any, ...]) -> str:
+    """Returns why nothing tells the rates of a schedule that lies there; empty if there is none."""
+    if isinstance(node, Mapping) and node.get("count") == COUNTED and _is_of_rate(path):
+        return _NO_FUNCTION
+    return _NO_CONFIG if node is True and "/".join(map(str, path)) == KERAS_SCHEDULE else ""
 
 
 def _counts_of(optimizers: Tree) -> tuple[int, ...]:
@@ -395,22 +400,27 @@ def _what(name: str) -> Part | None:
 def _schedule(node: Tree, name: str, around: _Around = _Around()) -> Schedule | None:
     if isinstance(node, Record) and node.name.startswith(_MXNET):
         record = node.state if isinstance(node.state, Mapping) else {}
-        at = next((record[key] for key in ("count", "cur_step_ind") if type(record.get(key)) is int), None)
         kind = node.name.rpartition(".")[2]
-        return Schedule(kind, dict(record), at, name, (mxnet_rates(kind, record),))
+        return Schedule(
+            kind, dict(record), _count(record, "count", "cur_step_ind"), name, (mxnet_rates(kind, record),)
+        )
     if isinstance(node, Mapping) and node.keys() >= _OF_MEGATRON:
         given = {key: value for key, value in node.items() if key != "num_steps"}
-        at = node["num_steps"] if type(node["num_steps"]) is int else None
-        return Schedule(MEGATRON, given, at, name, (_COUNTS_SAMPLES,))
+        return Schedule(MEGATRON, given, _count(node, "num_steps"), name, (_COUNTS_SAMPLES,))
     if not isinstance(node, Mapping) or not _is_scheduler(node, name):
         return None
     torch_class = torch_kind(node)
-    at = next((node[key] for key in ("last_epoch", "batch") if type(node.get(key)) is int), None)
     given = {key: value for key, value in node.items() if key not in _PLACE_IN_TIME}
     last = node.get("_last_lr")
-    made = Schedule(torch_class, given, at, name, last=tuple(last) if isinstance(last, (list, tuple)) else ())
+    rates_then = tuple(last) if isinstance(last, (list, tuple)) else ()
+    made = Schedule(torch_class, given, _count(node, "last_epoch", "batch"), name, last=rates_then)
     rates = [torch_rates(torch_class, node, base, around.arguments) for base in made.bases]
     return made.following(rates) if torch_class == "LambdaLR" else replace(made, rates=tuple(rates))
+
+
+def _count(node: Mapping[Any, Any], *keys: str) -> int | None:
+    """Returns the first whole number that lies under one of some keys."""
+    return next((node[key] for key in keys if type(node.get(key)) is int), None)
 
 
 def _is_scheduler(node: Mapping[Any, Any], name: str) -> bool:

@@ -155,43 +155,48 @@ def _frozen(state: TrainState, patterns: Iterable[str], done: list[Change]) -> T
 
 
 def _by_policy(state: TrainState, policy: Mapping[str, Policy], done: list[Change]) -> TrainState:
-    ways: dict[str, Policy] = {}
-    known = _slots_of(state)
-    for pattern, way in policy.items():
-        names = [name for name in (*known, COUNT) if fnmatchcase(name, pattern)]
-        if pattern != COUNT and COUNT in names:
-            names.remove(COUNT)
-        if not names:
-            raise UsageError(
-                "The state has no slot of that name.",
-                place=option("slot_policy"),
-                found=pattern,
-                expected=", ".join((*known, COUNT)),
-                remedy=meant(pattern, (*known, COUNT)),
-            )
-        ways.update(dict.fromkeys(names, way))
-    if ways.get(COUNT) == "drop":
-        raise UsageError(
-            "A run can't go on without a count.", place=option("slot_policy"), expected="reset:count"
-        )
+    names = _slots_of(state)
+    ways = _ways(names, policy)
     dropped = [name for name, way in ways.items() if way == "drop"]
     reset = [name for name, way in ways.items() if way == "reset" and name != COUNT]
     if dropped:
         state = state.each(lambda part: _dropped(part, [n for n in dropped if n in _slots_of(part)], done))
     for name in reset:
         state = state.each(partial(_reset, name=name, done=done))
-    if reset and ways.get(COUNT) != "reset":
-        same = [name for name in known if name not in reset and name not in dropped and _decided(state, name)]
-        if any(_decided(state, name) for name in reset) and same:
-            done.append(
-                Change(
-                    option("slot_policy"),
-                    f"{', '.join(same)} stay: 'reset:v*' means all second moments",
-                    (),
-                    Exactness.BITWISE,
-                )
+    if ways.get(COUNT) == "reset":
+        return _recounted(state, done)
+    done += _forms_that_stay(state, [name for name in names if name not in dropped], reset)
+    return state
+
+
+def _forms_that_stay(state: TrainState, slots: Sequence[str], reset: Collection[str]) -> Iterator[Change]:
+    """Yields a word on the second moments that stay where other forms of them begin anew."""
+    forms = [name for name in slots if _decided(state, name)]
+    kept = [name for name in forms if name not in reset]
+    if kept and len(kept) < len(forms):
+        said = f"{', '.join(kept)} stay: 'reset:v*' means all second moments"
+        yield Change(option("slot_policy"), said, (), Exactness.BITWISE)
+
+
+def _ways(slots: Sequence[str], policy: Mapping[str, Policy]) -> dict[str, Policy]:
+    """Returns what becomes of each slot that a pattern names, and of the count where `count` itself is named."""
+    ways: dict[str, Policy] = {}
+    for pattern, way in policy.items():
+        fitting = [COUNT] if pattern == COUNT else [name for name in slots if fnmatchcase(name, pattern)]
+        if not fitting:
+            raise UsageError(
+                "The state has no slot of that name.",
+                place=option("slot_policy"),
+                found=pattern,
+                expected=", ".join((*slots, COUNT)),
+                remedy=meant(pattern, (*slots, COUNT)),
             )
-    return _recounted(state, done) if ways.get(COUNT) == "reset" else state
+        ways.update(dict.fromkeys(fitting, way))
+    if ways.get(COUNT) == "drop":
+        raise UsageError(
+            "A run can't go on without a count.", place=option("slot_policy"), expected="reset:count"
+        )
+    return ways
 
 
 def _begun_anew(
@@ -258,26 +263,9 @@ def _decided(state: TrainState, slot: str) -> bool:
 
 def _dropped(state: TrainState, names: Collection[str], done: list[Change]) -> TrainState:
     """Returns a state without some slots, and with what switches them off; refuses what a rule needs."""
-    schema, faults = load_schema(state.optimizer.schema), Faults()
-    off: dict[str, Any] = {}
-    for name in names:
-        switch = next((key for key in schema.hyperparameters if name in _existing(schema, key)), None)
-        if switch is None:
-            if name != MASTER:
-                faults.add("the rule can't go on without it", name)
-            continue
-        together = [one for one in _existing(schema, switch) if one in _slots_of(state) and one not in names]
-        if together:
-            faults.add(f"goes with {', '.join(together)}", name)
-        off[switch] = _off(schema, switch)
-    faults.check(
-        UsageError,
-        f"Slots of {schema.name} can't be dropped",
-        place=option("slot_policy"),
-        remedy="reset begins them anew: --slot-policy " + ",".join(f"reset:{n}" for n in names),
-    )
     if not names:
         return state
+    off = _switched_off(state, names)
     gone = [f"{path}/{n}" for path, tensors in state.slots.items() for n in tensors if n in names]
     switched = ", ".join(f"{key}={value}" for key, value in off.items())
     what = "parameters go on without their float32 masters" if list(names) == [MASTER] else "the run goes on"
@@ -289,16 +277,36 @@ def _dropped(state: TrainState, names: Collection[str], done: list[Change]) -> T
             Exactness.LOSSY,
         )
     )
-    groups = tuple(
-        replace(group, slots={n: slot for n, slot in group.slots.items() if n not in names})
-        for group in state.optimizer.groups
-    )
-    slots = {
-        path: {n: slot for n, slot in tensors.items() if n not in names}
-        for path, tensors in state.slots.items()
-    }
+
+    def without_names(slots: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: slot for name, slot in slots.items() if name not in names}
+
+    groups = tuple(replace(group, slots=without_names(group.slots)) for group in state.optimizer.groups)
+    slots = {path: without_names(tensors) for path, tensors in state.slots.items()}
     state = replace(state, slots=slots, optimizer=replace(state.optimizer, groups=groups))
     return state.with_hyperparameters(**off) if off else state
+
+
+def _switched_off(state: TrainState, names: Collection[str]) -> dict[str, Any]:
+    """Returns the hyperparameters with which a rule goes on without some slots; refuses slots that it needs."""
+    schema, faults = load_schema(state.optimizer.schema), Faults()
+    off: dict[str, Any] = {}
+    for name in names:
+        switch = next((key for key in schema.hyperparameters if name in _existing(schema, key)), None)
+        if switch is not None:
+            together = {*_existing(schema, switch)} & {*_slots_of(state)} - {*names}
+            if together:
+                faults.add(f"goes with {', '.join(sorted(together))}", name)
+            off[switch] = _off(schema, switch)
+        elif name != MASTER:
+            faults.add("the rule can't go on without it", name)
+    faults.check(
+        UsageError,
+        f"Slots of {schema.name} can't be dropped",
+        place=option("slot_policy"),
+        remedy="reset begins them anew: --slot-policy " + ",".join(f"reset:{n}" for n in names),
+    )
+    return off
 
 
 def _existing(schema: OptimizerSchema, name: str) -> tuple[str, ...]:
@@ -462,24 +470,22 @@ def _extra_rescaled(state: TrainState, scale: float, done: list[Change], faults:
     tensors = {"/".join(map(str, ("extra", *path))): (path, leaf) for path, leaf in paths.items()}
     forms = {name: form for name in tensors for form in GRADIENTS if fnmatchcase(name, form)}
     powers = {name: GRADIENTS[form] for name, form in forms.items()}
-    made = {}
-    for name, power in powers.items():
-        path, tensor = tensors[name]
-        made[path] = _times(tensor, scale, power, name, faults)
+    made = {
+        tensors[name][0]: _times(tensors[name][1], scale, power, name, faults)
+        for name, power in powers.items()
+    }
     done += _scalings(powers, scale, {name: form.strip("*/") for name, form in forms.items()})
-    known = [f"extra/{BUFFERS}", *(part.place for part in run_of(state.extra).parts)]
-    strange = tuple(
-        name
-        for name, (_, tensor) in tensors.items()
-        if name not in powers
-        and tensor.shape
-        and tensor.dtype.name in FLOATS
-        and not any(name == place or name.startswith(f"{place}/") for place in known)
-    )
+    kept = (f"extra/{BUFFERS}/", *(f"{part.place}/" for part in run_of(state.extra).parts))
+    others = [name for name in tensors if name not in powers and not f"{name}/".startswith(kept)]
+    strange = tuple(name for name in others if _may_be_gradients(tensors[name][1]))
     if strange:
         said = "as it was: nobody knows whether the scale of the loss is in it"
         done.append(Change(option("loss_scale"), said, strange, Exactness.LOSSY))
     return with_leaves(state.extra, made)
+
+
+def _may_be_gradients(tensor: Tensor) -> bool:
+    return bool(tensor.shape) and tensor.dtype.name in FLOATS
 
 
 def _times(tensor: Tensor, scale: float, power: int, name: str, faults: Faults) -> Tensor:
@@ -547,18 +553,7 @@ def _beside_gradients(state: TrainState, schema: OptimizerSchema) -> str:
 
 
 def _slots_cast(state: TrainState, asked: Mapping[str, str], done: list[Change]) -> TrainState:
-    known = {**{n: s for t in state.slots.values() for n, s in t.items()}}
-    known |= {n: slot for group in state.optimizer.groups for n, slot in group.slots.items()}
-    faults, dtypes = Faults(), dict[str, DType]()
-    for pattern, named in asked.items():
-        fitting = [name for name in known if fnmatchcase(name, pattern)]
-        if not fitting:
-            faults.add(f"is no slot of the state, which has {', '.join(known)}", pattern)
-        kept = {name: why for name in fitting if (why := _keeps_dtype(state, name, known[name].dtype))}
-        if len(kept) == len(fitting):
-            faults += [(f"{why} isn't rounded to {named}", name) for name, why in kept.items()]
-        dtypes.update({name: DTYPES[named] for name in fitting if name not in kept})
-    faults.check(UsageError, "Slots can't have such a dtype", place=option("slot_dtype"))
+    dtypes = _asked_dtypes(state, asked)
     slots = {
         path: {n: cast(slot, dtypes.get(n, slot.dtype)) for n, slot in tensors.items()}
         for path, tensors in state.slots.items()
@@ -568,6 +563,24 @@ def _slots_cast(state: TrainState, asked: Mapping[str, str], done: list[Change])
         done += _cast_changes("slot_dtype", name, each, dtype)
     changed_state = replace(state, slots=slots)
     return changed_state.each(lambda part: _told_dtypes(part, dtypes))
+
+
+def _asked_dtypes(state: TrainState, asked: Mapping[str, str]) -> dict[str, DType]:
+    """Returns the dtype that each slot shall have; refuses patterns of which no slot can have it."""
+    samples = {name: slot for holder in state.optimizer.groups for name, slot in holder.slots.items()}
+    for tensors in state.slots.values():
+        samples.update(tensors)
+    faults, dtypes = Faults(), dict[str, DType]()
+    for pattern, named in asked.items():
+        fitting = [name for name in samples if fnmatchcase(name, pattern)]
+        if not fitting:
+            faults.add(f"is no slot of the state, which has {', '.join(samples)}", pattern)
+        kept = {name: why for name in fitting if (why := _keeps_dtype(state, name, samples[name].dtype))}
+        if len(kept) == len(fitting):
+            faults += [(f"{why} isn't rounded to {named}", name) for name, why in kept.items()]
+        dtypes.update({name: DTYPES[named] for name in fitting if name not in kept})
+    faults.check(UsageError, "Slots can't have such a dtype", place=option("slot_dtype"))
+    return dtypes
 
 
 def _keeps_dtype(state: TrainState, name: str, dtype: DType) -> str:

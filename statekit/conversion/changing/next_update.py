@@ -281,18 +281,9 @@ def _first_said(trials: Sequence[Trial], changes: Changes | None) -> list[str]:
     said = []
     if max(abs(one - 1) for one in times) > OFF_BY:
         said.append(f"with {', '.join(reset)} begun anew the first update is {_times(times)} a settled run's")
-    free = [
-        replace(
-            one,
-            group=replace(
-                one.group, hyperparameters={**one.group.hyperparameters, "clipping_threshold": None}
-            ),
-        )
-        for one in trials
-        if one.group.hyperparameters.get("clipping_threshold") is not None
-    ]
-    if free:
-        unlimited = [one.first_update(reset) for one in free]
+    limited = [one for one in trials if one.group.hyperparameters.get("clipping_threshold") is not None]
+    if limited:
+        unlimited = [_unlimited(one).first_update(reset) for one in limited]
         if abs(max(unlimited) - max(times)) > OFF_BY * max(times):
             said.append(
                 f"with {', '.join(reset)} begun anew the first update is {_times(unlimited)} a settled run's before "
@@ -304,6 +295,12 @@ def _first_said(trials: Sequence[Trial], changes: Changes | None) -> list[str]:
         )
         said.append(f"{'--step-offset reset' if counts else '--slot-policy reset:count'} counts anew")
     return said
+
+
+def _unlimited(trial: Trial) -> Trial:
+    """Returns a trial whose update nothing limits."""
+    hyper = {**trial.group.hyperparameters, "clipping_threshold": None}
+    return replace(trial, group=replace(trial.group, hyperparameters=hyper))
 
 
 def _way(policy: Mapping[str, str], name: str) -> str:

@@ -144,18 +144,13 @@ def _transformers(base: float, arguments: Mapping[str, Any]) -> Told:
     if wrong := next(misfits(arguments, Arguments), None):
         return f"of the Trainer's arguments, {wrong[1]} {wrong[0]}"
     kind, whole = arguments.get("lr_scheduler_type"), arguments.get("max_steps")
-    warm, extra = arguments.get("warmup_steps") or 0, arguments.get("lr_scheduler_kwargs") or {}
+    extra = arguments.get("lr_scheduler_kwargs") or {}
     count = whole if type(whole) is int else 0
-    needs_whole = (
-        kind in ("linear", "cosine", "polynomial") or (0 < warm < 1) or arguments.get("warmup_ratio")
-    )
-    if needs_whole and count <= 0:
+    warm = arguments.get("warmup_steps") or arguments.get("warmup_ratio") or 0
+    is_share = 0 < warm < 1 or not arguments.get("warmup_steps")
+    if count <= 0 and (kind in ("linear", "cosine", "polynomial") or (is_share and warm)):
         return f"{kind}: nobody said how many updates the run has"
-    if 0 < warm < 1:
-        warm = math.ceil(count * warm)
-    elif not warm and (ratio := arguments.get("warmup_ratio")):
-        warm = math.ceil(count * ratio)
-    warm = int(warm)
+    warm = math.ceil(count * warm) if is_share else int(warm)
     first = [piece("linear", start=0.0, end=base, steps=warm)] if warm else []
     steps = max(1, count - warm)
     match kind:

@@ -7,7 +7,7 @@ for the updates done before an update.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -64,22 +64,24 @@ def _read(said: Mapping[str, Any], base: float | None) -> Told:
         return why
     if type(said["step_offset"]) is not int:
         return f"step_offset is {said['step_offset']!r:.80}"
-    negative = [
-        name for name in needed if name not in ("step_offset", "min_learning_rate") and said[name] < 0
-    ]
-    if (
-        negative
-        or ("linear_decay" in names and said["min_learning_rate"] < 0)
-        or names.count("linear_decay") > 1
-    ):
-        return f"the product of its factors turns its sign: {', '.join(negative) or 'linear_decay falls below 0'}"
-    if zeros := [
-        f"{name} divides by {_DIVIDES[name]}" for name in names if said.get(_DIVIDES.get(name, "")) == 0
-    ]:
-        return f"{', '.join(zeros)}, which is 0"
+    if why := _out_of_range(names, needed, said):
+        return why
     rates = product(*(_FACTORS[name](said) for name in names))
     floored = [_floored(rates, number, said["min_learning_rate"]) for number in range(len(rates.pieces))]
     return Rates(tuple(_shifted(floored, said["step_offset"])))
+
+
+def _out_of_range(names: Sequence[str], needed: Iterable[str], said: Mapping[str, Any]) -> str:
+    """Returns why factors have no rates with such values; empty if they have."""
+    negative = [
+        name for name in needed if name not in ("step_offset", "min_learning_rate") and said[name] < 0
+    ]
+    falls_below = "linear_decay" in names and said["min_learning_rate"] < 0
+    if negative or falls_below or names.count("linear_decay") > 1:
+        return f"the product of its factors turns its sign: {', '.join(negative) or 'linear_decay falls below 0'}"
+    divided = [(name, _DIVIDES[name]) for name in names if name in _DIVIDES]
+    zeros = [f"{name} divides by {divisor}" for name, divisor in divided if said.get(divisor) == 0]
+    return f"{', '.join(zeros)}, which is 0" if zeros else ""
 
 
 def _from_warmup(said: Mapping[str, Any], before: Piece, after: Piece) -> Rates:
