@@ -133,7 +133,7 @@ def _measured(ref: CheckpointRef, target: Path, to: str | None, listener: Listen
     listener.progress(None, "writing the weights, to see what they take")
     with temporary_beside(target) as folder:
         place = folder / target.name
-        convert(_planned(ref, place, to), on_progress=lambda told: _tell(listener, told, 0.0, 1.0))
+        convert(_planned(ref, place, to), on_progress=lambda progress: _tell(listener, progress, 0.0, 1.0))
         return _allocated([place, beside(place)])
 
 
