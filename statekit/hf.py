@@ -8,11 +8,20 @@ optimizer's numbers mean.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
+from dataclasses import replace
+from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from statekit.attestation.attestation import Attestation, Finding
+from statekit.attestation.faults import fault
+from statekit.conversion import registry
+from statekit.conversion.checkpoint_ref import ref_of
 from statekit.errors import MissingExtraError
 from statekit.state.param_names import NAMES_FILE, saved_names
+from statekit.state.run import TRAINER_ARGUMENTS
+from statekit.tensors.tree import at
 
 try:
     from transformers.trainer_callback import TrainerCallback
@@ -52,17 +61,40 @@ class AttestCallback(AttestsOnce, TrainerCallback):  # type: ignore[misc]  # its
             StateError: With `strict`, the live run isn't the checkpoint's.
         """
         optimizer = given["optimizer"]
-        self._once(
-            lambda: attest(
+
+        def attested() -> Attestation:
+            result = attest(
                 optimizer,
                 given["model"],
                 self.path,
                 scheduler=given.get("lr_scheduler"),
                 scaler=getattr(optimizer, "scaler", None),
                 **self.options,
-            ),
-            state.is_world_process_zero,
-        )
+            )
+            faults = clipping_faults(self.path, getattr(args, "max_grad_norm", None))
+            return replace(result, findings=(*result.findings, *faults))
+
+        self._once(attested, state.is_world_process_zero)
+
+
+def clipping_faults(path: str | PathLike[str], limit: float | None) -> list[Finding]:
+    """Returns what is wrong with the norm to which a live Trainer clips gradients: its optimizer doesn't show it.
+
+    Source: huggingface/transformers, trainer.py, `Trainer._clip_grad_norm`: None and 0 clip nothing.
+
+    Args:
+        path: The checkpoint.
+        limit: `max_grad_norm` of the live run's arguments.
+    """
+    ref = ref_of(path)
+    with registry.opened(registry.detect_container(ref.place)[0], ref.place, ref.step, ref) as checkpoint:
+        arguments = at(checkpoint.tree, (TRAINER_ARGUMENTS,))
+    if not isinstance(arguments, Mapping) or "max_grad_norm" not in arguments:
+        return []
+    saved = arguments["max_grad_norm"]
+    if (saved or 0.0) == (limit or 0.0):
+        return []
+    return [fault("hyperparameter", ["max_grad_norm"], saved, limit)]
 
 
 class NamesCallback(TrainerCallback):  # type: ignore[misc]  # its base is untyped

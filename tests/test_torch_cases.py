@@ -705,3 +705,18 @@ def test_a_file_that_is_a_whole_module_or_optimizer_is_what_it_holds(tmp_path: P
     loaded = load_optimizer(tmp_path / "other" / "optimizer.pt", model.named_parameters(), lr=0.01)
     weight = model.head.weight
     assert np.array_equal(loaded.state[weight]["m"].numpy(), moment_of(optimizer, weight))
+
+
+def test_another_limit_of_the_gradients_norm_is_no_resume_of_a_trainers_run() -> None:
+    """Trainer clips outside of its optimizer, which doesn't show it."""
+    clipping_faults = pytest.importorskip("statekit.hf").clipping_faults
+    step = CASES / "lora_trainer" / "run" / "checkpoint-6"
+    with statekit.open(step, param_names=(CASES / "lora_trainer" / "names.txt").read_text().split()) as run:
+        saved = run.groups[0].hyperparameters["global_norm_clip_threshold"]
+    assert clipping_faults(step, saved) == []
+    (finding,) = clipping_faults(step, 0.25)
+    assert (finding.name, finding.expected, finding.found) == ("hyperparameter", str(saved), "0.25")
+    assert [one.found for one in clipping_faults(step, None)] == ["None"]
+    assert (
+        clipping_faults(CASES / "old_torch_adamw" / "torch1_12.pt", 1.0) == []
+    )  # no Trainer's: nothing is said
