@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file
 
+from statekit.attestation.doctor import doctor
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
 from statekit.converters.layouts.megatron.buckets import with_groups, without_buckets
@@ -21,6 +23,7 @@ from statekit.tensors.tensor import Array, Index, Stored, in_memory
 pytestmark = pytest.mark.torch
 
 RECORDED = sorted((Path(__file__).parent / "cases" / "megatron_buckets").glob("*/*/iter_*"))
+LEGACY = next(folder for folder in RECORDED if folder.parts[-3:-1] == ("distributed_bf16", "legacy"))
 KEY = "optimizer.distributed.dp_group_idx_0"
 
 
@@ -177,3 +180,38 @@ def test_a_legacy_folder_without_gathered_values_says_what_it_is(
     with pytest.raises(StatekitError, match=match) as refused:
         open_state(tmp_path)
     assert "model_optim_rng.pt" in refused.value.remedy
+
+
+def with_steps(folder: Path, steps: list[float | None]) -> Path:
+    """Copies a run of the format `torch`, with these counts in its groups; None is no count."""
+    shutil.copytree(LEGACY.parent, folder)
+    file = folder / "iter_0000003" / "mp_rank_00" / "model_optim_rng.pt"
+    saved = torch.load(file, weights_only=False)
+    for group, step in zip(saved["optimizer"]["optimizer"]["param_groups"], steps, strict=True):
+        group["step"] = step
+        if step is None:
+            del group["step"]
+    torch.save(saved, file)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("steps", "kind", "updates", "said"),
+    [
+        ([3.0, 3.0], None, 3, ""),
+        ([15.0, 15.0], "step-shared", 15, "counts 15 updates, and the run has made 3 iterations"),
+        ([3.0, 15.0], "step-shared", 15, "counts once for each"),
+        ([None, None], "step-missing", 3, "the run's 3 iterations are taken"),
+    ],
+)
+def test_a_step_that_all_parameters_shared_or_that_is_missing_is_a_finding(
+    steps: list[float | None], kind: str | None, updates: int, said: str, tmp_path: Path
+) -> None:
+    """Megatron-Core 0.16.1 without Apex leaves such counts behind; convert says it, and doctor finds it."""
+    run = with_steps(tmp_path / "run", steps)
+    kinds = {finding.name for finding in doctor(run)[0].findings} - {"files"}
+    assert kinds == ({kind} if kind else set())
+    planned = plan(run, tmp_path / "out", to="statekit")
+    assert planned.target.step == updates
+    assert any("iterations" in note for note in planned.assumptions) == bool(kind)
+    assert all(said in note for note in planned.assumptions if "iterations" in note)

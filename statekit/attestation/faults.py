@@ -159,6 +159,16 @@ FILE_FAULTS: Mapping[str, Fault] = {
         "bias correction goes by the powers: the learning rate is off until they have vanished",
         "restore powers, betas and count of one step",
     ),
+    "step-shared": Fault(
+        "The optimizer counts more updates than its run has made.",
+        "bias correction goes by the count: the run goes on with another learning rate until it has vanished",
+        "give each parameter's state a step of its own, with the run's count, before the next save",
+    ),
+    "step-missing": Fault(
+        "The optimizer's groups have no count of updates.",
+        "Megatron-Core stops at it, or goes on with the count of a new optimizer",
+        "give each parameter's state a step of its own, with the run's count, before the next save",
+    ),
     "moments-stale": Fault(
         "Slots haven't changed since the step before, but their weights or counts have.",
         "the moments of later steps are lost, and a resumed run goes on with old ones",

@@ -14,8 +14,9 @@ distrib_optimizer.py, `sharded_param_state_fully_reshardable`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from operator import attrgetter
 from typing import Any, TypedDict
 
 import numpy as np
@@ -38,7 +39,7 @@ from statekit.converters.layouts.pytorch.parts import (
 )
 from statekit.converters.layouts.pytorch.torch_fqn import LAYOUT as BY_NAME
 from statekit.errors import Faults, InexactError, StateError
-from statekit.files.checkpoint import Checkpoint
+from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.lines.printing import SavedRun, State
 from statekit.state.run import BESIDE, run_of
 from statekit.state.stored_params import MASTER, Proven, in_full, said_of_masters
@@ -67,6 +68,14 @@ _SHARDING, _CONTENT = "param_state_sharding_type", "content_metadata"
 _AVOIDED = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 """What Megatron-LM says of every checkpoint that it writes."""
 _FUSED = "The optimizer is FusedAdam, which equals torch's AdamW up to rounding."
+_UNCOUNTED = (
+    "The groups have no step, so the run's {} iterations are taken for it: fewer are done where updates"
+    " were skipped."
+)
+_SHARED = (
+    "The optimizer counts {} updates, and the run has made {} iterations: Megatron-Core without Apex or"
+    " TransformerEngine loads one step for all parameters, which then counts once for each of them."
+)
 _SHOWN = 20
 
 
@@ -147,7 +156,7 @@ class MegatronAdam:
         shapes = {name: parts.model[name].shape for name in moved}
         stated, said_of_class = _as_torch(optimizer["param_groups"])
         groups, notes = with_params(stated, shapes, checkpoint)
-        masters, state = _parted(parts.state, _step(optimizer))
+        masters, state = _parted(parts.state, _step(optimizer, common))
         # What is of float32 itself has no second copy: what the optimizer moves is the parameter.
         moved_itself = {
             name: Proven(t, parts.model[name], path_of(name), _DEFECT)
@@ -174,7 +183,13 @@ class MegatronAdam:
                 path: {**param_slots, **beside.get(path, {})} for path, param_slots in decoded.slots.items()
             },
             extra={**decoded.extra, **{key: part for key, part in extra.items() if part}},
-            assumptions=(*decoded.assumptions, *said_of_class, *notes, *noted),
+            assumptions=(
+                *decoded.assumptions,
+                *said_of_class,
+                *notes,
+                *noted,
+                *map(attrgetter("what"), self._odd_counts(common, optimizer, decoded)),
+            ),
         )
 
     def encode(self, state: TrainState) -> Encoded:
@@ -221,6 +236,26 @@ class MegatronAdam:
             dropped=dropped,
             assumptions=(*encoded.assumptions, *notes),
         )
+
+    def examine(self, checkpoint: Checkpoint, state: TrainState) -> Iterator[Finding]:
+        """Yields counts that a restart without Apex or TransformerEngine leaves: none, or one for all parameters."""
+        tree = checkpoint.tree
+        common = with_groups(tree[COMMON], tree[SHARDED]) if has_buckets(tree[SHARDED]) else tree[COMMON]
+        yield from self._odd_counts(common, _inner(common) or {}, state)
+
+    def _odd_counts(
+        self, common: Mapping[str, Any], optimizer: Mapping[str, Any], state: TrainState
+    ) -> Iterator[Finding]:
+        """Yields what is odd about the count of updates, beside that of the run's iterations.
+
+        Source: megatron-core 0.16.1, core/optimizer/distrib_optimizer.py, `load_state_dict`: without Apex and
+        TransformerEngine, `step` of each parameter is the same tensor; run with two gloo ranks.
+        """
+        iterations, updates, place = common.get("iteration"), state.counts.updates, f"{COMMON}/optimizer"
+        if not _stated_steps(optimizer):
+            yield Finding(_UNCOUNTED.format(updates), place, kind="step-missing")
+        elif self.sharding is not None and type(iterations) is int and updates > iterations:
+            yield Finding(_SHARED.format(updates, iterations), place, kind="step-shared")
 
     def _masters(
         self, state: TrainState, model: Mapping[str, Tensor], records: Collection[str], nested: bool
@@ -376,15 +411,21 @@ def _unknown(checkpoint: Checkpoint, keys: Sequence[str]) -> StateError:
     )
 
 
-def _step(optimizer: Mapping[str, Any]) -> Any:
-    """Returns the count of updates: the largest that stands there.
+def _step(optimizer: Mapping[str, Any], common: Mapping[str, Any]) -> Any:
+    """Returns the count of updates: the largest that stands there, or of none the run's iterations.
 
     torch's AdamW counts in the state, FusedAdam in the groups. A file may have both, of which a run moves its own.
     """
+    iterations = common.get("iteration")
+    usual = iterations if type(iterations) is int and iterations >= 0 else None
+    return max(_stated_steps(optimizer), key=_count, default=usual)
+
+
+def _stated_steps(optimizer: Mapping[str, Any]) -> list[Any]:
+    """Returns the counts of updates that stand in a file."""
     state = optimizer.get("state")
-    said = [state["common_step"]] if isinstance(state, Mapping) and "common_step" in state else []
-    said += [group["step"] for group in optimizer["param_groups"] if "step" in group]
-    return max(said, key=_count, default=None)
+    common = [state["common_step"]] if isinstance(state, Mapping) and "common_step" in state else []
+    return [*common, *(group["step"] for group in optimizer.get("param_groups", ()) if "step" in group)]
 
 
 def _count(step: Any) -> float:

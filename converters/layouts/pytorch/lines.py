@@ -48,6 +48,7 @@ _LIGHTNING = '["state_dict"]', '["optimizer_states"][0]'
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 """Names of what batch normalisation keeps beside its parameters."""
 _CLIP = "global_norm_clip_threshold"
+_ENGINE_CLIPS = "# without gradient_clipping in config DeepSpeed clips at a norm of 1.0; 0.0 is none"
 _WITHOUT_ADAPTER = '.replace(".modules_to_save.default", "").replace(".default", "")'
 _BEFORE = "before the state is loaded: making it sets the rate"
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
@@ -187,7 +188,7 @@ def deepspeed_lines(state: State, saved: SavedRun) -> list[str]:
         *_manifest_in_folder(saved),
         *_group_lines(state, saved),
         *_optimizer_lines(state, saved),
-        *(f"# config['gradient_clipping'] is {norm!r} in the run" for norm in norms),
+        *([f"# config['gradient_clipping'] is {norm!r} in the run" for norm in norms] or [_ENGINE_CLIPS]),
         'config = {**config, "checkpoint": {"load_universal": True}}  # with any ZeRO stage from 1 to 3, on any ranks',
         f"engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config{schedule})[0]",
         f"engine.load_checkpoint({where}{without})",
