@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import io
 import json
 import os
 import signal
@@ -53,8 +54,12 @@ def stoppable() -> Iterator[None]:
         return
     arrived: list[int] = []
 
+    shown = sys.stderr
+
     def stop(number: int, frame: FrameType | None) -> None:
         arrived.append(number)
+        if _is_importing(frame):  # NumPy prints a traceback of what ends its import, from C
+            sys.stderr = _NOWHERE
         raise Stopped(number)
 
     before = {number: signal.getsignal(number) for number in STOPPING}
@@ -70,8 +75,28 @@ def stoppable() -> Iterator[None]:
             raise Stopped(arrived[0]) from error
         raise
     finally:
+        sys.stderr = shown
         for number in taken:
             signal.signal(number, before[number])
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    """Tells whether a module is being imported where a signal arrives."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
+
+
+class _Nowhere(io.TextIOBase):
+    """A stream that keeps nothing."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+
+_NOWHERE = _Nowhere()
 
 
 @contextmanager

@@ -210,3 +210,31 @@ def test_doctor_says_once_why_there_is_no_state(tmp_path: Path, capsys: pytest.C
     [one] = json.loads(capsys.readouterr().out)["checkpoints"]
     [finding] = one["findings"]
     assert finding["found"] == "The name of a tensor is not usable. 4101 characters"
+
+
+SIGNALLED = """
+import os, signal, sys
+_, module, number, *line = sys.argv
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
+class Meanwhile:
+    def find_spec(self, name, path=None, target=None):
+        if name == module:
+            os.kill(os.getpid(), getattr(signal, number))
+sys.meta_path.insert(0, Meanwhile())
+from statekit.__main__ import main
+sys.argv[1:] = line
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "number", "said"),
+    [("numpy._core.numerictypes", "SIGTERM", "Stopped by SIGTERM.\n"), ("click", "SIGINT", "")],
+)
+def test_a_signal_amid_an_import_is_told_in_one_line_at_most(
+    module: str, number: str, said: str, tmp_path: Path
+) -> None:
+    checkpoint = save(plain_state(), tmp_path / "a.statekit")
+    line = [sys.executable, "-c", SIGNALLED, module, number, "inspect", "--stats", f"{checkpoint}"]
+    ended = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == (143 if said else -2) and ended.stderr == said
