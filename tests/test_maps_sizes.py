@@ -20,6 +20,7 @@ from goldens import COMPACT
 from statekit.errors import FormatError, InexactError, StateError
 from statekit.maps.along_axis import Concatenate, Reorder, Split
 from statekit.maps.operations import Merge, Operation, Part, Permute, Piece, Stack, Unstack
+from statekit.maps.scale import Scale
 from statekit.maps.sizes import Factor, KeepFirst, New, Recast, Replicate, Resize, Unfactor
 from statekit.state.exactness import Exactness
 from statekit.state.train_state import Axis, Rule
@@ -418,3 +419,24 @@ def test_any_block_is_read_by_itself(operation: Operation, of_array: Callable[[A
     array = np.arange(20.0).reshape(4, 5)
     (piece,) = operation.of([Piece("adafactor", in_memory(array), {})])
     check_blocks(piece.param, of_array(array))
+
+
+@pytest.mark.parametrize(
+    ("factor", "shape"),
+    [
+        (0, (3,)),
+        (-1.0, (3,)),
+        (1e308, (3,)),
+        (5e-324, (3,)),
+        (10**400, (3,)),
+        (float("nan"), (3,)),
+        (1.0, (0,)),
+    ],
+)
+def test_a_number_by_which_nothing_can_be_divided_again_is_refused(
+    factor: float, shape: tuple[int, ...]
+) -> None:
+    scale = Scale.read({"factor": factor, "root_of_axis": 0})
+    assert Scale(2.0, 0, True).number((4,)) == 0.25
+    with pytest.raises(StateError, match="divided again"):
+        scale.number(shape)

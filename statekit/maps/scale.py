@@ -23,6 +23,9 @@ from statekit.tensors.views import Scaled
 _ROUNDED = 1e-12
 """Relative difference of numbers that are equal but for the rounding of a factor and of its inverse."""
 
+_LARGEST = 2.0**100
+"""The largest number that a parameter is multiplied or divided by: its powers are numbers too."""
+
 
 @dataclass(frozen=True)
 class Scale(OfEach):
@@ -41,18 +44,26 @@ class Scale(OfEach):
     @classmethod
     def read(cls, data: Mapping[str, Any]) -> Scale:
         """Returns an operation as a map's file has it."""
-        return cls(data.get("factor", 1.0), data.get("root_of_axis"), data.get("divides", False))
+        factor = data.get("factor", 1.0)
+        return cls(
+            factor if abs(factor) <= _LARGEST else math.inf,
+            data.get("root_of_axis"),
+            data.get("divides", False),
+        )
 
     def number(self, shape: Shape) -> float:
         """Returns c for a parameter of some shape.
 
         Raises:
-            StateError: The shape has no such axis.
+            StateError: The shape has no such axis, or it makes no number that values can be multiplied by and back.
         """
         if self.root_of_axis is not None and len(shape) <= self.root_of_axis:
             raise StateError(f"has shape {shape}, but shall be {self}")
         length = 1 if self.root_of_axis is None else shape[self.root_of_axis]
-        number = self.factor * math.sqrt(length)
+        is_near = 1 / _LARGEST <= self.factor <= _LARGEST
+        number = self.factor * math.sqrt(length) if is_near else 0.0
+        if not number:
+            raise StateError(f"has shape {shape}, and is to be {self}, by which nothing can be divided again")
         return 1 / number if self.divides else number
 
     def _of(self, piece: Piece) -> Piece:
