@@ -57,8 +57,9 @@ def updated(tx: Any, params: Any, state: Any, first: int, last: int) -> tuple[An
     import optax
 
     update = jax.jit(optax.with_extra_args_support(tx).update)
+    extra = {} if "sam." in repr(tx.update) else {"value": np.float32(1.0)}  # which takes no more arguments
     for i in range(first, last):
-        updates, state = update(drawn(100 + i, 0.1), state, params, value=np.float32(1.0))
+        updates, state = update(drawn(100 + i, 0.1), state, params, **extra)
         params = optax.apply_updates(params, updates)
     return params, state
 
@@ -542,3 +543,65 @@ def test_printed_lines_make_a_chain_as_long_as_the_file_s(
     scope: dict[str, Any] = {"params": params, "jnp": jnp}
     exec(lines, scope)
     assert int(scope["state"]["opt_state"][0].count) == DONE
+
+
+def lines_of(folder: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
+    assert main(["resume", str(folder), "--hparams", f"learning_rate={RATE}", *options]) == 0
+    return capsys.readouterr().out.partition("\n\n")[0]
+
+
+def test_printed_lines_name_every_optimizer_that_fits_and_wrap_it_as_the_run_did(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lines that the user completes make the state that is in the file, and its next update."""
+    import jax
+    import jax.numpy as jnp
+    import optax
+    import orbax.checkpoint as ocp
+    from optax import contrib
+
+    def kept(name: str, params: Any, state: Any) -> Path:
+        with ocp.StandardCheckpointer() as checkpointer:
+            checkpointer.save(tmp_path / name, {"params": params, "opt_state": state})
+        return tmp_path / name
+
+    params, state = run_of(optax.adabelief(RATE))
+    lines = lines_of(folder := kept("adabelief", params, state), capsys)
+    assert "optimizer = ..." in lines and "optax.adam(" not in lines
+    assert all(f"optax.{name}" in lines for name in (*SHORT[:5], "contrib.adopt"))
+    assert f"optimizer = optax.adabelief(learning_rate={RATE})" in lines_of(
+        folder, capsys, "--optimizer", "adabelief"
+    )
+    told = {"reduce_on_plateau(...)": "reduce_on_plateau(factor=0.5, patience=2)"}
+    told |= {
+        "conditionally_transform(optimizer, ...)": "conditionally_transform(optimizer, lambda step: True)"
+    }
+    told |= {"sam(optimizer, ...)": "sam(optimizer, optax.sgd(0.05), opaque_mode=False)"}
+    told |= {
+        "free(optimizer, learning_rate=...)": "free(optimizer, learning_rate=0.01)",
+        "optax.adamw(...)": "adamw",
+    }
+    adamw = optax.adamw(RATE)
+    wrapped = {
+        "plateau": optax.chain(adamw, contrib.reduce_on_plateau(factor=0.5, patience=2)),
+        "conditional": optax.transforms.conditionally_transform(adamw, lambda step: True),
+        "sam": contrib.sam(adamw, optax.sgd(0.05), opaque_mode=False),
+        "mechanize": contrib.mechanize(adamw),
+        "schedule_free": contrib.schedule_free(adamw, learning_rate=0.01),
+    }
+    for name, tx in wrapped.items():
+        params, state = run_of(tx)
+        lines = lines_of(kept(name, params, state), capsys)
+        assert "# taken for optax.adamw; optax.nadamw" in lines, name
+        for unsaid, value in told.items():
+            lines = lines.replace(unsaid, value)
+        scope: dict[str, Any] = {"params": params, "jnp": jnp, "adamw": adamw}
+        exec(lines, scope)
+        due, _ = updated(tx, params, state, DONE, DONE + 1)
+        ours, _ = updated(scope["optimizer"], params, scope["state"]["opt_state"], DONE, DONE + 1)
+        assert jax.tree.all(jax.tree.map(np.array_equal, ours, due)), name
+    params, inner = run_of(adamw)
+    spikes = {"inner_state": inner, "losses": jnp.ones(8), "grad_norms": jnp.ones(8)}
+    spikes |= {"count": jnp.asarray(DONE, jnp.int32), "is_skipped": jnp.asarray(False)}
+    lines = lines_of(kept("spikes", params, spikes), capsys)
+    assert "optimizer = skip_step_on_spikes(optimizer, interval=..., scaling_factor=...)" in lines

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
+from statekit.converters.layouts.optax.kinds import LINK_CODE, WRAPPERS, Wrapper
 from statekit.converters.layouts.optax.links import CHAIN_INDEX
 
 DECAY = "weight_decay_rate"
@@ -103,8 +104,6 @@ def construction(
 
 
 _WHOLE = "opt_state"
-_NOT_FINITE = "notfinite_count"
-"""A field of the state of `optax.apply_if_finite`."""
 _CORE = ("mu", "nu", "v_row", "v_col", "v")
 _STATIC = ("dtype_momentum", "min_dim_size_to_factor", "decay_offset")
 """Arguments of Adafactor that inject_hyperparams takes for no hyperparameter, unless it is asked to."""
@@ -118,9 +117,25 @@ def _place(names: Collection[str], paths: Collection[str]) -> str:
         parts = name.split("/")
         for i in (i for i, part in enumerate(parts) if part in _CORE and "/".join(parts[i + 1 :]) in known):
             if (match := link.fullmatch("/".join(parts[:i]))) is not None:
-                place = match[1]
-                return f"{place}/{INNER}" if f"{place}/{_NOT_FINITE}" in names else place
+                return _inside(match[1], names)
     return _WHOLE
+
+
+def _inside(place: str, names: Collection[str]) -> str:
+    """Returns the innermost place below the wrappers that keep an optimizer's state as a mask does."""
+    while (wrapper := _wrapper(place, names)) is not None and wrapper.code and wrapper.inner == INNER:
+        place = f"{place}/{INNER}"
+    return place
+
+
+def _wrapper(place: str, names: Collection[str]) -> Wrapper | None:
+    """Returns what wrapper's state lies in a place, by its fields; None if it is none's."""
+    return WRAPPERS.get(_fields_at(place, names))
+
+
+def _fields_at(place: str, names: Collection[str]) -> frozenset[str]:
+    start = len(place) + 1
+    return frozenset(name[start:].partition("/")[0] for name in names if name.startswith(f"{place}/"))
 
 
 def _injecting(call: Call, names: Collection[str], places: Mapping[str, str]) -> Call:
@@ -153,15 +168,13 @@ _INJECTED = "hyperparams"
 def _around(place: str, names: Collection[str], empty: Collection[str]) -> list[str]:
     """Returns the lines that put `optimizer` into what a run had around it, the innermost first.
 
-    Source: google-deepmind/optax optax/transforms/_accumulation.py, `MultiSteps`; _conditionality.py,
-    `apply_if_finite`; _combining.py, `chain`.
+    Source: google-deepmind/optax optax/transforms/_combining.py, `chain`; of the wrappers, as `kinds` says.
     """
     lines, at = [], _WHOLE
     for step in place.split("/")[1:]:
-        if step == "inner_opt_state":
-            call = "optax.MultiSteps(optimizer, every_k_schedule=...)  # as many as the run took"
-        elif step == INNER and f"{at}/{_NOT_FINITE}" in names:
-            call = "optax.apply_if_finite(optimizer, max_consecutive_errors=...)  # as many as the run bore"
+        wrapper = _wrapper(at, [*names, *empty])
+        if wrapper is not None and wrapper.code and step == wrapper.inner:
+            call = wrapper.code
         elif CHAIN_INDEX.fullmatch(step):
             call = _chain(int(step), at, names, empty)
         else:
@@ -175,10 +188,13 @@ def _chain(number: int, place: str, names: Collection[str], empty: Collection[st
     """Returns the call of a chain in which `optimizer` is a link, and others stand that the names don't tell."""
     link = re.compile(rf"{re.escape(place)}/({CHAIN_INDEX.pattern})(?:/.*)?")
     numbers = {int(match[1]) for match in filter(None, map(link.fullmatch, [*names, *empty]))}
-    links = ", ".join("optimizer" if i == number else "..." for i in range(max(numbers) + 1))
-    if links == "optimizer":
-        return "optax.chain(optimizer)"
-    return f"optax.chain({links})  # ...: another link of the run's, often optax.clip_by_global_norm(1.0)"
+    codes = [
+        "optimizer" if i == number else LINK_CODE.get(_fields_at(f"{place}/{i}", names), "...")
+        for i in range(max(numbers) + 1)
+    ]
+    call = f"optax.chain({', '.join(codes)})"
+    other = "  # ...: another link of the run's, often optax.clip_by_global_norm(1.0)"
+    return f"{call}{other}" if "..." in codes else call
 
 
 def _schedule(name: str, groups: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -270,12 +286,13 @@ def _lines(
             f"mask = jax.tree_util.tree_map_with_path(lambda keys, _: {_PATH} in decayed, params)",
             f"optimizer = {call(decayed, {**rates[decayed['label']], mask: 'mask'})}",
         ]
+    code, mark, comment = call(first, rates[first["label"]]).partition("  #")
     return [
         *said,
         'moved = {path for group in groups for path in group["paths"]}',
         f"mask = jax.tree_util.tree_map_with_path(lambda keys, _: {_PATH} in moved, params)",
         "import optax",
-        f"rule = optax.masked({call(first, rates[first['label']])}, mask)",
+        f"rule = optax.masked({code}, mask){mark}{comment}",
         "still = lambda grads: jax.tree.map(lambda grad, moved: grad if moved else 0 * grad, grads, mask)",
         "update = lambda grads, state, params=None: rule.update(still(grads), state, params)",
         "optimizer = optax.GradientTransformation(rule.init, update)",

@@ -88,38 +88,66 @@ class Wrapper:
         name: Its name in Optax.
         inner: The field in which the optimizer's state lies.
         changes: Whether it changes what the optimizer's updates do, beyond leaving some of them out.
+        code: How a program puts `optimizer` into it, with `...` for what no file says; "" where a mask, a partition or
+            `inject_hyperparams` is made with the optimizer itself.
     """
 
     name: str
     inner: str
     changes: bool = False
+    code: str = ""
 
 
+_MULTI_STEPS: Final = Wrapper(
+    "MultiSteps",
+    "inner_opt_state",
+    code="optax.MultiSteps(optimizer, every_k_schedule=...)  # as many as the run took",
+)
 WRAPPERS: Final[dict[frozenset[str], Wrapper]] = {
     _fields("inner_state"): Wrapper("masked", "inner_state"),
     _fields("inner_states"): Wrapper("partition", "inner_states"),
     _fields("count hyperparams inner_state"): Wrapper("inject_hyperparams", "inner_state"),
     _fields("count hyperparams hyperparams_states inner_state"): Wrapper("inject_hyperparams", "inner_state"),
-    _fields("mini_step gradient_step inner_opt_state acc_grads"): Wrapper("MultiSteps", "inner_opt_state"),
-    _fields("mini_step gradient_step inner_opt_state acc_grads skip_state"): Wrapper(
-        "MultiSteps", "inner_opt_state"
-    ),
+    _fields("mini_step gradient_step inner_opt_state acc_grads"): _MULTI_STEPS,
+    _fields("mini_step gradient_step inner_opt_state acc_grads skip_state"): _MULTI_STEPS,
     _fields("notfinite_count last_finite total_notfinite inner_state"): Wrapper(
-        "apply_if_finite", "inner_state"
+        "apply_if_finite",
+        "inner_state",
+        code="optax.apply_if_finite(optimizer, max_consecutive_errors=...)  # as many as the run bore",
     ),
     _fields("inner_state losses grad_norms count is_skipped"): Wrapper(
-        "MaxText's skip_step_on_spikes", "inner_state"
+        "MaxText's skip_step_on_spikes",
+        "inner_state",
+        code="skip_step_on_spikes(optimizer, interval=..., scaling_factor=...)  # of MaxText's optimizers.py",
     ),
     _fields("step opt_state"): Wrapper("nnx.Optimizer", "opt_state"),
     _fields("inner_state step"): Wrapper(
-        "conditionally_transform or conditionally_mask", "inner_state", True
+        "conditionally_transform or conditionally_mask",
+        "inner_state",
+        True,
+        "optax.transforms.conditionally_transform(optimizer, ...)  # or conditionally_mask, as the run had it",
     ),
     _fields("b1 weight_sum step_count max_lr base_optimizer_state z"): Wrapper(
-        "schedule_free", "base_optimizer_state", True
+        "schedule_free",
+        "base_optimizer_state",
+        True,
+        "optax.contrib.schedule_free(optimizer, learning_rate=...)",
     ),
-    _fields("base_optimizer_state count r m v s x0"): Wrapper("mechanize", "base_optimizer_state", True),
-    _fields("steps_since_sync opt_state adv_state cache"): Wrapper("sam", "opt_state", True),
-    _fields("fast_state steps_since_sync"): Wrapper("lookahead", "fast_state", True),
+    _fields("base_optimizer_state count r m v s x0"): Wrapper(
+        "mechanize", "base_optimizer_state", True, "optax.contrib.mechanize(optimizer)"
+    ),
+    _fields("steps_since_sync opt_state adv_state cache"): Wrapper(
+        "sam",
+        "opt_state",
+        True,
+        "optax.contrib.sam(optimizer, ...)  # the optimizer of the adversarial steps",
+    ),
+    _fields("fast_state steps_since_sync"): Wrapper(
+        "lookahead",
+        "fast_state",
+        True,
+        "optax.lookahead(optimizer, sync_period=..., slow_step_size=...)",
+    ),
     _fields("count base_optimizer_state projector"): Wrapper("GaLore", "base_optimizer_state", True),
 }
 FINITE: Final = "apply_if_finite"
@@ -141,6 +169,15 @@ NEIGHBOURS: Final[dict[frozenset[str], str]] = {
     _fields("max_dist grad_sum_of_squares init_params"): "scale_by_distance_over_gradients",
 }
 """By their fields, links with state of their own."""
+LINK_CODE: Final[dict[frozenset[str], str]] = {
+    _fields("count"): "optax.scale_by_schedule(...)",
+    _fields(
+        "scale best_value plateau_count cooldown_count count avg_value"
+    ): "optax.contrib.reduce_on_plateau(...)",
+    _fields("count ema"): "optax.ema(...)",
+    _fields("trace"): "optax.trace(...)",
+}
+"""By their fields, how a program makes such links."""
 IDLE: Final = frozenset(
     {_fields("measurement"), _fields("measurements measure_states"), _fields("found_nan")}
 )

@@ -44,6 +44,7 @@ from statekit.converters.layouts.optax.links import CORE_LINKS, Link, integer, l
 from statekit.converters.layouts.optax.places import has_network
 from statekit.converters.layouts.optax.recognition import (
     PLATEAU_LOST,
+    STORED_SCALE,
     Recognised,
     recognised_all,
     stored_scale,
@@ -377,6 +378,8 @@ def _unknown_facts(
     """Yields the hyperparameters that something in the file leaves open, each with what that is."""
     for why, names in unknown.items():
         yield from (Fact(name, because=why.rstrip(".")) for name in names if name not in given)
+    if scale is not None:
+        yield Fact(STORED_SCALE, scale, "file", "reduce_on_plateau multiplies the rate by it")
     if scale is not None and _RATE not in given:
         yield Fact(_RATE, because=f"reduce_on_plateau has it multiplied by {scale:g} by now")
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.converters.layouts.optax.construction import Call, construction
+from statekit.converters.layouts.optax.recognition import STORED_SCALE, TAKEN
 from statekit.lines.printing import (
     RATE,
     RULES,
@@ -23,6 +24,7 @@ from statekit.lines.printing import (
     native_arguments,
     quoted,
 )
+from statekit.state.evidence import OPTIMIZER
 from statekit.state.schema import load_schema
 
 CLASSES: Mapping[tuple[str, str | None], str] = {
@@ -30,6 +32,13 @@ CLASSES: Mapping[tuple[str, str | None], str] = {
     ("adafactor", "optax"): "optax.adafactor",
     ("lamb", "optax"): "optax.lamb",
 }
+_CONTRIBUTED = ("adopt", "acprop")
+_PROGRAMS = ("adam_pax",)
+"""Optimizers that aren't in Optax."""
+_DECAYING = ("adamw", "nadamw", "adamaxw", "acprop", "lamb", "adafactor")
+"""Those that take a weight decay; the others take the schema's other arguments alone."""
+_SAID_BY_NAME = {"nadam": "nesterov", "nadamw": "nesterov", "amsgrad": "amsgrad"}
+"""By optimizer, the argument of another one that its name says."""
 _CLIP = "global_norm_clip_threshold"
 _NOT_ARGUMENTS = ("clipvalue", _CLIP, "exclude_from_weight_decay")
 _NO_DECAY = "weight_decay=0.0"
@@ -44,8 +53,15 @@ def optax_lines(state: State, saved: SavedRun) -> list[str]:
     """Returns the lines for an optimizer of Optax."""
 
     def call(group: Mapping[str, Any], code: Mapping[str, str]) -> str:
-        alone = {**state, **kind_of(state, group), "groups": [group]}
+        alone = {**state, **kind_of(state, group), "groups": [_without_scale(group)]}
         arguments = native_arguments(alone, _NOT_ARGUMENTS, open_rate="schedule")[0]
+        fact = _optimizer_fact(group)
+        if fact is not None and _is_open(fact):
+            names = dict.fromkeys([fact["value"], *fact["others"]])
+            fitting = _or([name for name in names if name is not None])
+            return f"{UNKNOWN}  # {fitting}: the file fits each, and --optimizer names the run's"
+        if fact is not None and fact["value"] not in _PROGRAMS:
+            return _call(_code(fact["value"]), [*_arguments_of(fact["value"], arguments)], code)
         name = CLASSES.get((alone["schema"], alone["variant"]), UNKNOWN)
         if name == "optax.adamw" and _NO_DECAY in arguments and _is_short(saved):
             name, arguments = "optax.adam", [argument for argument in arguments if argument != _NO_DECAY]
@@ -55,10 +71,61 @@ def optax_lines(state: State, saved: SavedRun) -> list[str]:
     others = [argument for argument in others if not argument.startswith(_CLIP)]
     name = CLASSES.get((state["schema"], state["variant"]), UNKNOWN)
     passed_over = [f"# not an argument of {name}: {', '.join(others)}"] if others else []
+    passed_over += _taken_lines(state)
     schema = next((group["schema"] for group in state["groups"] if "schema" in group), state["schema"])
     mask = load_schema(schema).hyperparameters["exclude_from_weight_decay"]["native"]["optax"]["name"]
     optimizer = _optimizer_lines(state, saved, call, mask)
     return [*_tree_lines(saved, "import optax", [*passed_over, *optimizer]), *_clip_lines(state, optimizer)]
+
+
+def _optimizer_fact(group: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns what a group's file or the user says of which optimizer it is; None if nothing is said."""
+    return next((fact for fact in group.get("facts", ()) if fact["name"] == OPTIMIZER), None)
+
+
+def _is_open(fact: Mapping[str, Any]) -> bool:
+    """Tells whether nobody said which of several optimizers it is, and none of them is the usual one."""
+    return fact["value"] is None or (bool(fact.get("others")) and fact["value"] not in TAKEN.values())
+
+
+def _code(name: str) -> str:
+    """Returns an optimizer's function in Optax."""
+    return f"optax.contrib.{name}" if name in _CONTRIBUTED else f"optax.{name}"
+
+
+def _or(names: Sequence[str]) -> str:
+    codes = [name if name in _PROGRAMS else _code(name) for name in names]
+    return f"{', '.join(codes[:-1])} or {codes[-1]}" if len(codes) > 1 else "".join(codes)
+
+
+def _taken_lines(state: State) -> list[str]:
+    """Returns a comment on each optimizer that a structure is taken for, though others would look the same."""
+    facts = [fact for group in state["groups"] if (fact := _optimizer_fact(group)) and fact.get("others")]
+    pairs = {fact["value"]: fact["others"] for fact in facts if not _is_open(fact)}
+    return [
+        f"# taken for {_code(name)}; {_or(others)} would look the same: --optimizer names the run's"
+        for name, others in pairs.items()
+    ]
+
+
+def _arguments_of(name: str, arguments: Sequence[str]) -> Iterator[str]:
+    """Yields those arguments of AdamW's like that an optimizer of some name takes."""
+    for argument in arguments:
+        key = argument.partition("=")[0]
+        is_rate = key == RATE and name == "scale_by_adam"
+        is_decay = key == "weight_decay" and name not in _DECAYING
+        if not (is_rate or is_decay or key == _SAID_BY_NAME.get(name)):
+            yield argument
+
+
+def _without_scale(group: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns a group with the rate that the run was given: a link of its own multiplies it by what its state has."""
+    scale = next((fact["value"] for fact in group.get("facts", ()) if fact["name"] == STORED_SCALE), None)
+    rate = group["hyperparameters"].get(RATE)
+    if not scale or not isinstance(rate, (int, float)):
+        return group
+    given = float(f"{rate / scale:.7g}")
+    return {**group, "hyperparameters": {**group["hyperparameters"], RATE: given}}
 
 
 def _is_short(saved: SavedRun) -> bool:

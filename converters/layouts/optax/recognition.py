@@ -68,7 +68,7 @@ _LONG = ("adamw", "nadamw", "adamaxw", "acprop", "lamb")
 _BY_LENGTH = {1: _SHORT, 2: _LONG, 3: ("lamb",)}
 """By how many links stand behind Adam, the last of them the rate, the optimizers of Optax that have so many."""
 _BARE = ("scale_by_adam", "adam_pax")
-_TAKEN = {2: "adamw", 3: "lamb"}
+TAKEN = {2: "adamw", 3: "lamb"}
 """Which optimizer a chain with so many links behind Adam is taken for."""
 
 
@@ -224,7 +224,7 @@ def _taken(core: CoreLink, fitting: tuple[str, ...]) -> str | None:
     usual = {"stateless", "masked", "schedule"}
     if core.behind is None or not {*behind} <= usual or behind[:1] == ("schedule",):
         return None
-    return None if "schedule" in behind[:-1] else _TAKEN.get(len(behind))
+    return None if "schedule" in behind[:-1] else TAKEN.get(len(behind))
 
 
 def _is_exact(core: CoreLink) -> bool:
@@ -292,4 +292,6 @@ def stored_scale(core: CoreLink) -> float | None:
     return factor
 
 
+STORED_SCALE: Final = "stored_scale"
+"""The fact that the rate counts a factor which Optax keeps in the state: Optax' own rate is without it."""
 PLATEAU_LOST: Final = f"What changes it later ({PLATEAU}'s best value and counts) stays with Optax."
