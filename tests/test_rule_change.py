@@ -266,6 +266,47 @@ def test_the_relative_step_is_a_capped_rate() -> None:
     assert "warmup_init" in worse(change_rule(adafactor("hf", (8,), warmup_init=True), "hf", "torch"))
 
 
+def test_t5x_multiplies_a_decay_by_the_rate_where_it_is_told_to() -> None:
+    """As HF's Adafactor without a parameter scale does: equal in real arithmetic, there and back."""
+    settings = {"weight_decay_rate": 0.1, "multiply_by_parameter_scale": False, "relative_step": False}
+    settings |= {"clipping_threshold": None}  # of stacked parameters it is another thing in T5X
+    run = made("adafactor", "hf")
+    state = _with(run.state, **settings, learning_rate=RATE)
+    there = change_rule(state, "hf", "t5x")
+    assert there.exactness == Exactness.ROUNDING
+    assert there.state.optimizer.groups[0].hyperparameters["weight_decay_rate_lr_exponent"] == 1.0
+    assert apart(moved(there.state, run), moved(state, run)) == []
+    back = change_rule(there.state, "t5x", "hf")  # which factors all that T5X was told not to
+    assert all(what.startswith("v of ") for what in worse(back))
+    assert back.state.optimizer.groups[0].hyperparameters["weight_decay_rate"] == 0.1
+    without = change_rule(_with(state, weight_decay_rate=0.0), "hf", "t5x").state
+    assert without.optimizer.groups[0].hyperparameters["weight_decay_rate_lr_exponent"] is None
+    scaled = change_rule(_with(state, multiply_by_parameter_scale=True), "hf", "t5x")
+    assert scaled.exactness == Exactness.STATISTICS  # the size of the decay is the run's, up to the scale
+    assert scaled.state.optimizer.groups[0].hyperparameters["weight_decay_rate_lr_exponent"] == 1.0
+
+
+def test_a_decay_that_the_target_multiplies_by_no_rate_has_the_size_of_this_update() -> None:
+    run = _with(made("adafactor", "hf").state, weight_decay_rate=0.1, learning_rate=0.01, relative_step=False)
+    optax = change_rule(run, "hf", "optax")
+    [group] = optax.state.optimizer.groups
+    assert (
+        optax.exactness == Exactness.STATISTICS and group.hyperparameters["weight_decay_rate"] == 0.1 * 0.01
+    )
+    [back] = change_rule(optax.state, "optax", "hf").state.optimizer.groups
+    assert back.hyperparameters["weight_decay_rate"] == pytest.approx(0.1)
+    [unknown] = change_rule(_with(run, learning_rate=None), "hf", "optax").state.optimizer.groups
+    assert "weight_decay_rate" not in unknown.hyperparameters
+
+
+def _with(state: TrainState, **settings: Any) -> TrainState:
+    groups = tuple(
+        replace(group, hyperparameters={**group.hyperparameters, **settings})
+        for group in state.optimizer.groups
+    )
+    return replace(state, optimizer=replace(state.optimizer, groups=groups))
+
+
 def test_parameters_kept_from_decay_by_name_become_a_group() -> None:
     state = adafactor("t5x", (8,))
     settings = {

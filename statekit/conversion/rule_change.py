@@ -38,6 +38,7 @@ EFFECTS: Mapping[str, Exactness] = {
 _AT_WORST: Mapping[Alike | None, Exactness] = {"as float32": Exactness.ROUNDING}
 """How exactly a run goes on at the worst with a number that is the run's as some systems keep it."""
 _DECAY, _EXCLUDED = "weight_decay_rate", "exclude_from_weight_decay"
+_EXPONENT = "weight_decay_rate_lr_exponent"
 _OFFSET, _OFF_COUNT = "step_offset", "step_offset is taken off the count"
 UNKNOWN = "unknown"
 """Stands for the value of a hyperparameter that is on, and that nobody knows."""
@@ -301,7 +302,7 @@ class Bridge:
         carried = self._carried(settings)
         settable = self.schema.variant(self.target)["defaults"]
         bridged = {key: value for one in bridges for key, value in one["set"].items() if key in settable}
-        values = {**carried, **bridged}
+        values = self._by_update({**carried, **bridged}, settings)
         spared: tuple[Difference, ...] = ()
         if _EXCLUDED in values:
             values[_EXCLUDED], spared = self._spared(group, settings, values[_EXCLUDED])
@@ -408,6 +409,8 @@ class Bridge:
         return [f"Taken for a run of {self.source} with its defaults of {names}."] if unknown else []
 
     def _fits(self, bridge: Mapping[str, Any], settings: Mapping[str, Any]) -> bool:
+        if any(among(settings[name], values) for name, values in bridge.get("unless", {}).items()):
+            return False
         here = {**settings, **variant_constants(self.schema.name, self.source)}
         there = variant_constants(self.schema.name, self.target)
         return _meets(here, bridge["from"]) and _meets(there, bridge["to"])
@@ -420,6 +423,27 @@ class Bridge:
             for name, usual in offered.items()
             if settings[name] is not UNKNOWN and (name not in RATE_NAMES or settings[name] is not None)
         }
+
+    def _by_update(self, values: dict[str, Any], settings: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the target's hyperparameters with a decay of this update's size.
+
+        One rule multiplies it by the learning rate, and another doesn't. Where nobody knows the rate, nobody knows
+        the decay.
+        """
+        of_rate = self.schema.data["differences"].get("weight_decay_form", {}).get("of_rate", ())
+        powers = [
+            1.0 if form.get("weight_decay_form") in of_rate else float(known.get(_EXPONENT) or 0.0)
+            for form, known in (
+                (variant_constants(self.schema.name, self.source), settings),
+                (variant_constants(self.schema.name, self.target), values),
+            )
+        ]
+        if powers[0] == powers[1] or not values.get(_DECAY):
+            return values
+        rate = settings.get(RATE_NAMES[0])
+        if not isinstance(rate, (int, float)) or not rate:
+            return {name: value for name, value in values.items() if name != _DECAY}
+        return {**values, _DECAY: values[_DECAY] * rate ** (powers[0] - powers[1])}
 
     def _spelt(self, name: str, value: Any, usual: Any) -> Any:
         """Returns a value that means off as the target spells it."""

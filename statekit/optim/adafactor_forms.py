@@ -361,7 +361,9 @@ def weight_decay(s: Setting, rate: Value | None, step_size: Value) -> Value | fl
     if w is None or s.form["weight_decay_form"] == "absent":
         return None
     form = s.form["weight_decay_form"]
-    return w if form == "none" else (_needed(rate) if form == "lr" else step_size) * s.xp.constant(w)
+    return (
+        w if form in ("none", "power") else (_needed(rate) if form == "lr" else step_size) * s.xp.constant(w)
+    )
 
 
 def _kept(s: Setting, p: Value, w: Value | float) -> Value:

@@ -57,7 +57,7 @@ class AdafactorConstants(TypedDict):
     ]
     lr_default_unscaled_factor: float | Literal["none"]
     lr_precision: Literal["float32", "float64", "parameter", "update"]
-    weight_decay_form: Literal["none", "lr", "step_size", "absent"]
+    weight_decay_form: Literal["none", "power", "lr", "step_size", "absent"]
     weight_decay_place: Literal["first", "after_scale", "last", "absent"]
     weight_decay_expression: Literal[
         "product", "subtract_twice", "product_first", "subtract_first", "sum", "absent"

@@ -114,14 +114,14 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
         with tf.init_scope():
             super().build(list(variables))
             self._kept = tuple(self._held(i, group, named) for i, group in enumerate(groups))
+        step = VariableStep(backend("tensorflow"), self.spec, self._kept, self.jit_compile)
         copies = _copies(self._distribution_strategy)
+        if copies == 1:
+            self._movements = (step,)
+            return
+        alike = step.alike_on_replicas()
         self._movements = tuple(
-            VariableStep(
-                backend("tensorflow"),
-                self.spec,
-                tuple(_replica(g, i) for g in self._kept),
-                self.jit_compile,
-            )
+            replace(step, groups=tuple(_replica(g, i) for g in self._kept), alike=alike, _kernels={})
             for i in range(copies)
         )
 
@@ -196,11 +196,13 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
         def move(strategy: Any, whole: Sequence[Any], rate: Any) -> None:
             step = tf.cast(self.iterations, tf.int32)
             for replica, movement in enumerate(self._movements):
-                mine = [_of_replica(strategy, grad, replica) for grad in whole]
-                rate_of = (
-                    tf.cast(_of_replica(strategy, rate, replica), tf.float32) if self._rate_given else None
-                )
-                movement.run(paths, tuple(map(self._dense, mine)), rate_of, step)
+                device = strategy.extended.worker_devices[replica] if len(self._movements) > 1 else None
+                with tf.device(device):
+                    mine = [self._dense(_of_replica(strategy, grad, replica)) for grad in whole]
+                    given = _of_replica(strategy, rate, replica) if self._rate_given else None
+                    movement.run(
+                        paths, tuple(mine), None if given is None else tf.cast(given, tf.float32), step
+                    )
 
         tf.__internal__.distribute.interim.maybe_merge_call(
             move, self._distribution_strategy, [grad for grad, _ in reduced], learning_rate

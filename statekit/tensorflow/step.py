@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import tensorflow as tf
 
@@ -35,6 +35,14 @@ class GroupVariables:
     shared: Variables
 
 
+class GroupValues(NamedTuple):
+    """The values of a group's variables: parameters and slots by path, and slots of the group as a whole."""
+
+    params: Mapping[str, Any]
+    slots: Mapping[str, Mapping[str, Any]]
+    shared: Mapping[str, Any]
+
+
 @dataclass(frozen=True)
 class VariableStep:
     """How an optimizer moves its variables.
@@ -44,12 +52,14 @@ class VariableStep:
         spec: Whose rule, and what was said of it.
         groups: The variables, by groups.
         jit_compile: Whether updates are compiled by XLA.
+        alike: The arithmetic that all replicas share, as `alike_on_replicas` makes it; None of a single one.
     """
 
     xp: Backend
     spec: OptimizerSpec
     groups: tuple[GroupVariables, ...]
     jit_compile: bool
+    alike: Any = None
     _kernels: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     def check(self, paths: Sequence[str], rate_given: bool) -> None:
@@ -101,11 +111,46 @@ class VariableStep:
             self._move(paths, grads, rate, step)
 
     def _move(self, paths: tuple[str, ...], grads: tuple[Any, ...], rate: Any, step: Any) -> None:
+        before = tuple(
+            GroupValues(
+                _values(group.params),
+                {path: _values(slots) for path, slots in group.slots.items()},
+                _values(group.shared),
+            )
+            for group in self.groups
+        )
+        after = (self.alike or self._moved)(paths, before, grads, rate, step)
+        for group, values in zip(self.groups, after, strict=True):
+            for name, value in values.shared.items():
+                group.shared[name].assign(value)
+            for path, param in values.params.items():
+                group.params[path].assign(param)
+                for name, value in values.slots[path].items():
+                    group.slots[path][name].assign(value)
+
+    def alike_on_replicas(self) -> Any:
+        """Returns the update's arithmetic as a function that several replicas call, each with its own values.
+
+        TensorFlow rewrites the arithmetic of a graph: of two copies in one graph, each in another way. The last bits
+        of the replicas would part.
+        """
+        return tf.function(self._moved, autograph=False, experimental_attributes={"_noinline": True})
+
+    def _moved(
+        self,
+        paths: tuple[str, ...],
+        before: Sequence[GroupValues],
+        grads: Sequence[Any],
+        rate: Any,
+        step: Any,
+    ) -> tuple[GroupValues, ...]:
+        """Returns all groups' values after an update; the parameters are those that moved."""
         steps, given = (
             steps_for(self.spec.schema, self.spec.variant),
             dict(zip(paths, grads, strict=True)),
         )
-        for group in self.groups:
+        after = []
+        for group, values in zip(self.groups, before, strict=True):
             reached = {path: given[path] for path in group.params if path in given}
             factor = group.spec.rate_factor
             scene = Scene(
@@ -114,26 +159,28 @@ class VariableStep:
                 rate if rate is None or factor == 1.0 else rate * factor,
                 step,
             )
-            self._move_group(steps, scene, group, reached)  # some rules move what has no gradient
+            after.append(
+                self._moved_group(steps, scene, group, values, reached)
+            )  # some rules move what has no gradient
+        return tuple(after)
 
-    def _move_group(
-        self, steps: Steps, scene: Scene, group: GroupVariables, grads: Mapping[str, Any]
-    ) -> None:
-        params, shared = _values(group.params), _values(group.shared)
-        slots = {path: _values(variables) for path, variables in group.slots.items()}
-        reached, after, common = steps.prepare(scene, group.spec.group, params, grads, slots, shared)
-        for name, variable in group.shared.items():
-            variable.assign(after[name])
-        missed = self.spec.missed
-        for missing, config, paths in _batches(group, reached, missed):
+    def _moved_group(
+        self,
+        steps: Steps,
+        scene: Scene,
+        group: GroupVariables,
+        values: GroupValues,
+        grads: Mapping[str, Any],
+    ) -> GroupValues:
+        params, slots = values.params, values.slots
+        reached, shared, common = steps.prepare(scene, group.spec.group, params, grads, slots, values.shared)
+        after, moved = dict[str, Any](), dict[str, dict[str, Any]]()
+        for missing, config, paths in _batches(group.configs, values, reached, self.spec.missed):
             there = (scene.rate, scene.step - missing, common)
             arguments = [(params[path], reached[path], slots[path]) for path in paths]
-            for path, (param, moved) in zip(
-                paths, self._updated(steps, config, there, arguments), strict=True
-            ):
-                group.params[path].assign(param)
-                for name, value in moved.items():
-                    group.slots[path][name].assign(value)
+            for path, updated in zip(paths, self._updated(steps, config, there, arguments), strict=True):
+                after[path], moved[path] = updated
+        return GroupValues(after, moved, {name: shared[name] for name in group.shared})
 
     def _updated(
         self, steps: Steps, config: Hashable, there: tuple[Any, Any, Any], arguments: Sequence[Any]
@@ -176,14 +223,14 @@ class VariableStep:
 
 
 def _batches(
-    group: GroupVariables, grads: Mapping[str, Any], missed: Mapping[str, int]
+    configs: Mapping[str, Hashable], values: GroupValues, grads: Mapping[str, Any], missed: Mapping[str, int]
 ) -> Iterator[tuple[int, Hashable, list[str]]]:
     """Yields which parameters are moved by one kernel: what they missed, what their update depends on, and they."""
     batches: dict[tuple[int, Hashable, Hashable], list[str]] = {}
     for path, grad in grads.items():
-        arrays = [group.params[path], *tf.nest.flatten(grad), *group.slots[path].values()]
+        arrays = [values.params[path], *tf.nest.flatten(grad), *values.slots[path].values()]
         kind = tuple((tuple(value.shape), value.dtype) for value in arrays)
-        batches.setdefault((missed.get(path, 0), group.configs[path], kind), []).append(path)
+        batches.setdefault((missed.get(path, 0), configs[path], kind), []).append(path)
     for (missing, config, _), paths in batches.items():
         yield missing, config, paths
 
