@@ -268,7 +268,8 @@ def test_the_relative_step_is_a_capped_rate() -> None:
 
 def test_t5x_multiplies_a_decay_by_the_rate_where_it_is_told_to() -> None:
     """As HF's Adafactor without a parameter scale does: equal in real arithmetic, there and back."""
-    settings = {"weight_decay_rate": 0.1, "multiply_by_parameter_scale": False, "relative_step": False}
+    settings: dict[str, Any] = {"weight_decay_rate": 0.1, "multiply_by_parameter_scale": False}
+    settings |= {"relative_step": False}
     settings |= {"clipping_threshold": None}  # of stacked parameters it is another thing in T5X
     run = made("adafactor", "hf")
     state = _with(run.state, **settings, learning_rate=RATE)
