@@ -6,6 +6,7 @@ recordings; statekit's are written when they are asked for.
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import struct
 from collections.abc import Callable, Mapping
@@ -202,6 +203,28 @@ def streamed() -> Row:
     return Row("stream", sample, "optax", NO_HINTS, write)
 
 
+def numbered(container: str) -> Row:
+    """Makes a row of a tree of JAX, Adam with a constant rate: in an npz as big_vision has it, or pickled."""
+
+    def write(folder: Path) -> Path:
+        random = np.random.default_rng(0)
+        params, m, v = ({"w": random.random((4, 3)).astype(np.float32)} for _ in range(3))
+        count = np.asarray(5, np.int32)
+        if container == "npz":
+            target = folder / "checkpoint.npz"
+            leaves = {"params/w": params["w"], "opt/0/0": count, "opt/0/1/w": m["w"], "opt/0/2/w": v["w"]}
+            np.savez(target, **leaves)  # type: ignore[arg-type]  # the stub knows no names with slashes
+            return target
+        target = folder / "tree.pkl"
+        target.write_bytes(pickle.dumps((params, ({"count": count, "mu": m, "nu": v}, {}))))
+        return target
+
+    unchecked = ANYWHERE if container == "pickle" else ()
+    return Row(
+        "numbered", Sample(container, Path(), None, unchecked, (), True, "nothing"), "optax", NO_HINTS, write
+    )
+
+
 def _sized(head: int, data: bytes) -> bytes:
     return bytes([head]) + struct.pack(">H", len(data)) + data
 
@@ -258,6 +281,8 @@ ALL = (
     written("orbax", "statekit-jax", "adafactor", "t5x", writes="anew"),
     recorded("flax", "optax", "optax_adafactor/adamw_flax_msgpack/checkpoint", unchecked=ANYWHERE),
     streamed(),
+    numbered("npz"),
+    numbered("pickle"),
     recorded("torch", "torch-optim", "torch_adafactor/adafactor_bf16/checkpoint", "checkpoint.pt"),
     recorded(
         "torch", "torch-optim", "torch_formats/adamw_legacy/checkpoint", "checkpoint.pt", unchecked=ANYWHERE

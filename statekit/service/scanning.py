@@ -290,7 +290,9 @@ class Scanner:
             return
         if node.inside is not None and all(_is_unread(one) for one in each):
             below = list(self._below(node, top, set()))
-            if not all(map(_is_unread, below)):  # the folder is no checkpoint: it holds some
+            broken = {seen.columns["unreadable"] for seen in each}
+            is_part = any(seen.columns.get("unreadable") in broken for seen in below)
+            if not is_part and not all(map(_is_unread, below)):  # the folder is no checkpoint: it holds some
                 each = below
         yield from each
 

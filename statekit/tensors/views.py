@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.errors import UsageError
+from statekit.errors import StateError, UsageError
 from statekit.tensors.tensor import (
     BLOCK_BYTES,
     DTYPES,
@@ -136,6 +136,43 @@ class Slice(_WithoutAxis):
     def to_json(self) -> dict[str, Any]:
         """Describes the tensor."""
         return {"op": "member", "source": self.tensor.to_json(), "axis": self.axis, "place": self.place}
+
+
+@dataclass(frozen=True)
+class Copies(_WithoutAxis):
+    """A tensor whose copies lie along an axis. Every block is read of all of them, and has to be the same in each.
+
+    Example:
+        >>> from statekit.tensors.tensor import in_memory
+        >>> Copies(in_memory(np.array([[1, 2], [1, 2]])), 0, "w").read().tolist()
+        [1, 2]
+    """
+
+    name: str
+
+    def read(self, index: Index | None = None) -> Array:
+        """Reads a block of all copies.
+
+        Raises:
+            StateError: They differ.
+        """
+        first, *others = (Slice(self.tensor, self.axis, i) for i in range(self.tensor.shape[self.axis]))
+        block = first.read(index)
+        for i, other in enumerate(others, 1):
+            if other.read(index).tobytes() != block.tobytes():
+                raise StateError(
+                    "The copies of a tensor differ.",
+                    place=self.name,
+                    expected="equal copies along the first axis, as jax.pmap keeps one for each device",
+                    found=f"copy {i} is another than copy 0",
+                    remedy="save one network of several (jax.vmap): jax.tree.map(lambda leaf: leaf[0], state); "
+                    "or the state after its devices were synchronised",
+                )
+        return block
+
+    def to_json(self) -> dict[str, Any]:
+        """Describes the tensor."""
+        return {"op": "copies", "source": self.tensor.to_json(), "axis": self.axis}
 
 
 @dataclass(frozen=True)

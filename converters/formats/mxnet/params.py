@@ -9,39 +9,27 @@ Source: apache/mxnet, src/ndarray/ndarray.cc, `NDArray::Save` of a list; src/ser
 
 from __future__ import annotations
 
-import ast
-import math
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from statekit.converters.formats.mxnet.records import CPU, DTYPE_NAMES, MAX_RANK, read_record, record_header
-from statekit.converters.formats.storage import dense
-from statekit.converters.formats.zip_archive import Archive, ZipForm, ZipWriter
+from statekit.converters.formats.mxnet.records import CPU, DTYPE_NAMES, read_record, record_header
+from statekit.converters.formats.npy import MAGIC, SUFFIX, NpyBytes, is_npz, npz_arrays, read_npy
+from statekit.converters.formats.zip_archive import ZipForm, ZipWriter
 from statekit.errors import CorruptError, FormatError
-from statekit.files.checksums import ZIP
 from statekit.files.source import Files, Source, bytes_at, listing
 from statekit.files.stage import Stage
-from statekit.tensors.tensor import DTYPES, Array, DType, Shape, Stored, Tensor, nbytes
-from statekit.tensors.tree import MAX_NAME_BYTES
+from statekit.tensors.tensor import DTYPES, DType, Shape, Stored, Tensor, nbytes
+from statekit.tensors.tree import MAX_NAME_BYTES, Record
 
 LIST_MAGIC = struct.pack("<QQ", 0x112, 0)
-ZIP_MAGIC = b"PK\3\4"
 NPZ, LIST, FOLDER = "npz", "list", "npy"
 _ARRAY_NODES = 16
 """Values of a tree that an array counts for, with what says where its bytes lie."""
-MAX_NPY_HEADER = 2**16
-"""Bytes of a header at most; only those of structured dtypes, which MXNet lacks, have more.
-
-Source: numpy/lib/format.py, "Format Version 2.0".
-"""
-_NPY_MAGIC = b"\x93NUMPY"
 _NPY_SHORT = 128
 """MXNet's reader takes a header's length for a signed byte. Source: src/serialization/cnpy.cc, `npz::load`."""
-SUFFIX = ".npy"
 _FORM = ZipForm("", 0, 0, 0)
 _DESCRIPTIONS = {
     "<b2" if name == "bfloat16" else DTYPES[name].str: DTYPES[name] for name in DTYPE_NAMES
@@ -70,8 +58,7 @@ def form_of(head: bytes) -> str | None:
     """Returns which form a file has, by its first bytes; None if neither."""
     if head.startswith(LIST_MAGIC):
         return LIST
-    name = head[30 : 30 + int.from_bytes(head[26:28], "little")]
-    return NPZ if head.startswith(ZIP_MAGIC) and name.endswith(SUFFIX.encode()) else None
+    return NPZ if is_npz(head) else None
 
 
 def read_params(source: Source) -> Params:
@@ -106,7 +93,8 @@ def read_npy_folder(folder: Path, files: Files) -> Params:
     arrays = {}
     for file in npy_files(folder):
         source = files.source(file)
-        arrays[file.stem] = _npy(_Bytes(source, 0, source.size, source.read), file.stem, f"{file}")
+        leaf = read_npy(NpyBytes.of(source), file.stem, f"{file}", _DESCRIPTIONS)
+        arrays[file.stem] = _sound(leaf, f"{file}")
     return Params(arrays, FOLDER, 3, CPU)
 
 
@@ -230,81 +218,26 @@ def _number(source: Source, at: int) -> int:
 
 
 def _read_npz(source: Source) -> Params:
-    archive = Archive(source)
-    arrays = {}
-    for member in archive.members.values():
-        if not member.name.endswith(SUFFIX):
-            raise FormatError("A member of an npz is no array.", place=f"{member.name} in {source.place}")
-        fetch = partial(archive.read, member.name)
-        stored = _Bytes(source, member.start, member.size, fetch, ZIP)
-        name = member.name.removesuffix(SUFFIX)
-        arrays[name] = _npy(stored, name, f"{member.name} in {source.place}")
-    return Params(arrays, NPZ, 3, CPU)
+    arrays = npz_arrays(source, _DESCRIPTIONS)
+    return Params(
+        {name: _sound(leaf, f"{name} in {source.place}") for name, leaf in arrays.items()}, NPZ, 3, CPU
+    )
 
 
-@dataclass(frozen=True)
-class _Bytes:
-    """The bytes of a .npy file: all of a source, or a member of an archive.
+def _sound(leaf: Stored | Record, place: str) -> Stored:
+    """Returns an array.
 
-    Attributes:
-        source: Where they are.
-        start: Their first byte.
-        size: How many there are.
-        fetch: Reads of them: (first byte, count) -> (count,) uint8.
-        checksum: The checksum that `fetch` compares.
+    Raises:
+        FormatError: It has a dtype that MXNet doesn't write.
     """
-
-    source: Source
-    start: int
-    size: int
-    fetch: Callable[[int, int], Array]
-    checksum: str = ""
-
-
-def _npy(stored: _Bytes, name: str, place: str) -> Stored:
-    source, size = stored.source, stored.size
-    head = bytes_at(source, stored.start, min(size, 12))
-    wide = head[6:7] > b"\x01"
-    begin = 12 if wide else 10
-    if not head.startswith(_NPY_MAGIC) or len(head) < 12 or head[6] > 3:
-        raise FormatError("An array of MXNet's parameters is no .npy file.", place=place)
-    length = int.from_bytes(head[8:begin], "little")
-    if length > min(MAX_NPY_HEADER, size - begin):
-        raise CorruptError("The header of an array is cut off.", place=place, found=length)
-    dtype, shape, fortran = _described(bytes_at(source, stored.start + begin, length), place)
-    values = math.prod(shape) * dtype.itemsize
-    if begin + length + values != size:
-        raise CorruptError(
-            "An array has another size than its header says.",
-            place=place,
-            expected=f"{values} bytes",
-            found=f"{size - begin - length} bytes",
-        )
-    fetch = partial(_shifted, stored.fetch, begin + length)
-    return dense(name, source.place, dtype, shape, values, fetch, fortran, stored.checksum)
-
-
-def _shifted(fetch: Callable[[int, int], Array], by: int, start: int, count: int) -> Array:
-    return fetch(by + start, count)
-
-
-def _described(raw: bytes, place: str) -> tuple[DType, Shape, bool]:
-    """Reads the header of a .npy file, a Python literal."""
-    try:
-        head = ast.literal_eval(raw.decode("latin1").strip())
-        description, shape, fortran = head["descr"], head["shape"], head["fortran_order"]
-        dtype = _DESCRIPTIONS[description]
-        plain = type(shape) is tuple and all(type(n) is int and 0 <= n < 2**40 for n in shape)
-        if type(fortran) is not bool or not plain or len(shape) > MAX_RANK:
-            raise ValueError(f"shape {shape!r:.80}")
-    except (SyntaxError, ValueError, TypeError, KeyError, MemoryError, RecursionError) as error:
+    if isinstance(leaf, Record):
         raise FormatError(
             "The header of an array breaks the format.",
             place=place,
-            expected=f"descr, one of {', '.join(_DESCRIPTIONS)}; fortran_order; shape",
-            found=f"{type(error).__name__}: {str(error)[:200]}",
-        ) from None
-    return dtype, tuple(shape), fortran
+            expected=f"descr, one of {', '.join(_DESCRIPTIONS)}",
+            found=leaf.args[0],
+        )
+    return leaf
 
 
 def _npy_header(name: str, shape: Shape, dtype: DType) -> bytes:
@@ -316,4 +249,4 @@ def _npy_header(name: str, shape: Shape, dtype: DType) -> bytes:
         raise FormatError(
             "MXNet can't read back an array of so many axes.", place=name, found=f"shape {shape}"
         )
-    return _NPY_MAGIC + b"\1\0" + struct.pack("<H", length) + text.ljust(length - 1).encode() + b"\n"
+    return MAGIC + b"\1\0" + struct.pack("<H", length) + text.ljust(length - 1).encode() + b"\n"

@@ -177,6 +177,11 @@ def _tensor(array: Array) -> Tensor:
     return in_memory(np.ascontiguousarray(array).reshape(array.shape), "array", "a pickle")
 
 
+def built_array(state: Any) -> Any:
+    """Returns an array of NumPy from what its pickle says of it; a record of that if statekit doesn't carry it."""
+    return _build_array(Record("numpy.ndarray"), state)
+
+
 def _build_array(record: Record, state: Any) -> Any:
     # Source: numpy/_core/src/multiarray/methods.c, `array_reduce`: (version, shape, dtype, Fortran order, bytes).
     if not isinstance(state, tuple) or len(state) != 5 or (dtype := _dtype(state[2])) is None:

@@ -30,6 +30,7 @@ from statekit.converters.layouts.optax.links import (
     with_sequences,
 )
 from statekit.converters.layouts.optax.places import find_network, find_params, has_network
+from statekit.converters.layouts.optax.replicated import as_one, copies_of
 from statekit.converters.layouts.optax.skeleton import as_buffers, frame_of
 from statekit.errors import Faults
 from statekit.files.checkpoint import (
@@ -68,6 +69,7 @@ class Opened:
         left_out: Whether states that hold nothing were left out by the program that wrote it.
         schedules: The links that count for the schedule of the rate.
         assumed: How its optimizer was told from those of other networks, in a sentence; "" if nothing was assumed.
+        copies: How many copies of each leaf are read as one, in a sentence; "" of one.
     """
 
     checkpoint: Checkpoint
@@ -77,6 +79,7 @@ class Opened:
     left_out: bool = False
     schedules: tuple[Link, ...] = ()
     assumed: str = ""
+    copies: str = ""
 
     @cached_property
     def strangers(self) -> list[Link]:
@@ -86,7 +89,7 @@ class Opened:
     @property
     def notes(self) -> list[str]:
         """What was assumed of where its parts lie."""
-        return [self.assumed] if self.assumed else []
+        return [note for note in (self.assumed, self.copies) if note]
 
     @property
     def has_schedule(self) -> bool:
@@ -159,18 +162,25 @@ def opened(checkpoint: Checkpoint, kinds: Collection[str], faults: Faults) -> Op
         UsageError: The user named a key at which there are none.
     """
     left_out = bool(checkpoint.meta.get(EMPTY_LEFT_OUT))
-    checkpoint = replace(checkpoint, tree=tree_of(checkpoint))
+    stored, checkpoint = checkpoint.tree, replace(checkpoint, tree=tree_of(checkpoint))
     keys = (checkpoint.meta.get(MODEL_KEY), checkpoint.meta.get(OPTIMIZER_KEY))
     network = find_network(checkpoint.tree, links(checkpoint.tree), kinds, *keys, checkpoint.path)
     where, all_links = network.where, network.links
     params = dict(params_of(checkpoint.tree, where, faults))
     counting = tuple(link for link in all_links if link.kind == "schedule")
-    return Opened(checkpoint, all_links, where, params, left_out, counting, network.assumed)
+    copies = copies_of(stored)
+    same = (
+        f"Every leaf has {copies} copies, one for each device of a jax.pmap: they are read as one."
+        if copies
+        else ""
+    )
+    return Opened(checkpoint, all_links, where, params, left_out, counting, network.assumed, same)
 
 
 def tree_of(checkpoint: Checkpoint) -> Tree:
-    """Returns a checkpoint's tree with its chains as sequences."""
-    return with_sequences(checkpoint.tree) if checkpoint.meta.get(SEQUENCES_AS_MAPS) else checkpoint.tree
+    """Returns a checkpoint's tree with its chains as sequences, and of copies of each leaf one."""
+    tree = as_one(checkpoint.tree)
+    return with_sequences(tree) if checkpoint.meta.get(SEQUENCES_AS_MAPS) else tree
 
 
 def params_of(tree: Tree, where: Path, faults: Faults) -> Iterator[tuple[str, Tensor]]:

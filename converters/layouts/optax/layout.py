@@ -86,9 +86,10 @@ class Optax:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for the fields of a link's state, and for parameters that fit them."""
-        all_links = links(checkpoint.tree)
+        tree = tree_of(checkpoint)
+        all_links = links(tree)
         core_links = [link for link in all_links if link.kind in CORE_LINKS]
-        if not has_network(checkpoint.tree, all_links, CORE_LINKS) or move_more(checkpoint.tree, core_links):
+        if not has_network(tree, all_links, CORE_LINKS) or move_more(tree, core_links):
             return None
         place = "/".join(map(str, core_links[0].path)) or "the top"
         return Evidence(20, f"{place} has {', '.join(core_links[0].state)}, as a state of Optax has them")

@@ -45,6 +45,8 @@ OF_OPTIMIZERS = frozenset(
 
 Source: google-deepmind/optax, optax/_src/transform.py; google/flax, flax/training/train_state.py.
 """
+_READ = ("npz", "pickle")
+"""Containers that such trees are read from beside those that have them as their own."""
 HOME = "jax_weights"
 """Key in `extra`: what lies beside the parameters."""
 KEYS = "jax_weights_keys"
@@ -62,7 +64,10 @@ class JaxWeights:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for a tree of arrays, and that nothing in it may be an optimizer's."""
-        if checkpoint.container not in self.containers or (params := _params(checkpoint.tree)) is None:
+        if (
+            checkpoint.container not in (*self.containers, *_READ)
+            or (params := _params(checkpoint.tree)) is None
+        ):
             return None
         where = "under params" if params is not checkpoint.tree else "at the top"
         return Evidence(5, f"a tree of arrays {where}, and no optimizer")

@@ -1,0 +1,160 @@
+"""Container `npz`: the leaves of a tree in a NumPy archive, each under its keys, joined by slashes.
+
+It reads them; statekit writes none. In goes a file, as `numpy.savez` or `numpy.savez_compressed` writes it:
+
+    params/dense/kernel.npy   opt/0/0.npy   opt/0/1/dense/kernel.npy      big_vision: fields of states are numbers
+    params/dense/kernel.npy   opt_state/0/mu/dense/kernel.npy             other programs have their names
+
+Out comes the tree, the numbered fields of states under their names. States that hold nothing have no leaves, and are
+left out. What isn't an array of numbers is told and not read.
+Source: google-research/big_vision big_vision/utils.py, `save_checkpoint`, `tree_flatten_with_names`; NumPy
+numpy/lib/_npyio_impl.py, `savez`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+from statekit.budget import Budget
+from statekit.conversion.contracts import Encoded, Evidence
+from statekit.converters.containers.step_folders import check_step
+from statekit.converters.formats.npy import ANY_DTYPE, is_npz, npz_arrays
+from statekit.errors import FormatError, StatekitError, UsageError
+from statekit.files.checkpoint import (
+    EMPTY_LEFT_OUT,
+    SEQUENCES_AS_MAPS,
+    Checkpoint,
+    Finding,
+)
+from statekit.files.source import first_bytes, opening
+from statekit.files.stage import Stage
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import Record, Tree, walk
+
+_OF_MXNET = ".params"
+_UNNAMED = re.compile(r"arr_\d+")
+
+
+@dataclass(frozen=True)
+class Npz:
+    """NumPy archives of a tree's leaves."""
+
+    name: str = "npz"
+    title: str = "NumPy's npz: the leaves of a tree by their keys, as big_vision saves them"
+    suffixes: tuple[str, ...] = ()
+    target_kind: Literal["file", "folder"] | None = None
+
+    def detect(self, path: Path) -> Evidence | None:
+        """Looks at the first bytes."""
+        try:
+            fits = not path.is_dir() and path.suffix != _OF_MXNET and is_npz(first_bytes(path, 512))
+        except (OSError, StatekitError):
+            return None
+        return Evidence(10, "it is a zip archive of .npy files") if fits else None
+
+    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
+        """Reads the archive's directory and the headers of its arrays.
+
+        Raises:
+            NotFoundError: No such file, or a step is asked of it.
+            CorruptError: Sizes or checksums disagree with the data.
+            FormatError: The file breaks the format, or two arrays have one place.
+        """
+        check_step(step, None, path)
+        with opening(path, budget) as files:
+            source = files.source(path)
+            arrays = npz_arrays(source, ANY_DTYPE, deflated=True)
+            _check_named(arrays, source.place)
+            tree: dict[Any, Tree] = {}
+            for name, leaf in arrays.items():
+                _put(tree, name, leaf, source.place)
+            meta = {
+                "generation": "npz",
+                SEQUENCES_AS_MAPS: True,
+                EMPTY_LEFT_OUT: True,
+            }
+            checkpoint = Checkpoint(self.name, path, _with_fields(tree), meta, None, on_close=files.close)
+            return replace(checkpoint, findings=tuple(_unread(arrays)))
+
+    def write(self, encoded: Encoded, stage: Stage) -> None:
+        """Refuses: statekit writes no archives of NumPy.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError("statekit doesn't write npz.", place=stage.target, remedy="choose --to flax")
+
+
+def _put(tree: dict[Any, Tree], name: str, leaf: Tree, place: str) -> None:
+    *above, last = name.split("/")
+    node: Any = tree
+    for key in above:
+        node = node.setdefault(key, {}) if isinstance(node, dict) else None
+    if not isinstance(node, dict) or last in node:
+        raise FormatError("Two arrays of an npz have one place.", place=place, found=name)
+    node[last] = leaf
+
+
+def _with_fields(tree: Tree) -> Tree:
+    """Returns a tree in which states whose fields are numbered have their names."""
+    if not isinstance(tree, Mapping):
+        return tree
+    names = _field_names(tree)
+    named = {}
+    for key, child in tree.items():  # a loop: a comprehension costs a second stack frame for each level
+        named[names.get(key, key)] = child if names else _with_fields(child)
+    return named
+
+
+def _field_names(node: Mapping[Any, Tree]) -> Mapping[Any, str]:
+    """Returns the names of a NamedTuple's numbered fields; none if it isn't one that its parts tell.
+
+    A count and two trees like one another are Adam's; a count and three are AMSGrad's where all shapes are equal, and
+    Adafactor's otherwise. A count alone is a schedule's.
+    """
+    if not node or [*node] != [str(i) for i in range(len(node))]:
+        return {}
+    first, *trees = node.values()
+    if not (isinstance(first, Tensor) and first.shape == () and first.dtype.kind in "iu"):
+        return {}
+    shapes = [
+        {path: leaf.shape for path, leaf in walk(tree) if path and isinstance(leaf, Tensor)} for tree in trees
+    ]
+    if any(not shape or shape.keys() != shapes[0].keys() for shape in shapes):
+        return {}
+    alike = all(shape == shapes[0] for shape in shapes)
+    fields = {0: "count", 2: "count mu nu", 3: "count mu nu nu_max" if alike else "count v_row v_col v"}
+    if len(trees) not in fields or (len(trees) == 2 and not alike):
+        return {}
+    return dict(zip(node, fields[len(trees)].split(), strict=True))
+
+
+def _check_named(arrays: Mapping[str, Any], place: str) -> None:
+    """Refuses an archive whose arrays have no names.
+
+    Raises:
+        FormatError: They are `arr_0`, `arr_1`, ..., as `numpy.savez(file, *leaves)` calls them.
+    """
+    if arrays and all(map(_UNNAMED.fullmatch, arrays)):
+        raise FormatError(
+            "The arrays of an npz have no names.",
+            place=place,
+            expected="a name for each leaf, its keys joined by /",
+            found=f"{len(arrays)} arrays, {', '.join(list(arrays)[:2])}, ...",
+            remedy="which leaf each is stands in the program alone: load them there, and save the tree by names, "
+            "numpy.savez(file, **{name: leaf})",
+        )
+
+
+def _unread(arrays: Mapping[str, Any]) -> Iterator[Finding]:
+    """Yields the arrays that hold no numbers."""
+    for name, leaf in arrays.items():
+        if isinstance(leaf, Record):
+            yield Finding(f"an array of {leaf.args[0]} isn't read: it holds no numbers", name, kind="unread")
+
+
+CONTAINER = Npz()

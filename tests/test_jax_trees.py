@@ -1,0 +1,156 @@
+"""Trees of JAX in files of NumPy and in pickles, and what jax.pmap keeps once for each device."""
+
+from __future__ import annotations
+
+import pickle
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
+from statekit.errors import FormatError, RefusedError, StateError
+
+pytestmark = pytest.mark.jax
+SHAPES = {"mlp/~/linear_0": {"w": (4, 6), "b": (6,)}, "out": {"w": (6, 3)}}
+UPDATES = 3
+
+
+@cache
+def trained(name: str) -> tuple[Any, Any]:
+    """Returns parameters and the state of an optimizer of Optax after some updates."""
+    import jax
+    import optax
+
+    schedule = optax.linear_schedule(0.01, 0.0, 50)
+    adam = optax.chain(
+        optax.clip(1.0), optax.scale_by_adam(), optax.scale_by_schedule(schedule), optax.scale(-1)
+    )
+    tx = {
+        "adam": adam,
+        "adamw": optax.adamw(schedule),
+        "amsgrad": optax.amsgrad(schedule),
+        "adafactor": optax.adafactor(0.01, min_dim_size_to_factor=4),
+        "masked": optax.MultiSteps(
+            optax.masked(optax.adamw(0.01), lambda p: jax.tree.map(np.ndim, p) and True), 1
+        ),
+    }[name]
+    random = np.random.default_rng(0)
+
+    def drawn() -> dict[str, Any]:
+        return {
+            layer: {key: random.normal(size=shape).astype(np.float32) for key, shape in shapes.items()}
+            for layer, shapes in SHAPES.items()
+        }
+
+    params = drawn()
+    state = tx.init(params)
+    for _ in range(UPDATES):
+        updates, state = jax.jit(tx.update)(drawn(), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def by_position(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of a tree as big_vision names them: fields of NamedTuples by their numbers."""
+    if isinstance(tree, dict):
+        parts = sorted(tree.items())
+    elif isinstance(tree, (list, tuple)):
+        parts = list(enumerate(tree))
+    else:
+        return {"": np.asarray(tree)}
+    named = {
+        f"{key}/{below}".rstrip("/"): leaf for key, part in parts for below, leaf in by_position(part).items()
+    }
+    return {name: leaf for name, leaf in named.items() if leaf is not None}
+
+
+def slots_of(path: Path) -> tuple[str, dict[str, dict[str, Any]], int]:
+    with open_state(path) as opened:
+        slots = {p: {name: slot.read() for name, slot in kept.items()} for p, kept in opened.slots.items()}
+        return opened.state.optimizer.schema, slots, opened.counts.updates
+
+
+@pytest.mark.parametrize("compressed", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["adam", "amsgrad", "adafactor"])
+def test_big_vision_s_npz_names_the_fields_of_states_by_their_place(
+    name: str, compressed: bool, tmp_path: Path
+) -> None:
+    import jax
+
+    params, state = trained(name)
+    tree = {"params": params, "opt": state, "chrono": {"accum_train_time": np.float64(7)}}
+    save = np.savez_compressed if compressed else np.savez
+    save(tmp_path / "checkpoint.npz", **by_position(tree))
+    schema, slots, updates = slots_of(tmp_path / "checkpoint.npz")
+    assert (schema, updates) == ("adafactor" if name == "adafactor" else "adamw", UPDATES)
+    stored = sorted(np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state))
+    assert {slot.tobytes() for kept in slots.values() for slot in kept.values()} <= {*stored}
+    assert slots["mlp/~/linear_0/w"].keys() == {"adafactor": {"v_row", "v_col"}, "adam": {"m", "v"}}.get(
+        name, {"m", "v", "v_max"}
+    )
+
+
+def test_arrays_without_names_are_refused_with_the_reason(tmp_path: Path) -> None:
+    import jax
+
+    np.savez(tmp_path / "leaves.npz", *map(np.asarray, jax.tree.leaves(trained("adam"))))
+    with pytest.raises(FormatError, match="have no names"), open_state(tmp_path / "leaves.npz"):
+        pass
+
+
+@pytest.mark.parametrize("name", ["adamw", "adafactor", "masked"])
+@pytest.mark.parametrize("form", ["tuple", "dict", "arrays of jax"])
+def test_a_pickled_tree_is_read_without_running_it(name: str, form: str, tmp_path: Path) -> None:
+    import jax
+
+    params, state = trained(name)
+    if form != "arrays of jax":
+        params, state = jax.tree.map(np.asarray, (params, state))
+    tree = (params, state) if form == "tuple" else {"params": params, "opt_state": state, "step": UPDATES}
+    (tmp_path / "run.pkl").write_bytes(pickle.dumps(tree))
+    schema, slots, updates = slots_of(tmp_path / "run.pkl")
+    assert (schema, updates) == ("adafactor" if name == "adafactor" else "adamw", UPDATES)
+    stored = {np.asarray(leaf).tobytes() for leaf in jax.tree.leaves(state)}
+    assert {slot.tobytes() for kept in slots.values() for slot in kept.values()} <= stored
+    convert(plan(tmp_path / "run.pkl", tmp_path / "flax", to="flax"))
+    assert slots_of(tmp_path / "flax")[1].keys() == slots.keys()
+
+
+def test_a_pickle_that_calls_something_is_refused_and_not_run(tmp_path: Path) -> None:
+    class Calls:
+        def __reduce__(self) -> Any:
+            return Path.touch, (tmp_path / "canary",)
+
+    (tmp_path / "run.pkl").write_bytes(pickle.dumps({"params": {"w": np.ones(3)}, "opt_state": Calls()}))
+    with pytest.raises(RefusedError), open_state(tmp_path / "run.pkl"):
+        pass
+    assert not (tmp_path / "canary").exists()
+
+
+def test_the_copies_of_pmap_are_one_and_differing_ones_an_error(tmp_path: Path) -> None:
+    import jax
+    from flax import serialization
+
+    params, state = trained("adamw")
+    tree = serialization.to_state_dict({"params": params, "opt_state": state, "step": np.asarray(UPDATES)})
+    copies = jax.tree.map(lambda leaf: np.stack([np.asarray(leaf)] * 4), tree)
+    (tmp_path / "run.msgpack").write_bytes(serialization.msgpack_serialize(copies))
+    (tmp_path / "one.msgpack").write_bytes(serialization.msgpack_serialize(jax.tree.map(np.asarray, tree)))
+    schema, slots, updates = slots_of(tmp_path / "run.msgpack")
+    alone = slots_of(tmp_path / "one.msgpack")
+    assert (schema, updates) == alone[::2]
+    assert all(
+        np.array_equal(slots[path][name], slot)
+        for path, kept in alone[1].items()
+        for name, slot in kept.items()
+    )
+    with open_state(tmp_path / "run.msgpack") as opened:
+        assert any("4 copies" in note for note in opened.state.assumptions)
+    copies["params"]["out"]["w"][2, 0, 0] += 1
+    (tmp_path / "run.msgpack").write_bytes(serialization.msgpack_serialize(copies))
+    with pytest.raises(StateError, match=r"copies of a tensor differ.*(?s:.*)out/w"):
+        convert(plan(tmp_path / "run.msgpack", tmp_path / "flax", to="flax"))
