@@ -32,7 +32,8 @@ from statekit.files.checkpoint import (
 )
 from statekit.files.source import first_bytes, opening
 from statekit.files.stage import Stage
-from statekit.tensors.tensor import Tensor
+from statekit.tensors.tensor import Shape, Tensor
+from statekit.tensors.tree import Path as Keys
 from statekit.tensors.tree import Record, Tree, walk
 
 _OF_MXNET = ".params"
@@ -119,18 +120,21 @@ def _field_names(node: Mapping[Any, Tree]) -> Mapping[Any, str]:
     if not node or [*node] != [str(i) for i in range(len(node))]:
         return {}
     first, *trees = node.values()
-    if not (isinstance(first, Tensor) and first.shape == () and first.dtype.kind in "iu"):
-        return {}
-    shapes = [
-        {path: leaf.shape for path, leaf in walk(tree) if path and isinstance(leaf, Tensor)} for tree in trees
-    ]
-    if any(not shape or shape.keys() != shapes[0].keys() for shape in shapes):
+    is_count = isinstance(first, Tensor) and first.shape == () and first.dtype.kind in "iu"
+    shapes = [_shapes(tree) for tree in trees]
+    if not is_count or any(not shape or shape.keys() != shapes[0].keys() for shape in shapes):
         return {}
     alike = all(shape == shapes[0] for shape in shapes)
-    fields = {0: "count", 2: "count mu nu", 3: "count mu nu nu_max" if alike else "count v_row v_col v"}
-    if len(trees) not in fields or (len(trees) == 2 and not alike):
-        return {}
-    return dict(zip(node, fields[len(trees)].split(), strict=True))
+    fields = {0: "count", 2: "count mu nu" if alike else "", 3: "count mu nu nu_max" if alike else _FACTORED}
+    return dict(zip(node, fields.get(len(trees), "").split(), strict=False))
+
+
+_FACTORED = "count v_row v_col v"
+
+
+def _shapes(tree: Tree) -> dict[Keys, Shape]:
+    """Returns the shapes of the tensors below a node; none of a tensor itself."""
+    return {path: leaf.shape for path, leaf in walk(tree) if path and isinstance(leaf, Tensor)}
 
 
 def _check_named(arrays: Mapping[str, Any], place: str) -> None:
