@@ -572,12 +572,12 @@ def test_printed_lines_name_every_optimizer_that_fits_and_wrap_it_as_the_run_did
     assert f"optimizer = optax.adabelief(learning_rate={RATE})" in lines_of(
         folder, capsys, "--optimizer", "adabelief"
     )
-    told = {"reduce_on_plateau(...)": "reduce_on_plateau(factor=0.5, patience=2)"}
-    told |= {
+    completed = {"reduce_on_plateau(...)": "reduce_on_plateau(factor=0.5, patience=2)"}
+    completed |= {
         "conditionally_transform(optimizer, ...)": "conditionally_transform(optimizer, lambda step: True)"
     }
-    told |= {"sam(optimizer, ...)": "sam(optimizer, optax.sgd(0.05), opaque_mode=False)"}
-    told |= {
+    completed |= {"sam(optimizer, ...)": "sam(optimizer, optax.sgd(0.05), opaque_mode=False)"}
+    completed |= {
         "free(optimizer, learning_rate=...)": "free(optimizer, learning_rate=0.01)",
         "optax.adamw(...)": "adamw",
     }
@@ -593,7 +593,7 @@ def test_printed_lines_name_every_optimizer_that_fits_and_wrap_it_as_the_run_did
         params, state = run_of(tx)
         lines = lines_of(kept(name, params, state), capsys)
         assert "# taken for optax.adamw; optax.nadamw" in lines, name
-        for unsaid, value in told.items():
+        for unsaid, value in completed.items():
             lines = lines.replace(unsaid, value)
         scope: dict[str, Any] = {"params": params, "jnp": jnp, "adamw": adamw}
         exec(lines, scope)
