@@ -24,6 +24,7 @@ from test_orbax_restored import exact, flat
 
 from formats import plain_state, values
 from goldens import GOLDEN
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
@@ -278,3 +279,32 @@ def test_what_a_user_saves_is_recognised(tmp_path: Path) -> None:
             convert(plan(tmp_path / schema, tmp_path / f"{schema}-again", to="orbax"))
             again = saver.restore(tmp_path / f"{schema}-again" / "3" / "default", tree)
             assert exact(flat(again)) == exact(flat(tree))
+
+
+def test_groups_with_slots_of_their_own_are_parts_each_with_its_own(tmp_path: Path) -> None:
+    """ScaledAdam of icefall clips the gradients of each group by norms that the group keeps."""
+    source = GOLDEN / "scaled_adam/pt7_two_groups_eden/checkpoint/checkpoint-5.pt"
+    names = [
+        "scale",
+        "pre/weight",
+        "pre/bias",
+        "post/kernel",
+        "mid/weight",
+        "mid/bias",
+        "mid/alpha",
+        "post/weight",
+    ]
+    ref = CheckpointRef(source, param_names=tuple(names), variant="pt7")
+    convert(plan(ref, tmp_path / "jax", to="orbax", layout="statekit-jax"))
+    for again in ("jax", "again"):  # made anew, then in the form that was read
+        with open_state(ref) as before, open_state(tmp_path / again) as after:
+            assert [group.paths for group in after.groups] == [tuple(names[:4]), tuple(names[4:])]
+            for old, new in zip(before.groups, after.groups, strict=True):
+                norms = new.slots["model_norms"].read()
+                assert np.array_equal(norms, old.slots["model_norms"].read())
+            assert not np.array_equal(norms, after.groups[0].slots["model_norms"].read())
+        if again == "jax":
+            convert(plan(tmp_path / "jax", tmp_path / "again", to="orbax", layout="statekit-jax"))
+    convert(plan(tmp_path / "again", tmp_path / "icefall.pt", to="torch", layout="icefall"))
+    with open_state(ref) as before, open_state(tmp_path / "icefall.pt") as back:
+        assert values(before.tensors) == values(back.tensors)

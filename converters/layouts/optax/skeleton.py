@@ -99,7 +99,9 @@ def frame_of(
     parts = marks_of(tree, at, fields)
     for link in kept_links:
         together = [name for name in groups if is_tensor(link.state.get(name))]
-        parts |= {(*link.path, name): (GROUP, name) for name in together}
+        moved = (paths[keys] for _, kept in link.trees() for keys, leaf in leaves(kept) if is_tensor(leaf))
+        first = next(moved, "")
+        parts |= {(*link.path, name): (GROUP, name, first) for name in together}
     for link in all_links:
         mark, value = ((SCHEDULE,), schedule) if link.path in schedules else ((COUNT,), updates)
         parts |= _count_marks(link, mark, value)
@@ -178,7 +180,7 @@ class Contents:
         slot: Returns a parameter's slot by path and native name; None if it has none.
         updates: The count of updates.
         schedule: The schedule's.
-        groups: Slots of all parameters together.
+        groups: By name, slots of all parameters of a group together, by each of their paths.
         buffers: By path, the tensors among the parameters that no optimizer is for.
     """
 
@@ -186,13 +188,32 @@ class Contents:
     slot: Callable[[str, str], Tensor | None]
     updates: int
     schedule: int
-    groups: Mapping[str, Tensor] = field(default_factory=dict)
+    groups: Mapping[str, Mapping[str, Tensor]] = field(default_factory=dict)
     buffers: Mapping[str, Tensor] = field(default_factory=dict)
 
     @property
     def model(self) -> dict[str, Tensor]:
         """Parameters and buffers."""
         return {**self.params, **self.buffers}
+
+
+def group_slots(state: TrainState) -> dict[str, dict[str, Tensor]]:
+    """Returns the slots that belong to a group's parameters together: by name, for each of the parameters."""
+    slots: dict[str, dict[str, Tensor]] = {}
+    for group in state.optimizer.groups:
+        for name, tensor in group.slots.items():
+            slots.setdefault(name, {}).update(dict.fromkeys(group.paths, tensor))
+    return slots
+
+
+def _of_group(by_path: Mapping[str, Tensor], path: str) -> Tensor:
+    """Returns the slot of the group that moves a parameter; forms of one group name none."""
+    if path in by_path:
+        return by_path[path]
+    tensors = {id(tensor): tensor for tensor in by_path.values()}
+    if len(tensors) != 1:
+        raise StateError("The form that a state was read in isn't one of its groups.", place=path)
+    return next(iter(tensors.values()))
 
 
 def buffers_of(state: TrainState) -> dict[str, Tensor]:
@@ -238,7 +259,7 @@ def _value(mark: tuple[Any, ...], form: Tree, contents: Contents) -> Tree:
     if kind == SLOT:
         return filled(form, lambda path: contents.slot(path, mark[1]))
     if kind == GROUP:
-        return contents.groups[mark[1]]
+        return _of_group(contents.groups[mark[1]], mark[2] if len(mark) > 2 else "")
     return count({COUNT: contents.updates, SCHEDULE: contents.schedule}[kind])
 
 

@@ -54,6 +54,7 @@ from statekit.converters.layouts.optax.skeleton import (
     count,
     count_faults,
     counted,
+    group_slots,
     in_own_form,
     own_form,
     placed,
@@ -236,9 +237,10 @@ def _contents(state: TrainState) -> Contents:
     def slot(path: str, name: str) -> Tensor | None:
         return state.slots.get(path, {}).get(name)
 
-    groups = {name: tensor for group in state.optimizer.groups for name, tensor in group.slots.items()}
     counts = state.counts
-    return Contents(state.params, slot, counts.updates, counts.schedule, groups, buffers_of(state))
+    return Contents(
+        state.params, slot, counts.updates, counts.schedule, group_slots(state), buffers_of(state)
+    )
 
 
 def _faults(state: TrainState) -> Iterator[tuple[str, str]]:
@@ -259,17 +261,12 @@ def _faults(state: TrainState) -> Iterator[tuple[str, str]]:
             for name in param_slots
             if name not in fields
         )
-    group_slots = [(i, group, name) for i, group in enumerate(state.optimizer.groups) for name in group.slots]
     yield from (
         (f"has slot {name}", f"groups/{i}")
-        for i, group, name in group_slots
+        for i, group in enumerate(state.optimizer.groups)
+        for name in group.slots
         if name not in OWN_GROUP_FIELDS.get(state.optimizer.kind(group)[0], ())
     )
-    if group_slots and len(state.optimizer.groups) > 1:
-        yield (
-            "groups with slots of their own are several states, which users compose in their own ways",
-            "groups",
-        )
 
 
 def _opt_state(state: TrainState) -> Tree:
@@ -278,7 +275,8 @@ def _opt_state(state: TrainState) -> Tree:
     moving = [group for group in groups if group.paths]
     settings, schemas = [group.hyperparameters for group in moving], [group.schema for group in moving]
     form = form_of_groups(settings, True, schemas)
-    if form == "parts":
+    # slots of a group's parameters together are those of one part
+    if form == "parts" or (len(moving) > 1 and any(group.slots for group in moving)):
         parts: dict[str, Tree] = {
             str(i): {INNER: _own(state, state.optimizer.kind(group)[0], group.paths)}
             for i, group in enumerate(groups)
@@ -298,7 +296,10 @@ def _own(state: TrainState, schema: str, paths: Iterable[str]) -> Tree:
         )
         for name in OWN_FIELDS[schema]
     }
-    together = {name: contents.groups.get(name) for name in OWN_GROUP_FIELDS.get(schema, ())}
+    together = {
+        name: next((tensor for path, tensor in contents.groups.get(name, {}).items() if path in moved), None)
+        for name in OWN_GROUP_FIELDS.get(schema, ())
+    }
     return {"count": count(state.counts.updates), **trees, **together}
 
 
