@@ -85,6 +85,10 @@ class Layers:
     assumed: str = ""
 
 
+_READ = ("npz", "pickle")
+"""Containers that such states are read from beside those that have them as their own."""
+
+
 @dataclass(frozen=True)
 class OptaxNative:
     """The state of any optimizer of Optax."""
@@ -97,7 +101,7 @@ class OptaxNative:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for parameters, and for an optimizer's state beside them."""
-        if checkpoint.container not in self.containers:
+        if checkpoint.container not in (*self.containers, *_READ):
             return None
         tree = checkpoint.tree
         known = _links(tree)

@@ -98,16 +98,20 @@ def frame_of(
     fields = {(*link.path, name): name for link in kept_links for name, _ in link.trees()}
     parts = marks_of(tree, at, fields)
     for link in kept_links:
-        together = [name for name in groups if is_tensor(link.state.get(name))]
-        moved = (paths[keys] for _, kept in link.trees() for keys, leaf in leaves(kept) if is_tensor(leaf))
-        first = next(moved, "")
-        parts |= {(*link.path, name): (GROUP, name, first) for name in together}
+        parts |= _group_marks(link, groups)
     for link in all_links:
         mark, value = ((SCHEDULE,), schedule) if link.path in schedules else ((COUNT,), updates)
         parts |= _count_marks(link, mark, value)
     if isinstance(tree, Mapping) and is_count(tree.get("step"), updates):
         parts[("step",)] = (COUNT,)
     return replaced(tree, parts)
+
+
+def _group_marks(link: Link, groups: Collection[str]) -> dict[Path, Tree]:
+    """Returns the marks of the slots that a link keeps for all its parameters; one of these tells which link."""
+    moved = (keys for _, slots in link.trees() for keys, leaf in leaves(slots) if is_tensor(leaf))
+    first = "/".join(map(str, next(moved, ())))
+    return {(*link.path, name): (GROUP, name, first) for name in groups if is_tensor(link.state.get(name))}
 
 
 def marks_of(tree: Tree, at: Path, fields: Mapping[Path, str]) -> dict[Path, Tree]:
