@@ -15,7 +15,10 @@ from statekit.conversion.open_state import open_state
 from statekit.errors import FormatError, RefusedError, StateError
 
 pytestmark = pytest.mark.jax
-SHAPES = {"mlp/~/linear_0": {"w": (4, 6), "b": (6,)}, "out": {"w": (6, 3)}}
+SHAPES: dict[str, dict[str, tuple[int, ...]]] = {
+    "mlp/~/linear_0": {"w": (4, 6), "b": (6,)},
+    "out": {"w": (6, 3)},
+}
 UPDATES = 3
 
 

@@ -31,7 +31,6 @@ from statekit.converters.formats.mxnet.params import (
     FOLDER,
     LIST,
     NPZ,
-    SUFFIX,
     Params,
     form_of,
     npy_files,
@@ -43,6 +42,7 @@ from statekit.converters.formats.mxnet.params import (
 )
 from statekit.converters.formats.mxnet.records import CPU
 from statekit.converters.formats.mxnet.states import read_states, write_states
+from statekit.converters.formats.npy import SUFFIX
 from statekit.errors import Faults, FormatError, NotFoundError, StatekitError
 from statekit.files.checkpoint import STEPS, Checkpoint, Finding
 from statekit.files.source import Files, first_bytes, last_bytes, listing, opening
