@@ -568,3 +568,23 @@ def test_attributes_that_no_optimizer_has_are_refused(tmp_path: Path, name: str,
     data = states(moments(*SHAPES), (LANS_CLASS, attributes(HELD, **{name: value})))
     with pytest.raises(StateError, match=name if not name.endswith("count") else "counts"):
         open_state(put(tmp_path / "x", data))
+
+
+def test_states_without_a_number_go_with_the_latest_of_numbered_parameters(tmp_path: Path) -> None:
+    """A loop saves `net-0001.params`, `net-0002.params` and so on, and `trainer.states` over itself."""
+    states = GOLDEN / BOUNDS / "checkpoint/trainer.states"
+    params = states.with_name("net.params")
+    shutil.copy(states, tmp_path / "trainer.states")
+    for number in (1, 2, 10):
+        shutil.copy(params, tmp_path / f"net-{number:04}.params")
+    for path in (tmp_path / "trainer.states", tmp_path):
+        with CONTAINER.open(path) as checkpoint:
+            assert {part.name for part in checkpoint.parts} == {"trainer.states", "net-0010.params"}
+            [finding] = checkpoint.findings
+            assert "net-0010.params, which has the greatest number" in finding.what
+            assert "not net-0001.params, net-0002.params" in finding.what
+    with CONTAINER.open(tmp_path / "net-0002.params") as checkpoint:
+        assert {part.name for part in checkpoint.parts} == {"trainer.states", "net-0002.params"}
+    shutil.copy(params, tmp_path / "other.params")
+    with pytest.raises(NotFoundError, match="nothing tells which is meant"):
+        CONTAINER.open(tmp_path / "trainer.states")

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -189,8 +189,24 @@ def _params_beside(states: Path) -> tuple[Path | None, str]:
         return None, f"no {PARAMS} beside it"
     if len(candidates) == 1:
         return candidates[0], _beside(candidates[0], [*every, *folders], "")
-    chosen = _only(_fitting(states, candidates), folder, PARAMS, _is_gluon, states)
+    fitting = _fitting(states, candidates)
+    if (latest := _latest(fitting)) is not None:
+        return latest, _beside(latest, [*every, *folders], LATEST)
+    chosen = _only(fitting, folder, PARAMS, _is_gluon, states)
     return chosen, _beside(chosen, [*every, *folders], "of Gluon" if chosen.is_file() else "by its shapes")
+
+
+LATEST = "which has the greatest number"
+"""Why one of several files of parameters is taken: states without a number are those of the last that was saved."""
+
+
+def _latest(candidates: Sequence[Path]) -> Path | None:
+    """Returns the file with the greatest number, where several have one name and a number; None otherwise."""
+    numbers = {step_of(path): path for path in candidates if path.is_file()}
+    names = {_NUMBER.sub("", path.stem) for path in candidates}
+    if len(candidates) < 2 or len(numbers) != len(candidates) or len(names) != 1 or None in numbers:
+        return None
+    return numbers[max(number for number in numbers if number is not None)]
 
 
 def _beside(chosen: Path, every: Iterable[Path], why: str) -> str:
@@ -364,6 +380,7 @@ class MXNet:
         pair = find_pair(path, step)
         with opening(path, budget) as files:
             tree, notes = _tree(pair, files)
+        notes += (f"its parameters are taken from {pair.because}",) if LATEST in pair.because else ()
         findings = tuple(Finding(note, f"{pair.states}") for note in notes)
         meta = {STEPS: list(pair.steps)} if pair.steps else {}
         return Checkpoint(

@@ -22,6 +22,7 @@ from typing import Any, Literal
 from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.step_folders import check_step
+from statekit.converters.formats.named_tuples import numbered_fields
 from statekit.converters.formats.npy import ANY_DTYPE, is_npz, npz_arrays
 from statekit.errors import FormatError, StatekitError, UsageError
 from statekit.files.checkpoint import (
@@ -125,11 +126,7 @@ def _field_names(node: Mapping[Any, Tree]) -> Mapping[Any, str]:
     if not is_count or any(not shape or shape.keys() != shapes[0].keys() for shape in shapes):
         return {}
     alike = all(shape == shapes[0] for shape in shapes)
-    fields = {0: "count", 2: "count mu nu" if alike else "", 3: "count mu nu nu_max" if alike else _FACTORED}
-    return dict(zip(node, fields.get(len(trees), "").split(), strict=False))
-
-
-_FACTORED = "count v_row v_col v"
+    return dict(zip(node, numbered_fields(len(trees), alike), strict=False))
 
 
 def _shapes(tree: Tree) -> dict[Keys, Shape]:

@@ -5,7 +5,7 @@ It reads them; statekit writes none. In goes a file of any of these, with arrays
     (params, opt_state)    {"params": ..., "opt_state": ...}    TrainState(step, params, opt_state)
 
 Out comes the tree. A NamedTuple's pickle has its class and its values by position; the class tells their names.
-Source: google-deepmind/optax 0.2.8, the NamedTuples of optax/; jax-ml/jax jax/_src/array.py, `_reconstruct_array`;
+Source: jax-ml/jax jax/_src/array.py, `_reconstruct_array`;
 deepmind/dm-haiku examples, `pickle.dump(params, f)`.
 """
 
@@ -19,6 +19,7 @@ from typing import Any, Final, Literal
 from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.step_folders import check_step
+from statekit.converters.formats.named_tuples import fields_of
 from statekit.converters.formats.pickle.names import built_array
 from statekit.converters.formats.pickle.reader import read_pickle
 from statekit.errors import FormatError, StatekitError, UsageError
@@ -29,56 +30,6 @@ from statekit.tensors.tensor import Stored
 from statekit.tensors.tree import Record, Tree
 
 _SUFFIXES = (".pkl", ".pickle")
-_FIELDS: Final[Mapping[str, str]] = {
-    "AddNoiseState": "count rng_key",
-    "ApplyIfFiniteState": "notfinite_count last_finite total_notfinite inner_state",
-    "COCOBState": "init_particles cumulative_gradients scale subgradients reward",
-    "ConditionallyMaskState": "step inner_state",
-    "ConditionallyTransformState": "inner_state step",
-    "DAdaptAdamWState": "exp_avg exp_avg_sq grad_sum estim_lr numerator_weighted count",
-    "DoGState": "is_init_step init_params max_dist sum_sq_norm_grads",
-    "DoWGState": "init_params weighted_sq_norm_grads estim_sq_dist",
-    "EmaState": "count ema",
-    "FactoredState": "count v_row v_col v",
-    "InjectHyperparamsState": "count hyperparams inner_state",
-    "InjectStatefulHyperparamsState": "count hyperparams hyperparams_states inner_state",
-    "LookaheadParams": "fast slow",
-    "LookaheadState": "fast_state steps_since_sync",
-    "MaskedState": "inner_state",
-    "MechanicState": "base_optimizer_state count r m v s x0",
-    "MomoAdamState": "exp_avg exp_avg_sq barf gamma lb count",
-    "MomoState": "exp_avg barf gamma lb count",
-    "MultiStepsState": "mini_step gradient_step inner_opt_state acc_grads skip_state",
-    "MultiTransformState": "inner_states",
-    "MuonState": "count mu ns_coeffs",
-    "PartitionState": "inner_states",
-    "ProdigyState": "exp_avg exp_avg_sq grad_sum params0 estim_lr numerator_weighted count",
-    "ReduceLROnPlateauState": "scale best_value plateau_count cooldown_count count avg_value",
-    "SAMState": "steps_since_sync opt_state adv_state cache",
-    "ScaleByAdaDeltaState": "e_g e_x",
-    "ScaleByAdamState": "count mu nu",
-    "ScaleByAdanState": "m v n g t",
-    "ScaleByAdemamixState": "count count_m2 m1 m2 nu",
-    "ScaleByAmsgradState": "count mu nu nu_max",
-    "ScaleByBeliefState": "count mu nu",
-    "ScaleByLionState": "count mu",
-    "ScaleByNovogradState": "count mu nu",
-    "ScaleByOptimisticGradientState": "is_initial_step previous_gradient",
-    "ScaleByRStdDevState": "mu nu",
-    "ScaleByRmsState": "nu",
-    "ScaleByRmsWithCountState": "count nu",
-    "ScaleByRpropState": "step_sizes prev_updates",
-    "ScaleByRssState": "sum_of_squares",
-    "ScaleBySM3State": "mu nu",
-    "ScaleByScheduleState": "count",
-    "ScaleBySimplifiedAdEMAMixState": "t m n",
-    "ScheduleFreeState": "b1 weight_sum step_count max_lr base_optimizer_state z",
-    "SophiaState": "count mu nu hessian_fn_state",
-    "TraceState": "trace",
-    "WrappedScheduleState": "count",
-    "ZeroNansState": "found_nan",
-}
-"""By class of Optax, the fields of a state, in the order of its NamedTuple."""
 _EMPTY: Final = ("EmptyState", "MaskedNode")
 
 
@@ -172,7 +123,7 @@ def _fields(record: Record) -> Tree:
     name = record.name.rpartition(".")[2]
     if name in _EMPTY:
         return {}
-    names = _FIELDS.get(name, "").split()
+    names = fields_of(name)
     if names and len(record.args) == len(names):
         return dict(zip(names, record.args, strict=True))
     if not record.args and isinstance(record.state, Mapping):
