@@ -113,6 +113,21 @@ def test_what_cannot_be_read_is_listed_with_its_reason_and_mended_in_place(
     assert (mended.unreadable, mended.optimizer, mended.status) == (None, "adamw/torch", "present")
 
 
+def test_a_folder_with_a_part_that_is_cut_off_is_one_checkpoint_that_cannot_be_read(
+    database: Database, tmp_path: Path
+) -> None:
+    """Its other files are parts of it; a folder that holds checkpoints of their own is none itself."""
+    (source,) = (GOLDEN / "torch_formats/adamw_trainer/checkpoint").glob("checkpoint-*")
+    folder = tmp_path / "runs/best"
+    shutil.copytree(source, folder)
+    with (folder / "optimizer.pt").open("r+b") as file:
+        file.truncate(3000)
+    catalogue = Catalogue(database, [folder.parent])
+    catalogue.scan()
+    [broken] = catalogue.checkpoints().items
+    assert broken.path == "best" and broken.unreadable is not None and "zip archive" in broken.unreadable
+
+
 def test_steps_of_a_folder_are_one_run_and_a_seal_changes_no_checkpoint(
     database: Database, root: Path
 ) -> None:
