@@ -605,3 +605,18 @@ def test_printed_lines_name_every_optimizer_that_fits_and_wrap_it_as_the_run_did
     spikes |= {"count": jnp.asarray(DONE, jnp.int32), "is_skipped": jnp.asarray(False)}
     lines = lines_of(kept("spikes", params, spikes), capsys)
     assert "optimizer = skip_step_on_spikes(optimizer, interval=..., scaling_factor=...)" in lines
+
+
+def test_a_link_that_averages_updates_is_no_average_of_the_run() -> None:
+    import optax
+
+    from statekit.state.run import run_of
+
+    momentum = optax.adafactor(RATE, momentum=0.9, min_dim_size_to_factor=4)
+    behind = optax.chain(optax.scale_by_adam(), optax.ema(0.9), optax.scale(-RATE))
+    for tx in (momentum, behind):
+        params, state = drawn(0, 0.3), tx.init(drawn(0, 0.3))
+        tree = tree_of(params, state)
+        assert run_of(read(tree).extra).parts == ()
+        [part] = run_of(read({**tree, "ema": tree["params"]}, meta={MODEL_KEY: "params"}).extra).parts
+        assert part.what == "averages"

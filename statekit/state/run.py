@@ -391,8 +391,15 @@ _ANY_PLACE = re.compile("|".join(translate(pattern) for pattern, _ in PLACES))
 """Matches what one of the places does: most names match none, and there may be as many as there are tensors."""
 
 
+_LINK = re.compile(r"extra/optax/(.*/)?(\d+|opt_state|inner_state)/ema")
+"""Matches where a link of Optax averages updates, and no parameters.
+
+Source: google-deepmind/optax optax/transforms/_accumulation.py, `EmaState`.
+"""
+
+
 def _what(name: str) -> Part | None:
-    if _ANY_PLACE.match(name) is None:
+    if _ANY_PLACE.match(name) is None or _LINK.fullmatch(name) is not None:
         return None
     return next(what for pattern, what in PLACES if fnmatchcase(name, pattern))
 
