@@ -10,6 +10,7 @@ import pytest
 
 import statekit
 import statekit.torch
+from statekit.attestation.doctor import doctor
 from statekit.conversion.open_state import open_state
 from statekit.errors import InexactError, StatekitError, UnknownRuleError
 from statekit.verify.cold_start import cold_start
@@ -194,3 +195,60 @@ def test_a_slot_of_another_shape_is_refused_by_name_in_a_map() -> None:
         odd = {"exp_avg": state.slots[path]["exp_avg"], "scale": state.params["gate"]}
         with pytest.raises(InexactError, match="the slot scale of shape"):
             Permute((1, 0)).of([Piece(state.optimizer.schema, state.params[path], odd)])
+
+
+def zeroed(slots: list[Any]) -> None:
+    for slot in slots:
+        slot.zero_()
+
+
+def not_a_number(slots: list[Any]) -> None:
+    slots[0][0] = float("nan")
+
+
+def copied(slots: list[Any]) -> None:
+    slots[1].copy_(slots[0])
+
+
+def narrowed(slots: list[Any]) -> None:
+    for slot in slots:
+        slot.data = slot.data.bfloat16()
+
+
+@pytest.mark.parametrize(
+    ("break_it", "name"),
+    [
+        (lambda slots: None, None),
+        (zeroed, "moments-zero"),
+        (not_a_number, "not-finite"),
+        (copied, "slots-duplicated"),
+        (narrowed, "slots-narrow"),
+    ],
+)
+def test_doctor_finds_what_is_wrong_with_slots_that_no_schema_describes(
+    break_it: Callable[[list[Any]], None], name: str | None, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 5, bias=False), torch.nn.Linear(5, 5))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for number in range(2):
+        for i, parameter in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(10 * number + i)
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+    slots = [optimizer.state[parameter]["momentum_buffer"] for parameter in model.parameters()]
+    break_it(slots)
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 2}, tmp_path / "s-2.pt"
+    )
+    (examined,) = doctor(tmp_path / "s-2.pt")
+    assert [finding.name for finding in examined.findings] == ([name] if name else [])
+    if name is None:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.1)
+        torch.save(
+            {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 4}, tmp_path / "s-4.pt"
+        )
+        _, later = doctor(tmp_path / "s-2.pt", tmp_path / "s-4.pt")
+        assert [finding.name for finding in later.findings] == ["moments-stale"]
