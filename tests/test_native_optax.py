@@ -183,3 +183,14 @@ def test_what_an_axis_has_of_its_own_is_a_slot_by_its_number(tmp_path: Path) -> 
     with open_state(saved(tmp_path / "run.msgpack", originals()["sm3"]())) as opened:
         shapes = {name: slot.shape for name, slot in opened.state.slots["dense/kernel"].items()}
         assert shapes == {"mu.0": (3,), "mu.1": (4,), "nu": (3, 4)}
+
+
+@pytest.mark.parametrize("name", ["radam", "adamax", "yogi", "adabelief", "novograd"])
+def test_a_rule_that_the_user_names_is_the_one_that_is_unknown(name: str, tmp_path: Path) -> None:
+    import optax
+
+    source = saved(tmp_path / "run.msgpack", getattr(optax, name)(RATE))
+    made = statekit.plan(source, tmp_path / "out", to="orbax", optimizer=name)
+    assert made.headline.lower() == f"bitwise; unknown: the rule of {name}"
+    with pytest.raises(StatekitError, match=f"(?i){name}"):
+        statekit.plan(source, tmp_path / "out.pt", optimizer=name)

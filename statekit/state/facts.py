@@ -9,7 +9,14 @@ from typing import Any
 from statekit.errors import Faults, InexactError, UnknownRuleError, UsageError
 from statekit.state.evidence import BEYOND, OPTIMIZER, Fact
 from statekit.state.options import RATE_NAMES
-from statekit.state.schema import WEIGHTS, OptimizerSchema, is_native, load_schema, named_native
+from statekit.state.schema import (
+    WEIGHTS,
+    OptimizerSchema,
+    is_native,
+    load_schema,
+    named_native,
+    schema_names,
+)
 from statekit.state.train_state import Group, TrainState
 
 _FACTORING = ("factor_map", "logical_factor_rules", "factored", "min_dim_size_to_factor")
@@ -81,6 +88,9 @@ def _of_group(state: TrainState, group: Group, makers: Mapping[str, Sequence[str
     name, variant = state.optimizer.kind(group)
     if name == WEIGHTS:
         return
+    if (told := _without_steps(name, group)) is not None:
+        yield Fact(f"the rule of {told.value}", because=load_schema(name).data["look_alikes"][told.value])
+        return
     yield from group.facts
     if is_native(name):
         yield Fact(f"the rule of {named_native(name, variant)}", because="statekit has no schema of it")
@@ -97,6 +107,13 @@ def _of_group(state: TrainState, group: Group, makers: Mapping[str, Sequence[str
     for fact in _hyperparameters(schema, possible[0], group, shown):
         if fact.name not in known:
             yield replace(fact, name=f"{prefix}{fact.name}")
+
+
+def _without_steps(name: str, group: Group) -> Fact | None:
+    """Returns what the user calls a group's optimizer, where its state is like a schema's and its rule another."""
+    others = load_schema(name).data.get("look_alikes", {})
+    facts = (fact for fact in group.facts if fact.name == OPTIMIZER and fact.source == "given")
+    return next((fact for fact in facts if fact.value in others), None)
 
 
 def _hyperparameters(
@@ -138,6 +155,8 @@ def with_optimizer(state: TrainState, name: str | None) -> TrainState:
     """
     if name is None:
         return state
+    if any(is_native(schema) for schema, _ in state.optimizer.kinds):
+        return _called(state, name)
     facts = [fact for group in state.optimizer.groups for fact in group.facts if fact.name == OPTIMIZER]
     fitting = dict.fromkeys(one for fact in facts for one in (fact.value, *fact.others) if one is not None)
     if name not in (fitting or {schema for schema, _ in state.optimizer.kinds}):
@@ -149,6 +168,33 @@ def with_optimizer(state: TrainState, name: str | None) -> TrainState:
         )
     others = load_schema(state.optimizer.kinds[0][0]).data.get("look_alikes", {})
     return state.with_facts(lambda facts: _told(facts, name, others.get(name)))
+
+
+def _called(state: TrainState, name: str) -> TrainState:
+    """Returns a state of an optimizer without a schema under the name that the user gives it.
+
+    Raises:
+        UsageError: Its structure is another one's, or the name is that of a schema.
+    """
+    optimizer = state.optimizer
+    known = [variant or "" for schema, variant in optimizer.kinds if is_native(schema)]
+    wanted = _plain(name)
+    fits = any(wanted in map(_plain, variant.split()) for variant in known)
+    if not fits and (name in schema_names() or all(known)):
+        raise UsageError(
+            "The optimizer can't be that.",
+            place="--optimizer",
+            expected=", ".join(filter(None, known)) or "an optimizer that has no schema",
+            found=name,
+        )
+    told = state.with_facts(lambda facts: [*facts, Fact(OPTIMIZER, name, "given")])
+    if fits or optimizer.several:
+        return told
+    return replace(told, optimizer=replace(told.optimizer, variant=name))
+
+
+def _plain(name: str) -> str:
+    return name.replace("_", "").replace("-", "").casefold()
 
 
 def _told(facts: Sequence[Fact], name: str, otherwise: str | None) -> Iterator[Fact]:
