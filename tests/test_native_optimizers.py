@@ -58,6 +58,8 @@ def update(model: Any, optimizer: Any, number: int) -> None:
     for i, parameter in enumerate([*model.parameters()][:-1]):
         generator = torch.Generator().manual_seed(100 * number + i)
         parameter.grad = torch.randn(parameter.shape, generator=generator)
+    if hasattr(optimizer, "train"):  # schedule-free optimizers step in train mode alone
+        optimizer.train()
     optimizer.step()
 
 
@@ -120,6 +122,39 @@ def by_index(optimizer: dict[str, Any], names: list[str]) -> dict[str, Any]:
         "state": {names.index(name): slots for name, slots in optimizer["state"].items()},
         "param_groups": groups,
     }
+
+
+LIBRARIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "Lion": ("lion_pytorch", "Lion", {"lr": 0.001, "weight_decay": 0.1}),
+    "Prodigy": ("prodigyopt", "Prodigy", {"weight_decay": 0.01}),
+    "AdamW, schedule-free": ("schedulefree", "AdamWScheduleFree", {"lr": 0.01, "warmup_steps": 4}),
+    "SGD, schedule-free": ("schedulefree", "SGDScheduleFree", {"lr": 0.1}),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LIBRARIES)
+def test_the_original_of_another_library_goes_on(name: str, tmp_path: Path) -> None:
+    library, kind, options = LIBRARIES[name]
+    make = getattr(pytest.importorskip(library), kind)
+    ORIGINALS[name] = lambda groups: make([p for group in groups for p in group["params"]], **options)
+    model, optimizer = run(name)
+    names = [named for named, _ in model.named_parameters()]
+    torch.save(
+        {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 3}, tmp_path / "run.pt"
+    )
+    made = statekit.plan(tmp_path / "run.pt", tmp_path / "x.pt", param_names=names)
+    assert made.headline == f"BITWISE; unknown: the rule of {name}"
+    back = there_and_back(tmp_path / "run.pt", tmp_path, "neutral", names)
+    assert [*unlike(optimizer.state_dict(), back["optimizer"])] == []
+    other, resumed = run(name)
+    other.load_state_dict(back["model"])
+    resumed.load_state_dict(back["optimizer"])
+    for number in (3, 4):
+        update(model, optimizer, number)
+        update(other, resumed, number)
+    assert [*unlike(model.state_dict(), other.state_dict())] == []
+    assert [*unlike(optimizer.state_dict(), resumed.state_dict())] == []
 
 
 @pytest.mark.parametrize("name", ["lion_pytorch", "schedulefree_adamw_eval"])
