@@ -205,3 +205,42 @@ def test_an_odd_number_of_values_is_not_of_four_bits(shape: Any) -> None:
     codes = in_memory(np.zeros(len(shape) * 2, np.uint8))
     with pytest.raises(StateError, match="don't fit"):
         Quantized(codes, in_memory(np.ones(1, np.float32)), dynamic_levels(4, True), shape, 128)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Paged optimizers are not supported:UserWarning")
+@pytest.mark.parametrize(
+    "kind",
+    ["Lion8bit", "RMSprop8bit", "AdEMAMix8bit", "AdEMAMix", "LAMB8bit", "LAMB", "LARS8bit", "PagedAdamW"],
+)
+def test_any_optimizer_of_bitsandbytes_goes_on_from_what_we_wrote(kind: str, tmp_path: Path) -> None:
+    optim = pytest.importorskip("bitsandbytes.optim")
+    options = {"lr": 0.1, "momentum": 0.9} if kind == "LARS8bit" else {}
+
+    def run(seed: int) -> tuple[torch.nn.Module, Any]:
+        torch.manual_seed(seed)
+        model = torch.nn.Sequential(torch.nn.Linear(64, 128), torch.nn.Linear(128, 5))
+        return model, getattr(optim, kind)([*model.parameters()], **options)
+
+    def update(model: torch.nn.Module, optimizer: Any, number: int) -> None:
+        for i, parameter in enumerate(model.parameters()):
+            generator = torch.Generator().manual_seed(100 * number + i)
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+
+    model, optimizer = run(0)
+    for number in range(3):
+        update(model, optimizer, number)
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    names = [name for name, _ in model.named_parameters()]
+    statekit.convert(tmp_path / "run.pt", tmp_path / "neutral", to="statekit", param_names=names)
+    layout = "bitsandbytes-8bit" if kind.endswith("8bit") else "bitsandbytes-32bit"
+    statekit.convert(tmp_path / "neutral", tmp_path / "back.pt", layout=layout)
+    back = torch.load(tmp_path / "back.pt", weights_only=True)
+    other, resumed = run(1)
+    other.load_state_dict(back["model"])
+    resumed.load_state_dict(back["optimizer"])
+    for number in (3, 4):
+        update(model, optimizer, number)
+        update(other, resumed, number)
+    assert all(torch.equal(one, two) for one, two in zip(model.parameters(), other.parameters(), strict=True))

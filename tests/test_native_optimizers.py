@@ -11,6 +11,7 @@ import pytest
 import statekit
 import statekit.torch
 from statekit.attestation.doctor import doctor
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.open_state import open_state
 from statekit.errors import InexactError, StatekitError, UnknownRuleError
 from statekit.verify.cold_start import cold_start
@@ -287,3 +288,39 @@ def test_doctor_finds_what_is_wrong_with_slots_that_no_schema_describes(
         )
         _, later = doctor(tmp_path / "s-2.pt", tmp_path / "s-4.pt")
         assert [finding.name for finding in later.findings] == ["moments-stale"]
+
+
+def test_slots_of_the_parameters_shape_follow_it_through_maps() -> None:
+    from statekit.maps.operations import Merge, Part, Permute, Piece, Stack, Unstack
+
+    with open_state(CASES / "lion_pytorch" / "checkpoint.pt") as opened:
+        state, path = opened.state, "conv/weight"
+        whole = state.params[path].read(), state.slots[path]["exp_avg"].read()
+        piece = Piece(state.optimizer.schema, state.params[path], state.slots[path], over=())
+        cases: list[tuple[Any, Callable[[Any], Any]]] = [
+            (Permute((1, 0, 3, 2)), lambda array: array.transpose(1, 0, 3, 2)),
+            (Merge(2), lambda array: array.reshape(2, 3, 4)),
+            (Part(1, 3), lambda array: array.reshape(2, 3, 1, 2, 2)),
+            (Unstack(1, 2), lambda array: array[:, 2]),
+        ]
+        for operation, expected in cases:
+            (moved,) = operation.of([piece])
+            values = moved.param.read(), moved.slots["exp_avg"].read()
+            assert all(a.tobytes() == expected(b).tobytes() for a, b in zip(values, whole, strict=True))
+            assert moved.exactness.name == "BITWISE"
+        parts = [Unstack(1, place).of([piece])[0] for place in range(3)]
+        (back,) = Stack(1).of(parts)
+        assert back.slots["exp_avg"].read().tobytes() == whole[1].tobytes()
+
+
+def test_a_number_of_each_parameter_is_refused_by_name_where_parameters_are_stacked(tmp_path: Path) -> None:
+    from statekit.maps.operations import Piece, Stack
+
+    model, optimizer = run("NAdam")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    names = tuple(name for name, _ in model.named_parameters())
+    with open_state(tmp_path / "run.pt", hints=CheckpointRef(param_names=names)) as opened:
+        state = opened.state
+        pieces = [Piece("torch_native", state.params["1/weight"], state.slots["1/weight"], over=())] * 2
+        with pytest.raises(InexactError, match="the slot mu_product of shape"):
+            Stack(0).of(pieces)

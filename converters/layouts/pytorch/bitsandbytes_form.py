@@ -57,10 +57,6 @@ class Bitsandbytes:
         """Returns a state_dict() with a quantized tensor in the place of codes, scale and levels."""
         faults = Faults()
         state = {key: self._plain_record(key, record, faults) for key, record in optimizer["state"].items()}
-        for i, group in enumerate(optimizer["param_groups"]):
-            for name in _PRIVATE:
-                if group.get(name) not in (None, 0.0):
-                    faults.add(f"{name} is {group[name]!r}, as AdEMAMix has it", f"param_groups/{i}")
         faults.check(StateError, "Moments in few bits can't be read", place=place)
         return {**optimizer, "state": state}
 
