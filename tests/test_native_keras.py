@@ -146,3 +146,17 @@ def test_its_slots_have_their_own_names_and_its_rule_is_unknown(tmp_path: Path) 
         cold_start(source)
     with pytest.raises(StatekitError, match="state of RMSprop"):
         statekit.plan(source, tmp_path / "out.pt")
+
+
+def test_attest_compares_a_live_optimizer_by_its_own_names(tmp_path: Path) -> None:
+    import statekit.tensorflow
+
+    model = run("RMSprop")
+    model.save(tmp_path / "model.keras")
+    result = statekit.tensorflow.attest(model.optimizer, model, tmp_path / "model.keras")
+    assert result.passed and "unknown: the rule of RMSprop" in str(result)
+    model.optimizer.variables[5].assign(0 * model.optimizer.variables[5])
+    result = statekit.tensorflow.attest(model.optimizer, model, tmp_path / "model.keras")
+    assert [(one.name, *one.where) for one in result.findings] == [
+        ("slot-zero", "slots/sequential/b/bias/velocity")
+    ]
