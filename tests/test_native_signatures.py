@@ -13,8 +13,7 @@ from statekit.conversion.open_state import open_state
 from statekit.conversion.registry import decoded
 from statekit.converters.layouts.keras import native as keras_native
 from statekit.converters.layouts.keras.layout import LAYOUT as KERAS
-from statekit.converters.layouts.optax import links
-from statekit.converters.layouts.optax.kinds import Stranger
+from statekit.converters.layouts.optax.kinds import STRANGERS, Stranger
 from statekit.converters.layouts.optax.optax_native import LAYOUT as OPTAX
 from statekit.converters.layouts.pytorch import contents
 from statekit.converters.layouts.pytorch.contents import Signature
@@ -68,7 +67,7 @@ def test_a_signature_names_an_optimizer_of_pytorch(monkeypatch: pytest.MonkeyPat
 def test_a_signature_names_an_optimizer_of_optax(monkeypatch: pytest.MonkeyPatch) -> None:
     state = of_optax()
     assert state.optimizer.kinds == (("optax_native", None),) and [*state.slots["w"]] == ["tide"]
-    monkeypatch.setitem(links.STRANGERS, frozenset({"count", "tide"}), Stranger("Moon", ("tide",)))
+    monkeypatch.setitem(STRANGERS, frozenset({"count", "tide"}), Stranger("Moon", ("tide",)))
     assert of_optax().optimizer.kinds == (("optax_native", "Moon"),)
 
 
