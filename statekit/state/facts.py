@@ -88,8 +88,8 @@ def _of_group(state: TrainState, group: Group, makers: Mapping[str, Sequence[str
     name, variant = state.optimizer.kind(group)
     if name == WEIGHTS:
         return
-    if (told := _without_steps(name, group)) is not None:
-        yield Fact(f"the rule of {told.value}", because=load_schema(name).data["look_alikes"][told.value])
+    if (called := _without_steps(name, group)) is not None:
+        yield Fact(f"the rule of {called.value}", because=load_schema(name).data["look_alikes"][called.value])
         return
     yield from group.facts
     if is_native(name):
@@ -187,10 +187,10 @@ def _called(state: TrainState, name: str) -> TrainState:
             expected=", ".join(filter(None, known)) or "an optimizer that has no schema",
             found=name,
         )
-    told = state.with_facts(lambda facts: [*facts, Fact(OPTIMIZER, name, "given")])
+    named = state.with_facts(lambda facts: [*facts, Fact(OPTIMIZER, name, "given")])
     if fits or optimizer.several:
-        return told
-    return replace(told, optimizer=replace(told.optimizer, variant=name))
+        return named
+    return replace(named, optimizer=replace(named.optimizer, variant=name))
 
 
 def _plain(name: str) -> str:
