@@ -94,8 +94,19 @@ def _is_optimizer(node: Tree) -> bool:
 
 def _are_groups(groups: Tree) -> bool:
     return isinstance(groups, list) and all(
-        isinstance(group, Mapping) and isinstance(group.get("params"), (list, tuple)) for group in groups
+        isinstance(group, Mapping)
+        and isinstance(group.get("params"), (list, tuple))
+        and all(isinstance(param, Tensor) and _is_hashable(param) for param in group["params"])
+        for group in groups
     )
+
+
+def _is_hashable(value: object) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _is_scheduler(node: Tree) -> bool:
@@ -137,7 +148,8 @@ def _state_dict(module: Record, prefix: str, place: str, depth: int = 0) -> Iter
     if depth > MAX_DEPTH or len(prefix) > MAX_NAME_BYTES:
         raise FormatError("A pickled module is too deep to be one.", place=place, found=prefix[:200])
     left_out = module.state.get(_LEFT_OUT)
-    names = left_out.args[0] if isinstance(left_out, Record) and left_out.args else ()
+    members = left_out.args[0] if isinstance(left_out, Record) and left_out.args else ()
+    names = members if isinstance(members, (list, tuple)) else ()
     for part, skipped in ((_PARAMETERS, ()), (_BUFFERS, names)):
         tensors = module.state[part] if isinstance(module.state[part], Mapping) else {}
         yield from (
@@ -155,7 +167,7 @@ def _names(node: Tree, depth: int = 0) -> dict[Tensor, str]:
     """Returns the names of tensors near the top of a tree; tensors are equal that are the same values of the file."""
     names: dict[Tensor, str] = {}
     for key, part in _parts(node):
-        if isinstance(part, Tensor) and isinstance(key, str):
+        if isinstance(part, Tensor) and isinstance(key, str) and _is_hashable(part):
             names.setdefault(part, key)
         elif depth < _DEEPEST:
             names = {**_names(part, depth + 1), **names}
