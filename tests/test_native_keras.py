@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
     pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning"),
 ]
-FAST = ("RMSprop",)
+FAST: tuple[str, ...] = ()
 OTHERS = (
     "SGD",
     "plain SGD",

@@ -58,9 +58,10 @@ def originals() -> dict[str, Callable[[], Any]]:
 
 
 ADAM_LIKE = ("nadam", "radam", "adamax", "yogi", "adabelief", "amsgrad")
-FAST = ("lion", "sgd", "rmsprop", "sm3", "mixed")
+FAST = ("lion", "mixed")
 NAMES = (
-    *FAST, "two traces", "novograd", "partition", "schedule_free", "accumulated", "injected", "momentum", "adagrad",
+    *FAST, "sgd", "rmsprop", "sm3", "two traces", "novograd", "partition", "schedule_free", "accumulated", "injected",
+    "momentum", "adagrad",
     "adadelta", "adan", "rprop", "optimistic", "lars", "ademamix", "prodigy", "dadapt", "cocob", "dog",
     "schedule_free_adamw", *ADAM_LIKE,
 )  # fmt: skip
