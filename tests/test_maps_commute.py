@@ -19,7 +19,7 @@ from statekit.maps.sizes import Recast
 from statekit.optim.run import load, mover, store
 from statekit.state.exactness import Exactness
 from statekit.state.schema import load_schema, schema_names
-from statekit.state.train_state import Axis, TrainState
+from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensors.tensor import Array, Shape, in_memory
 from statekit.testing.step_cases import RATE, Case, case, run
 from statekit.verify.replay import named
@@ -61,10 +61,13 @@ UPDATE = 2
 
 
 def made(schema: str, variant: str, name: str, full: bool, dtype: str = "float32") -> Case:
-    beside = MATRIX_BESIDE if schema == "muon" else BESIDE
-    return case(
-        schema, variant, full=full, dtype=dtype, table={**MAPS[name][0], **beside}, updates=UPDATE + 1
-    )
+    table = {**MAPS[name][0], **(MATRIX_BESIDE if schema == "muon" else BESIDE)}
+    run = case(schema, variant, full=full, dtype=dtype, table=table, updates=UPDATE + 1)
+    if schema != "muon":
+        return run
+    # Which axes of a stack or of three axes make a matrix somebody has to say.
+    said = {path: Rule(axes, "given") for path, (_, axes) in table.items()}
+    return replace(run, state=replace(run.state, rules=said))
 
 
 def mapped(state: TrainState, links: Sequence[Link]) -> Carried:

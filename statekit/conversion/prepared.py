@@ -667,12 +667,17 @@ def rule_change_to(layout: LayoutCard, state: TrainState, source: str) -> RuleCh
             # Its own rule may have no place for what was asked: a decay that begins later.
             ways.append(change_rule(part, variant, variant) if variant and _without_offset(part) else None)
         else:
-            ways.append(best_rule_change(part, makers, _targets(layout.variants[schema], state)))
+            ways.append(best_rule_change(part, makers, _targets(schema, layout.variants[schema], state)))
     return joined_rule_change(state, ways) if any(ways) else None
 
 
-def _targets(variants: Sequence[str], state: TrainState) -> list[str]:
-    """Returns the variants that a target may follow, first the one that the run had there before it came from there."""
+def _targets(schema: str, variants: Sequence[str], state: TrainState) -> list[str]:
+    """Returns the variants that a target may follow, first the one that the run had there before it came from there.
+
+    One of a class with two rules is followed by runs of that class alone, where others have a class to themselves.
+    """
+    known = load_schema(schema)
+    variants = [name for name in variants if "beside" not in known.variant(name)] or variants
     homes = [home for home in state.extra.values() if isinstance(home, Mapping)]
     before = [home.get("variant") for home in homes]
     return sorted(variants, key=lambda variant: variant not in before)

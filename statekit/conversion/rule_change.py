@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from statekit.conversion.contracts import Exactness
-from statekit.errors import Faults, InexactError, UsageError
+from statekit.errors import Faults, InexactError, UsageError, some
 from statekit.state.constants import variant_constants
-from statekit.state.factoring import by_shape, swapped
+from statekit.state.factoring import by_shape, swapped, turned_matrices
 from statekit.state.hyperparameters import IS_EXCLUDED, Alike, alike, among, last_name
 from statekit.state.options import RATE_NAMES
 from statekit.state.schema import OptimizerSchema, load_schema
@@ -42,6 +42,7 @@ _EXPONENT = "weight_decay_rate_lr_exponent"
 _OFFSET, _OFF_COUNT = "step_offset", "step_offset is taken off the count"
 UNKNOWN = "unknown"
 """Stands for the value of a hyperparameter that is on, and that nobody knows."""
+_ORIENTATION = "orientation"
 _STORED, _BUFFER = "moments_stored", "momentum_buffer"
 _BY_NAME = ("name_regex", "last_name_regex", "mask")
 
@@ -240,6 +241,8 @@ def change_rule(state: TrainState, source: str, target: str) -> RuleChange:
     moved = _relabelled(moved, target)
     moved, recast = _recast(moved, source, target)
     differences.update(recast)
+    moved, turned = _oriented(moved, source)
+    differences.update(turned)
     worst_first = sorted([*differences.values(), *refactored], key=lambda one: -one.exactness)
     return RuleChange(source, target, moved, tuple(worst_first), tuple(compensated_by))
 
@@ -645,6 +648,20 @@ def _recast(state: TrainState, source: str, target: str) -> tuple[TrainState, di
                     slots[path][slot] = Scaled(slots[path][slot], factor)
         done[recast.what] = Difference(recast.what, recast.source, recast.how, Exactness.ROUNDING)
     return replace(state, slots=slots) if done else state, done
+
+
+def _oriented(state: TrainState, source: str) -> tuple[TrainState, dict[str, Difference]]:
+    """Returns a state, and the matrices whose outputs the target looks for on the other axis.
+
+    A map that transposes them makes them the target's own.
+    """
+    if not (turned := turned_matrices(state, source)):
+        return state, {}
+    schema, target = state.optimizer.schema, str(state.optimizer.variant)
+    here, there = (variant_constants(schema, variant)[_ORIENTATION] for variant in (source, target))
+    what = f"{_ORIENTATION} of {some(turned)}"
+    unsaid = replace(state, rules={path: rule for path, rule in state.rules.items() if path not in turned})
+    return unsaid, {what: Difference(what, here, there, Exactness.STATISTICS)}
 
 
 def _relabelled(state: TrainState, target: str) -> TrainState:

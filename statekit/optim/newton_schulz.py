@@ -18,7 +18,7 @@ from typing import Any
 from statekit.arrays.backend import Backend, Value
 
 Coefficients = tuple[float, float, float]
-WITHIN = {"bfloat16": 5e-3, "float16": 5e-3, "float32": 1e-5}
+WITHIN = {"bfloat16": 5e-3, "float16": 5e-3, "float32": 5e-5}
 """How far two executions of it may be apart, of the largest entry, by dtype: measured, see docs/bounds.md."""
 
 

@@ -11,6 +11,7 @@ from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.arrays.promotion import LOW
 from statekit.errors import StateError
 from statekit.optim import adafactor, adamw, lamb, lans, muon, scaled_adam
+from statekit.optim.gradient_clipping import LIMIT_OF_ALL
 from statekit.optim.keras_averages import follow_average
 from statekit.optim.steps import Arrays, Execution, Scene, Slots, Steps, sum_of
 from statekit.state.constants import variant_constants
@@ -114,12 +115,14 @@ def mover(xp: Backend, state: TrainState, execution: Execution | None = None) ->
         live: dict[str, Any], grads: dict[str, Value], rates: Rates, count: Value, counts: dict[str, Value]
     ) -> dict[str, Any]:
         params, slots, shared = dict(live["params"]), dict(live["slots"]), []
+        limits = {group.hyperparameters.get(LIMIT_OF_ALL) for group in groups}
+        together = grads if len(groups) > 1 and len(limits) == 1 else None
         by_group = rates if isinstance(rates, tuple) else (rates,) * len(groups)
         each = zip(groups, rules, configs_by_group, live["shared"], by_group, strict=True)
         for group, (steps, variant), configs, whole, rate in each:
             new_params, new_slots, new_whole = move_group(
                 steps,
-                Scene(xp, variant, rate, count, execution),
+                Scene(xp, variant, rate, count, execution, together),
                 group,
                 configs,
                 {path: params[path] for path in group.paths},

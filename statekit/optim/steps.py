@@ -31,6 +31,7 @@ class Scene:
         rate: Learning rate, a number or 0-d array; a number stays as precise as it is. None where the rule has its own.
         step: Updates done before this one (int, or 0-d integer array).
         execution: How the original ran; None: as it usually runs, on a CPU.
+        together: The gradients of all groups, where one norm limits them; None: a group's norm is its own.
     """
 
     xp: Backend
@@ -38,6 +39,7 @@ class Scene:
     rate: Value | None
     step: Value
     execution: Execution | None = None
+    together: Arrays | None = None
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,8 @@ import numpy as np
 
 from statekit.errors import UsageError
 from statekit.state.constants import variant_constants
-from statekit.state.train_state import Axis, Rule
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensors.tensor import Shape, Tensor
 
 HEURISTIC = "HEURISTIC"
@@ -129,6 +130,34 @@ def matrix_rule(form: Mapping[str, Any], rank: int) -> Rule | None:
         return Rule((Axis.ROW, Axis.COLUMN, Axis.COLUMN, Axis.COLUMN), "inferred")
     sides = (Axis.ROW, Axis.COLUMN) if form["orientation"] == "first" else (Axis.COLUMN, Axis.ROW)
     return Rule((*(Axis.BATCH,) * (rank - 2), *sides), "inferred")
+
+
+_EITHER_WAY = ("match_rms", "none")
+"""Values of `shape_scale` that are the same for a matrix and for its transpose."""
+
+
+def turned_matrices(state: TrainState, said_by: str | None = None) -> list[str]:
+    """Returns the parameters of which a variant takes other axes for outputs and inputs than they are.
+
+    Args:
+        state: The state of one optimizer, under the variant that goes on with it.
+        said_by: The variant that says what they are, where no rule does; None: nobody else does.
+    """
+    schema, variant = state.optimizer.schema, str(state.optimizer.variant)
+    form, of_source = variant_constants(schema, variant), variant_constants(schema, said_by or variant)
+    turned: list[str] = []
+    if "orientation" not in form:
+        return turned
+    usual_scale = load_schema(schema).settings(variant)["shape_scale"]
+    for group in state.optimizer.groups:
+        if group.hyperparameters.get("shape_scale", usual_scale) in _EITHER_WAY:
+            continue
+        for path in group.paths:
+            rank = len(state.params[path].shape)
+            rule, usual = state.rules.get(path) or matrix_rule(of_source, rank), matrix_rule(form, rank)
+            if rule is not None and usual is not None and rule.axes != usual.axes:
+                turned.append(path)
+    return turned
 
 
 @dataclass(frozen=True)

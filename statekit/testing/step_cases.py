@@ -200,7 +200,7 @@ def case(
         path: in_memory(_values(seed, path, "param", 0, shape, dtype), path)
         for path, (shape, _) in table.items()
     }
-    if schema in ("adafactor", "muon"):
+    if schema == "adafactor":
         rules = {path: Rule(axes, "given") for path, (_, axes) in table.items()}
     said = {**_settings(schema, variant, full, dtype), **changes}
     optimizer = Optimizer(schema, variant, (Group(paths, said, dict.fromkeys(said, "given")),))

@@ -48,6 +48,18 @@ def form_of_groups(
     return "mask" if differing == {DECAY} and len(decays) == 1 and not frozen else "parts"
 
 
+OF_MUON = {"muon": "muon", "adamw": "adam"}
+"""By schema, the labels of the two parts of `optax.contrib.muon`.
+
+Source: google-deepmind/optax optax/contrib/_muon.py, `muon`.
+"""
+
+
+def part_labels(schemas: Sequence[str | None]) -> Mapping[str, str]:
+    """Returns by schema the labels of a partition's parts, if they are those of one call; else parts have numbers."""
+    return OF_MUON if sorted(map(str, schemas)) == sorted(OF_MUON) else {}
+
+
 def construction(
     groups: Sequence[Mapping[str, Any]],
     names: Collection[str],
@@ -263,21 +275,7 @@ def _lines(
     if form == "one" and frozen is None:
         return [f"optimizer = {call(first, rates[first['label']])}"]
     if form == "parts":
-        rules = [f'rules["{group["label"]}"] = {call(group, rates[group["label"]])}' for group in groups]
-        usual = all(group["label"] == str(group["number"]) for group in groups)
-        named = {str(group["number"]): group["label"] for group in groups}
-        other = frozen or FROZEN
-        return [
-            *said,
-            *([] if usual else [f"names = {named!r}"]),
-            f"label = {{path: {'str(i)' if usual else 'names[str(i)]'} for i, group in enumerate(groups) "
-            'for path in group["paths"]}',
-            f'labels = jax.tree_util.tree_map_with_path(lambda keys, _: label.get({_PATH}, "{other}"), params)',
-            "import optax",
-            f'rules = {{"{frozen}": optax.set_to_zero()}}' if frozen else "rules = {}",
-            *rules,
-            "optimizer = optax.partition(rules, labels)",
-        ]
+        return [*said, *_part_lines(groups, frozen, call, rates)]
     if form == "mask":
         decayed = next(group for group in groups if group["hyperparameters"].get(DECAY))
         return [
@@ -296,6 +294,67 @@ def _lines(
         "still = lambda grads: jax.tree.map(lambda grad, moved: grad if moved else 0 * grad, grads, mask)",
         "update = lambda grads, state, params=None: rule.update(still(grads), state, params)",
         "optimizer = optax.GradientTransformation(rule.init, update)",
+    ]
+
+
+def _part_lines(
+    groups: Sequence[Mapping[str, Any]],
+    frozen: str | None,
+    call: Call,
+    rates: Mapping[str, Mapping[str, str]],
+) -> list[str]:
+    """Returns the lines of a partition, or of the one call that makes it."""
+    if lines := _muon_lines(groups, frozen, call, rates):
+        return lines
+    rules = [f'rules["{group["label"]}"] = {call(group, rates[group["label"]])}' for group in groups]
+    usual = all(group["label"] == str(group["number"]) for group in groups)
+    named = {str(group["number"]): group["label"] for group in groups}
+    other = frozen or FROZEN
+    return [
+        *([] if usual else [f"names = {named!r}"]),
+        f"label = {{path: {'str(i)' if usual else 'names[str(i)]'} for i, group in enumerate(groups) "
+        'for path in group["paths"]}',
+        f'labels = jax.tree_util.tree_map_with_path(lambda keys, _: label.get({_PATH}, "{other}"), params)',
+        "import optax",
+        f'rules = {{"{frozen}": optax.set_to_zero()}}' if frozen else "rules = {}",
+        *rules,
+        "optimizer = optax.partition(rules, labels)",
+    ]
+
+
+_OF_ADAM = ("b1", "b2", "eps_root", "weight_decay", "learning_rate")
+"""What `optax.contrib.muon` takes for its Adam, with `adam_` before it; the rest is what Muon is told."""
+
+
+def _muon_lines(
+    groups: Sequence[Mapping[str, Any]],
+    frozen: str | None,
+    call: Call,
+    rates: Mapping[str, Mapping[str, str]],
+) -> list[str]:
+    """Returns the lines of `optax.contrib.muon`, whose call has both rules; none if the groups aren't its parts."""
+    of_label = {group["label"]: group for group in groups}
+    if frozen is not None or {*of_label} != {*OF_MUON.values()}:
+        return []
+    muon, adam = (call(of_label[label], rates[label]) for label in ("muon", "adam"))
+    if not muon.startswith("optax.contrib.muon(") or not adam.startswith("optax.adam"):
+        return []
+    shared = muon.removesuffix(")").partition("(")[2]
+    of_adam = dict(re.findall(r"(\w+)=([^,()]+)", adam))
+    adam_arguments = [
+        f"adam_{name}={of_adam[name]}"
+        for name in _OF_ADAM
+        if name in of_adam and f"{name}={of_adam[name]}" not in shared
+    ]
+    adam_arguments = [argument for argument in adam_arguments if not argument.endswith("=None")]
+    arguments = [shared, *adam_arguments, "muon_weight_dimension_numbers=numbers"]
+    return [
+        f'moved = {{*groups[{of_label["muon"]["number"]}]["paths"]}}',
+        "import optax.contrib",
+        "matrix = optax.contrib.MuonDimensionNumbers()",
+        "dims = lambda leaf: matrix if leaf.ndim == 2 else ...",
+        f"numbers = jax.tree_util.tree_map_with_path(lambda keys, x: dims(x) if {_PATH} in moved else None, params)",
+        f"optimizer = optax.contrib.muon({', '.join(filter(None, arguments))})",
     ]
 
 

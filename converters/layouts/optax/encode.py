@@ -29,6 +29,7 @@ from statekit.converters.layouts.optax.construction import (
     PARTS,
     RULES,
     form_of_groups,
+    part_labels,
 )
 from statekit.converters.layouts.optax.factoring import usual_axes
 from statekit.converters.layouts.optax.inferred_hyperparameters import VARIANT, native_names
@@ -47,6 +48,7 @@ from statekit.converters.layouts.optax.skeleton import (
     usual_tree,
 )
 from statekit.errors import Faults, InexactError, StateError
+from statekit.state.factoring import turned_matrices
 from statekit.state.run import run_of
 from statekit.state.schema import load_schema
 from statekit.state.stored_slots import FACTORED, WHOLE, with_placeholders
@@ -56,7 +58,7 @@ from statekit.tensors.tree import Path, Tree, nested, walk
 
 WAITING = "acc_grads"
 """The field of `optax.MultiSteps` with the gradients that wait for their update."""
-_HELD = ("adafactor", "adamw", "lamb")
+_HELD = ("adafactor", "adamw", "lamb", "muon")
 _SCHEDULED = re.compile(r"scheduler|^initial_lr$")
 """Names under which others keep that a scheduler moves the rate."""
 
@@ -169,6 +171,10 @@ def _faults(state: TrainState) -> Iterator[tuple[str, str]]:
             yield "has no slots yet; Optax makes them all at once", path
     for part in state.parts():
         yield from _slot_faults(part)
+        turned = [] if part.optimizer.variant is None else turned_matrices(part)
+        yield from (
+            ("has its outputs where Optax looks for inputs: name its dimensions", path) for path in turned
+        )
     for chain in _chains(state):
         yield from _chain_faults(state, chain)
     for i, group in enumerate(state.optimizer.groups):
@@ -277,9 +283,15 @@ def _chains(state: TrainState) -> list[_Chain]:
     frozen = any(path not in state.slots for path in state.params)
     form = form_of_groups(settings, frozen, [group.schema for _, group in groups])
     if form == "parts":
+        named = part_labels([group.schema for _, group in groups])
         return [
-            _Chain((PARTS, label, INNER), whose[optimizer.kind(group)], group.paths, group.hyperparameters)
-            for label, group in groups
+            _Chain(
+                (PARTS, named.get(str(group.schema), number), INNER),
+                whose[optimizer.kind(group)],
+                group.paths,
+                group.hyperparameters,
+            )
+            for number, group in groups
         ]
     place = (INNER,) if frozen else ()
     decayed = [one for one in settings if one.get(DECAY)]
@@ -288,8 +300,7 @@ def _chains(state: TrainState) -> list[_Chain]:
 
 def _opt_state(state: TrainState) -> Tree:
     made: dict[tuple[str, ...], Tree] = {
-        chain.place: (_adafactor if chain.of.optimizer.schema == "adafactor" else _adam)(state, chain)
-        for chain in _chains(state)
+        chain.place: _LINKS.get(chain.of.optimizer.schema, _adam)(state, chain) for chain in _chains(state)
     }
     frozen = any(path not in state.slots for path in state.params)
     if () not in made and (INNER,) not in made and frozen:
@@ -315,6 +326,19 @@ def _adam(state: TrainState, chain: _Chain) -> list[Tree]:
     first = _link(state, chain, "mu", "nu", *(("nu_max",) if most else ()))
     ratio = [None] if chain.of.optimizer.schema == "lamb" else []
     return [first, _decay(chain), *ratio, _rate(state, chain)]
+
+
+def _muon(state: TrainState, chain: _Chain) -> list[Tree]:
+    said = chain.hyperparameters.get(
+        "ns_coefficients", load_schema("muon").settings(VARIANT)["ns_coefficients"]
+    )
+    table = in_memory(np.asarray(said, np.float32), "ns_coeffs")
+    first: Tree = {**_link(state, chain, "mu"), "ns_coeffs": table}
+    return [first, None, _decay(chain), _rate(state, chain)]
+
+
+_LINKS = {"adafactor": _adafactor, "muon": _muon}
+"""What makes the links of a schema's optimizer; Adam and LAMB differ in one."""
 
 
 def _decay(chain: _Chain) -> Tree:

@@ -72,6 +72,8 @@ def inferred(
     hyperparameters = Hyperparameters().over(usual, "assumed")
     if schema.name == "adafactor":
         hyperparameters, unknown = _adafactor(core, hyperparameters)
+    elif schema.name == "muon":
+        hyperparameters, unknown = _muon(core, hyperparameters)
     else:
         hyperparameters, unknown = _adam(core, recognised, hyperparameters)
     if any(one.kind in ("stateless", "masked") for one in core.before):
@@ -135,6 +137,31 @@ def _adam(
             _RATE
         )
     return hyperparameters, unknown
+
+
+def _muon(
+    core: CoreLink, hyperparameters: Hyperparameters
+) -> tuple[Hyperparameters, dict[str, tuple[str, ...]]]:
+    """Reads Muon's link: its coefficients, and how it stores the momentum.
+
+    The state holds coefficients as float32: the shortest decimal that is the same float32 is what was written.
+    """
+    table = core.link.state["ns_coeffs"].read().astype(np.float32)
+    shown = (
+        np.array([float(np.format_float_positional(value)) for value in table.flat])
+        .reshape(table.shape)
+        .tolist()
+    )
+    known: dict[str, Any] = {"ns_coefficients": shown}
+    first = _dtypes(core.link, "mu")
+    if len(first) == 1 and first != {"float32"}:
+        known["dtype_momentum"] = first.pop()
+    unknown: dict[str, tuple[str, ...]] = {}
+    if core.behind is None or not _is_whole(core):
+        unknown["The weight decay isn't stored, and the chain isn't the one that a default is known of."] = (
+            _RATE
+        )
+    return hyperparameters.over(known, "file"), unknown
 
 
 def _of_name(core: CoreLink, recognised: Recognised) -> dict[str, Any]:

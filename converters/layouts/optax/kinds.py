@@ -37,7 +37,6 @@ def _stranger(name: str, trees: str) -> Stranger:
 
 
 STRANGERS: Final[dict[frozenset[str], Stranger]] = {
-    _fields("count mu ns_coeffs"): _stranger("Muon", "mu"),
     _fields("count mu"): _stranger("Lion", "mu"),
     _fields("trace"): _stranger("SGD with momentum", "trace"),
     _fields("nu"): _stranger("RMSprop", "nu"),

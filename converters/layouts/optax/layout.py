@@ -72,12 +72,12 @@ _BEGUN = (
 
 @dataclass(frozen=True)
 class Optax:
-    """The state of Optax' Adafactor, AdamW and LAMB."""
+    """The state of Optax' Adafactor, AdamW, LAMB and Muon."""
 
     name: str = "optax"
     title: str = "Optax: params and opt_state, bare or in a TrainState; chained, masked, MultiSteps, injected"
     variants: Mapping[str, tuple[str, ...]] = field(
-        default_factory=lambda: {"adafactor": (VARIANT,), "adamw": (VARIANT,), "lamb": (VARIANT,)}
+        default_factory=lambda: dict.fromkeys(("adafactor", "adamw", "lamb", "muon"), (VARIANT,))
     )
     reads: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"adamw": ("maxtext_pax",)})
     containers: tuple[str, ...] = ("orbax", "flax")

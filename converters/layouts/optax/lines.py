@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.converters.layouts.optax.construction import Call, construction
-from statekit.converters.layouts.optax.recognition import STORED_SCALE, TAKEN
+from statekit.converters.layouts.optax.recognition import OF_MUON, STORED_SCALE, TAKEN
 from statekit.lines.printing import (
     RATE,
     RULES,
@@ -31,6 +31,7 @@ CLASSES: Mapping[tuple[str, str | None], str] = {
     ("adamw", "optax"): "optax.adamw",
     ("adafactor", "optax"): "optax.adafactor",
     ("lamb", "optax"): "optax.lamb",
+    ("muon", "optax"): "optax.contrib.muon",
 }
 _CONTRIBUTED = ("adopt", "acprop")
 _PROGRAMS = ("adam_pax",)
@@ -60,7 +61,7 @@ def optax_lines(state: State, saved: SavedRun) -> list[str]:
             names = dict.fromkeys([fact["value"], *fact["others"]])
             fitting = _or([name for name in names if name is not None])
             return f"{UNKNOWN}  # {fitting}: the file fits each, and --optimizer names the run's"
-        if fact is not None and fact["value"] not in _PROGRAMS:
+        if fact is not None and fact["value"] not in (*_PROGRAMS, OF_MUON):
             return _call(_code(fact["value"]), [*_arguments_of(fact["value"], arguments)], code)
         name = CLASSES.get((alone["schema"], alone["variant"]), UNKNOWN)
         if name == "optax.adamw" and _NO_DECAY in arguments and _is_short(saved):
@@ -85,7 +86,9 @@ def _optimizer_fact(group: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 def _is_open(fact: Mapping[str, Any]) -> bool:
     """Tells whether nobody said which of several optimizers it is, and none of them is the usual one."""
-    return fact["value"] is None or (bool(fact.get("others")) and fact["value"] not in TAKEN.values())
+    return fact["value"] is None or (
+        bool(fact.get("others")) and fact["value"] not in (*TAKEN.values(), OF_MUON)
+    )
 
 
 def _code(name: str) -> str:

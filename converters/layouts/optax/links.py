@@ -2,6 +2,7 @@
 
     {count, v_row, v_col, v}                     FactoredState, of scale_by_factored_rms
     {count, mu, nu}, {count, mu, nu, nu_max}     ScaleByAdamState, ScaleByAmsgradState
+    {count, mu, ns_coeffs}                       MuonState
     {count, ema}                                 EmaState: Adafactor's momentum
     {count}                                      ScaleByScheduleState
     {count, hyperparams, inner_state, ...}       inject_hyperparams
@@ -44,6 +45,7 @@ KINDS: dict[frozenset[str], str] = {
     frozenset({"count", "v_row", "v_col", "v"}): "adafactor",
     frozenset({"count", "mu", "nu"}): "adam",
     frozenset({"count", "mu", "nu", "nu_max"}): "adam",
+    frozenset({"count", "mu", "ns_coeffs"}): "muon",
     frozenset({"count", "ema"}): "ema",
     frozenset({"count"}): "schedule",
     frozenset({"count", "hyperparams", "inner_state"}): "inject",
@@ -57,6 +59,7 @@ SLOT_TREES: dict[str, tuple[str, ...]] = {
     **{f"statekit.{schema}": fields for schema, fields in OWN_FIELDS.items()},
     "adafactor": ("v_row", "v_col", "v"),
     "adam": ("mu", "nu", "nu_max"),
+    "muon": ("mu",),
     "ema": ("ema",),
     "stranger": tuple(dict.fromkeys(name for one in (*STRANGERS.values(), NOVOGRAD) for name in one.trees)),
 }
@@ -68,7 +71,7 @@ LABELLED = "inner_states"
 """The field of `optax.partition`: the state of each part under its label."""
 STRANGER = "stranger"
 """The kind of the links of optimizers that have no schema."""
-CORE_LINKS = ("adafactor", "adam")
+CORE_LINKS = ("adafactor", "adam", "muon")
 """The links that an optimizer of Optax is known by."""
 OWN_CORE_LINKS = tuple(f"statekit.{schema}" for schema in OWN_FIELDS)
 """Those of statekit.jax."""

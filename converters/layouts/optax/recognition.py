@@ -53,6 +53,8 @@ ALIASES: Final[dict[str, Alias]] = {
     "nadam": Alias("adamw", {**_NO_DECAY, "nesterov": True}, mu_dtype=True),
     "nadamw": Alias("adamw", {"nesterov": True}, mu_dtype=True),
     "lamb": Alias("lamb", mu_dtype=True),
+    "muon": Alias("muon", mu_dtype=True),
+    "muon_adam": Alias("adamw", {**_NO_DECAY, "nesterov": True}, mu_dtype=True),
     "scale_by_adam": Alias("adamw", mu_dtype=True),
     "adam_pax": Alias("adamw", variant="maxtext_pax"),
     "adamax": Alias(None),
@@ -67,7 +69,14 @@ _SHORT = ("adam", "adamax", "radam", "nadam", "yogi", "adabelief", "adopt")
 _LONG = ("adamw", "nadamw", "adamaxw", "acprop", "lamb")
 _BY_LENGTH = {1: _SHORT, 2: _LONG, 3: ("lamb",)}
 """By how many links stand behind Adam, the last of them the rate, the optimizers of Optax that have so many."""
+_BY_FIELDS = {"adafactor": "its state has v_row and v_col", "muon": "its state has ns_coeffs"}
+"""The kinds of links that are of one optimizer, and why."""
 _BARE = ("scale_by_adam", "adam_pax")
+OF_MUON = "muon_adam"
+"""What moves the parameters that aren't Muon's: adamw without decay, and with nesterov as Muon has it.
+
+Source: google-deepmind/optax optax/contrib/_muon.py, `muon`.
+"""
 TAKEN = {2: "adamw", 3: "lamb"}
 """Which optimizer a chain with so many links behind Adam is taken for."""
 
@@ -136,24 +145,28 @@ def recognised_all(
     named = {alias.variant: name for name, alias in ALIASES.items() if alias.variant is not None}
     asked = asked or next((named[variant] for variant in variants.values() if variant in named), None)
     fitting = [asked in (*names, ALIASES[names[0]].schema) for names, _ in map(_fitting, cores)]
+    beside_muon = any(core.link.kind == "muon" for core in cores)
     return [
-        recognised(core, asked if fits or not any(fitting) else None)
+        recognised(core, asked if fits or not any(fitting) else None, beside_muon)
         for core, fits in zip(cores, fitting, strict=True)
     ]
 
 
-def recognised(core: CoreLink, asked: str | None) -> Recognised:
+def recognised(core: CoreLink, asked: str | None, beside_muon: bool = False) -> Recognised:
     """Returns what a core link is of.
 
     Args:
         core: The core link.
         asked: The optimizer that the user names; None if none is named.
+        beside_muon: Whether Muon is another part of the run. Its `nesterov`, which is usually on, is Adam's too.
 
     Raises:
         UsageError: It can't be that.
     """
     fitting, because = _fitting(core)
     taken = _taken(core, fitting)
+    if beside_muon and taken == "adamw":
+        fitting, taken = (OF_MUON, *fitting), OF_MUON
     if len(fitting) == 1 and asked == ALIASES[fitting[0]].schema:
         asked = fitting[0]
     if asked is not None and asked not in fitting:
@@ -182,8 +195,8 @@ def recognised(core: CoreLink, asked: str | None) -> Recognised:
 def _fitting(core: CoreLink) -> tuple[tuple[str, ...], str]:
     """Returns the optimizers that a core link may be of, the likeliest first, and what its structure is."""
     behind = core.kinds_behind
-    if core.link.kind == "adafactor":
-        return ("adafactor",), "its state has v_row and v_col"
+    if core.link.kind in _BY_FIELDS:
+        return (core.link.kind,), _BY_FIELDS[core.link.kind]
     if "nu_max" in core.link.state:
         return ("amsgrad",), "its state has nu_max"
     names: tuple[str, ...]
@@ -263,7 +276,7 @@ def _link(neighbour: Neighbour) -> Link:
 
 def _beyond(core: CoreLink) -> Iterator[str]:
     """Yields what changes an optimizer's updates and is no part of its rule."""
-    rule = "Adafactor" if core.link.kind == "adafactor" else "Adam"
+    rule = core.link.kind.capitalize()
     for wrapper in core.wrappers:
         if wrapper.changes:
             yield f"{wrapper.name} stands around {rule} and makes other updates of its own."

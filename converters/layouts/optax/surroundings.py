@@ -17,6 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 from statekit.converters.layouts.optax.kinds import IDLE, NEIGHBOURS, PLATEAU, SCHEDULE, WRAPPERS, Wrapper
 from statekit.converters.layouts.optax.links import (
+    CORE_LINKS,
     LABELLED,
     SLOT_TREES,
     Link,
@@ -142,7 +143,7 @@ def core_link(
     doubled = [
         other.kind
         for other in all_links
-        if other.kind in ("ema", "adam", "adafactor")
+        if other.kind in ("ema", *CORE_LINKS)
         and other not in (link, momentum)
         and other.path[: len(top)] == top
         and not _paths(other).isdisjoint(moved)

@@ -11,7 +11,7 @@ src/transformers/trainer.py, `Trainer.train`; src/transformers/modeling_utils.py
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
 
 from statekit.lines.printing import (
@@ -36,7 +36,6 @@ CLASSES: Mapping[tuple[str, str | None], str] = {
     ("adamw", "torch"): _ADAMW,
     ("adafactor", "torch"): "torch.optim.Adafactor",
     ("muon", "torch"): "torch.optim.Muon",
-    ("muon", "keller"): "muon.SingleDeviceMuonWithAuxAdam",
     ("adafactor", "hf"): "transformers.optimization.Adafactor",
 }
 CLASS, OPTIONS = "optimizer_class", "optimizer_options"
@@ -67,7 +66,10 @@ def torch_file_lines(state: State, saved: SavedRun, form: str | None) -> list[st
     model, optimizer = model_keys(state, saved), [*keys, '["optimizer"]'][0]
     if form is None and (model, optimizer) == _LIGHTNING:
         return [f"trainer.fit(model, ckpt_path={path})"]
-    if form is None and (has_several(state) or len(keys) > 1):
+    if form is None and len(keys) == 1 and has_several(state):
+        call = _two_rule_call(state)
+        return _one_class_lines(state, saved, call) if call else _several_lines(state, saved)
+    if form is None and len(keys) > 1:
         return _several_lines(state, saved)
     modules = {
         "name": [f"from {_STATE_DICT} import set_optimizer_state_dict"],
@@ -93,6 +95,42 @@ def torch_file_lines(state: State, saved: SavedRun, form: str | None) -> list[st
         *load[form],
         *([] if form is None else _empty_group_lines(state)),
         *_late_schedule(rates, f"checkpoint{subscripts(rates.torch_place)}"),
+    ]
+
+
+def _two_rule_call(state: State) -> list[str]:
+    """Returns the lines that make an optimizer of `groups` whose class has two rules; none of several classes.
+
+    Source: KellerJordan/Muon muon.py, `SingleDeviceMuonWithAuxAdam`; MoonshotAI/Moonlight toy_train.py, `Muon`.
+    """
+    kinds = [
+        (kind["schema"], kind["variant"]) for kind in (kind_of(state, group) for group in state["groups"])
+    ]
+    is_muon = [schema == "muon" for schema, _ in kinds]
+    variants = {variant for _, variant in kinds}
+    if variants == {"keller"}:
+        return [
+            "import muon",
+            f'rules = [{{**group, "use_muon": rule}} for group, rule in zip(groups, {is_muon})]',
+            "optimizer = muon.SingleDeviceMuonWithAuxAdam(rules)",
+        ]
+    if variants == {"moonlight"} and is_muon == [True, False]:
+        said = 'muon_params=groups[0]["params"], adamw_params=groups[1]["params"]'
+        return ["from toy_train import Muon  # of Moonlight's examples", f"optimizer = Muon({said})"]
+    return []
+
+
+def _one_class_lines(state: State, saved: SavedRun, call: Sequence[str]) -> list[str]:
+    """Returns the lines for a file of torch.save with one optimizer whose class has two rules."""
+    return [
+        *_group_imports(state, saved),
+        "import torch",
+        f"checkpoint = torch.load({quoted(saved.path)}, weights_only=True)",
+        *_model_lines(state, f"checkpoint{model_keys(state, saved)}"),
+        *(['manifest = json.loads(checkpoint["statekit"])'] if saved.is_converted else []),
+        *_group_lines(state, saved),
+        *call,
+        f"optimizer.load_state_dict(checkpoint{_optimizer_keys(saved)[0]})",
     ]
 
 

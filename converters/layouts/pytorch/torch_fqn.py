@@ -14,4 +14,5 @@ LAYOUT = TorchOptim(
     "the same as torch-optim, by name as get_state_dict gathers it",
     containers=("dcp", "torch"),
     form="name",
+    holds_several=("torch", "dcp"),
 )

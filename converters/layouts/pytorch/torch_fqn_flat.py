@@ -12,4 +12,5 @@ LAYOUT = TorchOptim(
     "the same flat, an entry for each option of a parameter",
     containers=("dcp", "torch", "dcp-safetensors"),
     form="flat",
+    holds_several=("torch", "dcp"),
 )

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -69,7 +69,7 @@ from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, OPTIMIZER_NAME, 
 from statekit.lines.printing import SavedRun, State
 from statekit.state.constants import variant_constants
 from statekit.state.evidence import Fact, KnownFrom, beyond, fits_several
-from statekit.state.factoring import by_shape
+from statekit.state.factoring import by_shape, matrix_rule, turned_matrices
 from statekit.state.param_names import is_adapted
 from statekit.state.run import SIDE_BY_SIDE, TRAINER_ARGUMENTS
 from statekit.state.schema import is_native, load_schema
@@ -95,6 +95,8 @@ class TorchOptimizer:
         beside: What its state may hold besides: kept, never used.
         count: Dtype of `step` where it is a tensor; "" where it is a number.
         usual: Options of a new optimizer's groups: loading a distributed checkpoint asks for all of them.
+        told: Options that only say which of a class' two rules moves a group.
+        marked: What `use_muon` is in the state of each parameter, where that says which rule moves it.
         own_rate: An option with which it makes its rate itself; it looks for `lr` nevertheless, and finds None.
         signature: By what a file's optimizer was told; None of one that is written.
     """
@@ -106,6 +108,8 @@ class TorchOptimizer:
     notes: tuple[str, ...] = ()
     beside: tuple[str, ...] = ()
     usual: Mapping[str, Any] = field(default_factory=dict)
+    told: Mapping[str, Any] = field(default_factory=dict)
+    marked: bool | None = None
     own_rate: str = ""
     signature: Signature | None = None
 
@@ -130,15 +134,20 @@ class TorchOptimizer:
         return variant_constants(self.schema, str(self.variant))
 
     def rule(self, shape: Shape) -> Rule:
-        """Returns how the optimizer factors a parameter."""
-        factors = not self.is_native and "v_row" in self.names
-        return Rule(by_shape(self.form, shape, True) if factors else (Axis.NONE,) * len(shape), "file")
+        """Returns how the optimizer factors a parameter, or which of its axes make a matrix."""
+        none = Rule((Axis.NONE,) * len(shape), "file")
+        if self.is_native:
+            return none
+        if "v_row" in self.names:
+            return Rule(by_shape(self.form, shape, True), "file")
+        return matrix_rule(self.form, len(shape)) or none
 
 
 _ADAMW = {
     "amsgrad": False, "maximize": False, "foreach": None, "capturable": False, "differentiable": False,
     "fused": None, "decoupled_weight_decay": True,
 }  # fmt: skip
+_USE_MUON = "use_muon"
 KINDS = (
     TorchOptimizer("adafactor", "torch", ("beta2_decay", "d"), usual={"foreach": None, "maximize": False}),
     TorchOptimizer(
@@ -152,7 +161,13 @@ KINDS = (
         beside=("grad_norm_exp_avg",),
     ),
     TorchOptimizer("muon", "torch", ("ns_coefficients", "adjust_lr_fn"), None),
+    TorchOptimizer("muon", "keller", ("use_muon", "momentum"), None, told={_USE_MUON: True}),
+    TorchOptimizer("adamw", "keller", ("use_muon", "betas"), "", told={_USE_MUON: False}),
+    TorchOptimizer("muon", "moonlight", ("adamw_betas", "momentum"), None, marked=True),
+    TorchOptimizer("adamw", "moonlight", ("adamw_betas", "adamw_eps"), "", marked=False),
 )
+TOGETHER = ({("muon", "keller"), ("adamw", "keller")}, {("muon", "moonlight"), ("adamw", "moonlight")})
+"""Rules of one class: its groups, or what it keeps of each parameter, say which of them moves it."""
 _SAID = {"index": "by index", "name": "by name", "flat": "an entry for each parameter's option"}
 _FORM_NOTES = {
     "flat": ("The options stand by parameter; parameters with equal ones are taken as one group.",)
@@ -205,12 +220,12 @@ class TorchOptim:
     """
 
     name: str = "torch-optim"
-    title: str = "torch.optim's AdamW and Adafactor, Hugging Face's Adafactor: by index or by name"
+    title: str = "torch.optim's AdamW, Adafactor and Muon, Hugging Face's Adafactor: by index or by name"
     variants: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: {
-            "adamw": ("torch",),
+            "adamw": ("torch", "keller", "moonlight"),
             "adafactor": ("hf", "torch"),
-            "muon": ("torch",),
+            "muon": ("torch", "keller", "moonlight"),
             native.SCHEMA: (),
         }
     )
@@ -223,19 +238,19 @@ class TorchOptim:
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks at the options of the groups, and at the names of the slots."""
         if beside := side_by_side(checkpoint, {}):
-            kinds = [_kind(parts) for parts in beside.each]
-            if self.form or not all(kinds):
+            sides = [_kinds(_by_rule(parts)) for parts in beside.each]
+            if self.form or not all(sides):
                 return None
             places = " and ".join("/".join(map(str, place)) for place in beside.places)
             return Evidence(20, f"optimizers side by side at {places}")
         parts = find_parts(checkpoint, {})
-        kind = _kind(parts) if parts else None
+        kinds = _kinds(_by_rule(parts)) if parts else []
         forms = (self.form,) if self.form else ("index", "name")
-        if parts is None or kind is None or parts.form not in forms:
+        if parts is None or not kinds or parts.form not in forms:
             return None
-        if _is_elsewhere(kind, self.form, checkpoint.container):
+        if any(_is_elsewhere(kind, self.form, checkpoint.container) for kind in kinds):
             return None
-        return _evidence(parts, kind, self.form)
+        return _evidence(parts, kinds, self.form)
 
     def describe(self, checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Contents | None:
         """Says what a file of PyTorch holds that isn't decoded; the layouts by name leave that to the one by index."""
@@ -323,7 +338,7 @@ class TorchOptim:
         Raises:
             InexactError: No optimizer of these goes on with the state.
         """
-        if not state.optimizer.several:
+        if not state.optimizer.several or self.form or _of_one_class(state.optimizer.kinds):
             joined = self._encode(state, [((), list(state.optimizer.groups))])
             sides = [] if self.form else _as_they_lay(state)
             return replace(joined, side_by_side=self._encode(state, sides)) if sides else joined
@@ -331,15 +346,6 @@ class TorchOptim:
             ((USUAL, i), [group for group in state.optimizer.groups if state.optimizer.kind(group) == kind])
             for i, kind in enumerate(state.optimizer.kinds)
         ]
-        if self.form is not None:
-            raise InexactError(
-                f"The layout {self.name} holds one optimizer: torch.distributed gathers several by name into one.",
-                expected="one",
-                found=" and ".join(
-                    f"{schema}, variant {variant}" for schema, variant in state.optimizer.kinds
-                ),
-                remedy="write torch-optim, which has a state_dict of each, or statekit-torch",
-            )
         return self._encode(state, sides)
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
@@ -361,12 +367,12 @@ class TorchOptim:
 
     def _encode(self, state: TrainState, sides: Sequence[tuple[TreePath, list[Group]]]) -> Encoded:
         """Returns the file's tree with an optimizer at each of these places, or one for all at its usual one."""
-        faults = Faults(_unknown_numbers(state))
-        kinds = [_kind_of(state, groups, self.name) for _, groups in sides]
+        faults = Faults([*_unknown_numbers(state), *_turned(state)])
+        kinds = [_kinds_of(state, groups, self.name) for _, groups in sides]
         by_name = self.form is not None or bool(state.extra.get(_BY_NAME))
         optimizers = [
-            self._optimizer(state, kind, groups, by_name, faults)
-            for kind, (_, groups) in zip(kinds, sides, strict=True)
+            self._optimizer(state, of_groups, groups, by_name, faults)
+            for of_groups, (_, groups) in zip(kinds, sides, strict=True)
         ]
         faults.check(InexactError, f"The layout {self.name} can't hold the state")
         names = names_of(state.extra, state.params)
@@ -390,12 +396,12 @@ class TorchOptim:
         if kind.is_native:
             return native.native_options(group.hyperparameters, others)
         usual = {key: kind.usual[key] for key in kind.usual if self.form and key not in others}
-        return {**usual, **_native_options(kind, state, group)}
+        return {**usual, **_native_options(kind, state, group), **kind.told}
 
     def _optimizer(
         self,
         state: TrainState,
-        kind: TorchOptimizer,
+        kinds: Sequence[TorchOptimizer],
         canonical: Sequence[Group],
         by_name: bool,
         faults: Faults,
@@ -404,22 +410,35 @@ class TorchOptim:
         order = [path for group in canonical for path in group.paths]
         names = names_of(state.extra, order)
         index = {path: names[path] if by_name else i for i, path in enumerate(order)}
-        kept = {} if kind.is_native else state.slots
-        records = native.native_records(state, order) if kind.is_native else {}
-        records |= {
-            path: _native(kind, state, path, slots, faults)
-            for path, slots in kept.items()
-            if path in index and slots
-        }
+        records: dict[str, dict[str, Any]] = {}
+        for kind, group in zip(kinds, canonical, strict=True):
+            records |= _records_of(kind, state, group, faults)
         groups = [
             {
                 **self._options(kind, state, group),
                 "params": [index[path] for path in group.paths],
                 **({} if by_name else {"param_names": [names[path] for path in group.paths]}),
             }
-            for group in canonical
+            for kind, group in zip(kinds, canonical, strict=True)
         ]
-        return groups, {index[path]: record for path, record in records.items()}
+        if kinds and kinds[0].marked is not None:
+            groups = _as_one_group(groups, faults)
+        return groups, {index[path]: records[path] for path in order if path in records}
+
+
+def _records_of(
+    kind: TorchOptimizer, state: TrainState, group: Group, faults: Faults
+) -> dict[str, dict[str, Any]]:
+    """Returns what an optimizer keeps of each parameter of a group, by path; one that was never moved has none."""
+    if kind.is_native:
+        return {path: dict(record) for path, record in native.native_records(state, group.paths).items()}
+    marks = {} if kind.marked is None else {_USE_MUON: kind.marked}
+    kept = {path: state.slots.get(path) for path in group.paths}
+    records = {
+        path: {**marks, **(_native(kind, state, path, slots, faults) if slots else {})}
+        for path, slots in kept.items()
+    }
+    return {path: record for path, record in records.items() if record}
 
 
 def _as_they_lay(state: TrainState) -> list[tuple[TreePath, list[Group]]]:
@@ -431,18 +450,45 @@ def _as_they_lay(state: TrainState) -> list[tuple[TreePath, list[Group]]]:
     if any(isinstance(key, int) and not 0 <= key < MOST_PARTS for place, _ in stated for key in place):
         return []
     sides = [groups[end - count : end] for end, (_, count) in zip(ends, stated, strict=True)]
-    if any(len({state.optimizer.kind(group) for group in side}) != 1 for side in sides):
+    if not all(_of_one_class({*map(state.optimizer.kind, side)}) for side in sides):
         return []
     return [(tuple(place), side) for (place, _), side in zip(stated, sides, strict=True)]
 
 
-def _kind_of(state: TrainState, groups: Sequence[Group], layout: str) -> TorchOptimizer:
-    """Returns the optimizer of torch that groups are of.
+def _of_one_class(kinds: Collection[tuple[str, str | None]]) -> bool:
+    """Tells whether one class of PyTorch has all these rules."""
+    return len(kinds) == 1 or any({*kinds} <= together for together in TOGETHER)
+
+
+def _as_one_group(groups: Sequence[dict[str, Any]], faults: Faults) -> list[dict[str, Any]]:
+    """Returns the one group of a class that marks each parameter's rule in its state: Muon's parameters come first."""
+    merged: dict[str, Any] = {}
+    for group in groups:
+        for key, value in group.items():
+            if isinstance(value, list):
+                merged[key] = [*merged.get(key, []), *value]
+            elif merged.setdefault(key, value) != value:
+                faults.add(
+                    f"is {merged[key]!r} and {value!r}, and the class has one group for both rules", key
+                )
+    return [merged]
+
+
+def _kinds_of(state: TrainState, groups: Sequence[Group], layout: str) -> list[TorchOptimizer]:
+    """Returns the optimizer of torch that each group is of.
 
     Raises:
         InexactError: It is none that the layout holds.
     """
-    schema, variant = state.optimizer.kind(groups[0]) if groups else state.optimizer.kinds[0]
+    return [_kind_of(*state.optimizer.kind(group), layout) for group in groups]
+
+
+def _kind_of(schema: str, variant: str | None, layout: str) -> TorchOptimizer:
+    """Returns the optimizer of torch of a rule.
+
+    Raises:
+        InexactError: It is none that the layout holds.
+    """
     if schema == native.SCHEMA:
         return TorchOptimizer(schema, variant, ())
     for kind in KINDS:
@@ -466,18 +512,15 @@ def _parts_and_kinds(
     beside = side_by_side(checkpoint, hints.model)
     if beside is None:
         parts = find_parts(checkpoint, hints.model)
-        kind = _kind(parts) if parts else None
-        if parts is None or kind is None:
+        parts = _by_rule(parts) if parts else None
+        kinds = _kinds(parts) if parts else []
+        if parts is None or not kinds:
             raise _incomplete(checkpoint)
-        return _as_torch(parts, kind), [kind] * len(parts.groups), _said_of_pair(checkpoint, parts), []
-    kinds = [(_kind(parts), len(parts.groups)) for parts in beside.each]
+        return _as_torch(parts, kinds[0]), kinds, _said_of_pair(checkpoint, parts), []
+    sides = [_by_rule(parts) for parts in beside.each]
+    of_sides = [_kinds(parts) for parts in sides]
     places = ["/".join(map(str, place)) for place in beside.places]
-    faults = Faults()
-    for place, (kind, _), parts in zip(places, kinds, beside.each, strict=True):
-        signature = signature_of(parts)
-        if kind is None:
-            faults.add(f"is {signature.name if signature else 'unknown'}, which has no schema yet", place)
-    faults.check(
+    Faults(_without_schema(places, of_sides, sides)).check(
         StateError,
         "Of the run's optimizers some can't be read",
         place=checkpoint.path,
@@ -486,8 +529,19 @@ def _parts_and_kinds(
     said = (
         f"The file has {len(places)} optimizers, {' and '.join(places)}; their groups are numbered through."
     )
-    sides = [[list(place), count] for place, (_, count) in zip(beside.places, kinds, strict=True)]
-    return beside.joint, [kind for kind, count in kinds for _ in range(count) if kind], [said], sides
+    counted = [[list(place), len(kinds)] for place, kinds in zip(beside.places, of_sides, strict=True)]
+    joint = replace(beside.joint, groups=[group for parts in sides for group in parts.groups])
+    return joint, [kind for kinds in of_sides for kind in kinds], [said], counted
+
+
+def _without_schema(
+    places: Sequence[str], kinds: Sequence[Sequence[TorchOptimizer]], sides: Sequence[Parts]
+) -> Iterator[tuple[str, str]]:
+    """Yields the optimizers side by side that none is that statekit knows, by their names."""
+    for place, of_side, parts in zip(places, kinds, sides, strict=True):
+        if not of_side:
+            signature = signature_of(parts)
+            yield f"is {signature.name if signature else 'unknown'}, which has no schema yet", place
 
 
 def _said_of_pair(checkpoint: Checkpoint, parts: Parts) -> list[str]:
@@ -509,7 +563,10 @@ def _unnamed(checkpoint: Checkpoint) -> Unnamed | None:
         if len({number for group in numbers for number in group}) != sum(map(len, numbers)):
             return None
         faults = Faults()
-        counts = {str(i): _count(record.get("step"), str(i), faults) for i, record in parts.state.items()}
+        kind_of = {i: kind for kind, group in zip(kinds, parts.groups, strict=True) for i in group["params"]}
+        counts = dict[str, int]()
+        for i, record in parts.state.items():
+            counts |= _counted(kind_of[i], record, str(i), faults)
         if faults:
             return None
         groups = _clipped(_groups(kinds, parts, numbers, _decoupled(checkpoint, NO_HINTS)), parts, checkpoint)
@@ -584,11 +641,12 @@ def _refuse_merged(
         )
 
 
-def _shown(parts: Parts, kind: TorchOptimizer) -> str:
-    """Returns what shows that parts are of an optimizer."""
-    if kind.is_native:
+def _shown(parts: Parts, kinds: Sequence[TorchOptimizer]) -> str:
+    """Returns what shows that parts are of one optimizer, or of several in one."""
+    if any(kind.is_native for kind in kinds):
         return "an optimizer's state and its groups"
-    return "slots of its names" if _is_bare(parts) else f"groups with {', '.join(kind.keys)}"
+    keys = dict.fromkeys(key for kind in kinds for key in kind.keys)
+    return "slots of its names" if _is_bare(parts) else f"groups with {', '.join(keys)}"
 
 
 def _records(
@@ -648,14 +706,57 @@ def _kind(parts: Parts) -> TorchOptimizer | None:
     return next((replace(kind, signature=signature) for kind in same), None)
 
 
+def _kinds(parts: Parts) -> list[TorchOptimizer]:
+    """Returns whose each group is; none if some is nobody's.
+
+    Groups are of one optimizer, of the two rules of one class, or of several that torch.distributed has gathered.
+    """
+    kind = _kind(parts)
+    if kind is not None and not kind.is_native:
+        return [kind] * len(parts.groups)
+    each = [_kind(_only(parts, group)) for group in parts.groups]
+    kinds = [other for other in each if other is not None and not other.is_native]
+    if len(kinds) == len(each) > 1:
+        return kinds
+    return [] if kind is None else [kind] * len(parts.groups)
+
+
+def _only(parts: Parts, group: Mapping[str, Any]) -> Parts:
+    """Returns the parts of an optimizer that had one of its groups alone."""
+    records = {index: parts.state[index] for index in group["params"] if index in parts.state}
+    return replace(parts, groups=[group], state=records)
+
+
+def _by_rule(parts: Parts) -> Parts:
+    """Returns parts in which each group is moved by one rule, where a class marks the rule in each parameter's state.
+
+    Source: MoonshotAI/Moonlight, examples/toy_train.py, `Muon.__init__`.
+    """
+    groups = list[Mapping[str, Any]]()
+    for group in parts.groups:
+        marks = [scalar(parts.state.get(index, {}).get(_USE_MUON)) for index in group["params"]]
+        if not (set(marks) <= {True, False} and len(set(marks)) > 1):
+            groups.append(group)
+            continue
+        for mark in (True, False):
+            chosen = [marked is mark for marked in marks]
+            through = {
+                key: list(itertools.compress(group[key], chosen))
+                for key in ("params", "param_names")
+                if key in group
+            }
+            groups.append({**group, **through})
+    return replace(parts, groups=groups)
+
+
 def _native_kind(parts: Parts, signature: Signature | None) -> TorchOptimizer | None:
     """Returns an optimizer without a schema; None where it keeps something of no parameter, which has no place."""
     name = None if signature is None else signature.name
     return None if parts.common else TorchOptimizer(native.SCHEMA, name, (), signature=signature)
 
 
-def _evidence(parts: Parts, kind: TorchOptimizer, form: Form | None) -> Evidence:
-    because = _shown(parts, kind)
+def _evidence(parts: Parts, kinds: Sequence[TorchOptimizer], form: Form | None) -> Evidence:
+    because = _shown(parts, kinds)
     return Evidence(21, f"{because}, {_SAID[parts.form]}") if form else Evidence(20, because)
 
 
@@ -670,7 +771,9 @@ def _kind_by_slots(slot_names: set[str]) -> TorchOptimizer | None:
 
     The notes of Hugging Face's Adafactor tell it from AdamW.
     """
-    fitting = [kind for kind in KINDS if slot_names <= {*kind.names.values(), STEP, *kind.notes}]
+    # A momentum buffer alone may be SGD's, or any Muon's.
+    counted = [kind for kind in KINDS if kind.count is not None and kind.marked is None]
+    fitting = [kind for kind in counted if slot_names <= {*kind.names.values(), STEP, *kind.notes}]
     return next((kind for kind in fitting if set(kind.notes) <= slot_names), None)
 
 
@@ -742,6 +845,16 @@ def _saw_pieces(kind: TorchOptimizer, record: Mapping[str, Any], rule: Rule) -> 
     return kind.schema == "adafactor" and rule.factored and isinstance(record.get(kind.names["v"]), Tensor)
 
 
+def _turned(state: TrainState) -> Iterator[tuple[str, str]]:
+    """Yields the matrices whose outputs and inputs the optimizer would take for each other."""
+    for part in state.parts():
+        for path in [] if part.optimizer.variant is None else turned_matrices(part):
+            yield (
+                "has its inputs where the optimizer looks for outputs, which changes the scale of its update",
+                path,
+            )
+
+
 def _unknown_numbers(state: TrainState) -> Iterator[tuple[str, str]]:
     """Yields what the optimizer reads in its groups and can't do without, as its slots show, and nobody said."""
     for i, group in enumerate(state.optimizer.groups):
@@ -769,7 +882,7 @@ def _native(
     record: dict[str, Any] = {} if kind.count is None else {STEP: step}
     # Pieces are cut anew from what lies under names; by index the optimizer itself would look for factored slots.
     pieces = not rule.factored and bool(state.extra.get(_BY_NAME))
-    if rule.axes != usual.axes and not pieces:
+    if rule.axes != usual.axes and not pieces and kind.schema != "muon":
         axes = ", ".join(axis.value for axis in rule.axes)
         faults.add(f"is factored by {axes}; this optimizer would: {[a.value for a in usual.axes]}", path)
         return record
@@ -829,7 +942,7 @@ def _decoupled(checkpoint: Checkpoint, hints: CheckpointRef) -> tuple[bool, Know
 def _told_by_dialect(group: Group, kind: TorchOptimizer, decoupled: tuple[bool, KnownFrom] | None) -> Group:
     """Returns a group with what its optimizer's signature tells, and the facts that are open then."""
     dialect = kind.signature
-    if dialect is None or kind.schema != "adamw":
+    if dialect is None or DECOUPLED not in load_schema(kind.schema).variant(str(kind.variant))["defaults"]:
         return group
     values, known = dict(group.hyperparameters), dict(group.known_from)
     facts = list(group.facts)
@@ -895,8 +1008,13 @@ def _native_options(kind: TorchOptimizer, state: TrainState, group: Group) -> di
 
 
 def _options(kind: TorchOptimizer) -> tuple[str, ...]:
-    """Returns the keys of a group that become hyperparameters."""
-    return load_schema(kind.schema).arguments(str(kind.variant))
+    """Returns the keys of a group that become hyperparameters, or say whose rule moves it."""
+    marked = kind.marked is not None
+    names = (
+        load_schema(schema).arguments(str(kind.variant))
+        for schema in (("muon", "adamw") if marked else (kind.schema,))
+    )
+    return (*(name for some in names for name in some), *kind.told)
 
 
 def _count(step: Any, path: str, faults: Faults) -> int:

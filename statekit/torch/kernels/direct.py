@@ -136,7 +136,9 @@ class DirectUpdate:
         captures = is_capturing(group)
         self.counts = self.counts or captures or found is not None
         counted = self.counted if self.counts else None
-        scene = DeviceScene(_XP, group["variant"], group["lr"], group["step"], None, counted, scale, found)
+        scene = DeviceScene(
+            _XP, group["variant"], group["lr"], group["step"], None, None, counted, scale, found
+        )
         for batch in self.batches:
             launches = batch.launches
             if captures:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from statekit.verify.systems import muon
 from statekit.verify.systems.schema_named import described, kind
 
 KINDS = {"AdamW": ("adamw", "keras"), "Lamb": ("lamb", "keras"), "Adafactor": ("adafactor", "keras")}
@@ -17,6 +18,8 @@ KINDS = {"AdamW": ("adamw", "keras"), "Lamb": ("lamb", "keras"), "Adafactor": ("
 
 def describe(folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the content of `recording.json` for Keras' `meta.json`."""
+    if "Muon" in meta["optimizer"]:
+        return muon.of_keras(meta)
     extra = meta["extra"]
     schema, variant = kind(meta, KINDS)
     group = {

@@ -80,7 +80,7 @@ class Optax:
         group = {
             **_usual(schema, _defaults(schema, arguments)),
             **{name: value for name, value in arguments.items() if name not in (*READ_HERE, *links)},
-            "exclude_from_weight_decay": _excluded(
+            "exclude_from_weight_decay": excluded(
                 meta, arguments.get("mask", arguments.get("weight_decay_mask"))
             ),
             "clipvalue": arguments.get("clip"),
@@ -96,7 +96,7 @@ class Optax:
             checkpoint_of(meta["checkpoint"]["files"]),
             of_xla(str(meta.get("versions", {}).get("backend", "cpu"))),
         )
-        return _by_update(recorded, arguments.get(GRADIENTS_PER_UPDATE) or _every(said))
+        return by_update(recorded, arguments.get(GRADIENTS_PER_UPDATE) or every(said))
 
     def decode(self, tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState:
         """Returns the canonical state of one step, through Optax' layout.
@@ -148,7 +148,7 @@ def _require_known_links(optimizer: str) -> None:
     )
 
 
-def _every(optimizer: str) -> int:
+def every(optimizer: str) -> int:
     """Returns how many gradients make an update, by an optimizer's name: `MultiSteps(adafactor, 3)`."""
     called = re.search(r"MultiSteps\(.*,\s*(?:every_k_schedule\s*=\s*)?(\d+)\)", optimizer)
     return int(called[1]) if called else 1
@@ -282,7 +282,8 @@ def _usual(schema: str, names: Iterable[str]) -> dict[str, Any]:
     return {name: settings[name] for name in names}
 
 
-def _excluded(meta: Mapping[str, Any], mask: str | None) -> dict[str, bool] | None:
+def excluded(meta: Mapping[str, Any], mask: str | None) -> dict[str, bool] | None:
+    """Returns which parameters a mask keeps from weight decay; None where there is no mask."""
     if mask is None:
         return None
     if mask not in MASKS:
@@ -301,7 +302,7 @@ def _rules(meta: Mapping[str, Any]) -> dict[str, list[str]]:
     return rules
 
 
-def _by_update(recorded: dict[str, Any], gradients: int) -> dict[str, Any]:
+def by_update(recorded: dict[str, Any], gradients: int) -> dict[str, Any]:
     """Returns a description whose steps are updates, each of several gradients; unfinished ones are left out."""
     if gradients == 1:
         return recorded

@@ -346,10 +346,12 @@ def _rules(
 ) -> Iterator[tuple[str, Rule]]:
     """Yields how the variant factors each parameter, if its optimizer factors at all."""
     schema, variant = load_schema(spec["schema"]), spec["variant"]
-    if "v_row" not in schema.slots:
-        return
     constants, settings = variant_constants(schema.name, variant), schema.settings(variant)
     names, given = spec.get("dimension_names", {}), spec.get("rules", {})
+    if "v_row" not in schema.slots:
+        moved = (path for group in groups for path in group.paths)
+        yield from ((path, Rule(tuple(map(Axis, given[path])), "file")) for path in moved if path in given)
+        return
     for group in groups:
         said = {**settings, **group.hyperparameters}
         apart = said["stacked_dim_names"] or ()

@@ -25,7 +25,7 @@ from statekit.verify.contract import Phase
 from statekit.verify.systems import schema_named
 from statekit.verify.systems.schema_named import checkpoint_of, described, kind
 
-KINDS = {"AdamW": ("adamw", "torch"), "Adafactor": ("adafactor", "torch")}
+KINDS = {"AdamW": ("adamw", "torch"), "Adafactor": ("adafactor", "torch"), "Muon": ("muon", "torch")}
 BY_RANK = ("DeepSpeed", "FSDP1")
 """Wrappers under which an optimizer sees flat pieces of the parameters: only elementwise rules don't notice."""
 
