@@ -158,5 +158,5 @@ def test_attest_compares_a_live_optimizer_by_its_own_names(tmp_path: Path) -> No
     model.optimizer.variables[5].assign(0 * model.optimizer.variables[5])
     result = statekit.tensorflow.attest(model.optimizer, model, tmp_path / "model.keras")
     assert [(one.name, *one.where) for one in result.findings] == [
-        ("slot-zero", "slots/sequential/b/bias/velocity")
+        ("slot-zero", f"slots/{model.name}/b/bias/velocity")
     ]
