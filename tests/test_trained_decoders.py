@@ -271,7 +271,7 @@ FOLLOWED = [(0.04, 2.5e-7, 0.05), (0.01, 1e-6, 0.2)]
 
 def test_a_rate_that_is_given_while_loading_follows_what_a_map_scaled() -> None:
     """The group of the query keeps four times the rate, a quarter of epsilon and of weight decay."""
-    given: dict[str, Any] = {"lr": 0.01, "weight_decay": 0.2, "hparams": {"b2": 0.95}, "eps": 1e-6}
+    given: dict[str, Any] = {"lr": 0.01, "weight_decay_rate": 0.2, "hparams": {"b2": 0.95}, "epsilon": 1e-6}
     assert (
         rates(RUNS / "maxtext_llama_scanned/3", map="maxtext-llama:hf-llama", config=SAID, **given)
         == FOLLOWED

@@ -102,6 +102,7 @@ class Encoded:
         paced: Where the run's schedule stands, and the rate of each group's next update, as far as it tells.
         variables: The items of `tree` whose arrays lie under `value` in files, as flax.nnx.State has its variables; ""
             is the whole tree.
+        custom: What a system keeps with a step beside its trees, as Orbax' `custom_metadata`.
     """
 
     tree: Tree
@@ -115,6 +116,7 @@ class Encoded:
     assumptions: tuple[str, ...] = ()
     paced: Paced | None = None
     variables: tuple[str, ...] = ()
+    custom: Mapping[str, Any] = field(default_factory=dict)
 
 
 class Container(Protocol):

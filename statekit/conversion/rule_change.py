@@ -420,7 +420,7 @@ class Bridge:
 
     def _carried(self, settings: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the target's hyperparameters as the source behaves, or would with its defaults; never a rate."""
-        offered = self.schema.variant(self.target)["defaults"]
+        offered = {**dict.fromkeys(self._by_loop(settings)), **self.schema.variant(self.target)["defaults"]}
         return {
             name: self._spelt(name, settings[name], usual)
             for name, usual in offered.items()
@@ -448,6 +448,15 @@ class Bridge:
             return {name: value for name, value in values.items() if name != _DECAY}
         return {**values, _DECAY: values[_DECAY] * rate ** (powers[0] - powers[1])}
 
+    def _by_loop(self, settings: Mapping[str, Any]) -> list[str]:
+        """Returns the hyperparameters that are on, and that the loops of source and target do themselves."""
+        ends = {self.source, self.target}
+        return [
+            name
+            for name, spec in self.schema.hyperparameters.items()
+            if ends <= {*spec.get("by_loop", ())} and settings[name] is not None
+        ]
+
     def _spelt(self, name: str, value: Any, usual: Any) -> Any:
         """Returns a value that means off as the target spells it."""
         off = self.schema.hyperparameters[name].get("off", ())
@@ -469,7 +478,7 @@ class Bridge:
     ) -> tuple[list[Difference], int]:
         """Returns what hyperparameters of the source the target can't have, and what is taken off the count instead."""
         theirs = {**self.schema.settings(self.target), **values}
-        offered = self.schema.variant(self.target)["defaults"]
+        offered = {*self.schema.variant(self.target)["defaults"], *self._by_loop(settings)}
         differences, shift = [], 0
         for name, spec in self.schema.hyperparameters.items():
             mine, other = settings[name], theirs[name]

@@ -272,7 +272,7 @@ class OrbaxFolder:
             boxed = "" in encoded.variables
             handlers = {item: write_item(stage, f"{prefix}{item}", encoded.tree, boxed=boxed)}
         with stage.file(f"{prefix}{STEP_METADATA}") as output:
-            output.write(step_metadata(handlers, begun))
+            output.write(step_metadata(handlers, begun, encoded.custom))
 
 
 def _meta(opened: Mapping[Path, Item]) -> dict[str, Any]:

@@ -70,12 +70,13 @@ def _as_variables(tree: Tree) -> Tree:
     return {VALUE: tree} if isinstance(tree, Tensor) else tree
 
 
-def step_metadata(handlers: Mapping[str, str], begun: int) -> bytes:
+def step_metadata(handlers: Mapping[str, str], begun: int, custom: Mapping[str, Any]) -> bytes:
     """Returns `_CHECKPOINT_METADATA`.
 
     Args:
         handlers: For each item, the name of its handler.
         begun: When writing began, in nanoseconds since 1970.
+        custom: What the system keeps with a step beside its trees.
     """
     document = {
         "item_handlers": dict(handlers),
@@ -83,7 +84,7 @@ def step_metadata(handlers: Mapping[str, str], begun: int) -> bytes:
         "performance_metrics": {},
         "init_timestamp_nsecs": begun,
         "commit_timestamp_nsecs": time.time_ns(),
-        "custom_metadata": {},
+        "custom_metadata": dict(custom),
     }
     return json.dumps(document).encode()
 

@@ -42,13 +42,13 @@ def native_names(schema: OptimizerSchema) -> dict[str, str]:
     return names
 
 
-def canonical(schema: OptimizerSchema, said: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns hyperparameters under their canonical names, from those or from Optax'.
+def canonical(schema: OptimizerSchema, said: Mapping[str, Any], usual: str = VARIANT) -> dict[str, Any]:
+    """Returns hyperparameters under their canonical names, from those, from Optax', or from another variant's.
 
     Raises:
         UsageError: There is no such hyperparameter, it can't have its value, or is said twice; lists every one.
     """
-    return checked_hparams(schema.name, VARIANT, said, also=native_names(schema))
+    return checked_hparams(schema.name, usual, said, also=native_names(schema))
 
 
 def inferred(
@@ -57,6 +57,7 @@ def inferred(
     schema: OptimizerSchema,
     factorings: Sequence[Factoring],
     specified: Mapping[str, Any],
+    usual: str = VARIANT,
 ) -> tuple[Hyperparameters, dict[str, tuple[str, ...]]]:
     """Returns Optax' defaults as corrected by what the links prove, and what is open: why, and the names.
 
@@ -66,10 +67,11 @@ def inferred(
         schema: Its schema.
         factorings: What its parameters' slots show, of Adafactor.
         specified: The hyperparameters that are known better.
+        usual: The variant of the program's optimizers.
     """
-    variant = recognised.alias.variant or VARIANT
-    usual = {k: v for k, v in schema.variant(variant)["defaults"].items() if k != "learning_rate"}
-    hyperparameters = Hyperparameters().over(usual, "assumed")
+    variant = recognised.alias.variant or usual
+    defaults = {k: v for k, v in schema.variant(variant)["defaults"].items() if k != "learning_rate"}
+    hyperparameters = Hyperparameters().over(defaults, "assumed")
     if schema.name == "adafactor":
         hyperparameters, unknown = _adafactor(core, hyperparameters)
     elif schema.name == "muon":

@@ -73,6 +73,12 @@ _BEGUN = (
 @dataclass(frozen=True)
 class Optax:
     """The state of Optax' Adafactor, AdamW, LAMB and Muon."""
+    """The state of Optax' Adafactor, AdamW and LAMB.
+
+    Attributes:
+        usual: The variant that the program's optimizers are.
+        makes: The optimizers that the program makes, by their names in Optax; empty for all.
+    """
 
     name: str = "optax"
     title: str = "Optax: params and opt_state, bare or in a TrainState; chained, masked, MultiSteps, injected"
@@ -83,6 +89,8 @@ class Optax:
     containers: tuple[str, ...] = ("orbax", "flax")
     schedule_in: str = "apart"
     holds_several: bool = True
+    usual: str = VARIANT
+    makes: tuple[str, ...] = ()
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for the fields of a link's state, and for parameters that fit them."""
@@ -110,8 +118,8 @@ class Optax:
         """
         faults = Faults()
         tree = opened(checkpoint, CORE_LINKS, faults)
-        parts = _parts(tree, hints, faults)
-        specified = _specified(parts, hints)
+        parts = _parts(tree, hints, faults, self.makes)
+        specified = _specified(parts, hints, self.usual)
         slots = [part.slots for part in parts]
         updates = updates_of([part.core.link for part in parts], slots, faults)
         rules = dict(_rules(tree.params, parts, specified, faults))
@@ -127,7 +135,7 @@ class Optax:
             remedy="`statekit inspect` lists its tensors",
         )
         known = stated(checkpoint, [part.schema.name for part in parts], slots)
-        groups, kinds, notes = _groups(parts, specified, known, hints)
+        groups, kinds, notes = _groups(parts, specified, known, hints, self.usual)
         rules = rules if known is None else rules_of(known, rules)
         notes += [] if known is not None else [*_rule_notes(rules)]
         notes += tree.notes
@@ -215,7 +223,7 @@ class _Specified:
     variants: Mapping[str, str | None]
 
 
-def _parts(tree: Opened, hints: CheckpointRef, faults: Faults) -> list[_Part]:
+def _parts(tree: Opened, hints: CheckpointRef, faults: Faults, makes: Sequence[str]) -> list[_Part]:
     """Returns the optimizers of a tree, each with its slots."""
     core_links = [link for link in tree.all_links if link.kind in CORE_LINKS]
     cores = [
@@ -225,7 +233,7 @@ def _parts(tree: Opened, hints: CheckpointRef, faults: Faults) -> list[_Part]:
     return [
         _part(core, recognised, tree.params, faults)
         for core, recognised in zip(
-            cores, recognised_all(cores, hints.optimizer, hints.variants), strict=True
+            cores, recognised_all(cores, hints.optimizer, hints.variants, makes), strict=True
         )
     ]
 
@@ -247,7 +255,7 @@ def _part(core: CoreLink, recognised: Recognised, params: Mapping[str, Tensor], 
     return _Part(core, recognised, schema, slots, shown)
 
 
-def _specified(parts: Sequence[_Part], hints: CheckpointRef) -> _Specified:
+def _specified(parts: Sequence[_Part], hints: CheckpointRef, usual: str) -> _Specified:
     """Returns what is said of each optimizer; a name may begin with a schema, or with the label of a partition."""
     schemas = {part.schema.name: part.schema for part in parts}
     labelled = {part.core.label: part.schema for part in parts if part.core.label not in (None, *schemas)}
@@ -261,8 +269,8 @@ def _specified(parts: Sequence[_Part], hints: CheckpointRef) -> _Specified:
             rest[key] = value
     by_schema = replace(hints, optimizer=None, hparams=rest).of(schemas)
     return _Specified(
-        {name: canonical(schemas[name], part.hparams) for name, part in by_schema.items()},
-        {label: canonical(labelled[label], values) for label, values in by_label.items()},
+        {name: canonical(schemas[name], part.hparams, usual) for name, part in by_schema.items()},
+        {label: canonical(labelled[label], values, usual) for label, values in by_label.items()},
         {name: part.variant for name, part in by_schema.items()},
     )
 
@@ -312,7 +320,11 @@ def _rules(
 
 
 def _groups(
-    parts: Sequence[_Part], specified: _Specified, known: ManifestRecord | None, hints: CheckpointRef
+    parts: Sequence[_Part],
+    specified: _Specified,
+    known: ManifestRecord | None,
+    hints: CheckpointRef,
+    usual: str,
 ) -> tuple[list[Group], list[Kind], list[str]]:
     """Returns the groups, whose rule each follows, and what was assumed for that."""
     if known is not None:
@@ -321,13 +333,13 @@ def _groups(
         return _labelled(groups_of(known, specified.by_schema), parts), kinds, notes
     strange = any(part.core.others for part in parts)
     kinds = [
-        (part.schema.name, specified.variants[part.schema.name] or part.recognised.variant(VARIANT, strange))
+        (part.schema.name, specified.variants[part.schema.name] or part.recognised.variant(usual, strange))
         for part in parts
     ]
     several = len({part.schema.name for part in parts}) > 1
     groups, open_points = [], dict[str, None]()
     for part in parts:
-        group, notes = _hyperparameters(part, specified, several)
+        group, notes = _hyperparameters(part, specified, several, usual)
         groups.append(group)
         open_points.update(dict.fromkeys(notes))
     return groups, kinds, [*open_points, *([_STRANGE] if strange else [])]
@@ -339,18 +351,21 @@ def _labelled(groups: Sequence[Group], parts: Sequence[_Part]) -> list[Group]:
     return [replace(group, label=labels[group.paths[0]]) if group.paths else group for group in groups]
 
 
-def _hyperparameters(part: _Part, specified: _Specified, several: bool) -> tuple[Group, list[str]]:
+def _hyperparameters(
+    part: _Part, specified: _Specified, several: bool, usual: str
+) -> tuple[Group, list[str]]:
     """Returns the group of one optimizer, and what was assumed or is open."""
     given = part.given(specified)
     hyperparameters, unknown = inferred(
-        part.core, part.recognised, part.schema, list(part.shown.values()), given
+        part.core, part.recognised, part.schema, list(part.shown.values()), given, usual
     )
     settings = hyperparameters.over(given, "given")
     notes = [*part.recognised.notes(), *unknown]
     if assumed := settings.assumed():
         shown = ", ".join(f"{name}={value}" for name, value in assumed.items())
         whose = f" of {part.schema.name}" if several else ""
-        notes.append(f"Optax stores no hyperparameters{whose}; assumed: {shown}.")
+        system = "Optax" if usual == VARIANT else "MaxText"
+        notes.append(f"{system} stores no hyperparameters{whose}; assumed: {shown}.")
     scale = stored_scale(part.core)
     if scale is not None:
         notes.append(

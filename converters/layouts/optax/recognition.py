@@ -130,7 +130,7 @@ class Recognised:
 
 
 def recognised_all(
-    cores: Sequence[CoreLink], asked: str | None, variants: Mapping[str, str]
+    cores: Sequence[CoreLink], asked: str | None, variants: Mapping[str, str], makes: Sequence[str] = ()
 ) -> list[Recognised]:
     """Returns what each core link of a run is of.
 
@@ -138,6 +138,7 @@ def recognised_all(
         cores: The core links.
         asked: The optimizer that the user names: of each core link that it fits.
         variants: The variants that the user names; one that a single optimizer has names that optimizer.
+        makes: The optimizers that the program makes; empty for all.
 
     Raises:
         UsageError: None can be that.
@@ -148,22 +149,30 @@ def recognised_all(
     beside_muon = any(core.link.kind == "muon" for core in cores)
     return [
         recognised(core, asked if fits or not any(fitting) else None, beside_muon)
+
+    each = (_fitting(core, makes) for core in cores)
+    fitting = [asked in (*names, ALIASES[names[0]].schema) for names, _ in each]
+    return [
+        recognised(core, asked if fits or not any(fitting) else None, makes)
         for core, fits in zip(cores, fitting, strict=True)
     ]
 
 
 def recognised(core: CoreLink, asked: str | None, beside_muon: bool = False) -> Recognised:
+
+def recognised(core: CoreLink, asked: str | None, makes: Sequence[str] = ()) -> Recognised:
     """Returns what a core link is of.
 
     Args:
         core: The core link.
         asked: The optimizer that the user names; None if none is named.
         beside_muon: Whether Muon is another part of the run. Its `nesterov`, which is usually on, is Adam's too.
+        makes: The optimizers that the program makes; empty for all.
 
     Raises:
         UsageError: It can't be that.
     """
-    fitting, because = _fitting(core)
+    fitting, because = _fitting(core, makes)
     taken = _taken(core, fitting)
     if beside_muon and taken == "adamw":
         fitting, taken = (OF_MUON, *fitting), OF_MUON
@@ -192,8 +201,17 @@ def recognised(core: CoreLink, asked: str | None, beside_muon: bool = False) -> 
     )
 
 
-def _fitting(core: CoreLink) -> tuple[tuple[str, ...], str]:
-    """Returns the optimizers that a core link may be of, the likeliest first, and what its structure is."""
+def _fitting(core: CoreLink, makes: Sequence[str] = ()) -> tuple[tuple[str, ...], str]:
+    """Returns the optimizers that a core link may be of, the likeliest first, and what its structure is.
+
+    What the program makes are all, where that leaves one.
+    """
+    names, because = _by_structure(core)
+    made = tuple(name for name in names if name in makes)
+    return (made or names), because
+
+
+def _by_structure(core: CoreLink) -> tuple[tuple[str, ...], str]:
     behind = core.kinds_behind
     if core.link.kind in _BY_FIELDS:
         return (core.link.kind,), _BY_FIELDS[core.link.kind]

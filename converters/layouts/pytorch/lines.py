@@ -28,7 +28,7 @@ from statekit.lines.printing import (
 )
 from statekit.lines.rate_code import MATH
 from statekit.lines.rates import RatesOf
-from statekit.state.evidence import OPTIMIZER
+from statekit.state.evidence import OPTIMIZER, SCALED
 from statekit.state.schema import load_schema
 
 _ADAMW, _ADAM = "torch.optim.AdamW", "torch.optim.Adam"
@@ -297,6 +297,9 @@ def trainer_lines(state: State, saved: SavedRun) -> list[str]:
     train = f"trainer.train(resume_from_checkpoint={quoted(path)})"
     norms = {group["hyperparameters"].get(_CLIP) for group in state["groups"]}
     clipped = [f"# args.max_grad_norm is {norm!r} in the run" for norm in norms if norm not in (None, 1.0)]
+    if {*scales_of(state)} != {1.0} and any(norms):
+        by_hand = "# args.max_grad_norm=0, and clip in a callback's on_pre_optimizer_step: Trainer's norm is another"
+        clipped = [by_hand, *clip_comment(state)]
     if not saved.is_converted:
         return [*clipped, train]
     schedule, scheduler = trainer_schedule(state, saved)
@@ -483,11 +486,32 @@ def _call(state: State, arguments: str) -> str:
 
 
 def clip_comment(state: State) -> list[str]:
-    """Returns a line about the clipping of gradients, which a program of PyTorch does itself."""
+    """Returns lines about the clipping of gradients, which a program of PyTorch does itself."""
     norms = {group["hyperparameters"].get(_CLIP) for group in state["groups"]}
     clipped = [norm for norm in norms if norm]
-    call = "torch.nn.utils.clip_grad_norm_(model.parameters(), {})"
-    return [f"# before each optimizer.step(): {call.format(repr(norm))}" for norm in clipped]
+    factors = scales_of(state)
+    if {*factors} == {1.0}:
+        call = "torch.nn.utils.clip_grad_norm_(model.parameters(), {})"
+        return [f"# before each optimizer.step(): {call.format(repr(norm))}" for norm in clipped]
+    grads = f"[p.grad * c for group, c in zip(optimizer.param_groups, {factors}) for p in group['params']]"
+    return [
+        line
+        for norm in clipped
+        for line in (
+            "# before each optimizer.step(), as gradients were before the map scaled their parameters:",
+            f"# norm = torch.nn.utils.get_total_norm({grads})",
+            f"# torch.nn.utils.clip_grads_with_norm_(model.parameters(), {norm!r}, norm)",
+        )
+    ]
+
+
+def scales_of(state: State) -> list[float]:
+    """Returns by what a map multiplied the parameters of each group that has some."""
+    return [
+        next((float(fact["value"]) for fact in group.get("facts", ()) if fact["name"] == SCALED), 1.0)
+        for group in state["groups"]
+        if group["paths"]
+    ]
 
 
 def early_schedule(rates: RatesOf, reason: str = "") -> list[str]:

@@ -1,0 +1,128 @@
+"""Layout `maxtext`: the tree in which MaxText keeps a run, and finds it again.
+
+    params/params/...              parameters, in names of Flax
+    opt_state/0/{count, mu, nu}    opt_type=adamw: Adam, weight decay (None), the count of the rate's schedule
+    opt_state/{count, mu, nu}      opt_type=adam_pax, whose moments are corrected
+    step                           updates done
+    nnx_aux/...                    streams of random numbers; MaxText makes those anew that a checkpoint lacks
+
+The item's name is `items`, and the folder's number is that of the update that was finished last, from 0 on.
+Source: AI-Hypercomputer/maxtext 0.2.5 common/checkpointing.py, `load_state_if_possible`, `maybe_save_checkpoint`;
+common/train_state_nnx.py, `to_checkpoint_dict`; optimizers/optimizers.py, `get_optimizer`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.contracts import Contents, Encoded, Evidence
+from statekit.converters.layouts.optax.layout import Optax
+from statekit.converters.layouts.optax.maxtext_lines import maxtext_lines
+from statekit.errors import Faults, InexactError
+from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.lines.printing import SavedRun, State
+from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import in_memory
+from statekit.tensors.tree import Tree, at
+
+ADAMW, PAX = "maxtext", "maxtext_pax"
+_OPTAX = Optax(usual=ADAMW, makes=("adamw", "adam_pax", "scale_by_adam"))
+_ITEM = "items"
+_BY_MASK = ("weight_decay_rate", "exclude_from_weight_decay")
+"""What may differ between groups: MaxText keeps parameters from decay by their names (`adamw_mask`)."""
+
+
+@dataclass(frozen=True)
+class MaxText:
+    """A run of MaxText with adamw or adam_pax."""
+
+    name: str = "maxtext"
+    title: str = "MaxText: params/params, opt_state, step and nnx_aux in the item `items`"
+    variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"adamw": (ADAMW, PAX)})
+    containers: tuple[str, ...] = ("orbax",)
+    schedule_in: str = "apart"
+    only_if_asked: bool = True
+
+    def detect(self, checkpoint: Checkpoint) -> Evidence | None:
+        """Looks for MaxText's network below `params/params`, beside a step and an optimizer that Optax has."""
+        network = at(checkpoint.tree, ("params", "params"))
+        whole = (
+            isinstance(checkpoint.tree, Mapping) and {"params", "opt_state", "step"} <= checkpoint.tree.keys()
+        )
+        if (
+            not whole
+            or not isinstance(network, Mapping)
+            or not {"decoder", "token_embedder"} <= network.keys()
+        ):
+            return None
+        if _OPTAX.detect(checkpoint) is None:
+            return None
+        return Evidence(25, "params/params has token_embedder and decoder beside step, as MaxText keeps them")
+
+    def describe(self, checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Contents | None:
+        """Leaves other optimizers to Optax."""
+        return None
+
+    def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
+        """Returns the canonical state; hyperparameters that nobody says are those of MaxText's base.yml.
+
+        Raises:
+            StateError: The tree isn't one of Optax.
+            UsageError: A hint that MaxText doesn't take.
+        """
+        return _OPTAX.decode(checkpoint, hints)
+
+    def losses(self, checkpoint: Checkpoint) -> Iterator[Finding]:
+        """Yields what wrappers do that no other system goes on with."""
+        return _OPTAX.losses(checkpoint)
+
+    def encode(self, state: TrainState) -> Encoded:
+        """Returns the tree that MaxText restores, for the folder that it looks for.
+
+        Raises:
+            InexactError: MaxText can't go on with the state; lists every reason.
+        """
+        Faults(_faults(state)).check(InexactError, "MaxText can't go on with the state")
+        encoded = _OPTAX.encode(state)
+        tree, updates = encoded.tree, state.counts.updates
+        if "step" not in tree:
+            chain = _chain(state, tree["opt_state"])
+            tree = {**tree, "opt_state": chain, "step": in_memory(np.asarray(updates, np.int32), "step")}
+        scans = "layers" in (at(tree, ("params", "params", "decoder")) or ())
+        custom = {"scan_layers": scans}
+        return replace(encoded, tree=tree, step=updates - 1, place=f"{{step}}/{_ITEM}", custom=custom)
+
+    def lines(self, state: State, saved: SavedRun) -> list[str]:
+        """Returns the command by which MaxText goes on."""
+        return maxtext_lines(state, saved)
+
+
+def _faults(state: TrainState) -> Iterator[tuple[str, str]]:
+    """Yields why MaxText can't go on with a state."""
+    if any(not path.startswith("params/") for path in state.params):
+        yield "has names of another codebase: MaxText's stand below params/; a map makes them", "params"
+    if state.counts.updates < 1:
+        yield "has made no update: MaxText names a folder by the last one", "counts/updates"
+    settings = [group.hyperparameters for group in state.optimizer.groups if group.paths]
+    for name in sorted({name for values in settings for name in values} - {*_BY_MASK}):
+        if len({repr(values.get(name)) for values in settings}) > 1:
+            yield "differs between groups, and MaxText has one for all parameters", name
+    if len({values.get("weight_decay_rate") for values in settings} - {0, None}) > 1:
+        yield "differs between groups that decay, and MaxText has one for all parameters", "weight_decay_rate"
+
+
+def _chain(state: TrainState, opt_state: Tree) -> Tree:
+    """Returns the state of MaxText's optimizer: Optax' chain, whose rate is a schedule and whose mask keeps nothing."""
+    core = opt_state[0] if isinstance(opt_state, list) else opt_state
+    if state.optimizer.variant == PAX:
+        return core
+    counted: dict[str, Any] = {"count": in_memory(np.asarray(state.counts.schedule, np.int32), "count")}
+    return [core, None, counted]
+
+
+LAYOUT = MaxText()
