@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import click
 
 from statekit.cli import output
 from statekit.cli.arguments import complete_maps
+from statekit.cli.main import DONE, WANTING
 from statekit.cli.output import Screen, Table
+from statekit.files.durable import writing
+from statekit.maps.inference import Proposal
+from statekit.maps.inference import infer as propose
 from statekit.maps.model_map import ModelMap, chained, data_of, load, map_names, words
 from statekit.maps.modules import FLATTEN, HEADS, KINDS, SAME, Modules
 
@@ -17,7 +23,32 @@ from statekit.maps.modules import FLATTEN, HEADS, KINDS, SAME, Modules
 @click.command("maps")
 @click.argument("name", required=False, shell_complete=complete_maps)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON: of one map, its file.")
-def command(name: str | None, as_json: bool) -> None:
+@click.option(
+    "--infer",
+    "versions",
+    nargs=2,
+    type=click.Path(path_type=Path),
+    metavar="OLD NEW",
+    help="Propose a map between two versions of one codebase, from names and shapes in a checkpoint of each.",
+)
+@click.option(
+    "--pair",
+    "pairs",
+    multiple=True,
+    metavar="OLD=NEW",
+    help="With --infer: what becomes of a parameter that it asks for; of two that are joined, OLD+OLD=NEW.",
+)
+@click.option(
+    "--write", "file", type=click.Path(path_type=Path), metavar="FILE",
+    help="With --infer: where the map goes once nothing is asked for.",
+)  # fmt: skip
+def command(
+    name: str | None,
+    as_json: bool,
+    versions: tuple[Path, Path] | None,
+    pairs: tuple[str, ...],
+    file: Path | None,
+) -> int:
     """Shows the maps from one codebase's model to another's.
 
     Without NAME: all maps, one line each. With NAME: which parameter becomes which, and how; what the map needs to be
@@ -25,6 +56,8 @@ def command(name: str | None, as_json: bool) -> None:
     for the other direction; a chain of maps, as mesh-tf-t5:t5x-t5:hf-t5, is shown one after the other.
     """
     stdout = output.screen()
+    if versions is not None:
+        return _infer(versions, pairs, file, as_json)
     if name is None and as_json:
         titles = {name: list(load(name).titles) for name in map_names()}
         output.print_json("maps", {"maps": titles})
@@ -43,6 +76,42 @@ def command(name: str | None, as_json: bool) -> None:
             if i:
                 stdout.say()
             _show(stdout, load(one))
+    return DONE
+
+
+def _infer(versions: tuple[Path, Path], pairs: tuple[str, ...], file: Path | None, as_json: bool) -> int:
+    """Prints the map between two versions that names and shapes show, and what they leave open."""
+    import statekit
+
+    shapes = []
+    for path in versions:
+        with statekit.open(path) as opened:
+            shapes.append({name: tensor.shape for name, tensor in opened.state.params.items()})
+    proposal = propose(shapes[0], shapes[1], pairs)
+    document = proposal.to_json(*(path.name for path in versions))
+    if as_json:
+        asks = {one.target: list(one.fitting) for one in proposal.questions}
+        output.print_json("map", {"file": document, "asks": asks, "left": list(proposal.left)})
+    else:
+        _show_proposal(output.screen(), proposal)
+    if not proposal.complete:
+        return WANTING
+    if file is not None:
+        with writing(file), file.open("x", encoding="utf-8") as written:
+            json.dump(document, written, indent=2)
+    return DONE
+
+
+def _show_proposal(stdout: Screen, proposal: Proposal) -> None:
+    table = Table(("new parameter", "from", "how", "known by"))
+    for one in proposal.inferred:
+        table.add_row(
+            one.target, " + ".join(one.sources), "; ".join(map(_words, one.operations)), one.because
+        )
+    stdout.show(table)
+    questions = (f"{one.target}: {' or '.join(one.fitting) or 'nothing fits'}" for one in proposal.questions)
+    stdout.show_list("Asks for, with --pair OLD=NEW:", questions)
+    stdout.show_list("Nothing is made of:", proposal.left)
 
 
 def _json(name: str) -> dict[str, Any]:

@@ -72,7 +72,7 @@ class Run:
         )
 
 
-RATE = {"hparams": {"learning_rate": 1.0}}
+RATE: dict[str, Any] = {"hparams": {"learning_rate": 1.0}}
 MAXTEXT = [
     Run("maxtext_llama_scanned", "llama", config={"rope_type": "default"}, **RATE),
     Run("maxtext_llama31_unscanned_adam_pax", "llama", config={"rope_type": "llama3.1"}, variant="maxtext_pax", **RATE),

@@ -529,7 +529,8 @@ class ModelMap:
             case "permute":
                 return Permute(tuple(one["order"]))
             case "merge":
-                return Merge(axis, self.known.get(one["outer"]))
+                outer = one["outer"]
+                return Merge(axis, outer if isinstance(outer, int) else self.known.get(outer))
             case "part":
                 return Part(axis, self._said(one["outer"]))
             case "unstack":
