@@ -143,8 +143,8 @@ class Loop:
             grads = [param.grad * c for group, c, _ in pairs for param in group["params"]]
             norm = torch.nn.utils.get_total_norm(grads)
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), clips, norm)
-            for group, _, own in pairs:
-                group["lr"] = rates[step - 1 - self.late] * own / base
+            for group, _, base_rate in pairs:
+                group["lr"] = rates[step - 1 - self.late] * base_rate / base
             self.optimizer.step()
         return apart
 

@@ -514,6 +514,10 @@ class ModelMap:
             count = names * (_NAME_NODES + parts * _LINK_NODES * (1 + len(entry.operations)))
             passing.nodes(count, f"The line {entry.source.text} of the map {self.name}", self.titles[1])
 
+    def _told(self, size: int | str) -> int | None:
+        """Returns a size that stands in the map's file, or in the configuration; None where nobody said it."""
+        return size if isinstance(size, int) else self.known.get(size)
+
     def _operation(
         self, one: Mapping[str, Any], places: Mapping[str, int], lengths: Mapping[str, int]
     ) -> Operation:
@@ -529,8 +533,7 @@ class ModelMap:
             case "permute":
                 return Permute(tuple(one["order"]))
             case "merge":
-                outer = one["outer"]
-                return Merge(axis, outer if isinstance(outer, int) else self.known.get(outer))
+                return Merge(axis, self._told(one["outer"]))
             case "part":
                 return Part(axis, self._said(one["outer"]))
             case "unstack":
