@@ -48,6 +48,7 @@ MXNETS = {("lans", variant) for variant in ("mxnet_fused", "mxnet_unfused", "mxn
 ADAMS = {
     ("adamw", "torch"),
     ("adamw", "optax"),
+    ("adamw", "maxtext"),
     ("adamw", "keras"),
     ("adamw", "keller"),
     ("adamw", "moonlight"),

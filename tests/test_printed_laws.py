@@ -61,7 +61,7 @@ def test_a_line_is_complete_or_says_what_is_missing(layout: str, container: str)
                 saved = SavedRun(container, layout, Path("/run/out"), 3, run=run, converted=converted)
                 for framework in (None, *frameworks()):
                     lines = resume_lines(saved, state(schema, variant, count), framework)
-                    if framework or (layout != "t5x" and container != "megatron"):
+                    if framework or (layout not in ("t5x", "maxtext") and container != "megatron"):
                         assert [*unsaid(lines)] == [], lines
 
 

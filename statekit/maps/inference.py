@@ -179,16 +179,16 @@ def _of_other_layers(pool: _Pool, pair: str) -> Iterator[str]:
 def _settled_by_shape(pool: _Pool) -> bool:
     """Settles new parameters that one old one fits, which fits no other; tells whether there were any."""
     fits = {target: pool.fitting(target) for target in pool.new}
-    found = [
+    settled = [
         (target, path, steps)
         for target, fitting in fits.items()
         if len(fitting) == 1 and not _joins(pool, target)
         for path, steps in fitting.items()
         if sum(path in others for others in fits.values()) == 1
     ]
-    for target, path, steps in found:
+    for target, path, steps in settled:
         pool.settle(target, [path], steps, "no other shape fits")
-    return bool(found)
+    return bool(settled)
 
 
 def _settled_by_name(pool: _Pool) -> bool:

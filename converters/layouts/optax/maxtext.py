@@ -21,11 +21,13 @@ import numpy as np
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Contents, Encoded, Evidence
+from statekit.converters.layouts.hyperparameters import require_optimizer
 from statekit.converters.layouts.optax.layout import Optax
 from statekit.converters.layouts.optax.maxtext_lines import maxtext_lines
 from statekit.errors import Faults, InexactError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.lines.printing import SavedRun, State
+from statekit.state.evidence import Fact
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import in_memory
 from statekit.tensors.tree import Tree, at
@@ -33,6 +35,10 @@ from statekit.tensors.tree import Tree, at
 ADAMW, PAX = "maxtext", "maxtext_pax"
 _OPTAX = Optax(usual=ADAMW, makes=("adamw", "adam_pax", "scale_by_adam"))
 _ITEM = "items"
+_CLIP, _THRESHOLD, _USUAL_CLIP = "global_norm_clip_threshold", "gradient_clipping_threshold", 1.0
+_STRANGE = (
+    "MaxText finds parameters below params/ alone, and these have other names: a map makes them MaxText's."
+)
 _BY_MASK = ("weight_decay_rate", "exclude_from_weight_decay")
 """What may differ between groups: MaxText keeps parameters from decay by their names (`adamw_mask`)."""
 
@@ -75,7 +81,10 @@ class MaxText:
             StateError: The tree isn't one of Optax.
             UsageError: A hint that MaxText doesn't take.
         """
-        return _OPTAX.decode(checkpoint, hints)
+        named = {_CLIP if name == _THRESHOLD else name: value for name, value in hints.hparams.items()}
+        if named.get(_CLIP) == 0:
+            named[_CLIP] = None
+        return _clipped(_OPTAX.decode(checkpoint, replace(hints, hparams=named)))
 
     def losses(self, checkpoint: Checkpoint) -> Iterator[Finding]:
         """Yields what wrappers do that no other system goes on with."""
@@ -87,6 +96,7 @@ class MaxText:
         Raises:
             InexactError: MaxText can't go on with the state; lists every reason.
         """
+        require_optimizer(state, ("adamw",), self.name)
         Faults(_faults(state)).check(InexactError, "MaxText can't go on with the state")
         encoded = _OPTAX.encode(state)
         tree, updates = encoded.tree, state.counts.updates
@@ -95,17 +105,42 @@ class MaxText:
             tree = {**tree, "opt_state": chain, "step": in_memory(np.asarray(updates, np.int32), "step")}
         scans = "layers" in (at(tree, ("params", "params", "decoder")) or ())
         custom = {"scan_layers": scans}
-        return replace(encoded, tree=tree, step=updates - 1, place=f"{{step}}/{_ITEM}", custom=custom)
+        strange = [_STRANGE] if any(not path.startswith("params/") for path in state.params) else []
+        return replace(
+            encoded,
+            tree=tree,
+            step=updates - 1,
+            place=f"{{step}}/{_ITEM}",
+            custom=custom,
+            assumptions=(*encoded.assumptions, *strange),
+        )
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the command by which MaxText goes on."""
         return maxtext_lines(state, saved)
 
 
+def _clipped(state: TrainState) -> TrainState:
+    """Returns a state whose groups say how MaxText's loop clips gradients: as base.yml does where nobody says it."""
+    fact = Fact(
+        _CLIP, _USUAL_CLIP, "assumed", "what MaxText's base.yml clips gradients by, before the optimizer"
+    )
+    groups = tuple(
+        group
+        if _CLIP in group.hyperparameters
+        else replace(
+            group,
+            hyperparameters={**group.hyperparameters, _CLIP: _USUAL_CLIP},
+            known_from={**group.known_from, _CLIP: "assumed"},
+            facts=(*group.facts, fact),
+        )
+        for group in state.optimizer.groups
+    )
+    return replace(state, optimizer=replace(state.optimizer, groups=groups))
+
+
 def _faults(state: TrainState) -> Iterator[tuple[str, str]]:
     """Yields why MaxText can't go on with a state."""
-    if any(not path.startswith("params/") for path in state.params):
-        yield "has names of another codebase: MaxText's stand below params/; a map makes them", "params"
     if state.counts.updates < 1:
         yield "has made no update: MaxText names a folder by the last one", "counts/updates"
     settings = [group.hyperparameters for group in state.optimizer.groups if group.paths]

@@ -22,7 +22,7 @@ _DECAY, _MASK, _CLIP, _RATE = (
     "global_norm_clip_threshold",
     "learning_rate",
 )
-_PAX = "maxtext_pax"
+_PAX, _THRESHOLD = "maxtext_pax", "gradient_clipping_threshold"
 _OPTIONS = ("beta1", "beta2", "epsilon", "epsilon_root", _DECAY, _MASK, "dtype_momentum", _CLIP)
 
 
@@ -52,13 +52,13 @@ def maxtext_lines(state: State, saved: SavedRun) -> list[str]:
 def _options(state: State) -> Iterator[str]:
     """Yields the options of the run's optimizer."""
     settings = _settings(state)
-    schema, variant = load_schema("adamw"), str(state["variant"])
+    schema, variant = load_schema("adamw"), state["variant"] or "maxtext"
     yield f"opt_type={'adam_pax' if variant == _PAX else 'adamw'}"
     usual = schema.variant(variant)["defaults"]
     for name in _OPTIONS:
-        if name not in usual:
+        if name not in usual and name != _CLIP:
             continue
-        argument = schema.spelling(variant, name).argument
+        argument = _THRESHOLD if name == _CLIP else schema.spelling(variant, name).argument
         known = name in settings
         value = settings.get(name)
         if value is None and known:
