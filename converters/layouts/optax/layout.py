@@ -73,6 +73,7 @@ _BEGUN = (
 @dataclass(frozen=True)
 class Optax:
     """The state of Optax' Adafactor, AdamW, LAMB and Muon."""
+
     """The state of Optax' Adafactor, AdamW and LAMB.
 
     Attributes:
