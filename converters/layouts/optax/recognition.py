@@ -145,22 +145,18 @@ def recognised_all(
     """
     named = {alias.variant: name for name, alias in ALIASES.items() if alias.variant is not None}
     asked = asked or next((named[variant] for variant in variants.values() if variant in named), None)
-    fitting = [asked in (*names, ALIASES[names[0]].schema) for names, _ in map(_fitting, cores)]
+    each = [_fitting(core, makes) for core in cores]
+    fitting = [asked in (*names, ALIASES[names[0]].schema) for names, _ in each]
     beside_muon = any(core.link.kind == "muon" for core in cores)
     return [
-        recognised(core, asked if fits or not any(fitting) else None, beside_muon)
-
-    each = (_fitting(core, makes) for core in cores)
-    fitting = [asked in (*names, ALIASES[names[0]].schema) for names, _ in each]
-    return [
-        recognised(core, asked if fits or not any(fitting) else None, makes)
+        recognised(core, asked if fits or not any(fitting) else None, beside_muon, makes)
         for core, fits in zip(cores, fitting, strict=True)
     ]
 
 
-def recognised(core: CoreLink, asked: str | None, beside_muon: bool = False) -> Recognised:
-
-def recognised(core: CoreLink, asked: str | None, makes: Sequence[str] = ()) -> Recognised:
+def recognised(
+    core: CoreLink, asked: str | None, beside_muon: bool = False, makes: Sequence[str] = ()
+) -> Recognised:
     """Returns what a core link is of.
 
     Args:
