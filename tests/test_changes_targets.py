@@ -29,7 +29,7 @@ PLACES = {
     "tf-adam": "global_step", "tf2-t2t": "global_step", "tf2-adam": "global_step", "mxnet-adam": "num_update",
     "mxnet-lamb": "num_update", "mxnet-lans": "num_update", "icefall": "", "torch-optim": "", "torch-fqn": "",
     "torch-fqn-flat": "", "megatron": "", "megatron-distributed": "", "megatron-float16": "",
-    "deepspeed": "",
+    "deepspeed": "", "maxtext": "linked",
 }  # fmt: skip
 """Where each layout's files say that a schedule stands: apart, where a link counts for it, in a number that counts
 updates too, or nowhere."""
@@ -44,7 +44,7 @@ TABLE: Table = {
     "a/kernel": ((4, 6), (R, C)), "a/bias": ((6,), (N,)), "b/kernel": ((5, 6), (R, C)), "b/bias": ((5,), (N,)),
 }  # fmt: skip
 FEW_BITS = ("bitsandbytes-32bit", "bitsandbytes-8bit", "torchao-4bit", "torchao-8bit", "torchao-fp8")
-ONLY_READ = ("keras-model-h5", "tf2-keras2", *FEW_BITS)
+ONLY_READ = ("keras-model-h5", "optax-native", "tf2-keras2", *FEW_BITS)
 """Layouts that write no state from elsewhere, or only what is rounded to few bits."""
 ALONE = {("torch-optim", "torch"), ("torch-fqn", "torch")}
 """Layouts with containers that hold the state of an optimizer without its parameters."""
@@ -72,7 +72,16 @@ def test_every_layout_says_where_a_schedule_stands() -> None:
     assert registry.container_card("hf-trainer").schedule_in == "global_step"
 
 
-@pytest.mark.parametrize("layout", PLACES)
+def test_maxtext_refuses_a_run_of_no_update(tmp_path: Path) -> None:
+    source = state_writer("statekit", "statekit", lambda: run_for("maxtext"))(tmp_path)
+    target = {"target": tmp_path / "items", "to": "orbax", "layout": "maxtext", "require": Exactness.ESTIMATE}
+    with pytest.raises(InexactError, match="names a folder by the last one"):
+        plan(source, changes=Changes(slot_policy={"count": "reset"}), **target)
+    with pytest.raises(InexactError, match="no place for where a schedule stands"):
+        plan(source, changes=Changes(schedule_step=3), **target)
+
+
+@pytest.mark.parametrize("layout", [name for name in PLACES if name != "maxtext"])
 def test_counts_and_frozen_parameters_are_done_or_refused_in_the_plan(layout: str, tmp_path: Path) -> None:
     home, place = registry.layout_card(layout).containers[0], PLACES[layout]
     source = state_writer("statekit", "statekit", lambda: run_for(layout))(tmp_path)

@@ -96,7 +96,9 @@ def test_every_container_and_layout_that_can_be_written_is_there() -> None:
     assert before <= writable
     later = {pair for pair in writable if registry.layout(pair[1]).variants.keys() == {WEIGHTS}}
     later |= {("megatron", "megatron-float16"), ("megatron", "megatron-distributed")}  # layouts since then
-    later |= {pair for pair in writable if pair[1] in ("keras-model-h5", "tf2-keras2", "optax-native")}
+    later |= {
+        pair for pair in writable if pair[1] in ("keras-model-h5", "maxtext", "optax-native", "tf2-keras2")
+    }
     later |= {("deepspeed", "deepspeed")}  # which was only read
     later |= {pair for pair in writable if pair[1].startswith(("bitsandbytes-", "torchao-"))}
     assert writable - before - later == {("keras", "statekit-keras")}  # needs the config of a model of Keras
