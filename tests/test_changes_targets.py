@@ -74,7 +74,12 @@ def test_every_layout_says_where_a_schedule_stands() -> None:
 
 def test_maxtext_refuses_a_run_of_no_update(tmp_path: Path) -> None:
     source = state_writer("statekit", "statekit", lambda: run_for("maxtext"))(tmp_path)
-    target = {"target": tmp_path / "items", "to": "orbax", "layout": "maxtext", "require": Exactness.ESTIMATE}
+    target: dict[str, Any] = {
+        "target": tmp_path / "items",
+        "to": "orbax",
+        "layout": "maxtext",
+        "require": Exactness.ESTIMATE,
+    }
     with pytest.raises(InexactError, match="names a folder by the last one"):
         plan(source, changes=Changes(slot_policy={"count": "reset"}), **target)
     with pytest.raises(InexactError, match="no place for where a schedule stands"):
