@@ -75,7 +75,7 @@ def recorded(
     hints: CheckpointRef = NO_HINTS,
 ) -> Row:
     """Makes a row of a place among the recordings; `within` says what in that folder is opened."""
-    root = (CASES if place.startswith("foreign/") else GOLDEN) / place
+    root = (CASES if place.startswith(("foreign/", "train/")) else GOLDEN) / place
     sample = Sample(container, root / within, root, unchecked, optional, plain, writes, joint)
     return Row(f"{place}/{within}" if within else place, sample, layout, hints)
 
@@ -272,7 +272,6 @@ ALL = (
     ),
     written("orbax", "optax", "lamb", "optax", writes="anew"),
     written("flax", "optax", "adamw", "optax"),
-    recorded("flax", "optax-native", "foreign/optax_adagrad", unchecked=ANYWHERE),
     written("accelerate", "torch-optim", "adamw", "torch", unchecked=VALUES, optional=ACCELERATE),
     written("keras-h5", "statekit-keras", "scaled_adam", "zip2025", unchecked=ANYWHERE),
     written("dcp-safetensors", "torch-fqn-flat", "adamw", "torch", unchecked=VALUES, optional=OPTIONS),
@@ -280,6 +279,8 @@ ALL = (
     written("mxnet", "mxnet-lamb", "lamb", "mxnet_fused", unchecked=ANYWHERE, optional=MXNET),
     written("orbax", "statekit-jax", "adafactor", "t5x", writes="anew"),
     recorded("flax", "optax", "optax_adafactor/adamw_flax_msgpack/checkpoint", unchecked=ANYWHERE),
+    recorded("flax", "optax-native", "foreign/optax_adagrad", unchecked=ANYWHERE),
+    recorded("orbax", "maxtext", "train/maxtext_llama_scanned/3", unchecked=ZARR, plain=False, writes="anew"),
     streamed(),
     numbered("npz"),
     numbered("pickle"),

@@ -121,7 +121,9 @@ def test_every_container_has_a_sample_in_the_compact_recordings() -> None:
     compact = {
         row.sample.container
         for row in ALL
-        if row.write or (COMPACT / row.sample.path.relative_to(GOLDEN)).exists()
+        if row.write
+        or not row.sample.path.is_relative_to(GOLDEN)
+        or (COMPACT / row.sample.path.relative_to(GOLDEN)).exists()
     }
     assert compact == set(registry.container_names())
 

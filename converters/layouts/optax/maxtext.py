@@ -21,9 +21,11 @@ import numpy as np
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Contents, Encoded, Evidence
+from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.hyperparameters import require_optimizer
 from statekit.converters.layouts.optax.layout import Optax
 from statekit.converters.layouts.optax.maxtext_lines import maxtext_lines
+from statekit.converters.layouts.optax.skeleton import own_form
 from statekit.errors import Faults, InexactError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.lines.printing import SavedRun, State
@@ -84,7 +86,7 @@ class MaxText:
         named = {_CLIP if name == _THRESHOLD else name: value for name, value in hints.hparams.items()}
         if named.get(_CLIP) == 0:
             named[_CLIP] = None
-        return _clipped(_OPTAX.decode(checkpoint, replace(hints, hparams=named)))
+        return _numbered(_clipped(_OPTAX.decode(checkpoint, replace(hints, hparams=named))))
 
     def losses(self, checkpoint: Checkpoint) -> Iterator[Finding]:
         """Yields what wrappers do that no other system goes on with."""
@@ -98,7 +100,14 @@ class MaxText:
         """
         require_optimizer(state, ("adamw",), self.name)
         Faults(_faults(state)).check(InexactError, "MaxText can't go on with the state")
-        encoded = _OPTAX.encode(state)
+        form = own_form(state, _OPTAX.name)
+        is_foreign = form is not None and not (
+            isinstance(form, Mapping) and {"opt_state", "step"} <= form.keys()
+        )
+        # A tree that another codebase keeps is no tree of MaxText: it goes, and each of its records is named.
+        kept = {key: part for key, part in state.extra.items() if key != _OPTAX.name or not is_foreign}
+        encoded = _OPTAX.encode(replace(state, extra=kept))
+        gone = dropped_from(state.extra, tuple(kept), "MaxText")
         tree, updates = encoded.tree, state.counts.updates
         if "step" not in tree:
             chain = _chain(state, tree["opt_state"])
@@ -113,11 +122,21 @@ class MaxText:
             place=f"{{step}}/{_ITEM}",
             custom=custom,
             assumptions=(*encoded.assumptions, *strange),
+            dropped={**encoded.dropped, **gone},
         )
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the command by which MaxText goes on."""
         return maxtext_lines(state, saved)
+
+
+def _numbered(state: TrainState) -> TrainState:
+    """Returns a state that leaves out its folder's number, where that follows from the updates done."""
+    form = state.extra[_OPTAX.name]
+    if not isinstance(form, Mapping) or form.get("step") != state.counts.updates - 1:
+        return state
+    rest = {key: part for key, part in form.items() if key != "step"}
+    return replace(state, extra={**state.extra, _OPTAX.name: rest})
 
 
 def _clipped(state: TrainState) -> TrainState:

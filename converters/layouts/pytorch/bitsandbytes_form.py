@@ -57,6 +57,11 @@ class Bitsandbytes:
         """Returns a state_dict() with a quantized tensor in the place of codes, scale and levels."""
         faults = Faults()
         state = {key: self._plain_record(key, record, faults) for key, record in optimizer["state"].items()}
+        if not any(map(_has_two_averages, _records(optimizer))):
+            for i, group in enumerate(optimizer["param_groups"]):
+                for name in _PRIVATE:
+                    if group.get(name) not in (None, 0.0):
+                        faults.add(f"{name} is {group[name]!r}, as AdEMAMix has it", f"param_groups/{i}")
         faults.check(StateError, "Moments in few bits can't be read", place=place)
         return {**optimizer, "state": state}
 
@@ -105,6 +110,15 @@ def _native_record(record: Mapping[str, Any], is_old: bool) -> dict[str, Any]:
     tensors |= {key: record[key] for key in _BESIDE if key in record}
     rest = {key: number_of(value) for key, value in record.items() if key not in {*names, *_BESIDE}}
     return {**rest, **tensors} if is_old else {**rest, WRAPPED: tensors}
+
+
+def _has_two_averages(record: Mapping[str, Any]) -> bool:
+    """Tells whether a record is AdEMAMix', whose first state is two averages, one upon the other."""
+    plain = unwrapped_record(record)
+    first, second = plain.get("state1"), plain.get("state2")
+    if not isinstance(first, Tensor) or not isinstance(second, Tensor):
+        return False
+    return len(first.shape) == len(second.shape) + 1
 
 
 def _records(optimizer: Optimizer) -> list[Mapping[str, Any]]:
