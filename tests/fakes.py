@@ -40,6 +40,7 @@ class Fake:
     findings: tuple[Finding, ...] = ()
     reads: list[str] = field(default_factory=list)
     name: str = "fake"
+    suffixes: tuple[str, ...] = ()
     title: str = "a checkpoint in memory"
     variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"adafactor": ("t5x",)})
 

@@ -221,7 +221,11 @@ def numbered(container: str) -> Row:
 
     unchecked = ANYWHERE if container == "pickle" else ()
     return Row(
-        "numbered", Sample(container, Path(), None, unchecked, (), True, "nothing"), "optax", NO_HINTS, write
+        f"numbered {container}",
+        Sample(container, Path(), None, unchecked, (), True, "nothing"),
+        "optax",
+        CheckpointRef(optimizer="adam"),
+        write,
     )
 
 

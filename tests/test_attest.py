@@ -260,10 +260,12 @@ def test_a_sample_compares_some_parameters_by_value_and_says_so(checkpoint: Path
 
 def test_names_that_differ_are_given(checkpoint: Path) -> None:
     run = loaded(checkpoint, made())
-    pairs = [(f"net.{name}", param) for name, param in run.model.named_parameters()]
+    around = [(f"net.{name}", param) for name, param in run.model.named_parameters()]
+    assert statekit.torch.attest(run.optimizer, around, checkpoint).passed
+    pairs = [(f"{name}_of_net", param) for name, param in run.model.named_parameters()]
     result = statekit.torch.attest(run.optimizer, pairs, checkpoint)
     assert {"parameter-missing", "parameter-extra"} <= {one.name for one in result.findings}
-    names = {name: name.removeprefix("net.") for name, _ in pairs}
+    names = {name: name.removesuffix("_of_net") for name, _ in pairs}
     assert statekit.torch.attest(run.optimizer, pairs, checkpoint, names=names).passed
 
 

@@ -152,7 +152,7 @@ def test_a_step_is_told_by_name_what_it_needs(tmp_path: Path) -> None:
         step.check(params, params, state)
     assert step.result is not None
     assert (step.result.passed, step.result.stepped, step.result.tensors) == (True, 0, 2)
-    assert "no schema has the optimizer" in str(step.result)
+    assert "statekit can't step this optimizer" in str(step.result)
 
 
 def test_keys_are_compared_by_name_and_those_that_are_not_are_said(tmp_path: Path) -> None:

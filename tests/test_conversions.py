@@ -106,7 +106,8 @@ def test_a_cell(row: Row, target: str, tmp_path: Path) -> None:
             return
         convert(planned)
         meant = kept(layout, way.state if way else state)
-        variant = meant.optimizer.variant
+        # A state without a schema has the name of its optimizer there, which no hint may say.
+        variant = meant.optimizer.variant if layout.variants[meant.optimizer.schema] else None
         with open_state(place, layout=target, hints=Hints(variant=variant)) as written:
             assert unlike(arrays_by_axes(meant), arrays_by_axes(written.state)) == []
             assert written.state.counts.updates == meant.counts.updates

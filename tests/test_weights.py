@@ -238,8 +238,8 @@ def test_objects_with_an_optimizer_that_ran_arent_weights(which: str, tmp_path: 
     optimizer.apply([tf.ones_like(one) for one in model.trainable_variables], model.trainable_variables)
     tf.train.Checkpoint(model=model, optimizer=optimizer).save(str(tmp_path / "ckpt"))
     if which == "SGD":
-        with pytest.raises(StatekitError, match="sgd"):
-            statekit.open(tmp_path)
+        with statekit.open(tmp_path) as opened:
+            assert opened.state.optimizer.kinds == (("keras_native", "SGD"),)
         return
     with statekit.open(tmp_path) as opened:
         assert opened.layout == "tf2-keras"
@@ -383,7 +383,7 @@ def test_trees_of_arrays_come_and_go(tmp_path: Path) -> None:
 
 
 @pytest.mark.jax
-@pytest.mark.parametrize("beside", [{"opt_state": {"trace": {"w": 1.0}}}, {"velocity": {"w": 1.0}}])
+@pytest.mark.parametrize("beside", [{"velocity": {"w": 1.0}}])
 def test_a_tree_with_what_may_be_an_optimizers_isnt_weights_alone(
     beside: dict[str, Any], tmp_path: Path
 ) -> None:

@@ -156,8 +156,14 @@ class AdamWOptions(AdamFamilyOptions, total=False):
     decoupled_weight_decay: bool
     maximize: bool
 
+    adam_b1: float
+    adam_b2: float
+    adam_eps: float
+    adam_eps_root: float
+    adam_weight_decay: float | None
     adamw_betas: Sequence[float]
     adamw_eps: float
+    adamw_mask: Sequence[str] | None
     betas: Sequence[float]
     gradient_clipping: float | None
     mu_dtype: str | None
