@@ -41,6 +41,7 @@ class Fake:
     reads: list[str] = field(default_factory=list)
     name: str = "fake"
     suffixes: tuple[str, ...] = ()
+    target_kind: str | None = None
     title: str = "a checkpoint in memory"
     variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"adafactor": ("t5x",)})
 

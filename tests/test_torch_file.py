@@ -202,7 +202,7 @@ def test_whole_modules_and_optimizers_are_data(tmp_path: Path, new: bool) -> Non
         weight = checkpoint.tree[0]["weight"]
         assert np.array_equal(weight.read(), module.weight.detach().numpy())
         assert checkpoint.tree[1]["param_groups"][0]["lr"] == 0.1
-        assert len(checkpoint.tensors) == 6
+        assert len(checkpoint.tensors) == 4
 
 
 def test_detection_of_other_files(tmp_path: Path) -> None:

@@ -351,8 +351,7 @@ def test_every_parameter_that_doesnt_fit_is_named() -> None:
     with pytest.raises(UsageError, match="names"):
         load_optimizer(source, model.parameters())  # type: ignore[arg-type]  # the fault
     wrapped = [(f"net.{name}", param) for name, param in named.items()]
-    with pytest.raises(StateError, match="inner module"):
-        load_optimizer(source, wrapped)
+    assert load_optimizer(source, wrapped).param_groups
     slashes = [(name.replace(".", "/"), param) for name, param in named.items()]
     assert load_optimizer(source, slashes).param_groups[0]["param_names"][0].count("/") > 0
 
