@@ -163,7 +163,7 @@ class AdamWOptions(AdamFamilyOptions, total=False):
     adam_weight_decay: float | None
     adamw_betas: Sequence[float]
     adamw_eps: float
-    adamw_mask: Sequence[str] | None
+    adamw_mask: Sequence[str] | Mapping[str, Any] | None
     betas: Sequence[float]
     gradient_clipping: float | None
     mu_dtype: str | None
