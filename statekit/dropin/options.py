@@ -256,8 +256,14 @@ class Overrides(TypedDict, total=False):
     nesterov: Any
     decoupled_weight_decay: Any
     gradient_clipping: Any
+    adam_b1: Any
+    adam_b2: Any
+    adam_eps: Any
+    adam_eps_root: Any
+    adam_weight_decay: Any
     adamw_betas: Any
     adamw_eps: Any
+    adamw_mask: Any
     mu_dtype: Any
     slot_policy: Any
     drop_slots_of: Any
