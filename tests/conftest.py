@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import sys
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -47,6 +49,13 @@ def pytest_collection(session: pytest.Session) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Marks as slow what a sample leaves out, and puts the files of few and long tests first."""
+    _leave_out_listed(config, items)
+    _leave_out_repeated(items)
+    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def _leave_out_listed(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks as slow what `sweeps.txt` lists; where a whole file is collected, each of its lines must fit a case."""
     lines = [line.split(" ", 1) for line in SWEEPS.read_text(encoding="utf-8").splitlines() if line[0] != "#"]
     fitting = set()
@@ -60,7 +69,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     stale = [" ".join(line) for line in lines if line[0].partition("::")[0] in whole]
     if not any("::" in argument for argument in config.args) and not fitting.issuperset(stale):
         raise pytest.UsageError(f"sweeps.txt fits no case: {sorted({*stale} - fitting)}")
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+
+
+def _leave_out_repeated(items: list[pytest.Item]) -> None:
+    """Marks as slow the cases of a sampled test whose words other cases have: each value of each axis stays."""
+    sampled = [item for item in items if item.get_closest_marker("sampled")]
+    words = {item: _words(item) for item in sampled if not item.get_closest_marker("slow")}
+    left = Counter(word for item in words for word in words[item])
+    for item, own in reversed(words.items()):  # a backend's cases stand after NumPy's, and cost more
+        if all(left[word] > 1 for word in own):
+            left.subtract(own)
+            item.add_marker(pytest.mark.slow)
+
+
+def _words(item: pytest.Item) -> set[tuple[str, str]]:
+    """Returns the test and each word of its case's name."""
+    test, _, case = item.nodeid.partition("[")
+    return {(test, word) for word in re.split(r"[-,/]", case)}
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -59,6 +59,7 @@ def test_there_are_recordings() -> None:
     assert len(ALL) >= 5
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "case"), everywhere(ALL, present(FULL), DIFFERENT))
 def test_every_element_of_every_step_lies_in_the_bound(name: str, case: str) -> None:
     with open_recording(GOLDEN / case) as recording:

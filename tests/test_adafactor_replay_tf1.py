@@ -42,6 +42,7 @@ def test_there_are_recordings() -> None:
     assert present(ENCODED, SCALED, MASTER) == [ENCODED, SCALED, MASTER]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "case"), everywhere(ALL, present(STACKED, ENCODED)[:1]))
 def test_every_element_of_every_step_lies_in_the_bound(name: str, case: str) -> None:
     with open_recording(GOLDEN / case) as recording:
@@ -208,6 +209,7 @@ FAULTS = [what for what, fault in RULES.items() if present(fault[0])]
 ESSENTIAL = [what for what in FAULTS if what == "decay of the other type"]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "fault"), everywhere(FAULTS, ESSENTIAL))
 def test_another_rule_leaves_the_bound(name: str, fault: str) -> None:
     case, constants, changes = RULES[fault]

@@ -99,11 +99,13 @@ def trials(sample: Mapping[str, Any]) -> Iterator[Any]:
                 yield pytest.param(name, schema, variant, full, id=label, marks=marks(name, slow))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "schema", "variant", "full"), [*trials(SAMPLE)])
 def test_every_step_obeys_the_laws(name: str, schema: str, variant: str, full: bool) -> None:
     obey(Trial(shared(schema, variant, full), backend(name)), LAWS)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "schema", "variant", "full"), [*trials(COSTLY_SAMPLE)])
 def test_every_step_obeys_the_laws_of_company(name: str, schema: str, variant: str, full: bool) -> None:
     obey(Trial(shared(schema, variant, full), backend(name)), COSTLY)
@@ -121,6 +123,7 @@ def low_precision() -> Iterator[Any]:
                 )  # fmt: skip
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "schema", "variant", "dtype"), [*low_precision()])
 def test_low_precision_is_followed_or_refused(name: str, schema: str, variant: str, dtype: str) -> None:
     alone = (schema, variant) in ALONE

@@ -88,6 +88,7 @@ def _equal(left: Array, right: Array) -> bool:
     return left.shape == right.shape and left.astype(wide).tobytes() == right.astype(wide).tobytes()
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("row", "target"), list(pairs()))
 def test_a_cell(row: Row, target: str, tmp_path: Path) -> None:
     sample, layout = row.sample_in(tmp_path), registry.layout(target)

@@ -133,6 +133,7 @@ def needed(schema: str, variant: str) -> Mapping[str, Any]:
     return paper if (schema, variant) == ("lans", "paper") else {}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(
     ("schema", "variant", "name"), [pytest.param(*c, id="-".join(c)) for c in usual_cases()]
 )

@@ -33,6 +33,7 @@ def replayed(name: str, xp: str, ran: str | None = None) -> Replay:
         return replay(Subject(replace(recording, trajectories=trajectories)), backend(xp))
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("xp", ["numpy", pytest.param("torch", marks=pytest.mark.torch)])
 @pytest.mark.parametrize("name", RAN)
 def test_what_ran_on_a_gpu_is_within_its_bound(name: str, xp: str) -> None:

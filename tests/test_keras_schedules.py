@@ -125,6 +125,7 @@ def came_of(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return results
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_run_of_torch_goes_on_at_its_rates_and_through_the_next_save(

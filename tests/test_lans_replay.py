@@ -32,6 +32,7 @@ def test_both_paths_were_recorded() -> None:
     assert variants == {"mxnet_fused", "mxnet_unfused"}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "case"), everywhere(ALL, (BOUNDS, UPDATER)))
 def test_every_element_of_every_step_lies_in_the_bound(name: str, case: str) -> None:
     with open_recording(GOLDEN / case) as recording:

@@ -230,6 +230,7 @@ def places() -> Iterator[Any]:
             yield pytest.param(name, folder, marks=marks(name, slow), id=f"{name}-{folder.name}")
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "folder"), [*places()])
 def test_what_was_recorded_is_replayed(name: str, folder: Path) -> None:
     with open_recording(folder) as recording:

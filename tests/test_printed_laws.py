@@ -50,6 +50,7 @@ def unsaid(lines: list[str]) -> Iterator[str]:
             yield node.id
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("layout", "container"), HOMES)
 def test_a_line_is_complete_or_says_what_is_missing(layout: str, container: str) -> None:
     for schema, variants in registry.layout_card(layout).variants.items():

@@ -51,6 +51,7 @@ def compiled(framework: str, start: Start) -> Iterator[Any]:
         )
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("path", T5X)
 @pytest.mark.parametrize("start", ["checkpoint", "init"])
 @pytest.mark.parametrize("name", BACKENDS)

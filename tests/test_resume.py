@@ -186,7 +186,7 @@ def test_a_step_that_was_not_taken_would_be_noticed(tmp_path: Path) -> None:
 
 
 def test_a_path_cannot_become_code() -> None:
-    path = Path('/run"); import os; ("') / "$(touch x)" / "iter_0000003"
+    path = Path('/run"); import os; ("') / "$(touch x)" / "a\nrm b" / "iter_0000003"
     for layout, container in HOMES:
         for schema, variants in registry.layout_card(layout).variants.items():
             lines = resume_lines(
@@ -200,7 +200,11 @@ def test_a_path_cannot_become_code() -> None:
                     for word in shlex.split(line)[3:]
                     if word != "torch_dist"
                 )
-            elif layout not in ("t5x", "maxtext"):
+            elif layout == "maxtext":
+                words = [word for line in lines for word in shlex.split(line, comments=True)]
+                assert words[:4] == ["python3", "-m", "maxtext.trainers.pre_train.train", "config.yml"]
+                assert all(re.match(r"[a-z0-9_]+=", word) for word in words[4:])
+            elif layout != "t5x":
                 tree = ast.parse("\n".join(lines))
                 modules = {
                     name.name

@@ -117,6 +117,7 @@ def pairs() -> Iterator[Any]:
                     yield pytest.param(schema, source, target, full, marks=marks)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("schema", "source", "target", "full"), list(pairs()))
 def test_what_is_said_to_be_equal_is(schema: str, source: str, target: str, full: bool) -> None:
     run = made(schema, source, full)

@@ -48,6 +48,7 @@ def test_every_generation_that_was_recorded_is_here() -> None:
     assert variants == set(load_schema("scaled_adam").stepped) - {"zip202310"}
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("path", "name"), PLACES)
 def test_every_element_of_every_step_lies_in_the_bound(path: Path, name: str) -> None:
     with open_recording(path) as recording:

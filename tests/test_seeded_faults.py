@@ -332,6 +332,7 @@ def matrix() -> list[Any]:
     ]
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("name", "fault"), matrix())
 def test_every_backend_notices(name: str, fault: Fault) -> None:
     assert noticed(fault, backend(name))
@@ -341,6 +342,7 @@ def test_every_kind_of_fault_is_here() -> None:
     assert all(any(present(fault.case) for fault in faults) for faults in MATRIX.values())
 
 
+@pytest.mark.sampled
 @pytest.mark.torch
 @pytest.mark.parametrize("name", ["numpy", "torch"])
 @pytest.mark.parametrize("case", present(*sorted({f.case for faults in MATRIX.values() for f in faults})))

@@ -30,6 +30,7 @@ def _found(path: Path) -> tuple[tuple[Container, Evidence], tuple[Layout, Eviden
         return (container, evidence), registry.detect_layout(checkpoint)
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: f"{row.sample.container}-{row.layout}-{row.name}")
 def test_what_is_found_is_what_all_together_find(
     row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

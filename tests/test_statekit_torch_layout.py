@@ -218,6 +218,7 @@ def test_slots_of_another_shape_are_refused() -> None:
 # --- files ---
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("folder", ["checkpoint", "checkpoint_orbax"])
 @pytest.mark.parametrize("bundle", T5X)
 def test_t5x_to_torch_to_t5x_gives_the_same_tensors(bundle: Path, folder: str, tmp_path: Path) -> None:

@@ -236,6 +236,7 @@ def _tried(
     return with_grads(_random_case(schema, variant, changes, seed), partial(change, *arguments), update)
 
 
+@pytest.mark.sampled
 @by_every_way
 @pytest.mark.parametrize("update", [0, 2])
 def test_every_element_is_within_the_bound_of_the_text(
@@ -247,6 +248,7 @@ def test_every_element_is_within_the_bound_of_the_text(
         assert not result.outside
 
 
+@pytest.mark.sampled
 @by_every_way
 @pytest.mark.parametrize("size", [0.0, 1e-30, 1e-16, 1e8])
 def test_gradients_may_have_any_size_whose_square_is_finite(
@@ -255,6 +257,7 @@ def test_gradients_may_have_any_size_whose_square_is_finite(
     assert not moved(tried(schema, variant, changes, of_size, size)).outside
 
 
+@pytest.mark.sampled
 @by_every_way
 @pytest.mark.parametrize("size", [3e17, 3e18, 3e19, 3e20])
 def test_what_overflows_in_the_text_overflows(
@@ -273,6 +276,7 @@ def test_the_kernel_alone_would_stay_finite(
     assert moved(made).outside
 
 
+@pytest.mark.sampled
 @by_every_way
 @pytest.mark.parametrize("poison", [np.nan, -np.inf])
 def test_what_is_not_a_number_spreads_as_in_the_text(
@@ -281,6 +285,7 @@ def test_what_is_not_a_number_spreads_as_in_the_text(
     assert not moved(tried(schema, variant, changes, poisoned, poison)).outside
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize("largest", [5, 2 * 24])
 @pytest.mark.parametrize(("schema", "variant"), sorted({setting[:2] for setting in SETTINGS}))
 def test_it_does_not_matter_how_many_share_a_stack(

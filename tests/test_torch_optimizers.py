@@ -173,6 +173,7 @@ def test_weight_decay_is_kept_from_parameters_by_name() -> None:
 # --- the step ---
 
 
+@pytest.mark.sampled
 @pytest.mark.parametrize(("schema", "variant"), VARIANTS)
 def test_moved_together_every_variant_stays_within_the_bound(schema: str, variant: str) -> None:
     trial = case(schema, variant, full=True)

@@ -18,7 +18,7 @@ from typing import Any
 from statekit.conversion import registry
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.plan import Plan
-from statekit.errors import StateError
+from statekit.errors import StateError, printable
 from statekit.files.source import listing
 from statekit.lines import printing
 from statekit.lines.printing import UNKNOWN, Printing, SavedRun, State, has_several, kind_of
@@ -117,8 +117,9 @@ def resume_lines(saved: SavedRun, state: State, framework: str | None = None) ->
         )
     lines = _IN[framework](state, saved) if framework else _native_lines(saved, state)
     lines = [line for i, line in enumerate(lines) if not (line.startswith("import ") and line in lines[:i])]
-    lines = [*_explained(lines)]
-    return [*lines, *(_loss_lines(saved) if lines and state["schema"] != WEIGHTS else ())]
+    lines = [*_explained(lines), *(_loss_lines(saved) if lines and state["schema"] != WEIGHTS else ())]
+    # Behind the end of a line in a name or a path, a comment would go on as code.
+    return [printable(line) if line.startswith("#") else line for line in lines]
 
 
 _OPEN = re.compile(r"""["']?([\w/]+)["']?(?:=|: )\.\.\.""")
