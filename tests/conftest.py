@@ -76,9 +76,9 @@ def _leave_out_repeated(items: list[pytest.Item]) -> None:
     sampled = [item for item in items if item.get_closest_marker("sampled")]
     words = {item: _words(item) for item in sampled if not item.get_closest_marker("slow")}
     left = Counter(word for item in words for word in words[item])
-    for item, own in reversed(words.items()):  # a backend's cases stand after NumPy's, and cost more
-        if all(left[word] > 1 for word in own):
-            left.subtract(own)
+    for item, named in reversed(words.items()):  # a backend's cases stand after NumPy's, and cost more
+        if all(left[word] > 1 for word in named):
+            left.subtract(named)
             item.add_marker(pytest.mark.slow)
 
 
