@@ -8,7 +8,7 @@ PIP_INSTALL := -m pip --disable-pip-version-check install -qq --no-compile --con
 
 export JAX_PLATFORMS := cpu
 
-.PHONY: help certificates demo test test-all living fuzz fuzz-atheris soak serve test-service check format package bench bench-gpu tables clean
+.PHONY: help certificates demo docs test test-all living fuzz fuzz-atheris soak serve test-service check format package bench bench-gpu tables clean
 
 help:
 	@echo "make demo      take a T5 that T5X trained and go on in Transformers"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-service  a service under load, under kills and signals, and on a full disk; writes its table into docs/reliability.md"
 	@echo "make check     lint, check the layout of the code, type-check"
 	@echo "make format    lay out the code"
+	@echo "make docs      build the site of the documentation below site/; it opens from a disk"
 	@echo "make package   build what is published, and try it in empty environments; needs a registry"
 	@echo "make bench     measure memory and speed"
 	@echo "make bench-gpu  measure optimizers on a GPU, beside their peers, and write docs/performance.md"
@@ -42,6 +43,10 @@ $(READY):
 
 demo: $(READY)
 	@$(BIN)/statekit demo
+
+docs: $(READY)
+	@$(BIN)/python $(PIP_INSTALL) --editable '.[docs]'
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 # Triton is for the tests of kernels alone, through its interpreter, in a process without TensorFlow.
 TRITON := .triton/.ready
