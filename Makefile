@@ -46,7 +46,7 @@ demo: $(READY)
 
 docs: $(READY)
 	@$(BIN)/python $(PIP_INSTALL) --editable '.[docs]'
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 
 # Triton is for the tests of kernels alone, through its interpreter, in a process without TensorFlow.
 TRITON := .triton/.ready

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+import griffe
 
 from statekit.cli.main import statekit
 
@@ -15,6 +16,14 @@ SITE = ROOT / "docs"
 LINK = re.compile(r"(!?)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 SHIM = "https://unpkg.com/iframe-worker/shim"
 """What the theme asks for to search pages that lie on a disk: ours stands in for it."""
+
+
+class Examples(griffe.Extension):
+    """Shows as code what a docstring has below `Example:`; the parser knows `Examples:` only."""
+
+    def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
+        if obj.docstring is not None:
+            obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
@@ -53,11 +62,11 @@ def on_post_template(output_content: str, template_name: str, **_: Any) -> str:
 
 def _helps() -> list[str]:
     """Returns the help of each command, as a terminal shows it."""
-    group = click.Context(statekit, info_name="statekit", terminal_width=100)
+    group = click.Context(statekit, info_name="statekit", terminal_width=80)
     texts = []
     for name in statekit.list_commands(group):
         verb = statekit.get_command(group, name)
         assert verb is not None
-        context = click.Context(verb, parent=group, info_name=name, terminal_width=100)
+        context = click.Context(verb, parent=group, info_name=name, terminal_width=80)
         texts.append(f"\n## {name}\n\n```text\n{verb.get_help(context)}\n```\n")
     return texts
