@@ -267,15 +267,14 @@ def _say_if_refused(planned: Plan, replace: bool, replace_foreign: bool) -> None
 
 def _carry_out(planned: Plan, replace: bool, replace_foreign: bool, threads: int | None) -> Report:
     with output.progress() as bar:
-        task = bar.add_task("", total=None)
+        task, phase = bar.add_task("", total=None), ""
 
         def tell(progress: Progress) -> None:
-            bar.update(
-                task,
-                description=PHASES[progress.phase],
-                completed=progress.done,
-                total=progress.total or None,
-            )
+            nonlocal phase
+            if progress.phase != phase:
+                phase = progress.phase
+                bar.reset(task, description=PHASES[phase])
+            bar.update(task, completed=progress.done, total=progress.total or None)
 
         return convert(
             planned, replace=replace, replace_foreign=replace_foreign, threads=threads, on_progress=tell

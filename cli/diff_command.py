@@ -10,7 +10,7 @@ import click
 from statekit.cli import output
 from statekit.cli.arguments import complete_maps, local_file, sides_options
 from statekit.cli.main import DONE, WANTING
-from statekit.cli.output import Screen, Table
+from statekit.cli.output import Screen, Table, shown_path
 from statekit.cli.report_option import report_option, write_report
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.diff import Diff, diff
@@ -60,8 +60,8 @@ def command(
 
 def _show(screen: Screen, result: Diff) -> None:
     at = "" if result.step is None else f", step {result.step}"
-    screen.say(f"A: {result.left}{at}")
-    screen.say(f"B: {result.right}{at}")
+    screen.say(f"A: {shown_path(result.left)}{at}")
+    screen.say(f"B: {shown_path(result.right)}{at}")
     if result.compared:
         screen.say(f"Equal at {plural(len(result.compared), 'step')}: {_numbers(result.compared)}.")
     tensors = [difference for difference in result.differences if difference.what in _TENSORS]

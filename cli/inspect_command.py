@@ -14,7 +14,7 @@ import click
 
 from statekit.cli import output
 from statekit.cli.arguments import checkpoint_options
-from statekit.cli.output import Cell, Screen, Styled, Table
+from statekit.cli.output import Cell, Screen, Styled, Table, shown_path
 from statekit.cli.report_option import report_option, write_report
 from statekit.conversion.belonging.agreement import on_trust
 from statekit.conversion.checkpoint_ref import CheckpointRef
@@ -88,7 +88,7 @@ def command(
 
 
 def _summary(stdout: Screen, inspection: Inspection) -> None:
-    lines = [("checkpoint", _shown(inspection.path))]
+    lines = [("checkpoint", shown_path(inspection.path))]
     for what, choice in (("container", inspection.container), ("layout", inspection.layout)):
         lines.append((what, _titled(choice) if choice else "none fits"))
         lines += [("holds", inspection.contents)] if what == "layout" and inspection.contents else []
@@ -110,9 +110,9 @@ def _summary(stdout: Screen, inspection: Inspection) -> None:
             lines.append((f"group {i}", f"{plural(len(group.paths), 'parameter')}{named}"))
             for source in get_args(KnownFrom):
                 known = [f"{k}={group.hyperparameters[k]!r}" for k in _known(group, source)]
-                lines += [(f"  {source}", "  ".join(known))] if known else []
+                lines += [(f"  {source}", ", ".join(known))] if known else []
             unknown = unknown_hyperparameters(optimizer, group)
-            lines += [("  unknown", "  ".join(unknown))] if unknown else []
+            lines += [("  unknown", ", ".join(unknown))] if unknown else []
     elif inspection.step is not None:
         lines += [("step", str(inspection.step)), *_other_steps(inspection)]
     lines.append(("integrity", _proven_by(inspection)))
@@ -128,7 +128,7 @@ def _proven_by(inspection: Inspection) -> str:
     means = inspection.integrity
     if means.manifest is not None:
         how = "was sealed with" if means.is_sealed else "was written with"
-        inside = " inside" if means.manifest == inspection.path else f" {_shown(means.manifest)}"
+        inside = " inside" if means.manifest == inspection.path else f" {shown_path(means.manifest)}"
         return f"{how} the manifest{inside}; `statekit check` reads every byte"
     bare, count = means.tensors.get("", 0), sum(means.tensors.values())
     known = ", ".join(name for name in means.tensors if name)
@@ -156,14 +156,6 @@ def _other_steps(inspection: Inspection) -> list[tuple[str, str]]:
     some = ", ".join(map(str, others[-MAX_STEPS:]))
     more = f"{len(others) - MAX_STEPS} earlier ones, " if len(others) > MAX_STEPS else ""
     return [("other steps", f"{more}{some} (--step N opens one)")] if others else []
-
-
-def _shown(path: Path) -> str:
-    try:
-        here = Path.cwd()
-    except FileNotFoundError:  # it was removed
-        return str(path)
-    return str(path.relative_to(here) if path.is_relative_to(here) else path)
 
 
 def _told(because: str, path: Path) -> str:
@@ -313,7 +305,7 @@ def _closing(stdout: Screen, inspection: Inspection) -> None:
     dtypes = ", ".join(f"{name} {size(count)}" for name, count in totals["bytes_by_dtype"].items())
     stdout.say()
     values = f"{totals['elements']} parameter values; " if inspection.parameters else ""
-    stdout.say(f"In all: {', '.join(counted) or 'nothing'}; {values}{dtypes}.")
+    stdout.say(f"In all: {', '.join(counted)}; {values}{dtypes}." if counted else "It holds no tensor.")
     if inspection.extra:
         stdout.say(f"Also there: {', '.join(inspection.extra)}.")
     stdout.show_list("Assumed, because the checkpoint doesn't say:", _assumptions(inspection))

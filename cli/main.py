@@ -201,6 +201,7 @@ def _have_stdout() -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code."""
     line = list(sys.argv[1:] if arguments is None else arguments)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # TensorFlow tells of itself on stderr
     if instruction := os.environ.get(COMPLETE):
         from click.shell_completion import shell_complete
 

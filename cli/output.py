@@ -11,6 +11,7 @@ import unicodedata
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import click
@@ -169,6 +170,15 @@ def screen() -> Screen:
     return Screen(shutil.get_terminal_size().columns, colour="NO_COLOR" not in os.environ)
 
 
+def shown_path(path: Path) -> str:
+    """Returns a path as people name it: from the working directory, if it lies there."""
+    try:
+        here = Path.cwd()
+    except FileNotFoundError:  # it was removed
+        return str(path)
+    return str(path.relative_to(here) if path.is_relative_to(here) else path)
+
+
 def folded_error(text: str) -> str:
     """Returns an error's text as it goes to stderr: folded between words where that is a terminal."""
     if not sys.stderr.isatty():
@@ -265,6 +275,9 @@ class Bar(Protocol):
     def advance(self, task_id: Any) -> None:
         """Says that a task is one step further."""
 
+    def reset(self, task_id: Any, **changes: Any) -> None:
+        """Begins a task anew, with its clock, for the next phase of the work."""
+
 
 @dataclass(frozen=True)
 class _NoBar(AbstractContextManager["_NoBar"]):
@@ -277,6 +290,9 @@ class _NoBar(AbstractContextManager["_NoBar"]):
     def advance(self, task_id: Any) -> None:
         pass
 
+    def reset(self, task_id: Any, **changes: Any) -> None:
+        pass
+
     def __exit__(self, *error: object) -> None:
         pass
 
@@ -285,27 +301,9 @@ def progress(unit: str = "bytes", needed: bool = True) -> AbstractContextManager
     """Returns a progress bar on stderr; a silent one where that is no terminal, or none is needed."""
     if not needed or not sys.stderr.isatty():
         return _NoBar()
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        DownloadColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-        TransferSpeedColumn,
-    )
+    from statekit.cli.progress_bar import bar
 
-    counted = TextColumn("{task.completed:.0f}/{task.total:.0f} " + unit)
-    # Stages wait for each other: this is the speed of the slowest.
-    amount = (DownloadColumn(), TransferSpeedColumn()) if unit == "bytes" else (counted,)
-    return Progress(
-        TextColumn("{task.description}", markup=False),
-        BarColumn(),
-        *amount,
-        TimeRemainingColumn(),
-        console=Console(stderr=True, markup=False, emoji=False, highlight=False),
-        transient=True,
-    )
+    return bar(unit)
 
 
 @contextmanager

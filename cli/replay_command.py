@@ -16,7 +16,7 @@ from statekit.cli.arguments import ref_option, ref_options, said_hparams
 from statekit.cli.output import Table, print_json, progress, screen
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import NotFoundError, StatekitError, UsageError, listed, plural, printable, some
-from statekit.files.source import Files
+from statekit.files.source import Files, not_there
 from statekit.verify.recording import open_recording
 from statekit.verify.replay import Replay, Start, Subject
 from statekit.verify.replay import replay as replayed
@@ -143,9 +143,7 @@ def _check_paths(bundles: Sequence[Path], start: Start | None, ref: CheckpointRe
         raise UsageError("--checkpoint is what the replay starts from, and --start init is another start.")
     paths = bundles if ref.path is None else (*bundles, ref.place)
     if missing := [path for path in paths if not path.exists()]:
-        raise NotFoundError(
-            "There is no such file or folder.", place=", ".join(map(str, missing)), remedy="check the path"
-        )
+        raise not_there(missing[0])
 
 
 def _check_apart(subjects: Sequence[Subject], names: Sequence[str]) -> None:

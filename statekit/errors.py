@@ -179,14 +179,26 @@ def meant(name: str, known: Iterable[str]) -> str:
         >>> meant("xyz", ["adamw", "lamb"])
         ''
     """
+    near = nearest(name, known)
+    return f"did you mean {near}?" if near else ""
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Returns the known name that is nearest to a name, whatever its case and separators; "" if none is near."""
     from difflib import get_close_matches
 
-    plain = {_plain(one): one for one in known}
+    plain = {_plain(candidate): candidate for candidate in known}
     near = get_close_matches(_plain(name), plain, n=1, cutoff=0.7)
-    return f"did you mean {plain[near[0]]}?" if near else ""
+    return plain[near[0]] if near else ""
 
 
-def check_name(kind: str, name: str, known: Iterable[str], place: str) -> str:
+def check_name(
+    kind: str,
+    name: str,
+    known: Iterable[str],
+    place: str,
+    remedy: Callable[[str], str] = lambda name: "",
+) -> str:
     """Returns a name that somebody gave, if it is one of the known ones.
 
     Args:
@@ -194,6 +206,7 @@ def check_name(kind: str, name: str, known: Iterable[str], place: str) -> str:
         name: The name.
         known: The names there are.
         place: The option or argument that it was given for.
+        remedy: What to do about a name that means something else; "" where it means nothing.
 
     Raises:
         UsageError: It isn't; says which was probably meant.
@@ -205,7 +218,7 @@ def check_name(kind: str, name: str, known: Iterable[str], place: str) -> str:
             place=place,
             expected=", ".join(names),
             found=name,
-            remedy=meant(name, names),
+            remedy=remedy(name) or meant(name, names),
         )
     return name
 

@@ -220,10 +220,11 @@ def _end(source: Source) -> tuple[int, int, int]:
     fields = END.unpack(bytes_at(source, at, END.size)) if at >= 0 else (0,) * 8
     if fields[0] != END_MAGIC or fields[7]:
         raise CorruptError(
-            "A zip archive doesn't end as one.",
+            "A zip archive is cut off, or something was added behind it.",
             place=place,
             expected="an end record as the last 22 bytes",
-            found="something else: the file is cut off, or something was added to it",
+            found=f"something else at the end of {source.size} bytes",
+            remedy="compare its size with the original's, and copy or save it again",
         )
     _, disk, other, here, count, size, start, _ = fields
     locator_at = at - LOCATOR.size

@@ -185,9 +185,17 @@ def check_place(plan: Plan, replace: bool, replace_foreign: bool) -> None:
     """
     target = plan.request.target
     kind = written_as(registry.container(plan.target.container), target).target_kind or "file"
-    check_target(target, kind, replace=replace or replace_foreign, foreign=replace_foreign)
-    if not replace_foreign:
-        _check_ours(target)
+    try:
+        check_target(target, kind, replace=True, foreign=replace_foreign)
+        if not replace_foreign:
+            _check_ours(target)
+    except TargetExistsError as foreign:
+        if replace or replace_foreign:
+            raise
+        raise TargetExistsError(
+            "The target exists.", place=target, found=foreign.subject, remedy=foreign.remedy
+        ) from None
+    check_target(target, kind, replace=replace or replace_foreign, foreign=True)
 
 
 def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgress) -> Report:

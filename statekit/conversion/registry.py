@@ -5,6 +5,7 @@ Which one fits is asked in two rounds: first of those whose signs are there (car
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -38,17 +39,18 @@ from statekit.conversion.contracts import (
 )
 from statekit.conversion.kept import with_kept, with_scales
 from statekit.errors import (
-    NotFoundError,
     StateError,
     StatekitError,
     UnknownFormatError,
     UsageError,
     check_name,
     listed,
+    meant,
+    plural,
 )
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import check_undamaged, check_whole, proven
-from statekit.files.source import first_bytes, listing, looking, reading, walked
+from statekit.files.source import first_bytes, listing, looking, not_there, reading, walked
 from statekit.state.facts import with_optimizer
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.told_schedule import told_schedule, with_own_rate
@@ -80,7 +82,24 @@ def _installed() -> dict[str, dict[str, EntryPoint]]:
 
 def _load(group: str, name: str, options: str) -> object:
     points, kind = _points(group), group.rpartition(".")[2][:-1]
-    return points[check_name(kind, name, points, options)].load()
+    remedy = _meant_layout if group == LAYOUTS else _meant_container
+    return points[check_name(kind, name, points, options, remedy)].load()
+
+
+SEE_FORMATS = "`statekit formats` says whose files each is"
+
+
+def _meant_layout(name: str) -> str:
+    """Says which layouts hold an optimizer whose name stands in a layout's place."""
+    schema = name.lower()
+    holding = [card.name for card in map(layout_card, layout_names()) if schema in card.variants]
+    if not holding:
+        return meant(name, layout_names()) or SEE_FORMATS
+    return f"{schema} is an optimizer; its layout says whose files: {', '.join(holding)}"
+
+
+def _meant_container(name: str) -> str:
+    return meant(name, container_names()) or SEE_FORMATS
 
 
 def container_names() -> list[str]:
@@ -148,10 +167,11 @@ def detect_container(path: Path) -> tuple[Container, Evidence]:
     with looking(path):
         fitting = _fitting(path)
         if not fitting and not path.exists():  # a prefix of file names isn't there itself
-            raise NotFoundError("There is no such file or folder.", place=path, remedy="check the path")
+            raise not_there(path)
         if not fitting:
             _check_readable(path)
             check_whole(path)
+            _check_filled(path)
         if not fitting and path.is_dir() and (inside := checkpoints_inside(path)):
             raise UnknownFormatError(
                 "The folder isn't a checkpoint, but there are checkpoints in it.",
@@ -186,6 +206,29 @@ def _check_readable(path: Path) -> None:
         first_bytes(file, 1)
 
 
+def _check_filled(path: Path) -> None:
+    """Refuses a file without a byte, and a folder in which no file has one: no container can tell what it was.
+
+    Raises:
+        UnknownFormatError: It is empty.
+    """
+    below = (Path(top) / name for top, _, names in walked(path) for name in names)
+    files = list(islice(below, MOST_ENTRIES)) if path.is_dir() else [path]
+    if any(file.stat().st_size for file in files):
+        return
+    if path.is_dir():
+        content = "no file" if not files else f"{plural(len(files), 'file')} of 0 bytes"
+        raise UnknownFormatError(
+            "The folder is empty.",
+            place=path,
+            found=content,
+            remedy="look whether saving or copying ended early",
+        )
+    raise UnknownFormatError(
+        "The file is empty.", place=path, found="0 bytes", remedy="look whether saving or copying ended early"
+    )
+
+
 def _fitting(path: Path) -> list[tuple[Container, Evidence]]:
     return _asked(
         container_names(), containers_for(path), lambda name: (container(name), container(name).detect(path))
@@ -204,10 +247,16 @@ def _asked(
     return []
 
 
+def _by_step(path: Path) -> list[tuple[int, str]]:
+    """Returns what sorts names by the numbers in them: step5 before step40."""
+    parts = re.split(r"(\d+)", path.name)
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
+
+
 def checkpoints_inside(folder: Path) -> dict[str, str]:
     """Returns the checkpoints directly in a folder, by name, each with its container and why it is one."""
     inside = {}
-    for entry in islice(listing(folder), MOST_ENTRIES):
+    for entry in islice(sorted(listing(folder), key=_by_step), MOST_ENTRIES):
         fitting = _fitting(entry)
         top = max((e.specificity for _, e in fitting), default=0)
         fits = [f"{c.name} ({e.because})" for c, e in fitting if e.specificity == top]

@@ -187,7 +187,7 @@ def _named(name: str, option: str) -> tuple[Container, str | None]:
             place=option,
             expected=", ".join(_choices()),
             found=name,
-            remedy=meant(name, _all_names()),
+            remedy=meant(name, _all_names()) or registry.SEE_FORMATS,
         )
     return registry.container(container), layout
 

@@ -31,7 +31,15 @@ import numpy as np
 from blake3 import blake3
 
 from statekit.budget import Account, Budget
-from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, UsageError
+from statekit.errors import (
+    CorruptError,
+    FormatError,
+    NotFoundError,
+    RefusedError,
+    StatekitError,
+    UsageError,
+    nearest,
+)
 from statekit.pipeline import empty, working
 from statekit.tensors.tensor import Array
 
@@ -264,6 +272,22 @@ def listing(folder: Path, ends: str = "") -> list[Path]:
             return sorted(folder / name for name in os.listdir(folder) if name.endswith(ends))
         except (FileNotFoundError, NotADirectoryError, ValueError):
             return []
+
+
+def not_there(path: Path) -> NotFoundError:
+    """Returns the error that says that nothing is at a path, with the name beside it that was probably meant."""
+    missing = next((top for top in reversed(path.parents) if not top.exists()), path)
+    try:
+        beside = {entry.name: entry for entry in listing(missing.parent)}
+    except StatekitError:  # it may not be listed
+        beside = {}
+    near = nearest(missing.name, beside)
+    return NotFoundError(
+        "There is no such file or folder.",
+        place=path,
+        found=None if missing == path else f"there is no {missing}",
+        remedy=f"did you mean {beside[near]}?" if near else "check the path",
+    )
 
 
 def walked(

@@ -1,0 +1,96 @@
+"""What people meet first when something is missing, empty, cut off or misspelled: the error says it, and what to do."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from goldens import GOLDEN
+from statekit.cli.main import main
+
+T5X = GOLDEN / "t5x" / "momentum_f32" / "checkpoint"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a folder with a T5X run, a torch file that statekit wrote, and what is broken."""
+    folder = tmp_path_factory.mktemp("things")
+    shutil.copytree(T5X, folder / "t5x-ckpt")
+    assert main(["convert", str(folder / "t5x-ckpt"), str(folder / "run.pt")]) == 0
+    (folder / "empty.pt").touch()
+    (folder / "nothing").mkdir()
+    (folder / "hollow").mkdir()
+    (folder / "hollow" / "part.0").touch()
+    (folder / "cut.pt").write_bytes((folder / "run.pt").read_bytes()[:-3000])
+    (folder / "foreign.pt").write_text("mine")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("inspect empty.pt", ["The file is empty.", "0 bytes"]),
+        ("inspect nothing", ["The folder is empty.", "no file"]),
+        ("inspect hollow", ["The folder is empty.", "1 file of 0 bytes"]),
+        ("inspect cut.pt", ["A zip archive is cut off", "copy or save it again"]),
+        ("inspect t5x-ckt", ["did you mean t5x-ckpt?"]),
+        ("inspect t5x-ckt/checkpoint_4", ["there is no t5x-ckt", "did you mean t5x-ckpt?"]),
+        ("diff run.pt runn.pt", ["did you mean run.pt?"]),
+        ("convert t5x-ckpt new.pt --layout adamw", ["adamw is an optimizer", "torch-optim"]),
+        ("convert t5x-ckpt new.pt --layout statekit_torch", ["did you mean statekit-torch?"]),
+        ("convert t5x-ckpt new --to huggingface", ["`statekit formats`"]),
+        ("convert t5x-ckpt foreign.pt", ["The target exists.", "--replace-foreign"]),
+        ("convert t5x-ckpt hollow --to t5x", ["The target exists.", "--replace-foreign"]),
+        ("convert t5x-ckpt run.pt", ["The target exists.", "or pass --replace"]),
+    ],
+)
+def test_an_error_says_what_is_wrong_and_what_to_do(
+    folder: Path,
+    line: str,
+    says: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main(line.split()) in (2, 3)
+    error = capsys.readouterr().err
+    assert [words for words in says if words not in error] == [], error
+    assert "found: \n" not in error
+
+
+def test_steps_come_in_the_order_of_their_numbers(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for step in (40, 5, 100):
+        shutil.copy(folder / "run.pt", tmp_path / f"step{step}.pt")
+    assert main(["inspect", str(tmp_path)]) == 3
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(":")[0].strip() for line in lines if ".pt: torch" in line] == [
+        "step5.pt", "step40.pt", "step100.pt",
+    ]  # fmt: skip
+
+
+def test_both_sides_of_a_diff_are_named_from_where_one_is(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert main(["diff", "t5x-ckpt", str(folder / "run.pt")]) == 0
+    assert capsys.readouterr().out.startswith("A: t5x-ckpt/checkpoint_4\nB: run.pt\n")
+
+
+def test_a_bar_counts_what_has_no_end_and_starts_anew_with_each_phase() -> None:
+    from statekit.cli.progress_bar import Amount, TimeLeft, bar
+
+    progress = bar("bytes")
+    task = progress.add_task("reading", total=None)
+    progress.update(task, completed=3 * 2**20)
+    amount, left = Amount("bytes"), TimeLeft()
+    assert amount.render(progress.tasks[0]).plain == "3.0 MiB"
+    assert left.render(progress.tasks[0]).plain == ""
+    progress.update(task, completed=4, total=4)
+    progress.reset(task, description="reading again")
+    progress.update(task, completed=2**20, total=2**21)
+    assert not progress.tasks[0].finished
+    assert amount.render(progress.tasks[0]).plain == "1.0 MiB of 2.0 MiB"
