@@ -9,6 +9,7 @@ import click
 
 from statekit.cli import output
 from statekit.cli.arguments import (
+    CHANGES,
     certificate_place,
     changes_options,
     complete_layouts,
@@ -19,8 +20,9 @@ from statekit.cli.arguments import (
     read_step,
     ref_options,
 )
+from statekit.cli.help_pages import OUTPUT, SAFETY, Page, about_checkpoint, with_more
 from statekit.cli.output import Screen
-from statekit.cli.plan_view import show_measured, show_next, show_plan
+from statekit.cli.plan_view import show_brief, show_measured, show_next, show_plan
 from statekit.conversion.asking import NAME_IT
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Exactness
@@ -77,7 +79,31 @@ def _planned(ref: CheckpointRef, target: Path, **asked: Any) -> Plan:
         raise
 
 
-@click.command("convert")
+_SOURCE, _TARGET = "What SOURCE is", "What TARGET becomes"
+_EVERYDAY = {
+    _SOURCE: ("container", "step", "hparams", "param_names"),
+    _TARGET: ("to", "layout", "map_name", "config", "step_offset", "params_only"),
+    SAFETY: ("dry_run", "require", "replace", "proves"),
+    OUTPUT: ("explain", "quiet", "as_json", "help", "help_all"),
+}
+_MORE = {
+    _TARGET: (*CHANGES, "rename", "like"),
+    SAFETY: ("replace_foreign", "certificate"),
+    OUTPUT: ("threads",),
+}
+
+
+@click.command(
+    "convert",
+    cls=Page,
+    everyday=_EVERYDAY,
+    more=with_more(_EVERYDAY, about_checkpoint(_SOURCE), _MORE),
+    examples=(
+        "statekit convert t5x-ckpt torch-ckpt",
+        "statekit convert t5x-ckpt finetune.pt --step-offset reset",
+        "statekit convert trainer-run/checkpoint-4 run.orbax --to orbax --dry-run",
+    ),
+)
 @click.argument("source", type=click.Path(), callback=local_file)
 @click.argument("target", type=click.Path(), callback=local_file)
 @click.option(
@@ -164,6 +190,8 @@ def _planned(ref: CheckpointRef, target: Path, **asked: Any) -> Plan:
     callback=certificate_place,
     help="Write what --verify shows here.",
 )
+@click.option("--explain", is_flag=True, help="Print all that is known of the conversion, and why.")
+@click.option("--quiet", is_flag=True, help="Print nothing; errors go to stderr as always.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     ref: CheckpointRef,
@@ -183,6 +211,8 @@ def command(
     threads: int | None,
     proves: bool,
     certificate: Path | None,
+    explain: bool,
+    quiet: bool,
     as_json: bool,
 ) -> int:
     """Converts a checkpoint to another system.
@@ -212,7 +242,7 @@ def command(
     )
     if dry_run:
         _say_if_refused(planned, replace, replace_foreign)
-    report = None if dry_run else _carry_out(planned, replace, replace_foreign, threads)
+    report = None if dry_run else _carry_out(planned, replace, replace_foreign, threads, quiet)
     if report and report.times and click.get_current_context().find_root().params.get("debug"):
         click.echo("\n".join(report.times.lines()), err=True)
     made = _proven(planned, map_name, config, certificate) if proves else None
@@ -220,21 +250,30 @@ def command(
         data = outcome(planned, report)
         output.print_json("convert", data if made is None else {**data, "certificate": made.to_json()})
         return 0 if made is None or made.passed else 1
-    stdout = output.screen()
-    show_plan(stdout, planned, tensors=dry_run)
-    if planned.next_update:
-        show_measured(stdout, planned.next_update, planned.run.schedules)
-    else:
-        show_next(stdout, planned.state, planned.run.schedules)
-    if report:
-        _show_report(stdout, report)
-    if made is None:
-        return 0
+    if not quiet:
+        _show(output.screen(), planned, report, explain)
+    if made is None or quiet:
+        return 0 if made is None or made.passed else 1
     from statekit.cli.verify_command import show
 
-    stdout.say()
+    output.screen().say()
     show(made, certificate)
     return 0 if made.passed else 1
+
+
+def _show(stdout: Screen, planned: Plan, report: Report | None, explain: bool) -> None:
+    """Prints what was done in short, or all that is known of it; a dry run is asked for all."""
+    whole = explain or report is None
+    if whole:
+        show_plan(stdout, planned, tensors=report is None)
+    else:
+        show_brief(stdout, planned, report)
+    if planned.next_update:
+        show_measured(stdout, planned.next_update, planned.run.schedules)
+    elif whole:
+        show_next(stdout, planned.state, planned.run.schedules)
+    if report is not None:
+        _show_report(stdout, report, explain)
 
 
 def _proven(
@@ -265,8 +304,10 @@ def _say_if_refused(planned: Plan, replace: bool, replace_foreign: bool) -> None
         click.echo(f"Note: this would be refused: {printable(error.line)}", err=True)
 
 
-def _carry_out(planned: Plan, replace: bool, replace_foreign: bool, threads: int | None) -> Report:
-    with output.progress() as bar:
+def _carry_out(
+    planned: Plan, replace: bool, replace_foreign: bool, threads: int | None, quiet: bool
+) -> Report:
+    with output.progress(needed=not quiet) as bar:
         task, phase = bar.add_task("", total=None), ""
 
         def tell(progress: Progress) -> None:
@@ -281,14 +322,16 @@ def _carry_out(planned: Plan, replace: bool, replace_foreign: bool, threads: int
         )
 
 
-def _show_report(stdout: Screen, report: Report) -> None:
-    speed = size(round(report.plan.bytes / report.seconds)) if report.seconds else "-"
-    stdout.say()
-    stdout.say(
-        f"Wrote {report.plan.request.target}: {size(report.bytes)} in {report.seconds:.1f} s ({speed}/s); "
-        f"{report.verified} tensors read again and found as meant."
-    )
-    stdout.show_list("Measured:", map(str, report.measured))
+def _show_report(stdout: Screen, report: Report, explain: bool) -> None:
+    """Prints how to go on; with `explain`, what was written and measured first."""
+    if explain:
+        speed = size(round(report.plan.bytes / report.seconds)) if report.seconds else "-"
+        stdout.say()
+        stdout.say(
+            f"Wrote {report.plan.request.target}: {size(report.bytes)} in {report.seconds:.1f} s ({speed}/s); "
+            f"{report.verified} tensors read again and found as meant."
+        )
+        stdout.show_list("Measured:", map(str, report.measured))
     stdout.title("To go on from here:")
     place = of_plan(report.plan, report.files)
     for line in resume_lines(place, report.plan.state) or [unsaid(place)]:

@@ -12,14 +12,32 @@ from statekit.attestation.doctor import Examination, doctor
 from statekit.attestation.faults import FILE_FAULTS
 from statekit.cli import output
 from statekit.cli.arguments import OF_FILES, completing, local_files, ref_options
+from statekit.cli.help_pages import OUTPUT, Page, about_checkpoint, with_more
 from statekit.cli.main import DONE, WANTING
 from statekit.cli.output import Screen, Table
 from statekit.cli.report_option import report_option, write_report
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import plural, some
 
+_WHAT = "What CHECKPOINT is"
+_EVERYDAY = {
+    _WHAT: ("container", "step", "hparams", "param_names"),
+    "What counts": ("ignore",),
+    OUTPUT: ("as_json", "report", "help", "help_all"),
+}
 
-@click.command("doctor")
+
+@click.command(
+    "doctor",
+    cls=Page,
+    everyday=_EVERYDAY,
+    more=with_more(_EVERYDAY, about_checkpoint(_WHAT)),
+    examples=(
+        "statekit doctor t5x-ckpt",
+        "statekit doctor trainer-run",
+        "statekit doctor trainer-run --step 4 --json",
+    ),
+)
 @click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True, callback=local_files)
 @click.option(
     "--ignore",

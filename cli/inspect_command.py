@@ -14,6 +14,7 @@ import click
 
 from statekit.cli import output
 from statekit.cli.arguments import checkpoint_options
+from statekit.cli.help_pages import OUTPUT, Page, about_checkpoint, with_more
 from statekit.cli.output import Cell, Screen, Styled, Table, shown_path
 from statekit.cli.report_option import report_option, write_report
 from statekit.conversion.belonging.agreement import on_trust
@@ -46,7 +47,25 @@ DROP = ("dtype", "bytes", "slot bytes", "rms", "zeros", "shape", "min", "max")
 """What is left out where the terminal is narrow, in this order."""
 
 
-@click.command("inspect")
+_WHAT, _LIST = "What CHECKPOINT is", "What is listed"
+_EVERYDAY = {
+    _WHAT: ("container", "step", "hparams", "param_names"),
+    _LIST: ("pattern", "with_slots", "stats"),
+    OUTPUT: ("as_json", "report", "help", "help_all"),
+}
+
+
+@click.command(
+    "inspect",
+    cls=Page,
+    everyday=_EVERYDAY,
+    more=with_more(_EVERYDAY, about_checkpoint(_WHAT)),
+    examples=(
+        "statekit inspect t5x-ckpt",
+        "statekit inspect t5x-ckpt --stats --filter '*mlp*'",
+        "statekit inspect trainer-run --step 4 --json",
+    ),
+)
 @checkpoint_options
 @click.option(
     "--filter", "pattern", metavar="GLOB", help="List only, but in full, parameters whose path matches."

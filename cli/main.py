@@ -150,7 +150,7 @@ VERBS = {
     ),
     "maps": Verb("statekit.cli.maps_command", "Shows the maps from one codebase's model to another's."),
     "serve": Verb("statekit.cli.serve_command", "Shows the checkpoints below some folders in a browser."),
-    "demo": Verb("statekit.cli.demo_command", "Goes on in PyTorch from a checkpoint that T5X wrote."),
+    "demo": Verb("statekit.cli.demo.demo_command", "Goes on in PyTorch from a checkpoint that T5X wrote."),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from posixpath import commonpath
 from typing import Any
@@ -10,14 +11,18 @@ from statekit.cli.output import Screen, Table
 from statekit.conversion.belonging.agreement import on_trust
 from statekit.conversion.belonging.companions import contents_without_optimizer
 from statekit.conversion.contracts import Exactness
+from statekit.conversion.convert import Report
 from statekit.conversion.plan import Plan, PlannedTensor
 from statekit.conversion.resume import next_update
+from statekit.conversion.rule_change import Difference
 from statekit.errors import plural, size, some
 from statekit.state.run import Schedule
 from statekit.state.schema import WEIGHTS
 
 FOLDED_AT = 3
 """Names are told apart by this many of their parts, as `extra/torch/scheduler`; what lies below is counted."""
+MAX_NAMED = 4
+"""So many of a kind are named where what was done is told in short."""
 MAX_ROWS = 150
 """More tensors than this aren't listed one by one."""
 
@@ -62,6 +67,51 @@ def show_plan(stdout: Screen, plan: Plan, tensors: bool) -> None:
         ("Odd about the source:", (f"{finding.what} @ {finding.place}" for finding in plan.findings)),
     ):
         stdout.show_list(title, lines)
+
+
+def show_brief(stdout: Screen, plan: Plan, report: Report) -> None:
+    """Prints the verdict of a conversion that was done, what is lost by it, and in a line what it rests on."""
+    stdout.say(plan.headline, bold=True)
+    for word, side, path in (
+        ("from", plan.source, plan.request.ref.place),
+        ("to", plan.target, plan.request.target),
+    ):
+        kinds = f"container {side.container}, layout {side.layout}, step {side.step}"
+        stdout.say(f"{word:<6}{path}: {kinds}")
+    tensors = plural(report.verified, "tensor")
+    stdout.say(f"{tensors}, {size(report.bytes)}, read again and found as meant.")
+    if plan.state["schema"] == WEIGHTS:
+        stdout.say(f"It holds {contents_without_optimizer(plan.findings, plan.run)}.")
+    for title, lines in (
+        ("Changed, as asked", map(str, plan.changed)),
+        ("Not bitwise", _inexact(plan)),
+        ("Another update by the target's rule", map(str, _worse(plan))),
+        ("Left behind", folded(plan.dropped)),
+        ("Odd about the source", (finding.what for finding in plan.findings)),
+        ("Measured", map(str, report.measured)),
+        ("Assumed", map(_first_clause, plan.assumptions)),
+    ):
+        if listed := [*lines]:
+            more = f"; and {len(listed) - MAX_NAMED} more" if len(listed) > MAX_NAMED else ""
+            stdout.say(f"{title}: {'; '.join(listed[:MAX_NAMED])}{more}.")
+    stdout.say("--explain prints all of it, each with its reason.")
+
+
+def _first_clause(sentence: str) -> str:
+    """Returns what a sentence says first.
+
+    Example:
+        >>> _first_clause("beta1 isn't stored: m is in use, so momentum was on; a step needs its value.")
+        "beta1 isn't stored"
+    """
+    first = re.split(r"[:;]\s| \(|\.$", sentence, maxsplit=1)[0]
+    return first[:1].lower() + first[1:] if first[1:2].islower() or first[1:2] == " " else first
+
+
+def _worse(plan: Plan) -> list[Difference]:
+    """Returns the differences between the two rules by which the target's updates aren't the run's."""
+    differences = plan.rule_change.differences if plan.rule_change else ()
+    return [difference for difference in differences if difference.exactness > Exactness.ROUNDING]
 
 
 def _counts(plan: Plan) -> Iterator[str]:
@@ -126,12 +176,8 @@ def _inexact(plan: Plan) -> Iterator[str]:
 
 def _differences(plan: Plan) -> Iterator[str]:
     """Yields what is less exact than rounding one by one, and the rest in a line."""
+    yield from (f"{difference.exactness.name.lower()}: {difference}" for difference in _worse(plan))
     differences = plan.rule_change.differences if plan.rule_change else ()
-    yield from (
-        f"{difference.exactness.name.lower()}: {difference}"
-        for difference in differences
-        if difference.exactness > Exactness.ROUNDING
-    )
     rounding = [difference.what for difference in differences if difference.exactness == Exactness.ROUNDING]
     if rounding:
         yield f"rounding: {', '.join(rounding)}"

@@ -6,14 +6,32 @@ import click
 
 from statekit.cli import output
 from statekit.cli.arguments import checkpoint_options
+from statekit.cli.help_pages import OUTPUT, Page, about_checkpoint, with_more
 from statekit.cli.plan_view import show_next
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.open_state import open_state
 from statekit.conversion.resume import frameworks, next_update, of_checkpoint, resume_lines, unsaid
 from statekit.tensors.tree import to_json
 
+_WHAT = "What CHECKPOINT is"
+_EVERYDAY = {
+    _WHAT: ("container", "step", "hparams", "param_names"),
+    "How to go on": ("framework",),
+    OUTPUT: ("as_json", "help", "help_all"),
+}
 
-@click.command("resume")
+
+@click.command(
+    "resume",
+    cls=Page,
+    everyday=_EVERYDAY,
+    more=with_more(_EVERYDAY, about_checkpoint(_WHAT)),
+    examples=(
+        "statekit resume t5x-ckpt",
+        "statekit resume t5x-ckpt --framework jax",
+        "statekit resume trainer-run --step 4",
+    ),
+)
 @checkpoint_options
 @click.option(
     "--framework",

@@ -18,6 +18,7 @@ from statekit.cli.arguments import (
     read_step,
     ref_options,
 )
+from statekit.cli.help_pages import OUTPUT, Page, about_checkpoint, with_more
 from statekit.cli.main import DONE, WANTING
 from statekit.cli.output import Screen, Table
 from statekit.cli.report_option import report_option, write_report
@@ -32,7 +33,30 @@ from statekit.verify.verification import STEPS, verify
 MAX_ROWS = 40
 
 
-@click.command("verify")
+_SOURCE, _DST = "What SRC is", "How DST was made, where it doesn't say it"
+_EVERYDAY = {
+    _SOURCE: ("container", "step", "hparams", "param_names"),
+    _DST: ("map_name", "config", "step_offset"),
+    "How much is proven": ("steps", "everything", "require"),
+    OUTPUT: ("to", "repeat", "as_json", "report", "help", "help_all"),
+}
+
+
+@click.command(
+    "verify",
+    cls=Page,
+    everyday=_EVERYDAY,
+    more=with_more(
+        _EVERYDAY,
+        about_checkpoint(_SOURCE),
+        {"How much is proven": ("gradients", "backend", "seed")},
+    ),
+    examples=(
+        "statekit verify t5x-ckpt torch-ckpt",
+        "statekit verify t5x-ckpt torch-ckpt --certificate proof.json",
+        "statekit verify --repeat proof.json",
+    ),
+)
 @click.argument("source", metavar="[SRC", required=False, type=click.Path(), callback=local_file)
 @click.argument("target", metavar="DST]", required=False, type=click.Path(), callback=local_file)
 @click.option(

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import statekit
 from goldens import COMPACT
-from statekit.cli.demo_command import t5_picture
-from statekit.cli.demo_t5 import MAP, Run, go_on
+from statekit.cli.demo.demo_command import t5_picture
+from statekit.cli.demo.t5 import MAP, Run, go_on
 
 TARGET = Path(__file__).parents[1] / "docs" / "t5_losses.svg"
 BUNDLE = COMPACT / "t5x_train" / "t5_11_unscanned"

@@ -31,13 +31,45 @@ def test_the_users_own_line_works_as_it_stands(
 ) -> None:
     (tmp_path / "t5x-ckpt").symlink_to(RUN)
     monkeypatch.chdir(tmp_path)
-    shown = converted(capsys, "t5x-ckpt", "torch-ckpt")
+    shown = converted(capsys, "t5x-ckpt", "torch-ckpt", "--explain")
     assert Path("torch-ckpt").is_file()
     assert "container t5x, layout t5x, step 4" in shown
     assert "container torch, layout statekit-torch, step 4" in shown
     assert "22 bitwise" in shown
     assert "Assumed, because the source doesn't say:" in shown
     assert "22 tensors read again and found as meant" in shown
+
+
+def test_in_short_it_says_the_verdict_what_it_rests_on_and_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shown = converted(capsys, RUN, tmp_path / "state.pt").splitlines()
+    assert len(shown) < 20
+    assert (
+        shown[0].startswith("BITWISE, if no weight_decay_rate")
+        and "unknown: learning_rate, beta1" in shown[0]
+    )
+    (assumed,) = [line for line in shown if line.startswith("Assumed: ")]
+    assert "beta1 isn't stored; T5X stores no hyperparameters; " in assumed
+    assert any("--explain" in line for line in shown)
+    assert any("load_optimizer(" in line for line in shown)
+
+
+def test_in_short_it_names_what_is_lost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lossy = ("--params-only", "--param-dtype", "bfloat16", "--require", "lossy")
+    shown = converted(capsys, RUN, tmp_path / "state.pt", *lossy)
+    assert shown.startswith("LOSSY")
+    assert "\nNot bitwise: " in shown and "\nMeasured: " in shown
+    assert "\nChanged, as asked: " in shown
+
+
+def test_quietly_it_says_nothing_and_does_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert converted(capsys, RUN, tmp_path / "state.pt", "--quiet") == ""
+    assert (tmp_path / "state.pt").is_file()
+    assert main(["convert", str(RUN), str(tmp_path / "state.pt"), "--quiet"]) == FAILED
+    assert "The target exists." in capsys.readouterr().err
 
 
 def test_says_how_to_go_on_in_pytorch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,7 +164,7 @@ def test_what_a_target_has_no_place_for_or_makes_up_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     converted(capsys, RUN, tmp_path / "state", "--to", "statekit")
-    shown = converted(capsys, tmp_path / "state", tmp_path / "t5x-out")
+    shown = converted(capsys, tmp_path / "state", tmp_path / "t5x-out", "--explain")
     assert "Made without a source:" in shown
     assert "filled with 0" in shown
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from goldens import bundles
-from statekit.cli.loss_plot import Curve, Panel, picture
+from statekit.cli.demo.loss_plot import Curve, Panel, picture
 from statekit.cli.main import DONE, FAILED, WANTING, main
 from statekit.torch import Adafactor
 
@@ -64,7 +64,7 @@ def test_without_recordings_it_says_what_to_do(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("statekit.cli.demo_command.BUNDLE", Path("nosuch"))
+    monkeypatch.setattr("statekit.cli.demo.demo_command.BUNDLE", Path("nosuch"))
     assert main(["demo"]) == FAILED
     assert "statekit demo BUNDLE" in capsys.readouterr().err
 

@@ -66,7 +66,7 @@ def test_what_nobody_says_of_a_model_is_named_in_plan_report_manifest_json_and_r
     run: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     target, options = str(run.parent / "hf-t5"), ["--map", "t5x-t5:hf-t5", "--config", "num_heads=4"]
-    assert main(["convert", str(run), target, *options, "--to", "hf-trainer"]) == 0
+    assert main(["convert", str(run), target, *options, "--to", "hf-trainer", "--explain"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     listed, lines = printed.split("To go on from here:")
     assert main(["convert", str(run), f"{target}-2", *options, "--to", "hf-trainer", "--json"]) == 0

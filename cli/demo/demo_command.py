@@ -1,6 +1,6 @@
 """`statekit demo`: a T5X run goes on in PyTorch, beside what T5X itself did next.
 
-A recording of a whole run goes on in Transformers' T5 (`demo_t5`), one of gradients in a bare optimizer.
+A recording of a whole run goes on in Transformers' T5 (`t5`), one of gradients in a bare optimizer.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ import numpy as np
 
 from statekit.arrays.backend import Backend, backend
 from statekit.arrays.intervals import Interval
-from statekit.cli import convert_command, demo_t5, inspect_command, output
+from statekit.cli import convert_command, inspect_command, output
 from statekit.cli.arguments import local_file
-from statekit.cli.loss_plot import Curve, Panel, picture
+from statekit.cli.demo import t5
+from statekit.cli.demo.loss_plot import Curve, Panel, picture
 from statekit.cli.output import Screen, Table
 from statekit.cli.replay_command import BOUND
 from statekit.errors import MissingExtraError, NotFoundError
@@ -36,7 +37,7 @@ from statekit.verify.verdict import Row, compare
 if TYPE_CHECKING:
     import torch
 
-BUNDLE = Path(__file__).parent / "recording"
+BUNDLE = Path(__file__).parents[1] / "recording"
 """A recording of T5X that comes with statekit; in a checkout, a link to it."""
 WEIGHTS = "param"
 WEIGHT_ERROR, SLOT_ERROR = "weights: error/update", "slots: error/update"
@@ -69,8 +70,8 @@ def command(bundle: Path | None, out: Path) -> int:
     """
     stdout = output.screen()
     bundle = bundle or _default_bundle()
-    if demo_t5.Run.fits(bundle):
-        return _as_t5(stdout, demo_t5.Run(bundle), out)
+    if t5.Run.fits(bundle):
+        return _as_t5(stdout, t5.Run(bundle), out)
     out.mkdir(parents=True, exist_ok=True)
     target = out / "torch-ckpt.pt"
     with open_recording(bundle) as recording:
@@ -92,9 +93,9 @@ def command(bundle: Path | None, out: Path) -> int:
     return 0 if judged.passed else 1
 
 
-def _as_t5(stdout: Screen, run: demo_t5.Run, out: Path) -> int:
+def _as_t5(stdout: Screen, run: t5.Run, out: Path) -> int:
     """Goes on from a recording of a whole T5 in Transformers' model."""
-    demo_t5.check_installed()
+    t5.check_installed()
     out.mkdir(parents=True, exist_ok=True)
     folder, first = out / "hf-t5", run.updates[0]
     hparams = [f"min_dim_size_to_factor={run.meta['hyperparameters']['min_dim_size_to_factor']}"]
@@ -106,12 +107,12 @@ def _as_t5(stdout: Screen, run: demo_t5.Run, out: Path) -> int:
     ]
     _run(stdout, inspect_command.command, [str(run.checkpoint), *asked])
     stdout.title("2. As Transformers' T5ForConditionalGeneration, with its optimizer")
-    words = ["--map", demo_t5.MAP, "--to", "hf-trainer", *asked[2:], "--replace"]
+    words = ["--map", t5.MAP, "--to", "hf-trainer", *asked[2:], "--replace"]
     _run(stdout, convert_command.command, [str(run.checkpoint), str(folder), *words])
-    ways = dict(demo_t5.go_on(run, folder))
+    ways = dict(t5.go_on(run, folder))
     stdout.title(f"3. Updates {first} to {run.updates[-1]} in PyTorch")
     stdout.say()
-    apart = {name: demo_t5.errors(run, way) for name, way in ways.items()}
+    apart = {name: t5.errors(run, way) for name, way in ways.items()}
     grid = Table(("update", "T5X's loss", *ways), right=("update", "T5X's loss", *ways))
     for update in run.updates:
         grid.add_row(
@@ -124,8 +125,8 @@ def _as_t5(stdout: Screen, run: demo_t5.Run, out: Path) -> int:
     plot = out / "losses.svg"
     replace_file(plot, t5_picture(run, ways).encode("utf-8"))
     stdout.say(f"In parentheses: how far from T5X's loss, relatively. The curves are in {plot}.")
-    loss, weights = max(apart[demo_t5.GOES_ON].values()), ways[demo_t5.GOES_ON].weights
-    passed = loss <= demo_t5.WITHIN_LOSS and weights <= demo_t5.WITHIN_WEIGHTS
+    loss, weights = max(apart[t5.GOES_ON].values()), ways[t5.GOES_ON].weights
+    passed = loss <= t5.WITHIN_LOSS and weights <= t5.WITHIN_WEIGHTS
     verdict = "PyTorch goes on as T5X did." if passed else "PyTorch does NOT go on as T5X did."
     stdout.say(
         f"Losses differ by {loss:.0e} at most, weights by {weights:.0e} of their movement: {verdict}",
@@ -134,23 +135,23 @@ def _as_t5(stdout: Screen, run: demo_t5.Run, out: Path) -> int:
     return 0 if passed else 1
 
 
-def t5_picture(run: demo_t5.Run, ways: Mapping[str, demo_t5.Continued]) -> str:
+def t5_picture(run: t5.Run, ways: Mapping[str, t5.Continued]) -> str:
     """Returns the losses of a run as SVG: T5X's and PyTorch's per token, and how far each way is from T5X's."""
     tokens, losses = run.losses["weight_sum"], run.losses["loss_float64"]
     colors = dict(zip(ways, ("#0969da", "#bc4c00", "#8250df"), strict=True))
     each = {n: float(loss / weight) for n, (loss, weight) in enumerate(zip(losses, tokens, strict=True), 1)}
-    ours = {n: loss / float(tokens[n - 1]) for n, loss in ways[demo_t5.GOES_ON].losses.items()}
+    ours = {n: loss / float(tokens[n - 1]) for n, loss in ways[t5.GOES_ON].losses.items()}
     panels = (
         Panel(
             "loss per token",
             (
                 Curve("T5X", each, "#8c959f"),
-                Curve("PyTorch", ours, colors[demo_t5.GOES_ON], True),
+                Curve("PyTorch", ours, colors[t5.GOES_ON], True),
             ),
         ),
         Panel(
             "difference from T5X's loss, relative",
-            [Curve(name, demo_t5.errors(run, way), colors[name]) for name, way in ways.items()],
+            [Curve(name, t5.errors(run, way), colors[name]) for name, way in ways.items()],
             powers=True,
         ),
     )
