@@ -21,6 +21,7 @@ from statekit.cli.arguments import (
     ref_options,
 )
 from statekit.cli.help_pages import OUTPUT, SAFETY, Page, about_checkpoint, with_more
+from statekit.cli.main import DONE, WANTING
 from statekit.cli.output import Screen
 from statekit.cli.plan_view import show_brief, show_measured, show_next, show_plan
 from statekit.conversion.asking import NAME_IT
@@ -220,15 +221,7 @@ def command(
     SOURCE is a checkpoint of any system, or a run's folder. What TARGET becomes is said by --to, by its suffix (.pt),
     or by a word in its name (torch-ckpt, t5x-ckpt). It takes its name when all is written, read again and compared.
     """
-    if (dry_run and proves) or (certificate is not None and not proves):
-        raise click.UsageError("--certificate goes with --verify, and --verify with what is written.")
-    if proves and changes is not None and (changes.state_only or changes.init_missing is not None):
-        raise UsageError(
-            "--verify can't prove what is made so.",
-            place="--state-only" if changes.state_only else "--init-missing",
-            expected="parameters that are the source's, in both",
-            remedy="leave --verify out",
-        )
+    _check_proof(changes, dry_run, proves, certificate)
     planned = _planned(
         ref,
         target,
@@ -242,29 +235,57 @@ def command(
     )
     if dry_run:
         _say_if_refused(planned, replace, replace_foreign)
-    report = None if dry_run else _carry_out(planned, replace, replace_foreign, threads, quiet)
-    if report and report.times and click.get_current_context().find_root().params.get("debug"):
-        click.echo("\n".join(report.times.lines()), err=True)
-    made = _proven(planned, map_name, config, certificate) if proves else None
+        report = None
+    else:
+        report = _carry_out(planned, replace, replace_foreign, threads, quiet)
+        _debug_times(report)
+    proof = _proven(planned, map_name, config, certificate) if proves else None
     if as_json:
         data = outcome(planned, report)
-        output.print_json("convert", data if made is None else {**data, "certificate": made.to_json()})
-        return 0 if made is None or made.passed else 1
-    if not quiet:
+        output.print_json("convert", data if proof is None else {**data, "certificate": proof.to_json()})
+    elif not quiet:
         _show(output.screen(), planned, report, explain)
-    if made is None or quiet:
-        return 0 if made is None or made.passed else 1
+        _show_proof(proof, certificate)
+    return DONE if proof is None or proof.passed else WANTING
+
+
+def _check_proof(changes: Changes | None, dry_run: bool, proves: bool, certificate: Path | None) -> None:
+    """Refuses options of a proof that can't be made.
+
+    Raises:
+        UsageError: There is nothing to prove, or `--verify` can't prove what is asked for.
+    """
+    if (dry_run and proves) or (certificate is not None and not proves):
+        raise click.UsageError("--certificate goes with --verify, and --verify with what is written.")
+    if proves and changes is not None and (changes.state_only or changes.init_missing is not None):
+        raise UsageError(
+            "--verify can't prove what is made so.",
+            place="--state-only" if changes.state_only else "--init-missing",
+            expected="parameters that are the source's, in both",
+            remedy="leave --verify out",
+        )
+
+
+def _debug_times(report: Report) -> None:
+    """Prints on stderr, with --debug, how long each stage worked."""
+    if report.times and click.get_current_context().find_root().params.get("debug"):
+        click.echo("\n".join(report.times.lines()), err=True)
+
+
+def _show_proof(proof: Certificate | None, certificate: Path | None) -> None:
+    """Prints what --verify shows."""
+    if proof is None:
+        return
     from statekit.cli.verify_command import show
 
     output.screen().say()
-    show(made, certificate)
-    return 0 if made.passed else 1
+    show(proof, certificate)
 
 
 def _show(stdout: Screen, planned: Plan, report: Report | None, explain: bool) -> None:
     """Prints what was done in short, or all that is known of it; a dry run is asked for all."""
     whole = explain or report is None
-    if whole:
+    if report is None or explain:
         show_plan(stdout, planned, tensors=report is None)
     else:
         show_brief(stdout, planned, report)

@@ -126,6 +126,7 @@ class Verb(NamedTuple):
 
 VERBS = {
     "inspect": Verb("statekit.cli.inspect_command", "Shows what a checkpoint holds."),
+    "ls": Verb("statekit.cli.ls_command", "Lists the runs below a folder, and which of them can go on."),
     "convert": Verb("statekit.cli.convert_command", "Converts a checkpoint to another system."),
     "verify": Verb(
         "statekit.cli.verify_command",

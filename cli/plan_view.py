@@ -21,7 +21,7 @@ from statekit.state.schema import WEIGHTS
 
 FOLDED_AT = 3
 """Names are told apart by this many of their parts, as `extra/torch/scheduler`; what lies below is counted."""
-MAX_NAMED = 4
+MAX_NAMED = 5
 """So many of a kind are named where what was done is told in short."""
 MAX_ROWS = 150
 """More tensors than this aren't listed one by one."""
@@ -94,6 +94,10 @@ def show_brief(stdout: Screen, plan: Plan, report: Report) -> None:
         if listed := [*lines]:
             more = f"; and {len(listed) - MAX_NAMED} more" if len(listed) > MAX_NAMED else ""
             stdout.say(f"{title}: {'; '.join(listed[:MAX_NAMED])}{more}.")
+    if not plan.next_update and plan.state["schema"] != WEIGHTS:
+        updates = [*_next_lines(plan.state, plan.run.schedules)]
+        others = f"; and {plural(len(updates) - 1, 'more group')}" if len(updates) > 1 else ""
+        stdout.say(f"Next: {updates[0]}{others}.")
     stdout.say("--explain prints all of it, each with its reason.")
 
 
@@ -300,8 +304,14 @@ def show_next(stdout: Screen, state: Mapping[str, Any], schedules: Sequence[Sche
         stdout.title("The next update will use:")
         stdout.say("a new optimizer: nothing here says which", indent=2)
         return
-    groups = next_update(state, schedules)
     stdout.title("The next update will use:")
+    for line in _next_lines(state, schedules):
+        stdout.say(line, indent=2)
+
+
+def _next_lines(state: Mapping[str, Any], schedules: Sequence[Schedule]) -> Iterator[str]:
+    """Yields what the next update of each group will use."""
+    groups = next_update(state, schedules)
     for i, group in enumerate(groups):
         rate = group["learning_rate"]
         parts = [
@@ -313,4 +323,4 @@ def show_next(stdout: Screen, state: Mapping[str, Any], schedules: Sequence[Sche
             parts.append(f"second-moment decay {group['decay']:.6g} (step_offset {group['step_offset']})")
         whose = f" of {group['schema']}" if "schema" in group else ""
         label = f"group {i}, {plural(group['parameters'], 'parameter')}{whose}: " if len(groups) > 1 else ""
-        stdout.say(f"{label}{'; '.join(parts)}", indent=2)
+        yield f"{label}{'; '.join(parts)}"

@@ -46,7 +46,7 @@ def test_config_tells_what_trainers_optimizer_numbers(
     kind: str, runs: tuple[Path, Truth], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     step, truth = step_of(runs[0], kind), runs[1][kind]
-    assert main(["convert", str(step), str(tmp_path / "run.pt")]) == 0
+    assert main(["convert", str(step), str(tmp_path / "run.pt"), "--explain"]) == 0
     shown = capsys.readouterr().out
     assert "of transformers" in shown
     assert "names_from=config, as nothing else" in shown

@@ -64,7 +64,15 @@ def test_a_count_without_a_function_is_said_wherever_the_run_goes(
     group = statekit.inspect(run).optimizer
     assert group is not None and "learning_rate" not in group.groups[0].hyperparameters
     # A rate that the user gives is that of a moment, and this is said.
-    given = said(capsys, "convert", str(run), str(tmp_path / "given.pt"), "--hparams", "learning_rate=0.001")
+    given = said(
+        capsys,
+        "convert",
+        str(run),
+        str(tmp_path / "given.pt"),
+        "--hparams",
+        "learning_rate=0.001",
+        "--explain",
+    )
     assert "0.001 is taken for the next update's, and what goes on without a schedule keeps it" in given
     assert "follows a schedule that is not made here" in given
 

@@ -6,6 +6,7 @@ Which one fits is asked in two rounds: first of those whose signs are there (car
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -177,7 +178,13 @@ def detect_container(path: Path) -> tuple[Container, Evidence]:
                 "The folder isn't a checkpoint, but there are checkpoints in it.",
                 place=path,
                 found=listed(f"{name}: {kind}" for name, kind in inside.items()),
-                remedy="name one of them",
+                remedy=f"name one of them; `statekit ls {shlex.quote(str(path))}` says which can go on",
+            )
+        if not fitting and path.is_dir():
+            raise UnknownFormatError(
+                "No container fits.",
+                place=path,
+                remedy=f"`statekit ls {shlex.quote(str(path))}` looks for checkpoints below it",
             )
         best = _best([(c.name, e) for c, e in fitting], f"{path}", "container", "--from")
         return fitting[best]

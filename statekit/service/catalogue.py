@@ -21,7 +21,7 @@ from statekit.errors import NotFoundError, RefusedError, StatekitError, UsageErr
 from statekit.service.database import Database
 from statekit.service.records import SORTS, Checkpoint, Job, Page, Query, Root, Run, Scan, Scanning
 from statekit.service.roots import path_beneath, target_beneath
-from statekit.service.scanning import Scanner, Seen
+from statekit.service.scanning import Scanner, Seen, run_key
 from statekit.service.tables import CHECKPOINTS, ROOTS, RUNS, SUBJECTS, TAGS
 from statekit.service.tasks.child import Zygote
 from statekit.service.tasks.failures import problem_of
@@ -634,9 +634,8 @@ def _group_runs(connection: Connection, root: int) -> None:
     ).all()
     groups: dict[tuple[Any, ...], list[Row[Any]]] = {}
     for row in rows:
-        if row.optimizer is not None:
-            folder = row.place.rpartition(b"/")[0]
-            key = (folder, row.container, row.layout, row.optimizer, row.parameters, row.elements)
+        key = run_key(row.place, row._asdict())
+        if key is not None:
             groups.setdefault(key, []).append(row)
     for key, steps in groups.items():
         if len({row.step for row in steps}) < 2:

@@ -1,0 +1,106 @@
+"""`statekit ls`: the runs below a folder, as the service's catalogue has them, without a service."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from goldens import GOLDEN
+from statekit.cli.main import DONE, FAILED, USAGE, main
+
+T5X = GOLDEN / "t5x" / "momentum_f32" / "checkpoint" / "checkpoint_4"
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a folder with a run of two steps, a file that is cut off, and weights alone, sealed."""
+    lab = tmp_path_factory.mktemp("lab")
+    assert main(["convert", str(T5X), str(lab / "weights.pt"), "--params-only"]) == DONE
+    shutil.copytree(T5X, lab / "deep" / "down" / "t5x" / "checkpoint_4")
+    shutil.copytree(T5X, lab / "deep" / "down" / "t5x" / "checkpoint_12")
+    cut = lab / "cut" / "last.pt"
+    cut.parent.mkdir()
+    cut.write_bytes((lab / "weights.pt").read_bytes()[:-2000])
+    return lab
+
+
+def listed(folder: Path, capsys: pytest.CaptureFixture[str]) -> Any:
+    capsys.readouterr()
+    assert main(["ls", str(folder), "--json"]) == DONE
+    return json.loads(capsys.readouterr().out)
+
+
+def test_each_run_has_its_steps_and_says_which_can_go_on(
+    lab: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = listed(lab, capsys)
+    runs = {run["path"]: run for run in data["runs"]}
+    assert data["format"] == "statekit.ls/1"
+    assert data["size"] == sum(run["size"] for run in runs.values())
+    assert runs["cut/last.pt"]["newest_resumable"] is None
+    (cut,) = runs["cut/last.pt"]["checkpoints"]
+    assert not cut["resumable"] and cut["why"].startswith("A zip archive is cut off")
+    (weights,) = runs["weights.pt"]["checkpoints"]
+    assert (weights["resumable"], weights["seal"]) == (False, "sealed")
+    assert weights["why"] == "weights alone: no optimizer's state"
+    run = runs["deep/down/t5x"]
+    assert [step["step"] for step in run["checkpoints"]] == [4, 12]
+    assert all(step["resumable"] and step["optimizer"] == "adafactor/t5x" for step in run["checkpoints"])
+    assert (run["newest"], run["newest_resumable"]) == (12, 12)
+
+
+def test_the_table_names_the_newest_step_and_why_nobody_can_go_on(
+    lab: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ls", str(lab)]) == DONE
+    shown = capsys.readouterr().out
+    rows = {line.split()[0]: line for line in shown.splitlines() if line.strip()}
+    assert "adafactor/t5x" in rows["deep/down/t5x"] and " yes " in rows["deep/down/t5x"]
+    assert " no " in rows["weights.pt"] and rows["weights.pt"].endswith("weights alone: no optimizer's state")
+    assert "in all." in shown
+
+
+@pytest.mark.slow
+def test_the_catalogue_of_a_service_says_the_same(
+    lab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("sqlalchemy")
+    from statekit.service.catalogue import Catalogue
+    from statekit.service.database import Database, Ownership
+
+    with Ownership(tmp_path / "data") as owner:
+        database = Database(owner.path.parent, migrate=True)
+        catalogue = Catalogue(database, [lab])
+        catalogue.scan()
+        theirs = {
+            checkpoint.path: (checkpoint.step, checkpoint.optimizer, checkpoint.resumable, checkpoint.size)
+            for checkpoint in catalogue.checkpoints().items
+        }
+        database.close()
+    ours = {
+        step["path"]: (step["step"], step["optimizer"], step["resumable"], step["size"])
+        for run in listed(lab, capsys)["runs"]
+        for step in run["checkpoints"]
+    }
+    assert ours == theirs
+
+
+def test_what_is_no_folder_or_holds_nothing_is_said(
+    lab: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["ls", str(lab / "nosuch")]) == FAILED
+    assert main(["ls", str(lab / "weights.pt")]) == USAGE
+    assert "statekit inspect" in capsys.readouterr().err
+    assert main(["ls", str(tmp_path)]) == DONE
+    assert "No checkpoint lies below" in capsys.readouterr().out
+
+
+def test_inspect_of_a_folder_of_checkpoints_points_there(
+    lab: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["inspect", str(lab)]) == FAILED
+    assert f"`statekit ls {lab}`" in capsys.readouterr().err
