@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch.distributed.checkpoint import state_dict_saver
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 import statekit
 from statekit.cli.main import main
@@ -720,3 +723,83 @@ def test_another_limit_of_the_gradients_norm_is_no_resume_of_a_trainers_run() ->
     assert (
         clipping_faults(CASES / "old_torch_adamw" / "torch1_12.pt", 1.0) == []
     )  # no Trainer's: nothing is said
+
+
+def trained(model: torch.nn.Module, **options: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, **options)
+    model(torch.ones(2)).sum().backward()
+    optimizer.step()
+    return optimizer
+
+
+def run_lines(path: Path, capsys: pytest.CaptureFixture[str], **names: Any) -> dict[str, Any]:
+    """Runs what `statekit resume` prints; returns the program's names afterwards."""
+    assert main(["resume", str(path)]) == 0
+    program: dict[str, Any] = {"torch": torch, **names}
+    exec(capsys.readouterr().out.partition("\n\n")[0], program)
+    return program
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("form", ["halves", "objects", "top", "weights"])
+def test_the_lines_of_files_from_elsewhere_load_them(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = trained(model)
+    path = tmp_path / "last.pt"
+    match form:
+        case "halves":
+            path = tmp_path
+            torch.save(model.state_dict(), path / "model.pt")
+            torch.save(optimizer.state_dict(), path / "optim.pt")
+        case "objects":  # as timm and MAE save their arguments: weights_only refuses it
+            args = argparse.Namespace(lr=0.01)
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "args": args}, path)
+        case "top":  # torchtitan
+            path = tmp_path / "step-1"
+            options = StateDictOptions(flatten_optimizer_state_dict=True)
+            slots = get_optimizer_state_dict(model, optimizer, options=options)
+            state_dict_saver.save({**model.state_dict(), "optimizer": slots}, checkpoint_id=path)
+        case "weights":  # fastai
+            torch.save({"model": model.state_dict(), "opt": {"state": [{"grad_avg": torch.ones(2)}]}}, path)
+    fresh = torch.nn.Linear(2, 2)
+    program = run_lines(path, capsys, model=fresh)
+    assert torch.equal(fresh.weight, model.weight)
+    if form != "weights":
+        slots = program["optimizer"].state[fresh.weight]
+        assert torch.equal(slots["exp_avg"], optimizer.state[model.weight]["exp_avg"])
+
+
+def test_where_mmengine_averages_the_runs_own_weights_go_on(tmp_path: Path) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = trained(model)
+    run = {f"module.{name}": tensor for name, tensor in model.state_dict().items()}
+    average = {name: tensor * 0.5 for name, tensor in model.state_dict().items()}
+    saved = {"meta": {"mmengine_version": "0.10", "iter": 1}, "state_dict": average}
+    saved |= {"ema_state_dict": {"steps": torch.tensor(1), **run}, "optimizer": optimizer.state_dict()}
+    torch.save(saved, tmp_path / "iter_1.pth")
+    with statekit.open(tmp_path / "iter_1.pth") as opened:
+        assert np.array_equal(opened.params["module/weight"].read(), model.weight.detach().numpy())
+
+
+def test_weights_that_are_an_average_alone_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = trained(model)
+    torch.save(
+        {"model": None, "ema": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "last.pt"
+    )
+    arguments = ["convert", str(tmp_path / "last.pt"), str(tmp_path / "again.pt")]
+    assert "an average of them at ema do: --model-key ema" in refused(arguments, capsys)
+    assert main([*arguments, "--model-key", "ema"]) == 0
+
+
+@pytest.mark.parametrize("name", ["apex_fusedadam/fusedadam.pt", "adam_or_adamw_old/hf_adamw_nobias.pt"])
+def test_lines_name_no_class_that_does_not_go_on_with_the_file(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["resume", str(CASES / name)]) == 0
+    printed = capsys.readouterr().out
+    assert "optimizer = ...  # the run's own: " in printed and "torch.optim.AdamW" not in printed

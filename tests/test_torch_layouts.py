@@ -351,3 +351,23 @@ def test_transforms_read_any_block() -> None:
         blocks(Stack(parts, axis), array)
     with pytest.raises(UsageError, match="axes of length 1"):
         Squeezed(in_memory(array), (6, 4))
+
+
+def test_shapes_that_contradict_the_models_order_are_no_order() -> None:
+    """minGPT sorts names, so that its layers stand 0, 1, 10, 2; whoever reverses them is asked."""
+    layers = {f"h.{i}.w": (3,) for i in range(11)}
+    known = model(**{"wte": (5,), **layers, "z": (2,)})
+    by_name = shaped_order([[*[(3,)] * 11, (5,), (2,)]], known)
+    assert by_name.groups[0][:4] == ("h.0.w", "h.1.w", "h.10.w", "h.2.w") and "alphabet" in by_name.notes[0]
+    in_order = shaped_order([[(5,), *[(3,)] * 11, (2,)]], known)
+    assert in_order.groups[0][1:4] == ("h.0.w", "h.1.w", "h.2.w")
+    with pytest.raises(StateError, match=r"don't stand in the order(.|\n)*--param-names"):
+        shaped_order([[(2,), *[(3,)] * 11, (5,)]], known)
+
+
+def test_a_group_for_each_parameter_is_taken_in_the_models_order() -> None:
+    known = model(a=(2,), b=(3,), c=(3,))
+    each = shaped_order([[(2,)], [(3,)], [(3,)]], known)
+    assert each.groups == (("a",), ("b",), ("c",)) and "a group of its own" in each.notes[0]
+    with pytest.raises(StateError, match="stands in groups"):
+        shaped_order([[(3,)], [(2,)], [(3,)]], known)

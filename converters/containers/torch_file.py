@@ -20,7 +20,7 @@ from statekit.converters.formats.pytorch.reader import generation, named, read_o
 from statekit.converters.formats.pytorch.whole_objects import WholeObjects, as_state_dicts
 from statekit.converters.formats.pytorch.writer import MANIFEST_KEY, write_torch
 from statekit.errors import NotFoundError, StatekitError, UsageError
-from statekit.files.checkpoint import OPTIMIZER_NAME, STEPS, Checkpoint
+from statekit.files.checkpoint import CLASSES, HALVES, OPTIMIZER_NAME, STEPS, Checkpoint
 from statekit.files.integrity import proof_inside
 from statekit.files.source import Files, opening, read_small
 from statekit.files.stage import Stage
@@ -144,10 +144,12 @@ def _open_halves(folder: Path, halves: Halves, files: Files) -> Checkpoint:
     beside = {name.partition(".")[0]: name for name in BESIDE if (folder / name).is_file()}
     names = {**halves.parts, **({} if halves.steps else beside)}
     opened = {part: open_torch(folder / name, files) for part, name in names.items()}
-    meta: dict[str, Any] = {"files": [*names.values()], **({STEPS: [*halves.steps]} if halves.steps else {})}
+    meta: dict[str, Any] = {HALVES: names, **({STEPS: [*halves.steps]} if halves.steps else {})}
     if (folder / _CONFIG).is_file():
         match = _NAME.search(read_small(folder / _CONFIG, files).decode("utf-8", "replace"))
         meta |= {OPTIMIZER_NAME: match[1]} if match else {}
+    if classes := [part.meta[CLASSES] for part in opened.values() if CLASSES in part.meta]:
+        meta[CLASSES] = ", ".join(dict.fromkeys(classes))
     findings = tuple(finding for one in opened.values() for finding in one.findings)
     tree = named({part: one.tree for part, one in opened.items()})
     return Checkpoint(CONTAINER.name, folder, tree, meta, halves.step, findings)

@@ -19,6 +19,7 @@ from statekit.conversion import registry
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.plan import Plan
 from statekit.errors import StateError, printable
+from statekit.files.checkpoint import CLASSES, HALVES
 from statekit.files.source import listing
 from statekit.lines import printing
 from statekit.lines.printing import UNKNOWN, Printing, SavedRun, State, has_several, kind_of
@@ -89,6 +90,8 @@ def of_checkpoint(opened: OpenState) -> SavedRun:
         manifest["options"] if converted and manifest else {},
         ref=opened.ref,
         version=checkpoint.meta.get("keras_version"),
+        halves=checkpoint.meta.get(HALVES, {}),
+        classes=checkpoint.meta.get(CLASSES, ""),
     )
 
 

@@ -35,6 +35,12 @@ SORTED = "model_sorted"
 OPTIMIZER_NAME = "optimizer_name"
 """Key in `Checkpoint.meta`: what a configuration beside the state calls the optimizer."""
 
+CLASSES = "classes"
+"""Key in `Checkpoint.meta`: names in a torch file's pickle that `torch.load(weights_only=True)` refuses."""
+
+HALVES = "halves"
+"""Key in `Checkpoint.meta`: the files of a folder that are one checkpoint, each by the name of its part."""
+
 MODEL_KEY, OPTIMIZER_KEY = "model_key", "optimizer_key"
 """Keys in `Checkpoint.meta`: paths of these parts in the tree, keys joined by `/`, where the user named them."""
 

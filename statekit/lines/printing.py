@@ -68,6 +68,8 @@ class SavedRun:
         ref: What the user said of it; None of a conversion's target, which says it itself.
         own_name: The name of the checkpoint, where `path` stands for any place.
         version: The version of the library that wrote it, where its file says that.
+        halves: Part -> file of a folder whose files are one checkpoint of torch.save.
+        classes: What its pickle names that `torch.load(weights_only=True)` refuses.
     """
 
     container: str
@@ -86,6 +88,8 @@ class SavedRun:
     own_name: str | None = None
     ref: Told | None = None
     version: str | None = None
+    halves: Mapping[str, str] = field(default_factory=dict)
+    classes: str = ""
 
     def step_path(self, name: str) -> Path:
         """Returns the step's own folder or file, which may be the checkpoint itself or lie in it.
@@ -119,6 +123,16 @@ class SavedRun:
         # The path is the step's own.
         options = [f"{name}={value}" for name, value in keywords.items() if name != "step"]
         return ", ".join([quoted(path or self.path), *filter(None, between), *options])
+
+    def torch_load(self, file: str) -> str:
+        """Returns the call that loads a file of torch.save; only code that is trusted may run.
+
+        Args:
+            file: The code of its path.
+        """
+        if not self.classes:
+            return f"torch.load({file}, weights_only=True)"
+        return f"torch.load({file}, weights_only=False)  # it runs code of {self.classes}: only of a file you trust"
 
     @property
     def is_converted(self) -> bool:
@@ -217,6 +231,25 @@ def kind_of(state: State, group: Mapping[str, Any]) -> dict[str, Any]:
 def paths_of(state: State) -> list[str]:
     """Returns the parameters that the run's groups have, in their order."""
     return [path for group in state["groups"] for path in group["paths"]]
+
+
+def model_place(saved: SavedRun, paths: Collection[str]) -> str | None:
+    """Returns where a file's model lies, keys joined by `/`; None where nobody said it and no tensor's name tells."""
+    if saved.ref is not None and saved.ref.model_key is not None:
+        return saved.ref.model_key
+    ends = tuple("/" + path.replace("/", ".") for path in paths)
+    places = (name.removesuffix(end) for name in saved.tensors for end in ends if name.endswith(end))
+    return next((place for place in places if "/state" not in place), None)
+
+
+def subscripts(place: str) -> str:
+    """Returns keys joined by `/` as Python's subscripts.
+
+    Example:
+        >>> subscripts("optimizer/0")
+        '["optimizer"][0]'
+    """
+    return "".join(f"[{key if key.isdecimal() else json.dumps(key)}]" for key in place.split("/"))
 
 
 def native_arguments(

@@ -20,8 +20,9 @@ TAKEN: tuple[KnownFrom, ...] = ("inferred", "assumed")
 """Sources of values that nobody says: what somebody does say outweighs them."""
 Source: TypeAlias = Literal["file", "given", "inferred", "assumed", "unknown"]
 """How a fact is known, the strongest first."""
-OPTIMIZER, BEYOND, SCALED = "optimizer", "beyond", "scaled"
-"""Names of the facts which optimizer it is, what it does besides its schema's steps, and how a map scaled a group."""
+OPTIMIZER, BEYOND, SCALED, DIALECT = "optimizer", "beyond", "scaled", "class"
+"""Names of facts: which optimizer it is, what it does besides its schema's steps, how a map scaled a group, and whose
+class has its form."""
 _DECAY = ("weight_decay_rate", "wd", "exclude_from_weight_decay")
 """What programs set most often: named first."""
 MOST_NAMED = 3
@@ -99,6 +100,11 @@ def fits_several(names: Sequence[str], because: str) -> Fact:
 def taken_for(name: str, others: Sequence[str], because: str) -> Fact:
     """Returns that a state is taken for one optimizer's by its structure, which others may have too."""
     return Fact(OPTIMIZER, name, "inferred", because, tuple(others))
+
+
+def of_class(name: str, options: Sequence[str]) -> Fact:
+    """Returns whose class has a state's form, where that isn't the one that a schema's variant is named after."""
+    return Fact(DIALECT, name, "inferred", f"its groups have {', '.join(options)}")
 
 
 def beyond(sentence: str) -> Fact:

@@ -40,8 +40,8 @@ MAX_KEY_NODES = 1000
 """Levels and parts of a key at most: shared lists in one another make one of any size of a few bytes."""
 MAX_INT_KEY = 2**61 - 1
 """Larger integers can be chosen to collide in a dict: CPython hashes them modulo this prime."""
-MAX_NOTES = 20
-"""How many things are told that have no place in a tree."""
+MAX_NOTES, MAX_NAMES = 20, 200
+"""How many things are told that have no place in a tree, and how many names of code."""
 _SLOT, _ITEM, _ENTRY, _OBJECT = 8, 64, 104, 640
 """Bytes that are counted for a reference, for a small object, for an entry of a dict, and for the value of a call.
 
@@ -69,7 +69,7 @@ class Machine:
 
     __slots__ = (
         "account", "at", "calls", "cost", "data", "far", "final", "grown", "hashes", "keys", "marks", "memo",
-        "mentioned", "notes", "origin", "persistent", "place", "pos", "stack", "work",
+        "mentioned", "named", "notes", "origin", "persistent", "place", "pos", "stack", "work",
     )  # fmt: skip
 
     def __init__(
@@ -84,6 +84,7 @@ class Machine:
         self.memo: list[Any] = []  # as writers number what they remember; from a gap on `far` has what is new
         self.far: dict[int, Any] = {}
         self.notes: dict[str, None] = {}
+        self.named: dict[str, None] = {}
         self.keys: set[str] = set()
         self.hashes: dict[int, int] = {}
         # Pickle makes an object in steps (create, append, set items, give state) while Records are frozen: each
@@ -551,7 +552,10 @@ def _named(m: Machine, module: Any, name: Any) -> Record:
     if module.__class__ is not str or name.__class__ is not str:
         raise m.broken("a name that isn't text")
     m.copied((module, name))
-    return Record(modern_name(module, name))
+    whole = modern_name(module, name)
+    if len(m.named) < MAX_NAMES:
+        m.named[whole] = None
+    return Record(whole)
 
 
 def _global(m: Machine) -> None:
@@ -693,11 +697,13 @@ class Unpickled:
         value: The tree.
         end: Offset of the first byte behind the pickle.
         notes: What had no place in the tree, such as attributes of a dict; one sentence each.
+        named: The first names of code that it has, each once.
     """
 
     value: Any
     end: int
     notes: tuple[str, ...]
+    named: tuple[str, ...] = ()
 
 
 def read_pickle(
@@ -743,7 +749,7 @@ def read_pickle(
             machine.drop()
             raise
     account.nodes(nodes, "What a pickle holds", place)
-    return Unpickled(value, machine.pos, tuple(machine.notes))
+    return Unpickled(value, machine.pos, tuple(machine.notes), tuple(machine.named))
 
 
 def _run(m: Machine) -> None:

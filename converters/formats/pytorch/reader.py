@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
@@ -19,8 +19,8 @@ from statekit.converters.formats.pickle.names import Call, kept, shown
 from statekit.converters.formats.pickle.reader import TruncatedPickle, Unpickled, read_pickle
 from statekit.converters.formats.storage import Storage, window
 from statekit.converters.formats.zip_archive import Archive, directory_bytes
-from statekit.errors import CorruptError, FormatError, RefusedError
-from statekit.files.checkpoint import Finding
+from statekit.errors import CorruptError, FormatError, RefusedError, printable, some
+from statekit.files.checkpoint import CLASSES, Finding
 from statekit.files.checksums import ZIP
 from statekit.files.source import Source, bytes_at, record, short
 from statekit.tensors.tensor import DTYPES, Array, Cast, DType, Stored, Tensor, dtype_named
@@ -221,12 +221,14 @@ class LegacyFile:
     Attributes:
         tree: The saved object, its tensors over storages.
         notes: What had no place in the tree.
+        named: The first names of code in its pickle.
         storages: Number of storages.
         rest: Bytes behind the last storage.
     """
 
     tree: Any
     notes: tuple[str, ...]
+    named: tuple[str, ...]
     storages: int
     rest: int
 
@@ -294,7 +296,7 @@ def read_legacy(source: Source) -> LegacyFile:
             source.account.free(size)
             size *= 16
     end = _locate_storages(storages, keys.value, keys.end)
-    return LegacyFile(saved.value, saved.notes, len(storages.starts), source.size - end)
+    return LegacyFile(saved.value, saved.notes, saved.named, len(storages.starts), source.size - end)
 
 
 def _legacy_pickles(data: bytes, storages: _Storages) -> tuple[Unpickled, Unpickled]:
@@ -422,7 +424,13 @@ def _open_legacy(source: Source) -> Opened:
     findings = [Finding(note, source.place) for note in legacy.notes]
     if legacy.rest:
         findings.append(Finding(f"{legacy.rest} bytes stand behind the last storage", source.place))
-    meta = {"generation": "legacy", "byteorder": "little", "version": "1001", "storages": legacy.storages}
+    meta = {
+        "generation": "legacy",
+        "byteorder": "little",
+        "version": "1001",
+        "storages": legacy.storages,
+        **_refused_meta(legacy.named),
+    }
     return Opened(legacy.tree, meta, tuple(findings))
 
 
@@ -453,8 +461,30 @@ def _open_zip(source: Source) -> Opened:
         "byteorder": order,
         "version": _record(archive, f"{root}/version", ""),
         "storages": len(storages),
+        **_refused_meta(pickled_tree.named),
     }
     return Opened(pickled_tree.value, meta, tuple(findings), not bare)
+
+
+_LOADED = frozenset(
+    {
+        "builtins.bytearray", "builtins.complex", "builtins.set", "collections.Counter", "collections.OrderedDict",
+        "_codecs.encode",
+    }
+)  # fmt: skip
+_LOADED_OF_TORCH = re.compile(
+    r"torch\.(\w+|_utils\.\w+|_tensor\.\w+|storage\.\w+|nn\.parameter\.\w+|serialization\._get_layout"
+    r"|distributed\.tensor\..+|distributed\._tensor\..+)"
+)
+
+
+def _refused_meta(named: Iterable[str]) -> dict[str, str]:
+    """Returns what a file has that `torch.load(weights_only=True)` refuses; nothing where it takes the file.
+
+    Source: pytorch/pytorch torch/_weights_only_unpickler.py, `_get_allowed_globals`.
+    """
+    refused = [name for name in named if name not in _LOADED and not _LOADED_OF_TORCH.fullmatch(name)]
+    return {CLASSES: some([printable(name) for name in refused])} if refused else {}
 
 
 def _root(archive: Archive, place: str) -> str:

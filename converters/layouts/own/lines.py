@@ -11,7 +11,6 @@ from pathlib import Path
 from statekit.converters.layouts.pytorch.lines import (
     early_schedule,
     prepared_lines,
-    subscripts,
     trainer_schedule,
 )
 from statekit.lines import printing
@@ -24,6 +23,7 @@ from statekit.lines.printing import (
     missing_arguments,
     pretrained_of,
     quoted,
+    subscripts,
 )
 
 

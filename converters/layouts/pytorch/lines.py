@@ -11,7 +11,7 @@ src/transformers/trainer.py, `Trainer.train`; src/transformers/modeling_utils.py
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from statekit.lines.printing import (
@@ -22,13 +22,15 @@ from statekit.lines.printing import (
     has_several,
     kind_of,
     listed,
+    model_place,
     native_arguments,
     paths_of,
     quoted,
+    subscripts,
 )
 from statekit.lines.rate_code import MATH
 from statekit.lines.rates import RatesOf
-from statekit.state.evidence import OPTIMIZER, SCALED
+from statekit.state.evidence import BEYOND, DIALECT, OPTIMIZER, SCALED
 from statekit.state.schema import load_schema
 
 _ADAMW, _ADAM = "torch.optim.AdamW", "torch.optim.Adam"
@@ -46,6 +48,8 @@ _LIGHTNING = '["state_dict"]', '["optimizer_states"][0]'
 """Where Lightning keeps the model and the first optimizer."""
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 """Names of what batch normalisation keeps beside its parameters."""
+_MMENGINE = "mmengine."
+"""In the names of classes that mmengine's Runner saves. Source: open-mmlab/mmengine mmengine/runner/runner.py."""
 _CLIP = "global_norm_clip_threshold"
 _ENGINE_CLIPS = "# without gradient_clipping in config DeepSpeed clips at a norm of 1.0; 0.0 is none"
 _WITHOUT_ADAPTER = '.replace(".modules_to_save.default", "").replace(".default", "")'
@@ -66,6 +70,8 @@ def torch_file_lines(state: State, saved: SavedRun, form: str | None) -> list[st
     model, optimizer = model_keys(state, saved), [*keys, '["optimizer"]'][0]
     if form is None and (model, optimizer) == _LIGHTNING:
         return [f"trainer.fit(model, ckpt_path={path})"]
+    if _MMENGINE in saved.classes:
+        return [f"runner.resume({path})"]
     if form is None and len(keys) == 1 and has_several(state):
         call = _two_rule_call(state)
         return _one_class_lines(state, saved, call) if call else _several_lines(state, saved)
@@ -86,7 +92,7 @@ def torch_file_lines(state: State, saved: SavedRun, form: str | None) -> list[st
         *_group_imports(state, saved),
         *_imports(state),
         *modules.get(form or "", []),
-        f"checkpoint = torch.load({path}, weights_only=True)",
+        *_load_lines(state, saved),
         *_model_lines(state, f"checkpoint{model}"),
         *after_loading(state, saved),
         *(['manifest = json.loads(checkpoint["statekit"])'] if saved.is_converted else []),
@@ -95,6 +101,21 @@ def torch_file_lines(state: State, saved: SavedRun, form: str | None) -> list[st
         *load[form],
         *([] if form is None else _empty_group_lines(state)),
         *_late_schedule(rates, f"checkpoint{subscripts(rates.torch_place)}"),
+    ]
+
+
+def _load_lines(state: State, saved: SavedRun) -> list[str]:
+    """Returns the lines that read `checkpoint`: a file, or the files that lie in a folder as its parts."""
+    if not saved.halves:
+        return [f"checkpoint = {saved.torch_load(quoted(saved.path))}"]
+    rates = saved.rates(state)
+    needed = {"model", "optimizer", *(rates.torch_place.split("/")[:1] if rates.torch_call() else ())}
+    files = {part: str(saved.path / name) for part, name in saved.halves.items() if part in needed}
+    return [
+        f"files = {json.dumps(files)}",
+        "checkpoint = {}",
+        "for part, file in files.items():",
+        f"    checkpoint[part] = {saved.torch_load('file')}",
     ]
 
 
@@ -125,7 +146,7 @@ def _one_class_lines(state: State, saved: SavedRun, call: Sequence[str]) -> list
     return [
         *_group_imports(state, saved),
         "import torch",
-        f"checkpoint = torch.load({quoted(saved.path)}, weights_only=True)",
+        *_load_lines(state, saved),
         *_model_lines(state, f"checkpoint{model_keys(state, saved)}"),
         *(['manifest = json.loads(checkpoint["statekit"])'] if saved.is_converted else []),
         *_group_lines(state, saved),
@@ -142,6 +163,8 @@ def distributed_lines(state: State, saved: SavedRun, form: str | None) -> list[s
     names = "StateDictOptions, get_state_dict, set_state_dict" if flat else "get_state_dict, set_state_dict"
     options = ", options=options" if flat else ""
     weights, slots = 'model_state_dict=parts["model"]', 'optim_state_dict=parts["optimizer"]'
+    is_loose = any(path.replace("/", ".") in saved.tensors for path in paths_of(state))
+    loaded = "{key: part for key, part in parts.items() if key != 'model'}" if is_loose else "parts"
     put = [
         'states = {"model_state_dict": parts["model"], "optim_state_dict": parts["optimizer"]}',
         "set_state_dict(model, optimizer, **states, options=options)",
@@ -157,7 +180,12 @@ def distributed_lines(state: State, saved: SavedRun, form: str | None) -> list[s
         *([_FLAT] if flat else []),
         f'parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer{options})))',
         *([f"{schedule} = scheduler.state_dict()"] if rates.torch_call() else []),
-        f"dcp.load(parts, checkpoint_id={quoted(saved.path)})",
+        *(
+            ["parts = {**parts, **parts['model']}  # as torchtitan has weights: at the top"]
+            if is_loose
+            else []
+        ),
+        f"dcp.load({loaded}, checkpoint_id={quoted(saved.path)})",
         *(put if flat else [f"set_state_dict(model, optimizer, {weights}, {slots})"]),
         *_empty_group_lines(state),
         *_late_schedule(rates, schedule),
@@ -447,7 +475,7 @@ def _is_whole_model(state: State, saved: SavedRun) -> bool:
     if len(groups) != 1:
         return False
     mine = [path.replace("/", ".") for path in groups[0]["paths"]]
-    place = _model_place(saved, groups[0]["paths"])
+    place = model_place(saved, groups[0]["paths"])
     if place is None:
         return True
     names = [name.removeprefix(f"{place}/") for name in saved.tensors if name.startswith(f"{place}/")]
@@ -460,6 +488,12 @@ def _optimizer_lines(state: State, saved: SavedRun) -> list[str]:
     arguments = ", ".join(["groups" if grouped else "model.parameters()", *_arguments(state)])
     rates = saved.rates(state)
     making = [f"optimizer = {_call(state, arguments)}"]
+    if reason := _own_class(state, saved):
+        return [
+            f"optimizer = {UNKNOWN}  # the run's own: {reason}",
+            *clip_comment(state),
+            *early_schedule(rates),
+        ]
     if class_of(state) == _ADAMW and (others := _candidates(state)):
         making = [
             f"# the file doesn't say which optimizer it is of ({' or '.join(others)}): keep the run's own line",
@@ -467,6 +501,15 @@ def _optimizer_lines(state: State, saved: SavedRun) -> list[str]:
             *([making[0].replace(_ADAMW, _ADAM)] if "adam" in others else []),
         ]
     return [*making, *clip_comment(state), *early_schedule(rates, f"  # {_BEFORE}")]
+
+
+def _own_class(state: State, saved: SavedRun) -> str:
+    """Returns why no class of PyTorch goes on with a state that is of a dialect of its own; "" where one does."""
+    facts = [fact for group in state["groups"] for fact in group.get("facts", ())]
+    apart = [fact["because"] for fact in facts if fact["name"] == BEYOND]
+    # A conversion writes a dialect's slots as PyTorch's own class has them.
+    classes = [fact["value"] for fact in facts if fact["name"] == DIALECT and not saved.is_converted]
+    return str(next(iter([*apart, *classes]), ""))
 
 
 def _candidates(state: State) -> list[str]:
@@ -553,7 +596,7 @@ def _several_lines(state: State, saved: SavedRun) -> list[str]:
         *_group_imports(state, saved),
         "import torch",
         *dict.fromkeys(modules),
-        f"checkpoint = torch.load({quoted(saved.path)}, weights_only=True)",
+        *_load_lines(state, saved),
         *_model_lines(state, f"checkpoint{model_keys(state, saved)}"),
         *after_loading(state, saved),
         *(['manifest = json.loads(checkpoint["statekit"])'] if saved.is_converted else []),
@@ -579,17 +622,8 @@ def _sides(state: State, saved: SavedRun) -> list[list[int]]:
 
 def model_keys(state: State, saved: SavedRun) -> str:
     """Returns the keys of a file's model, as `["model"]`, the usual one where no tensor's name tells."""
-    place = _model_place(saved, paths_of(state))
+    place = model_place(saved, paths_of(state))
     return '["model"]' if place is None else subscripts(place)
-
-
-def _model_place(saved: SavedRun, paths: Collection[str]) -> str | None:
-    """Returns where a file's model lies, keys joined by `/`; None where nobody said it and no tensor's name tells."""
-    if saved.ref is not None and saved.ref.model_key is not None:
-        return saved.ref.model_key
-    ends = tuple("/" + path.replace("/", ".") for path in paths)
-    places = (name.removesuffix(end) for name in saved.tensors for end in ends if name.endswith(end))
-    return next((place for place in places if "/state" not in place), None)
 
 
 def _optimizer_keys(saved: SavedRun) -> list[str]:
@@ -598,13 +632,3 @@ def _optimizer_keys(saved: SavedRun) -> list[str]:
         return [subscripts(saved.ref.optimizer_key)]
     places = (name.partition(mark)[0] for name in saved.tensors for mark in _STATE if mark in name)
     return [subscripts(place) for place in dict.fromkeys(places)]
-
-
-def subscripts(place: str) -> str:
-    """Returns keys joined by `/` as Python's subscripts.
-
-    Example:
-        >>> subscripts("optimizer/0")
-        '["optimizer"][0]'
-    """
-    return "".join(f"[{key if key.isdecimal() else json.dumps(key)}]" for key in place.split("/"))

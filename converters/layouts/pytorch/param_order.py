@@ -1,12 +1,16 @@
 """Which parameter an optimizer's index means: by names in its groups, by names that were given, or by shapes.
 
 An index says nothing by itself. Shapes decide where they can; parameters of one shape in one group are taken in the
-order of the model part, or of the names that were given, which is said. A file that sorts by name still tells the order
-of a shape whose names differ in their numbers alone: layers stand in the order of their numbers. Where equal shapes
-stand in several groups, or the model has more tensors of a shape than the optimizer, nothing decides. The running
-statistics of a batch norm are no parameters, which their names say.
+order of the model part, or of the names that were given, which is said. The shapes of a group have to stand in that
+order too: where they stand in the alphabet's, as minGPT sorts names, that one is taken, and in no other. A file that
+sorts by name still tells the order of a shape whose names differ in their numbers alone: layers stand in the order of
+their numbers. Where equal shapes stand in several groups, nothing decides, unless each parameter has a group of its
+own, as detectron2 and mmengine make them. Nor does it where the model has more tensors of a shape than the optimizer.
+The running statistics of a batch norm are no parameters, which their names say.
 
-Source: pytorch/pytorch torch/nn/modules/batchnorm.py, `_NormBase.__init__`.
+Source: pytorch/pytorch torch/nn/modules/batchnorm.py, `_NormBase.__init__`; karpathy/minGPT mingpt/model.py,
+`configure_optimizers`; facebookresearch/detectron2 detectron2/solver/build.py, `get_default_optimizer_params`;
+open-mmlab/mmengine mmengine/optim/optimizer/default_constructor.py, `add_params`.
 """
 
 from __future__ import annotations
@@ -14,6 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from statekit.converters.layouts.pytorch.parts import is_average
@@ -248,28 +253,82 @@ def shaped_order(
     Raises:
         NamesError: Shapes don't decide; names every case.
     """
-    open_slots = sum(shape is None for group in groups for shape in group)
-    if open_slots:
+    if any(shape is None for group in groups for shape in group):
         return _whole_order(groups, model, source, is_sorted, remedy)
+    if not is_sorted and (of_each := _order_of_each(groups, model, source)):
+        return of_each
+    names = _names_by_shape(groups, model, is_sorted, remedy)
+    several = sum(len(some) for some in names.values() if len(some) > 1)
+    if is_sorted or not several:
+        return Order(_in_turn_of(groups, names), (_said(several, "their layers"),) if several else ())
+    orders = {source: [*model], f"the alphabet, as the shapes of {source} stand": sorted(model)}
+    for whose, ordered in orders.items():
+        order = _in_turn_of(groups, names, ordered)
+        if all(_stands_in(of_group, ordered) for of_group in order):
+            return Order(order, (_said(several, whose),))
+    raise NamesError(
+        "The optimizer's parameters don't stand in the order of the model, and several have one shape.",
+        expected=f"the shapes of each group in the order of {source}",
+        found=f"{several} of equal shapes",
+        remedy=remedy,
+    )
+
+
+def _names_by_shape(
+    groups: Sequence[Sequence[Shape | None]], model: Mapping[str, Shape], is_sorted: bool, remedy: str
+) -> dict[Shape, list[str]]:
+    """Returns the names of each shape that the optimizer has.
+
+    Raises:
+        NamesError: The model has another number of some shape, or a shape stands in several groups; names every case.
+    """
     names: dict[Shape, list[str]] = {}
     for name, shape in model.items():
         names.setdefault(shape, []).append(name)
-    faults, several = Faults(), 0
+    faults, alike = Faults(), dict[Shape, list[str]]()
     for shape, numbers in _groups_by_shape(groups).items():
-        candidates = names.get(shape, [])
-        if len(candidates) != len(numbers):
-            faults.add(f"{len(numbers)} in the optimizer, {len(candidates)} in the model", f"shape {shape}")
+        alike[shape] = names.get(shape, [])
+        if len(alike[shape]) != len(numbers):
+            faults.add(f"{len(numbers)} in the optimizer, {len(alike[shape])} in the model", f"shape {shape}")
         elif len(set(numbers)) > 1:
             faults.add(f"stands in groups {sorted(set(numbers))}", f"shape {shape}")
         elif is_sorted and len(numbers) > 1:
-            names[shape] = _by_number(candidates)
-            if not names[shape]:
-                faults.add(f"{len(numbers)} of it, {BY_NAME}", f"shape {shape}")
-        several += len(numbers) if len(numbers) > 1 else 0
+            alike[shape] = _by_number(alike[shape])
+            faults += [(f"{len(numbers)} of it, {BY_NAME}", f"shape {shape}")] * (not alike[shape])
     faults.check(NamesError, "Shapes don't tell which parameters the optimizer's indices mean", remedy=remedy)
-    left = {shape: iter(candidates) for shape, candidates in names.items()}
-    order = tuple(tuple(next(left[shape]) for shape in group if shape is not None) for group in groups)
-    return Order(order, (_said(several, "their layers" if is_sorted else source),) if several else ())
+    return alike
+
+
+def _in_turn_of(
+    groups: Sequence[Sequence[Shape | None]],
+    names: Mapping[Shape, Sequence[str]],
+    ordered: Sequence[str] = (),
+) -> tuple[tuple[str, ...], ...]:
+    """Returns the names of each group: those of a shape in turn, in the given order if there is one."""
+    place = {name: i for i, name in enumerate(ordered)}
+    left = {shape: iter(sorted(some, key=lambda name: place.get(name, 0))) for shape, some in names.items()}
+    return tuple(tuple(next(left[shape]) for shape in group if shape is not None) for group in groups)
+
+
+def _stands_in(names: Sequence[str], ordered: Sequence[str]) -> bool:
+    """Tells whether names follow one another as in an order."""
+    place = {name: i for i, name in enumerate(ordered)}
+    return all(place[name] < place[after] for name, after in pairwise(names))
+
+
+def _order_of_each(
+    groups: Sequence[Sequence[Shape | None]], model: Mapping[str, Shape], source: str
+) -> Order | None:
+    """Returns the order of parameters that each have a group of their own; None where their shapes show none."""
+    each = [group[0] for group in groups if len(group) == 1]
+    if len(each) != len(groups) or len({*each}) < 2:
+        return None
+    try:
+        order = shaped_order([each], model, source)
+    except NamesError:
+        return None
+    said = (f"Each of {len(each)} parameters has a group of its own.", *order.notes) if order.notes else ()
+    return Order(tuple((name,) for name in order.groups[0]), said)
 
 
 def _by_number(names: Sequence[str]) -> list[str]:

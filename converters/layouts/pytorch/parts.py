@@ -60,6 +60,8 @@ MODELS: tuple[Path, ...] = (
 Where Lightning averages weights, the average stands at state_dict, and what the optimizer moves beside it.
 Source: Lightning-AI/pytorch-lightning, src/lightning/pytorch/callbacks/weight_averaging.py, `on_save_checkpoint`.
 """
+_SWAPPED: Path = ("ema_state_dict",)
+"""Where mmengine keeps the run's weights, if it averages them."""
 _AVERAGE = re.compile(
     r"(?i)(.*[_.-])?(n?ema\d*|emamodel|swa|avg|averaged?|shadow|teacher|polyak|smooth(ed)?)([_.-].*)?"
 )
@@ -122,10 +124,28 @@ def model_place(tree: Tree, key: str | None = None, optimizer: Path | None = Non
     Raises:
         UsageError: There is none at the key.
     """
-    place = part_place(MODELS, _models(tree, optimizer), key)
+    models = _models(tree, optimizer)
+    if key is None and _SWAPPED in models and _is_swapped(tree):
+        return _SWAPPED
+    place = part_place(MODELS, models, key)
     if place is None and key is None and isinstance(tree, Mapping) and is_model(loose(tree)):
         return ()
     return place
+
+
+def _is_swapped(tree: Tree) -> bool:
+    """Tells whether mmengine's hook put the average where the model goes, and the run's weights where that was.
+
+    Source: open-mmlab/mmengine mmengine/hooks/ema_hook.py, `EMAHook.before_save_checkpoint`.
+    """
+    meta = at(tree, ("meta",))
+    return isinstance(meta, Mapping) and "mmengine_version" in meta and is_model(at(tree, ("state_dict",)))
+
+
+def averaged_models(tree: Tree) -> list[str]:
+    """Returns the keys of all parts that have what an optimizer moves and are called as averages, for `--model-key`."""
+    models = _models(tree, optimizer_place(tree))
+    return ["/".join(map(str, path)) for path in models if path not in _moved(models)]
 
 
 def possible_models(tree: Tree) -> list[str]:

@@ -47,6 +47,7 @@ from statekit.converters.layouts.pytorch.parts import (
     Form,
     Parts,
     StateDict,
+    averaged_models,
     extra_of,
     find_parts,
     join_parts,
@@ -68,7 +69,7 @@ from statekit.errors import Faults, InexactError, NamesError, StateError
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, OPTIMIZER_NAME, SORTED, Checkpoint
 from statekit.lines.printing import SavedRun, State
 from statekit.state.constants import variant_constants
-from statekit.state.evidence import Fact, KnownFrom, beyond, fits_several
+from statekit.state.evidence import Fact, KnownFrom, beyond, fits_several, of_class
 from statekit.state.factoring import by_shape, matrix_rule, turned_matrices
 from statekit.state.param_names import is_adapted
 from statekit.state.run import SIDE_BY_SIDE, TRAINER_ARGUMENTS
@@ -608,7 +609,15 @@ def _incomplete(checkpoint: Checkpoint) -> StateError:
             found=", ".join(models),
             remedy=f"name one: --model-key {models[0]}, in Python model_key={models[0]!r}",
         )
-    return NamesError("The checkpoint has an optimizer, but no weights.", place=checkpoint.path, remedy=ALONE)
+    averages = averaged_models(checkpoint.tree)
+    return NamesError(
+        "The checkpoint has an optimizer, but no weights.",
+        place=checkpoint.path,
+        found=f"an average of them at {', '.join(averages)}" if averages else None,
+        remedy=f"--model-key {averages[0]} takes the average for the weights; or {ALONE}"
+        if averages
+        else ALONE,
+    )
 
 
 def _given_names(
@@ -962,9 +971,16 @@ def _told_by_dialect(group: Group, kind: TorchOptimizer, decoupled: tuple[bool, 
         values[DECOUPLED], known[DECOUPLED] = True, "inferred"
     elif DECOUPLED not in values:
         facts.append(fits_several(tuple(_DECOUPLES), _ADAM_OR_ADAMW))
-    if dialect.beyond:
-        facts.append(beyond(dialect.beyond))
+    facts += _of_own_class(dialect)
     return replace(group, hyperparameters=values, known_from=known, facts=tuple(facts))
+
+
+def _of_own_class(dialect: Signature) -> Iterator[Fact]:
+    """Yields what a dialect does that PyTorch's own class doesn't, and its class where that has another form."""
+    if dialect.beyond:
+        yield beyond(dialect.beyond)
+    if dialect.private or dialect.beyond:
+        yield of_class(dialect.name, dialect.options)
 
 
 def _of_gradients(checkpoint: Checkpoint) -> Iterator[str]:

@@ -12,15 +12,17 @@ from __future__ import annotations
 from statekit.converters.layouts.keras.lines import by_path_comment, lies_by_path
 from statekit.converters.layouts.optax.lines import orbax_item
 from statekit.converters.layouts.tensorflow.lines import STEP
-from statekit.lines.printing import SavedRun, State, quoted, tensorflow_lines
+from statekit.lines.printing import SavedRun, State, quoted, subscripts, tensorflow_lines
 
 
-def torch_lines(saved: SavedRun) -> list[str]:
-    """Returns the lines for PyTorch: a file, a folder of safetensors, or one of torch.distributed.checkpoint."""
+def torch_lines(saved: SavedRun, key: str | None) -> list[str]:
+    """Returns the lines for PyTorch: a file, a folder of safetensors, or one of torch.distributed.checkpoint.
+
+    Args:
+        saved: The checkpoint.
+        key: Where the model lies in it, keys joined by `/`; None where it is all.
+    """
     path = quoted(saved.path)
-    tops = {name.partition("/")[0] for name in saved.tensors}
-    is_nested = len(tops) == 1 and any("/" in name for name in saved.tensors)
-    key = tops.pop() if is_nested else None
     if saved.container == "safetensors":
         if any(file.endswith(".index.json") for file in saved.files):
             return [
@@ -39,8 +41,8 @@ def torch_lines(saved: SavedRun) -> list[str]:
         ]
     return [
         "import torch",
-        f"checkpoint = torch.load({path}, weights_only=True)",
-        f"model.load_state_dict(checkpoint{'' if key is None else f'[{quoted(key)}]'})",
+        f"checkpoint = {saved.torch_load(path)}",
+        f"model.load_state_dict(checkpoint{'' if key is None else subscripts(key)})",
     ]
 
 

@@ -105,7 +105,7 @@ class TorchWeights:
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the lines that go on from the weights in PyTorch."""
-        return torch_lines(saved)
+        return torch_lines(saved, _saved_place(saved))
 
 
 def _place(checkpoint: Checkpoint) -> Path | None:
@@ -114,6 +114,18 @@ def _place(checkpoint: Checkpoint) -> Path | None:
     if find_parts(checkpoint, {}) is not None or optimizer_places(checkpoint.tree):
         return None
     return model_place(checkpoint.tree, checkpoint.meta.get(MODEL_KEY))
+
+
+def _saved_place(saved: SavedRun) -> str | None:
+    """Returns where a saved model lies, keys joined by `/`; None where its tensors stand at the top."""
+    if saved.ref is not None and saved.ref.model_key is not None:
+        return saved.ref.model_key
+    places = dict.fromkeys(name.rpartition("/")[0] for name in saved.tensors)
+    usual = ["/".join(map(str, path)) for path in MODELS]
+    known = next((place for place in usual if place in places), None)
+    if known is None and len(places) == 1:
+        known = next(iter(places))
+    return known or None
 
 
 LAYOUT = TorchWeights()
