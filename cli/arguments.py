@@ -14,6 +14,7 @@ import click
 from statekit.budget import bytes_of
 from statekit.conversion.checkpoint_ref import OPTIONS, CheckpointRef, option
 from statekit.errors import Faults, NotFoundError, TargetExistsError, UsageError, printable
+from statekit.files.tree import Place, checkpoint_place, local_path
 from statekit.state.train_state import StepOffset
 
 if TYPE_CHECKING:  # entered only where an option names a file
@@ -134,7 +135,7 @@ def ref_options(
 
 def checkpoint_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds CHECKPOINT, and the options that say what it is and what it doesn't say; the command gets `ref`."""
-    argument = click.argument("checkpoint", type=click.Path(), callback=local_file)
+    argument = click.argument("checkpoint", type=click.Path(), callback=source_place)
     return argument(ref_options("checkpoint")(command))
 
 
@@ -147,7 +148,7 @@ def checkpoints_options(command: Callable[..., Any]) -> Callable[..., Any]:
         command,
         (
             click.argument(
-                "checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True, callback=local_files
+                "checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True, callback=source_places
             ),
             ref_option("container", help=OF_FILES["container"]),
             ref_option("step", help="One step of a run's folder. Default: all."),
@@ -159,6 +160,11 @@ def checkpoints_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
 OF_FILES = {"container": "What the files are, if it can't be told."}
 """What options of several checkpoints mean, where that isn't what they mean of one."""
+
+
+def source_places(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[Place, ...]:
+    """Turns arguments into places of checkpoints, as `source_place` does."""
+    return tuple(place for value in values if (place := source_place(ctx, param, value)) is not None)
 
 
 def local_files(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> tuple[Path, ...]:
@@ -178,7 +184,7 @@ def sides_options(command: Callable[..., Any]) -> Callable[..., Any]:
     names = [known.name for known in OPTIONS]
 
     @functools.wraps(command)
-    def run(*args: Any, left: Path, right: Path, **options: Any) -> Any:
+    def run(*args: Any, left: Place, right: Place, **options: Any) -> Any:
         both = {name: options.pop(name) for name in names}
         refs = {}
         for side, path in (("left", left), ("right", right)):
@@ -291,7 +297,7 @@ CHANGES = (
 )
 
 
-def _ref(path: Path | None, words: Mapping[str, Any]) -> CheckpointRef:
+def _ref(path: Place | None, words: Mapping[str, Any]) -> CheckpointRef:
     """Returns the ref that the words of a command line make; files that they name draw on the job's budget."""
     ref = CheckpointRef(path, **{name: value for name, value in words.items() if name not in _WRITTEN})
     written = {name: words[name] for name in _WRITTEN if words.get(name)}
@@ -419,8 +425,13 @@ def local_file(ctx: click.Context, param: click.Parameter, value: str | None) ->
     Raises:
         UsageError: It is an address such as gs://bucket/run; says what to do instead.
     """
-    if value is None:
-        return None
-    from statekit.converters.formats.zarr.stores import local_path
+    return None if value is None else local_path(value)
 
-    return local_path(value)
+
+def source_place(ctx: click.Context, param: click.Parameter, value: str | None) -> Place | None:
+    """Turns an argument into a checkpoint's place, on this machine or in a store; a callback for click.
+
+    Raises:
+        UsageError: It is an address that isn't read.
+    """
+    return None if value is None else checkpoint_place(value)

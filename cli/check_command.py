@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import click
@@ -15,6 +14,7 @@ from statekit.cli.output import Screen, Table
 from statekit.conversion.check import MANIFEST, CheckedCheckpoint, check
 from statekit.errors import plural, size
 from statekit.files.stage import Progress
+from statekit.files.tree import Place
 
 MAX_LISTED = 20
 
@@ -23,7 +23,7 @@ MAX_LISTED = 20
 @checkpoints_options
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
-    checkpoints: tuple[Path, ...], container: str | None, step: int | None, as_json: bool, **reading: Any
+    checkpoints: tuple[Place, ...], container: str | None, step: int | None, as_json: bool, **reading: Any
 ) -> int:
     """Proves every byte that a manifest or a checksum covers.
 

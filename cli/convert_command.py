@@ -19,6 +19,7 @@ from statekit.cli.arguments import (
     read_config,
     read_step,
     ref_options,
+    source_place,
 )
 from statekit.cli.help_pages import OUTPUT, SAFETY, Page, about_checkpoint, with_more
 from statekit.cli.main import DONE, WANTING
@@ -105,7 +106,7 @@ _MORE = {
         "statekit convert trainer-run/checkpoint-4 run.orbax --to orbax --dry-run",
     ),
 )
-@click.argument("source", type=click.Path(), callback=local_file)
+@click.argument("source", type=click.Path(), callback=source_place)
 @click.argument("target", type=click.Path(), callback=local_file)
 @click.option(
     "--to",

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from statekit.cli import output
-from statekit.cli.arguments import complete_maps, local_file, sides_options
+from statekit.cli.arguments import complete_maps, sides_options, source_place
 from statekit.cli.main import DONE, WANTING
 from statekit.cli.output import Screen, Table, shown_path
 from statekit.cli.report_option import report_option, write_report
@@ -22,8 +22,8 @@ _TENSORS = ("missing", "extra", "shape", "dtype", "values")
 
 
 @click.command("diff")
-@click.argument("left", metavar="A", callback=local_file)
-@click.argument("right", metavar="B", callback=local_file)
+@click.argument("left", metavar="A", callback=source_place)
+@click.argument("right", metavar="B", callback=source_place)
 @click.option(
     "--map",
     "map_name",

@@ -11,13 +11,14 @@ import click
 from statekit.attestation.doctor import Examination, doctor
 from statekit.attestation.faults import FILE_FAULTS
 from statekit.cli import output
-from statekit.cli.arguments import OF_FILES, completing, local_files, ref_options
+from statekit.cli.arguments import OF_FILES, completing, ref_options, source_places
 from statekit.cli.help_pages import OUTPUT, Page, about_checkpoint, with_more
 from statekit.cli.main import DONE, WANTING
 from statekit.cli.output import Screen, Table
 from statekit.cli.report_option import report_option, write_report
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import plural, some
+from statekit.files.tree import Place
 
 _WHAT = "What CHECKPOINT is"
 _EVERYDAY = {
@@ -38,7 +39,7 @@ _EVERYDAY = {
         "statekit doctor trainer-run --step 4 --json",
     ),
 )
-@click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True, callback=local_files)
+@click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True, callback=source_places)
 @click.option(
     "--ignore",
     multiple=True,
@@ -50,7 +51,7 @@ _EVERYDAY = {
 @ref_options(help={**OF_FILES, "step": "One step of a run's folder. Default: all."})
 @report_option
 def command(
-    checkpoints: tuple[Path, ...],
+    checkpoints: tuple[Place, ...],
     ignore: tuple[str, ...],
     as_json: bool,
     ref: CheckpointRef,

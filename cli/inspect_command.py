@@ -29,6 +29,7 @@ from statekit.conversion.inspection import (
     unknown_hyperparameters,
 )
 from statekit.errors import plural, size
+from statekit.files.tree import Place
 from statekit.pages.module_tree import Row, module_tree, rows
 from statekit.state.evidence import KnownFrom
 from statekit.state.hyperparameters import assumed_values
@@ -177,7 +178,7 @@ def _other_steps(inspection: Inspection) -> list[tuple[str, str]]:
     return [("other steps", f"{more}{some} (--step N opens one)")] if others else []
 
 
-def _told(because: str, path: Path) -> str:
+def _told(because: str, path: Place) -> str:
     return because.replace(f"{path}/", "").replace(str(path), path.name)
 
 

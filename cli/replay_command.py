@@ -17,6 +17,7 @@ from statekit.cli.output import Table, print_json, progress, screen
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import NotFoundError, StatekitError, UsageError, listed, plural, printable, some
 from statekit.files.source import Files, not_there
+from statekit.files.tree import Place
 from statekit.verify.recording import open_recording
 from statekit.verify.replay import Replay, Start, Subject
 from statekit.verify.replay import replay as replayed
@@ -141,7 +142,7 @@ def _check_paths(bundles: Sequence[Path], start: Start | None, ref: CheckpointRe
         )
     if ref.path is not None and start == "init":
         raise UsageError("--checkpoint is what the replay starts from, and --start init is another start.")
-    paths = bundles if ref.path is None else (*bundles, ref.place)
+    paths: tuple[Place, ...] = (*bundles, *(() if ref.path is None else (ref.place,)))
     if missing := [path for path in paths if not path.exists()]:
         raise not_there(missing[0])
 

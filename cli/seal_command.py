@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import click
@@ -12,6 +11,7 @@ from statekit.cli.arguments import checkpoints_options
 from statekit.cli.output import Table
 from statekit.conversion.seal import seal
 from statekit.files.stage import Progress
+from statekit.files.tree import Place
 
 _DONE = {
     "sealed": "sealed",
@@ -30,7 +30,7 @@ _DONE = {
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
-    checkpoints: tuple[Path, ...],
+    checkpoints: tuple[Place, ...],
     container: str | None,
     step: int | None,
     renew: tuple[str, ...],

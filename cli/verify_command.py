@@ -13,10 +13,10 @@ from statekit.cli import output
 from statekit.cli.arguments import (
     certificate_place,
     complete_maps,
-    local_file,
     read_config,
     read_step,
     ref_options,
+    source_place,
 )
 from statekit.cli.help_pages import OUTPUT, Page, about_checkpoint, with_more
 from statekit.cli.main import DONE, WANTING
@@ -25,6 +25,7 @@ from statekit.cli.report_option import report_option, write_report
 from statekit.conversion.checkpoint_ref import OPTIONS, CheckpointRef
 from statekit.conversion.contracts import Exactness
 from statekit.errors import UsageError, plural, size, some
+from statekit.files.tree import Place
 from statekit.pages.verdicts import SAYS
 from statekit.state.train_state import StepOffset
 from statekit.verify.certificate import Certificate
@@ -57,8 +58,8 @@ _EVERYDAY = {
         "statekit verify --repeat proof.json",
     ),
 )
-@click.argument("source", metavar="[SRC", required=False, type=click.Path(), callback=local_file)
-@click.argument("target", metavar="DST]", required=False, type=click.Path(), callback=local_file)
+@click.argument("source", metavar="[SRC", required=False, type=click.Path(), callback=source_place)
+@click.argument("target", metavar="DST]", required=False, type=click.Path(), callback=source_place)
 @click.option(
     "--repeat",
     metavar="CERT",
@@ -247,8 +248,8 @@ def _refuse_said_again() -> None:
 
 def _repeat(
     path: Path,
-    source: Path | None,
-    target: Path | None,
+    source: Place | None,
+    target: Place | None,
     hints: CheckpointRef,
     as_json: bool,
     report: Path | None,

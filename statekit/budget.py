@@ -116,8 +116,8 @@ class Budget:
         self._unmeasured: list[Callable[[], tuple[int, int]]] = []
         self._kept: OrderedDict[tuple[Account, Hashable], tuple[Any, int]] = OrderedDict()
         self._lock = threading.Lock()
-        self.listeners: dict[tuple[int, int], Callable[[int, memoryview], None]] = {}
-        """Who is told of bytes of a file when they have been read, and where they stand, by its device and inode."""
+        self.listeners: dict[Hashable, Callable[[int, memoryview], None]] = {}
+        """Who is told of bytes of a file when they have been read, and where they stand, by its identity."""
 
     @property
     def held(self) -> int:

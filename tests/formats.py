@@ -25,6 +25,7 @@ from statekit.errors import FormatError, StatekitError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import proof_inside
 from statekit.files.stage import Stage, staged, unknown_fields
+from statekit.files.tree import Place
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import Array, Tensor, dtype_named, in_memory
 from statekit.tensors.tree import from_json, tensor_names, to_json
@@ -137,10 +138,10 @@ class Packed:
     spoil: Callable[[str, bytes], bytes] = field(default=lambda name, block: block)
     skip: tuple[str, ...] = ()
 
-    def detect(self, path: Path) -> Evidence | None:
+    def detect(self, path: Place) -> Evidence | None:
         return (
             Evidence(20, "its last bytes")
-            if path.is_file() and path.read_bytes()[-8:] == b"packed\r\n"
+            if path.is_file() and Path(path).read_bytes()[-8:] == b"packed\r\n"
             else None
         )
 
@@ -156,8 +157,8 @@ class Packed:
             record = json.dumps({"tree": view, "spans": spans, "manifest": stage.manifest()}).encode()
             output.write(record + struct.pack("<Q", len(record)) + b"packed\r\n")
 
-    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
-        data = path.read_bytes()
+    def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
+        data = Path(path).read_bytes()
         size = struct.unpack("<Q", data[-16:-8])[0]
         record = json.loads(data[-16 - size : -16])
 

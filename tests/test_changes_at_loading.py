@@ -307,7 +307,7 @@ def test_the_file_of_the_targets_model_is_part_of_the_job_and_told_what_it_needs
     planned = statekit.plan(RUN, tmp_path / "out.pt", hparams=TOLD, init_missing=model)
     with carried_out(planned) as prepared:
         (beside,) = prepared.beside
-        assert beside.budget is prepared.opened.budget and str(model) in prepared.files
+        assert beside.budget is prepared.opened.budget and model in prepared.files
     two = tmp_path / "two.pt"
     weights = {name: param.detach() for name, param in parameters(**{"head.kernel": (16, 12)})}
     torch.save({"ours": {"net": weights}, "theirs": {"net": weights}}, two)

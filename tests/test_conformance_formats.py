@@ -36,6 +36,7 @@ from statekit.files import integrity
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.source import Files, read_small
 from statekit.files.stage import Stage
+from statekit.files.tree import Place
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import DTYPES, Index, Stored, Tensor, in_memory
 from statekit.tensors.tree import from_json, mapped, tensor_names, to_json
@@ -178,21 +179,21 @@ class Toy:
     target_kind: Literal["file", "folder"] | None = "file"
     title: str = "one file, for tests of tests"
 
-    def detect(self, path: Path) -> Evidence | None:
+    def detect(self, path: Place) -> Evidence | None:
         if self.flaw == "takes all":
             return Evidence(10, "anything will do")
         if not _is_toy(path):
             return None
         return Evidence(10, "" if self.flaw == "no reason" else "its first bytes")
 
-    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
+    def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         if self.flaw == "pickles":
-            pickle.loads(path.read_bytes())
+            pickle.loads(Path(path).read_bytes())
         if not _is_toy(path):
             raise UnknownFormatError("No toy.", place=path)
         if step is not None and self.flaw != "any step":
             raise NotFoundError("A toy holds one step.", place=path)
-        data = path.read_bytes() if self.flaw == "reads all" else _head(path)
+        data = Path(path).read_bytes() if self.flaw == "reads all" else _head(path)
         size, crc = struct.unpack_from("<QI", data + bytes(12), 4)
         record = data[16 : 16 + size]
         if zlib.crc32(record) != crc:
@@ -208,12 +209,12 @@ class Toy:
         tree = from_json(document["tree"], lambda entry: self._tensor(path, entry, spans[entry["name"]]))
         note = path.with_suffix(".note")
         if note.exists():
-            tree["note"] = self._note(note, path, budget)
+            tree["note"] = self._note(Path(note), path, budget)
         if self.flaw == "restless":
             tree[f"opened {time.monotonic_ns()}"] = in_memory(np.zeros(1))
         return Checkpoint(self.name, path, tree)
 
-    def _note(self, note: Path, path: Path, budget: Budget | None) -> str:
+    def _note(self, note: Path, path: Place, budget: Budget | None) -> str:
         if self.flaw == "follows links":
             return note.read_text()
         if self.flaw == "follows none" and note.is_symlink():
@@ -224,7 +225,7 @@ class Toy:
             raise CorruptError("A toy's note is cut.", place=note)
         return text
 
-    def _complain(self, path: Path) -> None:
+    def _complain(self, path: Place) -> None:
         if self.flaw == "untyped":
             raise KeyError("tree")
         while self.flaw == "endless":
@@ -233,7 +234,7 @@ class Toy:
             np.empty(2 * damage.MEMORY, np.uint8)
         raise CorruptError("A toy's record is damaged.", place=path)
 
-    def _tensor(self, path: Path, entry: Mapping[str, Any], span: tuple[int, int, int]) -> Tensor:
+    def _tensor(self, path: Place, entry: Mapping[str, Any], span: tuple[int, int, int]) -> Tensor:
         shape, dtype = tuple(entry["shape"]), DTYPES[entry["dtype"]]
 
         def fetch(index: Index) -> Any:
@@ -264,24 +265,24 @@ def _no_number(leaf: Any) -> Any:
     return str(leaf) if isinstance(leaf, int) else leaf
 
 
-def _is_toy(path: Path) -> bool:
+def _is_toy(path: Place) -> bool:
     return path.is_file() and _bytes_at(path, 0, 4) == b"toy\n"
 
 
-def _head(path: Path) -> bytes:
+def _head(path: Place) -> bytes:
     head = _bytes_at(path, 0, 16)
     return head + _bytes_at(path, 16, struct.unpack_from("<Q", head + bytes(12), 4)[0] % 2**20)
 
 
-def _value(path: Path, start: int, size: int, crc: int | None) -> bytes:
+def _value(path: Place, start: int, size: int, crc: int | None) -> bytes:
     value = _bytes_at(path, start, size)
     if len(value) != size or (crc is not None and zlib.crc32(value) != crc):
         raise CorruptError("A toy's value is damaged.", place=path)
     return value
 
 
-def _bytes_at(path: Path, start: int, size: int) -> bytes:
-    with path.open("rb", buffering=0) as file:
+def _bytes_at(path: Place, start: int, size: int) -> bytes:
+    with Path(path).open("rb", buffering=0) as file:
         file.seek(start)
         return file.read(size)
 

@@ -35,6 +35,7 @@ from statekit.errors import (
 from statekit.files import file_changes, manifest
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import Progress
+from statekit.files.tree import Place
 from statekit.tensors.tensor import Array, Cast, Filled, Index, Stored, Tensor
 
 SHARD = "tensors-00001-of-00001.safetensors"
@@ -466,7 +467,7 @@ def test_a_damaged_source_is_noticed_as_it_streams(
 
 def test_a_manifest_that_doesnt_fit_its_tensors_is_corrupt(tmp_path: Path, source: Path) -> None:
     class Liar(Packed):
-        def open(self, path: Path, step: int | None = None, budget: Any = None) -> Any:
+        def open(self, path: Place, step: int | None = None, budget: Any = None) -> Any:
             checkpoint = super().open(path, step)
             return replace(checkpoint, tree={**checkpoint.tree, "more": Filled((1,), np.dtype(np.float32))})
 

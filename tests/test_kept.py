@@ -89,7 +89,7 @@ def test_what_a_folder_has_no_place_for_is_there_when_it_is_opened(container: st
             said = [finding.what for finding in opened.checkpoint.findings]
             assert all(what.startswith("random_states") for what in said), said  # the source has none either
             assert opened.checkpoint.manifest["resume"] and opened.checkpoint.container == container
-            step = opened.checkpoint.path
+            step = Path(opened.checkpoint.path)
         assert records == records_of(target, *TORCH_RECORDS) == records_of(step, *TORCH_RECORDS)
 
 

@@ -114,7 +114,7 @@ def test_tensorstore_opens_the_arrays_of_the_legacy_layout(tmp_path: Path) -> No
     import tensorstore as ts
 
     written = write(T5X, encoded(T5X.open(GOLDEN / "t5x" / "bf16_params" / "checkpoint")), tmp_path / "run")
-    arrays = sorted(path.parent for path in written.path.glob("*/.zarray"))
+    arrays = sorted(path.parent for path in Path(written.path).glob("*/.zarray"))
     assert len(arrays) == 5
     for folder in arrays:
         spec = {"driver": "zarr", "kvstore": {"driver": "file", "path": f"{folder}/"}}

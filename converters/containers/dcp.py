@@ -13,11 +13,9 @@ Source: pytorch/pytorch torch/distributed/checkpoint/filesystem.py, default_plan
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from statekit.budget import Budget
@@ -32,6 +30,7 @@ from statekit.errors import NotFoundError
 from statekit.files.checkpoint import FILES_BESIDE, STEPS, Checkpoint, Finding
 from statekit.files.source import Files, listing, opening, read_small
 from statekit.files.stage import Stage
+from statekit.files.tree import Place, absolute
 from statekit.tensors.tree import Tree
 
 _STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})", re.DOTALL)
@@ -41,7 +40,7 @@ _STEP = re.compile(r"(?:.*[^0-9])?(\d{1,18})", re.DOTALL)
 class Folder:
     """An opened folder of pieces: where it is, what it holds, the same by path, what was odd, and its open files."""
 
-    path: Path
+    path: Place
     contents: StoredContents
     values: Mapping[str, Tree]
     findings: tuple[Finding, ...]
@@ -91,7 +90,7 @@ class Folder:
         }
 
 
-def open_folder(path: Path, files: Files) -> Folder:
+def open_folder(path: Place, files: Files) -> Folder:
     """Opens the pieces of a folder.
 
     Raises:
@@ -103,19 +102,19 @@ def open_folder(path: Path, files: Files) -> Folder:
     return Folder(path, contents, *read_values(contents, path, files), files)
 
 
-def steps_below(run: Path, mark: str) -> dict[int, Path]:
+def steps_below(run: Place, mark: str) -> dict[int, Place]:
     """Returns the folders of a run that hold a file of this name, by the number their own name ends with."""
     return dict(sorted(_steps_below(run, mark))) if run.is_dir() else {}
 
 
-def _steps_below(run: Path, mark: str) -> Iterator[tuple[int, Path]]:
+def _steps_below(run: Place, mark: str) -> Iterator[tuple[int, Place]]:
     for entry in listing(run):
         match = _STEP.fullmatch(entry.name)
         if match and (entry / mark).is_file():
             yield int(match[1]), entry
 
 
-def step_folder(path: Path, step: int | None, mark: str, what: str) -> tuple[Path, int | None, list[int]]:
+def step_folder(path: Place, step: int | None, mark: str, what: str) -> tuple[Place, int | None, list[int]]:
     """Finds a checkpoint: the folder itself, or of a run's folder the newest step or the given one.
 
     Args:
@@ -130,7 +129,7 @@ def step_folder(path: Path, step: int | None, mark: str, what: str) -> tuple[Pat
     Raises:
         NotFoundError: There is none, or no such step.
     """
-    path = Path(os.path.abspath(path))
+    path = absolute(path)
     if (path / mark).is_file():
         match = _STEP.fullmatch(path.name)
         number = int(match[1]) if match else None
@@ -157,14 +156,14 @@ class Dcp:
     suffixes: tuple[str, ...] = (".dcp",)
     target_kind: Literal["file", "folder"] | None = "folder"
 
-    def detect(self, path: Path) -> Evidence | None:
+    def detect(self, path: Place) -> Evidence | None:
         """Looks for `.metadata` beside files of pieces, here or in a run's steps."""
         for folder in [path, *reversed(steps_below(path, METADATA).values())]:
             if (folder / METADATA).is_file() and listing(folder, ".distcp"):
                 return Evidence(10, f"{folder} has {METADATA} and *.distcp")
         return None
 
-    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
+    def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Reads the metadata and what is no tensor; values of tensors are read when asked for.
 
         Raises:

@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -28,6 +27,7 @@ from statekit.errors import FormatError, NotFoundError, StatekitError, UsageErro
 from statekit.files.checkpoint import FILES_BESIDE, SORTED, Checkpoint
 from statekit.files.source import Files, first_bytes, opening, read_small
 from statekit.files.stage import Stage
+from statekit.files.tree import Place
 from statekit.tensors.tensor import Tensor, in_memory, scalar
 from statekit.tensors.tree import Tree, strict_json
 
@@ -50,7 +50,7 @@ class DcpSafetensors:
     suffixes: tuple[str, ...] = ()
     target_kind: Literal["file", "folder"] | None = "folder"
 
-    def detect(self, path: Path) -> Evidence | None:
+    def detect(self, path: Place) -> Evidence | None:
         """Looks for the names of slots in the index or in the header of the only file, or for the options beside it."""
         try:
             name = find_model(path) if path.is_dir() else None
@@ -64,7 +64,7 @@ class DcpSafetensors:
         # An optimizer without slots leaves its options alone.
         return Evidence(20, f"{OPTIONS} beside {name}") if (path / OPTIONS).is_file() else None
 
-    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
+    def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Reads headers, index and options.
 
         Raises:
@@ -137,7 +137,7 @@ def _is_flat(part: Tree) -> bool:
     )
 
 
-def _options(folder: Path, files: Files) -> dict[str, Tree]:
+def _options(folder: Place, files: Files) -> dict[str, Tree]:
     path = folder / OPTIONS
     if not path.is_file():
         return {}

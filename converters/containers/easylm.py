@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from statekit.budget import Budget
@@ -26,6 +25,7 @@ from statekit.errors import FormatError, StatekitError, UsageError
 from statekit.files.checkpoint import EMPTY_LEFT_OUT, SEQUENCES_AS_MAPS, Checkpoint, Finding
 from statekit.files.source import first_bytes, opening
 from statekit.files.stage import Stage
+from statekit.files.tree import Place
 from statekit.tensors.tree import Tree
 
 _BEGINS = re.compile(rb"\x92[\x91-\x9f](?:[\xa1-\xbf]|\xd9.)[A-Za-z_]", re.DOTALL)
@@ -42,7 +42,7 @@ class EasyLM:
     suffixes: tuple[str, ...] = ()
     target_kind: Literal["file", "folder"] | None = None
 
-    def detect(self, path: Path) -> Evidence | None:
+    def detect(self, path: Place) -> Evidence | None:
         """Looks at the first bytes."""
         try:
             fits = not path.is_dir() and _BEGINS.match(first_bytes(path, 16)) is not None
@@ -50,7 +50,7 @@ class EasyLM:
             return None
         return Evidence(10, "it begins with the msgpack record of a leaf: its keys") if fits else None
 
-    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
+    def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Parses the records, skipping the values of arrays.
 
         Raises:

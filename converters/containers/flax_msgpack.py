@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -33,6 +32,7 @@ from statekit.errors import FormatError, RefusedError
 from statekit.files.checkpoint import SEQUENCES_AS_MAPS, Checkpoint
 from statekit.files.source import opening
 from statekit.files.stage import Stage
+from statekit.files.tree import Place
 from statekit.tensors.tensor import Stored, in_memory
 from statekit.tensors.tree import Path as Keys
 from statekit.tensors.tree import Tree, mapped
@@ -50,13 +50,13 @@ class FlaxFile:
     suffixes: tuple[str, ...] = ()
     target_kind: Literal["file", "folder"] | None = "folder"
 
-    def detect(self, path: Path) -> Evidence | None:
+    def detect(self, path: Place) -> Evidence | None:
         """Looks at file names and first bytes only."""
         if (step_folder := sighted(path, "flax")) is None:
             return None
         return Evidence(10, f"{step_folder.path} is a msgpack map that begins with a name")
 
-    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
+    def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Parses the map, skipping the values of arrays.
 
         Raises:

@@ -17,7 +17,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from statekit.budget import Budget
@@ -30,6 +29,7 @@ from statekit.errors import CorruptError, FormatError, NotFoundError, UsageError
 from statekit.files.checkpoint import FILES_BESIDE, Checkpoint
 from statekit.files.source import listing, opening
 from statekit.files.stage import Stage
+from statekit.files.tree import Place
 from statekit.tensors.tensor import Shape, Tensor, same_values
 from statekit.tensors.tree import Tree, walk
 from statekit.tensors.views import Concatenated, Segment
@@ -47,12 +47,12 @@ class FsdpRanks:
     suffixes: tuple[str, ...] = ()
     target_kind: Literal["file", "folder"] | None = None
 
-    def detect(self, path: Path) -> Evidence | None:
+    def detect(self, path: Place) -> Evidence | None:
         """Looks for a torch file of rank 0."""
         first = path / "rank0.pt"
         return Evidence(10, f"{first} is a torch file") if TORCH.detect(first) is not None else None
 
-    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
+    def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Reads the pickles of all ranks, and joins their pieces.
 
         Raises:
@@ -80,12 +80,12 @@ class FsdpRanks:
         raise UsageError("This container can only be read.", place="--to", found=self.name)
 
 
-def _number(file: Path) -> int:
+def _number(file: Place) -> int:
     match = _RANK.fullmatch(file.name)
     return int(match[1]) if match else -1
 
 
-def _check(path: Path, numbers: Sequence[int], ranks: Sequence[Tree]) -> None:
+def _check(path: Place, numbers: Sequence[int], ranks: Sequence[Tree]) -> None:
     for number, tree in zip(numbers, ranks, strict=False):
         lacking = _KEYS - tree.keys() if isinstance(tree, Mapping) else _KEYS
         if lacking:
@@ -105,7 +105,7 @@ def _check(path: Path, numbers: Sequence[int], ranks: Sequence[Tree]) -> None:
             )
 
 
-def _joined(path: Path, ranks: Sequence[Mapping[str, Any]]) -> Tree:
+def _joined(path: Place, ranks: Sequence[Mapping[str, Any]]) -> Tree:
     fqns, shapes = ranks[0]["fqns"], ranks[0]["shapes"]
     if not _are_names(fqns) or not isinstance(shapes, list | tuple) or len(shapes) != len(fqns):
         raise FormatError("Names and shapes of a flat parameter don't fit.", place=path)
@@ -173,7 +173,7 @@ def _spans(fqns: Sequence[str], shapes: Sequence[Shape]) -> Iterator[tuple[str, 
         at += math.prod(shape)
 
 
-def _part(pieces: Sequence[Any], start: int, shape: Shape, path: Path) -> Tensor:
+def _part(pieces: Sequence[Any], start: int, shape: Shape, path: Place) -> Tensor:
     """Returns one parameter's share of a flat vector of which each rank holds a piece."""
     runs, at, stop = [], 0, start + math.prod(shape)
     for piece in pieces:

@@ -13,7 +13,6 @@ Source: keras-team/keras, keras/src/saving/saving_lib.py, `save_weights_only`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from statekit.budget import Budget
@@ -25,6 +24,7 @@ from statekit.files.checkpoint import ATTRIBUTES, Checkpoint, Finding, Proof
 from statekit.files.integrity import proof_inside
 from statekit.files.source import Files, first_bytes, opening
 from statekit.files.stage import Stage
+from statekit.files.tree import Place
 from statekit.tensors.tree import strict_json
 from statekit.tensors.typed import Name, fits, typed
 
@@ -45,7 +45,7 @@ class KerasH5:
     target_kind: Literal["file", "folder"] | None = "file"
     keeps_manifest: bool = True
 
-    def detect(self, path: Path) -> Evidence | None:
+    def detect(self, path: Place) -> Evidence | None:
         """Looks at the first bytes."""
         try:
             fits = first_bytes(path, len(MAGIC)) == MAGIC
@@ -53,7 +53,7 @@ class KerasH5:
             return None
         return Evidence(10, "the first bytes are those of HDF5") if fits else None
 
-    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
+    def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Parses headers; values are read when asked for.
 
         Raises:
@@ -80,7 +80,7 @@ class KerasH5:
         stage.complete(manifest, manifest_bytes)
 
 
-def refuse_step(path: Path, step: int | None) -> None:
+def refuse_step(path: Place, step: int | None) -> None:
     """Raises NotFoundError if a step is asked of a file that holds one state."""
     if step is not None:
         raise NotFoundError(
@@ -91,7 +91,7 @@ def refuse_step(path: Path, step: int | None) -> None:
         )
 
 
-def documents(tree: dict[str, Any], path: Path, files: Files) -> tuple[Proof | None, tuple[Finding, ...]]:
+def documents(tree: dict[str, Any], path: Place, files: Files) -> tuple[Proof | None, tuple[Finding, ...]]:
     """Takes the manifest out of a tree's attributes, and parses documents among them, in place."""
     attributes = tree.get(ATTRIBUTES, {})
     for name in (CONFIG, VERSIONS, SAYINGS):

@@ -17,7 +17,6 @@ import tempfile
 import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from statekit.budget import Budget
@@ -31,6 +30,7 @@ from statekit.files.checkpoint import ATTRIBUTES, Checkpoint, Finding
 from statekit.files.checksums import ZIP
 from statekit.files.source import File, Files, Held, Part, Source, bytes_at, opening
 from statekit.files.stage import Stage
+from statekit.files.tree import Place
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Index, Stored
 from statekit.tensors.tree import Tree
 
@@ -48,7 +48,7 @@ class KerasZip:
     target_kind: Literal["file", "folder"] | None = "file"
     keeps_manifest: bool = True
 
-    def detect(self, path: Path) -> Evidence | None:
+    def detect(self, path: Place) -> Evidence | None:
         """Looks at the names of an archive's members."""
         try:
             with Files() as files:
@@ -58,7 +58,7 @@ class KerasZip:
             return None
         return Evidence(20, f"a zip archive with {CONFIG} and {WEIGHTS}") if fits else None
 
-    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
+    def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Parses documents and headers; values are read when asked for.
 
         Raises:

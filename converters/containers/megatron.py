@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from statekit.budget import Budget
@@ -35,6 +34,7 @@ from statekit.errors import FormatError, NotFoundError, RefusedError, StatekitEr
 from statekit.files.checkpoint import STEPS, Checkpoint
 from statekit.files.source import Files, listing, opening, read_small
 from statekit.files.stage import Stage
+from statekit.files.tree import Place
 from statekit.tensors.tree import strict_json
 
 COMMON, SHARDED = "common", "sharded"
@@ -62,7 +62,7 @@ class Megatron:
     suffixes: tuple[str, ...] = ()
     target_kind: Literal["file", "folder"] | None = "folder"
 
-    def detect(self, path: Path) -> Evidence | None:
+    def detect(self, path: Place) -> Evidence | None:
         """Looks at `metadata.json`, here or in a run's iterations, and at what stands beside it.
 
         A damaged one doesn't make the folder another library's: opening says what is wrong with it.
@@ -79,7 +79,7 @@ class Megatron:
                 return Evidence(20, f"{folder / _COMMON_FILE} beside {METADATA}")
         return None
 
-    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
+    def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Reads the metadata and what is no tensor; values of tensors are read when asked for.
 
         Raises:
@@ -107,7 +107,7 @@ class Megatron:
             checkpoint = folder.checkpoint(self.name, tree, number, steps, others)
         return replace(checkpoint, findings=(*common.findings, *checkpoint.findings))
 
-    def _open_legacy(self, path: Path, step: int | None, budget: Budget | None) -> Checkpoint:
+    def _open_legacy(self, path: Place, step: int | None, budget: Budget | None) -> Checkpoint:
         """Opens a folder of the format `torch`, in the form that a gathered state has among distributed ones."""
         place, number, steps = step_folder(path, step, _LEGACY, "checkpoint of Megatron-LM")
         if ranks := [entry.name for entry in listing(place) if entry.name.startswith("mp_rank_")][1:]:
@@ -164,7 +164,7 @@ class Megatron:
                 file.write(str(encoded.step).encode())
 
 
-def _not_gathered(model: Path, values: Path, optimizer: Any) -> StatekitError:
+def _not_gathered(model: Place, values: Place, optimizer: Any) -> StatekitError:
     """Returns what to do about a folder of the format `torch` in which no rank has gathered an optimizer's buckets.
 
     Args:
@@ -190,14 +190,14 @@ def _not_gathered(model: Path, values: Path, optimizer: Any) -> StatekitError:
     )
 
 
-def _config_if_sound(folder: Path) -> dict[str, Any] | None:
+def _config_if_sound(folder: Place) -> dict[str, Any] | None:
     try:
         return _config(folder)
     except StatekitError:
         return None
 
 
-def _may_be_damaged(config: Path) -> bool:
+def _may_be_damaged(config: Place) -> bool:
     """Tells whether a configuration isn't there, is no JSON, or has some of its keys and not the one that counts."""
     if not config.is_file():
         return True
@@ -208,7 +208,7 @@ def _may_be_damaged(config: Path) -> bool:
     return isinstance(kept, dict) and bool(kept.keys() & _WRITTEN.keys())
 
 
-def _config(folder: Path, files: Files | None = None) -> dict[str, Any] | None:
+def _config(folder: Place, files: Files | None = None) -> dict[str, Any] | None:
     place = folder / _CONFIG
     if not place.is_file():
         return None
@@ -216,7 +216,7 @@ def _config(folder: Path, files: Files | None = None) -> dict[str, Any] | None:
     return config if isinstance(config, dict) and isinstance(config.get("sharded_backend"), str) else None
 
 
-def _backend(folder: Path, files: Files) -> None:
+def _backend(folder: Place, files: Files) -> None:
     """Refuses what lies otherwise than in a folder of torch.distributed."""
     config = _config(folder, files)
     if config is None:

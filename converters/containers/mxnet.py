@@ -21,7 +21,6 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from statekit.budget import Budget
@@ -47,6 +46,7 @@ from statekit.errors import Faults, FormatError, NotFoundError, StatekitError
 from statekit.files.checkpoint import STEPS, Checkpoint, Finding
 from statekit.files.source import Files, first_bytes, last_bytes, listing, opening
 from statekit.files.stage import Stage
+from statekit.files.tree import Place
 from statekit.tensors.tensor import Shape, Tensor
 
 PARAMS, STATES = ".params", ".states"
@@ -70,20 +70,20 @@ class Pair:
         steps: Those of all checkpoints in the folder.
     """
 
-    states: Path | None
-    params: Path | None
+    states: Place | None
+    params: Place | None
     because: str
     step: int | None = None
     steps: tuple[int, ...] = ()
 
     @property
-    def files(self) -> tuple[Path, ...]:
+    def files(self) -> tuple[Place, ...]:
         """Those that there are."""
         params = npy_files(self.params) if self.params and self.params.is_dir() else [self.params]
         return tuple(file for file in (self.states, *params) if file is not None)
 
 
-def find_pair(path: Path, step: int | None = None) -> Pair:
+def find_pair(path: Place, step: int | None = None) -> Pair:
     """Finds the files that a path means: one of them, or their folder.
 
     Args:
@@ -105,7 +105,7 @@ def find_pair(path: Path, step: int | None = None) -> Pair:
     return Pair(states, params, how, number)
 
 
-def is_states_file(path: Path) -> bool:
+def is_states_file(path: Place) -> bool:
     """Tells whether a file is a pickle that names MXNet."""
     head = first_bytes(path, HEAD)
     return head[:1] in (b"\x80", b"(", b"}", b"c") and (
@@ -113,27 +113,31 @@ def is_states_file(path: Path) -> bool:
     )
 
 
-def is_params_file(path: Path) -> bool:
+def is_params_file(path: Place) -> bool:
     """Tells whether a file is a list of NDArrays, or an npz named `.params`."""
     form = form_of(first_bytes(path, HEAD))
     return form is not None and (form != NPZ or path.suffix == PARAMS)
 
 
-def is_params_folder(folder: Path) -> bool:
+def is_params_folder(folder: Place) -> bool:
     """Tells whether a folder holds `.npy` files."""
     return bool(listing(folder, SUFFIX))
 
 
-def step_of(path: Path) -> int | None:
+def step_of(path: Place) -> int | None:
     """Returns the number at the end of a file's name, before the suffix."""
     match = _NUMBER.search(path.stem)
     return int(match[1]) if match else None
 
 
-def _in_folder(folder: Path, step: int | None) -> Pair:
+def _is_there(path: Place) -> bool:
+    return path.exists()
+
+
+def _in_folder(folder: Place, step: int | None) -> Pair:
     states, params = _found(folder, STATES, is_states_file), _found(folder, PARAMS, is_params_file)
     if params and not states:  # one that is damaged is an error, not absent
-        states = _found(folder, STATES, Path.exists)
+        states = _found(folder, STATES, _is_there)
     states = [*states, *_of_first_ranks(folder)]
     stems = {p.stem for p in params}
     pairs = [state for state in states if _without_rank(state).stem in stems]
@@ -159,7 +163,7 @@ def _in_folder(folder: Path, step: int | None) -> Pair:
     return Pair(chosen, beside, f"{chosen.name} in the folder, {how}")
 
 
-def _partner(path: Path, suffix: str) -> tuple[Path | None, str]:
+def _partner(path: Place, suffix: str) -> tuple[Place | None, str]:
     """Returns the file that belongs to another one, and how it was found."""
     twin = _without_rank(path).with_suffix(suffix)
     if twin.is_file():
@@ -178,10 +182,10 @@ def _partner(path: Path, suffix: str) -> tuple[Path | None, str]:
     return chosen, _beside(chosen, candidates, "with its optimizer")
 
 
-def _params_beside(states: Path) -> tuple[Path | None, str]:
+def _params_beside(states: Place) -> tuple[Place | None, str]:
     """Returns the parameters that belong to a file of states of another name, and how they were found."""
     folder = states.parent
-    every = [p for p in _found(folder, PARAMS, Path.exists) if not p.with_suffix(STATES).is_file()]
+    every = [p for p in _found(folder, PARAMS, _is_there) if not p.with_suffix(STATES).is_file()]
     folders = [one for one in (folder, *listing(folder)) if one.is_dir() and is_params_folder(one)]
     # One that is damaged is an error, not absent.
     candidates = [*(p for p in every if is_params_file(p)), *folders] or every
@@ -200,7 +204,7 @@ LATEST = "which has the greatest number"
 """Why one of several files of parameters is taken: states without a number are those of the last that was saved."""
 
 
-def _latest(candidates: Sequence[Path]) -> Path | None:
+def _latest(candidates: Sequence[Place]) -> Place | None:
     """Returns the file with the greatest number, where several have one name and a number; None otherwise."""
     numbers = {step_of(path): path for path in candidates if path.is_file()}
     names = {_NUMBER.sub("", path.stem) for path in candidates}
@@ -209,7 +213,7 @@ def _latest(candidates: Sequence[Path]) -> Path | None:
     return numbers[max(number for number in numbers if number is not None)]
 
 
-def _beside(chosen: Path, every: Iterable[Path], why: str) -> str:
+def _beside(chosen: Place, every: Iterable[Place], why: str) -> str:
     """Says how one of several files was found."""
     passed = ", ".join(p.name for p in every if p != chosen)
     if not passed:
@@ -217,7 +221,7 @@ def _beside(chosen: Path, every: Iterable[Path], why: str) -> str:
     return f"{', '.join(filter(None, (chosen.name, why)))}, beside it; not {passed}"
 
 
-def _fitting(states: Path, candidates: Iterable[Path]) -> list[Path]:
+def _fitting(states: Place, candidates: Iterable[Place]) -> list[Place]:
     """Returns the parameters that have just the shapes of the states, or, if none has, those that have more.
 
     Raises:
@@ -226,7 +230,7 @@ def _fitting(states: Path, candidates: Iterable[Path]) -> list[Path]:
     with Files() as files:
         moved = Counter(map(_shape, read_states(files.source(states)).states.values()))
     del moved[None]
-    kept: dict[Path, Counter[Shape | None]] = {}
+    kept: dict[Place, Counter[Shape | None]] = {}
     faults = Faults()
     for path in candidates:
         try:
@@ -254,17 +258,17 @@ def _shape(entry: Any) -> Shape | None:
     return entry.shape if isinstance(entry, Tensor) else None
 
 
-def _params(path: Path, files: Files) -> Params:
+def _params(path: Place, files: Files) -> Params:
     return read_npy_folder(path, files) if path.is_dir() else read_params(files.source(path))
 
 
-def _same_name(path: Path) -> str:
+def _same_name(path: Place) -> str:
     whole = _without_rank(path)
     states = path.name if path != whole else f"{path.stem}{STATES}"
     return f"{whole.stem}{PARAMS} and {states} have one name"
 
 
-def _without_rank(path: Path) -> Path:
+def _without_rank(path: Place) -> Place:
     """Returns the name of a file of states without the local rank that GluonNLP puts behind it.
 
     Source: dmlc/gluon-nlp, scripts/pretraining/bert/run_pretraining.py, which saves `0002999.states.00`.
@@ -273,16 +277,16 @@ def _without_rank(path: Path) -> Path:
     return path.with_suffix("") if is_rank else path
 
 
-def _of_first_ranks(folder: Path) -> list[Path]:
+def _of_first_ranks(folder: Place) -> list[Place]:
     """Returns the first local rank's states of each checkpoint of GluonNLP in a folder: all ranks have the same."""
-    first: dict[Path, Path] = {}
+    first: dict[Place, Place] = {}
     for file in listing(folder):
         if _without_rank(file) != file and file.is_file():
             first.setdefault(_without_rank(file), file)
     return [file for file in first.values() if is_states_file(file)]
 
 
-def _files_in(folder: Path) -> bool:
+def _files_in(folder: Place) -> bool:
     """Tells whether a folder holds files of MXNet, or is one of arrays beside its states."""
     if _found(folder, STATES, is_states_file) or _found(folder, PARAMS, is_params_file):
         return True
@@ -291,25 +295,25 @@ def _files_in(folder: Path) -> bool:
     return is_params_folder(folder) and bool(_found(folder.parent, STATES, is_states_file))
 
 
-def _are_many(folder: Path) -> bool:
+def _are_many(folder: Place) -> bool:
     """Tells whether a folder holds parameters of several checkpoints, without states: none is meant before others."""
     params = _found(folder, PARAMS, is_params_file)
-    if _found(folder, STATES, Path.exists) or _of_first_ranks(folder):
+    if _found(folder, STATES, _is_there) or _of_first_ranks(folder):
         return False
     return len(params) > 1 and sum(map(_is_gluon, params)) != 1
 
 
-def _found(folder: Path, suffix: str, fits: Callable[[Path], bool]) -> list[Path]:
+def _found(folder: Place, suffix: str, fits: Callable[[Place], bool]) -> list[Place]:
     return [p for p in listing(folder, suffix) if p.is_file() and fits(p)]
 
 
 def _only(
-    candidates: Iterable[Path],
-    folder: Path,
+    candidates: Iterable[Place],
+    folder: Place,
     suffix: str,
-    better: Callable[[Path], bool],
-    partner: Path | None = None,
-) -> Path:
+    better: Callable[[Place], bool],
+    partner: Place | None = None,
+) -> Place:
     """Returns the only file, or the only one of those that are better than the others.
 
     Raises:
@@ -328,7 +332,7 @@ def _only(
     return best[0]
 
 
-def _is_gluon(path: Path) -> bool:
+def _is_gluon(path: Place) -> bool:
     """Tells whether parameters have no names of a Module: these stand at the end of a list, and never in an npz."""
     if path.is_dir():
         return True
@@ -336,7 +340,7 @@ def _is_gluon(path: Path) -> bool:
     return not any(prefix.encode() in tail for prefix in MODULE_PREFIXES)
 
 
-def _holds_optimizer(path: Path) -> bool:
+def _holds_optimizer(path: Place) -> bool:
     return b"mxnet.optimizer" in last_bytes(path, HEAD)
 
 
@@ -356,7 +360,7 @@ class MXNet:
     suffixes: tuple[str, ...] = ()
     target_kind: Literal["file", "folder"] | None = "folder"
 
-    def detect(self, path: Path) -> Evidence | None:
+    def detect(self, path: Place) -> Evidence | None:
         """Looks at names, and at the first and last bytes."""
         try:
             if path.is_dir() and _are_many(path):
@@ -368,7 +372,7 @@ class MXNet:
         except (OSError, StatekitError):
             return None
 
-    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
+    def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Reads the pickle and the headers; values are read when asked for.
 
         Raises:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from statekit.budget import Budget
@@ -33,6 +32,7 @@ from statekit.files.checkpoint import (
 )
 from statekit.files.source import first_bytes, opening
 from statekit.files.stage import Stage
+from statekit.files.tree import Place
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Path as Keys
 from statekit.tensors.tree import Record, Tree, walk
@@ -50,7 +50,7 @@ class Npz:
     suffixes: tuple[str, ...] = ()
     target_kind: Literal["file", "folder"] | None = None
 
-    def detect(self, path: Path) -> Evidence | None:
+    def detect(self, path: Place) -> Evidence | None:
         """Looks at the first bytes."""
         try:
             fits = not path.is_dir() and path.suffix != _OF_MXNET and is_npz(first_bytes(path, 512))
@@ -58,7 +58,7 @@ class Npz:
             return None
         return Evidence(10, "it is a zip archive of .npy files") if fits else None
 
-    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
+    def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Reads the archive's directory and the headers of its arrays.
 
         Raises:

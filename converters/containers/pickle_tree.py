@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Final, Literal
 
 from statekit.budget import Budget
@@ -26,6 +25,7 @@ from statekit.errors import FormatError, StatekitError, UsageError
 from statekit.files.checkpoint import SEQUENCES_AS_MAPS, Checkpoint
 from statekit.files.source import first_bytes, opening, read_small
 from statekit.files.stage import Stage
+from statekit.files.tree import Place
 from statekit.tensors.tensor import Stored
 from statekit.tensors.tree import Record, Tree
 
@@ -42,7 +42,7 @@ class PickledTree:
     suffixes: tuple[str, ...] = ()
     target_kind: Literal["file", "folder"] | None = None
 
-    def detect(self, path: Path) -> Evidence | None:
+    def detect(self, path: Place) -> Evidence | None:
         """Looks at the name and the first bytes."""
         try:
             fits = path.suffix in _SUFFIXES and not path.is_dir() and first_bytes(path, 1) == b"\x80"
@@ -50,7 +50,7 @@ class PickledTree:
             return None
         return Evidence(5, "it begins as a pickle, and is called so") if fits else None
 
-    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
+    def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Reads the pickle, arrays included, as data.
 
         Raises:

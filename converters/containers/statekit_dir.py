@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, TypedDict
 
 from statekit.budget import Budget
@@ -22,6 +21,7 @@ from statekit.files.manifest import FILE, check_inside, parse_damaged
 from statekit.files.safetensors import open_safetensors, save_safetensors, sharded
 from statekit.files.source import Files, listing, opening, read_small
 from statekit.files.stage import Stage
+from statekit.files.tree import Place
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree, from_json, strict_json, tensor_names, to_json
 from statekit.tensors.typed import Described, typed
@@ -41,7 +41,7 @@ class StatekitFolder:
     suffixes: tuple[str, ...] = (".statekit",)
     target_kind: Literal["folder"] = "folder"
 
-    def detect(self, path: Path) -> Evidence | None:
+    def detect(self, path: Place) -> Evidence | None:
         """Looks for the shards' names, else into the manifest: other containers' folders have one too."""
         if not (path / FILE).is_file():
             return None
@@ -49,7 +49,7 @@ class StatekitFolder:
             return Evidence(30, f"a folder with {FILE} and tensors-*.safetensors")
         return Evidence(30, f"{FILE} says so") if _claims(path / FILE) else None
 
-    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
+    def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Parses the manifest and the shards' headers.
 
         Raises:
@@ -109,7 +109,7 @@ def _with_references(view: Any, manifest: Mapping[str, Any]) -> Any:
     return {key: {"$manifest": key} if key in stated else part for key, part in view.items()}
 
 
-def _without_references(view: Any, manifest: Mapping[str, Any], place: Path) -> Any:
+def _without_references(view: Any, manifest: Mapping[str, Any], place: Place) -> Any:
     if not isinstance(view, dict):
         return view
     parts = {key: part for key, part in view.items() if isinstance(part, dict)}
@@ -123,7 +123,7 @@ def _without_references(view: Any, manifest: Mapping[str, Any], place: Path) -> 
     return {**view, **{key: manifest[field] for key, field in references.items()}}
 
 
-def _claims(path: Path) -> bool:
+def _claims(path: Place) -> bool:
     try:
         document = strict_json(read_small(path), path)
     except StatekitError:
@@ -133,7 +133,7 @@ def _claims(path: Path) -> bool:
 
 
 def _open_shards(
-    path: Path, manifest: Mapping[str, Any], files: Files
+    path: Place, manifest: Mapping[str, Any], files: Files
 ) -> tuple[dict[str, Tensor], list[tuple[str, str]]]:
     """Returns the tensors of all shards, and what contradicts the manifest.
 
@@ -157,7 +157,7 @@ def _open_shards(
     return tensors, faults
 
 
-def _restore(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], place: Path) -> Tree:
+def _restore(manifest: Mapping[str, Any], tensors: Mapping[str, Tensor], place: Place) -> Tree:
     view = typed(manifest, Neutral, place, _OTHER_TREE)["tree"]
 
     def tensor(entry: Any) -> Tensor:

@@ -9,11 +9,9 @@ Source: T5X t5x/checkpoints.py, `get_local_data`, `latest_step`; orbax/checkpoin
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from statekit.budget import Account
@@ -23,6 +21,7 @@ from statekit.files.checkpoint import FILES_BESIDE, STEPS, Checkpoint, Finding
 from statekit.files.manifest import files_below, is_manifest
 from statekit.files.source import Files, first_bytes, listing
 from statekit.files.stage import Stage
+from statekit.files.tree import Place, absolute
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree, walk
 
@@ -65,14 +64,14 @@ class StepFolder:
         steps: The numbers of all steps in the run's folder, if that was looked at.
     """
 
-    path: Path
+    path: Place
     kind: StepKind
     step: int | None
     findings: tuple[Finding, ...] = ()
     steps: tuple[int, ...] = ()
 
 
-def locate(path: Path, step: int | None = None) -> StepFolder | None:
+def locate(path: Place, step: int | None = None) -> StepFolder | None:
     """Finds the checkpoint at a path: itself, or of a run's folder the newest step or the given one.
 
     Returns:
@@ -81,7 +80,7 @@ def locate(path: Path, step: int | None = None) -> StepFolder | None:
     Raises:
         NotFoundError: The given step isn't there, or isn't finished.
     """
-    path = Path(os.path.abspath(path))
+    path = absolute(path)
     if _UNFINISHED.fullmatch(path.name):
         raise FormatError(
             "This checkpoint wasn't finished.",
@@ -97,7 +96,7 @@ def locate(path: Path, step: int | None = None) -> StepFolder | None:
     return _among(path, step) if path.is_dir() else None
 
 
-def sighted(path: Path, kind: StepKind) -> StepFolder | None:
+def sighted(path: Place, kind: StepKind) -> StepFolder | None:
     """Returns the checkpoint of one generation at a path, as `locate` finds it; None where it finds no such."""
     try:
         folder = locate(path)
@@ -106,7 +105,7 @@ def sighted(path: Path, kind: StepKind) -> StepFolder | None:
     return folder if folder is not None and folder.kind == kind else None
 
 
-def find_step(path: Path, step: int | None, kind: StepKind) -> StepFolder:
+def find_step(path: Place, step: int | None, kind: StepKind) -> StepFolder:
     """Finds the checkpoint of one generation at a path, as `locate` does.
 
     Raises:
@@ -123,7 +122,7 @@ def find_step(path: Path, step: int | None, kind: StepKind) -> StepFolder:
     return folder
 
 
-def _among(run: Path, step: int | None) -> StepFolder | None:
+def _among(run: Place, step: int | None) -> StepFolder | None:
     numbered = {n: entry for entry in listing(run) if (n := step_number(entry)) is not None}
     passed: list[Finding] = []
     for number in sorted(numbered, reverse=True) if step is None else [step]:
@@ -139,13 +138,13 @@ def _among(run: Path, step: int | None) -> StepFolder | None:
     return None
 
 
-def step_number(path: Path) -> int | None:
+def step_number(path: Place) -> int | None:
     """Returns the step in a folder's name, such as 1000 of `checkpoint_1000`; None if it has none or isn't finished."""
     match = _STEP.fullmatch(path.name)
     return int(match[1]) if match and len(match[1]) < 20 else None
 
 
-def kind_of(path: Path) -> StepKind | None:
+def kind_of(path: Place) -> StepKind | None:
     """Looks at names and first bytes to tell who wrote a step's folder or file; None if it's none of these."""
     if path.is_file():
         head = _head(path)
@@ -159,7 +158,7 @@ def kind_of(path: Path) -> StepKind | None:
     return "orbax" if (path / STEP_METADATA).is_file() or items(path) else None
 
 
-def is_item(folder: Path) -> bool:
+def is_item(folder: Place) -> bool:
     """Tells whether a folder is an Orbax item: a tree of arrays."""
     if any((folder / name).is_file() for name in (TREE_METADATA, DATABASE)):
         return True
@@ -167,7 +166,7 @@ def is_item(folder: Path) -> bool:
     return _is_map(head) and any(mark in head for mark in _PLACEHOLDERS)
 
 
-def items(step: Path) -> list[Path]:
+def items(step: Place) -> list[Place]:
     """Returns the folders of the Orbax items in a step's folder: trees, and JSON documents beside one."""
     folders = [entry for entry in listing(step) if entry.is_dir()]
     named = [f for f in folders if step_number(f) is None and not _UNFINISHED.fullmatch(f.name)]
@@ -175,7 +174,7 @@ def items(step: Path) -> list[Path]:
     return [f for f in named if f in trees or (trees and (f / JSON_ITEM).is_file())]
 
 
-def says_t5x(item: Path) -> bool:
+def says_t5x(item: Place) -> bool:
     """Tells whether an Orbax item's tree is a T5X train state, by the names at its beginning."""
     return any(
         mark in _head(item / name)
@@ -184,7 +183,7 @@ def says_t5x(item: Path) -> bool:
     )
 
 
-def _head(path: Path) -> bytes:
+def _head(path: Place) -> bytes:
     try:
         return first_bytes(path, _HEAD)
     except StatekitError:
@@ -241,7 +240,7 @@ def step_checkpoint(
     return Checkpoint(container, step_folder.path, tree, meta, step_folder.step, findings, files.close)
 
 
-def files_beside(folder: Path, known: set[str], files: Files) -> list[str]:
+def files_beside(folder: Place, known: set[str], files: Files) -> list[str]:
     """Returns the relative names of files in a step's folder that don't belong to its arrays.
 
     Args:
@@ -259,7 +258,7 @@ def files_beside(folder: Path, known: set[str], files: Files) -> list[str]:
     return names
 
 
-def gin_settings(step: Path, files: Files) -> tuple[dict[str, Any], tuple[Finding, ...]]:
+def gin_settings(step: Place, files: Files) -> tuple[dict[str, Any], tuple[Finding, ...]]:
     """Reads the gin file in a step's folder or in its run's.
 
     Returns:
@@ -289,7 +288,7 @@ def gin_settings(step: Path, files: Files) -> tuple[dict[str, Any], tuple[Findin
     }, ()
 
 
-def _of_model(text: str, path: Path, account: Account) -> dict[str, Any]:
+def _of_model(text: str, path: Place, account: Account) -> dict[str, Any]:
     """Returns what a gin file binds of a model, by the configurables that maps know."""
     from statekit.maps.settings import gin_configurables  # entered where there is a gin file
 
@@ -343,7 +342,7 @@ def named_for_step(stage: Stage, step: int, folder: str) -> bool:
     return True
 
 
-def check_step(asked: int | None, number: int | None, place: Path) -> None:
+def check_step(asked: int | None, number: int | None, place: Place) -> None:
     """Refuses the one step that is at a path, where another was asked for.
 
     Raises:
@@ -390,7 +389,7 @@ def is_file_name(name: str) -> bool:
     return len(name.encode()) <= _MAX_FILE_NAME
 
 
-def find_gin(folders: Sequence[Path]) -> Path | None:
+def find_gin(folders: Sequence[Place]) -> Place | None:
     """Returns the gin file that configured a run: an operative one first, then `config.gin`, then the only other."""
     for folder in folders:
         files = [path for path in listing(folder, ".gin") if path.is_file()]

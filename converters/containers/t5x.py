@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import msgpack
@@ -38,6 +37,7 @@ from statekit.errors import FormatError, UsageError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.source import opening
 from statekit.files.stage import Stage
+from statekit.files.tree import Place
 from statekit.tensors.tensor import Tensor, nbytes
 from statekit.tensors.tree import walk
 
@@ -58,14 +58,14 @@ class T5XFolder:
     suffixes: tuple[str, ...] = ()
     target_kind: Literal["file", "folder"] | None = "folder"
 
-    def detect(self, path: Path) -> Evidence | None:
+    def detect(self, path: Place) -> Evidence | None:
         """Looks at file names and first bytes only."""
         if (step_folder := sighted(path, "legacy")) is None:
             return None
         where = step_folder.path if step_folder.path.is_file() else step_folder.path / INDEX
         return Evidence(20, f"{where} is a msgpack map that begins as T5X's does")
 
-    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
+    def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Parses the index and the arrays' headers.
 
         Raises:
@@ -102,7 +102,7 @@ class T5XFolder:
             output.write(packed)
 
 
-def _version(wrapper: Any, index: Path) -> int:
+def _version(wrapper: Any, index: Place) -> int:
     version = wrapper.get("version") if isinstance(wrapper, dict) else None
     if (
         not isinstance(wrapper, dict)

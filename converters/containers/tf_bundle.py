@@ -17,7 +17,6 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any, Literal
 
 from statekit.budget import Budget
@@ -46,6 +45,7 @@ from statekit.files.checkpoint import STEPS, Checkpoint
 from statekit.files.checksums import BUNDLE
 from statekit.files.source import File, Files, last_bytes, listing, opening, read_small, record
 from statekit.files.stage import Stage
+from statekit.files.tree import Place
 from statekit.tensors.object_graph import GRAPH, Graph
 from statekit.tensors.slices import Extent, bounds
 from statekit.tensors.tensor import BLOCK_BYTES, Array, Shape, index_shape
@@ -63,7 +63,7 @@ class TFBundle:
     suffixes: tuple[str, ...] = (".ckpt.d",)
     target_kind: Literal["file", "folder"] | None = "folder"
 
-    def detect(self, path: Path) -> Evidence | None:
+    def detect(self, path: Place) -> Evidence | None:
         """Looks for an index with the table's magic number."""
         try:
             prefix = _prefix(path, None)
@@ -72,7 +72,7 @@ class TFBundle:
             return None
         return Evidence(10, f"{prefix.name}.index is a table of TensorFlow") if is_index else None
 
-    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
+    def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Reads the index and the strings; arrays are read when asked for.
 
         Args:
@@ -114,13 +114,13 @@ class TFBundle:
 class _Shards:
     """The data files of a checkpoint, opened when first needed."""
 
-    def __init__(self, prefix: Path, count: int, files: Files) -> None:
+    def __init__(self, prefix: Place, count: int, files: Files) -> None:
         self.count, self._prefix, self._files = count, prefix, files
         self.account = files.account
         self._found: dict[int, File] = {}
         self._checked: set[tuple[int, int, int, int]] = set()
 
-    def path(self, shard: int) -> Path:
+    def path(self, shard: int) -> Place:
         return self._prefix.with_name(f"{self._prefix.name}.data-{shard:05d}-of-{self.count:05d}")
 
     def file(self, shard: int) -> File:
@@ -166,7 +166,7 @@ class _Shards:
             )
 
 
-def _prefix(path: Path, step: int | None, files: Files | None = None) -> Path:
+def _prefix(path: Place, step: int | None, files: Files | None = None) -> Place:
     """Finds the prefix that a path means."""
     if path.is_dir():
         return _in_folder(path, step, files)
@@ -180,7 +180,7 @@ def _prefix(path: Path, step: int | None, files: Files | None = None) -> Path:
     return path
 
 
-def _in_folder(folder: Path, step: int | None, files: Files | None) -> Path:
+def _in_folder(folder: Place, step: int | None, files: Files | None) -> Place:
     prefixes = {p.name[: -len(".index")]: _number(p.with_suffix("")) for p in listing(folder, ".index")}
     if step is not None:
         names = [name for name, number in prefixes.items() if number == step]
@@ -202,14 +202,14 @@ def _in_folder(folder: Path, step: int | None, files: Files | None) -> Path:
     return folder / names[0]
 
 
-def _steps(path: Path) -> list[int]:
+def _steps(path: Place) -> list[int]:
     """Returns the steps of a run's folder, by the numbers at the end of its prefixes."""
     return sorted(
         number for one in listing(path, ".index") if (number := _number(one.with_suffix(""))) is not None
     )
 
 
-def _newest(folder: Path, files: Files | None) -> str | None:
+def _newest(folder: Place, files: Files | None) -> str | None:
     """Returns what the text file `checkpoint` names, by its last part: the folder may have moved."""
     path = folder / STATE_FILE
     if files is not None:
@@ -221,22 +221,22 @@ def _newest(folder: Path, files: Files | None) -> str | None:
     return match[1].decode("utf-8", "replace").rpartition("/")[2] if match else None
 
 
-def _number(prefix: Path) -> int | None:
+def _number(prefix: Place) -> int | None:
     match = _NUMBERED.fullmatch(prefix.name)
     return int(match[2]) if match and len(match[2]) < 19 else None
 
 
-def _is_table(prefix: Path) -> bool:
+def _is_table(prefix: Place) -> bool:
     end = last_bytes(prefix.with_name(f"{prefix.name}.index"), FOOTER_BYTES)
     return len(end) == FOOTER_BYTES and end.endswith(struct.pack("<Q", MAGIC))
 
 
-def _index(prefix: Path, files: Files) -> dict[bytes, bytes]:
+def _index(prefix: Place, files: Files) -> dict[bytes, bytes]:
     path = prefix.with_name(f"{prefix.name}.index")
     return read_table(read_small(path, files), path, files.account)
 
 
-def _tree(index: Mapping[bytes, bytes], shards: _Shards, prefix: Path) -> dict[str, Any]:
+def _tree(index: Mapping[bytes, bytes], shards: _Shards, prefix: Place) -> dict[str, Any]:
     place, tree, faults = f"{prefix}.index", dict[str, Any](), Faults()
     parts: set[bytes] = set()
     for key, value in index.items():

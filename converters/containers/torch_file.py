@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from statekit.budget import Budget
@@ -24,6 +23,7 @@ from statekit.files.checkpoint import CLASSES, HALVES, OPTIMIZER_NAME, STEPS, Ch
 from statekit.files.integrity import proof_inside
 from statekit.files.source import Files, opening, read_small
 from statekit.files.stage import Stage
+from statekit.files.tree import Place
 from statekit.tensors.tree import Path as Keys
 from statekit.tensors.tree import at, without
 
@@ -43,7 +43,7 @@ class TorchFile:
     keeps_manifest: bool = True
     lightning: bool = False
 
-    def for_target(self, target: Path) -> TorchFile:
+    def for_target(self, target: Place) -> TorchFile:
         """Returns the container that writes a `.ckpt` as Lightning has it."""
         return replace(self, lightning=target.suffix == LIGHTNING)
 
@@ -52,7 +52,7 @@ class TorchFile:
         encoded = encoded.side_by_side or encoded
         return _as_lightning(encoded) if self.lightning else encoded
 
-    def detect(self, path: Path) -> Evidence | None:
+    def detect(self, path: Place) -> Evidence | None:
         """Looks at the first bytes, and at the directory at the end of a zip archive."""
         if not path.is_file():
             halves = find_halves(path) if path.is_dir() else None
@@ -64,7 +64,7 @@ class TorchFile:
             return None
         return Evidence(10, _BECAUSE[kind]) if kind else None
 
-    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
+    def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Reads the pickle and the headers; values are read when asked for.
 
         Raises:
@@ -94,7 +94,7 @@ class TorchFile:
         write_torch(encoded.tree, stage)
 
 
-def open_torch(path: Path, files: Files) -> Checkpoint:
+def open_torch(path: Place, files: Files) -> Checkpoint:
     """Reads the pickle and the headers of a torch file, which stays open as long as `files` do.
 
     Raises:
@@ -135,7 +135,7 @@ _CONFIG = "config.yaml"
 _NAME = re.compile(r"^optimizer:[ \t]*\n(?:[ \t]+.*\n)*?[ \t]+name:[ \t]*[\"']?(\w{1,64})", re.MULTILINE)
 
 
-def _open_halves(folder: Path, halves: Halves, files: Files) -> Checkpoint:
+def _open_halves(folder: Place, halves: Halves, files: Files) -> Checkpoint:
     """Opens a model's file and its optimizer's as one checkpoint, with the files that stand beside them.
 
     Raises:

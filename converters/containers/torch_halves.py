@@ -13,10 +13,10 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 from statekit.errors import NotFoundError
 from statekit.files.source import listing
+from statekit.files.tree import Place
 
 _HALF = re.compile(r"(model|net|optim(?:izer)?|opt)[-_.]?(\d{1,18})?\.(?:pt|pth|ckpt|th)")
 _AVERAGE = re.compile(r"(ema(?:_[0-9.]+)?)_(\d{1,18})\.(?:pt|pth|ckpt|th)")
@@ -48,7 +48,7 @@ class Halves:
     steps: tuple[int, ...] = ()
 
 
-def find_halves(folder: Path, step: int | None = None) -> Halves | None:
+def find_halves(folder: Place, step: int | None = None) -> Halves | None:
     """Returns the halves of a folder's newest step, or of the given one; None where a half is missing or not alone.
 
     Raises:
@@ -65,7 +65,7 @@ def find_halves(folder: Path, step: int | None = None) -> Halves | None:
     return Halves({**whole[step], **_averages(folder, step)}, step, steps) if step in whole else None
 
 
-def _whole(folder: Path) -> dict[int | None, dict[str, str]]:
+def _whole(folder: Place) -> dict[int | None, dict[str, str]]:
     """Returns the two files of each step that has both."""
     files: dict[int | None, list[re.Match[str]]] = {}
     for entry in listing(folder):
@@ -79,7 +79,7 @@ def _whole(folder: Path) -> dict[int | None, dict[str, str]]:
     return {step: parts for step, parts in pairs.items() if len(parts) == 2}
 
 
-def _averages(folder: Path, step: int | None) -> dict[str, str]:
+def _averages(folder: Place, step: int | None) -> dict[str, str]:
     """Returns the files of a step's averages by their names without the step."""
     matches = [match for entry in listing(folder) if (match := _AVERAGE.fullmatch(entry.name))]
     return {match[1]: match[0] for match in matches if int(match[2]) == step}

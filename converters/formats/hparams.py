@@ -21,6 +21,7 @@ from typing import Any
 from statekit.budget import Account
 from statekit.errors import FormatError, UsageError
 from statekit.files.source import Files, read_small
+from statekit.files.tree import Place
 from statekit.tensors.tree import loose_json
 
 _CONSTANTS = {"null": None, "true": True, "false": False}
@@ -161,7 +162,7 @@ def _pair(argument: str) -> Settings:
     return Settings({name: parse_value(text)})
 
 
-def _file_settings(path: Path, configurable: str, files: Files | None) -> Settings:
+def _file_settings(path: Place, configurable: str, files: Files | None) -> Settings:
     text, account = read_text(path, files), files.account if files else None
     if path.suffix == ".gin":
         return read_gin(text, path, configurable, account)
@@ -173,7 +174,7 @@ def _file_settings(path: Path, configurable: str, files: Files | None) -> Settin
     return Settings(values)
 
 
-def read_text(path: Path, files: Files | None = None) -> str:
+def read_text(path: Place, files: Files | None = None) -> str:
     """Reads a small text file.
 
     Args:
@@ -253,7 +254,7 @@ def read_gin_call(
     return Call(named, arguments, bool(bound) and not included)
 
 
-def read_gin_schedule(path: Path, files: Files | None = None) -> Call:
+def read_gin_schedule(path: Place, files: Files | None = None) -> Call:
     """Reads the call that makes the learning rate's schedule from a gin file of T5X.
 
     Args:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Collection, Container, Iterable, Iterator,
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from statekit.attestation.attestation import Attestation, Finding
@@ -24,6 +23,7 @@ from statekit.dropin.by_name import path_of
 from statekit.dropin.matching import renamed, saved_under
 from statekit.errors import StateError, StatekitError, UsageError
 from statekit.files.checkpoint import Finding as Oddity
+from statekit.files.tree import Place
 from statekit.maps.links import carried_to_load
 from statekit.state.comparison import Difference, compare_states, uncompared
 from statekit.state.evidence import OPTIMIZER, TAKEN, Fact
@@ -257,7 +257,7 @@ def _without_generators(sentences: Iterable[str], are_compared: bool) -> list[st
 
 
 @contextmanager
-def _opened(path: Path, run: LiveRun) -> Iterator[tuple[OpenState, tuple[str, ...]]]:
+def _opened(path: Place, run: LiveRun) -> Iterator[tuple[OpenState, tuple[str, ...]]]:
     """Opens a checkpoint; where it doesn't tell what it means, as the live run has it, which is said."""
     tries = [(run.hints, ""), *run.instead]
     for i, (hints, sentence) in enumerate(tries):

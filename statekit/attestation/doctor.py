@@ -7,7 +7,6 @@ from collections.abc import Collection, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from statekit.attestation.attestation import Finding
@@ -32,6 +31,7 @@ from statekit.errors import (
     meant,
     printable,
 )
+from statekit.files.tree import Place
 from statekit.state.stored_slots import PLACEHOLDER
 from statekit.tensors.stats import measure
 from statekit.tensors.tensor import nbytes
@@ -54,7 +54,7 @@ class Examination:
         bytes_read: Bytes of values that were read, each once.
     """
 
-    path: Path
+    path: Place
     updates: int | None
     findings: tuple[Finding, ...]
     notes: tuple[str, ...]

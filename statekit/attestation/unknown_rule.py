@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from statekit.attestation.attest import attesting, sampled
@@ -23,6 +22,7 @@ from statekit.conversion.contracts import Contents
 from statekit.dropin.by_name import path_of
 from statekit.errors import UnknownFormatError, some
 from statekit.files.checkpoint import Checkpoint
+from statekit.files.tree import Place
 from statekit.state.comparison import is_zero
 from statekit.state.schema import is_native
 from statekit.tensors.distance import distance
@@ -73,7 +73,7 @@ def _of_this_process(
         return result
 
 
-def _by_names(run: LiveRun, path: Path, sample: int | None, seed: int) -> Attestation | None:
+def _by_names(run: LiveRun, path: Place, sample: int | None, seed: int) -> Attestation | None:
     """Returns what is found by names alone; None where either side doesn't say whose its tensors are."""
     if run.names or run.maps or run.generators:
         return None

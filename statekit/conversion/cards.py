@@ -16,7 +16,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import resources
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from statekit.conversion.contracts import (
@@ -31,6 +30,7 @@ from statekit.conversion.contracts import (
 from statekit.errors import StatekitError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.source import first_bytes
+from statekit.files.tree import Place, StoredPlace
 
 MayFit: TypeAlias = Callable[[str], bool]
 """Tells of a format's name whether its signs are there, or it has none."""
@@ -144,7 +144,7 @@ def _kept() -> Mapping[str, Mapping[str, Any]]:
     return _data("cards.json")
 
 
-def containers_for(path: Path) -> MayFit:
+def containers_for(path: Place) -> MayFit:
     """Returns which containers may fit a path: a file, a folder, or a prefix of file names."""
     if path.is_file():
         seen = {"name": path.name, "begins": _head(path)}
@@ -173,7 +173,7 @@ def _is_seen(seen: Mapping[str, str], key: str, sign: str) -> bool:
 _FLAGS = {"name": re.DOTALL, "begins": re.DOTALL, "holds": re.MULTILINE, "names": re.MULTILINE}
 
 
-def _head(path: Path) -> str:
+def _head(path: Place) -> str:
     """Returns a file's first bytes, a character a byte; none of one that can't be read."""
     try:
         return first_bytes(path, _HEAD).decode("latin-1")
@@ -181,7 +181,7 @@ def _head(path: Path) -> str:
         return ""
 
 
-def _entries(folder: Path, start: str = "") -> str:
+def _entries(folder: Place, start: str = "") -> str:
     """Returns the names in a folder that start so, folders with a slash, then those in its newest numbered folder."""
     names = _names(folder, start)
     numbered = {int(number[1]): name for name in names if (number := _NUMBERED.search(name))}
@@ -189,8 +189,11 @@ def _entries(folder: Path, start: str = "") -> str:
     return "\n".join([*names, *newest])
 
 
-def _names(folder: Path, start: str) -> list[str]:
+def _names(folder: Place, start: str) -> list[str]:
     """Returns the names in a folder that start so; none of one that can't be read."""
+    if isinstance(folder, StoredPlace):
+        found = [entry for entry in folder.entries() if entry.name.startswith(start)]
+        return [f"{entry.name}/" if entry.is_dir() else entry.name for entry in found]
     try:
         with os.scandir(folder) as entries:
             return [f"{e.name}/" if e.is_dir() else e.name for e in entries if e.name.startswith(start)]

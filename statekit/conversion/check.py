@@ -6,12 +6,10 @@ so that the checksums of its format are compared. What neither covers is listed 
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from statekit.budget import Budget
@@ -24,6 +22,7 @@ from statekit.files.integrity import files_of, prove_files, value_fault
 from statekit.files.manifest import SEALED
 from statekit.files.source import Files
 from statekit.files.stage import OnProgress, Progress, silent
+from statekit.files.tree import Place, spelled
 from statekit.tensors.digest import tensor_digest
 from statekit.tensors.tensor import nbytes
 
@@ -134,7 +133,7 @@ def check(
     return CheckReport(ref.place, tuple(_checked(place, tell, ref.step is not None) for place in places))
 
 
-def _unrecognised(path: Path, error: CorruptError) -> CheckedCheckpoint:
+def _unrecognised(path: Place, error: CorruptError) -> CheckedCheckpoint:
     faults = ((error.line, f"{error.place or path}"),)
     return CheckedCheckpoint(path, "", None, None, faults=faults)
 
@@ -160,8 +159,8 @@ def _checked(place: CheckpointAt, tell: OnProgress, asked: bool) -> CheckedCheck
         )
 
 
-def _same(place: object, path: Path) -> bool:
-    return os.path.abspath(f"{place}") == os.path.abspath(path)
+def _same(place: object, path: Place) -> bool:
+    return spelled(place) == spelled(path)
 
 
 def _proven(checkpoint: Checkpoint, budget: Budget, tell: OnProgress) -> CheckedCheckpoint:
@@ -200,7 +199,7 @@ def _proven(checkpoint: Checkpoint, budget: Budget, tell: OnProgress) -> Checked
 
 
 def _read_files(
-    paths: Iterable[Path], places: Set[str], checkpoint: Checkpoint, budget: Budget
+    paths: Iterable[Place], places: Set[str], checkpoint: Checkpoint, budget: Budget
 ) -> Iterator[Proven]:
     """Yields the files that hold records, which no tensor's row is about."""
     base = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
@@ -214,11 +213,11 @@ def _read_files(
         yield Proven("file", _relative(path, base), source.size, by, fault)
 
 
-def _relative(path: Path, base: Path) -> str:
+def _relative(path: Place, base: Place) -> str:
     return path.relative_to(base).as_posix() if path.is_relative_to(base) else f"{path}"
 
 
-def _is_held(path: Path, places: Set[str], top: Path) -> bool:
+def _is_held(path: Place, places: Set[str], top: Place) -> bool:
     """Tells whether a file holds the values of tensors, which are proven by themselves, or is a chunk of some."""
     if path.name in HEADERS:
         return False

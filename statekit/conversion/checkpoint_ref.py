@@ -13,12 +13,12 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from functools import cache
-from pathlib import Path
 from typing import Any, Literal, Self, TypedDict
 
 from statekit.budget import Budget, Limits, bytes_of
 from statekit.errors import Faults, UsageError, meant
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
+from statekit.files.tree import Place, checkpoint_place
 from statekit.state.hyperparameters import still_assumed
 from statekit.state.options import checked_hparams, is_known
 from statekit.state.schedules.call_text import call_text, parse_call
@@ -230,7 +230,7 @@ class CheckpointRef:
             )
         values = dict(self.hparams or {})
         forms: dict[str, Any] = {
-            "path": None if self.path is None else Path(self.path),
+            "path": None if self.path is None else checkpoint_place(self.path),
             "optimizer": values.pop(OPTIMIZER, None) if self.optimizer is None else self.optimizer,
             "hparams": values,
             "param_names": None if self.param_names is None else tuple(self.param_names),
@@ -263,10 +263,14 @@ class CheckpointRef:
                     remedy=meant(name, known),
                 )
         given = {name: value for name, value in options.items() if value is not None}
-        return replace(source, **given) if isinstance(source, CheckpointRef) else cls(Path(source), **given)
+        return (
+            replace(source, **given)
+            if isinstance(source, CheckpointRef)
+            else cls(checkpoint_place(source), **given)
+        )
 
     def at(
-        self, path: Path, *, container: str | None = None, layout: str | None = None, step: int | None = None
+        self, path: Place, *, container: str | None = None, layout: str | None = None, step: int | None = None
     ) -> Self:
         """Returns the same of another path; container, layout and step stay as they are where None is given."""
         return replace(
@@ -278,7 +282,7 @@ class CheckpointRef:
         )
 
     @property
-    def place(self) -> Path:
+    def place(self) -> Place:
         """The path.
 
         Raises:
@@ -286,7 +290,7 @@ class CheckpointRef:
         """
         if self.path is None:
             raise UsageError("A ref without a path names no checkpoint.", place="path")
-        return Path(self.path)
+        return checkpoint_place(self.path)
 
     @property
     def hyperparameters(self) -> Mapping[str, Any]:
@@ -502,7 +506,9 @@ def ref_of(
     """Returns the ref of a verb's source: a ref as it is, a path with what is told beside it."""
     if isinstance(source, CheckpointRef):
         return source
-    return (hints or CheckpointRef()).at(Path(source), container=container, layout=layout, step=step)
+    return (hints or CheckpointRef()).at(
+        checkpoint_place(source), container=container, layout=layout, step=step
+    )
 
 
 OPTIONS: tuple[Option, ...] = tuple(_options(fields(CheckpointRef)))

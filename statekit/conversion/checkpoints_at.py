@@ -8,7 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from statekit.budget import Budget
@@ -19,6 +18,7 @@ from statekit.conversion.target import source_container
 from statekit.errors import StatekitError, UnknownFormatError, printable
 from statekit.files.checkpoint import STEPS, Checkpoint
 from statekit.files.source import listing
+from statekit.files.tree import Place
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class OneReport:
         manifest: Where its manifest is; None if it has none.
     """
 
-    path: Path
+    path: Place
     container: str
     step: int | None
-    manifest: Path | None
+    manifest: Place | None
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data."""
@@ -55,7 +55,7 @@ class PathReport(Generic[T]):
         checkpoints: Each of them, the oldest step first.
     """
 
-    path: Path
+    path: Place
     checkpoints: tuple[T, ...]
 
     def __repr__(self) -> str:
@@ -80,7 +80,7 @@ class CheckpointAt:
     ref: CheckpointRef
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Place:
         """The checkpoint, or the run's folder."""
         return self.ref.place
 
@@ -95,7 +95,7 @@ class CheckpointAt:
         return registry.opened(self.container, self.path, self.step, ref, budget or ref.job_budget())
 
 
-def _at(home: Container, ref: CheckpointRef, path: Path, step: int | None = None) -> CheckpointAt:
+def _at(home: Container, ref: CheckpointRef, path: Place, step: int | None = None) -> CheckpointAt:
     return CheckpointAt(home, replace(ref, path=path, step=step, container=ref.container or home.name))
 
 
@@ -138,7 +138,7 @@ def checkpoints_at(ref: CheckpointRef) -> Iterator[CheckpointAt]:
     )
 
 
-def _numbered(home: Container, ref: CheckpointRef, path: Path) -> list[CheckpointAt]:
+def _numbered(home: Container, ref: CheckpointRef, path: Place) -> list[CheckpointAt]:
     """Returns the folders in a run's folder that end with a number and are checkpoints; else the path itself."""
     folders = [entry for entry in listing(path) if entry.is_dir() and _NUMBERED.fullmatch(entry.name)]
     steps = [folder for folder in folders if registry.fits(home, folder) is not None]

@@ -14,6 +14,7 @@ from statekit.budget import Budget
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.stage import Stage
+from statekit.files.tree import Place
 from statekit.state.exactness import Exactness as Exactness  # noqa: PLC0414 - part of the contract
 from statekit.state.train_state import Counts, Optimizer, TrainState
 from statekit.tensors.tensor import Tensor
@@ -138,10 +139,10 @@ class Container(Protocol):
     def target_kind(self) -> Literal["file", "folder"] | None:
         """What `write` makes; None if the container can only be read."""
 
-    def detect(self, path: Path) -> Evidence | None:
+    def detect(self, path: Place) -> Evidence | None:
         """Looks at file names and first bytes only; None if it isn't this container."""
 
-    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
+    def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Parses headers and returns the checkpoint; of a run's folder, the newest step or the given one.
 
         Files are read through `statekit.files.source.opening`, which refuses links out of `path`, and draws on

@@ -41,6 +41,7 @@ from statekit.files.stage import (
     silent,
     staged,
 )
+from statekit.files.tree import Place, below
 from statekit.maps.links import StateMap
 from statekit.pipeline import Times, job
 from statekit.state.stored_params import MASTER, check_masters
@@ -102,7 +103,7 @@ class Report:
 
 
 def plan(
-    source: CheckpointRef | Path,
+    source: CheckpointRef | Place,
     target: Path,
     *,
     from_: str | None = None,
@@ -112,7 +113,7 @@ def plan(
     hints: CheckpointRef = NO_HINTS,
     step_offset: StepOffset = "keep",
     require: Exactness = Exactness.ROUNDING,
-    like: Path | None = None,
+    like: Place | None = None,
     maps: tuple[StateMap, ...] = (),
     changes: Changes | None = None,
 ) -> Plan:
@@ -375,7 +376,8 @@ def _taken(checkpoint: Checkpoint, damage: Faults, changed: Faults) -> dict[str,
     """
     folder = checkpoint.path.parent if checkpoint.proof is None else checkpoint.proof.place.parent
     named = [
-        (what, os.path.relpath(place, folder) if os.path.isabs(place) else place) for what, place in damage
+        (what, below(place, folder) if os.path.isabs(place) or "://" in place else place)
+        for what, place in damage
     ]
     taken = [f"{what} @ {place}" for what, place in (*named, *changed)]
     return {"damage": taken} if taken else {}

@@ -9,7 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 from statekit.conversion import registry
@@ -20,6 +19,7 @@ from statekit.conversion.model_settings import with_beside
 from statekit.conversion.open_state import OpenState, chosen_container, open_state
 from statekit.errors import StateError, UnknownFormatError, UsageError, printable
 from statekit.files.checkpoint import STEPS, Checkpoint
+from statekit.files.tree import Place
 from statekit.maps.links import carried_through
 from statekit.maps.model_map import maps_of
 from statekit.state.comparison import Difference, compare_states
@@ -49,8 +49,8 @@ class Diff:
         normalised: What is written otherwise and means the same, a sentence each.
     """
 
-    left: Path
-    right: Path
+    left: Place
+    right: Place
     step: int | None
     compared: tuple[int, ...]
     differences: tuple[Difference, ...]

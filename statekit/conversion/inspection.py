@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 from statekit.budget import Budget
@@ -28,6 +27,7 @@ from statekit.errors import (
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.integrity import Means, means_of
 from statekit.files.proving import proving
+from statekit.files.tree import Place
 from statekit.state.run import RunState, run_of
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
@@ -120,7 +120,7 @@ class Inspection:
             stand alone.
     """
 
-    path: Path
+    path: Place
     container: Choice
     layout: Choice | None
     step: int | None
@@ -243,7 +243,7 @@ OnProgress = Callable[[int, int], object]
 
 
 def inspect(
-    source: CheckpointRef | Path,
+    source: CheckpointRef | Place,
     request: Request = Request(),
     on_progress: OnProgress = lambda done, all_: None,
 ) -> Inspection:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
@@ -30,6 +29,7 @@ from statekit.errors import (
     printable,
 )
 from statekit.files.checkpoint import Checkpoint
+from statekit.files.tree import Place
 from statekit.state.run import run_of
 from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, TrainState
@@ -181,7 +181,7 @@ _NAMED = Evidence(0, "it was named")
 
 
 def chosen_container(
-    path: Path, container: str | None, layout: str | None
+    path: Place, container: str | None, layout: str | None
 ) -> tuple[Container, Evidence, str | None]:
     """Returns the container that was named, or else the one that fits best; why; and the layout, if one is named.
 
@@ -212,7 +212,7 @@ def chosen_layout(checkpoint: Checkpoint, layout: str | None) -> tuple[Layout, E
 
 
 def open_state(
-    source: CheckpointRef | Path,
+    source: CheckpointRef | Place,
     *,
     container: str | None = None,
     layout: str | None = None,
@@ -297,7 +297,7 @@ def _named_near(
     return replace(state, assumptions=(*state.assumptions, said))
 
 
-def open_beside(path: Path, ref: CheckpointRef, budget: Budget | None = None) -> OpenState:
+def open_beside(path: Place, ref: CheckpointRef, budget: Budget | None = None) -> OpenState:
     """Opens a checkpoint beside a source: what was made of it, or a file of its model.
 
     What a user says of the source is the source's. Another checkpoint is trusted as far; it gets the places of its
@@ -369,7 +369,7 @@ def _params_of(
 
 @contextmanager
 def state_to_load(
-    source: CheckpointRef | Path, *, step: int | None = None, hints: CheckpointRef = NO_HINTS
+    source: CheckpointRef | Place, *, step: int | None = None, hints: CheckpointRef = NO_HINTS
 ) -> Iterator[OpenState]:
     """Opens a checkpoint whose values go into a run: every byte that is used is proven, as far as a manifest has it.
 

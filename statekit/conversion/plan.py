@@ -16,6 +16,7 @@ from statekit.conversion.kept import Kept, by_leaf, kept_of
 from statekit.conversion.rule_change import RuleChange
 from statekit.errors import Faults, InexactError, printable
 from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.tree import Place
 from statekit.maps.links import Mapped, StateMap, inexact
 from statekit.state.evidence import MOST_NAMED, Fact, headline
 from statekit.state.run import RunState, run_of
@@ -55,7 +56,7 @@ class Request:
     layout: str | None = None
     step_offset: StepOffset = "keep"
     require: Exactness = Exactness.ROUNDING
-    like: Path | None = None
+    like: Place | None = None
     maps: tuple[StateMap, ...] = ()
     changes: Changes | None = None
     asks: bool = True

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 from weakref import finalize
@@ -52,6 +50,8 @@ from statekit.errors import (
 from statekit.files.checkpoint import PRETRAINED, Checkpoint, Finding
 from statekit.files.integrity import files_of, proven
 from statekit.files.stage import TargetKind
+from statekit.files.tree import Facts, Place
+from statekit.files.tree import facts_of as place_facts
 from statekit.maps.links import StateMap, carried_through
 from statekit.state.evidence import Fact
 from statekit.state.facts import facts_of
@@ -95,7 +95,7 @@ class Prepared(AbstractContextManager["Prepared"]):
     container: Container
     layout: Layout
     encoded: Encoded
-    files: Mapping[str, tuple[int, int, int]]
+    files: Mapping[Place, Facts]
     reads: CheckpointRef = NO_HINTS
     beside: tuple[OpenState, ...] = ()
     carried: TrainState | None = None
@@ -118,11 +118,11 @@ class Prepared(AbstractContextManager["Prepared"]):
         return self.files == {name: fact for facts in each for name, fact in facts.items()}
 
     @property
-    def places(self) -> Iterator[Path]:
+    def places(self) -> Iterator[Place]:
         """The source's files, and its folder if it has one of its own."""
         path = self.opened.checkpoint.path
         yield from (path,) if path.is_dir() else ()
-        yield from map(Path, self.files)
+        yield from self.files
 
     @property
     def kind(self) -> TargetKind:
@@ -186,7 +186,7 @@ class Prepared(AbstractContextManager["Prepared"]):
             remedy="leave --layout out, or choose another container with --to",
         )
 
-    def reopen(self, path: Path) -> Checkpoint:
+    def reopen(self, path: Place) -> Checkpoint:
         """Opens what was written, and checks that it decodes to the same step and params."""
         written = self.container.open(path, budget=self.opened.budget)
         try:
@@ -397,17 +397,10 @@ def _close(plan: int) -> None:
         prepared.close()
 
 
-def _facts_of(checkpoint: Checkpoint) -> dict[str, tuple[int, int, int]]:
-    """Returns size, time of change in nanoseconds and number of each of a checkpoint's files, its manifest's too."""
+def _facts_of(checkpoint: Checkpoint) -> dict[Place, Facts]:
+    """Returns what tells whether a checkpoint's files were changed, its manifest's too."""
     paths = [*files_of(checkpoint), *([checkpoint.proof.place] if checkpoint.proof else [])]
-    return {str(p): (s.st_size, s.st_mtime_ns, s.st_ino) for p in paths if (s := _stat(p)) is not None}
-
-
-def _stat(path: Path) -> os.stat_result | None:
-    try:
-        return path.stat()
-    except OSError:  # gone meanwhile, or a link that leads nowhere
-        return None
+    return {path: facts for path in paths if (facts := place_facts(path)) is not None}
 
 
 def _knowing(maps: tuple[StateMap, ...], opened: OpenState) -> tuple[StateMap, ...]:
@@ -567,7 +560,7 @@ def _is_lost(name: str, dropped: Mapping[str, str]) -> bool:
 
 
 def _like(
-    layout: Layout, state: TrainState, path: Path, opened: OpenState, said: CheckpointRef
+    layout: Layout, state: TrainState, path: Place, opened: OpenState, said: CheckpointRef
 ) -> TrainState:
     """Lays a state out as a file of the target's model, opened in the source's job and as far trusted as it."""
     if not isinstance(layout, LikeModel):

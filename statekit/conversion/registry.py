@@ -13,7 +13,6 @@ from dataclasses import replace
 from functools import cache
 from importlib.metadata import EntryPoint, entry_points
 from itertools import islice
-from pathlib import Path
 from typing import TypeVar, cast
 
 from statekit.budget import Account, Budget
@@ -52,6 +51,7 @@ from statekit.errors import (
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import check_undamaged, check_whole, proven
 from statekit.files.source import first_bytes, listing, looking, not_there, reading, walked
+from statekit.files.tree import Place, size_of
 from statekit.state.facts import with_optimizer
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.told_schedule import told_schedule, with_own_rate
@@ -154,7 +154,7 @@ def _is_ours(group: str, name: str) -> bool:
     return isinstance(point, EntryPoint) and point.module.startswith("statekit.converters.")
 
 
-def detect_container(path: Path) -> tuple[Container, Evidence]:
+def detect_container(path: Place) -> tuple[Container, Evidence]:
     """Finds the container of a path by its content; the most specific one wins.
 
     Raises:
@@ -164,7 +164,7 @@ def detect_container(path: Path) -> tuple[Container, Evidence]:
         CorruptError: Nothing fits, and a manifest in the folder names files that aren't there.
     """
     with reading(path), suppress(OSError):
-        path.lstat()
+        path.is_symlink()
     with looking(path):
         fitting = _fitting(path)
         if not fitting and not path.exists():  # a prefix of file names isn't there itself
@@ -190,7 +190,7 @@ def detect_container(path: Path) -> tuple[Container, Evidence]:
         return fitting[best]
 
 
-def fits(container: Container, path: Path) -> Evidence | None:
+def fits(container: Container, path: Place) -> Evidence | None:
     """Asks a container about a path.
 
     Raises:
@@ -200,28 +200,28 @@ def fits(container: Container, path: Path) -> Evidence | None:
         return container.detect(path)
 
 
-def _check_readable(path: Path) -> None:
+def _check_readable(path: Place) -> None:
     """Reads a byte of a file, or of the first files of a folder, none of which fits a format.
 
     Raises:
         FormatError: One may not be read, so that nobody can tell.
         RefusedError: It is a pipe, a socket or a device.
     """
-    below = (Path(top) / name for top, _, names in walked(path) for name in names)
+    below = (top / name for top, _, names in walked(path) for name in names)
     files = (file for file in below if file.is_file()) if path.is_dir() else iter([path])
     for file in islice(files, MOST_ENTRIES):
         first_bytes(file, 1)
 
 
-def _check_filled(path: Path) -> None:
+def _check_filled(path: Place) -> None:
     """Refuses a file without a byte, and a folder in which no file has one: no container can tell what it was.
 
     Raises:
         UnknownFormatError: It is empty.
     """
-    below = (Path(top) / name for top, _, names in walked(path) for name in names)
+    below = (top / name for top, _, names in walked(path) for name in names)
     files = list(islice(below, MOST_ENTRIES)) if path.is_dir() else [path]
-    if any(file.stat().st_size for file in files):
+    if any(size_of(file) for file in files):
         return
     if path.is_dir():
         content = "no file" if not files else f"{plural(len(files), 'file')} of 0 bytes"
@@ -236,7 +236,7 @@ def _check_filled(path: Path) -> None:
     )
 
 
-def _fitting(path: Path) -> list[tuple[Container, Evidence]]:
+def _fitting(path: Place) -> list[tuple[Container, Evidence]]:
     return _asked(
         container_names(), containers_for(path), lambda name: (container(name), container(name).detect(path))
     )
@@ -254,13 +254,13 @@ def _asked(
     return []
 
 
-def _by_step(path: Path) -> list[tuple[int, str]]:
+def _by_step(path: Place) -> list[tuple[int, str]]:
     """Returns what sorts names by the numbers in them: step5 before step40."""
     parts = re.split(r"(\d+)", path.name)
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
-def checkpoints_inside(folder: Path) -> dict[str, str]:
+def checkpoints_inside(folder: Place) -> dict[str, str]:
     """Returns the checkpoints directly in a folder, by name, each with its container and why it is one."""
     inside = {}
     for entry in islice(sorted(listing(folder), key=_by_step), MOST_ENTRIES):
@@ -295,7 +295,7 @@ def detect_layout(checkpoint: Checkpoint) -> tuple[Layout, Evidence]:
 
 
 def opened(
-    container: Container, path: Path, step: int | None, hints: CheckpointRef, budget: Budget | None = None
+    container: Container, path: Place, step: int | None, hints: CheckpointRef, budget: Budget | None = None
 ) -> Checkpoint:
     """Opens a checkpoint by its container, and refuses one that its manifest contradicts, unless the hints accept it.
 
@@ -335,11 +335,10 @@ def _file_bytes(checkpoint: Checkpoint) -> int:
     top, total = checkpoint.path, 0
     files = {top, *checkpoint.parts}
     with suppress(StatekitError):  # a folder that may not be listed may be entered
-        inside = (Path(folder, name) for folder, _, names in walked(top) for name in names)
+        inside = (folder / name for folder, _, names in walked(top) for name in names)
         files.update(inside if top.is_dir() else listing(top.parent))
     for file in files:
-        with suppress(OSError):  # reading it says what is wrong
-            total += file.stat().st_size
+        total += size_of(file)  # reading it says what is wrong
     return total
 
 

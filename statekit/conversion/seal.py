@@ -33,6 +33,7 @@ from statekit.files.integrity import (
 from statekit.files.manifest import CHECKPOINT, RECORDS, SEALED, file_entry, sealed, tensor_entry, to_text
 from statekit.files.source import Files, reading
 from statekit.files.stage import Entries, OnProgress, Progress, permissions, silent, unknown_fields
+from statekit.files.tree import Place, checkpoint_place, size_of, spelled
 from statekit.tensors.digest import tensor_digest
 from statekit.tensors.tensor import nbytes
 
@@ -120,7 +121,7 @@ def _check_names(places: Iterable[CheckpointAt], renew: Collection[str]) -> None
         with place.opened() as checkpoint:
             proof = checkpoint.proof
             base = (manifest_place(checkpoint) if proof is None else proof.place).parent
-            damaged = [Path(finding.place) for finding in checkpoint.findings if finding.damage]
+            damaged = [checkpoint_place(finding.place) for finding in checkpoint.findings if finding.damage]
             paths = [*files_of(checkpoint), *(() if proof is None else proof.files), *damaged]
             known.update(name for path in paths for name in _names(path, base))
     Faults(("is no file of the checkpoint", name) for name in renew if not _is_one(name, known)).check(
@@ -132,9 +133,9 @@ def _is_one(name: str, known: Collection[str]) -> bool:
     return name in known or os.path.abspath(name) in known
 
 
-def _names(path: Path, base: Path) -> tuple[str, str, str]:
+def _names(path: Place, base: Place) -> tuple[str, str, str]:
     """Returns how a file may be named: as it is said of it, from anywhere, or as the manifest has it."""
-    return f"{path}", os.path.abspath(path), _name(path, base)
+    return f"{path}", spelled(path), _name(path, base)
 
 
 def _sealed(place: CheckpointAt, renew: Collection[str], tell: OnProgress) -> SealedCheckpoint:
@@ -146,7 +147,7 @@ def _sealed(place: CheckpointAt, renew: Collection[str], tell: OnProgress) -> Se
         if proof is not None and not changed:
             return _report(checkpoint, proof.place, "proven", proof.manifest)
         _check_renewed(checkpoint, changed, renew)
-        target = manifest_place(checkpoint) if proof is None or proof.is_inside else proof.place
+        target = Path(manifest_place(checkpoint) if proof is None or proof.is_inside else proof.place)
         tensors = _tensor_entries(checkpoint, tell)
         with Files(budget, checkpoint.path) as opened:
             files = _file_entries(paths, target.parent, opened, tell)
@@ -158,29 +159,31 @@ def _sealed(place: CheckpointAt, renew: Collection[str], tell: OnProgress) -> Se
             )
         names = [_name(fault.path, target.parent) for fault in changed]
         manifest = _manifest(checkpoint, target, tensors, files, names)
-        replace_file(target, to_text(manifest).encode("ascii"), permissions(paths))
+        replace_file(target, to_text(manifest).encode("ascii"), permissions(map(Path, paths)))
         return _report(checkpoint, target, "sealed" if proof is None else "renewed", manifest, names)
 
 
 def _report(
     checkpoint: Checkpoint,
-    place: Path,
+    place: Place,
     done: Literal["sealed", "renewed", "proven"],
     manifest: Mapping[str, Any],
     changed: Sequence[str] = (),
 ) -> SealedCheckpoint:
     counts = len(manifest["files"]), len(manifest["tensors"])
     return SealedCheckpoint(
-        checkpoint.path, checkpoint.container, checkpoint.step, place, done, *counts, tuple(changed)
+        checkpoint.path, checkpoint.container, checkpoint.step, Path(place), done, *counts, tuple(changed)
     )
 
 
-def _changed(checkpoint: Checkpoint, paths: Sequence[Path], budget: Budget) -> list[FileFault]:
+def _changed(checkpoint: Checkpoint, paths: Sequence[Place], budget: Budget) -> list[FileFault]:
     """Returns the files of a checkpoint that aren't what its manifest says, all of them read, or that it lacks."""
     proof = checkpoint.proof
     if proof is None:  # one that can't be trusted is no proof, and not to be written over
         damage = [finding for finding in checkpoint.findings if finding.damage]
-        return [FileFault(Path(finding.place), Change.DAMAGED, finding.what) for finding in damage]
+        return [
+            FileFault(checkpoint_place(finding.place), Change.DAMAGED, finding.what) for finding in damage
+        ]
     if proof.is_inside:
         return _changed_inside(checkpoint, proof, budget)
     with Files(budget, checkpoint.path) as files:
@@ -231,16 +234,16 @@ def _check_renewed(checkpoint: Checkpoint, changed: Sequence[FileFault], renew: 
     )
 
 
-def _name(path: Path, base: Path) -> str:
+def _name(path: Place, base: Place) -> str:
     return path.relative_to(base).as_posix() if path.is_relative_to(base) else f"{path}"
 
 
-def _facts(paths: Sequence[Path]) -> dict[Path, tuple[int, int, int]]:
+def _facts(paths: Sequence[Place]) -> dict[Place, tuple[int, int, int]]:
     """Returns size, time of change and number of files: what tells whether somebody writes to them meanwhile."""
     facts = {}
     for path in paths:
         with reading(path):
-            one = path.stat()
+            one = Path(path).stat()
         facts[path] = one.st_size, one.st_mtime_ns, one.st_ino
     return facts
 
@@ -260,9 +263,9 @@ def _tensor_entries(checkpoint: Checkpoint, tell: OnProgress) -> dict[str, dict[
 
 
 def _file_entries(
-    paths: Sequence[Path], base: Path, files: Files, tell: OnProgress
+    paths: Sequence[Place], base: Place, files: Files, tell: OnProgress
 ) -> dict[str, dict[str, Any]]:
-    total, done, entries = sum(path.stat().st_size for path in paths), 0, {}
+    total, done, entries = sum(size_of(path) for path in paths), 0, {}
     for path in paths:
         name = path.relative_to(base).as_posix()
         entries[name] = file_entry(path, files)
@@ -272,7 +275,7 @@ def _file_entries(
 
 
 def _manifest(
-    checkpoint: Checkpoint, place: Path, tensors: Entries, files: Entries, changed: Collection[str]
+    checkpoint: Checkpoint, place: Place, tensors: Entries, files: Entries, changed: Collection[str]
 ) -> dict[str, Any]:
     """Returns the new manifest; what an earlier one says besides its digests stays, as far as it holds."""
     proof = checkpoint.proof

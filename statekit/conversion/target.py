@@ -17,6 +17,7 @@ from statekit.conversion import registry
 from statekit.conversion.cards import ContainerCard, LayoutCard
 from statekit.conversion.contracts import Container, ForTarget
 from statekit.errors import UsageError, meant
+from statekit.files.tree import Place
 from statekit.state.schema import NO_OPTIMIZER, WEIGHTS, named_kinds
 
 
@@ -145,12 +146,14 @@ def _is_home(card: LayoutCard, container: str, schemas: Collection[str], source:
     return at_home and (not card.only_if_asked or card.name == source)
 
 
-def check_apart(source: Path, target: Path) -> None:
+def check_apart(source: Place, target: Path) -> None:
     """Refuses a target that is the source, inside it or around it, by whatever links it is reached.
 
     Raises:
         UsageError: The two aren't apart.
     """
+    if not isinstance(source, Path):  # in a store nothing is written
+        return
     origin, place = Path(os.path.realpath(source)), Path(os.path.realpath(target))
     if not origin.exists():
         return

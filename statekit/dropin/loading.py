@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from os import PathLike
-from pathlib import Path
 from typing import Any, Generic, TypedDict, TypeVar
 
 from statekit.conversion.changing.at_loading import changed_at_loading
@@ -27,6 +26,7 @@ from statekit.dropin.matching import renamed, require_resumable
 from statekit.dropin.options import Overrides
 from statekit.dropin.overrides import overridden
 from statekit.errors import UsageError, meant
+from statekit.files.tree import Place
 from statekit.maps.links import StateMap, carried_to_load
 from statekit.state.exactness import Level
 from statekit.state.stored_params import as_params
@@ -102,7 +102,7 @@ class Call:
         )
 
     @property
-    def path(self) -> Path:
+    def path(self) -> Place:
         """Where the checkpoint is."""
         return self.ref.place
 
@@ -174,7 +174,7 @@ class Loaded:
     opened: OpenState
     state: TrainState
     names: Mapping[str, str]
-    place: Path
+    place: Place
     arguments: Mapping[str, Any]
 
 

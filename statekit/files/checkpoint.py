@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from statekit.files.tree import Place
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree, tensor_names
 
@@ -78,9 +78,9 @@ class Proof:
         is_inside: Whether the manifest stands inside the checkpoint's file.
     """
 
-    place: Path
+    place: Place
     manifest: Mapping[str, Any]
-    files: Mapping[Path, Mapping[str, Any]] = field(default_factory=dict)
+    files: Mapping[Place, Mapping[str, Any]] = field(default_factory=dict)
     tensors: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     is_whole: bool = True
     is_inside: bool = False
@@ -106,13 +106,13 @@ class Checkpoint:
     """
 
     container: str
-    path: Path
+    path: Place
     tree: Tree
     meta: Mapping[str, Any] = field(default_factory=dict)
     step: int | None = None
     findings: tuple[Finding, ...] = ()
     on_close: Callable[[], None] = field(default=lambda: None, repr=False)
-    parts: tuple[Path, ...] = ()
+    parts: tuple[Place, ...] = ()
     proof: Proof | None = None
     manifest: Mapping[str, Any] | None = None
     is_numbered: bool = True

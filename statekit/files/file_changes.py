@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from statekit.errors import FormatError, NotFoundError
 from statekit.files.source import File, Files, source_digest
+from statekit.files.tree import Place, facts_of
 from statekit.pipeline import each
 
 SMALL_BYTES = 2**20
@@ -40,17 +40,17 @@ class FileFault:
         what: The same in words, with sizes where they differ.
     """
 
-    path: Path
+    path: Place
     change: Change
     what: str
 
 
 def file_faults(
-    entries: Mapping[Path, Mapping[str, Any]],
-    manifest: Path,
+    entries: Mapping[Place, Mapping[str, Any]],
+    manifest: Place,
     files: Files,
-    digested: Collection[Path] | None = None,
-    tell: Callable[[Path], object] = lambda path: None,
+    digested: Collection[Place] | None = None,
+    tell: Callable[[Place], object] = lambda path: None,
     digest: Callable[[File], str] = source_digest,
 ) -> list[FileFault]:
     """Compares files with their entries in a manifest: sizes, and digests.
@@ -68,10 +68,10 @@ def file_faults(
     """
     wrong = {}
 
-    def is_read(path: Path) -> bool:
+    def is_read(path: Place) -> bool:
         return entries[path]["bytes"] <= SMALL_BYTES if digested is None else path in digested
 
-    def compare(path: Path) -> _Wrong | None:
+    def compare(path: Place) -> _Wrong | None:
         return _wrong(path, entries[path], files, digest if is_read(path) else None)
 
     several = digested is not None and len(digested) > 1  # of one, the next block is read ahead
@@ -86,7 +86,7 @@ def file_faults(
 
 
 def _wrong(
-    path: Path, entry: Mapping[str, Any], files: Files, digest: Callable[[File], str] | None
+    path: Place, entry: Mapping[str, Any], files: Files, digest: Callable[[File], str] | None
 ) -> _Wrong | None:
     files.links.check(path)  # no fault of the file, and said with its own remedy
     try:
@@ -103,7 +103,7 @@ class _Wrong(NamedTuple):
     is_lost: bool = False
 
 
-def _fault(path: Path, wrong: _Wrong, written: int, is_copy: bool) -> FileFault:
+def _fault(path: Place, wrong: _Wrong, written: int, is_copy: bool) -> FileFault:
     if wrong.is_lost:
         return FileFault(path, Change.LOST, wrong.what)
     later = Change.UNTOLD if is_copy else Change.REWRITTEN
@@ -111,9 +111,7 @@ def _fault(path: Path, wrong: _Wrong, written: int, is_copy: bool) -> FileFault:
     return FileFault(path, change, f"{change.value}; it {wrong.what}" if wrong.what else change.value)
 
 
-def _time(path: Path) -> int:
+def _time(path: Place) -> int:
     """Returns when a file was last written to, in nanoseconds; 0 if nobody knows."""
-    try:
-        return path.stat().st_mtime_ns
-    except OSError:
-        return 0
+    facts = facts_of(path)
+    return facts.changed or 0 if facts else 0

@@ -9,14 +9,12 @@ names are none of its business: a run goes on in its folder.
 
 from __future__ import annotations
 
-import os
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +39,7 @@ from statekit.files.manifest import (
     tensor_faults,
 )
 from statekit.files.source import File, Files, listing, read_small
+from statekit.files.tree import Place, size_of
 from statekit.files.whole_file import Passing, size_fault, stated_spans, whole_file_fault
 from statekit.tensors.digest import records_digest
 from statekit.tensors.tensor import Stored, Tensor
@@ -57,7 +56,7 @@ def _nobody(name: str, done: int, total: int) -> None:
 
 
 def proof_inside(
-    text: str, path: Path, account: Account | None = None
+    text: str, path: Place, account: Account | None = None
 ) -> tuple[Proof | None, tuple[Finding, ...]]:
     """Returns the proof of a checkpoint that is one file, by the manifest inside it; or why that isn't trusted.
 
@@ -147,14 +146,14 @@ def _beside(checkpoint: Checkpoint, files: Files, findings: list[Finding]) -> Pr
     return None
 
 
-def _went_on(folder: Path, manifest: Mapping[str, Any]) -> bool:
+def _went_on(folder: Place, manifest: Mapping[str, Any]) -> bool:
     """Tells whether a run wrote another step beside the files of a manifest: `ckpt-8.index` beside `ckpt-4.index`."""
     named = {name.partition("/")[0] for name in manifest["files"]}
     numbered = {_NUMBER.sub("#", name) for name in named if _NUMBER.search(name)}
     return any(path.name not in named and _NUMBER.sub("#", path.name) in numbered for path in listing(folder))
 
 
-def check_whole(folder: Path) -> None:
+def check_whole(folder: Place) -> None:
     """Refuses a folder that lacks files of a manifest in it, or has others in their place; no container is asked.
 
     What container opens the rest, if any, says nothing about what is lost. A manifest of which no file is left isn't
@@ -171,14 +170,14 @@ def check_whole(folder: Path) -> None:
         except StatekitError:  # whoever opens what it is about says why it isn't trusted
             continue
         entries = {folder / name: entry for name, entry in manifest["files"].items()}
-        if not any(map(os.path.lexists, entries)) or _went_on(folder, manifest):
+        if not any(entry.exists() or entry.is_symlink() for entry in entries) or _went_on(folder, manifest):
             continue
         with Files() as files:
             faults += [(fault.what, f"{fault.path}") for fault in file_faults(entries, place, files, ())]
     check_no_damage(faults, folder)
 
 
-def _places(checkpoint: Checkpoint) -> Iterator[Path]:
+def _places(checkpoint: Checkpoint) -> Iterator[Place]:
     """Yields where a checkpoint's manifest may lie: its own place, then those of the folders that it lies in."""
     yield manifest_place(checkpoint)
     top = top_of(checkpoint)
@@ -186,18 +185,18 @@ def _places(checkpoint: Checkpoint) -> Iterator[Path]:
     yield top.parent.parent / FILE
 
 
-def manifest_place(checkpoint: Checkpoint) -> Path:
+def manifest_place(checkpoint: Checkpoint) -> Place:
     """Returns where a manifest of a checkpoint alone lies: in its folder, or beside its file."""
     top = top_of(checkpoint)
     return top / FILE if top.is_dir() else beside(top)
 
 
-def top_of(checkpoint: Checkpoint) -> Path:
+def top_of(checkpoint: Checkpoint) -> Place:
     """Returns a checkpoint's folder, or the file that stands for it."""
     return checkpoint.parts[0] if checkpoint.parts else checkpoint.path
 
 
-def files_of(checkpoint: Checkpoint) -> list[Path]:
+def files_of(checkpoint: Checkpoint) -> list[Place]:
     """Returns a checkpoint's files, sorted; no manifest is among them."""
     tops = checkpoint.parts or (checkpoint.path,)
     files = [
@@ -208,11 +207,11 @@ def files_of(checkpoint: Checkpoint) -> list[Path]:
     return sorted(file for file in files if not is_manifest(file.name))
 
 
-def _is_part(path: Path, checkpoint: Checkpoint) -> bool:
+def _is_part(path: Place, checkpoint: Checkpoint) -> bool:
     return any(path.is_relative_to(part) for part in checkpoint.parts or (checkpoint.path,))
 
 
-def _is_whole(checkpoint: Checkpoint, place: Path, manifest: Mapping[str, Any]) -> bool:
+def _is_whole(checkpoint: Checkpoint, place: Place, manifest: Mapping[str, Any]) -> bool:
     """Tells whether a manifest is about a checkpoint, and not about what it is a part of."""
     top, stated = top_of(checkpoint), manifest.get(CHECKPOINT)
     if stated is not None:
@@ -223,7 +222,7 @@ def _is_whole(checkpoint: Checkpoint, place: Path, manifest: Mapping[str, Any]) 
 
 
 def _faults(
-    checkpoint: Checkpoint, proof: Proof, files: Files, later: Sequence[Path]
+    checkpoint: Checkpoint, proof: Proof, files: Files, later: Sequence[Place]
 ) -> list[tuple[str, str]]:
     """Returns what contradicts a checkpoint's proof, as far as opening looks; `later` are files it doesn't name."""
     wrong = file_faults(proof.files, proof.place, files) if proof.files else []
@@ -241,7 +240,7 @@ def _faults(
     return faults
 
 
-def _later(checkpoint: Checkpoint, proof: Proof) -> list[Path]:
+def _later(checkpoint: Checkpoint, proof: Proof) -> list[Place]:
     """Returns the files in a checkpoint's folder that the manifest there, or in the run's folder, doesn't name."""
     top = proof.place.parent
     if proof.place.name != FILE or not checkpoint.path.is_relative_to(top) or not checkpoint.path.is_dir():
@@ -252,14 +251,14 @@ def _later(checkpoint: Checkpoint, proof: Proof) -> list[Path]:
     return [top / name for name in names if name not in stated and not is_manifest(name.rpartition("/")[2])]
 
 
-def _is_bytes_of(tensor: Tensor, later: Sequence[Path]) -> bool:
+def _is_bytes_of(tensor: Tensor, later: Sequence[Place]) -> bool:
     """Tells whether a tensor is the bytes of a whole file that the manifest doesn't name.
 
     A folder goes on to get other files, as the config that a library needs to load it: they are said, and no damage.
     """
     if not isinstance(tensor, Stored) or tensor.dtype != np.uint8 or tensor.chunk is not None:
         return False
-    return any(tensor.place == f"{path}" and tensor.shape == (path.stat().st_size,) for path in later)
+    return any(tensor.place == f"{path}" and tensor.shape == (size_of(path),) for path in later)
 
 
 @dataclass(frozen=True)
@@ -272,7 +271,7 @@ class Means:
         tensors: How many tensors have each of their format's own checksums, by its name; "" is none.
     """
 
-    manifest: Path | None = None
+    manifest: Place | None = None
     is_sealed: bool = False
     tensors: Mapping[str, int] = field(default_factory=dict)
 
@@ -395,13 +394,13 @@ def proving_files(
     ]
     total = sum(proof.files[path]["bytes"] for path in large)
 
-    def count(path: Path) -> None:
+    def count(path: Place) -> None:
         nonlocal done
         done += proof.files[path]["bytes"]
         tell(path.name, done, total)
 
     with Files(budget, checkpoint.path) as files, ExitStack() as stack:
-        passings = dict[tuple[int, int], Passing]()
+        passings = dict[Hashable, Passing]()
         for path in large:
             with suppress(StatekitError):  # which comparing it says
                 file = files.source(path)

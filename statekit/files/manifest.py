@@ -9,12 +9,12 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from statekit.budget import Account
 from statekit.errors import CorruptError, Faults, FormatError, RefusedError
 from statekit.files.source import Files, read_small, source_digest, walked
+from statekit.files.tree import AnyPlace, Place
 from statekit.tensors.digest import json_digest
 from statekit.tensors.tensor import Tensor, dtype_name
 from statekit.tensors.tree import strict_json
@@ -94,7 +94,7 @@ def to_text(manifest: Mapping[str, Any]) -> str:
     return "{\n" + ",\n".join(rows) + "\n}\n"
 
 
-def beside(file: Path) -> Path:
+def beside(file: AnyPlace) -> AnyPlace:
     """Returns where the manifest of a checkpoint that is a file lies.
 
     The name begins with none that a trainer's steps begin with, so that nobody takes it for one.
@@ -168,7 +168,7 @@ def parse_damaged(
     return document, faults
 
 
-def require_manifest(folder: Path, files: Files | None = None) -> dict[str, Any]:
+def require_manifest(folder: Place, files: Files | None = None) -> dict[str, Any]:
     """Reads the manifest of a folder that must have one.
 
     Args:
@@ -206,7 +206,7 @@ def tensor_entry(tensor: Tensor, digest: str) -> dict[str, Any]:
     return {"shape": list(tensor.shape), "dtype": dtype_name(tensor.dtype), "blake3": digest}
 
 
-def file_entry(path: Path, files: Files | None = None) -> dict[str, Any]:
+def file_entry(path: Place, files: Files | None = None) -> dict[str, Any]:
     """Returns a file's entry in a manifest.
 
     Args:
@@ -218,7 +218,7 @@ def file_entry(path: Path, files: Files | None = None) -> dict[str, Any]:
         return {"bytes": source.size, "blake3": source_digest(source)}
 
 
-def unnamed_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
+def unnamed_files(folder: Place, manifest: Mapping[str, Any]) -> list[str]:
     """Returns the files below a folder, by relative name, that its manifest doesn't name."""
     names = files_below(folder)
     return [
@@ -226,16 +226,16 @@ def unnamed_files(folder: Path, manifest: Mapping[str, Any]) -> list[str]:
     ]
 
 
-def files_below(folder: Path) -> list[str]:
+def files_below(folder: Place) -> list[str]:
     """Returns the relative names of everything below a folder that isn't itself a folder, sorted.
 
     Raises:
         FormatError: A folder can't be listed.
     """
     return sorted(
-        (Path(top) / name).relative_to(folder).as_posix()
+        (top / name).relative_to(folder).as_posix()
         for top, folders, files in walked(folder)
-        for name in [*files, *(f for f in folders if (Path(top) / f).is_symlink())]
+        for name in [*files, *(f for f in folders if (top / f).is_symlink())]
     )
 
 
@@ -245,7 +245,7 @@ def inside(relative: str) -> bool:
     return not any(part in ("", ".", "..") for part in parts) and not any(c in relative for c in "\\\0:")
 
 
-def check_inside(folder: Path, manifest: Mapping[str, Any]) -> None:
+def check_inside(folder: Place, manifest: Mapping[str, Any]) -> None:
     """Refuses a manifest that names files outside its folder.
 
     Raises:

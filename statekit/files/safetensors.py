@@ -14,15 +14,17 @@ import math
 import re
 import struct
 import sys
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from statekit.errors import CorruptError, Faults, FormatError
 from statekit.files.source import File, Files, bytes_at, opening, record
+from statekit.files.tree import Place, StoredPlace
 from statekit.pipeline import empty
 from statekit.tensors.digest import bytes_digest
 from statekit.tensors.tensor import (
@@ -81,7 +83,7 @@ class _Extent:
     stop: int
 
 
-def open_safetensors(path: Path, files: Files | None = None) -> OpenFile:
+def open_safetensors(path: Place, files: Files | None = None) -> OpenFile:
     """Opens a file and proves its header, by our own rules and by the safetensors library.
 
     Args:
@@ -111,7 +113,7 @@ def open_safetensors(path: Path, files: Files | None = None) -> OpenFile:
     with source.account.passing() as theirs:  # the library parses the header once more
         theirs.hold(len(head), "The header of a safetensors file", f"{path}")
         theirs.nodes(nodes, "The header of a safetensors file", f"{path}")
-        _proven_by_library(path)
+        _proven_by_library(source, head)
     tensors = {name: _stored(source, name, extent, len(head)) for name, extent in extents.items()}
     return OpenFile(tensors, metadata, bytes_digest(head), lambda: None)
 
@@ -198,7 +200,7 @@ def _head(source: File) -> bytes:
     return record(source, 0, 8 + length, 8 + MAX_HEADER_BYTES, "The header of a safetensors file")
 
 
-def _parsed(document: Any, data_bytes: int, path: Path) -> tuple[dict[str, str], dict[str, _Extent]]:
+def _parsed(document: Any, data_bytes: int, path: Place) -> tuple[dict[str, str], dict[str, _Extent]]:
     if not isinstance(document, dict):
         raise FormatError("A header isn't a JSON object of tensors.", place=path)
     metadata = document.pop("__metadata__", {})
@@ -250,14 +252,20 @@ def _cover_faults(extents: Mapping[str, _Extent], data_bytes: int) -> Iterator[t
         yield f"the tensors end at {position}, the data at {data_bytes}", "the end of the file"
 
 
-def _proven_by_library(path: Path) -> None:
+def _proven_by_library(source: File, head: bytes) -> None:
+    """Has the library open a file; of one in a store, a file of the same head and size that holds nothing else."""
     from safetensors import SafetensorError, safe_open
 
     try:
-        with safe_open(path, framework="np"):
-            pass
+        with tempfile.NamedTemporaryFile() if isinstance(source.path, StoredPlace) else nullcontext() as copy:
+            if copy is not None:
+                copy.write(head)
+                copy.truncate(source.size)
+                copy.flush()
+            with safe_open(source.path if copy is None else copy.name, framework="np"):
+                pass
     except (SafetensorError, OSError) as error:
-        raise FormatError("The safetensors library refuses a file.", place=path, found=error) from None
+        raise FormatError("The safetensors library refuses a file.", place=source.path, found=error) from None
 
 
 def _stored(source: File, name: str, extent: _Extent, data_start: int) -> Stored:

@@ -19,13 +19,13 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 from blake3 import blake3
@@ -40,6 +40,7 @@ from statekit.errors import (
     UsageError,
     nearest,
 )
+from statekit.files.tree import AnyPlace, Facts, Place, StoredPlace, absolute
 from statekit.pipeline import empty, working
 from statekit.tensors.tensor import Array
 
@@ -168,7 +169,7 @@ def bytes_at(source: Source, start: int, count: int) -> bytes:
     return source.read(start, count).tobytes()
 
 
-def first_bytes(path: Path, count: int, files: Files | None = None) -> bytes:
+def first_bytes(path: Place, count: int, files: Files | None = None) -> bytes:
     """Reads the first bytes of a file, fewer where it has fewer; for telling formats apart.
 
     Args:
@@ -185,7 +186,7 @@ def first_bytes(path: Path, count: int, files: Files | None = None) -> bytes:
         return bytes_at(source, 0, min(count, source.size))
 
 
-def last_bytes(path: Path, count: int) -> bytes:
+def last_bytes(path: Place, count: int) -> bytes:
     """Reads the last bytes of a file, fewer where it has fewer; for telling formats apart.
 
     Raises:
@@ -197,7 +198,7 @@ def last_bytes(path: Path, count: int) -> bytes:
         return bytes_at(source, max(0, source.size - count), min(count, source.size))
 
 
-def read_small(path: Path, files: Files | None = None) -> bytes:
+def read_small(path: Place, files: Files | None = None) -> bytes:
     """Reads a small file as a whole.
 
     Args:
@@ -240,7 +241,7 @@ def reading(place: object) -> Iterator[None]:
 
 
 @contextmanager
-def looking(place: Path) -> Iterator[None]:
+def looking(place: Place) -> Iterator[None]:
     """Turns whatever the system refuses to a container into an error of ours: a look at a name, a list of names.
 
     Python 3.14's `Path.is_file` takes what may not be looked at for absent; so a folder is entered first.
@@ -249,7 +250,7 @@ def looking(place: Path) -> Iterator[None]:
         NotFoundError, FormatError: As `reading`, of what was looked at.
     """
     try:
-        if os.path.isdir(place):
+        if isinstance(place, Path) and os.path.isdir(place):
             os.stat(os.path.join(place, os.curdir))
         yield
     except StatekitError:
@@ -259,7 +260,7 @@ def looking(place: Path) -> Iterator[None]:
             raise
 
 
-def listing(folder: Path, ends: str = "") -> list[Path]:
+def listing(folder: AnyPlace, ends: str = "") -> list[AnyPlace]:
     """Returns what is in a folder under a name with such an end, sorted; nothing of what is no folder.
 
     `Path.glob` passes over what it can't list.
@@ -267,6 +268,8 @@ def listing(folder: Path, ends: str = "") -> list[Path]:
     Raises:
         FormatError: It can't be listed.
     """
+    if isinstance(folder, StoredPlace):
+        return [entry for entry in cast(list[AnyPlace], folder.entries()) if entry.name.endswith(ends)]
     with reading(folder):
         try:
             return sorted(folder / name for name in os.listdir(folder) if name.endswith(ends))
@@ -274,7 +277,7 @@ def listing(folder: Path, ends: str = "") -> list[Path]:
             return []
 
 
-def not_there(path: Path) -> NotFoundError:
+def not_there(path: Place) -> NotFoundError:
     """Returns the error that says that nothing is at a path, with the name beside it that was probably meant."""
     missing = next((top for top in reversed(path.parents) if not top.exists()), path)
     try:
@@ -291,8 +294,8 @@ def not_there(path: Path) -> NotFoundError:
 
 
 def walked(
-    folder: Path, *, bottom_up: bool = False, links: bool = False
-) -> Iterator[tuple[str, list[str], list[str]]]:
+    folder: AnyPlace, *, bottom_up: bool = False, links: bool = False
+) -> Iterator[tuple[AnyPlace, list[str], list[str]]]:
     """Walks a folder as `os.walk` does, which passes over what it can't list.
 
     Args:
@@ -309,7 +312,11 @@ def walked(
             with reading(error.filename):
                 raise error
 
-    return os.walk(folder, topdown=not bottom_up, onerror=fail, followlinks=links)
+    if isinstance(folder, StoredPlace):
+        yield from cast(Iterator[tuple[AnyPlace, list[str], list[str]]], folder.walk())
+        return
+    for top, folders, names in os.walk(folder, topdown=not bottom_up, onerror=fail, followlinks=links):
+        yield cast(AnyPlace, Path(top)), folders, names
 
 
 @dataclass(frozen=True)
@@ -326,11 +333,11 @@ class Links:
         follow: Whether the user has said that all are followed.
     """
 
-    checkpoint: Path | None = None
+    checkpoint: Place | None = None
     follow: bool = False
     _inside: set[Path] = field(default_factory=set, repr=False, compare=False)
 
-    def check(self, path: Path) -> None:
+    def check(self, path: Place) -> None:
         """Refuses a path that leads out of the checkpoint.
 
         A file in a folder above the checkpoint, where some formats keep what belongs to a run, stays in that folder.
@@ -338,7 +345,9 @@ class Links:
         Raises:
             RefusedError: It does, by a link that isn't followed.
         """
-        if self.follow or self.checkpoint is None or path == self.checkpoint:
+        if not isinstance(path, Path) or not isinstance(self.checkpoint, Path):  # a store has no links
+            return
+        if self.follow or path == self.checkpoint:
             return
         if path.parent in self._inside and not path.is_symlink():
             return
@@ -358,7 +367,7 @@ class Links:
 
     @cached_property
     def _folder(self) -> Path:
-        assert self.checkpoint is not None
+        assert isinstance(self.checkpoint, Path)
         return self.checkpoint if self.checkpoint.is_dir() else self.checkpoint.parent
 
 
@@ -394,12 +403,15 @@ def _leading_out(path: Path, root: str) -> Path:
     return next(filter(leaves, (*reversed(path.parents), path)), path)
 
 
-def _stored_bytes(links: Links, checkpoint: Path) -> tuple[int, int]:
+def _stored_bytes(links: Links, checkpoint: Place) -> tuple[int, int]:
     """Returns how many bytes of a disk the files at a path take, and how many they are, each once.
 
     What may not be read counts as nothing.
     """
-    total, count, seen, waiting = 0, 0, set[tuple[int, int]](), [checkpoint]
+    if isinstance(checkpoint, StoredPlace):
+        sizes = [file.size for file in checkpoint.files()]
+        return sum(sizes), len(sizes)
+    total, count, seen, waiting = 0, 0, set[tuple[int, int]](), [Path(checkpoint)]
     while waiting:
         path = waiting.pop()
         try:
@@ -439,18 +451,18 @@ class Files:
         checkpoint: What is opened, which links may not lead out of; None for a file that is read by itself.
     """
 
-    def __init__(self, budget: Budget | None = None, checkpoint: Path | None = None) -> None:
+    def __init__(self, budget: Budget | None = None, checkpoint: Place | None = None) -> None:
         self.account = Account(budget)
         self.links = Links(checkpoint, self.account.budget.follow_links)
         if checkpoint is not None:
             measure = functools.partial(_stored_bytes, self.links, checkpoint)
-            self.account.budget.stored(os.path.abspath(checkpoint), measure)
-        self._open: OrderedDict[Path, _Descriptor] = OrderedDict()
+            self.account.budget.stored(f"{absolute(checkpoint)}", measure)
+        self._open: OrderedDict[Place, _Descriptor] = OrderedDict()
         self._lock = threading.Lock()
         self._closed = False
         self._callbacks: list[Callable[[], None]] = []
 
-    def source(self, path: Path) -> File:
+    def source(self, path: Place) -> File:
         """Returns a regular file to be read.
 
         Raises:
@@ -458,12 +470,32 @@ class Files:
             FormatError: It can't be looked at.
             RefusedError: It is a folder, a device, a FIFO or a socket, or lies behind a link out of the checkpoint.
         """
-        with reading(path):
-            self.links.check(path)
-            facts = path.stat()
-        _check_regular(path, facts)
+        if isinstance(path, StoredPlace):
+            known = _known_file(path)
+            self.account.budget.sources.add(str(path))
+            return File(path, known.size, known, self)
+        local = Path(path)
+        with reading(local):
+            self.links.check(local)
+            facts = local.stat()
+        _check_regular(local, facts)
         self.account.budget.sources.add(str(path))
-        return File(path, facts.st_size, (facts.st_dev, facts.st_ino), self)
+        return File(local, facts.st_size, (facts.st_dev, facts.st_ino), self)
+
+    def fill(self, file: File, start: int, into: memoryview) -> None:
+        """Fills a byte buffer from byte `start` of a file on, which has as many bytes."""
+        if isinstance(file.path, StoredPlace):
+            self._check_open(file)
+            with working("read"):
+                file.path.tree.read_into(cast(Facts, file.identity), start, into)
+            return
+        descriptor, done = self.descriptor(file), 0
+        while done < len(into):
+            with reading(file.path), working("read"):
+                got = os.preadv(descriptor.number, [into[done:]], start + done)
+            if not got:
+                raise short(file, start + done, len(into) - done, f"its end; it had {file.size} bytes before")
+            done += got
 
     def on_close(self, callback: Callable[[], None]) -> None:
         """Has something called before the files are closed: a library that reads through them is closed first."""
@@ -495,8 +527,7 @@ class Files:
             CorruptError: Another file has taken its place.
         """
         with self._lock:
-            if self._closed:
-                raise UsageError("A tensor is read after its checkpoint was closed.", place=file.path)
+            self._check_open(file)
             descriptor = self._open.get(file.path)
             if descriptor is None:
                 descriptor = self._open[file.path] = _opened(file)
@@ -506,12 +537,31 @@ class Files:
                 self._open.move_to_end(file.path)
         return descriptor
 
+    def _check_open(self, file: File) -> None:
+        if self._closed:
+            raise UsageError("A tensor is read after its checkpoint was closed.", place=file.path)
+
+
+def _known_file(place: StoredPlace) -> Facts:
+    """Returns what a store knows of a file.
+
+    Raises:
+        NotFoundError: There is none.
+        RefusedError: It is a folder.
+    """
+    facts = place.facts
+    if facts is None:
+        raise NotFoundError("A file is missing.", place=place)
+    if facts.kind != "file":
+        raise RefusedError("This isn't a regular file.", place=place, found=f"a {facts.kind}")
+    return facts
+
 
 def _opened(file: File) -> _Descriptor:
     with reading(file.path):
         descriptor = _Descriptor(os.open(file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC))
         facts = os.fstat(descriptor.number)
-    _check_regular(file.path, facts)
+    _check_regular(Path(file.path), facts)
     if (facts.st_dev, facts.st_ino) != file.identity:
         raise CorruptError(
             "A file was replaced while its checkpoint was read.",
@@ -527,7 +577,7 @@ def _check_regular(path: Path, facts: os.stat_result) -> None:
 
 
 @contextmanager
-def opening(checkpoint: Path | None = None, budget: Budget | None = None) -> Iterator[Files]:
+def opening(checkpoint: Place | None = None, budget: Budget | None = None) -> Iterator[Files]:
     """Gives the files of a checkpoint that is being opened; closes them only if that fails.
 
     Args:
@@ -549,13 +599,13 @@ class File:
     Attributes:
         path: Where it is.
         size: Its size in bytes, when it was first looked at.
-        identity: Its device and inode: which file it is, whatever its name.
+        identity: Which file it is, whatever its name: its device and inode, or what a store knows of it.
         files: Those that it belongs to.
     """
 
-    path: Path
+    path: Place
     size: int
-    identity: tuple[int, int]
+    identity: Hashable
     files: Files
 
     @property
@@ -564,15 +614,9 @@ class File:
 
     def read_into(self, start: int, into: memoryview) -> None:
         require(self, start, len(into))
-        descriptor, done = self.files.descriptor(self), 0
-        while done < len(into):
-            with reading(self.path), working("read"):
-                got = os.preadv(descriptor.number, [into[done:]], start + done)
-            if not got:
-                raise short(self, start + done, len(into) - done, f"its end; it had {self.size} bytes before")
-            done += got
+        self.files.fill(self, start, into)
         budget = self.files.account.budget
-        budget.read(done)
+        budget.read(len(into))
         if (tell := budget.listeners.get(self.identity)) is not None:
             tell(start, into)
 

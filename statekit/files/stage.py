@@ -62,6 +62,7 @@ from statekit.files.manifest import (
     unnamed_files,
 )
 from statekit.files.source import Files, read_small, walked
+from statekit.files.tree import Place
 from statekit.files.whole_file import (
     Around,
     FindChecked,
@@ -524,13 +525,15 @@ def _check_kind(target: Path) -> None:
         )
 
 
-def permissions(paths: Iterable[Path]) -> int:
+def permissions(paths: Iterable[Place]) -> int:
     """Returns what all of some files and folders let read and write: what their conversion may let at most.
 
     A folder that only its owner may read counts as its files: what lies in it is for nobody else.
     """
     limit = 0o666
     for path in paths:
+        if not isinstance(path, Path):  # a store has none
+            continue
         with suppress(OSError):  # a link that leads nowhere
             limit &= stat.S_IMODE(path.stat().st_mode)
     return limit

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from statekit.files.manifest import FILE
+from statekit.files.tree import Place
 from statekit.lines.rates import RatesOf
 from statekit.maps.pretrained import Pretrained
 from statekit.optim.adafactor_forms import AdafactorHyperparameters
@@ -74,14 +74,14 @@ class SavedRun:
 
     container: str
     layout: str
-    path: Path
+    path: Place
     step: int | None
     files: tuple[str, ...] = ()
     tensors: tuple[str, ...] = ()
     empty: tuple[str, ...] = ()
     run: RunState = field(default_factory=RunState)
     converted: bool | None = None
-    folder: Path | None = None
+    folder: Place | None = None
     items: tuple[str, ...] = ()
     source: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -91,7 +91,7 @@ class SavedRun:
     halves: Mapping[str, str] = field(default_factory=dict)
     classes: str = ""
 
-    def step_path(self, name: str) -> Path:
+    def step_path(self, name: str) -> Place:
         """Returns the step's own folder or file, which may be the checkpoint itself or lie in it.
 
         Args:
@@ -112,7 +112,7 @@ class SavedRun:
         """Returns the run's learning rates, which print themselves for every system."""
         return RatesOf(self.run.schedules, state)
 
-    def code(self, *between: str, path: Path | None = None) -> str:
+    def code(self, *between: str, path: Place | None = None) -> str:
         """Returns the arguments of a function of statekit that opens it again: its path, and what the user said.
 
         Args:
@@ -142,7 +142,7 @@ class SavedRun:
         return self.step is not None or self.manifest.is_file()
 
     @property
-    def manifest(self) -> Path:
+    def manifest(self) -> Place:
         """The manifest's file: in the target's folder, which holds a step's, or is one."""
         folders = [self.path, *self.path.parents[:2]] if self.step is None else [self.path]
         return next((folder / FILE for folder in folders if (folder / FILE).is_file()), self.path / FILE)

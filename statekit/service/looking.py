@@ -85,7 +85,8 @@ def describe(request: Mapping[str, Any], listener: Listener) -> dict[str, Any]:
 
 def _file_of(checkpoint: Checkpoint) -> Path:
     """Returns where a checkpoint is; the first of its files, where its name is only what they begin with."""
-    return checkpoint.path if checkpoint.path.exists() or not checkpoint.parts else checkpoint.parts[0]
+    is_there = checkpoint.path.exists() or not checkpoint.parts
+    return Path(checkpoint.path if is_there else checkpoint.parts[0])
 
 
 def _columns(seen: Inspection, step: int | None) -> dict[str, Any]:

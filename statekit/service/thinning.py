@@ -62,7 +62,7 @@ def thin(
         CorruptError: It isn't what its manifest says, or it was written to meanwhile.
         CommitError: The weights can't be written, or it can't be removed.
     """
-    source, container = ref.place, str(ref.container)
+    source, container = Path(ref.place), str(ref.container)
     trash = source.with_name(f"{_REMOVED}{source.name}")
     record = _listed(trash)
     if record is not None and os.path.lexists(weights := record["said"]["target"]):
@@ -109,9 +109,10 @@ def thin(
 
 def _sealed(ref: CheckpointRef) -> tuple[list[Path], list[Path]]:
     """Returns what a checkpoint lies in, and all of its files; refuses what its manifest doesn't prove."""
-    source = ref.place
+    source = Path(ref.place)
     with registry.opened(registry.container(str(ref.container)), source, None, ref) as checkpoint:
-        proof, files, tops = checkpoint.proof, files_of(checkpoint), [*checkpoint.parts]
+        proof, files = checkpoint.proof, [*map(Path, files_of(checkpoint))]
+        tops = [*map(Path, checkpoint.parts)]
     if proof is None or not proof.is_whole:
         raise RefusedError(
             "The checkpoint isn't sealed: nothing proves that its weights are what was written.",

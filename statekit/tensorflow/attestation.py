@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
-from pathlib import Path
 from typing import Any, Unpack
 
 import keras
@@ -21,6 +20,7 @@ from statekit.conversion.open_state import OpenState
 from statekit.conversion.registry import detect_container
 from statekit.dropin.loading import AttestOptions, Call
 from statekit.errors import Faults, UsageError
+from statekit.files.tree import Place
 from statekit.maps.model_map import maps_of
 from statekit.state.train_state import TrainState
 from statekit.tensorflow.from_checkpoint import Variables, hints_of, model_of, renumbered
@@ -183,7 +183,7 @@ _NUMBERED = (
 )
 
 
-def _periods(path: Path, hints: CheckpointRef, optimizer: Any) -> int | None:
+def _periods(path: Place, hints: CheckpointRef, optimizer: Any) -> int | None:
     """Returns over how many calls the live optimizer accumulates, where a file of Keras' weights counts calls alone."""
     silent = (
         detect_container(path)[0].name in ("keras-h5", "tf-bundle") and _PERIODS not in hints.hyperparameters

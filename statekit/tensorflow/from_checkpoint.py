@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from pathlib import Path
 from typing import Any, TypeAlias, Unpack
 
 import keras
@@ -21,6 +20,7 @@ from statekit.dropin.loading import Call, Framework, Loaded, LoadOptions, Resume
 from statekit.dropin.matching import Given, copy_fault, match_faults
 from statekit.dropin.overrides import rate_factor
 from statekit.errors import Faults, StateError, UnknownRuleError, UsageError
+from statekit.files.tree import Place
 from statekit.maps.links import StateMap
 from statekit.maps.model_map import maps_of
 from statekit.maps.modules import TargetModel
@@ -104,7 +104,7 @@ def _optimizer(loaded: Loaded, variables: Variables, learning_rate: Rate) -> Sch
     return optimizer
 
 
-def order_of(path: Path, variables: Variables, given: Sequence[str] | None) -> Sequence[str] | None:
+def order_of(path: Place, variables: Variables, given: Sequence[str] | None) -> Sequence[str] | None:
     """Returns the names given, or those of a model's trainable variables if a file of Keras numbers them."""
     if given is not None:
         return given

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.contracts import NO_HINTS
 from statekit.conversion.open_state import open_state
 from statekit.errors import StateError, UsageError, plural, printable
+from statekit.files.tree import Place
 from statekit.optim.run import load, mover
 from statekit.state.facts import check_steps
 from statekit.state.schema import WEIGHTS, load_schema
@@ -81,7 +81,7 @@ class ColdStart:
         notes: What was made up, a sentence each.
     """
 
-    path: Path
+    path: Place
     updates: int
     layers: tuple[Layer, ...]
     sample: dict[str, Any]

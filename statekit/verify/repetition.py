@@ -10,6 +10,7 @@ from typing import Any
 from statekit.conversion.checkpoint_ref import CheckpointRef, option
 from statekit.conversion.contracts import NO_HINTS
 from statekit.errors import FormatError, UsageError
+from statekit.files.tree import Place
 from statekit.verify.certificate import Certificate, read_certificate
 from statekit.verify.verification import Asked, OnProgress, certificate
 
@@ -46,8 +47,8 @@ class Repetition:
 
 def repeated(
     path: Path,
-    source: Path | None = None,
-    target: Path | None = None,
+    source: Place | None = None,
+    target: Place | None = None,
     on_progress: OnProgress = lambda phase, name, size: None,
     hints: CheckpointRef = NO_HINTS,
 ) -> Repetition:

@@ -26,6 +26,7 @@ from statekit.conversion.plan import Plan, Request
 from statekit.conversion.prepared import SCHEDULE, Prepared, carried_out, prepare
 from statekit.conversion.rule_change import Bridge, Compared, RuleChange
 from statekit.errors import StatekitError, UsageError, some
+from statekit.files.tree import Place, checkpoint_place
 from statekit.maps.links import StateMap
 from statekit.maps.model_map import Renaming, load
 from statekit.state.comparison import Difference, compare_states, with_still
@@ -67,7 +68,7 @@ class Asked:
     """
 
     ref: CheckpointRef
-    target: Path
+    target: Place
     steps: int = STEPS
     gradients: str = "all"
     backend: str = "numpy"
@@ -79,7 +80,7 @@ class Asked:
     step_offset: StepOffset = "keep"
 
     @property
-    def source(self) -> Path:
+    def source(self) -> Place:
         """The path of the checkpoint that was converted."""
         return self.ref.place
 
@@ -96,8 +97,11 @@ class Asked:
         values = {name: from_json(value) for name, value in data.items()}
         names = [known.name for known in OPTIONS]
         options = {name: values.pop(name) for name in names if name in values}
-        ref = CheckpointRef(Path(values.pop("source")), **options)
-        paths = {"target": Path(values["target"]), "require": Exactness[values["require"].upper()]}
+        ref = CheckpointRef(values.pop("source"), **options)
+        paths = {
+            "target": checkpoint_place(values["target"]),
+            "require": Exactness[values["require"].upper()],
+        }
         return Asked(ref, **{**values, **paths})
 
     @property
@@ -150,7 +154,7 @@ def verify(
         UnknownRuleError: A step needs what nobody said; names it.
         UsageError: The options don't go together.
     """
-    made = Asked(ref_of(source, hints, step=step), Path(target), **asked)
+    made = Asked(ref_of(source, hints, step=step), checkpoint_place(target), **asked)
     if made.steps < 0:
         raise UsageError(
             "A number of updates is wanted.", place="--steps", expected="0 or more", found=made.steps
@@ -212,7 +216,7 @@ def _request(asked: Asked, target: OpenState) -> tuple[Request, list[str]]:
         said.append("what was asked for is as the target's manifest has it")
     request = Request(
         asked.ref.over(target.checkpoint.manifest),
-        asked.target,
+        _unwritten(asked.target, asked.target.name),
         target.checkpoint.container,
         target.layout,
         offset,
@@ -662,12 +666,17 @@ def _fields(source: TrainState, target: TrainState, change: RuleChange | None) -
         yield from bridge.compared(group, source.switched_on(group))
 
 
+def _unwritten(place: Place, name: str) -> Path:
+    """Returns a path beside a place, of this machine, for a plan by which nothing is written."""
+    return place.with_name(name) if isinstance(place, Path) else Path(name)
+
+
 @contextmanager
 def _back(request: Request, asked: Asked, source: OpenState, target: OpenState) -> Iterator[Prepared]:
     """Opens a target as the source of a conversion back; nothing is written."""
     backward = Request(
         replace(target.ref, container=target.checkpoint.container, layout=target.layout),
-        asked.source.with_name(f"{asked.source.name}-again"),
+        _unwritten(asked.source, f"{asked.source.name}-again"),
         source.checkpoint.container,
         source.layout,
         require=Exactness.LOSSY,

@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from statekit.budget import Budget
@@ -51,6 +50,7 @@ from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedErr
 from statekit.files.checkpoint import STEPS, Checkpoint, Finding
 from statekit.files.source import Files, opening
 from statekit.files.stage import Stage
+from statekit.files.tree import Place
 from statekit.tensors.tensor import Cast, Shape, Tensor
 from statekit.tensors.tree import Record, Tree, to_json
 from statekit.tensors.views import Concatenated, Segment
@@ -72,7 +72,7 @@ class DeepSpeedFolder:
     target_kind: Literal["file", "folder"] | None = "folder"
     other_names: tuple[str, ...] = ("deepspeed-universal",)
 
-    def detect(self, path: Path) -> Evidence | None:
+    def detect(self, path: Place) -> Evidence | None:
         """Looks at file names, and at the name in `latest`."""
         try:
             folder = locate(path)
@@ -85,7 +85,7 @@ class DeepSpeedFolder:
         model = next(iter(folder.tag.slices[0].models.values()), folder.tag.path)
         return Evidence(20, f"{folder.tag.path} has {model.name}")
 
-    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
+    def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Parses the pickles of all ranks, and says where each parameter's values are.
 
         Raises:
@@ -171,7 +171,7 @@ def _stages(first: Mapping[str, Any], tag: Tag) -> int:
 
 
 def _sliced(
-    tag: Path, slice_: Slice, models: list[dict[str, Any]], files: Files, findings: list[Finding]
+    tag: Place, slice_: Slice, models: list[dict[str, Any]], files: Files, findings: list[Finding]
 ) -> Sliced:
     """Returns what a slice of the model holds."""
     first, place = models[0], f"{next(iter(slice_.models.values()))}"
@@ -293,13 +293,13 @@ def _fits_in_order(
     )
 
 
-def _model_file(path: Path, has_layers: bool, files: Files, findings: list[Finding]) -> dict[str, Any]:
+def _model_file(path: Place, has_layers: bool, files: Files, findings: list[Finding]) -> dict[str, Any]:
     tree = require(open_file(path, files, findings), dict, "a dict with module", path)
     module = {} if has_layers and tree.get("module") is None else tree.get("module")
     return {**{str(key): value for key, value in tree.items()}, "module": _tensors(module, path)}
 
 
-def _tensors(node: Any, path: Path) -> dict[str, Tensor]:
+def _tensors(node: Any, path: Place) -> dict[str, Tensor]:
     """Returns a model's tensors by name."""
     for name, tensor in require(node, dict, "the state of a model", path).items():
         if not isinstance(tensor, Tensor):
@@ -323,7 +323,7 @@ def _shape(node: Any, place: str) -> Shape:
 
 
 def _ranked(
-    tag: Path,
+    tag: Place,
     slice_: Slice,
     model: Mapping[str, Any],
     shapes: Shapes,

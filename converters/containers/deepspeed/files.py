@@ -18,7 +18,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 from statekit.converters.containers.step_folders import check_step
@@ -27,6 +26,7 @@ from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedErr
 from statekit.files.checkpoint import Finding
 from statekit.files.manifest import inside
 from statekit.files.source import Files, first_bytes, listing
+from statekit.files.tree import Place
 from statekit.tensors.tensor import Stored, Tensor
 from statekit.tensors.tree import Tree
 
@@ -66,8 +66,8 @@ class Slice:
         optimizers: Files of the optimizer, by data-parallel rank.
     """
 
-    models: Mapping[int, Path]
-    optimizers: Mapping[int, Path]
+    models: Mapping[int, Place]
+    optimizers: Mapping[int, Place]
 
 
 @dataclass(frozen=True)
@@ -81,9 +81,9 @@ class Tag:
         universal: Whether it is in universal form.
     """
 
-    path: Path
+    path: Place
     slices: Sequence[Slice]
-    layers: Mapping[tuple[int, int], Path]
+    layers: Mapping[tuple[int, int], Place]
     universal: bool
 
 
@@ -95,7 +95,7 @@ class Located:
     steps: tuple[int, ...] = ()
 
 
-def tag_of(folder: Path) -> Tag | None:
+def tag_of(folder: Place) -> Tag | None:
     """Returns the checkpoint that a folder is, by the names of its files; None if it is none.
 
     Raises:
@@ -123,7 +123,7 @@ def tag_of(folder: Path) -> Tag | None:
 
 
 def _slices(
-    folder: Path, models: Mapping[tuple[int, int], Path], optimizers: Mapping[tuple[int, int], Path]
+    folder: Place, models: Mapping[tuple[int, int], Place], optimizers: Mapping[tuple[int, int], Place]
 ) -> list[Slice]:
     """Returns the slices of the model in order, by files that are named for slice and data-parallel rank."""
     numbers = sorted({number for number, _ in (*models, *optimizers)})
@@ -138,7 +138,7 @@ def _slices(
     return [Slice(_of_slice(models, number), _of_slice(optimizers, number)) for number in numbers]
 
 
-def _ranks(folder: Path, names: list[str], pattern: re.Pattern[str]) -> dict[tuple[int, int], Path]:
+def _ranks(folder: Place, names: list[str], pattern: re.Pattern[str]) -> dict[tuple[int, int], Place]:
     """Returns files by slice and data-parallel rank."""
     matches = [match for match in map(pattern.fullmatch, names) if match]
     matches.sort(
@@ -147,11 +147,11 @@ def _ranks(folder: Path, names: list[str], pattern: re.Pattern[str]) -> dict[tup
     return {(int(match[2]), int(match[1] or 0)): folder / match[0] for match in matches}
 
 
-def _of_slice(files: Mapping[tuple[int, int], Path], number: int) -> dict[int, Path]:
+def _of_slice(files: Mapping[tuple[int, int], Place], number: int) -> dict[int, Place]:
     return {rank: path for (slice_, rank), path in files.items() if slice_ == number}
 
 
-def locate(path: Path, step: int | None = None, files: Files | None = None) -> Located | None:
+def locate(path: Place, step: int | None = None, files: Files | None = None) -> Located | None:
     """Finds the checkpoint at a path: itself, or of a run's folder the one that `latest` names, or the given step's.
 
     Raises:
@@ -169,7 +169,7 @@ def locate(path: Path, step: int | None = None, files: Files | None = None) -> L
     return _among(path, step, files) or _of_trainer(path, step, files)
 
 
-def _of_trainer(run: Path, step: int | None, files: Files | None) -> Located | None:
+def _of_trainer(run: Place, step: int | None, files: Files | None) -> Located | None:
     """Finds the checkpoint in a run's folder of Transformers' Trainer, which has one in each step's folder."""
     matches = ((_TRAINERS.fullmatch(entry.name), entry) for entry in listing(run))
     folders = {
@@ -182,9 +182,9 @@ def _of_trainer(run: Path, step: int | None, files: Files | None) -> Located | N
     return Located(steps[max(steps) if step is None else step].tag, tuple(steps))
 
 
-def _among(run: Path, step: int | None, files: Files | None) -> Located | None:
+def _among(run: Place, step: int | None, files: Files | None) -> Located | None:
     matches = sorted((int(m[1]), bool(m[2]), e) for e in listing(run) if (m := _TAG.fullmatch(e.name)))
-    folders: dict[int, Path] = {}
+    folders: dict[int, Place] = {}
     for number, _, entry in matches:  # the ranks' own files come before the universal copy of them
         folders.setdefault(number, entry)
     steps = tuple(folders)
@@ -201,7 +201,7 @@ def _among(run: Path, step: int | None, files: Files | None) -> Located | None:
     return None if tag is None else Located(tag, steps)
 
 
-def _latest(file: Path, ours: bool, files: Files | None) -> str | None:
+def _latest(file: Place, ours: bool, files: Files | None) -> str | None:
     """Returns the name in a file; None if there is none, or one that isn't a folder's beside files that aren't ours."""
     if not file.is_file():
         return None
@@ -218,12 +218,12 @@ def _latest(file: Path, ours: bool, files: Files | None) -> str | None:
     return None
 
 
-def _number(folder: Path) -> int | None:
+def _number(folder: Place) -> int | None:
     match = _TAG.fullmatch(folder.name)
     return int(match[1]) if match else None
 
 
-def open_file(path: Path, files: Files, findings: list[Finding]) -> Tree:
+def open_file(path: Place, files: Files, findings: list[Finding]) -> Tree:
     """Returns what a torch file holds; its tensors are named after the file.
 
     Raises:
@@ -248,7 +248,7 @@ def _mapped(node: Any, change: Any) -> Any:
     return change(node) if isinstance(node, Stored) else node
 
 
-def complete(files: Mapping[int, Path], ranks: int, what: str) -> list[Path]:
+def complete(files: Mapping[int, Place], ranks: int, what: str) -> list[Place]:
     """Returns the files of all ranks in order.
 
     Raises:

@@ -5,17 +5,16 @@ Source: huggingface/transformers, trainer.py, `_save_optimizer_and_scheduler`, `
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from statekit.converters.containers.deepspeed.files import open_file
 from statekit.errors import FormatError
 from statekit.files.source import Files, read_small
+from statekit.files.tree import Place
 from statekit.tensors.tree import Tree, holds_records, loose_json
 
 _SCHEDULER, _STATE = "scheduler.pt", "trainer_state.json"
 
 
-def beside_tag(folder: Path, files: Files) -> dict[str, Tree]:
+def beside_tag(folder: Place, files: Files) -> dict[str, Tree]:
     """Returns the parts by key, as a folder of Trainer has them; none where Trainer wrote nothing.
 
     Args:

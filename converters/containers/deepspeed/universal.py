@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from statekit.converters.containers.deepspeed.files import MASTER, UNIVERSAL, open_file, require
@@ -19,6 +18,7 @@ from statekit.converters.containers.deepspeed.zero import Shapes
 from statekit.errors import CorruptError, FormatError
 from statekit.files.checkpoint import Finding
 from statekit.files.source import Files, listing
+from statekit.files.tree import Place
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Record, Tree
 from statekit.tensors.views import Concatenated, Segment
@@ -34,7 +34,7 @@ _OF_RANK = {
 
 
 def universal_state(
-    tag: Path, shapes: Shapes, sliced: bool, files: Files, findings: list[Finding]
+    tag: Place, shapes: Shapes, sliced: bool, files: Files, findings: list[Finding]
 ) -> tuple[dict[str, dict[str, Any]], list[Mapping[str, Any]], dict[str, Tree]]:
     """Returns the optimizer's state by name, its groups, and what the engine keeps beside.
 
@@ -68,7 +68,7 @@ def universal_state(
     return state, [require(group, dict, "a group", folder / _STATE) for group in groups], engine
 
 
-def _check_folders(folder: Path, wanted: Mapping[str, Shape], findings: list[Finding]) -> None:
+def _check_folders(folder: Place, wanted: Mapping[str, Shape], findings: list[Finding]) -> None:
     known = {entry.name for entry in listing(folder) if entry.is_dir()}
     if missing := [name for name in wanted if name not in known]:
         raise CorruptError(
@@ -82,7 +82,7 @@ def _check_folders(folder: Path, wanted: Mapping[str, Shape], findings: list[Fin
     ]
 
 
-def _check_slots(folder: Path, state: Mapping[str, Mapping[str, Any]]) -> None:
+def _check_slots(folder: Place, state: Mapping[str, Mapping[str, Any]]) -> None:
     every = dict.fromkeys(key for slots in state.values() for key in slots)
     if gone := [f"{name}/{key}.pt" for name, slots in state.items() for key in every if key not in slots]:
         raise CorruptError(
@@ -93,7 +93,7 @@ def _check_slots(folder: Path, state: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def _parameter(
-    folder: Path, shape: Shape, sliced: bool, step: Any, files: Files, findings: list[Finding]
+    folder: Place, shape: Shape, sliced: bool, step: Any, files: Files, findings: list[Finding]
 ) -> dict[str, Any]:
     entries = [entry for entry in listing(folder) if entry.suffix == ".pt"]
     slots: dict[str, Any] = {} if step is None else {_STEP: step}
@@ -107,7 +107,7 @@ def _parameter(
     return slots
 
 
-def _shaped(node: Any, shape: Shape, sliced: bool, file: Path) -> Tensor:
+def _shaped(node: Any, shape: Shape, sliced: bool, file: Place) -> Tensor:
     tensor = node.get("param") if isinstance(node, Mapping) else node
     if not isinstance(tensor, Tensor):
         raise FormatError("A file of a universal checkpoint holds no tensor.", place=file)

@@ -12,8 +12,6 @@ examples/text_to_image/train_text_to_image.py, `save_model_hook`.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from statekit.converters.containers.huggingface.folder import TRAINER_STATE, HuggingFaceFolder
 from statekit.converters.containers.huggingface.model import (
     SHARDED_OPTIMIZER,
@@ -22,9 +20,10 @@ from statekit.converters.containers.huggingface.model import (
     sharded_part,
 )
 from statekit.files.source import listing
+from statekit.files.tree import Place
 
 
-def _accelerate(folder: Path) -> str:
+def _accelerate(folder: Place) -> str:
     model = find_model(folder) or model_below(folder)
     if model is None or (folder / TRAINER_STATE).is_file():
         return ""

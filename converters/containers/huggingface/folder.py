@@ -17,7 +17,6 @@ import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -65,6 +64,7 @@ from statekit.files.manifest import inside, is_manifest
 from statekit.files.safetensors import save_safetensors
 from statekit.files.source import File, Files, first_bytes, listing, opening, read_small
 from statekit.files.stage import Stage
+from statekit.files.tree import Place, size_of
 from statekit.tensors.tensor import TIES, Stored, Tensor, in_memory, index_shape, ties_of
 from statekit.tensors.tree import Record, Tree, at, holds_records, loose_json, put
 
@@ -106,7 +106,7 @@ class Beside:
     findings: tuple[Finding, ...]
 
 
-def open_beside(folder: Path, taken: Collection[str], files: Files) -> Beside:
+def open_beside(folder: Place, taken: Collection[str], files: Files) -> Beside:
     """Opens what stands beside a model; reads no tensor.
 
     Args:
@@ -150,7 +150,7 @@ def open_beside(folder: Path, taken: Collection[str], files: Files) -> Beside:
 
 
 def _open_named(
-    folder: Path, key: str, names: Sequence[str], files: Files
+    folder: Place, key: str, names: Sequence[str], files: Files
 ) -> tuple[str | None, Tree, Sequence[Finding]]:
     """Opens the first file there is of a part; no name if there is none, or if torch wouldn't load it."""
     name = next((name for name in names if (folder / name).is_file()), None)
@@ -161,13 +161,13 @@ def _open_named(
     return (name, part, notes) if key == "optimizer" or not holds_records(part) else (None, None, ())
 
 
-def _optimizers_apart(folder: Path) -> dict[str, Path]:
+def _optimizers_apart(folder: Place) -> dict[str, Place]:
     """Returns the files of several optimizers by their number."""
     matches = ((entry, _APART.fullmatch(entry.name)) for entry in listing(folder))
     return {match[1]: entry for entry, match in matches if match and entry.is_file()}
 
 
-def _open_rest(folder: Path, files: Files) -> tuple[Mapping[str, Any], Sequence[Finding]]:
+def _open_rest(folder: Place, files: Files) -> tuple[Mapping[str, Any], Sequence[Finding]]:
     """Opens the parts that these libraries have no file for.
 
     Raises:
@@ -179,7 +179,7 @@ def _open_rest(folder: Path, files: Files) -> tuple[Mapping[str, Any], Sequence[
     return rest, notes
 
 
-def _trainer_arguments(folder: Path, tree: Mapping[str, Tree], files: Files) -> dict[str, Tree]:
+def _trainer_arguments(folder: Place, tree: Mapping[str, Tree], files: Files) -> dict[str, Tree]:
     """Returns the arguments that Trainer's updates depend on, under their key; nothing if there are none."""
     arguments = _schedule_arguments(open_torch(folder / TRAINING_ARGS, files).tree, tree.get("trainer_state"))
     return {TRAINER_ARGUMENTS: arguments} if arguments else {}
@@ -272,7 +272,7 @@ def are_files(part: Any) -> bool:
     )
 
 
-def _open_part(path: Path, files: Files) -> tuple[Tree, tuple[Finding, ...]]:
+def _open_part(path: Place, files: Files) -> tuple[Tree, tuple[Finding, ...]]:
     """Returns what a file holds, and what was odd about it."""
     if not path.name.endswith(_JSON):
         opened = open_torch(path, files)
@@ -286,7 +286,7 @@ def _open_part(path: Path, files: Files) -> tuple[Tree, tuple[Finding, ...]]:
 
 
 def _carried(
-    folder: Path, read: Collection[str], passed: Collection[str], files: Files
+    folder: Place, read: Collection[str], passed: Collection[str], files: Files
 ) -> tuple[dict[str, Tensor], tuple[Finding, ...]]:
     carried: dict[str, Tensor] = {}
     findings = []
@@ -322,7 +322,7 @@ def _bytes_of(source: File) -> Tensor:
     )
 
 
-def _uncarried(path: Path, files: Files) -> str:
+def _uncarried(path: Place, files: Files) -> str:
     """Says why a file isn't carried; "" if it is.
 
     Raises:
@@ -410,7 +410,7 @@ class HuggingFaceFolder:
     name: str
     title: str
     parts: Mapping[str, str]
-    fits: Callable[[Path], str]
+    fits: Callable[[Place], str]
     needed: Callable[[Encoded], Mapping[str, Made]] = lambda encoded: {}
     specificity: int = 20
     opens_files: bool = False
@@ -423,12 +423,12 @@ class HuggingFaceFolder:
     suffixes: tuple[str, ...] = ()
     target_kind: Literal["file", "folder"] | None = "folder"
 
-    def for_target(self, target: Path) -> HuggingFaceFolder:
+    def for_target(self, target: Place) -> HuggingFaceFolder:
         """Returns the container that writes a `.safetensors` as a single file: a model alone."""
         alone = self.opens_files and target.name.endswith(_SAFETENSORS)
         return replace(self, target_kind="file", shard_bytes=None) if alone else self
 
-    def detect(self, path: Path) -> Evidence | None:
+    def detect(self, path: Place) -> Evidence | None:
         """Looks at file names, and at the first bytes of a single file."""
         try:
             if path.is_file():
@@ -443,7 +443,7 @@ class HuggingFaceFolder:
             else Evidence(self.specificity, f"{folder.path} has {self.fits(folder.path)}")
         )
 
-    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
+    def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Parses headers and pickles; of a run's folder, the newest step's or the given one's.
 
         Raises:
@@ -463,7 +463,7 @@ class HuggingFaceFolder:
         findings = (*folder.findings, *findings, *missing)
         return Checkpoint(self.name, folder.path, tree, meta, number, findings, files.close)
 
-    def _missing(self, folder: Path) -> Iterator[Finding]:
+    def _missing(self, folder: Place) -> Iterator[Finding]:
         """Yields the files that the library always writes and that aren't there."""
         entries = [entry.name for entry in listing(folder)]
         for pattern, lost in self.companions.items():
@@ -553,7 +553,7 @@ class HuggingFaceFolder:
         if tree:
             write_part(stage, f"{prefix}{REST}", "", tree)
 
-    def _locate(self, path: Path, step: int | None) -> _Folder | None:
+    def _locate(self, path: Place, step: int | None) -> _Folder | None:
         """Finds the folder: itself, or of a run's folder the newest step's or the given one's."""
         if not path.is_dir():
             return None
@@ -619,12 +619,12 @@ def _model_alone(encoded: Encoded) -> Encoded:
 class _Folder:
     """A checkpoint's folder, and the steps beside it."""
 
-    path: Path
+    path: Place
     steps: tuple[int, ...] = ()
     findings: tuple[Finding, ...] = ()
 
 
-def _opened(path: Path, files: Files) -> tuple[Tree, dict[str, Any], tuple[Finding, ...]]:
+def _opened(path: Place, files: Files) -> tuple[Tree, dict[str, Any], tuple[Finding, ...]]:
     """Returns the tree of a folder, or of a single file, what is known of it, and what was odd."""
     if path.is_file():
         alone = open_alone(path, files)
@@ -672,7 +672,7 @@ def _meta_of(model: Model) -> dict[str, Any]:
     return {"model": list(model.files), SORTED: model.is_sorted, "metadata": dict(model.metadata)}
 
 
-def _named(folder: Path) -> int | None:
+def _named(folder: Place) -> int | None:
     """Returns the step in a folder's name; None if it has none there."""
     match = _STEP.fullmatch(folder.name)
     return None if match is None else int(match[1])
@@ -695,7 +695,7 @@ def _moves_more(optimizer: Tree, model: Tree) -> bool:
     return sum(len(params) for params in lists if isinstance(params, list)) > len(model)
 
 
-def _further(folder: Path, name: str) -> list[str]:
+def _further(folder: Place, name: str) -> list[str]:
     """Returns the names of the second file of a kind and those after it, as Accelerate numbers them.
 
     Source: huggingface/accelerate, checkpointing.py, `save_accelerator_state`.
@@ -707,7 +707,7 @@ def _further(folder: Path, name: str) -> list[str]:
     return names
 
 
-def _is_safetensors(path: Path) -> bool:
+def _is_safetensors(path: Place) -> bool:
     head = first_bytes(path, _HEAD_BYTES)
     length = int.from_bytes(head[:8], "little")
-    return len(head) == _HEAD_BYTES and head[8:] == b"{" and 2 <= length <= path.stat().st_size - 8
+    return len(head) == _HEAD_BYTES and head[8:] == b"{" and 2 <= length <= size_of(path) - 8

@@ -11,7 +11,6 @@ Source: huggingface/transformers, trainer.py, `_save_checkpoint`, `_load_optimiz
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 from statekit.conversion.contracts import Encoded
 from statekit.converters.containers.huggingface.folder import (
@@ -22,13 +21,14 @@ from statekit.converters.containers.huggingface.folder import (
 )
 from statekit.converters.containers.huggingface.model import find_model
 from statekit.errors import Faults, UsageError
+from statekit.files.tree import Place
 from statekit.tensors.tree import at
 
 DEEPSPEED_TAG = "latest"
 """The file in folders of Trainer with DeepSpeed, whose optimizer lies in DeepSpeed's own."""
 
 
-def _trainer(folder: Path) -> str:
+def _trainer(folder: Place) -> str:
     if not (folder / TRAINER_STATE).is_file() or (folder / DEEPSPEED_TAG).exists():
         return ""
     beside = find_model(folder) or next((n for n in PARTS["optimizer"] if (folder / n).is_file()), "")

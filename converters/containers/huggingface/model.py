@@ -17,7 +17,6 @@ import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, NotRequired, TypeAlias, TypedDict
 
 from statekit.converters.containers.dcp import open_folder
@@ -30,6 +29,7 @@ from statekit.files.manifest import inside
 from statekit.files.safetensors import open_safetensors, save_safetensors, sharded
 from statekit.files.source import Files, listing, read_small
 from statekit.files.stage import Stage
+from statekit.files.tree import Place
 from statekit.tensors.tensor import Tensor, nbytes
 from statekit.tensors.tree import Tree, strict_json
 from statekit.tensors.typed import Name, typed
@@ -78,7 +78,7 @@ class Model:
     findings: tuple[Finding, ...] = ()
 
 
-def find_model(folder: Path) -> str | None:
+def find_model(folder: Place) -> str | None:
     """Returns the name of the file or index of a folder's model, as Transformers chooses among several.
 
     Any other safetensors file or index will do if it is the only one.
@@ -96,7 +96,7 @@ def find_model(folder: Path) -> str | None:
     return None
 
 
-def model_below(folder: Path) -> str:
+def model_below(folder: Place) -> str:
     """Returns the path of the only model in the folders beside Accelerate's optimizer.bin; "" if there isn't one.
 
     Averages have folders of their own.
@@ -121,7 +121,7 @@ def adapted_name(name: str, adapter: str) -> str:
     return _OF_ADAPTER.sub(lambda match: f"{match[0]}.{adapter}", whole, count=1)
 
 
-def open_adapters(folder: Path, files: Files) -> dict[str, Tensor]:
+def open_adapters(folder: Place, files: Files) -> dict[str, Tensor]:
     """Returns the tensors of PEFT's adapters in folders of their names, by the names that they have in the model.
 
     Source: huggingface/peft, peft_model.py, `PeftModel.save_pretrained`.
@@ -134,13 +134,13 @@ def open_adapters(folder: Path, files: Files) -> dict[str, Tensor]:
     }
 
 
-def open_averages(folder: Path, files: Files) -> dict[str, dict[str, Tensor]]:
+def open_averages(folder: Place, files: Files) -> dict[str, dict[str, Tensor]]:
     """Returns the tensors of the averages beside a model's folder, by the names of their folders."""
     averages = [(entry, name) for entry, name in _models_below(folder) if _AVERAGE.search(entry.name)]
     return {entry.name: dict(open_model(entry, name, files).tensors) for entry, name in averages}
 
 
-def _models_below(folder: Path) -> Iterator[tuple[Path, str]]:
+def _models_below(folder: Place) -> Iterator[tuple[Place, str]]:
     for entry in listing(folder):
         name = (
             find_model(entry)
@@ -151,7 +151,7 @@ def _models_below(folder: Path) -> Iterator[tuple[Path, str]]:
             yield entry, name
 
 
-def sharded_part(folder: Path, stem: str, whole: bool = True) -> str:
+def sharded_part(folder: Place, stem: str, whole: bool = True) -> str:
     """Returns the name of the folder in which FSDP keeps a part in shards; "" if there is none, or several.
 
     Args:
@@ -169,7 +169,7 @@ def sharded_part(folder: Path, stem: str, whole: bool = True) -> str:
     return names[0] if len(names) == 1 else ""
 
 
-def open_sharded(folder: Path, key: str, files: Files) -> tuple[Tree, tuple[Finding, ...]]:
+def open_sharded(folder: Place, key: str, files: Files) -> tuple[Tree, tuple[Finding, ...]]:
     """Opens a part that FSDP keeps in shards, and says what was odd about it.
 
     Args:
@@ -188,7 +188,7 @@ def open_sharded(folder: Path, key: str, files: Files) -> tuple[Tree, tuple[Find
     return part, opened.findings
 
 
-def open_model(folder: Path, name: str, files: Files) -> Model:
+def open_model(folder: Place, name: str, files: Files) -> Model:
     """Opens a model; reads headers only.
 
     Args:
@@ -236,7 +236,7 @@ def open_model(folder: Path, name: str, files: Files) -> Model:
     return Model(whole, (name, *names), list(whole) == sorted(whole), all_metadata, odd)
 
 
-def open_alone(path: Path, files: Files) -> Model:
+def open_alone(path: Place, files: Files) -> Model:
     """Opens a single safetensors file, whatever it is called; reads its header only.
 
     Raises:
@@ -306,7 +306,7 @@ def save_model(
 
 
 def _open_file(
-    path: Path, files: Files
+    path: Place, files: Files
 ) -> tuple[Mapping[str, Tensor], Mapping[str, Any], tuple[Finding, ...]]:
     """Returns a file's tensors, what it says of itself, and what was odd."""
     if path.name.endswith(_SAFE):

@@ -10,13 +10,12 @@ Out comes the tree {model, optimizer, scheduler, scaler, files}, of which a file
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from statekit.converters.containers.huggingface.folder import HuggingFaceFolder
 from statekit.converters.containers.huggingface.model import find_model
+from statekit.files.tree import Place
 
 
-def _plain(folder: Path) -> str:
+def _plain(folder: Place) -> str:
     model = find_model(folder) or ""
     return model if ".safetensors" in model else ""
 

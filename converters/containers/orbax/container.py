@@ -25,7 +25,6 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from statekit.budget import Budget
@@ -59,6 +58,7 @@ from statekit.errors import CorruptError, Faults, FormatError
 from statekit.files.checkpoint import VARIABLES, Checkpoint, Finding
 from statekit.files.source import Files, Source, listing, opening
 from statekit.files.stage import Stage
+from statekit.files.tree import Place
 from statekit.tensors.tree import Tree, strict_json
 
 
@@ -81,7 +81,7 @@ class Item:
     are_variables: bool = False
 
 
-def open_item(folder: Path, opened: Files) -> Item:
+def open_item(folder: Place, opened: Files) -> Item:
     """Parses the tree of an item and the headers of its arrays.
 
     Raises:
@@ -147,7 +147,7 @@ def _are_variables(entries: Sequence[LeafMetadata]) -> bool:
     )
 
 
-def _arrays(folder: Path, metadata: TreeMetadata | None, opened: Files) -> Arrays:
+def _arrays(folder: Place, metadata: TreeMetadata | None, opened: Files) -> Arrays:
     store = open_store(folder, opened)
     return Arrays(store) if metadata is None else Arrays(store, metadata.zarr_format, metadata.complete)
 
@@ -215,7 +215,7 @@ class OrbaxFolder:
     suffixes: tuple[str, ...] = ()
     target_kind: Literal["file", "folder"] | None = "folder"
 
-    def detect(self, path: Path) -> Evidence | None:
+    def detect(self, path: Place) -> Evidence | None:
         """Looks at file names and first bytes only."""
         if (step_folder := sighted(path, "orbax")) is None:
             return None
@@ -224,7 +224,7 @@ class OrbaxFolder:
                 return Evidence(20, f"{item} is an Orbax item that holds a T5X train state")
         return Evidence(10, f"{step_folder.path} has the files of an Orbax checkpoint")
 
-    def open(self, path: Path, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
+    def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Parses the trees and the arrays' headers.
 
         Raises:
@@ -275,14 +275,14 @@ class OrbaxFolder:
             output.write(step_metadata(handlers, begun, encoded.custom))
 
 
-def _meta(opened: Mapping[Path, Item]) -> dict[str, Any]:
+def _meta(opened: Mapping[Place, Item]) -> dict[str, Any]:
     variables = [folder.name for folder, item in opened.items() if item.are_variables]
     customs = {folder.name: item.custom for folder, item in opened.items() if item.custom is not None}
     meta = {"generation": "orbax", "items": [folder.name for folder in opened], "custom_metadata": customs}
     return {**meta, VARIABLES: variables} if variables else meta
 
 
-def _require_all(step: Path, item_names: set[str], files: Files) -> None:
+def _require_all(step: Place, item_names: set[str], files: Files) -> None:
     """Raises FormatError if a step says that it has an item which isn't there."""
     stated = FolderStore(step, files).value(STEP_METADATA)
     document = None if stated is None else strict_json(read_whole(stated), stated.place, files.account)
@@ -299,7 +299,7 @@ def _require_all(step: Path, item_names: set[str], files: Files) -> None:
             )
 
 
-def _items(step: Path) -> list[Path]:
+def _items(step: Place) -> list[Place]:
     return [step] if is_item(step) else items(step)
 
 

@@ -7,7 +7,6 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from statekit.converters.containers.orbax.metadata import STRINGS, document_of
@@ -15,6 +14,7 @@ from statekit.converters.containers.step_folders import JSON_ITEM, TREE_METADATA
 from statekit.converters.formats.zarr.writer import encoded_chunks, header_bytes, header_for, run_shape
 from statekit.files.durable import writing
 from statekit.files.stage import Stage
+from statekit.files.tree import Place
 from statekit.pipeline import working
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree, tensor_names, walk
@@ -146,7 +146,7 @@ def _wait(commits: list[Any]) -> None:
 
 
 @contextmanager
-def _told(root: Path) -> Iterator[None]:
+def _told(root: Place) -> Iterator[None]:
     """Turns what tensorstore says of a failed write, which may be a ValueError, into a CommitError."""
     with writing(root):
         try:

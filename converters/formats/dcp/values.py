@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
@@ -14,6 +13,7 @@ from statekit.errors import CorruptError, Faults
 from statekit.files.checkpoint import Finding
 from statekit.files.checksums import ZIP
 from statekit.files.source import File, Files, Part, byte_of, bytes_at
+from statekit.files.tree import Place
 from statekit.tensors.boxes import overlap
 from statekit.tensors.tensor import Array, Index, Stored, Tensor, index_shape
 from statekit.tensors.tree import Tree
@@ -22,7 +22,7 @@ _REPEATED = 4096
 """Bytes up to which equal objects are parsed once: hyperparameters stand there again for every parameter."""
 
 
-def read_sources(contents: StoredContents, folder: Path, files: Files) -> dict[str, File]:
+def read_sources(contents: StoredContents, folder: Place, files: Files) -> dict[str, File]:
     """Returns every file that is mentioned, by name.
 
     Raises:
@@ -53,7 +53,7 @@ def read_sources(contents: StoredContents, folder: Path, files: Files) -> dict[s
 
 
 def read_values(
-    contents: StoredContents, folder: Path, files: Files
+    contents: StoredContents, folder: Place, files: Files
 ) -> tuple[dict[str, Tree], tuple[Finding, ...]]:
     """Returns the tensor or object of every key, and what was odd; tensors are read when asked for.
 

@@ -12,7 +12,6 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, BinaryIO
 
 from statekit.converters.formats.mxnet.records import CPU, DTYPE_NAMES, read_record, record_header
@@ -21,6 +20,7 @@ from statekit.converters.formats.zip_archive import ZipForm, ZipWriter
 from statekit.errors import CorruptError, FormatError
 from statekit.files.source import Files, Source, bytes_at, listing
 from statekit.files.stage import Stage
+from statekit.files.tree import Place
 from statekit.tensors.tensor import DTYPES, DType, Shape, Stored, Tensor, nbytes
 from statekit.tensors.tree import MAX_NAME_BYTES, Record
 
@@ -78,12 +78,12 @@ def read_params(source: Source) -> Params:
     return _read_npz(source) if form == NPZ else _read_list(source)
 
 
-def npy_files(folder: Path) -> list[Path]:
+def npy_files(folder: Place) -> list[Place]:
     """Returns the `.npy` files of a folder, sorted by the names of their arrays."""
     return sorted((file for file in listing(folder, SUFFIX) if file.is_file()), key=lambda file: file.stem)
 
 
-def read_npy_folder(folder: Path, files: Files) -> Params:
+def read_npy_folder(folder: Place, files: Files) -> Params:
     """Reads the headers of a folder of arrays, each in a `.npy` file of its name.
 
     Raises:

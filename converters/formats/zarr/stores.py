@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from statekit.budget import Account
-from statekit.errors import CorruptError, NotFoundError, RefusedError, UsageError
+from statekit.errors import CorruptError, NotFoundError, RefusedError
 from statekit.files.source import Files, Held, Source, filled, hold, record, require, walked
+from statekit.files.tree import Place, driver_of
 from statekit.pipeline import threads
 from statekit.tensors.tensor import Array
 
@@ -29,8 +29,6 @@ _AT_ONCE = 256
 
 _CACHED_PART = 8
 """The part of the bytes that a job may hold which an OCDBT database's inner nodes are kept in: 64 MiB by default."""
-
-_URL_COPIES = {"gs": "gcloud storage cp -r {} .", "s3": "aws s3 cp --recursive {} checkpoint"}
 
 
 class Store(Protocol):
@@ -56,30 +54,6 @@ class Store(Protocol):
         Raises:
             BudgetError: They are more than the job may hold.
         """
-
-
-def local_path(source: str) -> Path:
-    """Returns the path of a checkpoint named on the command line.
-
-    Raises:
-        UsageError: It is the address of something that isn't on this machine, or empty.
-    """
-    if not source:
-        raise UsageError(
-            "A path is empty, as that of a variable without a value is.",
-            expected="a file or folder; . is the one where you are",
-        )
-    scheme, separator, _ = source.partition("://")
-    if not separator:
-        return Path(source)
-    if scheme == "file":
-        return Path(source.removeprefix("file://"))
-    copy = _URL_COPIES.get(scheme.lower())
-    raise UsageError(
-        "Checkpoints are read from this machine's files.",
-        place=source,
-        remedy=f"copy it first: {copy.format(source)}" if copy else "copy it to a local folder first",
-    )
 
 
 def read_whole(value: Source) -> bytes:
@@ -126,7 +100,7 @@ def _checked_name(key: str, place: str) -> None:
 class FolderStore:
     """Files below a folder."""
 
-    folder: Path
+    folder: Place
     files: Files = field(repr=False, compare=False)
 
     @property
@@ -139,7 +113,7 @@ class FolderStore:
 
     def value(self, key: str) -> Source | None:
         try:
-            return self.files.source(self.folder.joinpath(*checked_key(key, self.place)))
+            return self.files.source(self.folder / "/".join(checked_key(key, self.place)))
         except NotFoundError:
             return None
 
@@ -165,7 +139,7 @@ class OcdbtStore:
         return self.files.account
 
     @staticmethod
-    def of(folder: Path, files: Files) -> OcdbtStore:
+    def of(folder: Place, files: Files) -> OcdbtStore:
         """Opens the database whose `manifest.ocdbt` lies in a folder; `files` has the job's budget.
 
         Raises:
@@ -174,8 +148,10 @@ class OcdbtStore:
         """
         import tensorstore as ts
 
-        _check_files(folder, files)
-        root = os.path.realpath(folder)
+        base = driver_of(folder)
+        if base is None:
+            _check_files(folder, files)
+            base = {"driver": "file", "path": f"{os.path.realpath(folder)}/"}
         cached, limit = files.account.budget.limits.held // _CACHED_PART, {"limit": threads()}
         context = ts.Context(
             {
@@ -184,7 +160,7 @@ class OcdbtStore:
                 "data_copy_concurrency": limit,
             }
         )
-        spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{root}/"}}
+        spec = {"driver": "ocdbt", "base": base}
         try:
             return OcdbtStore(str(folder), ts.KvStore.open(spec, context=context).result(), files)
         except (ValueError, OSError) as error:
@@ -311,7 +287,7 @@ class _Spans:
         return self.store.files.account
 
 
-def _check_files(root: Path, files: Files) -> None:
+def _check_files(root: Place, files: Files) -> None:
     """Checks what tensorstore, which reads whatever is there, will find below a folder."""
     seen: set[str] = set()
     for folder, folders, names in walked(root, links=True):
@@ -321,9 +297,9 @@ def _check_files(root: Path, files: Files) -> None:
             continue
         seen.add(real)
         for name in folders:
-            files.links.check(Path(folder, name))
+            files.links.check(folder / name)
         for name in names:
-            path = Path(folder, name)
+            path = folder / name
             files.links.check(path)
             if not path.is_file():  # a pipe would be waited for
                 raise RefusedError("This isn't a regular file.", place=path)
@@ -338,7 +314,7 @@ def _damaged(place: str, error: Exception) -> CorruptError:
     )
 
 
-def open_store(folder: Path, files: Files) -> FolderStore | OcdbtStore:
+def open_store(folder: Place, files: Files) -> FolderStore | OcdbtStore:
     """Opens the store of an Orbax item: the OCDBT database where there is one, else the folder itself.
 
     Raises:

@@ -12,6 +12,7 @@ from typing import Any
 
 from statekit.converters.layouts.optax.construction import Call, construction
 from statekit.converters.layouts.optax.recognition import OF_MUON, STORED_SCALE, TAKEN
+from statekit.files.tree import Place
 from statekit.lines.printing import (
     RATE,
     RULES,
@@ -309,7 +310,7 @@ def _target(saved: SavedRun, above: str, open_value: str = "") -> tuple[str, lis
     return f"target = {{{pairs}}}", [] if open_value else left
 
 
-def orbax_items(saved: SavedRun) -> dict[str, Path]:
+def orbax_items(saved: SavedRun) -> dict[str, Place]:
     """Returns the items of a step in Orbax: the folder of each by its name, or of the only one by `""`."""
     step = saved.step_path("{step}").absolute()
     written = [Path(file).parent for file in saved.files if Path(file).name == _METADATA]
@@ -322,6 +323,6 @@ def orbax_items(saved: SavedRun) -> dict[str, Path]:
     return {name: step / name for name in names}
 
 
-def orbax_item(saved: SavedRun) -> Path:
+def orbax_item(saved: SavedRun) -> Place:
     """Returns the first item of a step in Orbax."""
     return next(iter(orbax_items(saved).values()))

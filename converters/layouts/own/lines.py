@@ -6,13 +6,12 @@ Source: statekit/torch/from_checkpoint.py, `load_optimizer`; huggingface/acceler
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from statekit.converters.layouts.pytorch.lines import (
     early_schedule,
     prepared_lines,
     trainer_schedule,
 )
+from statekit.files.tree import Place
 from statekit.lines import printing
 from statekit.lines.printing import (
     RATE,
@@ -135,7 +134,7 @@ def _resumed(sets_rate: bool) -> list[str]:
     ]
 
 
-def _load(saved: SavedRun, path: Path, missing: str) -> str:
+def _load(saved: SavedRun, path: Place, missing: str) -> str:
     return f"statekit.torch.load_optimizer({saved.code(f'model.named_parameters(){missing}', path=path)})"
 
 

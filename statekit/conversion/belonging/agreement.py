@@ -9,7 +9,6 @@ tells, unless a manifest does.
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -18,6 +17,7 @@ from typing import NamedTuple
 from statekit.errors import plural, some
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.source import listing
+from statekit.files.tree import below
 from statekit.state.run import Schedule, run_of
 from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import TrainState
@@ -125,8 +125,8 @@ def uncounted(checkpoint: Checkpoint) -> tuple[str, ...]:
             is_count = name.rpartition("/")[2].rpartition(".")[2] in _COUNTS
             places[tensor.place] = places.get(tensor.place, False) or is_count
     names = {
-        f"{os.path.relpath(place, top)}{'/' * os.path.isdir(place)}": is_counted
-        for place, is_counted in places.items()
+        f"{name}{'/' * (top / name).is_dir()}": is_counted
+        for name, is_counted in ((below(place, top), is_counted) for place, is_counted in places.items())
     }
     silent = sorted(name for name, is_counted in names.items() if not is_counted and fits(name))
     return tuple(silent) if len(names) > 1 else ()

@@ -20,6 +20,7 @@ from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import StatekitError, some
 from statekit.files.checkpoint import STEPS, Checkpoint, Finding
 from statekit.files.source import listing, walked
+from statekit.files.tree import Place, spelled
 from statekit.state.run import RunState, run_of
 from statekit.state.schema import NO_OPTIMIZER, WEIGHTS
 from statekit.state.train_state import TrainState
@@ -131,30 +132,30 @@ def _words(name: str) -> list[str]:
     return [word for word in re.split(r"[^a-z0-9]+|(?<=[a-z])(?=\d)", _CASES.sub("_", name).lower()) if word]
 
 
-def _is_read(checkpoint: Checkpoint, budget: Budget) -> Callable[[Path], bool]:
+def _is_read(checkpoint: Checkpoint, budget: Budget) -> Callable[[Place], bool]:
     """Returns what tells whether a file, or something in a folder, has been read; carried bytes aren't."""
     carried = at(checkpoint.tree, (CARRIED,)) if isinstance(checkpoint.tree, Mapping) else None
     as_bytes = {checkpoint.path / str(name) for name in carried} if isinstance(carried, Mapping) else set()
     places = {tensor.place for tensor in checkpoint.tensors.values() if isinstance(tensor, Stored)}
-    read = {os.path.abspath(place) for place in map(str, (*budget.sources, *places, *checkpoint.parts))}
-    read -= set(map(os.path.abspath, as_bytes))
+    read = {spelled(place) for place in (*budget.sources, *places, *checkpoint.parts)}
+    read -= set(map(spelled, as_bytes))
 
-    def is_read(path: Path) -> bool:
-        place = os.path.abspath(path)
+    def is_read(path: Place) -> bool:
+        place = spelled(path)
         return place in read or any(file.startswith(f"{place}{os.sep}") for file in read)
 
     return is_read
 
 
 def _near(
-    checkpoint: Checkpoint, state: TrainState | None, run: RunState, is_read: Callable[[Path], bool]
+    checkpoint: Checkpoint, state: TrainState | None, run: RunState, is_read: Callable[[Place], bool]
 ) -> Iterator[tuple[str, Half]]:
     """Yields the path of each companion in the files, and what it is."""
     top = checkpoint.path
     is_bare = state is None or state.optimizer.schema == WEIGHTS
     has = _halves_of(run) | (set() if is_bare else {"optimizer"})
 
-    def half_at(entry: Path) -> Half | None:
+    def half_at(entry: Place) -> Half | None:
         # Beside an optimizer, another file of Gluon's states is another process'.
         half = half_of(entry.name) or ("optimizer" if is_bare and _STATES.search(entry.name) else None)
         return half if half and not is_read(entry) and _holds_data(entry) else None
@@ -182,7 +183,7 @@ def _halves_of(run: RunState) -> set[Half]:
     )
 
 
-def _entries_in(folder: Path, *, deeper: bool = False) -> Iterator[Path]:
+def _entries_in(folder: Place, *, deeper: bool = False) -> Iterator[Place]:
     """Yields what is in a folder; with `deeper`, also what is in its folders that no step's number names."""
     try:
         entries = listing(folder)[:_MOST]
@@ -207,7 +208,7 @@ def _belongs(name: str, top: str, is_there: bool) -> bool:
     return (bool(theirs) and ours == theirs) or (not theirs and not is_there)
 
 
-def _holds_data(path: Path) -> bool:
+def _holds_data(path: Place) -> bool:
     """Tells whether a file, or one in a folder, may hold tensors, by its name."""
     if path.is_file():
         return not _TEXT.fullmatch(path.suffix.lower())

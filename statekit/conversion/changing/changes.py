@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from statekit.errors import Faults, UsageError, some
+from statekit.files.tree import Place
 from statekit.state.exactness import Exactness
 from statekit.state.train_state import StepOffset
 
@@ -53,7 +54,7 @@ class Changes:
     param_dtype: str | None = None
     slot_dtype: Mapping[str, str] = field(default_factory=dict)
     loss_scale: float | None = None
-    init_missing: Path | None = None
+    init_missing: Place | None = None
 
     @classmethod
     def of(cls, said: Mapping[str, Any]) -> Changes | None:
@@ -256,7 +257,7 @@ def _scale(name: str, value: Any, faults: Faults) -> float | None:
     return float(value)
 
 
-def _path(name: str, value: Any, faults: Faults) -> Path | None:
+def _path(name: str, value: Any, faults: Faults) -> Place | None:
     if isinstance(value, (str, PathLike)):
         return Path(value)
     if value is not None:

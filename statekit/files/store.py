@@ -1,0 +1,241 @@
+"""Reads checkpoints in object stores, `s3://`, `gs://` and `az://`, through the obstore library.
+
+Credentials are those that the library finds itself, in the environment or the machine's own; nothing of them is kept
+or shown. What a store says in an error may repeat a signature or a key, so that only its status is passed on.
+
+Source: obstore 0.12, `obstore.store` and `obstore.get`; RFC 9110, section 13.1.1 (`If-Match`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import PurePosixPath
+from typing import Any
+
+from statekit.errors import CorruptError, FormatError, NotFoundError, UsageError
+from statekit.files.ahead import ReadAhead
+from statekit.files.tree import Facts, StoredPlace, address_of, copying
+
+_MOST_PAGES, _PAGE = 20, 1000
+"""Pages of names that one listing of all below a folder may have; of more, each folder is listed when it is asked."""
+_VARIABLES = {
+    "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_REGION, or AWS_SKIP_SIGNATURE=true of a public bucket",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME and AZURE_STORAGE_ACCOUNT_KEY",
+}
+_ENDPOINTS = {"s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"), "az": ("AZURE_STORAGE_ENDPOINT",)}
+_STATUS = re.compile(r"\b[45]\d\d [A-Z][A-Za-z ]{2,30}")
+
+
+def in_store(text: str) -> StoredPlace:
+    """Returns the place at an address such as `s3://bucket/run`, in a tree of its own.
+
+    Raises:
+        UsageError: The address has a password or a query, or obstore isn't installed.
+    """
+    scheme, bucket, name = address_of(text)
+    tree = ReadAhead(ListedTree(_opened(scheme, bucket, text), f"{scheme}://{bucket}", name))
+    return StoredPlace(tree, PurePosixPath(name))
+
+
+def _opened(scheme: str, bucket: str, text: str) -> Any:
+    try:
+        from obstore import store
+    except ModuleNotFoundError:
+        raise UsageError(
+            "Reading from object stores needs the library obstore.",
+            place=text,
+            remedy=f"pip install 'statekit[remote]', or copy it first: {copying(text)}",
+        ) from None
+    endpoint = next(filter(None, map(os.environ.get, _ENDPOINTS.get(scheme, ()))), "")
+    options: dict[str, Any] = {
+        "client_options": {"timeout": timedelta(seconds=60), "allow_http": endpoint.startswith("http://")},
+        "retry_config": {
+            "max_retries": 10,
+            "retry_timeout": timedelta(minutes=5),
+            "backoff": {
+                "init_backoff": timedelta(milliseconds=100),
+                "max_backoff": timedelta(seconds=15),
+                "base": 2,
+            },
+        },
+    }
+    kind = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[scheme]
+    try:
+        return kind(bucket, **options)
+    except Exception as error:  # each library has its own, and its text may hold a setting
+        raise UsageError(
+            "The store can't be opened with the settings of the environment.",
+            place=text,
+            found=type(error).__name__,
+            remedy=f"check {_VARIABLES[scheme]}",
+        ) from None
+
+
+class ListedTree:
+    """A bucket, of which folders are listed when they are first asked for, and never again.
+
+    All below the place that a user names is listed at once, where it has no more than some pages of names.
+
+    Args:
+        store: An object of `obstore.store`.
+        place: Where the tree begins: `s3://bucket`.
+        top: The name that a user asks for.
+    """
+
+    def __init__(self, store: Any, place: str, top: str) -> None:
+        self._store, self.place, self._top = store, place, top
+        self._folders: dict[str, dict[str, Facts]] = {}
+
+    def facts(self, name: str) -> Facts | None:
+        if not name:
+            return Facts("", "folder")
+        folder, _, last = name.rpartition("/")
+        return self._in(folder).get(last)
+
+    def names(self, folder: str) -> Sequence[str]:
+        return sorted(self._in(folder))
+
+    def read_into(self, facts: Facts, start: int, into: memoryview) -> None:
+        from obstore import get
+
+        options: Any = {"range": (start, start + len(into)), "if_match": facts.identity}
+        place = f"{self.place}/{facts.name}"
+        with self._asking(facts.name):
+            data = get(self._store, facts.name, options=options).bytes()
+        if len(data) != len(into):
+            raise CorruptError(
+                "A store sent fewer bytes than it was asked for.",
+                place=f"byte {start} of {place}",
+                expected=f"{len(into)} bytes",
+                found=f"{len(data)} bytes",
+                remedy="try again; a proxy in between may cut answers",
+            )
+        into[:] = memoryview(data)
+
+    def _in(self, folder: str) -> dict[str, Facts]:
+        """Returns what is directly in a folder, by name."""
+        if folder in self._folders:
+            return self._folders[folder]
+        above = self._folders.get(folder.rpartition("/")[0]) if folder else None
+        if (above is not None and (known := above.get(folder.rpartition("/")[2])) is None) or (
+            above is not None and known is not None and known.kind == "file"
+        ):
+            return {}
+        if folder == self._top and self._list_all():
+            return self._folders.get(folder, {})
+        self._folders[folder] = self._listed(folder)
+        return self._folders[folder]
+
+    def _list_all(self) -> bool:
+        """Lists all below the top; tells whether that was not too much."""
+        import obstore
+
+        entries: list[Any] = []
+        with self._asking(self._top):
+            pages = obstore.list(self._store, self._top or None, chunk_size=_PAGE)
+            for number, page in enumerate(pages, 1):
+                entries += page
+                if number > _MOST_PAGES:
+                    return False
+        for entry in entries:
+            self._note(entry)
+        return True
+
+    def _note(self, entry: Any) -> None:
+        """Notes a file, and the folders between the top and it."""
+        facts = self._facts(entry)
+        folder, _, last = facts.name.rpartition("/")
+        self._folders.setdefault(folder, {})[last] = facts
+        while folder != self._top:
+            above, _, last = folder.rpartition("/")
+            self._folders.setdefault(above, {})[last] = Facts(folder, "folder")
+            folder = above
+
+    def _listed(self, folder: str) -> dict[str, Facts]:
+        """Lists one folder. One above the top that may not be listed has nothing but the way to the top."""
+        import obstore
+        from obstore.exceptions import PermissionDeniedError
+
+        start = f"{folder}/" if folder else ""
+        try:
+            with self._asking(folder, PermissionDeniedError):
+                answer = obstore.list_with_delimiter(self._store, folder or None)
+        except PermissionDeniedError:
+            if not self._top.startswith(start) or folder == self._top:
+                raise self._denied(folder) from None
+            return self._way_to_top(folder)
+        files = [self._facts(entry) for entry in answer["objects"]]
+        folders = [Facts(prefix.rstrip("/"), "folder") for prefix in answer["common_prefixes"]]
+        # An empty object with a folder's name stands for the folder, as consoles of stores make them.
+        facts = [*(file for file in files if file.size or file.name != folder), *folders]
+        return {fact.name.removeprefix(start): fact for fact in facts if fact.name.startswith(start)}
+
+    def _way_to_top(self, folder: str) -> dict[str, Facts]:
+        import obstore
+
+        below = self._top[len(folder) :].lstrip("/")
+        first, _, rest = below.partition("/")
+        if rest:
+            name = f"{folder}/{first}" if folder else first
+            return {first: Facts(name, "folder")}
+        try:
+            with self._asking(self._top):
+                return {first: self._facts(obstore.head(self._store, self._top))}
+        except NotFoundError:
+            return {first: Facts(self._top, "folder")}
+
+    def _facts(self, entry: Any) -> Facts:
+        identity = entry.get("e_tag")
+        if not identity:
+            raise FormatError(
+                "The store doesn't say which state of a file it has.",
+                place=f"{self.place}/{entry['path']}",
+                expected="an ETag",
+                remedy=f"copy it first: {copying(self.place)}",
+            )
+        changed = int(entry["last_modified"].timestamp() * 1e9)
+        return Facts(entry["path"], "file", entry["size"], identity, changed)
+
+    def _denied(self, name: str) -> FormatError:
+        scheme = self.place.partition(":")[0]
+        return FormatError(
+            "The store doesn't let this be read.",
+            place=f"{self.place}/{name}",
+            remedy=f"check the credentials in the environment: {_VARIABLES[scheme]}",
+        )
+
+    @contextmanager
+    def _asking(self, name: str, *passed: type[Exception]) -> Iterator[None]:
+        """Turns what obstore raises into an error of ours, of which no credential is a part."""
+        from obstore import exceptions as of
+
+        place = f"{self.place}/{name}"
+        try:
+            yield
+        except passed:
+            raise
+        except of.PreconditionError:
+            raise CorruptError(
+                "A file was changed while it was read.",
+                place=place,
+                remedy="read a checkpoint that nobody writes to any more",
+            ) from None
+        except (of.NotFoundError, FileNotFoundError):
+            raise NotFoundError("There is no such file or bucket.", place=place) from None
+        except (of.PermissionDeniedError, of.UnauthenticatedError):
+            raise self._denied(name) from None
+        except (of.BaseError, OSError) as error:
+            status = _STATUS.search(f"{error}")
+            if status and status[0].startswith("404"):
+                raise NotFoundError("There is no such file or bucket.", place=place) from None
+            raise FormatError(
+                "The store can't be read.",
+                place=place,
+                found=status[0] if status else type(error).__name__,
+                remedy="check the network, the endpoint and the credentials of the environment",
+            ) from None
