@@ -14,7 +14,9 @@ import click
 from statekit.budget import bytes_of
 from statekit.conversion.checkpoint_ref import OPTIONS, CheckpointRef, option
 from statekit.errors import Faults, NotFoundError, TargetExistsError, UsageError, printable
-from statekit.files.tree import Place, checkpoint_place, local_path
+from statekit.files.addresses import local_path
+from statekit.files.places import checkpoint_place
+from statekit.files.tree import Place
 from statekit.state.train_state import StepOffset
 
 if TYPE_CHECKING:  # entered only where an option names a file

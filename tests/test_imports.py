@@ -35,7 +35,7 @@ BANS = (
     Ban(  # no files; what a container has opened is a Checkpoint
         "statekit.converters.layouts",
         ("statekit.converters.formats", "statekit.files"),
-        but=("statekit.files.checkpoint",),
+        but=("statekit.files.checkpoint", "statekit.files.tree"),  # the last has the names of places
     ),
     *(  # by the registry alone
         Ban(room, ("statekit.converters",))

@@ -192,11 +192,11 @@ def _entries(folder: Place, start: str = "") -> str:
 def _names(folder: Place, start: str) -> list[str]:
     """Returns the names in a folder that start so; none of one that can't be read."""
     if isinstance(folder, StoredPlace):
-        found = [entry for entry in folder.entries() if entry.name.startswith(start)]
-        return [f"{entry.name}/" if entry.is_dir() else entry.name for entry in found]
+        entries = [entry for entry in folder.entries() if entry.name.startswith(start)]
+        return [f"{entry.name}/" if entry.is_dir() else entry.name for entry in entries]
     try:
-        with os.scandir(folder) as entries:
-            return [f"{e.name}/" if e.is_dir() else e.name for e in entries if e.name.startswith(start)]
+        with os.scandir(folder) as items:
+            return [f"{e.name}/" if e.is_dir() else e.name for e in items if e.name.startswith(start)]
     except OSError:
         return []
 

@@ -18,6 +18,7 @@ from statekit.budget import Budget
 from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.checkpoints_at import CheckpointAt, OneReport, PathReport, checkpoints_at
 from statekit.errors import CorruptError, Faults, UsageError
+from statekit.files.addresses import copying
 from statekit.files.checkpoint import Checkpoint, Proof
 from statekit.files.checksums import of_tensor
 from statekit.files.durable import replace_file
@@ -31,9 +32,10 @@ from statekit.files.integrity import (
     value_fault,
 )
 from statekit.files.manifest import CHECKPOINT, RECORDS, SEALED, file_entry, sealed, tensor_entry, to_text
+from statekit.files.places import checkpoint_place
 from statekit.files.source import Files, reading
 from statekit.files.stage import Entries, OnProgress, Progress, permissions, silent, unknown_fields
-from statekit.files.tree import Place, checkpoint_place, size_of, spelled
+from statekit.files.tree import Place, size_of, spelled
 from statekit.tensors.digest import tensor_digest
 from statekit.tensors.tensor import nbytes
 
@@ -104,6 +106,12 @@ def seal(
     """
     hints, tell = CheckpointRef(follow_links=follow_links, budget=budget), on_progress or silent
     ref = ref_of(path, hints, container=container, step=step)
+    if not isinstance(ref.place, Path):
+        raise UsageError(
+            "A checkpoint in a store can't be sealed: its manifest would have to be written there.",
+            place=ref.place,
+            remedy=f"seal a local copy and copy its manifest back: {copying(f'{ref.place}')}",
+        )
     places = list(checkpoints_at(ref))
     if renew:
         _check_names(places, renew)

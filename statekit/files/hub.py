@@ -15,8 +15,9 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from statekit.errors import CorruptError, FormatError, NotFoundError, UsageError
+from statekit.files.addresses import address_of, copying
 from statekit.files.ahead import ReadAhead
-from statekit.files.tree import Facts, StoredPlace, address_of, copying
+from statekit.files.tree import Facts, StoredPlace
 
 _KINDS = {"datasets": "dataset", "models": "model"}
 

@@ -3,7 +3,7 @@
 A `Place` is a name of a file or a folder. `pathlib.Path` is one, of this machine; `StoredPlace` is the other, of a
 `FileTree`. Whatever reads checkpoints takes places, and asks them by pathlib's own names.
 
-    place = checkpoint_place("s3://bucket/run")
+    place = checkpoint_place("s3://bucket/run")  # of statekit.files.places
     (place / "model.safetensors").is_file()
 
 A tree in a store is a snapshot: it is listed once, and each read is pinned to what the listing says. What has changed
@@ -20,17 +20,8 @@ from functools import cached_property
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, Literal, Protocol, Self, TypeVar
 
-from statekit.errors import RefusedError, UsageError
-
-STORES = ("s3", "gs", "az")
-"""The schemes of object stores that are read."""
-_DRIVERS = {"s3": "s3", "gs": "gcs"}
-_COPIES = {
-    "s3": "aws s3 cp --recursive {} LOCAL_FOLDER/",
-    "gs": "gcloud storage cp -r {} LOCAL_FOLDER/",
-    "az": "azcopy copy {} LOCAL_FOLDER/ --recursive",
-    "hf": "hf download REPOSITORY --local-dir LOCAL_FOLDER",
-}
+from statekit.errors import RefusedError
+from statekit.files.addresses import copying
 
 
 @dataclass(frozen=True)
@@ -241,101 +232,6 @@ class StoredPlace:
             yield self.facts
         for entry in self.entries():
             yield from entry.files()
-
-
-def checkpoint_place(source: str | os.PathLike[str] | Place) -> Place:
-    """Returns the place that a user names by a path or an address, or a place itself.
-
-    Raises:
-        UsageError: It is empty, or the address of something that isn't read.
-    """
-    if isinstance(source, StoredPlace):
-        return source
-    text = os.fspath(source) if isinstance(source, str) else ""
-    scheme, separator, _ = text.partition("://")
-    if not separator or "/" in scheme:
-        return Path(source)
-    if scheme == "file":
-        return Path(text.removeprefix("file://"))
-    if scheme in STORES:
-        from statekit.files.store import in_store
-
-        return in_store(text)
-    if scheme == "hf":
-        from statekit.files.hub import in_hub
-
-        return in_hub(text)
-    raise UsageError(
-        "Checkpoints aren't read from there.",
-        place=text,
-        expected="a path of this machine, or s3://, gs://, az:// or hf://",
-        remedy=f"copy it first: {copying(text)}",
-    )
-
-
-def address_of(text: str) -> tuple[str, str, str]:
-    """Returns the scheme of an address, its bucket, and the name there, without slashes around it.
-
-    Raises:
-        UsageError: It names no bucket, or has a password, a query or a name that leads elsewhere. None of it is shown.
-    """
-    scheme, _, rest = text.partition("://")
-    bucket, _, name = rest.partition("/")
-    name = name.strip("/")
-    if "@" in bucket or ":" in bucket or "?" in text:
-        raise UsageError(
-            "An address has no password and no query.",
-            place=f"{scheme}://",
-            expected=f"{scheme}://BUCKET/NAME",
-            remedy="leave them out: credentials are taken from the environment",
-        )
-    if not bucket or any(part in ("", ".", "..") for part in name.split("/")[: None if name else 0]):
-        raise UsageError("This address names nothing.", place=text, expected=f"{scheme}://BUCKET/NAME")
-    return scheme, bucket, name
-
-
-def driver_of(place: Place) -> dict[str, str] | None:
-    """Returns what tensorstore reads a folder in a store by; None of one on this machine.
-
-    Raises:
-        RefusedError: tensorstore doesn't read from there.
-
-    Source: tensorstore 0.1.86, documentation of the key-value stores `s3` and `gcs`.
-    """
-    if not isinstance(place, StoredPlace):
-        return None
-    scheme, bucket, name = address_of(f"{place}")
-    if scheme not in _DRIVERS:
-        os.fspath(place)  # which says why
-    spec = {"driver": _DRIVERS[scheme], "bucket": bucket, "path": f"{name}/"}
-    endpoint = os.environ.get("AWS_ENDPOINT_URL")
-    return {**spec, "endpoint": endpoint} if endpoint and scheme == "s3" else spec
-
-
-def local_path(source: str) -> Path:
-    """Returns the path of this machine that a user names.
-
-    Raises:
-        UsageError: It is empty, or the address of something that isn't on this machine.
-    """
-    if not source:
-        raise UsageError(
-            "A path is empty, as that of a variable without a value is.",
-            expected="a file or folder; . is the one where you are",
-        )
-    scheme, separator, rest = source.partition("://")
-    if separator and scheme != "file":
-        raise UsageError(
-            "This must be a path of this machine.",
-            place=source,
-            remedy=f"use a local folder, and copy from or to it: {copying(source)}",
-        )
-    return Path(rest if separator else source)
-
-
-def copying(address: str) -> str:
-    """Returns the command that copies what is at an address to this machine, as far as one is known."""
-    return _COPIES.get(address.partition("://")[0].lower(), "to a local folder").format(address)
 
 
 def absolute(place: Place) -> Place:

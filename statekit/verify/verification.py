@@ -26,7 +26,8 @@ from statekit.conversion.plan import Plan, Request
 from statekit.conversion.prepared import SCHEDULE, Prepared, carried_out, prepare
 from statekit.conversion.rule_change import Bridge, Compared, RuleChange
 from statekit.errors import StatekitError, UsageError, some
-from statekit.files.tree import Place, checkpoint_place
+from statekit.files.places import checkpoint_place
+from statekit.files.tree import Place
 from statekit.maps.links import StateMap
 from statekit.maps.model_map import Renaming, load
 from statekit.state.comparison import Difference, compare_states, with_still

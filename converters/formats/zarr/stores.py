@@ -13,8 +13,9 @@ from typing import Any, Protocol
 
 from statekit.budget import Account
 from statekit.errors import CorruptError, NotFoundError, RefusedError
+from statekit.files.addresses import address_of
 from statekit.files.source import Files, Held, Source, filled, hold, record, require, walked
-from statekit.files.tree import Place, driver_of
+from statekit.files.tree import Place, StoredPlace
 from statekit.pipeline import threads
 from statekit.tensors.tensor import Array
 
@@ -29,6 +30,8 @@ _AT_ONCE = 256
 
 _CACHED_PART = 8
 """The part of the bytes that a job may hold which an OCDBT database's inner nodes are kept in: 64 MiB by default."""
+_DRIVERS = {"s3": "s3", "gs": "gcs"}
+"""The drivers of tensorstore, by the scheme of an address."""
 
 
 class Store(Protocol):
@@ -148,7 +151,7 @@ class OcdbtStore:
         """
         import tensorstore as ts
 
-        base = driver_of(folder)
+        base = _driver_of(folder)
         if base is None:
             _check_files(folder, files)
             base = {"driver": "file", "path": f"{os.path.realpath(folder)}/"}
@@ -285,6 +288,24 @@ class _Spans:
     @property
     def account(self) -> Account:
         return self.store.files.account
+
+
+def _driver_of(place: Place) -> dict[str, str] | None:
+    """Returns what tensorstore reads a folder in a store by; None of one on this machine.
+
+    Raises:
+        RefusedError: tensorstore doesn't read from there.
+
+    Source: tensorstore 0.1.86, documentation of the key-value stores `s3` and `gcs`.
+    """
+    if not isinstance(place, StoredPlace):
+        return None
+    scheme, bucket, name = address_of(f"{place}")
+    if scheme not in _DRIVERS:
+        os.fspath(place)  # which says why
+    spec = {"driver": _DRIVERS[scheme], "bucket": bucket, "path": f"{name}/"}
+    endpoint = os.environ.get("AWS_ENDPOINT_URL")
+    return {**spec, "endpoint": endpoint} if endpoint and scheme == "s3" else spec
 
 
 def _check_files(root: Place, files: Files) -> None:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 from statekit.errors import plural, some
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.source import listing
-from statekit.files.tree import below
+from statekit.files.tree import Place, below
 from statekit.state.run import Schedule, run_of
 from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import TrainState
@@ -124,12 +124,15 @@ def uncounted(checkpoint: Checkpoint) -> tuple[str, ...]:
         if isinstance(tensor, Stored):
             is_count = name.rpartition("/")[2].rpartition(".")[2] in _COUNTS
             places[tensor.place] = places.get(tensor.place, False) or is_count
-    names = {
-        f"{name}{'/' * (top / name).is_dir()}": is_counted
-        for name, is_counted in ((below(place, top), is_counted) for place, is_counted in places.items())
-    }
+    names = {_named_in(top, place): is_counted for place, is_counted in places.items()}
     silent = sorted(name for name, is_counted in names.items() if not is_counted and fits(name))
     return tuple(silent) if len(names) > 1 else ()
+
+
+def _named_in(folder: Place, place: str) -> str:
+    """Returns the name in a folder of a file, or of a folder, with a slash."""
+    name = below(place, folder)
+    return f"{name}/" if (folder / name).is_dir() else name
 
 
 def on_trust(names: Sequence[str]) -> str:

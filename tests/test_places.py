@@ -1,0 +1,151 @@
+"""Checkpoints in stores: places, trees, what is read of them, and that conversions are those of local files."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path, PurePosixPath
+
+import numpy as np
+import pytest
+
+import statekit
+from statekit.errors import CorruptError, NotFoundError, RefusedError, UsageError
+from statekit.files.addresses import address_of
+from statekit.files.ahead import ReadAhead
+from statekit.files.places import checkpoint_place
+from statekit.files.source import Files, listing, walked
+from statekit.files.tree import StoredPlace
+from statekit.testing.stores import CountingTree, MemoryTree, stored
+
+T5X = Path(__file__).parent / "golden" / "t5x" / "bf16_params" / "checkpoint" / "checkpoint_4"
+CONTAINERS = ("torch", "safetensors", "statekit", "dcp", "flax", "tf-bundle", "keras-h5")
+
+
+def place(name: str = "", **data: bytes) -> StoredPlace:
+    return StoredPlace(
+        MemoryTree({key.replace("__", "/"): value for key, value in data.items()}), PurePosixPath(name)
+    )
+
+
+def test_a_place_in_a_store_answers_as_pathlib_does(tmp_path: Path) -> None:
+    data = {"run/a.pt": b"12", "run/deep/b.bin": b"3", "top": b""}
+    for name, content in data.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    root = StoredPlace(MemoryTree(data), PurePosixPath())
+    for name in (".", "run", "run/a.pt", "run/deep", "run/deep/b.bin", "top", "gone", "run/gone/x", "top/x"):
+        theirs, ours = tmp_path / name, root / name
+        for member in ("name", "stem", "suffix"):
+            assert getattr(ours, member) == getattr(theirs, member) or name == "."
+        for ask in ("is_file", "is_dir", "exists", "is_symlink"):
+            assert getattr(ours, ask)() == getattr(theirs, ask)(), (name, ask)
+        assert [entry.name for entry in listing(ours)] == [entry.name for entry in listing(theirs)]
+        assert ours.is_relative_to(root / "run") == theirs.is_relative_to(tmp_path / "run")
+    below = [[(f"{top.relative_to(start)}", sorted(folders), sorted(files)) for top, folders, files in walked(start)]
+             for start in (root / "run", tmp_path / "run")]  # fmt: skip
+    assert below[0] == below[1]
+    assert (
+        sorted(root.entries())[0]
+        == root / "run"
+        != StoredPlace(MemoryTree({}, "memory://other"), PurePosixPath("run"))
+    )
+
+
+@pytest.mark.parametrize("name", ["../top", "/etc/passwd", "run/../../top", "a\0b", "a\nb", "x" * 1024])
+def test_a_name_that_leads_out_of_a_store_names_nothing(name: str) -> None:
+    outside = place("run", run__a=b"1", top=b"2") / name
+    assert not outside.exists() and listing(outside) == []
+    with pytest.raises(NotFoundError), Files() as files:
+        files.source(outside)
+
+
+def test_what_reads_local_files_only_is_refused_with_the_copy_to_make() -> None:
+    with pytest.raises(RefusedError, match="aws s3 cp"):
+        os.fspath(StoredPlace(MemoryTree({}, "s3://bucket"), PurePosixPath("run")))
+
+
+def test_a_file_that_changes_after_it_was_listed_is_never_mixed() -> None:
+    tree = MemoryTree({"run": b"1" * 2**20})
+    file = StoredPlace(ReadAhead(tree), PurePosixPath("run"))
+    with Files() as files:
+        source = files.source(file)
+        assert source.read(0, 4).tobytes() == b"1111"
+        tree.data["run"] = b"2" * 2**20
+        with pytest.raises(CorruptError, match="changed while it was read"):
+            source.read(2**19, 4)
+
+
+@pytest.mark.parametrize("size", [0, 1, 2**16, 2**18 + 1, 3 * 2**20 + 7])
+def test_reading_ahead_changes_no_byte(size: int) -> None:
+    content = np.random.default_rng(size).bytes(size)
+    counting = CountingTree(MemoryTree({"x": content}))
+    with Files() as files:
+        source = files.source(StoredPlace(ReadAhead(counting), PurePosixPath("x")))
+        random = np.random.default_rng(1)
+        for _ in range(30):
+            start = int(random.integers(0, size + 1))
+            count = int(random.integers(0, min(size - start, 2**19) + 1))
+            assert source.read(start, count).tobytes() == content[start : start + count]
+        with pytest.raises(CorruptError, match="ends before"):
+            source.read(size, 1)
+
+
+def test_reads_in_a_row_become_few_requests() -> None:
+    counting = CountingTree(MemoryTree({"x": bytes(2**23)}))
+    with Files() as files:
+        source = files.source(StoredPlace(ReadAhead(counting), PurePosixPath("x")))
+        for start in range(0, 2**23, 2**14):
+            source.read(start, 2**14)
+    assert len(counting.reads) <= 8 and sum(count for _, _, count in counting.reads) == 2**23
+
+
+@pytest.mark.parametrize("address", ["s3://key:secret@bucket/run", "s3://bucket/run?X-Amz-Signature=secret"])
+def test_an_address_with_a_password_or_a_query_is_refused_and_not_shown(address: str) -> None:
+    with pytest.raises(UsageError, match="no password and no query") as caught:
+        checkpoint_place(address)
+    assert "secret" not in f"{caught.value}"
+
+
+@pytest.mark.parametrize(
+    "address", ["s3://", "s3:///run", "s3://bucket/a/../b", "s3://bucket/a//b", "ftp://host/run"]
+)
+def test_an_address_that_names_nothing_is_refused(address: str) -> None:
+    with pytest.raises(UsageError):
+        checkpoint_place(address)
+
+
+def test_addresses_are_taken_apart() -> None:
+    assert address_of("s3://bucket/a/b/") == ("s3", "bucket", "a/b")
+    assert address_of("gs://bucket") == ("gs", "bucket", "")
+    assert checkpoint_place("file:///tmp/run") == Path("/tmp/run") and checkpoint_place("run") == Path("run")
+
+
+@pytest.fixture(scope="module")
+def targets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("targets")
+    for container in CONTAINERS:
+        planned = statekit.plan(T5X, folder / container, to=container, assume_defaults=True)
+        statekit.convert(planned)
+    return {"t5x": T5X, **{container: folder / container for container in CONTAINERS}}
+
+
+@pytest.mark.parametrize("container", ["t5x", *CONTAINERS])
+def test_a_store_gives_what_local_files_give(container: str, targets: dict[str, Path]) -> None:
+    local = targets[container]
+    far, counting = stored(local)
+    with statekit.open(local) as ours, statekit.open(far) as theirs:
+        assert dict(ours.checkpoint.tensors).keys() == dict(theirs.checkpoint.tensors).keys()
+        opening = len(counting.reads)
+        for name, tensor in ours.checkpoint.tensors.items():
+            assert np.array_equal(
+                np.asarray(tensor.read()), np.asarray(theirs.checkpoint.tensors[name].read())
+            )
+    files = sum(1 for file in local.rglob("*") if file.is_file()) if local.is_dir() else 1
+    assert opening <= 2 + 4 * files
+
+
+def test_seal_of_a_store_is_refused_before_anything_is_read(targets: dict[str, Path]) -> None:
+    far, counting = stored(targets["torch"])
+    with pytest.raises(UsageError, match="sealed"):
+        statekit.seal(far)
+    assert counting.reads == []
