@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import click
 
 from statekit.errors import printable
+from statekit.files.tree import Place
 
 PIPED_WIDTH = 240
 """Columns where stdout is no terminal, so that lines there aren't cut at 80."""
@@ -170,7 +171,7 @@ def screen() -> Screen:
     return Screen(shutil.get_terminal_size().columns, colour="NO_COLOR" not in os.environ)
 
 
-def shown_path(path: Path) -> str:
+def shown_path(path: Place) -> str:
     """Returns a path as people name it: from the working directory, if it lies there."""
     try:
         here = Path.cwd()
