@@ -167,7 +167,6 @@ def test_a_recording_comes_back_to_the_bit(name: str, tmp_path: Path) -> None:
     assert [*unlike(dict(before["model"]), dict(back["model"]))] == []
 
 
-@pytest.mark.xfail(strict=True, reason="the neutral folder loses the order in which records were born")
 def test_all_that_is_no_tensor_keeps_type_and_place(tmp_path: Path) -> None:
     weights = {name: torch.ones(2, 3) for name in ("a", "b", "c", "d")}
     shared = torch.tensor(2.0)

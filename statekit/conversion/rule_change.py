@@ -137,7 +137,7 @@ class RuleChange:
             raise Faults((str(one), one.exactness.name.lower()) for one in worse).error(
                 InexactError,
                 "The target's rule would make other updates than the run's.",
-                place=f"{self.source} to {self.target}",
+                place=f"{' and '.join(self.state.optimizer.schemas)}, {self.source} to {self.target}",
                 expected=f"{allowed.name.lower()} or better",
                 remedy=f"choose another layout: {', '.join(nearest())}; or allow it with --require "
                 f"{self.exactness.name.lower()}",

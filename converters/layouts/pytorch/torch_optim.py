@@ -411,9 +411,10 @@ class TorchOptim:
         order = [path for group in canonical for path in group.paths]
         names = names_of(state.extra, order)
         index = {path: names[path] if by_name else i for i, path in enumerate(order)}
-        records: dict[str, dict[str, Any]] = {}
+        # What has no schema has its records in the order of their birth, whatever their groups.
+        records = native.native_records(state, order) if any(kind.is_native for kind in kinds) else {}
         for kind, group in zip(kinds, canonical, strict=True):
-            records |= _records_of(kind, state, group, faults)
+            records |= {} if kind.is_native else _records_of(kind, state, group, faults)
         groups = [
             {
                 **self._options(kind, state, group),
@@ -424,15 +425,13 @@ class TorchOptim:
         ]
         if kinds and kinds[0].marked is not None:
             groups = _as_one_group(groups, faults)
-        return groups, {index[path]: records[path] for path in order if path in records}
+        return groups, {index[path]: record for path, record in records.items()}
 
 
 def _records_of(
     kind: TorchOptimizer, state: TrainState, group: Group, faults: Faults
 ) -> dict[str, dict[str, Any]]:
     """Returns what an optimizer keeps of each parameter of a group, by path; one that was never moved has none."""
-    if kind.is_native:
-        return {path: dict(record) for path, record in native.native_records(state, group.paths).items()}
     marks = {} if kind.marked is None else {_USE_MUON: kind.marked}
     kept = {path: state.slots.get(path) for path in group.paths}
     records = {
