@@ -170,6 +170,52 @@ class AdamWOptions(AdamFamilyOptions, total=False):
     wd: float | None
 
 
+class MuonOptions(TypedDict, total=False):
+    """What Muon takes beside its learning rate."""
+
+    momentum: float
+    nesterov: bool
+    ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]]
+    ns_steps: int
+    ns_precision: str
+    epsilon: float
+    shape_scale: str
+    scale_factor: float
+    weight_decay_rate: float | None
+    exclude_from_weight_decay: Sequence[str] | Mapping[str, bool] | None
+    weight_decay_method: str
+    dtype_momentum: str | None
+    adaptive: bool
+    preconditioning: str
+    global_norm_clip_threshold: float | None
+    clipnorm: float | None
+    clipvalue: float | None
+    loss_scale_factor: float | None
+    gradient_accumulation_steps: int | None
+    use_ema: bool
+    ema_momentum: float | None
+    ema_overwrite_frequency: int | None
+
+    adjust_lr_fn: str | None
+    beta: float
+    coefficient_type: str
+    consistent_rms: float | None
+    eps: float
+    extra_scale_factor: float
+    fp32_matmul_prec: str
+    global_clipnorm: float | None
+    mu_dtype: str | None
+    muon_a: float
+    muon_b: float
+    muon_c: float
+    ns_coeffs: str | Sequence[float] | Sequence[Sequence[float]]
+    num_ns_steps: int
+    rms_rate: float | None
+    scale_mode: str
+    wd: float | None
+    weight_decay: float | None
+
+
 class Overrides(TypedDict, total=False):
     """What `load_optimizer` takes of hyperparameters, by every name that a variant has, and of changes at loading."""
 
@@ -265,6 +311,27 @@ class Overrides(TypedDict, total=False):
     adamw_eps: Any
     adamw_mask: Any
     mu_dtype: Any
+    ns_coefficients: Any
+    ns_steps: Any
+    ns_precision: Any
+    shape_scale: Any
+    scale_factor: Any
+    weight_decay_method: Any
+    adaptive: Any
+    preconditioning: Any
+    adjust_lr_fn: Any
+    beta: Any
+    coefficient_type: Any
+    consistent_rms: Any
+    extra_scale_factor: Any
+    fp32_matmul_prec: Any
+    muon_a: Any
+    muon_b: Any
+    muon_c: Any
+    ns_coeffs: Any
+    num_ns_steps: Any
+    rms_rate: Any
+    scale_mode: Any
     slot_policy: Any
     drop_slots_of: Any
     loss_scale: Any
@@ -278,6 +345,7 @@ OPTIONS: Mapping[str, type] = {
     "lans": LansOptions,
     "lamb": LambOptions,
     "adamw": AdamWOptions,
+    "muon": MuonOptions,
 }
 """By schema."""
 

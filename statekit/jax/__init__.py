@@ -9,9 +9,16 @@ from statekit.errors import MissingExtraError
 try:
     from statekit.jax.attestation import attest
     from statekit.jax.from_checkpoint import load_optimizer, load_params
-    from statekit.jax.optimizers import adafactor, adamw, lamb, lans, scaled_adam
+    from statekit.jax.optimizers import adafactor, adamw, lamb, lans, muon, scaled_adam
     from statekit.jax.sharding import state_shardings
-    from statekit.jax.states import AdafactorState, AdamWState, LambState, LansState, ScaledAdamState
+    from statekit.jax.states import (
+        AdafactorState,
+        AdamWState,
+        LambState,
+        LansState,
+        MuonState,
+        ScaledAdamState,
+    )
     from statekit.jax.step_attestation import attested_step
 except ModuleNotFoundError as error:
     if error.name in ("jax", "optax"):
@@ -25,6 +32,7 @@ __all__ = [
     "AdamWState",
     "LambState",
     "LansState",
+    "MuonState",
     "ScaledAdamState",
     "adafactor",
     "adamw",
@@ -34,6 +42,7 @@ __all__ = [
     "lans",
     "load_optimizer",
     "load_params",
+    "muon",
     "scaled_adam",
     "state_shardings",
 ]

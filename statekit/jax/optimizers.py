@@ -20,6 +20,7 @@ from statekit.dropin.options import (
     AdamWOptions,
     LambOptions,
     LansOptions,
+    MuonOptions,
     ScaledAdamOptions,
     documented,
 )
@@ -190,3 +191,30 @@ def adamw(
     Source: pytorch/pytorch, torch/optim/adamw.py; of the other variants the sources in schemas/adamw.json.
     """
     return transformation("adamw", variant, learning_rate, options)
+
+
+@takes_options("muon", "optax")
+def muon(
+    learning_rate: Rate = None,
+    *,
+    variant: str = "optax",
+    **options: Unpack[MuonOptions],
+) -> optax.GradientTransformation:
+    """Muon as Optax, PyTorch, Keller Jordan, Moonlight, Keras or Emerging-Optimizers has it; by default Optax'.
+
+    It moves matrices alone; `optax.partition` gives the other leaves to another optimizer, as `optax.contrib.muon` does
+    by itself. Its state is a MuonState.
+
+    Args:
+        learning_rate: A number, a 0-d array, a schedule of the updates done, or None: then every update raises.
+        variant: Whose rule: torch, keller, moonlight, optax, keras or emerging.
+        {options}
+
+    Raises:
+        NotFoundError: There is no such variant.
+        StateError: The variant can't be stepped.
+        UsageError: Options that can't be; lists every one.
+
+    Source: google-deepmind/optax, optax/contrib/_muon.py; of the other variants the sources in schemas/muon.json.
+    """
+    return transformation("muon", variant, learning_rate, options)

@@ -84,7 +84,15 @@ class AdamWState(NamedTuple):
     average: Slot
 
 
-State: TypeAlias = AdafactorState | ScaledAdamState | LansState | LambState | AdamWState
+class MuonState(NamedTuple):
+    """Muon: the momentum buffer, and Keras' average of the parameters."""
+
+    count: jax.Array
+    m: Slot
+    average: Slot
+
+
+State: TypeAlias = AdafactorState | ScaledAdamState | LansState | LambState | AdamWState | MuonState
 
 STATES: Mapping[str, type[State]] = {
     "adafactor": AdafactorState,
@@ -92,5 +100,6 @@ STATES: Mapping[str, type[State]] = {
     "lans": LansState,
     "lamb": LambState,
     "adamw": AdamWState,
+    "muon": MuonState,
 }
 """By schema."""

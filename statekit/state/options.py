@@ -19,6 +19,7 @@ from statekit.tensors.tensor import DTYPES, Shape
 
 CLASSES = {
     "adafactor": "Adafactor", "scaled_adam": "ScaledAdam", "lans": "LANS", "lamb": "LAMB", "adamw": "AdamW",
+    "muon": "Muon",
 }  # fmt: skip
 """Schema -> the name of our class, in statekit.torch and in statekit.tensorflow."""
 RATE_NAMES = ("learning_rate", "lr")

@@ -16,7 +16,7 @@ require_tensorflow()  # before what follows (hence E402) imports Keras, which se
 
 from statekit.tensorflow.attestation import AttestCallback, attest  # noqa: E402 - after the backend
 from statekit.tensorflow.from_checkpoint import load_optimizer, load_params  # noqa: E402 - after the backend
-from statekit.tensorflow.optimizers import LAMB, LANS, Adafactor, AdamW, ScaledAdam  # noqa: E402 - after it
+from statekit.tensorflow.optimizers import LAMB, LANS, Adafactor, AdamW, Muon, ScaledAdam  # noqa: E402 - after it
 from statekit.tensorflow.step_attestation import attested_step  # noqa: E402 - after the backend
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "LANS",
     "Adafactor",
     "AdamW",
+    "Muon",
     "AttestCallback",
     "ScaledAdam",
     "attest",

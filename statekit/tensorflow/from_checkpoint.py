@@ -29,7 +29,7 @@ from statekit.state.stored_params import as_variable
 from statekit.state.train_state import Axis, Group, Rule, TrainState
 from statekit.tensorflow.naming import normal, partners, path_of, twice
 from statekit.tensorflow.optimizer import Rate, SchemaOptimizer
-from statekit.tensorflow.optimizers import LAMB, LANS, Adafactor, AdamW, ScaledAdam
+from statekit.tensorflow.optimizers import LAMB, LANS, Adafactor, AdamW, Muon, ScaledAdam
 from statekit.tensorflow.spec import by_keras
 from statekit.tensors.tensor import DTYPES, DType, Shape, Tensor, blocks, dtype_named
 
@@ -37,7 +37,7 @@ Variables: TypeAlias = Iterable[Any] | keras.Model
 Fault: TypeAlias = tuple[str, str]
 
 OPTIMIZERS: Mapping[str, Callable[..., SchemaOptimizer]] = {
-    kind.SCHEMA: kind for kind in (Adafactor, ScaledAdam, LANS, LAMB, AdamW)
+    kind.SCHEMA: kind for kind in (Adafactor, ScaledAdam, LANS, LAMB, AdamW, Muon)
 }
 """Schema -> the class that goes on with it."""
 HOME = "statekit.tensorflow"

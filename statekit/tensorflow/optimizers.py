@@ -12,6 +12,7 @@ from statekit.dropin.options import (
     AdamWOptions,
     LambOptions,
     LansOptions,
+    MuonOptions,
     ScaledAdamOptions,
     documented,
 )
@@ -161,4 +162,27 @@ class AdamW(SchemaOptimizer):
     SCHEMA, USUAL = "adamw", "keras"
 
     def __init__(self, learning_rate: Rate = None, **arguments: Unpack[_AdamWArguments]) -> None:
+        super().__init__(learning_rate, **arguments)
+
+
+class _MuonArguments(_Common, MuonOptions):
+    pass
+
+
+@documented("muon", "keras")
+@_registered
+class Muon(SchemaOptimizer):
+    """Muon (Jordan et al. 2024) as Keras has it, or as another variant, for variables that are matrices.
+
+    Slots: `m`.
+
+    Args:
+        learning_rate: A number, a Keras schedule (of `iterations`), a callable without arguments, or None.
+        variant: Whose rule: torch, keller, moonlight, optax, keras or emerging. Default: keras.
+        {options}
+    """
+
+    SCHEMA, USUAL = "muon", "keras"
+
+    def __init__(self, learning_rate: Rate = None, **arguments: Unpack[_MuonArguments]) -> None:
         super().__init__(learning_rate, **arguments)

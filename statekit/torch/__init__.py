@@ -17,7 +17,7 @@ try:
     from statekit.torch import optimizers
     from statekit.torch.attestation import attest
     from statekit.torch.from_checkpoint import load_optimizer, load_params
-    from statekit.torch.optimizers import LAMB, LANS, Adafactor, AdamW, ScaledAdam
+    from statekit.torch.optimizers import LAMB, LANS, Adafactor, AdamW, Muon, ScaledAdam
     from statekit.torch.partition import Partition
     from statekit.torch.step_attestation import attested_step
 except ModuleNotFoundError as error:
@@ -36,6 +36,7 @@ __all__ = [
     "LANS",
     "Adafactor",
     "AdamW",
+    "Muon",
     "Partition",
     "ScaledAdam",
     "attest",

@@ -28,13 +28,13 @@ from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensors.tensor import Array, DType, Shape, Stored, Tensor, same_values
 from statekit.torch.groups import rate_fault
 from statekit.torch.optimizer import Rate
-from statekit.torch.optimizers import LAMB, LANS, Adafactor, AdamW, ScaledAdam
+from statekit.torch.optimizers import LAMB, LANS, Adafactor, AdamW, Muon, ScaledAdam
 from statekit.torch.partition import Partition
 from statekit.torch.slots import dtype_of
 from statekit.torch.state_matching import copy_into
 
 NamedParameters: TypeAlias = Iterable[tuple[str, torch.Tensor]]
-Class: TypeAlias = type[Adafactor | ScaledAdam | LANS | LAMB | AdamW]
+Class: TypeAlias = type[Adafactor | ScaledAdam | LANS | LAMB | AdamW | Muon]
 
 LAYOUT = "statekit-torch"
 OPTIMIZERS: Mapping[str, Class] = {
@@ -43,6 +43,7 @@ OPTIMIZERS: Mapping[str, Class] = {
     "lans": LANS,
     "lamb": LAMB,
     "adamw": AdamW,
+    "muon": Muon,
 }
 """Schema -> the class that goes on with it."""
 

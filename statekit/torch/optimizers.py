@@ -13,6 +13,7 @@ from statekit.dropin.options import (
     AdamWOptions,
     LambOptions,
     LansOptions,
+    MuonOptions,
     ScaledAdamOptions,
     documented,
 )
@@ -230,6 +231,60 @@ class LANS(SchemaOptimizer):
     @staticmethod
     def _schema() -> OptimizerSchema:
         return load_schema("lans")
+
+
+@documented("muon", "torch")
+@final
+class Muon(SchemaOptimizer):
+    """Moves matrices by Muon (Jordan et al. 2024) as one of its implementations has it; by default as PyTorch.
+
+    The state of a parameter is its momentum buffer `m`, a mean or a sum of the gradients by the variant, and with
+    `use_ema` its `average`. Matrices of one shape are orthogonalized together. Each group counts its updates in `step`;
+    Optax' variant corrects its momentum by it. `step` raises until every group has an `lr`.
+
+    It moves matrices alone: embeddings, heads, biases and norms go to another optimizer. `statekit.torch.Partition` has
+    both in one, with groups as Keller Jordan's classes take them.
+
+    Not every variant offers every option; what isn't given is as the variant has it (schemas/muon.json).
+
+    Args:
+        params: Pairs (name, parameter), or groups whose `params` are such pairs; options of a group outweigh those
+            below.
+        lr: Learning rate, before the shape's scale: a number, a 0-d tensor, or None if it is given later.
+        variant: Whose rule: torch, keller, moonlight, optax, keras or emerging. Their states don't look alike.
+        foreach: Whether equal parameters are moved together; if not, each by itself, bit for bit as replay does.
+        {options}
+
+    Raises:
+        StateError: There is no such variant, or it can't be stepped.
+        UsageError: Parameters without names, or options that can't be.
+
+    Source: pytorch/pytorch, torch/optim/_muon.py; of the other variants the sources in schemas/muon.json.
+
+    Example:
+        >>> import torch
+        >>> linear = torch.nn.Linear(4, 3)
+        >>> optimizer = Muon([("weight", linear.weight)], lr=1e-3, adjust_lr_fn="match_rms_adamw")
+        >>> linear(torch.ones(2, 4)).sum().backward()
+        >>> optimizer.step()
+        >>> sorted(optimizer.state[linear.weight])
+        ['m']
+    """
+
+    def __init__(
+        self,
+        params: Params,
+        lr: Rate = None,
+        *,
+        variant: str = "torch",
+        foreach: bool = True,
+        **options: Unpack[MuonOptions],
+    ) -> None:
+        super().__init__(params, lr, variant, foreach, options)
+
+    @staticmethod
+    def _schema() -> OptimizerSchema:
+        return load_schema("muon")
 
 
 @documented("scaled_adam", "zip2025")

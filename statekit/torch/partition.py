@@ -20,7 +20,7 @@ class Partition(GroupedOptimizer):
     State and options of a group are those of the class for its schema: `statekit.torch.Adafactor`, `AdamW`, ...
 
     Args:
-        params: Groups: `params` of (name, parameter), `schema` (adafactor, adamw, lamb, lans or scaled_adam), `variant`
+        params: Groups: `params` of (name, parameter), `schema` (adafactor, adamw, lamb, lans, muon or scaled_adam), `variant`
             in that schema, and options by their canonical names or the variant's own; those that aren't given are as
             the variant has them.
         lr: Learning rate of groups without one of their own: a number, a 0-d array, or None if it is given later.
