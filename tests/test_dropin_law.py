@@ -35,14 +35,11 @@ from formats import save
 from statekit.dropin.options import OPTIONS
 from statekit.errors import StatekitError
 from statekit.optim.run import initial
-from statekit.state.options import native_options, taken
-from statekit.state.schema import load_schema
+from statekit.state.options import CLASSES, native_options, taken
+from statekit.state.schema import OptimizerSchema, Spelling, load_schema
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import in_memory
 
-CLASSES = {
-    "adafactor": "Adafactor", "scaled_adam": "ScaledAdam", "lans": "LANS", "lamb": "LAMB", "adamw": "AdamW",
-}  # fmt: skip
 SHAPES = {"wide": (5, 8), "bias": (8,)}
 Say = Callable[[str, str, Mapping[str, Any]], Any]
 
@@ -375,6 +372,17 @@ def kinds_of(hint: Any) -> set[str]:
     return {KINDS[get_origin(part) or part] for part in parts}
 
 
+def said_by(rules: OptimizerSchema, name: str, spelling: Spelling) -> set[str]:
+    """Returns the kinds of value that a variant's own argument may have, as one of its meanings; none: any."""
+    if spelling.parts or spelling.index is not None:
+        return {"number"} if spelling.parts else {"array"}
+    if spelling.otherwise is not None:
+        return set()
+    kinds = {type(None): "null", str: "string"}
+    words = {kinds.get(type(word), "array") for word, _ in spelling.words}
+    return words | {*rules.hyperparameters[name]["type"]}
+
+
 @pytest.mark.parametrize("schema", CLASSES)
 def test_the_typed_options_are_those_of_the_schema(schema: str) -> None:
     rules, hints = load_schema(schema), get_type_hints(OPTIONS[schema])
@@ -384,8 +392,9 @@ def test_the_typed_options_are_those_of_the_schema(schema: str) -> None:
             expected[name] = {*rules.hyperparameters[name]["type"]}
     for variant in load_schema(schema).stepped:
         for argument, meanings in native_options(schema, variant).items():
-            for name, spelling in meanings.items():
-                if argument not in rules.hyperparameters:
-                    kinds = rules.hyperparameters[name]["type"] if spelling.index is None else ["array"]
-                    expected.setdefault(argument, set()).update(kinds)
+            if argument not in rules.hyperparameters:
+                all_of = [said_by(rules, name, spelling) for name, spelling in meanings.items()]
+                parts = [part for spelling in meanings.values() for part in spelling.parts]
+                for part in parts or [argument]:
+                    expected.setdefault(part, set()).update(set.intersection(*filter(None, all_of)))
     assert {name: kinds_of(hint) for name, hint in hints.items()} == expected

@@ -175,7 +175,7 @@ class MuonOptions(TypedDict, total=False):
 
     momentum: float
     nesterov: bool
-    ns_coefficients: str | Sequence[float] | Sequence[Sequence[float]]
+    ns_coefficients: Sequence[Any]
     ns_steps: int
     ns_precision: str
     epsilon: float
@@ -198,7 +198,7 @@ class MuonOptions(TypedDict, total=False):
 
     adjust_lr_fn: str | None
     beta: float
-    coefficient_type: str
+    coefficient_type: str | Sequence[Any]
     consistent_rms: float | None
     eps: float
     extra_scale_factor: float
@@ -208,7 +208,7 @@ class MuonOptions(TypedDict, total=False):
     muon_a: float
     muon_b: float
     muon_c: float
-    ns_coeffs: str | Sequence[float] | Sequence[Sequence[float]]
+    ns_coeffs: str | Sequence[Any]
     num_ns_steps: int
     rms_rate: float | None
     scale_mode: str

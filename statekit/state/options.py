@@ -16,6 +16,7 @@ from statekit.state.factoring import PathPattern, by_shape, effective, first_ent
 from statekit.state.schema import OptimizerSchema, Spelling, load_schema
 from statekit.state.train_state import BY_NAME, EXCLUDED, Rule
 from statekit.tensors.tensor import DTYPES, Shape
+from statekit.tensors.typed import Finite, fits
 
 CLASSES = {
     "adafactor": "Adafactor", "scaled_adam": "ScaledAdam", "lans": "LANS", "lamb": "LAMB", "adamw": "AdamW",
@@ -36,6 +37,8 @@ FACTOR = "learning_rate_factor"
 """What a group of an optimizer in Keras multiplies the learning rate by."""
 FACTOR_MAP = "factor_map"
 """Rules by name, which every Adafactor of ours takes."""
+COEFFICIENTS = "ns_coefficients"
+"""Muon's, of each iteration: three numbers, or a row of them for each."""
 LOGICAL = "logical_factor_rules"
 """Rules by logical axes, which are for models of T5X: no optimizer of ours takes them."""
 
@@ -129,7 +132,7 @@ def read_options(
     places: dict[str, str] = {}
     faults: list[tuple[str, str]] = []
     remedies: dict[str, None] = {}
-    for name, value in said.items():
+    for name, value in _whole(rules, variant, natives, said).items():
         parts = _meanings(name, value, known, natives)
         if not parts:
             elsewhere = _elsewhere(rules, variant, name, rate)
@@ -154,6 +157,24 @@ def read_options(
     return Options(values, tuple(faults), "; ".join(remedy for remedy in remedies if remedy))
 
 
+def _whole(
+    rules: OptimizerSchema,
+    variant: str,
+    natives: Mapping[str, Mapping[str, Spelling]],
+    said: Mapping[str, Any],
+) -> Mapping[str, Any]:
+    """Returns what was said, arguments that make up an array as that array, under the first of their names."""
+    whole = dict(said)
+    for argument, meanings in natives.items():
+        for canonical, spelling in meanings.items():
+            if not spelling.parts or whole.keys().isdisjoint(spelling.parts):
+                continue
+            usual = rules.variant(variant)["defaults"][canonical]
+            pairs = zip(spelling.parts, usual, strict=True)
+            whole[argument] = [whole.pop(part, default) for part, default in pairs]
+    return whole
+
+
 def _fault(rules: OptimizerSchema, variant: str, name: str, value: Any) -> str:
     """Returns what is wrong with an option's value as such; what it says by name is checked with the parameters."""
     if name == FACTOR_MAP:
@@ -166,10 +187,18 @@ def _fault(rules: OptimizerSchema, variant: str, name: str, value: Any) -> str:
         )
     if name == "dtype_momentum" and (value or "float32") not in DTYPES:
         return "expected a dtype"
+    if name == COEFFICIENTS and not _are_coefficients(value):
+        return "expected three numbers, or rows of three"
     if name == EXCLUDED and isinstance(value, Mapping):
         by_mask = variant_constants(rules.name, variant).get("decay_exclusions") == "mask"
         return "" if by_mask else "expected a list of regexes"
     return _said_by_name(name, value)
+
+
+def _are_coefficients(value: Sequence[Any]) -> bool:
+    """Tells whether a value can be the coefficients of Newton-Schulz iterations."""
+    are_rows = len(value) > 0 and all(isinstance(row, list | tuple) for row in value)
+    return all(fits([*row], list[Finite]) and len(row) == 3 for row in (value if are_rows else [value]))
 
 
 def _said_by_name(name: str, value: Any) -> str:
