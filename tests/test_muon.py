@@ -125,7 +125,7 @@ SHAPES = (
 
 def checkpoint_of(name: str) -> Path:
     folder = RECORDINGS / name / "checkpoint"
-    names = ("dcp", "checkpoint.pt", "ckpt", "run", "model.keras")
+    names = ("dcp", "checkpoint.pt", "ckpt", "run", "model.keras", "state")
     return next((folder / name for name in names if (folder / name).exists()), folder)
 
 

@@ -53,7 +53,7 @@ from statekit.files.integrity import check_undamaged, check_whole, proven
 from statekit.files.source import first_bytes, listing, looking, not_there, reading, walked
 from statekit.files.tree import Place, size_of
 from statekit.state.facts import with_optimizer
-from statekit.state.schema import WEIGHTS, load_schema
+from statekit.state.schema import WEIGHTS, is_native, load_schema
 from statekit.state.told_schedule import told_schedule, with_own_rate
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import nbytes
@@ -412,7 +412,12 @@ def decoded(layout: Layout, checkpoint: Checkpoint, hints: CheckpointRef) -> Tra
 
 def _check_variant(layout: Layout, checkpoint: Checkpoint, hints: CheckpointRef) -> None:
     """Refuses a variant that isn't the file's own, or, where the file doesn't say one, none that has such names."""
-    stored = dict(layout.decode(checkpoint, replace(hints, variant=None)).optimizer.kinds)
+    # Where a state may have no schema, numbers may be of the optimizer that the variant names.
+    numbers = {} if any(map(is_native, layout.variants)) else hints.hparams
+    unsaid = replace(hints, variant=None, hparams=numbers)
+    stored = dict(layout.decode(checkpoint, unsaid).optimizer.kinds)
+    if any(map(is_native, stored)):
+        return  # nothing in the file says whose rule it is
     for schema, part in hints.of(stored).items():
         variant = stored[schema]
         possible = (variant,) if variant is not None else layout.variants.get(schema, ())

@@ -20,9 +20,9 @@ class Partition(GroupedOptimizer):
     State and options of a group are those of the class for its schema: `statekit.torch.Adafactor`, `AdamW`, ...
 
     Args:
-        params: Groups: `params` of (name, parameter), `schema` (adafactor, adamw, lamb, lans, muon or scaled_adam), `variant`
-            in that schema, and options by their canonical names or the variant's own; those that aren't given are as
-            the variant has them.
+        params: Groups: `params` of (name, parameter), `schema` (adafactor, adamw, lamb, lans, muon or scaled_adam),
+            `variant` in that schema, and options by their canonical names or the variant's own; those that aren't given
+            are as the variant has them. Groups of Keller Jordan's Muon may say `use_muon` instead of both.
         lr: Learning rate of groups without one of their own: a number, a 0-d array, or None if it is given later.
         foreach: Whether equal parameters are moved together; if not, each by itself, bit for bit as replay does.
 
@@ -55,6 +55,9 @@ class Partition(GroupedOptimizer):
         return tuple(CLASSES)
 
     def _kind(self, group: ParamGroup) -> tuple[OptimizerSchema, str]:
+        if isinstance(use_muon := group.get("use_muon"), bool):
+            group.setdefault("schema", "muon" if use_muon else "adamw")
+            group.setdefault("variant", "keller")
         schema, variant = group.get("schema"), group.get("variant")
         if schema not in CLASSES or not isinstance(variant, str):
             raise UsageError(

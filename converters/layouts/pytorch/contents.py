@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib import resources
+from types import MappingProxyType
 from typing import Any
 
 from statekit.conversion.contracts import Contents
@@ -54,11 +55,12 @@ class Signature:
         fixed: Options that must have these values where they are there.
         inferred: Options that its groups don't have, as its release does it.
         assumed: Options that nothing says, with a default and whose that is.
-        renamed: Slots of other names -> the names of PyTorch's own.
+        renamed: Slots and options of other names -> the names of PyTorch's own.
         private: Options that mean nothing to PyTorch's own.
         beyond: Why no other system goes on with it; "" if others do.
         several: Optimizers of which any may have left such a state.
         called: The class under whose name the file has the state; without it the state is another's.
+        asked: Whether its state is also another's: somebody has to say whose rule it is.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Signature:
     beyond: str = ""
     several: tuple[str, ...] = ()
     called: str = ""
+    asked: bool = False
 
     def fits(self, slots: Collection[str], groups: Sequence[Mapping[str, Any]]) -> bool:
         """Tells whether an optimizer has its slots and no others, and its options in every group.
@@ -169,8 +172,12 @@ def _networks(checkpoint: Checkpoint, pairs: Mapping[Path, Path]) -> Contents:
     return Contents(what, {}, {}, checkpoint.tensors)
 
 
-def signature_of(parts: Parts) -> Signature | None:
+def signature_of(parts: Parts, variants: Mapping[str, str] = MappingProxyType({})) -> Signature | None:
     """Returns the signature that an optimizer has, or that of which it has lost slots; None if none fits.
+
+    Args:
+        parts: The optimizer.
+        variants: Whose rule it is, by schema, if somebody says so.
 
     Groups without parameters say nothing, as torch.distributed takes their options. Slots are lost where the many
     options of a group are those of a schema's optimizer, and some of its slots, but not all, are there: decoding lists
@@ -179,7 +186,11 @@ def signature_of(parts: Parts) -> Signature | None:
     slots = {str(slot) for record in parts.state.values() for slot in unwrapped_record(record)}
     slots |= parts.common.keys()
     groups = [group for group in parts.groups if group["params"]] or parts.groups
-    candidates = _candidates(parts.places[1])
+    candidates = [
+        one
+        for one in _candidates(parts.places[1])
+        if not one.asked or variants.get(one.schema or "", variants.get("")) == one.variant
+    ]
     fits = [signature for signature in candidates if signature.fits(slots, groups)]
     if not fits:
         fits = [signature for signature in candidates if _has_lost(signature, slots, groups)]

@@ -15,6 +15,7 @@ import itertools
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -164,6 +165,7 @@ KINDS = (
     TorchOptimizer("muon", "torch", ("ns_coefficients", "adjust_lr_fn"), None),
     TorchOptimizer("muon", "keller", ("use_muon", "momentum"), None, told={_USE_MUON: True}),
     TorchOptimizer("adamw", "keller", ("use_muon", "betas"), "", told={_USE_MUON: False}),
+    TorchOptimizer("muon", "emerging", ("extra_scale_factor",), None),
     TorchOptimizer("muon", "moonlight", ("adamw_betas", "momentum"), None, marked=True),
     TorchOptimizer("adamw", "moonlight", ("adamw_betas", "adamw_eps"), "", marked=False),
 )
@@ -226,7 +228,7 @@ class TorchOptim:
         default_factory=lambda: {
             "adamw": ("torch", "keller", "moonlight"),
             "adafactor": ("hf", "torch"),
-            "muon": ("torch", "keller", "moonlight"),
+            "muon": ("torch", "keller", "moonlight", "emerging"),
             native.SCHEMA: (),
         }
     )
@@ -513,12 +515,12 @@ def _parts_and_kinds(
     if beside is None:
         parts = find_parts(checkpoint, hints.model)
         parts = _by_rule(parts) if parts else None
-        kinds = _kinds(parts) if parts else []
+        kinds = _kinds(parts, hints.variants) if parts else []
         if parts is None or not kinds:
             raise _incomplete(checkpoint)
         return _as_torch(parts, kinds[0]), kinds, _said_of_pair(checkpoint, parts), []
     sides = [_by_rule(parts) for parts in beside.each]
-    of_sides = [_kinds(parts) for parts in sides]
+    of_sides = [_kinds(parts, hints.variants) for parts in sides]
     places = ["/".join(map(str, place)) for place in beside.places]
     Faults(_without_schema(places, of_sides, sides)).check(
         StateError,
@@ -698,13 +700,13 @@ def _extra(parts: Parts, names: Iterable[str], kinds: Sequence[TorchOptimizer]) 
     return extra
 
 
-def _kind(parts: Parts) -> TorchOptimizer | None:
+def _kind(parts: Parts, variants: Mapping[str, str]) -> TorchOptimizer | None:
     """Returns the optimizer that parts are of, by their signature; None if it is none of these.
 
     One without a signature, or whose signature has no schema, has what it keeps under its own names.
     """
     slot_names = {key for record in parts.state.values() for key in record}
-    signature = signature_of(parts) if parts.groups else None
+    signature = signature_of(parts, variants) if parts.groups else None
     if slot_names and _is_bare(parts) and signature is None and (kind := _kind_by_slots(slot_names)):
         return kind
     if signature is None or signature.schema is None:
@@ -714,15 +716,15 @@ def _kind(parts: Parts) -> TorchOptimizer | None:
     return next((replace(kind, signature=signature) for kind in same), None)
 
 
-def _kinds(parts: Parts) -> list[TorchOptimizer]:
+def _kinds(parts: Parts, variants: Mapping[str, str] = MappingProxyType({})) -> list[TorchOptimizer]:
     """Returns whose each group is; none if some is nobody's.
 
     Groups are of one optimizer, of the two rules of one class, or of several that torch.distributed has gathered.
     """
-    kind = _kind(parts)
+    kind = _kind(parts, variants)
     if kind is not None and not kind.is_native:
         return [kind] * len(parts.groups)
-    each = [_kind(_only(parts, group)) for group in parts.groups]
+    each = [_kind(_only(parts, group), variants) for group in parts.groups]
     kinds = [other for other in each if other is not None and not other.is_native]
     if len(kinds) == len(each) > 1:
         return kinds
@@ -798,7 +800,9 @@ def _is_bare(parts: Parts) -> bool:
 def _as_torch(parts: Parts, kind: TorchOptimizer) -> Parts:
     """Returns an optimizer's parts in the words of PyTorch's own, where they are of a dialect."""
     dialect = kind.signature
-    if dialect is None or not (dialect.renamed or dialect.private or dialect.assumed):
+    if dialect is None or kind.count is None:
+        return parts
+    if not (dialect.renamed or dialect.private or dialect.assumed):
         return parts
     counts = {index: group.get(STEP) for group in parts.groups for index in group["params"]}
     state: dict[Any, Mapping[str, Any]] = {}
@@ -915,7 +919,9 @@ def _groups(
             yield Group(tuple(map(path_of, param_names)), shown, dict.fromkeys(shown, "file"))
             continue
         schema = load_schema(kind.schema)
-        values = schema.canonical(str(kind.variant), options, f"param_groups/{i}")
+        renamed = {} if kind.signature is None else kind.signature.renamed
+        said = {renamed.get(key, key): value for key, value in options.items()}
+        values = schema.canonical(str(kind.variant), said, f"param_groups/{i}")
         faults = Faults()
         for name, value in values.items():
             if value is not scalar(value) and (fault := schema.fault(name, scalar(value))):

@@ -1,0 +1,211 @@
+"""Muon as a drop-in: it goes on from the originals' files as they recorded their next updates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from test_muon import RECORDINGS, checkpoint_of
+
+import statekit
+from statekit.conversion.open_state import open_state
+from statekit.errors import UnknownRuleError
+from statekit.optim.newton_schulz import WITHIN
+
+LIMIT = WITHIN["bfloat16"]
+"""How far an update may be from the original's, of its largest entry (docs/bounds.md)."""
+EMERGING = {
+    "variant": "muon/emerging",
+    "hparams": {
+        "muon/nesterov": True,
+        "muon/coefficient_type": "quintic",
+        "muon/num_ns_steps": 5,
+        "muon/scale_mode": "spectral",
+        "muon/extra_scale_factor": 0.2,
+        "muon/fp32_matmul_prec": "medium",
+        "muon/weight_decay_method": "decoupled",
+    },
+}
+"""What only the constructor of Emerging-Optimizers' Muon knows, as the recording was made."""
+TOLD: Mapping[str, Mapping[str, Any]] = {
+    "emerging_optimizers_spectral": EMERGING,
+    "keller_single_conv": {"variant": "muon/keller"},
+    "optax_default_standard": {},
+}
+"""What the files don't say."""
+ORIGINALS = (
+    "torch_list",
+    "torch_accelerate",
+    "torch_dcp",
+    "torch_dcp_flattened",
+    "torch_dict_rms",
+    "torch_groups_flatkeys",
+    "keller_aux_adam",
+    "keller_single_conv",
+    "moonlight",
+    "optax_default_standard",
+    "emerging_optimizers_spectral",
+)
+
+
+class Recorded:
+    """A recorded run from its checkpoint on."""
+
+    def __init__(self, name: str) -> None:
+        self.meta = json.loads((RECORDINGS / name / "meta.json").read_text())
+        self._grads = load_file(RECORDINGS / name / "grads.safetensors")
+        self._states = load_file(RECORDINGS / name / "trajectory.safetensors")
+        self.names = {path: self.meta["extra"].get("fqn", {}).get(path, path) for path in self.meta["params"]}
+        self.step = self.meta["checkpoint_step"]
+
+    def params(self, step: int) -> dict[str, np.ndarray]:
+        return {name: self._states[f"{step}/param/{path}"] for path, name in self.names.items()}
+
+    def __iter__(self) -> Iterator[tuple[Any, dict[str, np.ndarray]]]:
+        """Yields the rate or the rates of each further update, and its gradients."""
+        for step in range(self.step + 1, self.meta["steps"] + 1):
+            grads = {name: self._grads[f"{step}/{path}"] for path, name in self.names.items()}
+            yield self.meta["learning_rate"][step - 1], grads
+
+    def misses(self, step: int, params: Mapping[str, Any]) -> dict[str, float]:
+        """Returns how far each parameter is from where it was, of the largest movement of that update."""
+        before, after = self.params(step - 1), self.params(step)
+        moved = {name: np.abs(after[name] - before[name]).max() for name in after}
+        off = {name: np.abs(np.asarray(params[name]) - after[name]).max() for name in after}
+        return {name: float(off[name] / (moved[name] or 1.0)) for name in after}
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", ORIGINALS)
+def test_pytorch_goes_on_as_recorded(name: str) -> None:
+    torch = pytest.importorskip("torch")
+    from statekit.torch import Partition, load_optimizer
+
+    recorded = Recorded(name)
+    model = {
+        n: torch.nn.Parameter(torch.from_numpy(value.copy()))
+        for n, value in recorded.params(recorded.step).items()
+    }
+    optimizer = load_optimizer(checkpoint_of(name), model.items(), lr=0.02, **TOLD.get(name, {}))
+    assert isinstance(optimizer, Partition)
+    for step, (rates, grads) in enumerate(recorded, recorded.step + 1):
+        for i, group in enumerate(optimizer.param_groups):
+            group["lr"] = rates[i] if isinstance(rates, list) else rates
+        for n, param in model.items():
+            param.grad = torch.from_numpy(grads[n])
+        optimizer.step()
+        off = recorded.misses(step, {n: param.detach() for n, param in model.items()})
+        assert max(off.values()) < LIMIT
+        assert sorted(off.values())[len(off) // 2] < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.jax
+@pytest.mark.parametrize("name", [name for name in ORIGINALS if name != "torch_dict_rms"])
+def test_jax_goes_on_as_recorded(name: str) -> None:
+    jax = pytest.importorskip("jax")
+    optax = pytest.importorskip("optax")
+    from statekit.jax import load_optimizer
+
+    recorded = Recorded(name)
+    rates = recorded.meta["learning_rate"][-1]
+    rate = dict(zip(("muon", "adamw"), rates if isinstance(rates, list) else [rates] * 2, strict=True))
+    params = {n: jax.numpy.asarray(value) for n, value in recorded.params(recorded.step).items()}
+    optimizer, state = load_optimizer(checkpoint_of(name), params, learning_rate=rate, **TOLD.get(name, {}))
+    update = jax.jit(optimizer.update)
+    for step, (_, grads) in enumerate(recorded, recorded.step + 1):
+        updates, state = update(grads, state, params)
+        params = optax.apply_updates(params, updates)
+        assert max(recorded.misses(step, params).values()) < LIMIT
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"nesterov": False, "rms_rate": None}, marks=pytest.mark.slow)]
+)
+def test_tensorflow_makes_the_updates_of_keras(options: dict[str, Any]) -> None:
+    keras = pytest.importorskip("keras")
+    tf = pytest.importorskip("tensorflow")
+    from statekit.tensorflow import Muon
+
+    draw = np.random.default_rng(0).normal
+    values = [draw(size=shape).astype("float32") for shape in ((8, 5), (8, 5), (5, 8))]
+    theirs, ours = ([keras.Variable(v, name=f"kernel{i}") for i, v in enumerate(values)] for _ in range(2))
+    original, optimizer = keras.optimizers.Muon(0.02, **options), Muon(0.02, **options)
+    for _ in range(3):
+        before = [variable.numpy() for variable in theirs]
+        grads = [tf.constant(draw(size=value.shape).astype("float32")) for value in values]
+        original.apply(grads, theirs)
+        optimizer.apply(grads, ours)
+        for old, left, right in zip(before, theirs, ours, strict=True):
+            moved = np.abs(left.numpy() - old).max()
+            assert np.abs(left.numpy() - right.numpy()).max() < WITHIN["float32"] * moved
+
+
+@pytest.mark.torch
+def test_groups_may_be_as_kellers_classes_take_them(tmp_path: Path) -> None:
+    """And what they save is converted into the file that his classes load."""
+    torch = pytest.importorskip("torch")
+    from statekit.torch import Partition
+
+    recorded = Recorded("keller_aux_adam")
+    shown = recorded.meta["extra"]["optimizers"][0]["param_groups"]
+    model = {n: torch.nn.Parameter(torch.from_numpy(v.copy())) for n, v in recorded.params(0).items()}
+    groups = [{**group, "params": [(n, model[n]) for n in group["params"]]} for group in shown]
+    optimizer = Partition(groups)
+    grads = load_file(RECORDINGS / "keller_aux_adam" / "grads.safetensors")
+    for step in range(1, recorded.step + 1):
+        for path, n in recorded.names.items():
+            model[n].grad = torch.from_numpy(grads[f"{step}/{path}"])
+        optimizer.step()
+    weights = {n: param.detach() for n, param in model.items()}
+    torch.save({"model": weights, "optimizer": optimizer.state_dict()}, tmp_path / "ours.pt")
+    statekit.convert(tmp_path / "ours.pt", tmp_path / "his.pt", layout="torch-optim")
+    left, right = (
+        torch.load(file, weights_only=True)["optimizer"]
+        for file in (checkpoint_of("keller_aux_adam"), tmp_path / "his.pt")
+    )
+    for old, new in zip(left["param_groups"], right["param_groups"], strict=True):
+        assert {**new, **old} == new
+    for index, record in left["state"].items():
+        assert right["state"][index].keys() == record.keys()
+        for slot, value in record.items():
+            torch.testing.assert_close(right["state"][index][slot], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.torch
+def test_a_state_that_may_be_anothers_is_muons_where_somebody_says_so(tmp_path: Path) -> None:
+    source = checkpoint_of("emerging_optimizers_spectral")
+    with open_state(source) as opened:
+        assert opened.state.optimizer.kinds == (("torch_native", None), ("adamw", "torch"))
+    statekit.convert(source, tmp_path / "there.pt", variant="muon/emerging")
+    assert not statekit.diff(source, tmp_path / "there.pt").differences
+    with open_state(tmp_path / "there.pt") as opened:
+        assert opened.state.optimizer.kinds == (("torch_native", None), ("adamw", "torch"))
+
+
+@pytest.mark.torch
+def test_a_vector_is_refused_by_its_name() -> None:
+    torch = pytest.importorskip("torch")
+    from statekit.torch import Muon
+
+    linear = torch.nn.Linear(4, 3)
+    optimizer = Muon(linear.named_parameters(), lr=0.01)
+    linear(torch.ones(2, 4)).sum().backward()
+    with pytest.raises(UnknownRuleError, match="bias"):
+        optimizer.step()
+
+
+def test_coefficients_are_three_numbers_or_rows_of_them() -> None:
+    from statekit.state.options import read_options
+
+    for wrong in ([1, 2], [1, 2, "x"], [[1, 2, 3], [1, 2]], []):
+        assert read_options("muon", "torch", {"ns_coefficients": wrong}).faults
+    assert read_options("muon", "keras", {"muon_b": -3.0}).values == {
+        "ns_coefficients": [3.4445, -3.0, 2.0315]
+    }
