@@ -413,10 +413,7 @@ class TorchOptim:
         order = [path for group in canonical for path in group.paths]
         names = names_of(state.extra, order)
         index = {path: names[path] if by_name else i for i, path in enumerate(order)}
-        # What has no schema has its records in the order of their birth, whatever their groups.
-        records = native.native_records(state, order) if any(kind.is_native for kind in kinds) else {}
-        for kind, group in zip(kinds, canonical, strict=True):
-            records |= {} if kind.is_native else _records_of(kind, state, group, faults)
+        records = _records_of(kinds, canonical, state, faults)
         groups = [
             {
                 **self._options(kind, state, group),
@@ -431,6 +428,21 @@ class TorchOptim:
 
 
 def _records_of(
+    kinds: Sequence[TorchOptimizer], groups: Sequence[Group], state: TrainState, faults: Faults
+) -> dict[str, dict[str, Any]]:
+    """Returns what an optimizer keeps of each parameter, by path.
+
+    What has no schema comes in the order of its birth, whatever its groups.
+    """
+    pairs = list(zip(kinds, groups, strict=True))
+    bare = [path for kind, group in pairs if kind.is_native for path in group.paths]
+    records = native.native_records(state, bare)
+    for kind, group in pairs:
+        records |= {} if kind.is_native else _records_of_group(kind, state, group, faults)
+    return records
+
+
+def _records_of_group(
     kind: TorchOptimizer, state: TrainState, group: Group, faults: Faults
 ) -> dict[str, dict[str, Any]]:
     """Returns what an optimizer keeps of each parameter of a group, by path; one that was never moved has none."""
