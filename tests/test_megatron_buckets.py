@@ -77,7 +77,8 @@ def test_a_weight_that_is_not_its_masters_rounding_is_noticed(tmp_path: Path) ->
 def test_slices_of_the_format_torch_are_refused(tmp_path: Path) -> None:
     for rank in (0, 1):
         (tmp_path / f"mp_rank_{rank:02d}").mkdir()
-        (tmp_path / f"mp_rank_{rank:02d}" / "model_optim_rng.pt").touch()
+        saved = {"model": {"w": torch.ones(3)}, "optimizer": {"optimizer": {"param_groups": []}}}
+        torch.save(saved, tmp_path / f"mp_rank_{rank:02d}" / "model_optim_rng.pt")
     with pytest.raises(RefusedError, match="mp_rank_01"):
         open_state(tmp_path)
 
@@ -166,18 +167,13 @@ def test_parameters_are_looked_for_in_time_that_grows_with_their_number() -> Non
     assert len(whole) == 4 * count and len(reads) <= 2 * count
 
 
-@pytest.mark.parametrize(
-    ("state", "match"), [({0: {"exp_avg": torch.ones(3)}}, "by number"), ({}, "isn't there|aren't there")]
-)
-def test_a_legacy_folder_without_gathered_values_says_what_it_is(
-    state: dict[int, Any], match: str, tmp_path: Path
-) -> None:
+def test_a_legacy_folder_without_gathered_values_says_what_it_is(tmp_path: Path) -> None:
     folder = tmp_path / "iter_0000003" / "mp_rank_00"
     folder.mkdir(parents=True)
     groups = [{"params": [0], "lr": 0.1, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}]
-    saved = {"model": {"w": torch.ones(3)}, "optimizer": {"state": state, "param_groups": groups}}
+    saved = {"model": {"w": torch.ones(3)}, "optimizer": {"state": {}, "param_groups": groups}}
     torch.save(saved, folder / "model_optim_rng.pt")
-    with pytest.raises(StatekitError, match=match) as refused:
+    with pytest.raises(StatekitError, match="aren't there") as refused:
         open_state(tmp_path)
     assert "model_optim_rng.pt" in refused.value.remedy
 

@@ -193,7 +193,8 @@ def test_a_path_cannot_become_code() -> None:
                 SavedRun(container, layout, path, 3), state(schema, next(iter(variants), None))
             )
             if container == "megatron":
-                (line,) = lines
+                line, *comments = lines
+                assert all(comment.startswith("# ") for comment in comments)
                 assert line.startswith(f"--load {shlex.quote(str(path.parent))} --ckpt-format torch_dist ")
                 assert all(
                     re.fullmatch(r"--[a-z0-9_-]+", word)
@@ -225,7 +226,9 @@ def test_megatron_lm_is_told_what_it_can_load(tmp_path: Path) -> None:
         "--use-distributed-optimizer --dist-ckpt-optim-fully-reshardable --use-checkpoint-opt_param-scheduler"
     )
     for schedules in ((), (schedule,)):
-        (line,) = resume_lines(replace(place, run=RunState(schedules)), known)
+        line, *comments = resume_lines(replace(place, run=RunState(schedules)), known)
+        assert "--clip-grad" in comments[0] and "mean over loss_mask" in comments[1]
+        assert ("counts samples" in comments[-1]) is bool(schedules)
         assert line == f"--load {tmp_path} --ckpt-format torch_dist {flags}"
     rate = {"dtype": "float32", "value": 0.1}
     group = {"paths": ["a"], "hyperparameters": {"learning_rate": rate}, "known_from": {}}
@@ -233,7 +236,7 @@ def test_megatron_lm_is_told_what_it_can_load(tmp_path: Path) -> None:
     lines = resume_lines(replace(place, run=RunState((other,))), known)
     ast.parse("\n".join(lines))
     assert any("dist_checkpointing.load" in line for line in lines) and not any("--load" in x for x in lines)
-    (line,) = resume_lines(replace(place, layout="megatron", converted=False), known)
+    line, *_ = resume_lines(replace(place, layout="megatron", converted=False), known)
     assert line == f"--load {tmp_path} --ckpt-format torch_dist"
 
 

@@ -7,11 +7,12 @@ It reads and writes an iteration: a folder of torch.distributed with two files b
                        common.pt               what no rank cuts: options of the groups, counts, arguments
                        .metadata, *.distcp     everything that is cut, as in `dcp`, under flat keys
 
-Out comes the tree {"common": ..., "sharded": {key: tensor or object}}. The folders of Megatron-LM's format `torch` with
-a distributed optimizer are read as the same, of one model-parallel rank:
+Out comes the tree {"common": ..., "sharded": {key: tensor or object}}. The folders of Megatron-LM's format `torch` are
+read as well. One with a distributed optimizer is of one rank, and its buckets lie in `sharded`. Any other has `ranks`,
+what each rank's file holds:
 
-    <run>/iter_0000004/mp_rank_00/model_optim_rng.pt    the model, groups, counts, arguments
-                                  distrib_optim.pt      the optimizer's buckets, gathered by one rank
+    <run>/iter_0000004/mp_rank_00/model_optim_rng.pt    the model, the optimizer, counts, arguments
+                                  distrib_optim.pt      a distributed optimizer's buckets, gathered by one rank
 Source: NVIDIA/Megatron-LM megatron/core/dist_checkpointing/core.py, strategies/torch.py, strategies/common.py;
 megatron/training/checkpointing.py, `get_checkpoint_name`.
 """
@@ -19,6 +20,7 @@ megatron/training/checkpointing.py, `get_checkpoint_name`.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -40,7 +42,8 @@ from statekit.tensors.tree import strict_json
 COMMON, SHARDED = "common", "sharded"
 """The parts of the tree."""
 _CONFIG, _COMMON_FILE = "metadata.json", "common.pt"
-_LEGACY, _GATHERED = "mp_rank_00/model_optim_rng.pt", "distrib_optim.pt"
+_MODEL, _GATHERED = "model_optim_rng.pt", "distrib_optim.pt"
+_LEGACY, _RANK, _RANKS = f"mp_rank_00/{_MODEL}", re.compile(r"mp_rank_\d{2,3}"), "ranks"
 _DISTRIBUTED = "optimizer.distributed.dp_group_idx_0"
 """Where a distributed optimizer of one model-parallel rank lies in the tree."""
 _LATEST = "latest_checkpointed_iteration.txt"
@@ -110,38 +113,32 @@ class Megatron:
     def _open_legacy(self, path: Place, step: int | None, budget: Budget | None) -> Checkpoint:
         """Opens a folder of the format `torch`, in the form that a gathered state has among distributed ones."""
         place, number, steps = step_folder(path, step, _LEGACY, "checkpoint of Megatron-LM")
-        if ranks := [entry.name for entry in listing(place) if entry.name.startswith("mp_rank_")][1:]:
-            raise RefusedError(
-                "Ranks of this run hold slices of the model, and the format torch doesn't say how they join.",
-                place=place,
-                expected="mp_rank_00 alone",
-                found=", ".join(ranks[:3]),
-                remedy="save it with --ckpt-format torch_dist",
-            )
+        ranks = _ranks(place)
         with opening(path, budget) as files:
-            saved = read_object(files.source(place / _LEGACY))
-            tree = saved.tree
-            if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
-                raise FormatError("A file of Megatron-LM holds no model.", place=place / _LEGACY)
+            saved = [read_object(files.source(place / rank / _MODEL)) for rank in ranks]
+            models = [part.tree for part in saved]
+            for rank, tree in zip(ranks, models, strict=True):
+                if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
+                    raise FormatError("A file of Megatron-LM holds no model.", place=place / rank / _MODEL)
+            others = {key: part for key, part in models[0].items() if key not in ("model", "optimizer")}
             values = (place / _LEGACY).with_name(_GATHERED)
-            if not values.exists():
-                raise _not_gathered(place / _LEGACY, values, tree.get("optimizer"))
-            gathered = read_object(files.source(values))
-            others = {key: part for key, part in tree.items() if key not in ("model", "optimizer")}
-            optimizer = tree.get("optimizer")
-            groups = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else optimizer
-            sharded = {
-                **tree["model"],
-                f"{_DISTRIBUTED}.optimizer/shard_0_1": [groups],
-                f"{_DISTRIBUTED}.param_state/shard_0_1": [gathered.tree],
-            }
+            findings = [finding for part in saved for finding in part.findings]
+            if all(_has_state(tree.get("optimizer")) for tree in models):
+                tree = {COMMON: others, SHARDED: {}, _RANKS: dict(zip(ranks, models, strict=True))}
+            else:
+                _refuse_ranks(place, ranks)
+                if not values.exists():
+                    raise _not_gathered(place / _LEGACY, values)
+                gathered = read_object(files.source(values))
+                findings += gathered.findings
+                tree = {COMMON: {"optimizer": {}, **others}, SHARDED: _gathered(models[0], gathered.tree)}
             return Checkpoint(
                 self.name,
                 place,
-                named({COMMON: {"optimizer": {}, **others}, SHARDED: sharded}),
+                named(tree),
                 {STEPS: steps},
                 number,
-                (*saved.findings, *gathered.findings),
+                tuple(findings),
                 files.close,
                 is_numbered=False,
             )
@@ -164,29 +161,76 @@ class Megatron:
                 file.write(str(encoded.step).encode())
 
 
-def _not_gathered(model: Place, values: Place, optimizer: Any) -> StatekitError:
+def _ranks(place: Place) -> list[str]:
+    """Returns the folders of tensor-parallel ranks, in their order.
+
+    Raises:
+        RefusedError: The run has pipeline stages, or experts on ranks of their own.
+        NotFoundError: A rank is missing.
+    """
+    names = sorted(entry.name for entry in listing(place) if entry.name.startswith("mp_rank_"))
+    if more := [name for name in names if not _RANK.fullmatch(name)]:
+        raise RefusedError(
+            "Ranks of this run hold stages of a pipeline or experts, and statekit joins tensor-parallel ranks alone.",
+            place=place,
+            expected="folders mp_rank_00, mp_rank_01, ...",
+            found=", ".join(more[:3]),
+            remedy="save it with --ckpt-format torch_dist",
+        )
+    expected = [f"mp_rank_{number:02d}" for number in range(len(names))]
+    if names != expected:
+        raise NotFoundError(
+            "A rank's folder isn't there.",
+            place=place,
+            expected=", ".join(expected[:5]),
+            found=", ".join(names[:5]),
+            remedy="copy the whole folder",
+        )
+    return names
+
+
+def _refuse_ranks(place: Place, ranks: list[str]) -> None:
+    """Refuses several ranks whose distributed optimizers lie in buckets of their own."""
+    if len(ranks) > 1:
+        raise RefusedError(
+            "Ranks of this run hold buckets of their own slices of the model, which statekit doesn't join.",
+            place=place,
+            expected="mp_rank_00 alone",
+            found=", ".join(ranks[1:4]),
+            remedy="save it with --ckpt-format torch_dist",
+        )
+
+
+def _has_state(optimizer: Any) -> bool:
+    """Tells whether a model's file has the optimizer's slots, by number, as it has without a distributed optimizer."""
+    parts = optimizer if isinstance(optimizer, dict) else {}
+    inner = parts.get("optimizer", parts)
+    return isinstance(inner, dict) and bool(inner.get("state"))
+
+
+def _gathered(tree: dict[str, Any], values: Any) -> dict[str, Any]:
+    """Returns the model and the buckets of a distributed optimizer, as they lie among distributed ones."""
+    optimizer = tree.get("optimizer")
+    groups = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else optimizer
+    return {
+        **tree["model"],
+        f"{_DISTRIBUTED}.optimizer/shard_0_1": [groups],
+        f"{_DISTRIBUTED}.param_state/shard_0_1": [values],
+    }
+
+
+def _not_gathered(model: Place, values: Place) -> NotFoundError:
     """Returns what to do about a folder of the format `torch` in which no rank has gathered an optimizer's buckets.
 
     Args:
         model: The model's file.
         values: Where a distributed optimizer's values would lie.
-        optimizer: What the model's file has of the optimizer.
     """
-    parts = optimizer if isinstance(optimizer, dict) else {}
-    inner = parts.get("optimizer", parts)
-    alone = f"read the model's file by itself: {model}"
-    if isinstance(inner, dict) and inner.get("state"):
-        return RefusedError(
-            "This run of Megatron-LM had no distributed optimizer: its slots lie in the model's file, by number.",
-            place=model,
-            expected=f"{_GATHERED} beside it",
-            remedy=f"{alone} (--param-names for the order); or save it with --ckpt-format torch_dist",
-        )
     return NotFoundError(
         "The values of Megatron-LM's distributed optimizer aren't there.",
         place=values,
         expected="the file that rank 0 writes beside the model's",
-        remedy=f"copy the whole folder; for the weights alone, {alone}",
+        remedy=f"copy the whole folder; for the weights alone, read the model's file by itself: {model}",
     )
 
 

@@ -16,7 +16,7 @@ from statekit.errors import Faults, UsageError
 from statekit.maps.links import StateMap
 from statekit.maps.model_map import ModelMap
 from statekit.tensors.tensor import Tensor, nbytes
-from statekit.tensors.tree import loose_json
+from statekit.tensors.tree import Record, loose_json
 
 
 def with_beside(maps: Iterable[StateMap], opened: OpenState) -> tuple[StateMap, ...]:
@@ -42,7 +42,7 @@ def _beside(first: ModelMap, opened: OpenState) -> tuple[dict[str, Any], str]:
     where = Path(gin["file"]).name if values else ""
     for place in () if values else settings.places:
         keys = place.split("/")
-        record = _record(_at(opened.state.extra, keys), place, Account(opened.budget))
+        record = settings.holding(_record(_at(opened.state.extra, keys), place, Account(opened.budget)))
         asked = {name: one for name, one in record.items() if settings.key(name) not in first.config}
         values, where = settings.translated(asked, faults), keys[-1]
         if values:
@@ -58,6 +58,7 @@ def _beside(first: ModelMap, opened: OpenState) -> tuple[dict[str, Any], str]:
 
 def _at(tree: Any, keys: Sequence[str]) -> Any:
     for key in keys:
+        tree = tree.state if isinstance(tree, Record) else tree
         tree = tree.get(key) if isinstance(tree, Mapping) else None
     return tree
 
@@ -67,4 +68,5 @@ def _record(part: Any, place: str, account: Account) -> Mapping[str, Any]:
     if isinstance(part, Tensor):
         account.hold(nbytes(part), "A file of settings", place)
         part = loose_json(part.read().tobytes(), place, account)
+    part = part.state if isinstance(part, Record) else part
     return part if isinstance(part, Mapping) else {}

@@ -942,6 +942,25 @@ _STATISTICS = (("optax", "tree", "batch_stats"), ("jax_weights", "batch_stats"))
 """Where a state's `extra` has what Flax' norms keep beside their parameters, by module."""
 
 
+def _with_choices(maps: Sequence[ModelMap]) -> list[ModelMap]:
+    """Returns a chain's maps, each without an alternative that is another's: several may have a choice of one name."""
+    theirs: dict[str, set[Any]] = {}
+    for each in maps:
+        for choice, alternatives in each.choices.items():
+            theirs.setdefault(choice, set()).update(alternatives)
+    return [
+        replace(
+            each,
+            config={
+                key: value
+                for key, value in each.config.items()
+                if key not in each.choices or value in each.choices[key] or value not in theirs[key]
+            },
+        )
+        for each in maps
+    ]
+
+
 def maps_of(
     name: str | None,
     config: Mapping[str, Any] | None = None,
@@ -975,7 +994,7 @@ def maps_of(
             config = settings.translated(config or {}, faults := Faults())
             faults.check(UsageError, f"The map {name} can't take its configuration", place="--config")
         maps = [load(one, config, files) for one in chained(name)]
-    maps = [replace(one, budget=budget) for one in maps]
+    maps = _with_choices([replace(one, budget=budget) for one in maps])
     maps = _building(maps, builds)
     if maps and model is not None:
         maps[-1] = replace(maps[-1], model=model)

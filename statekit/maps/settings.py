@@ -16,7 +16,9 @@ from typing import Any
 from statekit.errors import Faults
 
 Word = str | Mapping[str, Any] | None
-"""The map's name for a setting; with `values`, theirs and ours, where these differ too; None where it needs none."""
+"""The map's name for a setting; with `values`, theirs and ours, where these differ too; None where it needs none.
+
+`if` says which other settings switch it on; where they don't, it is that of `else`."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,16 @@ class Settings:
         """All names of the map that the codebase has one for."""
         return frozenset(key for name in self.keys if (key := self.key(name)) is not None)
 
+    def holding(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns a codebase's own record where a setting that another one switches off (`if`) is that of `else`."""
+        return {name: self._held(name, values) for name in values}
+
+    def _held(self, name: str, values: Mapping[str, Any]) -> Any:
+        word = self.keys.get(name)
+        needed = word.get("if", {}) if isinstance(word, Mapping) else {}
+        holds = all(values.get(other, value) == value for other, value in needed.items())
+        return values[name] if holds or not isinstance(word, Mapping) else values.get(word["else"])
+
     def translated(self, values: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
         """Returns settings by the map's names; those that it doesn't know stay as they are.
 
@@ -63,7 +75,7 @@ class Settings:
 
     def _value(self, name: str, value: Any) -> Any:
         word = self.keys.get(name)
-        if not isinstance(word, Mapping):
+        if not isinstance(word, Mapping) or "values" not in word:
             return value
         return next((ours for theirs, ours in word["values"] if theirs == value), _UNKNOWN)
 

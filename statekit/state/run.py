@@ -18,6 +18,7 @@ from typing import Any, Literal, TypeAlias
 from statekit.state.rates import Told
 from statekit.state.schedules.called import KEY as CALLED
 from statekit.state.schedules.called import called_rates
+from statekit.state.schedules.megatron import megatron_rates
 from statekit.state.schedules.mxnet import mxnet_rates
 from statekit.state.schedules.pytorch import torch_kind, torch_rates
 from statekit.tensors.tensor import TIES
@@ -202,7 +203,8 @@ _MXNET = "mxnet.lr_scheduler."
 MEGATRON = "OptimizerParamScheduler"
 """Megatron-LM's schedule. Source: NVIDIA/Megatron-LM megatron/core/optimizer_param_scheduler.py, `state_dict`."""
 _OF_MEGATRON = frozenset({"lr_decay_style", "lr_decay_steps", "num_steps"})
-_COUNTS_SAMPLES = "Megatron-LM's schedule counts samples, not updates"
+_COMMON = "megatron_common"
+"""Key in a state's extra: what Megatron-Core keeps in common.pt beside the optimizer."""
 PLACES: tuple[tuple[str, Part], ...] = (
     ("*/scaler", "scaler"),
     ("*/grad_scaler", "scaler"),
@@ -321,11 +323,15 @@ class _Around:
         arguments: Those of the Trainer that made it.
         bases: The rate that each group began with, None where its options don't say it.
         call: The call that makes it.
+        iterations: The updates of a run of Megatron-LM.
+        program: The arguments of Megatron-LM, where its files have them.
     """
 
     arguments: Mapping[str, Any] | None = None
     bases: tuple[float | None, ...] = ()
     call: Mapping[str, Any] | None = None
+    iterations: Any = None
+    program: Mapping[str, Any] = field(default_factory=dict)
 
     @staticmethod
     def of(extra: Mapping[str, Tree]) -> _Around:
@@ -341,7 +347,16 @@ class _Around:
             arguments if isinstance(arguments, Mapping) else None,
             tuple(base if type(base) in (int, float) else None for base in bases),
             call if isinstance(call, Mapping) else None,
+            *_of_megatron(extra.get(_COMMON)),
         )
+
+
+def _of_megatron(common: Tree) -> tuple[Any, Mapping[str, Any]]:
+    """Returns the iterations of a run of Megatron-LM, and the arguments of its program."""
+    known = common if isinstance(common, Mapping) else {}
+    arguments = known.get("args")
+    state = arguments.state if isinstance(arguments, Record) else arguments
+    return known.get("iteration"), state if isinstance(state, Mapping) else {}
 
 
 def _is_of_rate(path: Path) -> bool:
@@ -413,7 +428,8 @@ def _schedule(node: Tree, name: str, around: _Around = _Around()) -> Schedule | 
         )
     if isinstance(node, Mapping) and node.keys() >= _OF_MEGATRON:
         given = {key: value for key, value in node.items() if key != "num_steps"}
-        return Schedule(MEGATRON, given, _count(node, "num_steps"), name, (_COUNTS_SAMPLES,))
+        does = megatron_rates(node, around.iterations, around.program)
+        return Schedule(MEGATRON, given, _count(node, "num_steps"), name, (does,))
     if not isinstance(node, Mapping) or not _is_scheduler(node, name):
         return None
     torch_class = torch_kind(node)

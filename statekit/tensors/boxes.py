@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from statekit.budget import Account
-from statekit.errors import UsageError
+from statekit.errors import CorruptError, UsageError
 from statekit.tensors.tensor import Array, DType, Index, Shape, Tensor, index_shape, normal_index
 
 Box: TypeAlias = tuple[Shape, Shape]
@@ -187,3 +187,52 @@ class Cut:
         """Describes the tensor."""
         box = [[part.start, part.stop] for part in self.box]
         return {"op": "cut", "source": self.tensor.to_json(), "box": box}
+
+
+@dataclass(frozen=True)
+class Agreed:
+    """A tensor that several ranks hold, each the same: reading it compares them.
+
+    Attributes:
+        tensors: What the ranks hold.
+        name: Its name, for messages.
+        remedy: What to do where they differ.
+
+    Raises:
+        CorruptError: When read, they differ.
+    """
+
+    tensors: tuple[Tensor, ...]
+    name: str
+    remedy: str = ""
+
+    @property
+    def shape(self) -> Shape:
+        """The shape."""
+        return self.tensors[0].shape
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype."""
+        return self.tensors[0].dtype
+
+    @property
+    def grain(self) -> Shape:
+        """The first's cheapest block."""
+        return self.tensors[0].grain
+
+    def read(self, index: Index | None = None) -> Array:
+        """Reads a block of all, and compares them."""
+        first, *others = (tensor.read(index) for tensor in self.tensors)
+        if any(first.tobytes() != other.tobytes() for other in others):
+            raise CorruptError(
+                "Ranks hold different values of what each of them has whole.",
+                place=self.name,
+                expected=f"equal values on {len(self.tensors)} ranks",
+                remedy=self.remedy,
+            )
+        return first
+
+    def to_json(self) -> dict[str, Any]:
+        """Describes the tensor: the first."""
+        return self.tensors[0].to_json()

@@ -434,11 +434,19 @@ def loose(tree: Mapping[Any, Tree]) -> dict[Any, Tensor]:
 
 
 def without(tree: Tree, path: Path) -> Tree:
-    """Returns a dict without what lies at a path; None stays in its place where a list holds more."""
-    key, node = path[0], dict(tree) if isinstance(tree, Mapping) else {}
-    if len(path) > 1 and len(node[key]) > 1:
-        return {**node, key: [None if i == path[1] else part for i, part in enumerate(node[key])]}
-    return {name: part for name, part in node.items() if name != key}
+    """Returns a tree without what lies at a path, nor what is empty then; None stays where a list holds more.
+
+    Example:
+        >>> without({"a": {"b": 1, "c": 2}, "d": [3, 4]}, ("a", "b")), without({"d": [3, 4]}, ("d", 0))
+        ({'a': {'c': 2}, 'd': [3, 4]}, {'d': [None, 4]})
+    """
+    key, rest = path[0], path[1:]
+    if isinstance(tree, list | tuple):
+        parts = [(without(part, rest) if rest else None) if i == key else part for i, part in enumerate(tree)]
+        return parts if len(parts) > 1 else parts[0] or []
+    node = dict(tree) if isinstance(tree, Mapping) else {}
+    left = without(node[key], rest) if rest and key in node else None
+    return {name: left if name == key else part for name, part in node.items() if name != key or left}
 
 
 def put(tree: Tree, path: Sequence[Any], value: Tree) -> Tree:

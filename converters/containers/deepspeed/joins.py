@@ -24,8 +24,8 @@ import numpy as np
 from statekit.budget import Account
 from statekit.converters.containers.deepspeed.files import require
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError
-from statekit.tensors.boxes import Cut, Joined, tiling_fault
-from statekit.tensors.tensor import Array, DType, Index, Shape, Tensor, index_shape
+from statekit.tensors.boxes import Agreed, Cut, Joined, tiling_fault
+from statekit.tensors.tensor import Index, Shape, Tensor, index_shape
 from statekit.tensors.tree import Record
 from statekit.tensors.typed import Natural, typed
 from statekit.tensors.views import Mean, Stack
@@ -50,49 +50,6 @@ _COMPILING = 32
 """Steps of the budget that compiling takes for each character of a pattern."""
 Widths: TypeAlias = Sequence[Sequence[int]]
 """For each part of a fused parameter, how much of it each rank has along the axis that is cut."""
-
-
-@dataclass(frozen=True)
-class Agreed:
-    """A tensor that several ranks hold, each the same: reading it compares them.
-
-    Raises:
-        CorruptError: When read, they differ.
-    """
-
-    tensors: tuple[Tensor, ...]
-    name: str
-
-    @property
-    def shape(self) -> Shape:
-        """The shape."""
-        return self.tensors[0].shape
-
-    @property
-    def dtype(self) -> DType:
-        """The dtype."""
-        return self.tensors[0].dtype
-
-    @property
-    def grain(self) -> Shape:
-        """The first's cheapest block."""
-        return self.tensors[0].grain
-
-    def read(self, index: Index | None = None) -> Array:
-        """Reads a block of all, and compares them."""
-        first, *others = (tensor.read(index) for tensor in self.tensors)
-        if any(first.tobytes() != other.tobytes() for other in others):
-            raise CorruptError(
-                "Ranks hold different values of what each of them has whole.",
-                place=self.name,
-                expected=f"equal values on {len(self.tensors)} ranks",
-                remedy=f"name it under {_AVERAGED} if the run lets them drift apart",
-            )
-        return first
-
-    def to_json(self) -> dict[str, Any]:
-        """Describes the tensor: the first."""
-        return self.tensors[0].to_json()
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from statekit.converters.containers.deepspeed.files import MASTER
-from statekit.converters.containers.deepspeed.joins import INFO, Agreed, Joins
+from statekit.converters.containers.deepspeed.joins import INFO, Joins
 from statekit.errors import CorruptError, RefusedError
 from statekit.files.checkpoint import Finding
-from statekit.tensors.boxes import Cut
+from statekit.tensors.boxes import Agreed, Cut
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree
 from statekit.tensors.views import cast

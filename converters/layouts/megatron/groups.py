@@ -40,8 +40,21 @@ def with_params(
         StateError: Nothing tells which parameters the groups move.
     """
     groups = [{key: value for key, value in group.items() if key != _COUNT} for group in groups]
+    params = params_of_groups(groups, shapes, checkpoint.path)
+    named = [{**group, "params": names_of} for group, names_of in zip(groups, params, strict=True)]
+    return named, (_RULE,) if len(groups) > 1 else ()
+
+
+def params_of_groups(
+    groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, Shape], place: object
+) -> list[list[str]]:
+    """Returns the parameters of each group, in the model's order.
+
+    Raises:
+        StateError: Nothing tells which parameters the groups move.
+    """
     if len(groups) == 1:
-        return [{**groups[0], "params": list(shapes)}], ()
+        return [list(shapes)]
     without = [_is_without_decay(group) for group in groups]
     if len(groups) != 2 or without[0] == without[1]:
         multipliers = [
@@ -50,15 +63,14 @@ def with_params(
         ]
         raise StateError(
             "Nothing tells which parameters the groups move.",
-            place=checkpoint.path,
+            place=place,
             expected="one group, or one with and one without weight decay",
             found="; ".join(multipliers),
         )
-    params = [
-        [name for name, shape in shapes.items() if _has_no_decay(name, shape) == one] for one in without
+    return [
+        [name for name, shape in shapes.items() if _has_no_decay(name, shape) == is_without]
+        for is_without in without
     ]
-    named = [{**group, "params": names_of} for group, names_of in zip(groups, params, strict=True)]
-    return named, (_RULE,)
 
 
 def without_params(

@@ -28,6 +28,7 @@ from statekit.converters.layouts.hyperparameters import require_optimizer
 from statekit.converters.layouts.megatron.buckets import has_buckets, with_groups, without_buckets
 from statekit.converters.layouts.megatron.groups import with_params, without_params
 from statekit.converters.layouts.megatron.lines import megatron_lines
+from statekit.converters.layouts.megatron.ranks import RANKS, has_ranks, without_ranks
 from statekit.converters.layouts.megatron.schedule import KEY, constant_schedule
 from statekit.converters.layouts.pytorch.parts import (
     PLACES,
@@ -120,12 +121,15 @@ class MegatronAdam:
         tree = checkpoint.tree
         if not fits(tree, MegatronParts):
             return None
-        buckets = has_buckets(tree[SHARDED])
-        common = with_groups(tree[COMMON], tree[SHARDED]) if buckets else tree[COMMON]
+        common = _common(tree)
         if _inner(common) is None or self._is_other(common["optimizer"]):
             return None
         between = "" if self.masters is None else "/optimizer"
         said = "" if self.sharding is None else f", {_SHARDING}"
+        if has_ranks(tree):
+            return Evidence(
+                25, f"{RANKS}/mp_rank_00/optimizer{between}/param_groups beside a model, rank by rank"
+            )
         return Evidence(20, f"{COMMON}/optimizer{between}/param_groups{said} beside keys of {SHARDED}")
 
     def _is_other(self, optimizer: Mapping[str, Any]) -> bool:
@@ -239,8 +243,7 @@ class MegatronAdam:
 
     def examine(self, checkpoint: Checkpoint, state: TrainState) -> Iterator[Finding]:
         """Yields counts that a restart without Apex or TransformerEngine leaves: none, or one for all parameters."""
-        tree = checkpoint.tree
-        common = with_groups(tree[COMMON], tree[SHARDED]) if has_buckets(tree[SHARDED]) else tree[COMMON]
+        common = _common(checkpoint.tree)
         yield from self._odd_counts(common, _inner(common) or {}, state)
 
     def _odd_counts(
@@ -297,10 +300,19 @@ class MegatronAdam:
         return kept, beside, sharding
 
 
+def _common(tree: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns what no rank cuts, with the optimizer's groups wherever they lie."""
+    if has_ranks(tree):
+        return {**tree[COMMON], "optimizer": next(iter(tree[RANKS].values()))["optimizer"]}
+    return with_groups(tree[COMMON], tree[SHARDED]) if has_buckets(tree[SHARDED]) else tree[COMMON]
+
+
 def _without_buckets(
     whole: MegatronParts, checkpoint: Checkpoint, hints: CheckpointRef
 ) -> tuple[Mapping[str, Any], Mapping[str, Any], tuple[str, ...]]:
     """Returns a checkpoint's parts with whole parameters, and how they were found where they lay in buckets."""
+    if has_ranks(whole):
+        return without_ranks(whole, checkpoint.path)
     common, sharded = whole["common"], whole["sharded"]
     if not has_buckets(sharded):
         return common, sharded, ()

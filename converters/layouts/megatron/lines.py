@@ -6,6 +6,7 @@ Source: NVIDIA/Megatron-LM megatron/training/arguments.py, `_add_checkpointing_a
 from __future__ import annotations
 
 import shlex
+from collections.abc import Iterator
 
 from statekit.lines.printing import RATE, SavedRun, State, quoted
 from statekit.state.run import MEGATRON
@@ -22,7 +23,10 @@ def megatron_lines(state: State, saved: SavedRun, flags: str) -> list[str]:
     path = saved.step_path("iter_{step:07d}")
     schedule = " --use-checkpoint-opt_param-scheduler" if saved.is_converted else ""
     if not saved.is_converted or _has_schedule(state, saved):
-        return [f"--load {shlex.quote(str(path.parent))} --ckpt-format torch_dist{flags}{schedule}"]
+        legacy = any(name.startswith("mp_rank_") for name in saved.files)
+        form = "torch" if legacy else "torch_dist"
+        options = f"--load {shlex.quote(str(path.parent))} --ckpt-format {form}{flags}{schedule}"
+        return [options, *_comments(saved)]
     return [
         "from megatron.core import dist_checkpointing",
         "sharded = model.sharded_state_dict()",
@@ -32,7 +36,22 @@ def megatron_lines(state: State, saved: SavedRun, flags: str) -> list[str]:
         'model.load_state_dict(state["model"])',
         'optimizer.load_state_dict(state["optimizer"])',
         "# the schedule is the program's: Megatron-LM's own can't be this one",
+        *_comments(saved),
     ]
+
+
+def _comments(saved: SavedRun) -> Iterator[str]:
+    """Yields what Megatron-LM does that another loop may not."""
+    yield "# gradients are clipped by the norm over all parameters: --clip-grad, 1.0 unless the run had another"
+    yield (
+        "# the loss is the mean over loss_mask of each microbatch, and the mean of these; with "
+        "--calculate-per-token-loss of all tokens"
+    )
+    if any(schedule.kind == MEGATRON for schedule in saved.run.schedules):
+        yield (
+            "# the schedule counts samples: it goes on where it stands, if --global-batch-size is the run's; "
+            "a warmup's first update has rate --lr-warmup-init, 0.0"
+        )
 
 
 def _has_schedule(state: State, saved: SavedRun) -> bool:

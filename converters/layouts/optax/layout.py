@@ -72,13 +72,12 @@ _BEGUN = (
 
 @dataclass(frozen=True)
 class Optax:
-    """The state of Optax' Adafactor, AdamW, LAMB and Muon."""
-
-    """The state of Optax' Adafactor, AdamW and LAMB.
+    """The state of Optax' Adafactor, AdamW, LAMB and Muon.
 
     Attributes:
         usual: The variant that the program's optimizers are.
         makes: The optimizers that the program makes, by their names in Optax; empty for all.
+        assumes: By schema, the defaults of the program that aren't those of Optax.
     """
 
     name: str = "optax"
@@ -92,6 +91,7 @@ class Optax:
     holds_several: bool = True
     usual: str = VARIANT
     makes: tuple[str, ...] = ()
+    assumes: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for the fields of a link's state, and for parameters that fit them."""
@@ -136,7 +136,7 @@ class Optax:
             remedy="`statekit inspect` lists its tensors",
         )
         known = stated(checkpoint, [part.schema.name for part in parts], slots)
-        groups, kinds, notes = _groups(parts, specified, known, hints, self.usual)
+        groups, kinds, notes = _groups(parts, specified, known, hints, self)
         rules = rules if known is None else rules_of(known, rules)
         notes += [] if known is not None else [*_rule_notes(rules)]
         notes += tree.notes
@@ -325,7 +325,7 @@ def _groups(
     specified: _Specified,
     known: ManifestRecord | None,
     hints: CheckpointRef,
-    usual: str,
+    layout: Optax,
 ) -> tuple[list[Group], list[Kind], list[str]]:
     """Returns the groups, whose rule each follows, and what was assumed for that."""
     if known is not None:
@@ -334,13 +334,16 @@ def _groups(
         return _labelled(groups_of(known, specified.by_schema), parts), kinds, notes
     strange = any(part.core.others for part in parts)
     kinds = [
-        (part.schema.name, specified.variants[part.schema.name] or part.recognised.variant(usual, strange))
+        (
+            part.schema.name,
+            specified.variants[part.schema.name] or part.recognised.variant(layout.usual, strange),
+        )
         for part in parts
     ]
     several = len({part.schema.name for part in parts}) > 1
     groups, open_points = [], dict[str, None]()
     for part in parts:
-        group, notes = _hyperparameters(part, specified, several, usual)
+        group, notes = _hyperparameters(part, specified, several, layout)
         groups.append(group)
         open_points.update(dict.fromkeys(notes))
     return groups, kinds, [*open_points, *([_STRANGE] if strange else [])]
@@ -353,19 +356,25 @@ def _labelled(groups: Sequence[Group], parts: Sequence[_Part]) -> list[Group]:
 
 
 def _hyperparameters(
-    part: _Part, specified: _Specified, several: bool, usual: str
+    part: _Part, specified: _Specified, several: bool, layout: Optax
 ) -> tuple[Group, list[str]]:
     """Returns the group of one optimizer, and what was assumed or is open."""
     given = part.given(specified)
     hyperparameters, unknown = inferred(
-        part.core, part.recognised, part.schema, list(part.shown.values()), given, usual
+        part.core, part.recognised, part.schema, list(part.shown.values()), given, layout.usual
     )
+    program = {
+        name: value
+        for name, value in layout.assumes.get(part.schema.name, {}).items()
+        if hyperparameters.known_from.get(name) == "assumed"
+    }
+    hyperparameters = hyperparameters.over(program, "assumed")
     settings = hyperparameters.over(given, "given")
     notes = [*part.recognised.notes(), *unknown]
     if assumed := settings.assumed():
         shown = ", ".join(f"{name}={value}" for name, value in assumed.items())
         whose = f" of {part.schema.name}" if several else ""
-        system = "Optax" if usual == VARIANT else "MaxText"
+        system = "Optax" if layout.usual == VARIANT and not layout.assumes else "MaxText"
         notes.append(f"{system} stores no hyperparameters{whose}; assumed: {shown}.")
     scale = stored_scale(part.core)
     if scale is not None:

@@ -24,6 +24,7 @@ from statekit.conversion.contracts import Contents, Encoded, Evidence
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.hyperparameters import require_optimizer
 from statekit.converters.layouts.optax.layout import Optax
+from statekit.converters.layouts.optax.links import links
 from statekit.converters.layouts.optax.maxtext_lines import maxtext_lines
 from statekit.converters.layouts.optax.skeleton import own_form
 from statekit.errors import Faults, InexactError
@@ -38,6 +39,17 @@ ADAMW, PAX = "maxtext", "maxtext_pax"
 _OPTAX = Optax(usual=ADAMW, makes=("adamw", "adam_pax", "scale_by_adam"))
 _ITEM = "items"
 _CLIP, _THRESHOLD, _USUAL_CLIP = "global_norm_clip_threshold", "gradient_clipping_threshold", 1.0
+_MUON = Optax(assumes={
+    "adamw": {"beta2": 0.95, "weight_decay_rate": 0.1, _CLIP: _USUAL_CLIP}, "muon": {_CLIP: _USUAL_CLIP},
+})  # fmt: skip
+"""A run with opt_type=muon: Optax' Muon, and its Adam for the rest, with the defaults of MaxText's base.yml."""
+_OF_MUON = {
+    **{f"muon_{name}": (f"muon/{name}",) for name in ("beta", "weight_decay", "consistent_rms")},
+    **{f"adam_{name}": (f"adamw/{name}",) for name in ("b1", "b2", "eps_root", "weight_decay")},
+    **{name: (f"adamw/{short}", f"muon/{short}") for name, short in (
+        ("learning_rate", "learning_rate"), ("adam_eps", "eps"), ("mu_dtype", "mu_dtype"), (_CLIP, _CLIP))},
+}  # fmt: skip
+"""MaxText's option -> what it means of the optimizers in a run with opt_type=muon."""
 _STRANGE = (
     "MaxText finds parameters below params/ alone, and these have other names: a map makes them MaxText's."
 )
@@ -86,7 +98,11 @@ class MaxText:
         named = {_CLIP if name == _THRESHOLD else name: value for name, value in hints.hparams.items()}
         if named.get(_CLIP) == 0:
             named[_CLIP] = None
-        return _numbered(_clipped(_OPTAX.decode(checkpoint, replace(hints, hparams=named))))
+        layout = _OPTAX
+        if any(link.kind == "muon" for link in links(checkpoint.tree)):
+            layout = _MUON
+            named = {meant: value for name, value in named.items() for meant in _OF_MUON.get(name, (name,))}
+        return _numbered(_clipped(layout.decode(checkpoint, replace(hints, hparams=named))))
 
     def losses(self, checkpoint: Checkpoint) -> Iterator[Finding]:
         """Yields what wrappers do that no other system goes on with."""

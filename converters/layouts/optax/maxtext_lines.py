@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from statekit.lines.printing import UNKNOWN, SavedRun, State
-from statekit.state.rates import Rates
+from statekit.state.rates import Piece, Rates
 from statekit.state.schema import load_schema
 
 _MODULE = "python3 -m maxtext.trainers.pre_train.train"
@@ -87,6 +87,8 @@ def _schedule(state: State, saved: SavedRun) -> list[str]:
     groups = state["groups"]
     rates = saved.rates(state).of(0) if groups else ""
     pieces = rates.pieces if isinstance(rates, Rates) else ()
+    if len(pieces) > 1 and _stays(pieces[-1], pieces[-2]):
+        pieces = pieces[:-1]
     *before, cosine = pieces or (None,)
     warmup = before[0].numbers if before else {"start": 0, "steps": 0}
     plain = cosine is not None and cosine.kind == "cosine" and len(before) <= 1
@@ -101,6 +103,13 @@ def _schedule(state: State, saved: SavedRun) -> list[str]:
         f"learning_rate_schedule_steps={steps}",
         f"warmup_steps_fraction={fraction:.9g}",
         f"learning_rate_final_fraction={cosine.numbers['end'] / peak:.9g}",
+    ]
+
+
+def _stays(last: Piece, cosine: Piece) -> bool:
+    """Tells whether a schedule stays at the rate to which its cosine has come."""
+    return (last.kind, cosine.kind) == ("constant", "cosine") and last.numbers["rate"] == cosine.numbers[
+        "end"
     ]
 
 

@@ -1,0 +1,85 @@
+"""Megatron-LM's schedule, `OptimizerParamScheduler`, which counts samples: as many an update as its global batch has.
+
+In go its record in common.pt, the iterations of the run, and the program's arguments where they are stored. Out comes
+the rate as a function of the updates done, or why there is none.
+Source: NVIDIA/Megatron-LM megatron/core/optimizer_param_scheduler.py, `get_lr`; megatron/training/training.py,
+`get_optimizer_param_scheduler`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from statekit.state.rates import Piece, Rates, Told, piece
+from statekit.state.schedules.function import says
+from statekit.tensors.typed import Finite, Natural, fits
+
+_STATE = {
+    "max_lr": Finite,
+    "min_lr": Finite,
+    "lr_warmup_steps": Natural,
+    "lr_decay_steps": Natural,
+    "num_steps": Natural,
+}
+_STYLE, _BATCH = "lr_decay_style", "global_batch_size"
+
+
+def megatron_rates(record: Mapping[str, Any], iterations: Any, arguments: Mapping[str, Any]) -> Told:
+    """Returns what the schedule does, as a function of the updates done.
+
+    Args:
+        record: Its state.
+        iterations: The updates done by the run; None where nobody says it.
+        arguments: The program's; empty where no file has them.
+    """
+    pieces = _PIECES.get(str(record.get(_STYLE)))
+    if pieces is None or not says(record, _STATE):
+        return f"Megatron-LM's style {record.get(_STYLE)!r:.40} isn't one that others have, or its state is not whole"
+    batch = _batch(record["num_steps"], iterations, arguments)
+    if isinstance(batch, str):
+        return batch
+    warmup, steps = record["lr_warmup_steps"], record["lr_decay_steps"]
+    if warmup % batch or steps % batch or steps <= warmup:
+        return "Megatron-LM's schedule counts samples, and its warmup or decay ends within an update"
+    peak, low, begin = record["max_lr"], record["min_lr"], arguments.get("lr_warmup_init", 0.0)
+    warmup, steps = warmup // batch, steps // batch
+    first = (
+        [piece("linear", start=begin if fits(begin, Finite) else 0.0, end=peak, steps=warmup)]
+        if warmup
+        else []
+    )
+    return Rates((*first, *pieces(peak, low, warmup, steps)))
+
+
+def _batch(samples: int, iterations: Any, arguments: Mapping[str, Any]) -> int | str:
+    """Returns how many samples an update has, or why nobody knows it."""
+    known = arguments.get(_BATCH)
+    if arguments.get("rampup_batch_size"):
+        return "Megatron-LM's schedule counts samples, and the run's batch grows (rampup_batch_size)"
+    if not fits(iterations, Natural) or not iterations or not samples or samples % iterations:
+        return "Megatron-LM's schedule counts samples, and nothing says how many an update has"
+    batch: int = samples // iterations
+    if known not in (None, batch) and batch != 1:
+        return f"Megatron-LM's schedule counts samples, {batch} an update so far, and {_BATCH} is {known}"
+    return batch
+
+
+def _falling(kind: Any) -> Callable[[float, float, int, int], list[Piece]]:
+    """Returns what makes a decay from the peak to the least rate, which stays from there on."""
+    return lambda peak, low, warmup, steps: [
+        piece(kind, warmup, warmup, start=peak, end=low, steps=steps - warmup),
+        piece("constant", steps, rate=low),
+    ]
+
+
+_PIECES: Mapping[str, Callable[[float, float, int, int], list[Piece]]] = {
+    "constant": lambda peak, low, warmup, steps: [piece("constant", warmup, rate=peak)],
+    "linear": _falling("linear"),
+    "cosine": _falling("cosine"),
+    "inverse-square-root": lambda peak, low, warmup, steps: [
+        piece("rsqrt", warmup, warmup, start=peak, shift=max(warmup, 1), floor=low),
+        piece("constant", steps + 1, rate=low),
+    ],
+}
+"""Style -> the pieces behind the warmup."""

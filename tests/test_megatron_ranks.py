@@ -1,0 +1,226 @@
+"""Folders of Megatron-LM's format `torch`: ranks are joined, numbers get names, and the schedule is one of updates."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+
+import statekit
+from statekit.errors import CorruptError, NotFoundError, RefusedError, StateError
+from statekit.maps.links import carried_through
+from statekit.maps.model_map import maps_of
+from statekit.state.rates import Rates
+from statekit.state.run import run_of
+from statekit.state.train_state import TrainState
+
+if TYPE_CHECKING:
+    import torch
+else:
+    torch = pytest.importorskip("torch")
+
+pytestmark = pytest.mark.torch
+HEADS: dict[str, Any] = {"num_attention_heads": 4, "num_key_value_heads": 2}
+WHOLE = Path(__file__).parent / "cases/train/megatron_qwen3/torch_dist"
+RECORDED = Path(__file__).parents[2] / "shared/recordings/train"
+SECOND = ("linear_proj.weight", "linear_fc2.weight")
+FIRST = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_fc1.weight")
+MAP = "megatron-qwen3:hf-qwen3"
+LOCAL = {
+    "self_attention.linear_qkv.layer_norm_weight": "input_layernorm.weight",
+    "mlp.linear_fc1.layer_norm_weight": "pre_mlp_layernorm.weight",
+}
+
+
+def values(state: TrainState) -> dict[str, Any]:
+    """Returns a state's tensors under Hugging Face's names."""
+    state, _ = carried_through(state, maps_of(MAP, HEADS, builds=False))
+    named = {(path, ""): param for path, param in state.params.items()}
+    named |= {(path, slot): one for path, slots in state.slots.items() for slot, one in slots.items()}
+    return {" ".join(key): one.read() for key, one in named.items()}
+
+
+def rank_of(name: str, tensor: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    """Returns what a rank has of a parameter: of a gated linear_fc1 a piece of the gate, then one of the up."""
+    if name.endswith("linear_fc1.weight"):
+        return torch.cat([half.chunk(ranks)[rank] for half in tensor.chunk(2)])
+    axis = 0 if name.endswith(FIRST) else 1 if name.endswith(SECOND) else None
+    return tensor.clone() if axis is None else tensor.chunk(ranks, axis)[rank].clone()
+
+
+def legacy(folder: Path, ranks: int, masters: bool = False, args: Any = None) -> Path:
+    """Writes the compact case of torch_dist as Megatron-LM's format `torch` has it."""
+    with statekit.open(WHOLE) as opened:
+        state = opened.state
+        tensors = {
+            slot: {
+                (path, i): torch.from_numpy(values[i] if "layers/" in path else values)
+                for path, param in state.params.items()
+                for values in [(state.slots[path][slot] if slot else param).read().copy()]
+                for i in range(2 if "layers/" in path else 1)
+            }
+            for slot in ("", "m", "v")
+        }
+    last = ("decoder/final", "output")
+    order = sorted(tensors[""], key=lambda key: (key[0].startswith(last), "layers" in key[0], key[1]))
+
+    def name_of(key: tuple[str, int]) -> str:
+        name = key[0].replace("/", ".").replace("layers.", f"layers.{key[1]}.")
+        for fused, local in LOCAL.items():
+            name = name.replace(fused, local)
+        return name
+
+    decays = [
+        [key for key in order if tensors[""][key].ndim > 1],
+        [key for key in order if tensors[""][key].ndim == 1],
+    ]
+    options = {"lr": 0.0086, "betas": (0.9, 0.95), "eps": 1e-8, "amsgrad": False, "maximize": False,
+               "decoupled_weight_decay": True, "foreach": None, "fused": None}  # fmt: skip
+    numbers = {key: n for n, key in enumerate([*decays[0], *decays[1]])}
+    for rank in range(ranks):
+
+        def piece(slot: str, key: tuple[str, int]) -> torch.Tensor:
+            return rank_of(name_of(key), tensors[slot][key], rank, ranks)  # noqa: B023
+
+        optimizer: dict[str, Any] = {
+            "state": {n: {"step": torch.tensor(4.0), "exp_avg": piece("m", key), "exp_avg_sq": piece("v", key)}
+                      for key, n in numbers.items()},
+            "param_groups": [
+                {**options, "wd_mult": mult, "lr_mult": 1.0, "weight_decay": 0.1 * mult,
+                 "params": [numbers[key] for key in keys]}
+                for mult, keys in zip((1.0, 0.0), decays, strict=True)],
+        }  # fmt: skip
+        model: dict[str, Any] = {name_of(key): piece("", key) for key in order}
+        if masters:
+            copies = [[piece("", key) for key in keys] for keys in decays]
+            optimizer = {"optimizer": optimizer, "fp32_from_fp16_params": copies}
+            model = {name: one.bfloat16() for name, one in model.items()}
+        place = folder / f"iter_0000004/mp_rank_{rank:02d}"
+        place.mkdir(parents=True)
+        scheduler = {"max_lr": 0.01, "min_lr": 0.001, "lr_warmup_steps": 16, "lr_decay_steps": 80, "num_steps": 32,
+                     "lr_decay_style": "cosine", "start_wd": 0.1, "end_wd": 0.1}  # fmt: skip
+        torch.save(
+            {"args": args, "iteration": 4, "checkpoint_version": 3.0, "model": model,
+             "optimizer": optimizer, "opt_param_scheduler": scheduler},
+            place / "model_optim_rng.pt",
+        )  # fmt: skip
+    (folder / "latest_checkpointed_iteration.txt").write_text("4")
+    return folder
+
+
+@pytest.mark.parametrize(("ranks", "masters"), [(1, False), (2, False), (2, True)])
+def test_ranks_hold_what_the_distributed_checkpoint_has_whole(
+    ranks: int, masters: bool, tmp_path: Path
+) -> None:
+    with statekit.open(WHOLE) as opened:
+        expected = values(opened.state)
+    with statekit.open(legacy(tmp_path / "run", ranks, masters)) as opened:
+        read = values(opened.state)
+        assert [len(group.paths) for group in opened.state.optimizer.groups] == [10, 9]
+    if masters:
+        read = {name.replace(" master", " "): one for name, one in read.items() if not name.endswith(" ")}
+    assert read.keys() == expected.keys()
+    assert all(np.array_equal(read[name], expected[name]) for name in expected)
+
+
+def test_a_schedule_that_counts_samples_is_one_of_updates_where_the_batch_is_known(tmp_path: Path) -> None:
+    """Eight samples an update: 16 of warmup are two updates, and the next rate is that of the recorded run."""
+    with statekit.open(legacy(tmp_path / "run", 1)) as opened:
+        (schedule,) = run_of(opened.state.extra).schedules
+    (rates,) = schedule.rates
+    assert isinstance(rates, Rates)
+    recorded = [0.0, 0.005, 0.01, 0.009657457896300792, 0.008681980515339464, 0.007222075445642905]
+    assert [rates.rate(n) for n in range(6)] == pytest.approx(recorded, rel=1e-12)
+    assert rates.rate(40) == 0.001
+    grows = argparse.Namespace(rampup_batch_size=["4", "4", "100"], global_batch_size=8)
+    with statekit.open(legacy(tmp_path / "grows", 1, args=grows)) as opened:
+        (schedule,) = run_of(opened.state.extra).schedules
+    assert schedule.rates == (
+        "Megatron-LM's schedule counts samples, and the run's batch grows (rampup_batch_size)",
+    )
+
+
+def test_arguments_in_the_file_say_what_the_map_asks_for(tmp_path: Path) -> None:
+    args = argparse.Namespace(
+        num_attention_heads=4, num_query_groups=2, group_query_attention=True, rotary_base=1000000, norm_epsilon=1e-6,
+        max_position_embeddings=16, padded_vocab_size=128, untie_embeddings_and_output_weights=True,
+    )  # fmt: skip
+    run = legacy(tmp_path / "run", 2, args=args)
+    report = statekit.convert(run, tmp_path / "hf", to="hf-trainer", map=MAP)
+    assert report.plan.headline.startswith("BITWISE")
+    args.group_query_attention, args.num_query_groups = False, 1
+    with pytest.raises(StateError, match="4 : 4 : 4, in 4 turns"):  # as many groups as heads
+        statekit.convert(legacy(tmp_path / "other", 2, args=args), tmp_path / "mha", to="hf-trainer", map=MAP)
+
+
+def _lacks_a_rank(run: Path) -> None:
+    (run / "iter_0000004/mp_rank_00").rename(run / "iter_0000004/mp_rank_02")
+    (run / "iter_0000004/mp_rank_01").rename(run / "iter_0000004/mp_rank_00")
+
+
+def _has_a_stage(run: Path) -> None:
+    (run / "iter_0000004/mp_rank_01").rename(run / "iter_0000004/mp_rank_00_001")
+
+
+def _is_of_two_iterations(run: Path) -> None:
+    _change(run, lambda saved: saved.update(iteration=5))
+
+
+def _lost_a_parameter(run: Path) -> None:
+    _change(run, lambda saved: saved["model"].pop("decoder.layers.1.mlp.linear_fc2.weight"))
+
+
+def _norms_drifted(run: Path) -> None:
+    _change(run, lambda saved: saved["model"]["decoder.final_layernorm.weight"].add_(1))
+
+
+def _knows_no_cut(run: Path) -> None:
+    for rank in (0, 1):
+        _change(
+            run,
+            lambda s: s["model"].update({"decoder.router.weight": s["model"].pop("output_layer.weight")}),
+            rank,
+        )
+
+
+def _change(run: Path, change: Any, rank: int = 1) -> None:
+    file = run / f"iter_0000004/mp_rank_{rank:02d}/model_optim_rng.pt"
+    saved = torch.load(file, weights_only=False)
+    change(saved)
+    torch.save(saved, file)
+
+
+@pytest.mark.parametrize(
+    ("damage", "error", "match"),
+    [
+        (_lacks_a_rank, NotFoundError, "rank's folder isn't there"),
+        (_has_a_stage, RefusedError, "stages of a pipeline"),
+        (_is_of_two_iterations, CorruptError, "other iterations"),
+        (_lost_a_parameter, CorruptError, "other parameters"),
+        (_norms_drifted, CorruptError, "different values"),
+        (_knows_no_cut, RefusedError, "Nothing says how ranks cut"),
+    ],
+)
+def test_ranks_that_do_not_fit_are_refused_by_name(
+    damage: Any, error: Any, match: str, tmp_path: Path
+) -> None:
+    run = legacy(tmp_path / "run", 2)
+    damage(run)
+    with pytest.raises(error, match=match), statekit.open(run) as opened:
+        values(opened.state)
+
+
+@pytest.mark.skipif(not RECORDED.is_dir(), reason="the whole set of recordings isn't here")
+@pytest.mark.parametrize("name", ["megatron_qwen3", "megatron_llama_tp2", "megatron_qwen3_bf16"])
+def test_a_recorded_folder_of_each_optimizer_is_read_as_its_distributed_twin(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(f"{__name__}.MAP", "megatron-llama:hf-llama" if "llama" in name else MAP)
+    with statekit.open(RECORDED / name / "checkpoint/torch") as opened:
+        old = values(opened.state)
+    with statekit.open(RECORDED / name / "checkpoint/torch_dist") as opened:
+        new = values(opened.state)
+    assert old.keys() == new.keys() and all(np.array_equal(old[key], new[key]) for key in new)
