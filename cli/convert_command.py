@@ -103,7 +103,7 @@ _MORE = {
     examples=(
         "statekit convert t5x-ckpt torch-ckpt",
         "statekit convert t5x-ckpt finetune.pt --step-offset reset",
-        "statekit convert trainer-run/checkpoint-4 run.orbax --to orbax --dry-run",
+        "statekit convert trainer-run optax-run --to orbax --layout optax --dry-run",
     ),
 )
 @click.argument("source", type=click.Path(), callback=source_place)

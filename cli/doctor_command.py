@@ -36,7 +36,7 @@ _EVERYDAY = {
     examples=(
         "statekit doctor t5x-ckpt",
         "statekit doctor trainer-run",
-        "statekit doctor trainer-run --step 4 --json",
+        "statekit doctor trainer-run --step 8 --json",
     ),
 )
 @click.argument("checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True, callback=source_places)

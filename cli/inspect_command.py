@@ -64,7 +64,7 @@ _EVERYDAY = {
     examples=(
         "statekit inspect t5x-ckpt",
         "statekit inspect t5x-ckpt --stats --filter '*mlp*'",
-        "statekit inspect trainer-run --step 4 --json",
+        "statekit inspect trainer-run --step 8 --json",
     ),
 )
 @checkpoint_options

@@ -106,9 +106,9 @@ def _first_clause(sentence: str) -> str:
 
     Example:
         >>> _first_clause("beta1 isn't stored: m is in use, so momentum was on; a step needs its value.")
-        "beta1 isn't stored"
+        "beta1 isn't stored: m is in use, so momentum was on"
     """
-    first = re.split(r"[:;]\s| \(|\.$", sentence, maxsplit=1)[0]
+    first = re.split(r";\s| \(|\.$", sentence, maxsplit=1)[0]
     return first[:1].lower() + first[1:] if first[1:2].islower() or first[1:2] == " " else first
 
 

@@ -29,7 +29,7 @@ _EVERYDAY = {
     examples=(
         "statekit resume t5x-ckpt",
         "statekit resume t5x-ckpt --framework jax",
-        "statekit resume trainer-run --step 4",
+        "statekit resume trainer-run --step 8",
     ),
 )
 @checkpoint_options

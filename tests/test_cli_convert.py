@@ -50,7 +50,7 @@ def test_in_short_it_says_the_verdict_what_it_rests_on_and_how_to_go_on(
         and "unknown: learning_rate, beta1" in shown[0]
     )
     (assumed,) = [line for line in shown if line.startswith("Assumed: ")]
-    assert "beta1 isn't stored; T5X stores no hyperparameters; " in assumed
+    assert "beta1 isn't stored: m is in use, so momentum was on; T5X stores no hyperparameters; " in assumed
     assert any("--explain" in line for line in shown)
     assert any("load_optimizer(" in line for line in shown)
 

@@ -21,6 +21,7 @@ from statekit.cli import convert_command, inspect_command, output
 from statekit.cli.arguments import local_file
 from statekit.cli.demo import t5
 from statekit.cli.demo.loss_plot import Curve, Panel, picture
+from statekit.cli.demo.sample import write_sample
 from statekit.cli.output import Screen, Table
 from statekit.cli.replay_command import BOUND
 from statekit.errors import MissingExtraError, NotFoundError
@@ -60,7 +61,13 @@ Values: TypeAlias = Mapping[str, Mapping[str, Array]]
     show_default=True,
     help="Where the PyTorch checkpoint shall be.",
 )
-def command(bundle: Path | None, out: Path) -> int:
+@click.option(
+    "--sample",
+    callback=local_file,
+    metavar="DIR",
+    help="Write two small checkpoints into this folder instead, to try the other commands on.",
+)
+def command(bundle: Path | None, out: Path, sample: Path | None) -> int:
     """Goes on in PyTorch from a checkpoint that T5X wrote.
 
     Inspects the checkpoint of BUNDLE, a recording of T5X; converts it to Transformers' T5ForConditionalGeneration with
@@ -70,6 +77,10 @@ def command(bundle: Path | None, out: Path) -> int:
     """
     stdout = output.screen()
     bundle = bundle or _default_bundle()
+    if sample is not None:
+        for path, title in write_sample(bundle, sample):
+            stdout.say(f"Wrote {path}: {title}.")
+        return 0
     if t5.Run.fits(bundle):
         return _as_t5(stdout, t5.Run(bundle), out)
     out.mkdir(parents=True, exist_ok=True)
