@@ -10,7 +10,7 @@ import click
 from statekit.cli import output
 from statekit.cli.arguments import checkpoints_options
 from statekit.cli.main import DONE, WANTING
-from statekit.cli.output import Screen, Table
+from statekit.cli.output import Screen, Table, shown_path
 from statekit.conversion.check import MANIFEST, CheckedCheckpoint, check
 from statekit.errors import plural, size
 from statekit.files.stage import Progress
@@ -59,7 +59,7 @@ def command(
 
 def _show(stdout: Screen, one: CheckedCheckpoint) -> None:
     step = "" if one.step is None else f", step {one.step}"
-    stdout.title(f"{one.path} ({one.container}{step})")
+    stdout.title(f"{shown_path(one.path)} ({one.container}{step})")
     table = Table(("what", "proven by", "bytes"), right=("bytes",))
     sizes: Counter[tuple[str, str]] = Counter()
     counts = Counter((item.kind, item.by) for item in one.items)

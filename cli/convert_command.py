@@ -285,15 +285,14 @@ def _show_proof(proof: Certificate | None, certificate: Path | None) -> None:
 
 def _show(stdout: Screen, planned: Plan, report: Report | None, explain: bool) -> None:
     """Prints what was done in short, or all that is known of it; a dry run is asked for all."""
-    whole = explain or report is None
     if report is None or explain:
         show_plan(stdout, planned, tensors=report is None)
+        if planned.next_update:
+            show_measured(stdout, planned.next_update, planned.run.schedules)
+        else:
+            show_next(stdout, planned.state, planned.run.schedules)
     else:
         show_brief(stdout, planned, report)
-    if planned.next_update:
-        show_measured(stdout, planned.next_update, planned.run.schedules)
-    elif whole:
-        show_next(stdout, planned.state, planned.run.schedules)
     if report is not None:
         _show_report(stdout, report, explain)
 

@@ -14,7 +14,7 @@ from statekit.cli import output
 from statekit.cli.arguments import OF_FILES, completing, ref_options, source_places
 from statekit.cli.help_pages import OUTPUT, Page, about_checkpoint, with_more
 from statekit.cli.main import DONE, WANTING
-from statekit.cli.output import Screen, Table
+from statekit.cli.output import Screen, Table, shown_path
 from statekit.cli.report_option import report_option, write_report
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import plural, some
@@ -82,7 +82,7 @@ def _show(screen: Screen, each: Sequence[Examination]) -> None:
     for one in each:
         count = plural(len(one.findings), "finding") if one.findings else "nothing found"
         done = "" if one.updates is None else f", {one.updates} updates done"
-        screen.title(f"{one.path}{done}: {count}")
+        screen.title(f"{shown_path(one.path)}{done}: {count}")
         for finding in one.findings:
             table = Table((finding.name, finding.subject))
             rows = {

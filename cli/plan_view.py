@@ -94,8 +94,8 @@ def show_brief(stdout: Screen, plan: Plan, report: Report) -> None:
         if listed := [*lines]:
             more = f"; and {len(listed) - MAX_NAMED} more" if len(listed) > MAX_NAMED else ""
             stdout.say(f"{title}: {'; '.join(listed[:MAX_NAMED])}{more}.")
-    if not plan.next_update and plan.state["schema"] != WEIGHTS:
-        updates = [*_next_lines(plan.state, plan.run.schedules)]
+    if plan.next_update or plan.state["schema"] != WEIGHTS:
+        updates = [*_measured_lines(plan.next_update)] or [*_next_lines(plan.state, plan.run.schedules)]
         others = f"; and {plural(len(updates) - 1, 'more group')}" if len(updates) > 1 else ""
         stdout.say(f"Next: {updates[0]}{others}.")
     stdout.say("--explain prints all of it, each with its reason.")
@@ -285,6 +285,21 @@ def show_measured(stdout: Screen, rows: Sequence[Mapping[str, Any]], schedules: 
     notes = dict.fromkeys(note for row in rows for note in row["notes"])
     unknown = dict.fromkeys(f"the decay isn't known: {row['unknown']}" for row in rows if row["unknown"])
     stdout.show_list("What follows:", (*notes, *unknown))
+
+
+def _measured_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """Yields what the next update of each group will use after changes, a sentence each."""
+    for row in rows:
+        parts = [f"update {row['update'] + 1}"]
+        if isinstance(row["learning_rate"], float):
+            parts.append(f"learning rate {row['learning_rate']:g}")
+        if row["decay"] is not None and not row["unknown"]:
+            parts.append(
+                f"second-moment decay {row['decay']:.6g} (step_offset {row.get('step_offset') or 0})"
+            )
+        if loaded := _loaded(row):
+            parts.append(f"the loaded second moment {loaded}")
+        yield "; ".join([*parts, *row["notes"]])
 
 
 def _loaded(row: Mapping[str, Any]) -> str:

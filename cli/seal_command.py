@@ -8,7 +8,7 @@ import click
 
 from statekit.cli import output
 from statekit.cli.arguments import checkpoints_options
-from statekit.cli.output import Table
+from statekit.cli.output import Table, shown_path
 from statekit.conversion.seal import seal
 from statekit.files.stage import Progress
 from statekit.files.tree import Place
@@ -60,7 +60,9 @@ def command(
     stdout = output.screen()
     table = Table(("checkpoint", "", "manifest", "files", "tensors"), right=("files", "tensors"))
     for one in (checkpoint for report in reports for checkpoint in report.checkpoints):
-        table.add_row(str(one.path), _DONE[one.done], str(one.manifest), str(one.files), str(one.tensors))
+        table.add_row(
+            shown_path(one.path), _DONE[one.done], shown_path(one.manifest), str(one.files), str(one.tensors)
+        )
     stdout.show(table)
     for one in (checkpoint for report in reports for checkpoint in report.checkpoints):
-        stdout.show_list(f"Changed since, and taken as it is, in {one.path}:", one.changed)
+        stdout.show_list(f"Changed since, and taken as it is, in {shown_path(one.path)}:", one.changed)

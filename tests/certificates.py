@@ -1,4 +1,4 @@
-"""`make certificates`: proves conversions of recorded checkpoints; writes docs/certificates and README's table.
+"""`make certificates`: proves conversions of recorded checkpoints; writes docs/certificates and docs/proof.md's table.
 
     python tests/certificates.py [NAME ...]
 
@@ -31,6 +31,7 @@ from statekit.verify.verification import verify
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "docs/certificates"
 GOLDEN = "tests/golden"
+PAGE = "docs/proof.md"
 BEGIN, END = "<!-- certificates -->", "<!-- /certificates -->"
 
 
@@ -174,7 +175,7 @@ def made(recipe: Recipe, folder: Path) -> Certificate:
 
 
 def table(certificates: Mapping[str, Certificate]) -> str:
-    """Returns README's table."""
+    """Returns the table of docs/proof.md."""
     rows = [
         "| run | rule | updates by | faults seen | apart at most | verdict |",
         "|---|---|---|--:|--:|---|",
@@ -186,7 +187,7 @@ def table(certificates: Mapping[str, Certificate]) -> str:
         usual = [one for one in replay.get("probes", ()) if one["name"] == "as large as the run's"]
         apart = f"{float(usual[0]['relative']):.0e} of an update" if usual else "-"
         seen = f"{sum(one['detected'] for one in controls)} of {len(controls)}"
-        link = f"[{recipe.title}](docs/certificates/{recipe.name}.json)"
+        link = f"[{recipe.title}](certificates/{recipe.name}.json)"
         rule = data["rule"]["exactness"]
         rows.append(f"| {link} | {rule} | {by} | {seen} | {apart} | {data['verdict']['whole']} |")
     return "\n".join(rows)
@@ -220,12 +221,12 @@ def main(names: Iterable[str]) -> None:
             data = json.loads((FOLDER / f"{recipe.name}.json").read_text())
             data.pop("digest")
             certificates[recipe.name] = Certificate(data)
-    readme = ROOT / "README.md"
-    text = readme.read_text()
+    page = ROOT / PAGE
+    text = page.read_text()
     if BEGIN in text and len(certificates) == len(RECIPES):
         before, rest = text.split(BEGIN, 1)
         after = rest.split(END, 1)[1]
-        readme.write_text(f"{before}{BEGIN}\n{table(certificates)}\n{END}{after}")
+        page.write_text(f"{before}{BEGIN}\n{table(certificates)}\n{END}{after}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The certificates in docs/certificates: whole, as their schema says, shown in README, and some of them made again."""
+"""The certificates in docs/certificates: whole, as their schema says, shown in docs/proof.md; some are made again."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import jsonschema
 import pytest
-from certificates import BEGIN, END, FOLDER, RECIPES, ROOT, Recipe, made, table
+from certificates import BEGIN, END, FOLDER, PAGE, RECIPES, ROOT, Recipe, made, table
 from telling import once_asked
 
 from goldens import COMPACT
@@ -37,8 +37,8 @@ def test_a_certificate_is_whole_and_passes(recipe: Recipe) -> None:
     assert not any(one["in_the_update"] is None for one in stored.data["controls"] if one["detected"])
 
 
-def test_readme_shows_the_certificates() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_a_page_shows_the_certificates() -> None:
+    text = (ROOT / PAGE).read_text()
     shown = text.split(BEGIN, 1)[1].split(END, 1)[0].strip()
     assert shown == table({one.name: read_certificate(FOLDER / f"{one.name}.json") for one in RECIPES})
 

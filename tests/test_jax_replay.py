@@ -116,9 +116,9 @@ def test_an_override_that_decides_which_slots_there_are_is_refused_with_a_way_ou
         sj.load_optimizer(GOLDEN / "t5x" / "momentum_f32" / "checkpoint", {}, factored=False)
 
 
-def test_the_readme_goes_on_in_jax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    (text,) = re.findall(r"<!-- run jax -->\n```python\n(.*?)```", readme, re.DOTALL)
+def test_the_page_goes_on_in_jax(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[1] / "docs" / "optimizers.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"<!-- run jax -->\n```python\n(.*?)```", page, re.DOTALL)
     case = GOLDEN / "t5x" / "momentum_f32"
     shutil.copytree(case / "checkpoint" / "checkpoint_4", tmp_path / "t5x-ckpt" / "checkpoint_4")
     monkeypatch.chdir(tmp_path)
@@ -126,5 +126,5 @@ def test_the_readme_goes_on_in_jax(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         shapes = {path: jax.ShapeDtypeStruct(t.shape, t.dtype) for path, t in opened.state.params.items()}
         done = opened.state.counts.updates
     names: dict[str, Any] = {"params": shapes}
-    exec(compile(text, "README.md", "exec"), names)
+    exec(compile(text, "optimizers.md", "exec"), names)
     assert int(names["state"].count) == done + 1

@@ -245,14 +245,14 @@ class Net(keras.Model):  # type: ignore[misc]  # Keras has no types
         self.held = variables
 
 
-def test_what_readme_says_of_tensorflow_runs(
+def test_what_the_page_says_of_tensorflow_runs(
     stored: TrainState, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
-    (text,) = re.findall(r"<!-- run tensorflow -->\n```python\n(.*?)```", readme, re.DOTALL)
+    page = (Path(__file__).parents[1] / "docs" / "optimizers.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"<!-- run tensorflow -->\n```python\n(.*?)```", page, re.DOTALL)
     shutil.copytree(source, tmp_path / "t5x-ckpt" / "checkpoint_4")
     monkeypatch.chdir(tmp_path)
     model = Net(fresh(stored))
-    exec(compile(text, "README.md", "exec"), {"model": model})
+    exec(compile(text, "optimizers.md", "exec"), {"model": model})
     assert int(model.optimizer.iterations.numpy()) == stored.counts.updates
     assert len(model.optimizer.slots()) == len(stored.params)
