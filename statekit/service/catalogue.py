@@ -22,6 +22,7 @@ from statekit.service.database import Database
 from statekit.service.records import SORTS, Checkpoint, Job, Page, Query, Root, Run, Scan, Scanning
 from statekit.service.roots import path_beneath, target_beneath
 from statekit.service.scanning import Scanner, Seen, run_key
+from statekit.service.standing import standing
 from statekit.service.tables import CHECKPOINTS, ROOTS, RUNS, SUBJECTS, TAGS
 from statekit.service.tasks.child import Zygote
 from statekit.service.tasks.failures import problem_of
@@ -30,6 +31,7 @@ MOST_ITEMS = 500
 """Items of a page at most."""
 MOST_TAGS, TAG_LENGTH, NOTE_LENGTH = 32, 64, 4000
 _ALL = Query()
+_OF_RUN = ("id", "root", "path", "name", "steps", "first_step", "last_step", "size")
 _WORDS = 8
 """Words of a search that count."""
 _OPEN: Mapping[str, Any] = {
@@ -266,8 +268,9 @@ class Catalogue:
         with self._database.reading() as connection:
             total = connection.scalar(select(func.count()).select_from(made)) or 0
             rows = connection.execute(chosen).all()
+            items = _with_standing(connection, rows[:limit])
         ahead = None if len(rows) <= limit else encoded_cursor(rows[limit - 1].modified, rows[limit - 1].id)
-        return Page(tuple(map(_run, rows[:limit])), ahead, total)
+        return Page(items, ahead, total)
 
     def run(self, number: int) -> Run:
         """Returns a run.
@@ -276,10 +279,11 @@ class Catalogue:
             NotFoundError: There is none of that number, or nothing is left of it.
         """
         with self._database.reading() as connection:
-            row = connection.execute(_runs(self._roots).where(RUNS.c.id == number)).one_or_none()
-        if row is None:
+            rows = connection.execute(_runs(self._roots).where(RUNS.c.id == number)).all()
+            items = _with_standing(connection, rows)
+        if not items:
             raise NotFoundError("There is no such run.", place=f"run {number}", remedy="list the runs")
-        return _run(row)
+        return items[0]
 
     def tag(self, number: int, tag: str) -> Checkpoint:
         """Gives a checkpoint a tag.
@@ -551,17 +555,21 @@ def _runs(roots: Iterable[int]) -> Select[Any]:
     )
 
 
-def _run(row: Row[Any]) -> Run:
-    return Run(
-        row.id,
-        row.root,
-        row.path,
-        row.name,
-        row.steps,
-        row.first_step,
-        row.last_step,
-        row.size,
-        _utc(row.modified),
+def _with_standing(connection: Connection, rows: Sequence[Row[Any]]) -> tuple[Run, ...]:
+    """Returns runs with where each stands."""
+    present = (CHECKPOINTS.c.status == "present") & CHECKPOINTS.c.run.in_([row.id for row in rows])
+    steps: dict[int, list[Row[Any]]] = {}
+    for step in connection.execute(select(CHECKPOINTS).where(present).order_by(CHECKPOINTS.c.step)):
+        steps.setdefault(step.run, []).append(step)
+    tags = select(TAGS.c.checkpoint).join(CHECKPOINTS, CHECKPOINTS.c.id == TAGS.c.checkpoint).where(present)
+    tagged = set(connection.scalars(tags))
+    return tuple(
+        Run(
+            **{name: row._mapping[name] for name in _OF_RUN},
+            modified=_utc(row.modified),
+            **vars(standing(steps[row.id], tagged)),
+        )
+        for row in rows
     )
 
 

@@ -136,6 +136,12 @@ class Run(_Record):
         last_step: The greatest.
         size: Bytes of all of them.
         modified: When the youngest was written to, in UTC.
+        good: The number of the checkpoint of the newest good step; None if no step is good.
+        good_step: That step.
+        examined: Whether doctor has read its values.
+        why: Why the newest step isn't good; empty if it is.
+        spare: How many steps nobody needs: older than the last three good ones, and without a tag.
+        spare_size: Bytes of these.
     """
 
     id: int
@@ -147,6 +153,12 @@ class Run(_Record):
     last_step: int | None
     size: int
     modified: datetime | None
+    good: int | None
+    good_step: int | None
+    examined: bool
+    why: str
+    spare: int
+    spare_size: int
 
 
 @dataclass(frozen=True)

@@ -163,7 +163,8 @@ def _catalogue(routes: APIRouter, of: Screens) -> None:
         said = {
             "page": page,
             "query": query,
-            "is_whole": query == replace(WHOLE, sort=query.sort),
+            "is_whole": (is_whole := query == replace(WHOLE, sort=query.sort)),
+            "runs": of.catalogue.runs(None, ROWS) if is_whole and cursor is None else None,
             "groups": grouped(page.items, of.catalogue.run),
             "filters": filters(query, of.catalogue.facets(query)),
             "roots": of.catalogue.roots(),
