@@ -77,3 +77,18 @@ def test_a_layout_that_cant_take_the_run_as_it_is_says_what_it_lacks_in_the_word
     assert "beta1" in str(caught.value)
     assert "beta1" in ways["torch-optim"].asks
     assert ways["optax"].refusal is None
+
+
+@pytest.mark.torch
+def test_a_home_of_few_bits_is_not_called_exact(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    network = torch.nn.Linear(64, 64, bias=False)
+    optimizer = torch.optim.AdamW(network.parameters())
+    network(torch.ones(64)).sum().backward()
+    optimizer.step()
+    torch.save({"model": network.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    with statekit.open(tmp_path / "run.pt") as opened:
+        exactness = {resumption.layout: resumption.exactness for resumption in resumes_in(opened)}
+    assert exactness["bitsandbytes-32bit"] is exactness["torch-fqn"] is Exactness.BITWISE
+    for layout in ("bitsandbytes-8bit", "torchao-8bit", "torchao-4bit", "torchao-fp8"):
+        assert exactness[layout] is Exactness.LOSSY, layout

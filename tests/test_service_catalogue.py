@@ -136,6 +136,7 @@ def test_steps_of_a_folder_are_one_run_and_a_seal_changes_no_checkpoint(
     catalogue.scan()
     (run,) = catalogue.runs().items
     assert (run.path, run.steps, run.first_step, run.last_step) == ("run", 2, 4, 8)
+    assert (run.good_step, run.examined, run.why, run.spare) == (8, False, "", 0)
     steps = catalogue.checkpoints(Query(run=run.id, sort="step")).items
     assert [one.step for one in steps] == [4, 8]
     statekit.seal(root / "run", step=4)

@@ -307,8 +307,7 @@ def build_plan(
 
 def _entry(name: str, tensor: Tensor, encoded: Encoded, sources: set[str]) -> PlannedTensor:
     expression = tensor.to_json()
-    losses = [encoded.exactness.get(name, (Exactness.BITWISE, ""))]
-    losses += [loss for node in _nodes(expression) if (loss := INEXACT.get(str(node.get("op"))))]
+    losses = _losses(name, expression, encoded)
     exactness, reason = max(losses)
     return PlannedTensor(
         name=name,
@@ -321,6 +320,19 @@ def _entry(name: str, tensor: Tensor, encoded: Encoded, sources: set[str]) -> Pl
         origin=_origin(expression, sources),
         unasked=max((loss for loss in losses if loss[1] not in AS_ASKED), default=(Exactness.BITWISE, "")),
     )
+
+
+def _losses(name: str, expression: Mapping[str, Any], encoded: Encoded) -> list[tuple[Exactness, str]]:
+    """Returns what a tensor loses on its way into native form: how exact it stays, and why."""
+    losses = [encoded.exactness.get(name, (Exactness.BITWISE, ""))]
+    return losses + [loss for node in _nodes(expression) if (loss := INEXACT.get(str(node.get("op"))))]
+
+
+def losses_in(encoded: Encoded) -> dict[str, Exactness]:
+    """Returns why tensors of a native form aren't the source's to the bit: exactness by reason."""
+    tensors = tensor_names(encoded.tree).items()
+    losses = (loss for name, tensor in tensors for loss in _losses(name, tensor.to_json(), encoded))
+    return {reason: exactness for exactness, reason in losses if exactness > Exactness.BITWISE}
 
 
 DEQUANTIZED = "a moment in few bits, as the values that the next update starts from"

@@ -11,6 +11,7 @@ from statekit.conversion.asking import check_said, is_carried, unsaid
 from statekit.conversion.cards import LayoutCard
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.open_state import OpenState
+from statekit.conversion.plan import losses_in
 from statekit.conversion.prepared import encoded_in, rule_change_to
 from statekit.conversion.resume import frameworks, of_checkpoint, resume_lines
 from statekit.conversion.rule_change import RuleChange
@@ -80,6 +81,7 @@ def _resumption(opened: OpenState, card: LayoutCard, own_card: LayoutCard) -> Re
     state, here = opened.state, card.name == opened.layout
     change: RuleChange | None = None
     dropped: Mapping[str, str] = {}
+    losses: Mapping[str, Exactness] = {}
     refusal = None
     asks: list[Fact] = []
     # In its own layout the run goes on as it is.
@@ -90,7 +92,9 @@ def _resumption(opened: OpenState, card: LayoutCard, own_card: LayoutCard) -> Re
             if card.stores_values and not is_carried(state, opened.layout, card, own_card):
                 asks = unsaid(state, there, opened.ref)
                 check_said(asks, opened.ref.path, card.name)
-            dropped = encoded_in(registry.layout(card.name), there)[0].dropped
+            encoded, _ = encoded_in(registry.layout(card.name), there)
+            dropped = encoded.dropped
+            losses = losses_in(encoded)
         except (InexactError, UnknownRuleError, UsageError) as error:
             refusal = str(error)
     differences = change.differences if change else ()
@@ -98,8 +102,11 @@ def _resumption(opened: OpenState, card: LayoutCard, own_card: LayoutCard) -> Re
         card.name,
         card.title,
         card.containers,
-        change.exactness if change else Exactness.BITWISE,
-        tuple(str(difference) for difference in differences if difference.exactness > Exactness.ROUNDING),
+        max([change.exactness if change else Exactness.BITWISE, *losses.values()]),
+        (
+            *(str(difference) for difference in differences if difference.exactness > Exactness.ROUNDING),
+            *(reason for reason, exactness in losses.items() if exactness > Exactness.ROUNDING),
+        ),
         tuple(change.compensated_by) if change else (),
         here,
         dropped,

@@ -24,6 +24,7 @@ from statekit.pages import charts
 from statekit.pages.verdicts import VERDICTS
 from statekit.service.records import ENDED, KINDS, Checkpoint, Node, Query, Run
 from statekit.service.service import Service
+from statekit.service.standing import fault_of
 from statekit.service.web.addresses import WHOLE, address, asked, filters, record_number
 from statekit.service.web.api import After, Id, Number, Place
 from statekit.service.web.branches import Branch, branch
@@ -201,6 +202,7 @@ def _checkpoint(routes: APIRouter, of: Screens) -> None:
             "run": _run_of(of.catalogue.run, checkpoint),
             "root": next((root for root in of.catalogue.roots() if root.id == checkpoint.root), None),
             "seal_said": _SEAL_SAID[checkpoint.seal],
+            "fault": fault_of(checkpoint),
             "jobs": recent,
             "examined": examined and examined["checkpoints"][0],
             "contents": contents,

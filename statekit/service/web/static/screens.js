@@ -108,7 +108,7 @@ function follow(place) {
     // What the job came to is the server's to draw: the part is read again, and where it lies nothing else moves.
     const target = place.dataset.select ? one(place.dataset.select) : place;
     const same = new URL(place.dataset.then, location).pathname === location.pathname;
-    htmx.ajax("GET", same ? location.pathname + location.search : place.dataset.then, { target, swap: "outerHTML", select: place.dataset.select });
+    htmx.ajax("GET", same ? location.pathname + location.search : place.dataset.then, { source: target, target, swap: "outerHTML", select: place.dataset.select });
   });
   addEventListener("pagehide", () => events.close());
 }
