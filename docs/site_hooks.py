@@ -8,8 +8,9 @@ from typing import Any
 
 import click
 import griffe
+from click.testing import CliRunner
 
-from statekit.cli.main import statekit
+from statekit.cli.main import VERBS, statekit
 
 ROOT = Path(__file__).parents[1]
 SITE = ROOT / "docs"
@@ -61,12 +62,14 @@ def on_post_template(output_content: str, template_name: str, **_: Any) -> str:
 
 
 def _helps() -> list[str]:
-    """Returns the help of each command, as a terminal shows it."""
-    group = click.Context(statekit, info_name="statekit", terminal_width=80)
+    """Returns all of the help of each command, as a terminal shows it."""
+    verbs = {name: statekit.get_command(click.Context(statekit), name) for name in VERBS}
     texts = []
-    for name in statekit.list_commands(group):
-        verb = statekit.get_command(group, name)
-        assert verb is not None
-        context = click.Context(verb, parent=group, info_name=name, terminal_width=80)
-        texts.append(f"\n## {name}\n\n```text\n{verb.get_help(context)}\n```\n")
+    for name, verb in verbs.items():
+        flag = (
+            "--help-all" if verb and any("--help-all" in option.opts for option in verb.params) else "--help"
+        )
+        shown = CliRunner().invoke(statekit, [name, flag], prog_name="statekit", terminal_width=80)
+        assert shown.exit_code == 0, shown.output
+        texts.append(f"\n## {name}\n\n```text\n{shown.output}```\n")
     return texts
