@@ -56,7 +56,7 @@ class DcpSafetensors:
             name = find_model(path) if path.is_dir() else None
             if name is None or ".safetensors" not in name:
                 return None
-            is_marked = _MARK in first_bytes(path / name, _HEAD)
+            is_marked = _MARK in _names_in(path / name)
         except (OSError, StatekitError):
             return None
         if is_marked:
@@ -126,6 +126,14 @@ class DcpSafetensors:
                 output.write((json.dumps(options, indent=2, allow_nan=False) + "\n").encode("ascii"))
             except (TypeError, ValueError) as error:
                 raise UsageError("Options can't be written as JSON.", place=OPTIONS, found=error) from None
+
+
+def _names_in(file: Place) -> bytes:
+    """Returns the text of an index, or of a safetensors file's header and no more."""
+    if file.suffix != ".safetensors":
+        return first_bytes(file, _HEAD)
+    length = int.from_bytes(first_bytes(file, 8), "little")
+    return first_bytes(file, min(8 + length, _HEAD))
 
 
 def _is_flat(part: Tree) -> bool:

@@ -55,7 +55,7 @@ class HubTree:
 
     def __init__(self, repository: str, kind: str, revision: str | None, text: str) -> None:
         try:
-            import huggingface_hub
+            from huggingface_hub import HfApi, errors, hf_hub_url, utils
         except ModuleNotFoundError:
             raise UsageError(
                 "Reading from the Hub needs the library huggingface_hub.",
@@ -64,8 +64,8 @@ class HubTree:
             ) from None
         start = f"hf://{'' if kind == 'model' else f'{kind}s/'}{repository}"
         self.place = f"{start}@{revision}" if revision else start
-        self._hub, self._repository, self._kind = huggingface_hub, repository, kind
-        api = huggingface_hub.HfApi()
+        self._errors, self._url, self._utils = errors, hf_hub_url, utils
+        self._repository, self._kind, api = repository, kind, HfApi()
         with self._asking(""):
             self._commit = api.repo_info(repository, repo_type=kind, revision=revision).sha
             entries = list(
@@ -85,12 +85,11 @@ class HubTree:
         return sorted(self._folders.get(folder, ()))
 
     def read_into(self, facts: Facts, start: int, into: memoryview) -> None:
-        hub = self._hub
-        address = hub.hf_hub_url(self._repository, facts.name, repo_type=self._kind, revision=self._commit)
-        headers = {**hub.utils.build_hf_headers(), "Range": f"bytes={start}-{start + len(into) - 1}"}
+        address = self._url(self._repository, facts.name, repo_type=self._kind, revision=self._commit)
+        headers = {**self._utils.build_hf_headers(), "Range": f"bytes={start}-{start + len(into) - 1}"}
         with self._asking(facts.name):
-            answer = hub.utils.get_session().get(address, headers=headers, follow_redirects=True)
-            hub.utils.hf_raise_for_status(answer)
+            answer = self._utils.get_session().get(address, headers=headers, follow_redirects=True)
+            self._utils.hf_raise_for_status(answer)
         data = answer.content if answer.status_code == 206 else answer.content[start : start + len(into)]
         if len(data) != len(into):
             raise CorruptError(
@@ -110,7 +109,7 @@ class HubTree:
     @contextmanager
     def _asking(self, name: str) -> Iterator[None]:
         """Turns what the library raises into an error of ours; its texts may hold signed addresses."""
-        errors = self._hub.errors
+        errors = self._errors
         place = f"{self.place}/{name}".rstrip("/")
         try:
             yield
@@ -125,7 +124,7 @@ class HubTree:
                 found=type(error).__name__,
                 remedy="check the name; a private repository needs HF_TOKEN or `hf auth login`",
             ) from None
-        except (errors.HfHubHTTPError, OSError) as error:
+        except (errors.HTTPError, OSError) as error:
             raise FormatError(
                 "The Hub can't be read.", place=place, found=type(error).__name__, remedy="try again"
             ) from None

@@ -77,6 +77,10 @@ def _opened(scheme: str, bucket: str, text: str) -> Any:
         ) from None
 
 
+class _Denied(FormatError):
+    """The store knows the user, and doesn't let this be read."""
+
+
 class ListedTree:
     """A bucket, of which folders are listed when they are first asked for, and never again.
 
@@ -160,15 +164,14 @@ class ListedTree:
     def _listed(self, folder: str) -> dict[str, Facts]:
         """Lists one folder. One above the top that may not be listed has nothing but the way to the top."""
         import obstore
-        from obstore.exceptions import PermissionDeniedError
 
         start = f"{folder}/" if folder else ""
         try:
-            with self._asking(folder, PermissionDeniedError):
+            with self._asking(folder):
                 answer = obstore.list_with_delimiter(self._store, folder or None)
-        except PermissionDeniedError:
+        except _Denied:
             if not self._top.startswith(start) or folder == self._top:
-                raise self._denied(folder) from None
+                raise
             return self._way_to_top(folder)
         files = [self._facts(entry) for entry in answer["objects"]]
         folders = [Facts(prefix.rstrip("/"), "folder") for prefix in answer["common_prefixes"]]
@@ -202,24 +205,22 @@ class ListedTree:
         changed = int(entry["last_modified"].timestamp() * 1e9)
         return Facts(entry["path"], "file", entry["size"], identity, changed)
 
-    def _denied(self, name: str) -> FormatError:
+    def _denied(self, name: str) -> _Denied:
         scheme = self.place.partition(":")[0]
-        return FormatError(
+        return _Denied(
             "The store doesn't let this be read.",
             place=f"{self.place}/{name}",
             remedy=f"check the credentials in the environment: {_VARIABLES[scheme]}",
         )
 
     @contextmanager
-    def _asking(self, name: str, *passed: type[Exception]) -> Iterator[None]:
+    def _asking(self, name: str) -> Iterator[None]:
         """Turns what obstore raises into an error of ours, of which no credential is a part."""
         from obstore import exceptions as of
 
-        place = f"{self.place}/{name}"
+        place = f"{self.place}/{name}".rstrip("/")
         try:
             yield
-        except passed:
-            raise
         except of.PreconditionError:
             raise CorruptError(
                 "A file was changed while it was read.",
@@ -232,6 +233,8 @@ class ListedTree:
             raise self._denied(name) from None
         except (of.BaseError, OSError) as error:
             status = _STATUS.search(f"{error}")
+            if status and status[0][:3] in ("401", "403"):  # of a listing, which has no error of its own
+                raise self._denied(name) from None
             if status and status[0].startswith("404"):
                 raise NotFoundError("There is no such file or bucket.", place=place) from None
             raise FormatError(

@@ -1,0 +1,140 @@
+"""Object stores and the Hub, as their libraries read them: what is pinned, what is refused, what is never shown."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from store_serving import SECRET, Served, serving
+
+import statekit
+from statekit.errors import CorruptError, FormatError, NotFoundError, StatekitError, UsageError
+from statekit.files.places import checkpoint_place
+from statekit.files.source import Files, listing
+from statekit.files.tree import Place
+
+T5X = Path(__file__).parent / "golden" / "t5x" / "bf16_params" / "checkpoint" / "checkpoint_4"
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {f"run/{file.relative_to(folder).as_posix()}": file.read_bytes() for file in files}
+
+
+def first_bytes(place: Place) -> bytes:
+    with Files() as files:
+        return files.source(place).read(0, 8).tobytes()
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    pytest.importorskip("obstore")
+    with serving("s3", {"run/a": b"12345678" * 2**17, "run/deep/b": b"1", "run/empty": b""}) as (
+        address,
+        served,
+    ):
+        for name, value in {
+            "ACCESS_KEY_ID": SECRET,
+            "SECRET_ACCESS_KEY": SECRET,
+            "REGION": "us-east-1",
+        }.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        monkeypatch.setenv("AWS_ENDPOINT_URL", address)
+        yield served
+
+
+def test_a_bucket_is_listed_once_and_has_files_and_folders(store: Served) -> None:
+    run = checkpoint_place("s3://bucket/run")
+    assert run.is_dir() and [entry.name for entry in listing(run)] == ["a", "deep", "empty"]
+    assert (run / "a").is_file() and (run / "deep").is_dir() and not (run / "gone").exists()
+    assert [entry.name for entry in listing(run / "deep")] == ["b"]
+    store.files["run/later"] = b""
+    assert not (run / "later").exists() and len(listing(run)) == 3
+    assert len(store.requests) == 2  # above the run, and all below it
+    assert first_bytes(run / "a") == b"12345678"
+
+
+def test_an_object_that_changes_is_named_and_never_mixed(store: Served) -> None:
+    file = checkpoint_place("s3://bucket/run") / "a"
+    with Files() as files:
+        source = files.source(file)
+        source.read(0, 8)
+        store.files["run/a"] = b"87654321" * 2**17
+        with pytest.raises(CorruptError, match="changed while it was read") as caught:
+            source.read(2**19, 8)
+    assert f"{caught.value.place}" == "s3://bucket/run/a"
+
+
+def test_a_short_answer_is_an_error(store: Served) -> None:
+    file = checkpoint_place("s3://bucket/run/a")
+    assert file.is_file()
+    store.fault = "short"
+    with pytest.raises(StatekitError):
+        first_bytes(file)
+
+
+@pytest.mark.parametrize(("fault", "shown"), [("denied", "AWS_ACCESS_KEY_ID"), ("broken", "400 Bad Request")])
+def test_no_error_shows_a_key(store: Served, fault: str, shown: str) -> None:
+    store.fault = fault
+    with pytest.raises(FormatError) as caught:
+        first_bytes(checkpoint_place("s3://bucket/run/a"))
+    assert (
+        shown in f"{caught.value}"
+        and SECRET not in f"{caught.value!r} {caught.value} {caught.value.__cause__}"
+    )
+
+
+def test_what_is_not_in_a_bucket_is_said_to_be_missing(store: Served) -> None:
+    with pytest.raises(NotFoundError, match="no such file or folder"):
+        statekit.inspect("s3://bucket/gone")
+
+
+def test_a_conversion_from_a_bucket_is_that_of_the_local_files(store: Served, tmp_path: Path) -> None:
+    store.files |= contents(T5X)
+    manifests = []
+    for number, source in enumerate((T5X, "s3://bucket/run")):
+        target = tmp_path / f"{number}"
+        statekit.convert(statekit.plan(source, target, to="statekit", container="t5x"))
+        manifests.append(json.loads((target / "statekit.json").read_text()))
+    assert manifests[0]["tensors"] == manifests[1]["tensors"] and manifests[0]["plan"] == manifests[1]["plan"]
+    assert SECRET not in json.dumps(manifests[1])
+
+
+@pytest.mark.slow
+def test_the_hub_is_read_at_the_commit_that_a_revision_names(tmp_path: Path) -> None:
+    pytest.importorskip("huggingface_hub")
+    with serving("hub", contents(T5X)) as (address, served):
+
+        def run(*words: str) -> subprocess.CompletedProcess[str]:
+            command = [
+                sys.executable,
+                "-m",
+                "statekit",
+                *words,
+            ]  # the library reads the endpoint when it is imported
+            home = {"HF_HOME": f"{tmp_path}", "HF_ENDPOINT": address, "HF_TOKEN": SECRET}
+            return subprocess.run(
+                command, capture_output=True, text=True, env={**os.environ, **home}, check=False
+            )
+
+        target = tmp_path / "out"
+        done = run("convert", "hf://owner/name@main/run", f"{target}", "--to", "statekit", "--from", "t5x")
+        assert done.returncode == 0, done.stderr
+        assert served.requests and all("/resolve/main/" not in request for request in served.requests)
+        gone = run("inspect", "hf://owner/gone/run")
+        assert gone.returncode == 3 and "no such repository" in gone.stderr and SECRET not in gone.stderr
+    with statekit.open(T5X) as ours, statekit.open(target) as theirs:
+        assert dict(ours.state.params).keys() == dict(theirs.state.params).keys()
+        for name, tensor in ours.state.params.items():
+            assert np.array_equal(np.asarray(tensor.read()), np.asarray(theirs.state.params[name].read()))
+
+
+def test_an_address_on_the_hub_names_a_repository() -> None:
+    with pytest.raises(UsageError, match="names no repository"):
+        checkpoint_place("hf://owner")
