@@ -299,6 +299,7 @@ ALLOWED: dict[str, tuple[str, set[str]]] = {
     "statekit/service/tasks/confinement.py": ("folders that a task may reach, not what is in them", {"os.open"}),
     "statekit/service/scanning.py": ("folders, to list them without following a link", {"os.open"}),
     "statekit/client.py": ("a service's token, which the user names", {"path.read_text"}),
+    "statekit/testing/stores.py": ("copies files of this machine into a store in memory", {"file.read_bytes"}),
     "cli/main.py": ("/dev/null in the place of a closed stdout", {"os.open"}),
 }  # fmt: skip
 """Modules in which a call bears the name of one that opens files: why that may be, and which calls."""

@@ -313,7 +313,7 @@ def walked(
                 raise error
 
     if isinstance(folder, StoredPlace):
-        yield from cast(Iterator[tuple[AnyPlace, list[str], list[str]]], folder.walk())
+        yield from cast(Iterator[tuple[AnyPlace, list[str], list[str]]], folder.walked())
         return
     for top, folders, names in os.walk(folder, topdown=not bottom_up, onerror=fail, followlinks=links):
         yield cast(AnyPlace, Path(top)), folders, names

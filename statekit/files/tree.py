@@ -217,14 +217,14 @@ class StoredPlace:
         """Returns what is directly in it, sorted; nothing of what is no folder."""
         return [self / name for name in self.tree.names("/".join(self.path.parts))] if self.is_dir() else []
 
-    def walk(self) -> Iterator[tuple[StoredPlace, list[str], list[str]]]:
+    def walked(self) -> Iterator[tuple[StoredPlace, list[str], list[str]]]:
         """Walks it as `os.walk` does, from the top."""
         entries = self.entries()
         folders = [entry.name for entry in entries if entry.is_dir()]
         if self.is_dir():
             yield self, folders, [entry.name for entry in entries if entry.is_file()]
         for name in folders:
-            yield from (self / name).walk()
+            yield from (self / name).walked()
 
     def files(self) -> Iterator[Facts]:
         """Yields what is known of it, if it is a file, or of each file below it."""

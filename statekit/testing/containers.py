@@ -347,7 +347,7 @@ def every_sealed_file_counts(trial: Trial) -> None:
         manifest.parent / name
         for manifest in manifests
         if manifest is not None and is_manifest(manifest.name)  # one inside its file has a law of its own
-        for name in json.loads(Path(manifest).read_bytes())["files"]
+        for name in json.loads(manifest.read_bytes())["files"]
     ]
     few = stated[:: max(1, len(stated) // (FILES * trial.effort))] if trial.effort else stated
     broken = [failure for file in few for failure in _unnoticed(trial, file, stated)]

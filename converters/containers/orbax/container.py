@@ -37,7 +37,7 @@ from statekit.converters.containers.orbax.metadata import (
     parse,
     tree_of,
 )
-from statekit.converters.containers.orbax.writer import VALUE, step_metadata, write_item
+from statekit.converters.containers.orbax.writer import COMMIT, VALUE, step_metadata, write_commit, write_item
 from statekit.converters.containers.step_folders import (
     INDEX,
     JSON_ITEM,
@@ -198,7 +198,7 @@ _OWN_FILES = {
     INDEX,
     STRINGS,
     "_sharding",
-    "commit_success.txt",
+    COMMIT,
     "orbax.checkpoint",
     "manifest.ocdbt",
     "d",
@@ -273,6 +273,8 @@ class OrbaxFolder:
             handlers = {item: write_item(stage, f"{prefix}{item}", encoded.tree, boxed=boxed)}
         with stage.file(f"{prefix}{STEP_METADATA}") as output:
             output.write(step_metadata(handlers, begun, encoded.custom))
+        for whole in (*(f"{prefix}{name}/" for name in handlers), prefix):
+            write_commit(stage, whole)
 
 
 def _meta(opened: Mapping[Place, Item]) -> dict[str, Any]:

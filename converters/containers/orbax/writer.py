@@ -24,6 +24,8 @@ _TREE = f"{_HANDLERS}pytree_checkpoint_handler.PyTreeCheckpointHandler"
 _JSON = f"{_HANDLERS}json_checkpoint_handler.JsonCheckpointHandler"
 VALUE = "value"
 """Source: google/flax flax/nnx/variablelib.py, the only child that a Variable has as a node of a JAX tree."""
+COMMIT = "commit_success.txt"
+"""The file without which Orbax takes a step or an item for unfinished, where renaming isn't atomic."""
 _COMMIT_BYTES = 16 * 2**20
 
 
@@ -68,6 +70,16 @@ def _as_variables(tree: Tree) -> Tree:
     if isinstance(tree, list):
         return [_as_variables(child) for child in tree]
     return {VALUE: tree} if isinstance(tree, Tensor) else tree
+
+
+def write_commit(stage: Stage, folder: str) -> None:
+    """Writes what says that a folder below the stage is whole, after everything else in it.
+
+    Without it Orbax takes a folder in a bucket for one that is still being written.
+    Source: orbax-checkpoint 0.12.8, `AtomicRenameTemporaryPath.finalize`; it names the whole path there.
+    """
+    with stage.file(f"{folder}{COMMIT}") as output:
+        output.write(f"Checkpoint commit was successful to {folder.rstrip('/') or '.'}".encode())
 
 
 def step_metadata(handlers: Mapping[str, str], begun: int, custom: Mapping[str, Any]) -> bytes:
