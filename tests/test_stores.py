@@ -98,9 +98,9 @@ def test_what_is_not_in_a_bucket_is_said_to_be_missing(store: Served) -> None:
 def test_a_conversion_from_a_bucket_is_that_of_the_local_files(store: Served, tmp_path: Path) -> None:
     store.files |= contents(T5X)
     manifests = []
-    for number, source in enumerate((T5X, "s3://bucket/run")):
+    for number, source in enumerate((f"{T5X}", "s3://bucket/run")):
         target = tmp_path / f"{number}"
-        statekit.convert(statekit.plan(source, target, to="statekit", container="t5x"))
+        statekit.convert(statekit.plan(source, target, to="statekit"))
         manifests.append(json.loads((target / "statekit.json").read_text()))
     assert manifests[0]["tensors"] == manifests[1]["tensors"] and manifests[0]["plan"] == manifests[1]["plan"]
     assert SECRET not in json.dumps(manifests[1])
