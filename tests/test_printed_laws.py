@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import builtins
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from goldens import COMPACT
 from statekit.conversion import registry
 from statekit.conversion.convert import plan
 from statekit.conversion.resume import frameworks, of_plan, resume_lines
-from statekit.lines.printing import SavedRun
+from statekit.lines.printing import SavedRun, subscripts
 from statekit.state.run import RunState, Schedule
 
 PROGRAM = {
@@ -111,3 +112,68 @@ def test_t5x_makes_the_slots_that_were_written(source: Path, tmp_path: Path) -> 
             arguments["factored"] and len(shape) == 2 and min(shape) >= arguments["min_dim_size_to_factor"]
         )
         assert factored == usual or (len(shape) > 2 and (has_gin or "factor_map" in comments)), name
+
+
+HOSTILE = (
+    '"]; HOSTILE(); x["',
+    "'); HOSTILE()\nHOSTILE()\n#",
+    "$(HOSTILE)`HOSTILE`",
+    "{HOSTILE}",
+    "\u2028HOSTILE",
+)
+"""What a name would have to be, to run as code of Python or of a shell."""
+IN_SHELL = ("--load ", "python3 ")
+"""How lines begin that are words of a command."""
+_QUOTED = re.compile(r"'[^']*'(?:\"'\"'[^']*')*")
+"""Matches a word as `shlex.quote` has it."""
+
+
+def runs(lines: list[str]) -> Iterator[str]:
+    """Yields what in printed lines would run of a hostile name."""
+    if any(line.startswith(IN_SHELL) for line in lines):
+        bare = re.sub(r"'[^']*'|\"'\"", "", "\n".join(line for line in lines if not line.startswith("#")))
+        yield from (
+            line
+            for line in [bare, *(x for x in lines if x.startswith("#") and "\n" in x)]
+            if "HOSTILE" in line
+        )
+        return
+    for node in ast.walk(ast.parse("\n".join(lines))):
+        values = (getattr(node, name, None) for name in ("id", "attr", "arg", "name"))
+        yield from (str(value) for value in values if "HOSTILE" in str(value))
+    commands = (line.partition("  # or ")[2] for line in "\n".join(lines).split("\n"))
+    yield from (command for command in commands if "HOSTILE" in _QUOTED.sub("", command))
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_no_path_runs_as_code(name: str) -> None:
+    for layout, container in HOMES:
+        schema, variants = next(iter(registry.layout_card(layout).variants.items()))
+        place = Path("/run") / name / "checkpoint"
+        for converted in (True, False):
+            saved = SavedRun(container, layout, place, 3, converted=converted, folder=place)
+            for framework in (None, *frameworks()):
+                assert [*runs(resume_lines(saved, state(schema, [*variants, None][0]), framework))] == []
+
+
+@pytest.mark.parametrize("label", HOSTILE)
+def test_no_label_of_a_partition_runs_as_code(label: str) -> None:
+    """It became a key between quotation marks, and the end of a variable's name."""
+    parts = {"a": "0", "b": label}
+    inner = "opt_state/inner_states/{}/inner_state"
+    names = [f"{inner.format(parts[path])}/0/{slot}/{path}" for path in parts for slot in ("mu", "nu")]
+    names += [f"{inner.format(part)}/{i}/count" for part in parts.values() for i in (0, 2)]
+    saved = SavedRun(
+        "orbax", "optax", Path("/run"), None, tensors=(*names, "params/a", "params/b", "params/c"),
+        empty=(f"{inner.format(label + '2')}",),
+    )  # fmt: skip
+    two = {"schema": "adamw", "variant": "optax", "counts": {"updates": 3, "schedule": 3}}
+    groups = [{"paths": [path], "hyperparameters": {}, "known_from": {}} for path in parts]
+    lines = resume_lines(saved, {**two, "groups": groups})
+    assert any("optax.partition(" in line for line in lines)
+    assert any("HOSTILE" in line for line in lines)
+    assert [*runs(lines)] == []
+
+
+def test_only_a_number_as_python_writes_it_is_an_index() -> None:
+    assert subscripts("optimizers/10/007/٣") == '["optimizers"][10]["007"]["\\u0663"]'

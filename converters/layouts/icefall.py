@@ -180,7 +180,7 @@ class Icefall:
         other = [] if rates.torch_call() else rates.torch_lines() or rates.comment()
         return [
             "import torch",
-            f"checkpoint = torch.load({quoted(saved.path)}, weights_only=False)",
+            f"checkpoint = torch.load({quoted(saved.path)}, weights_only=False)  # runs what the file says",
             'model.load_state_dict(checkpoint["model"])',
             f"optimizer = ScaledAdam({groups}, lr={rate})",
             'optimizer.load_state_dict(checkpoint["optimizer"])',

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol, runtime_checkable
@@ -28,6 +29,7 @@ _NEEDED = {
     **dict.fromkeys(("adamw", "lamb"), _ADAM),
 }
 """Schema -> hyperparameters without which nobody can step."""
+_INDEX = re.compile(r"0|[1-9][0-9]*")
 State = Mapping[str, Any]
 """A state without its tensors, as `TrainState.to_json` gives it."""
 
@@ -249,7 +251,7 @@ def subscripts(place: str) -> str:
         >>> subscripts("optimizer/0")
         '["optimizer"][0]'
     """
-    return "".join(f"[{key if key.isdecimal() else json.dumps(key)}]" for key in place.split("/"))
+    return "".join(f"[{key if _INDEX.fullmatch(key) else quoted(key)}]" for key in place.split("/"))
 
 
 def native_arguments(

@@ -13,6 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 from statekit.converters.layouts.optax.kinds import LINK_CODE, WRAPPERS, Wrapper
 from statekit.converters.layouts.optax.links import CHAIN_INDEX
+from statekit.lines.printing import quoted
 
 DECAY = "weight_decay_rate"
 RULES = ("factor_map", "logical_factor_rules")
@@ -93,7 +94,8 @@ def construction(
         group["label"]: f"{place}/{PARTS}/{group['label']}/{INNER}" if form == "parts" else inner
         for group in groups
     }
-    rates = {label: _rate(names, at, label if form == "parts" else "") for label, at in places.items()}
+    endings = {group["label"]: _ending(group) if form == "parts" else "" for group in groups}
+    rates = {label: _rate(names, at, endings[label]) for label, at in places.items()}
     if partition or (names and mask and form != "parts"):  # a rate that doesn't count is a number
         rates = {group["label"]: rates[group["label"]] or _number(group) for group in groups}
     used: dict[str, list[Mapping[str, Any]]] = {}
@@ -306,17 +308,17 @@ def _part_lines(
     """Returns the lines of a partition, or of the one call that makes it."""
     if lines := _muon_lines(groups, frozen, call, rates):
         return lines
-    rules = [f'rules["{group["label"]}"] = {call(group, rates[group["label"]])}' for group in groups]
+    rules = [f"rules[{quoted(group['label'])}] = {call(group, rates[group['label']])}" for group in groups]
     usual = all(group["label"] == str(group["number"]) for group in groups)
     named = {str(group["number"]): group["label"] for group in groups}
-    other = frozen or FROZEN
+    other = quoted(frozen or FROZEN)
     return [
         *([] if usual else [f"names = {named!r}"]),
         f"label = {{path: {'str(i)' if usual else 'names[str(i)]'} for i, group in enumerate(groups) "
         'for path in group["paths"]}',
-        f'labels = jax.tree_util.tree_map_with_path(lambda keys, _: label.get({_PATH}, "{other}"), params)',
+        f"labels = jax.tree_util.tree_map_with_path(lambda keys, _: label.get({_PATH}, {other}), params)",
         "import optax",
-        f'rules = {{"{frozen}": optax.set_to_zero()}}' if frozen else "rules = {}",
+        f"rules = {{{quoted(frozen)}: optax.set_to_zero()}}" if frozen else "rules = {}",
         *rules,
         "optimizer = optax.partition(rules, labels)",
     ]
@@ -363,7 +365,13 @@ def _number(group: Mapping[str, Any]) -> dict[str, str]:
     return {"learning_rate": "..."} if group["hyperparameters"].get("learning_rate") is None else {}
 
 
-def _rate(names: Collection[str], place: str, label: str) -> dict[str, str]:
+def _ending(group: Mapping[str, Any]) -> str:
+    """Returns what the name of a group's schedule ends in: its label, which a checkpoint may choose, if it can."""
+    label = str(group["label"])
+    return f"_{label}" if re.fullmatch(r"\w+", label, re.ASCII) else f"_of_{group['number']}"
+
+
+def _rate(names: Collection[str], place: str, ending: str) -> dict[str, str]:
     """Returns the code for the learning rate, if the checkpoint counts for a schedule: the user's own function."""
     link = re.compile(rf"{re.escape(place)}/(?:{INNER}/)?([1-9]\d*)/(count|ema/.*)")
     fields_at: dict[str, set[str]] = {}
@@ -371,4 +379,4 @@ def _rate(names: Collection[str], place: str, label: str) -> dict[str, str]:
         fields_at.setdefault(match[1], set()).add(match[2])
     injected = f"{place}/{_INJECTED}_states/learning_rate/count" in names
     counts = injected or any(fields == {"count"} for fields in fields_at.values())
-    return {"learning_rate": f"schedule_{label}" if label else "schedule"} if counts else {}
+    return {"learning_rate": f"schedule{ending}"} if counts else {}

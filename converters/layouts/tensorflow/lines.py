@@ -7,6 +7,9 @@ tensorflow/python/checkpoint/checkpoint.py, `Checkpoint.restore`; tensorflow/mes
 
 from __future__ import annotations
 
+import shlex
+
+from statekit.errors import printable
 from statekit.lines.printing import RATE, SavedRun, State, has_several, native_arguments, quoted
 
 STEP = "model.ckpt-{step}"
@@ -27,7 +30,8 @@ def graph_lines(state: State, saved: SavedRun, trainer: str = "") -> list[str]:
     arguments = [name for name in arguments if not schedule or name.partition("=")[0] not in (RATE, "lr")]
     # A trainer's graph has more variables than the source of another system.
     is_foreign = saved.source not in (None, "tf-bundle")
-    command = f"  # or {trainer.format(folder=quoted(path.parent))}" if trainer and not is_foreign else ""
+    folder = shlex.quote(printable(str(path.parent)))
+    command = f"  # or {trainer.format(folder=folder)}" if trainer and not is_foreign else ""
     return [
         f"# into a graph whose optimizer has these arguments: {', '.join(arguments)}",
         *schedule,
