@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
@@ -26,7 +26,8 @@ from statekit.files.checkpoint import EMPTY_LEFT_OUT, SEQUENCES_AS_MAPS, Checkpo
 from statekit.files.source import first_bytes, opening
 from statekit.files.stage import Stage
 from statekit.files.tree import Place
-from statekit.tensors.tree import Tree
+from statekit.tensors.tree import Path as Keys
+from statekit.tensors.tree import Tree, nested
 
 _BEGINS = re.compile(rb"\x92[\x91-\x9f](?:[\xa1-\xbf]|\xd9.)[A-Za-z_]", re.DOTALL)
 """A record of two, whose first is an array of keys, whose first is a name."""
@@ -62,13 +63,17 @@ class EasyLM:
         check_step(step, number, path)
         with opening(path, budget) as files:
             source = files.source(path)
-            tree: dict[Any, Tree] = {}
+            leaves: dict[Keys, Tree] = {}
             for keys, leaf in parse_stream(source):
-                _put(tree, keys, with_tensors(leaf, keys, source.place), source.place)
-            if not tree:
+                if keys in leaves:
+                    raise FormatError(
+                        "A stream has two records in one place.", place=path, found="/".join(map(str, keys))
+                    )
+                leaves[keys] = with_tensors(leaf, keys, source.place)
+            if not leaves:
                 raise FormatError("A stream has no records.", place=path, expected="a record for each leaf")
             meta = {"generation": "msgpack stream", SEQUENCES_AS_MAPS: True, EMPTY_LEFT_OUT: True}
-            checkpoint = Checkpoint(self.name, path, tree, meta, number, on_close=files.close)
+            checkpoint = Checkpoint(self.name, path, nested(leaves), meta, number, on_close=files.close)
             return replace(checkpoint, findings=_rounded(checkpoint))
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
@@ -93,17 +98,6 @@ def _rounded(checkpoint: Checkpoint) -> tuple[Finding, ...]:
         return ()
     what = "all floats, parameters too, are bfloat16, to which EasyLM rounds them unless float_dtype says otherwise"
     return (Finding(what, names[0], kind="slots-narrow"),)
-
-
-def _put(tree: dict[Any, Tree], keys: tuple[Any, ...], leaf: Tree, place: str) -> None:
-    node: Any = tree
-    for key in keys[:-1]:
-        node = node.setdefault(key, {}) if isinstance(node, dict) else None
-    if not isinstance(node, dict) or keys[-1] in node:
-        raise FormatError(
-            "A stream has two records in one place.", place=place, found="/".join(map(str, keys))
-        )
-    node[keys[-1]] = leaf
 
 
 CONTAINER = EasyLM()

@@ -14,8 +14,9 @@ numpy/lib/_npyio_impl.py, `savez`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any, Literal
 
 from statekit.budget import Budget
@@ -35,7 +36,7 @@ from statekit.files.stage import Stage
 from statekit.files.tree import Place
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Path as Keys
-from statekit.tensors.tree import Record, Tree, walk
+from statekit.tensors.tree import Record, Tree, nested, walk
 
 _OF_MXNET = ".params"
 _UNNAMED = re.compile(r"arr_\d+")
@@ -71,9 +72,7 @@ class Npz:
             source = files.source(path)
             arrays = npz_arrays(source, ANY_DTYPE, deflated=True)
             _check_named(arrays, source.place)
-            tree: dict[Any, Tree] = {}
-            for name, leaf in arrays.items():
-                _put(tree, name, leaf, source.place)
+            tree = nested({tuple(name.split("/")): leaf for name, leaf in arrays.items()})
             meta = {
                 "generation": "npz",
                 SEQUENCES_AS_MAPS: True,
@@ -89,16 +88,6 @@ class Npz:
             UsageError: Always.
         """
         raise UsageError("statekit doesn't write npz.", place=stage.target, remedy="choose --to flax")
-
-
-def _put(tree: dict[Any, Tree], name: str, leaf: Tree, place: str) -> None:
-    *above, last = name.split("/")
-    node: Any = tree
-    for key in above:
-        node = node.setdefault(key, {}) if isinstance(node, dict) else None
-    if not isinstance(node, dict) or last in node:
-        raise FormatError("Two arrays of an npz have one place.", place=place, found=name)
-    node[last] = leaf
 
 
 def _with_fields(tree: Tree) -> Tree:
@@ -122,16 +111,26 @@ def _field_names(node: Mapping[Any, Tree]) -> Mapping[Any, str]:
         return {}
     first, *trees = node.values()
     is_count = isinstance(first, Tensor) and first.shape == () and first.dtype.kind in "iu"
-    shapes = [_shapes(tree) for tree in trees]
-    if not is_count or any(not shape or shape.keys() != shapes[0].keys() for shape in shapes):
-        return {}
-    alike = all(shape == shapes[0] for shape in shapes)
-    return dict(zip(node, numbered_fields(len(trees), alike), strict=False))
+    alike = _are_alike(trees) if is_count else None
+    return {} if alike is None else dict(zip(node, numbered_fields(len(trees), alike), strict=False))
 
 
-def _shapes(tree: Tree) -> dict[Keys, Shape]:
-    """Returns the shapes of the tensors below a node; none of a tensor itself."""
-    return {path: leaf.shape for path, leaf in walk(tree) if path and isinstance(leaf, Tensor)}
+def _are_alike(trees: Sequence[Tree]) -> bool | None:
+    """Tells whether trees have equal shapes; None if they have leaves in different places.
+
+    It ends at the first difference: chains in chains would be walked once for each that they lie in.
+    """
+    alike = True
+    for tensors in zip_longest(*map(_shapes, trees)):
+        if None in tensors or len({path for path, _ in tensors}) != 1:
+            return None
+        alike &= len({shape for _, shape in tensors}) == 1
+    return alike if all(any(_shapes(tree)) for tree in trees) else None
+
+
+def _shapes(tree: Tree) -> Iterator[tuple[Keys, Shape]]:
+    """Yields the shapes of the tensors below a node; none of a tensor itself."""
+    return ((path, leaf.shape) for path, leaf in walk(tree) if path and isinstance(leaf, Tensor))
 
 
 def _check_named(arrays: Mapping[str, Any], place: str) -> None:

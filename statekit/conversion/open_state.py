@@ -34,7 +34,7 @@ from statekit.state.run import run_of
 from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, TrainState
 from statekit.tensors.tensor import Tensor, dtype_name
-from statekit.tensors.tree import tensor_names
+from statekit.tensors.tree import going_over, tensor_names
 
 MOST_ROWS = 100
 """More parameters than this are counted in a notebook, not listed."""
@@ -127,7 +127,7 @@ class OpenState:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        self.checkpoint.__exit__(kind, error, trace)
 
     def __repr__(self) -> str:
         return f"<OpenState {printable(str(self.checkpoint.path))}: {self._summary}>"
@@ -244,7 +244,8 @@ def open_state(
     budget = budget or ref.job_budget()
     checkpoint = registry.opened(named, ref.place, ref.step, ref, budget)
     try:
-        return _decoded(checkpoint, seen, layout, ref, budget, builds)
+        with going_over(ref.place):
+            return _decoded(checkpoint, seen, layout, ref, budget, builds)
     except BaseException:
         checkpoint.close()
         raise

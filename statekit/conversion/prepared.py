@@ -60,6 +60,7 @@ from statekit.state.run import BESIDE, Schedule, run_of
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.stored_params import MASTER, as_params, check_known, decoded
 from statekit.state.train_state import StepOffset, TrainState
+from statekit.tensors.tree import going_over
 
 if TYPE_CHECKING:  # entered only where something is asked for
     from statekit.conversion.changing.changes import Change
@@ -219,6 +220,11 @@ def prepare(request: Request) -> Plan:
         InexactError: The conversion would be less exact than required.
         NotFoundError, FormatError, StateError: The source can't be opened.
     """
+    with going_over(request.ref.place):
+        return _prepared(request)
+
+
+def _prepared(request: Request) -> Plan:
     check_apart(request.ref.place, request.target)
     container, implied = choose_container(request.target, request.to)
     container = written_as(container, request.target)

@@ -10,7 +10,7 @@ from typing import Any
 
 from statekit.files.tree import Place
 from statekit.tensors.tensor import Tensor
-from statekit.tensors.tree import Tree, tensor_names
+from statekit.tensors.tree import Tree, going_over, tensor_names
 
 ATTRIBUTES = "@"
 """Key in a tree under which formats that give attributes to groups (HDF5) keep those of a group."""
@@ -132,4 +132,7 @@ class Checkpoint:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        with going_over(self.path):
+            self.close()
+            if isinstance(error, RecursionError):
+                raise error

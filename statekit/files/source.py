@@ -43,6 +43,7 @@ from statekit.errors import (
 from statekit.files.tree import AnyPlace, Facts, Place, StoredPlace, absolute
 from statekit.pipeline import empty, working
 from statekit.tensors.tensor import Array
+from statekit.tensors.tree import going_over
 
 MOST_OPEN = 64
 """Files of one checkpoint that are open at once: a run of a thousand ranks writes thousands."""
@@ -252,7 +253,8 @@ def looking(place: Place) -> Iterator[None]:
     try:
         if isinstance(place, Path) and os.path.isdir(place):
             os.stat(os.path.join(place, os.curdir))
-        yield
+        with going_over(place):
+            yield
     except StatekitError:
         raise
     except OSError as error:

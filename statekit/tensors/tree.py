@@ -12,6 +12,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any, TypeAlias
@@ -26,7 +27,7 @@ Tree: TypeAlias = Any
 Path: TypeAlias = tuple[Any, ...]
 
 MAX_DEPTH = 512
-"""Levels of a tree at most: what goes over trees calls itself for each. None of a checkpoint has a tenth of them."""
+"""Levels of a tree at most; none of a checkpoint has a tenth of them."""
 MAX_NAME_BYTES = 4096
 """Bytes of a tensor's name at most, joined: a path's on a disk. Source: Linux, limits.h, `PATH_MAX`."""
 _PART = 1 << 20
@@ -48,7 +49,7 @@ def walk(tree: Tree) -> Iterator[tuple[Path, Any]]:
     What parts share comes once for each of them: readers have counted that (statekit/budget.py).
 
     Raises:
-        FormatError: The tree is cyclic, or deeper than 512 levels.
+        FormatError: The tree is cyclic, or too deep (`MAX_DEPTH`).
     """
     inside: list[tuple[Path, Iterator[tuple[Any, Any]]]] = []
     path, node = (), tree
@@ -74,6 +75,19 @@ def _too_deep(path: Sequence[Any]) -> FormatError:
         place="/".join(map(str, path[:8])),
         expected=f"at most {MAX_DEPTH} levels, no cycles",
     )
+
+
+@contextmanager
+def going_over(place: object) -> Iterator[None]:
+    """Turns the end of Python's stack into an error of ours: what goes over a tree calls itself for each level.
+
+    Raises:
+        FormatError: A tree in it is deeper than that.
+    """
+    try:
+        yield
+    except RecursionError:
+        raise FormatError("A checkpoint's tree is too deep to be one.", place=place) from None
 
 
 def holds_records(tree: Tree) -> bool:
@@ -105,7 +119,7 @@ def nested(leaves: Mapping[Path, Any]) -> dict[Any, Tree]:
     """Returns the dicts of dicts that have these leaves under these paths, in order.
 
     Raises:
-        FormatError: A leaf's path leads through another leaf, or is longer than 512 keys.
+        FormatError: A leaf's path leads through another leaf, or is longer than `MAX_DEPTH`.
 
     Example:
         >>> nested({("a", "b"): 1, ("a", "c"): 2})
@@ -453,7 +467,7 @@ def put(tree: Tree, path: Sequence[Any], value: Tree) -> Tree:
     """Returns a tree with another value at a path; dicts and lists on the way are copied, or made.
 
     Raises:
-        FormatError: The path is longer than 512 keys.
+        FormatError: The path is longer than `MAX_DEPTH`.
     """
     if not path:
         return value

@@ -66,7 +66,9 @@ SLOT_TREES: dict[str, tuple[str, ...]] = {
 """The fields of a link's state that are trees like the parameters'."""
 _SLOTS = {name for names in SLOT_TREES.values() for name in names}
 CHAIN_INDEX = re.compile(r"0|[1-9][0-9]{0,2}")
-"""What is a link's index: no chain has a thousand, and of those that are missing each is looked at."""
+"""What is a link's index: no chain has a thousand."""
+_MOST_EMPTY = 32
+"""Links of a chain at most that have no state: each becomes a node."""
 LABELLED = "inner_states"
 """The field of `optax.partition`: the state of each part under its label."""
 STRANGER = "stranger"
@@ -204,7 +206,7 @@ def chain_items(node: Tree) -> dict[int, Tree] | None:
         return dict(enumerate(node))
     if isinstance(node, Mapping) and node and all(CHAIN_INDEX.fullmatch(str(key)) for key in node):
         items = {int(key): node[key] for key in sorted(node, key=int)}
-        return items if len(items) == len(node) else None
+        return items if len(items) == len(node) and max(items) < len(items) + _MOST_EMPTY else None
     return None
 
 
