@@ -146,12 +146,12 @@ def runs(lines: list[str]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_no_path_runs_as_code(name: str) -> None:
+def test_no_path_and_no_class_runs_as_code(name: str) -> None:
     for layout, container in HOMES:
         schema, variants = next(iter(registry.layout_card(layout).variants.items()))
         place = Path("/run") / name / "checkpoint"
         for converted in (True, False):
-            saved = SavedRun(container, layout, place, 3, converted=converted, folder=place)
+            saved = SavedRun(container, layout, place, 3, converted=converted, folder=place, classes=name)
             for framework in (None, *frameworks()):
                 assert [*runs(resume_lines(saved, state(schema, [*variants, None][0]), framework))] == []
 

@@ -121,8 +121,8 @@ def resume_lines(saved: SavedRun, state: State, framework: str | None = None) ->
     lines = _IN[framework](state, saved) if framework else _native_lines(saved, state)
     lines = [line for i, line in enumerate(lines) if not (line.startswith("import ") and line in lines[:i])]
     lines = [*_explained(lines), *(_loss_lines(saved) if lines and state["schema"] != WEIGHTS else ())]
-    # Behind the end of a line in a name or a path, a comment would go on as code; code has it escaped.
-    return [*map(printable, lines)]
+    # Behind the end of a line in a name or a path, a comment would go on as code.
+    return [printable(line) if "#" in line else line for line in lines]
 
 
 _OPEN = re.compile(r"""["']?([\w/]+)["']?(?:=|: )\.\.\.""")
