@@ -162,7 +162,7 @@ def test_the_copies_of_pmap_are_one_and_differing_ones_an_error(tmp_path: Path) 
 @pytest.mark.parametrize("levels", [20_000, 511, 199])
 def test_an_npz_that_is_deep_ends_in_an_error_of_ours(levels: int, tmp_path: Path) -> None:
     """What goes over a tree calls itself for each level: with two calls for one, Python's stack ended first."""
-    chain = {"/".join("1" * levels) + "/0": np.int32(1)}
-    np.savez(tmp_path / "deep.npz", **{"params/w": np.ones(3, np.float32)}, **chain)
+    arrays: dict[str, Any] = {"params/w": np.ones(3, np.float32), "/".join("1" * levels) + "/0": np.int32(1)}
+    np.savez(tmp_path / "deep.npz", **arrays)
     with pytest.raises(FormatError), open_state(tmp_path / "deep.npz"):
         pass
