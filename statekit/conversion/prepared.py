@@ -224,6 +224,11 @@ def prepare(request: Request) -> Plan:
         return _prepared(request)
 
 
+def _keeps_encoding(layout: Layout) -> bool:
+    """Tells whether a layout keeps the bits of variables that are stored encoded."""
+    return isinstance(layout, KeepsEncoding) and layout.keeps_encoding
+
+
 def _prepared(request: Request) -> Plan:
     check_apart(request.ref.place, request.target)
     container, implied = choose_container(request.target, request.to)
@@ -234,7 +239,7 @@ def _prepared(request: Request) -> Plan:
         state, changes = _changed(opened, request)
         card, passed_over, state = _layout_for(container, state, opened, request, implied)
         layout = registry.layout(card.name)
-        keeps_encoding = isinstance(layout, KeepsEncoding) and layout.keeps_encoding
+        keeps_encoding = _keeps_encoding(layout)
         if not keeps_encoding and not _is_stored_as_moved(state):
             check_known(state, opened.makers)
             state = state.each(decoded)

@@ -94,8 +94,10 @@ def construction(
         group["label"]: f"{place}/{PARTS}/{group['label']}/{INNER}" if form == "parts" else inner
         for group in groups
     }
-    endings = {group["label"]: _ending(group) if form == "parts" else "" for group in groups}
-    rates = {label: _rate(names, at, endings[label]) for label, at in places.items()}
+    rates = {
+        group["label"]: _rate(names, places[group["label"]], _ending(group) if form == "parts" else "")
+        for group in groups
+    }
     if partition or (names and mask and form != "parts"):  # a rate that doesn't count is a number
         rates = {group["label"]: rates[group["label"]] or _number(group) for group in groups}
     used: dict[str, list[Mapping[str, Any]]] = {}
