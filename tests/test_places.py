@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zipfile
 from pathlib import Path, PurePosixPath
 
 import numpy as np
@@ -13,7 +14,7 @@ from statekit.errors import CorruptError, NotFoundError, RefusedError, UsageErro
 from statekit.files.addresses import address_of
 from statekit.files.ahead import ReadAhead
 from statekit.files.places import checkpoint_place
-from statekit.files.source import Files, listing, walked
+from statekit.files.source import Files, bring, listing, walked
 from statekit.files.tree import StoredPlace
 from statekit.testing.stores import CountingTree, MemoryTree, stored
 
@@ -149,3 +150,42 @@ def test_seal_of_a_store_is_refused_before_anything_is_read(targets: dict[str, P
     with pytest.raises(UsageError, match="sealed"):
         statekit.seal(far)
     assert counting.reads == []
+
+
+def test_a_torch_file_in_a_store_is_opened_by_its_directory(targets: dict[str, Path], tmp_path: Path) -> None:
+    content = targets["torch"].read_bytes()
+    name = max(zipfile.ZipFile(targets["torch"]).infolist(), key=lambda info: info.file_size)
+    changed = bytearray(content)
+    changed[name.header_offset + 30] ^= (
+        1  # the name in the header of a tensor, which the directory has otherwise
+    )
+    (tmp_path / "run.pt").write_bytes(bytes(changed))
+    with pytest.raises(CorruptError, match="contradict"):
+        statekit.open(tmp_path / "run.pt")
+    far, _ = stored(tmp_path / "run.pt")
+    with pytest.raises(CorruptError, match="contradict"), statekit.open(far) as opened:
+        for tensor in opened.checkpoint.tensors.values():
+            tensor.read()
+
+
+def test_small_runs_of_a_file_are_brought_together() -> None:
+    content = np.random.default_rng(3).bytes(2**22)
+    counting = CountingTree(MemoryTree({"x": content}))
+    file = StoredPlace(ReadAhead(counting), PurePosixPath("x"))
+    runs = [(start, 100) for start in range(0, 2**22, 2**17)]
+    with Files() as files:
+        source = files.source(file)
+        bring(source, [*runs, (10, 50), (2**22 - 7, 100)])
+        brought = len(counting.reads)
+        for start, count in runs:
+            assert source.read(start, count).tobytes() == content[start : start + count]
+    assert brought == len(counting.reads) <= len(runs) + 1
+
+
+def test_telling_formats_apart_reads_no_tensor(targets: dict[str, Path]) -> None:
+    from statekit.conversion import registry
+
+    folder = targets["safetensors"]
+    far, counting = stored(folder)
+    registry.detect_container(far)
+    assert sum(count for _, _, count in counting.reads) <= 2**16 * (1 + len([*folder.iterdir()]))

@@ -10,15 +10,15 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import BinaryIO, NamedTuple
 
 from statekit.converters.formats.crc import crc32
 from statekit.converters.formats.decompression import DEFLATE, MOST_OF_ONE, decompressed
 from statekit.errors import CommitError, CorruptError, FormatError, RefusedError
-from statekit.files.source import Part, Source, bytes_at, hold, record, short
+from statekit.files.source import Part, Source, bring, bytes_at, hold, is_stored, record, short
 from statekit.files.whole_file import Checked
 from statekit.pipeline import passage
 from statekit.tensors.tensor import BLOCK_BYTES, Array
@@ -43,26 +43,38 @@ _NEAR = 4096
 """Bytes from one header to the next, up to which both are read at once: a disk gives no less."""
 _AT_ONCE = 2**18
 """Bytes that are read at once to look at headers."""
+_SMALL, _EXTRA = 4096, 128
+"""Bytes of a member that is brought with others, and of what its header may have beside its name."""
 _DESCRIPTOR_MAGIC = 0x08074B50
 _UTF8, _DESCRIPTOR = 0x0800, 0x0008
 
 
-class Member(NamedTuple):
+@dataclass
+class Member:
     """One file in an archive.
 
     Attributes:
         name: Its name.
-        start: Where its bytes lie.
-        size: How many it has.
+        size: How many bytes it has.
         crc: Their CRC-32; 0 if it wasn't computed.
         packed: How many bytes it is deflated to; None if it is stored as it is.
+        locate: Finds where its bytes lie, by its header.
     """
 
     name: str
-    start: int
     size: int
     crc: int
-    packed: int | None = None
+    packed: int | None
+    locate: Callable[[], int] = field(repr=False)
+
+    @cached_property
+    def start(self) -> int:
+        """Where its bytes lie.
+
+        Raises:
+            CorruptError: Its header contradicts the directory, or it overlaps the next member.
+        """
+        return self.locate()
 
 
 class _Entry(NamedTuple):
@@ -79,7 +91,7 @@ class _Entry(NamedTuple):
 
 
 class Archive:
-    """An archive opened for reading. Only its directory and headers have been read.
+    """An archive opened for reading. Only its directory and headers have been read; of one in a store, the directory.
 
     Args:
         source: The archive.
@@ -336,15 +348,28 @@ def _members(source: Source, entries: list[_Entry], directory: int) -> dict[str,
         )
     members: dict[str, Member] = {}
     limits = [entry.header for entry in ordered[1:]] + [directory]
-    for entry, head, limit in zip(ordered, _heads(source, ordered), limits, strict=True):
-        member = _member(source, entry, head, limit)
-        if member.name in members:
+    for entry, limit in zip(ordered, limits, strict=True):
+        name = entry.name.decode("utf-8", "surrogateescape")
+        if name in members:
             raise RefusedError(
                 "A zip archive has two members of one name; which one counts depends on the reader.",
-                place=f"{member.name} in {source.place}",
+                place=f"{name} in {source.place}",
             )
-        members[member.name] = member
+        locate = partial(_located, source, entry, limit)
+        members[name] = Member(name, entry.size, entry.crc, entry.packed, locate)
+    if is_stored(source):  # a header is read with its member, and small members are read together
+        small = [entry for entry in ordered if entry.stored <= _SMALL]
+        bring(source, [(e.header, LOCAL.size + len(e.name) + _EXTRA + e.stored) for e in small])
+        return members
+    for entry, head, limit, member in zip(
+        ordered, _heads(source, ordered), limits, members.values(), strict=True
+    ):
+        member.start = _start(source, entry, head, limit)
     return members
+
+
+def _located(source: Source, entry: _Entry, limit: int) -> int:
+    return _start(source, entry, bytes_at(source, entry.header, LOCAL.size + len(entry.name)), limit)
 
 
 def _heads(source: Source, ordered: list[_Entry]) -> Iterator[bytes]:
@@ -366,7 +391,8 @@ def _heads(source: Source, ordered: list[_Entry]) -> Iterator[bytes]:
         first = after
 
 
-def _member(source: Source, entry: _Entry, raw: bytes, limit: int) -> Member:
+def _start(source: Source, entry: _Entry, raw: bytes, limit: int) -> int:
+    """Returns where a member's bytes lie, by its header, which has to say what the directory says."""
     name = entry.name.decode("utf-8", "surrogateescape")
     magic, _, flags, method, _, _, _, _, _, name_size, extra_size = LOCAL.unpack_from(raw)
     same = raw[LOCAL.size :] == entry.name and name_size == len(entry.name)
@@ -375,7 +401,7 @@ def _member(source: Source, entry: _Entry, raw: bytes, limit: int) -> Member:
         raise CorruptError(
             "The two headers of a zip member contradict each other.", place=f"{name} in {source.place}"
         )
-    start = entry.header + LOCAL.size + name_size + extra_size
+    start: int = entry.header + LOCAL.size + name_size + extra_size
     if start + entry.stored > limit:
         raise CorruptError(
             "A member of a zip archive overlaps the next one.",
@@ -383,7 +409,7 @@ def _member(source: Source, entry: _Entry, raw: bytes, limit: int) -> Member:
             expected=f"at most {max(limit - start, 0)} bytes",
             found=f"{entry.stored} bytes",
         )
-    return Member(name, start, entry.size, entry.crc, entry.packed)
+    return start
 
 
 @dataclass(frozen=True)

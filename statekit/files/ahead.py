@@ -8,8 +8,9 @@ reads. Values are the same however they are brought.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right, insort
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property
@@ -43,7 +44,9 @@ class ReadAhead:
 
     def __init__(self, tree: FileTree) -> None:
         self._tree = tree
-        self._windows: OrderedDict[tuple[str, int], _Window] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, int], _Window] = OrderedDict()
+        self._starts: dict[str, list[int]] = {}
+        self._bytes = 0
         self._last: dict[str, _Window] = {}
         self._locks: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
@@ -70,13 +73,47 @@ class ReadAhead:
             into[: len(part)] = part
             start, into = start + len(part), into[len(part) :]
 
+    def bring(self, facts: Facts, runs: Iterable[tuple[int, int]]) -> None:
+        """Brings small runs of a file, first byte and count of each, many requests at once; they are read later."""
+        wanted: list[tuple[int, int]] = []
+        for start, count in sorted(runs):
+            stop = min(start + count, facts.size)
+            if wanted and start <= wanted[-1][1] + _FIRST and stop - wanted[-1][0] <= REQUEST_BYTES:
+                wanted[-1] = wanted[-1][0], max(stop, wanted[-1][1])
+            elif start < stop:
+                wanted.append((start, stop))
+
+        def read(run: tuple[int, int]) -> None:
+            self._keep(facts.name, _Window(run[0], self._read(facts, run[0], run[1] - run[0])))
+
+        missing = [
+            run for run in wanted if (window := self._at(facts.name, run[0])) is None or window.stop < run[1]
+        ]
+        list(self._threads.map(read, missing))
+
     def _at(self, name: str, start: int) -> _Window | None:
+        """Returns the nearest window that begins at a byte or before, if the byte is in it."""
         with self._lock:
-            for key, window in self._windows.items():
-                if key[0] == name and window.start <= start < window.stop:
-                    self._windows.move_to_end(key)
-                    return window
-        return None
+            starts = self._starts.get(name, [])
+            after = bisect_right(starts, start)
+            if not after:
+                return None
+            key = name, starts[after - 1]
+            self._kept.move_to_end(key)
+            window = self._kept[key]
+        return window if start < window.stop else None
+
+    def _keep(self, name: str, window: _Window) -> None:
+        """Keeps a window, and lets those go that were used least lately."""
+        with self._lock:
+            if (known := self._kept.pop((name, window.start), None)) is None:
+                insort(self._starts.setdefault(name, []), window.start)
+            self._kept[name, window.start] = window
+            self._bytes += len(window.data) - (len(known.data) if known else 0)
+            while self._bytes > _KEPT and len(self._kept) > 1:
+                (other, start), gone = self._kept.popitem(last=False)
+                self._starts[other].remove(start)
+                self._bytes -= len(gone.data)
 
     def _brought(self, facts: Facts, start: int, count: int) -> _Window:
         """Brings a window of a file, and keeps it."""
@@ -88,11 +125,8 @@ class ReadAhead:
         if facts.size <= _WHOLE:
             first, stop = 0, facts.size
         window = _Window(first, self._read(facts, first, stop - first))
-        with self._lock:
-            self._last[facts.name] = window
-            self._windows[facts.name, first] = window
-            while sum(len(kept.data) for kept in self._windows.values()) > _KEPT and len(self._windows) > 1:
-                self._windows.popitem(last=False)
+        self._last[facts.name] = window
+        self._keep(facts.name, window)
         return window
 
     def _read(self, facts: Facts, start: int, count: int) -> memoryview:

@@ -19,7 +19,7 @@ import os
 import stat
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -40,6 +40,7 @@ from statekit.errors import (
     UsageError,
     nearest,
 )
+from statekit.files.ahead import ReadAhead
 from statekit.files.tree import AnyPlace, Facts, Place, StoredPlace, absolute
 from statekit.pipeline import empty, working
 from statekit.tensors.tensor import Array
@@ -159,6 +160,24 @@ def check_size(source: Source, start: int, count: int, limit: int, what: str) ->
             expected=f"at most {limit} bytes",
             found=f"{count} bytes",
         )
+
+
+def is_stored(source: Source) -> bool:
+    """Tells whether bytes lie in a store, where each read takes a request."""
+    while isinstance(source, Part):
+        source = source.whole
+    return isinstance(source, File) and isinstance(source.path, StoredPlace)
+
+
+def bring(source: Source, runs: Iterable[tuple[int, int]]) -> None:
+    """Brings runs of bytes that will be read, first byte and count of each, from a store at once; no others."""
+    while isinstance(source, Part):
+        start = source.start
+        source, runs = source.whole, [(start + at, count) for at, count in runs]
+    if isinstance(source, File) and isinstance(source.path, StoredPlace):
+        tree = source.path.tree
+        if isinstance(tree, ReadAhead):
+            tree.bring(cast(Facts, source.identity), runs)
 
 
 def bytes_at(source: Source, start: int, count: int) -> bytes:

@@ -30,10 +30,11 @@ class MemoryTree:
     data: dict[str, bytes]
     place: str = "memory://store"
     _listed: dict[str, Facts] = field(init=False)
+    _first: dict[str, bytes] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         """Lists the files, and the folders that they lie in."""
-        self._listed = {"": Facts("", "folder")}
+        self._listed, self._first = {"": Facts("", "folder")}, dict(self.data)
         for name, content in self.data.items():
             self._listed[name] = Facts(name, "file", len(content), blake3(content).hexdigest(), 1)
             for folder in PurePosixPath(name).parents:
@@ -55,8 +56,8 @@ class MemoryTree:
         )
 
     def read_into(self, facts: Facts, start: int, into: memoryview) -> None:
-        content = self.data.get(facts.name, b"")
-        if blake3(content).hexdigest() != facts.identity:
+        content = self.data.get(facts.name)
+        if content is None or content is not self._first[facts.name]:
             raise CorruptError("A file was changed while it was read.", place=f"{self.place}/{facts.name}")
         into[:] = content[start : start + len(into)]
 

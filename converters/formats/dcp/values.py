@@ -12,7 +12,7 @@ from statekit.converters.formats.pytorch.reader import Opened, read_object
 from statekit.errors import CorruptError, Faults
 from statekit.files.checkpoint import Finding
 from statekit.files.checksums import ZIP
-from statekit.files.source import File, Files, Part, byte_of, bytes_at
+from statekit.files.source import File, Files, Part, bring, byte_of, bytes_at
 from statekit.files.tree import Place
 from statekit.tensors.boxes import overlap
 from statekit.tensors.tensor import Array, Index, Stored, Tensor, index_shape
@@ -62,6 +62,7 @@ def read_values(
         FormatError: Pieces lie outside their files, or objects can't be trusted.
     """
     sources = read_sources(contents, folder, files)
+    _bring_small(contents, sources)
     known: dict[bytes, Opened] = {}
     objects = {key: _object(_part(sources, piece), known) for key, piece in contents.objects.items()}
     # Tensors' pieces aren't looked into yet; who saved them computes checksums for all pieces or for none.
@@ -73,6 +74,17 @@ def read_values(
         else:
             values[key] = _tensor(contents.tensors[key], sources, f"{folder}", checksum)
     return values, tuple(dict.fromkeys(finding for one in objects.values() for finding in one.findings))
+
+
+def _bring_small(contents: StoredContents, sources: Mapping[str, File]) -> None:
+    """Brings what is small from a store at once: hyperparameters and counts, each of which is an archive of its own."""
+    chunks = (chunk for entry in contents.tensors.values() for chunk in entry.chunks)
+    runs: dict[str, list[tuple[int, int]]] = {}
+    for piece in (*contents.objects.values(), *(chunk.piece for chunk in chunks)):
+        if piece.size <= _REPEATED:
+            runs.setdefault(piece.file, []).append((piece.start, piece.size))
+    for name, small in runs.items():
+        bring(sources[name], small)
 
 
 def _part(sources: Mapping[str, File], piece: StoredPiece) -> Part:
