@@ -361,7 +361,9 @@ def read_config(arguments: tuple[str, ...], name: str | None, files: Files) -> d
     unread: dict[str, str] = {}
     for argument in arguments:
         if not argument.endswith(".gin") or "=" in argument:
-            values |= settings.translated(read_hparams([argument], files=files).values, faults)
+            read = read_hparams([argument], files=files).values
+            whole = argument.endswith((".yml", ".yaml"))
+            values |= settings.translated(settings.of_config(read) if whole else read, faults)
             continue
         path = Path(argument)
         text = read_text(path, files)

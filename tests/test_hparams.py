@@ -79,7 +79,7 @@ def test_pairs_and_files_in_order(tmp_path: Path) -> None:
     assert read_hparams([]) == Settings()
 
 
-@pytest.mark.parametrize("argument", ["decay_rate", "=5", "1x=5", "a b=5", "h.yaml"])
+@pytest.mark.parametrize("argument", ["decay_rate", "=5", "1x=5", "a b=5", "h.toml"])
 def test_arguments_of_another_form(argument: str) -> None:
     with pytest.raises(UsageError, match="KEY=VALUE"):
         read_hparams([argument])

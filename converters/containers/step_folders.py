@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from statekit.budget import Account
+from statekit.converters.formats.flat_yaml import flat_yaml
 from statekit.converters.formats.hparams import SCHEDULE_IN_GIN, read_gin, read_gin_call, read_text
 from statekit.errors import BudgetError, Faults, FormatError, NotFoundError, StatekitError, UsageError
 from statekit.files.checkpoint import FILES_BESIDE, STEPS, Checkpoint, Finding
@@ -235,9 +236,31 @@ def step_checkpoint(
     gin, gin_findings = gin_settings(step_folder.path, files)
     beside = files_beside(step_folder.path, known, files) if step_folder.path.is_dir() else []
     around = {STEPS: list(step_folder.steps), FILES_BESIDE: beside, "gin": gin}
+    around |= {CONFIG: config} if (config := _yaml_beside(step_folder.path, files)) else {}
     findings = (*step_folder.findings, *findings, *gin_findings)
     meta = {**meta, **around}
     return Checkpoint(container, step_folder.path, tree, meta, step_folder.step, findings, files.close)
+
+
+CONFIG = "config"
+"""Key of what lies beside a checkpoint: the file of its program's configuration, and its plain settings."""
+
+
+def _yaml_beside(step: Place, files: Files) -> dict[str, Any]:
+    """Reads MaxText's config.yml in the folder of a step or of its run; empty if there is none.
+
+    Source: AI-Hypercomputer/maxtext 0.2.5 utils/gcs_utils.py, `write_config_raw_keys_for_gcs`.
+    """
+    run = step.parent.parent if step.parent.name == "checkpoints" else step.parent
+    for path in (folder / "config.yml" for folder in (step, step.parent, run)):
+        if path.is_file():
+            values = flat_yaml(read_text(path, files))
+            return (
+                {"file": str(path), "values": values}
+                if {"opt_type", "decoder_block"} <= values.keys()
+                else {}
+            )
+    return {}
 
 
 def files_beside(folder: Place, known: set[str], files: Files) -> list[str]:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.budget import Account
+from statekit.converters.formats.flat_yaml import flat_yaml
 from statekit.errors import FormatError, UsageError
 from statekit.files.source import Files, read_small
 from statekit.files.tree import Place
@@ -74,7 +75,7 @@ def read_hparams(
     """Reads the values of `--hparams`; later ones win.
 
     Args:
-        arguments: Each a `KEY=VALUE`, or the path of a `.json` or `.gin` file.
+        arguments: Each a `KEY=VALUE`, or the path of a `.json`, `.yml` or `.gin` file.
         configurable: Whose bindings count in a gin file.
         files: As in `read_text`.
 
@@ -147,7 +148,7 @@ def _plain(value: Any) -> Any:
 
 
 def _is_file(argument: str) -> bool:
-    return argument.endswith((".json", ".gin")) and "=" not in Path(argument).name
+    return argument.endswith((".json", ".gin", ".yml", ".yaml")) and "=" not in Path(argument).name
 
 
 def _pair(argument: str) -> Settings:
@@ -155,7 +156,7 @@ def _pair(argument: str) -> Settings:
     name = key.strip().rpartition(".")[2]
     if not separator or not _NAME.fullmatch(name):
         raise UsageError(
-            "A hyperparameter isn't given as KEY=VALUE, nor as a .json or .gin file.",
+            "A hyperparameter isn't given as KEY=VALUE, nor as a .json, .yml or .gin file.",
             place="--hparams",
             found=argument[:200],
         )
@@ -166,6 +167,8 @@ def _file_settings(path: Place, configurable: str, files: Files | None) -> Setti
     text, account = read_text(path, files), files.account if files else None
     if path.suffix == ".gin":
         return read_gin(text, path, configurable, account)
+    if path.suffix in (".yml", ".yaml"):
+        return Settings(flat_yaml(text))
     values = loose_json(text, path, account)
     if not isinstance(values, dict):
         raise FormatError(

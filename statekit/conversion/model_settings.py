@@ -47,6 +47,8 @@ def _beside(first: ModelMap, opened: OpenState) -> tuple[dict[str, Any], str]:
         values, where = settings.translated(asked, faults), keys[-1]
         if values:
             break
+    if settings.beside and not values:
+        values, where = _of_config(first, opened, faults)
     faults.check(
         UsageError,
         "What lies beside the checkpoint says of the model what the map has no word for",
@@ -54,6 +56,15 @@ def _beside(first: ModelMap, opened: OpenState) -> tuple[dict[str, Any], str]:
         remedy="say it in the map's words: --config KEY=VALUE",
     )
     return {key: value for key, value in values.items() if value is not None}, where
+
+
+def _of_config(first: ModelMap, opened: OpenState, faults: Faults) -> tuple[dict[str, Any], str]:
+    """Returns what the configuration of a program says, which lies beside its checkpoint, and the file's name."""
+    config = opened.checkpoint.meta.get("config") or {"values": {}, "file": ""}
+    settings = first.settings
+    read = settings.of_config(config["values"])
+    asked = {name: value for name, value in read.items() if settings.key(name) not in first.config}
+    return settings.translated(asked, faults), Path(config["file"]).name
 
 
 def _at(tree: Any, keys: Sequence[str]) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 from statekit.lines.rate_classes import keras_lines, mxnet_lines
 from statekit.lines.rate_code import JAX_NUMPY, MATH, optax_code, python_code
+from statekit.state.evidence import SCALED
 from statekit.state.options import stored_rate
 from statekit.state.rates import Rates, Told, piece
 from statekit.state.run import KERAS_SCHEDULE, Schedule
@@ -39,6 +40,15 @@ _ARGUMENTS = {
 """Class of PyTorch -> arguments that its state holds too.
 
 Source: pytorch/pytorch torch/optim/lr_scheduler.py."""
+
+
+def _of_scaled(schedule: Schedule, number: int, group: Mapping[str, Any]) -> Told:
+    """Returns the rates of a group; a schedule of one rate for all knows nothing of what a map multiplied."""
+    rates = schedule.of_group(number)
+    if isinstance(rates, str) or len(schedule.rates) != 1 or schedule.bases:
+        return rates
+    facts = group.get("facts", ())
+    return rates.times(next((float(fact["value"]) for fact in facts if fact["name"] == SCALED), 1.0))
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,7 @@ class RatesOf:
         groups = len(self.state["groups"])
         if not one.groups and 0 < len(one.bases) < groups:
             return f"{one.kind} moves {len(one.bases)} of the {groups} groups, and nothing tells which"
-        rates = one.of_group(number)
+        rates = _of_scaled(one, number, self.state["groups"][number])
         # What a schedule of PyTorch has counted is its argument; MXNet's gets the number of updates.
         if isinstance(rates, Rates) and one.place.startswith("extra/torch/") and one.at != self.done:
             return f"{one.kind} stands at {one.at} after {self.done} updates: it counts something else, such as epochs"

@@ -18,7 +18,8 @@ from statekit.errors import Faults
 Word = str | Mapping[str, Any] | None
 """The map's name for a setting; with `values`, theirs and ours, where these differ too; None where it needs none.
 
-`if` says which other settings switch it on; where they don't, it is that of `else`."""
+Of a record that a codebase wrote, `if` says which other settings switch it on; where they don't, it is that of `else`.
+`unless` names one that says the same and counts; `begins`, whose beginning makes which value."""
 
 
 @dataclass(frozen=True)
@@ -29,11 +30,13 @@ class Settings:
         keys: Its name for a setting -> the map's.
         gin: The configurables that a gin file of its binds them to.
         places: Where a record of them stands in a state's `extra`, by slashes.
+        beside: Whether its program's configuration lies beside a checkpoint.
     """
 
     keys: Mapping[str, Word] = field(default_factory=dict)
     gin: tuple[str, ...] = ()
     places: tuple[str, ...] = ()
+    beside: bool = False
 
     def key(self, name: str) -> str | None:
         """Returns the map's name for a setting; None if it has none."""
@@ -46,14 +49,27 @@ class Settings:
         return frozenset(key for name in self.keys if (key := self.key(name)) is not None)
 
     def holding(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a codebase's own record where a setting that another one switches off (`if`) is that of `else`."""
-        return {name: self._held(name, values) for name in values}
+        """Returns what a codebase's own record says of a model, without what other settings in it decide otherwise."""
+        made = {name: self._held(name, values) for name in values}
+        return {name: value for name, value in made.items() if value is not _UNKNOWN}
+
+    def of_config(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns what the whole configuration of a program says of its model."""
+        return {name: value for name, value in self.holding(values).items() if name in self.keys}
 
     def _held(self, name: str, values: Mapping[str, Any]) -> Any:
+        """Returns the value that counts: of `else` without all of `if`, of `begins` by another's beginning."""
         word = self.keys.get(name)
-        needed = word.get("if", {}) if isinstance(word, Mapping) else {}
+        if not isinstance(word, Mapping):
+            return values[name]
+        if word.get("unless") in values:
+            return _UNKNOWN
+        for other, (start, value) in word.get("begins", {}).items():
+            if str(values.get(other, "")).startswith(start):
+                return value
+        needed = word.get("if", {})
         holds = all(values.get(other, value) == value for other, value in needed.items())
-        return values[name] if holds or not isinstance(word, Mapping) else values.get(word["else"])
+        return values[name] if holds else values.get(word["else"])
 
     def translated(self, values: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
         """Returns settings by the map's names; those that it doesn't know stay as they are.
@@ -113,7 +129,7 @@ def settings_of(*names: str | None) -> Settings:
     for one in reversed(each):
         keys |= one.keys
     gin = dict.fromkeys(name for one in each for name in one.gin)
-    return Settings(keys, tuple(gin), each[0].places if each else ())
+    return Settings(keys, tuple(gin), each[0].places if each else (), any(part.beside for part in each[:1]))
 
 
 def gin_configurables() -> tuple[str, ...]:
@@ -130,7 +146,9 @@ def known_settings() -> Iterator[str]:
 def _known() -> dict[str, Settings]:
     text = resources.files("statekit.converters").joinpath("settings.json").read_text(encoding="utf-8")
     return {
-        name: Settings(one["keys"], tuple(one.get("gin", ())), tuple(one.get("places", ())))
+        name: Settings(
+            one["keys"], tuple(one.get("gin", ())), tuple(one.get("places", ())), one.get("beside", False)
+        )
         for name, one in json.loads(text).items()
         if name != "facts"
     }

@@ -153,6 +153,10 @@ class Rates:
         """Returns the learning rate of the update after so many."""
         return self.at(updates).rate(updates)
 
+    def times(self, factor: float) -> Rates:
+        """Returns the schedule with all of its rates multiplied by a factor, which isn't negative."""
+        return self if factor == 1 else Rates(tuple(one.times(factor) for one in self.pieces))
+
     @property
     def turns(self) -> frozenset[int]:
         """Numbers of updates done at which another formula holds, or one takes its first turn, and those beside."""

@@ -13,7 +13,7 @@ common/train_state_nnx.py, `to_checkpoint_dict`; optimizers/optimizers.py, `get_
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -31,13 +31,18 @@ from statekit.errors import Faults, InexactError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.lines.printing import SavedRun, State
 from statekit.state.evidence import Fact
-from statekit.state.train_state import TrainState
+from statekit.state.hyperparameters import IS_EXCLUDED
+from statekit.state.schedules.called import KEY as CALLED
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import in_memory
 from statekit.tensors.tree import Tree, at
 
 ADAMW, PAX = "maxtext", "maxtext_pax"
 _OPTAX = Optax(usual=ADAMW, makes=("adamw", "adam_pax", "scale_by_adam"))
 _ITEM = "items"
+_NAMES = {"adamw": "adamw", "adam_pax": "adam_pax"}
+"""opt_type -> the optimizer."""
 _CLIP, _THRESHOLD, _USUAL_CLIP = "global_norm_clip_threshold", "gradient_clipping_threshold", 1.0
 _MUON = Optax(assumes={
     "adamw": {"beta2": 0.95, "weight_decay_rate": 0.1, _CLIP: _USUAL_CLIP}, "muon": {_CLIP: _USUAL_CLIP},
@@ -50,6 +55,11 @@ _OF_MUON = {
         ("learning_rate", "learning_rate"), ("adam_eps", "eps"), ("mu_dtype", "mu_dtype"), (_CLIP, _CLIP))},
 }  # fmt: skip
 """MaxText's option -> what it means of the optimizers in a run with opt_type=muon."""
+_OPTIONS = (
+    *("adam_b1", "adam_b2", "adam_eps", "adam_eps_root", "adam_weight_decay", "adamw_mask", "mu_dtype"),
+    *("muon_beta", "muon_weight_decay", "muon_consistent_rms", _THRESHOLD),
+)
+"""What of MaxText's configuration the optimizer's updates depend on; the rate follows its schedule."""
 _STRANGE = (
     "MaxText finds parameters below params/ alone, and these have other names: a map makes them MaxText's."
 )
@@ -95,14 +105,14 @@ class MaxText:
             StateError: The tree isn't one of Optax.
             UsageError: A hint that MaxText doesn't take.
         """
-        named = {_CLIP if name == _THRESHOLD else name: value for name, value in hints.hparams.items()}
-        if named.get(_CLIP) == 0:
-            named[_CLIP] = None
+        config, named, from_file = _settings(checkpoint, hints)
+        hints = replace(hints, optimizer=hints.optimizer or _NAMES.get(str(config.get("opt_type"))))
         layout = _OPTAX
         if any(link.kind == "muon" for link in links(checkpoint.tree)):
             layout = _MUON
             named = {meant: value for name, value in named.items() for meant in _OF_MUON.get(name, (name,))}
-        return _numbered(_clipped(layout.decode(checkpoint, replace(hints, hparams=named))))
+        state = _numbered(_clipped(layout.decode(checkpoint, replace(hints, hparams=named))))
+        return _masked(_configured(state, config, from_file))
 
     def losses(self, checkpoint: Checkpoint) -> Iterator[Finding]:
         """Yields what wrappers do that no other system goes on with."""
@@ -144,6 +154,94 @@ class MaxText:
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the command by which MaxText goes on."""
         return maxtext_lines(state, saved)
+
+
+def _settings(
+    checkpoint: Checkpoint, hints: CheckpointRef
+) -> tuple[Mapping[str, Any], dict[str, Any], set[str]]:
+    """Returns MaxText's configuration, the hyperparameters that it and the user say, and which it says alone.
+
+    It lies beside a checkpoint, or the user names its file: that has all options, and the optimizer's count.
+    """
+    config = dict((checkpoint.meta.get("config") or {}).get("values", {}))
+    is_whole = "opt_type" in hints.hparams
+    config |= hints.hparams if is_whole else {}
+    given = {} if is_whole else dict(hints.hparams)
+    stated = {name: config[name] for name in _OPTIONS if config.get(name, "") not in ("", None)}
+    named = {_CLIP if name == _THRESHOLD else name: value for name, value in {**stated, **given}.items()}
+    if named.get(_CLIP) == 0:
+        named[_CLIP] = None
+    return config, named, stated.keys() - given.keys()
+
+
+def _configured(state: TrainState, config: Mapping[str, Any], names: Collection[str]) -> TrainState:
+    """Returns a state that says what of it a configuration says, with the schedule that this makes."""
+    schema = load_schema("adamw")
+    usual = schema.variant(ADAMW)["defaults"]
+    meant = {name for name in usual if schema.spelling(ADAMW, name).argument in names}
+    meant |= {_CLIP} if _THRESHOLD in names else set()
+    groups = tuple(
+        replace(
+            group,
+            known_from={
+                name: "file" if name in meant and known == "given" else known
+                for name, known in group.known_from.items()
+            },
+        )
+        for group in state.optimizer.groups
+    )
+    call = _schedule_call(config)
+    extra = {**state.extra, **({CALLED: call} if call else {})}
+    return replace(state, optimizer=replace(state.optimizer, groups=groups), extra=extra)
+
+
+def _masked(state: TrainState) -> TrainState:
+    """Returns a state in which a group of its own holds what `adamw_mask` keeps from decay, by its expressions.
+
+    Source: AI-Hypercomputer/maxtext 0.2.5 optimizers/optimizers.py, `get_adamw_mask`.
+    """
+    groups = tuple(part for group in state.optimizer.groups for part in _parts_by_mask(group))
+    return replace(state, optimizer=replace(state.optimizer, groups=groups))
+
+
+def _parts_by_mask(group: Group) -> Iterator[Group]:
+    """Yields what of a group decays, and what a mask keeps from it; the group itself without a mask that fits."""
+    decay, mask = _BY_MASK
+    patterns, known = group.hyperparameters.get(mask), group.known_from
+    spared = [path for path in group.paths if IS_EXCLUDED["mask"](path.removeprefix("params/"), patterns)]
+    kept = [path for path in group.paths if path not in spared]
+    settings = {**group.hyperparameters, mask: None}
+    if not spared:
+        yield group
+    elif kept:
+        yield replace(group, paths=tuple(kept), hyperparameters=settings)
+    if spared:
+        from_mask = {**known, decay: known.get(mask, "given")}
+        without = {**settings, decay: 0.0}
+        yield replace(group, paths=tuple(spared), hyperparameters=without, known_from=from_mask)
+
+
+def _schedule_call(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the call that makes MaxText's schedule by cosine, until it ends; empty for any other.
+
+    Source: AI-Hypercomputer/maxtext 0.2.5 utils/maxtext_utils.py, `create_learning_rate_schedule`.
+    """
+    steps: Any = config.get("learning_rate_schedule_steps", -1)
+    steps = config.get("steps") if steps in (-1, None) else steps
+    peak: Any = config.get("learning_rate")
+    fraction: Any = config.get("warmup_steps_fraction", 0.1)
+    numbers = (steps, peak, fraction, final := config.get("learning_rate_final_fraction", 0.1))
+    if config.get("lr_schedule_type", "cosine") != "cosine" or not all(
+        type(n) in (int, float) for n in numbers
+    ):
+        return {}
+    warmup = int(steps * fraction)
+    arguments = {"init_value": 0.0, "peak_value": peak, "warmup_steps": warmup, "decay_steps": steps - 1}
+    return {
+        "function": "warmup_cosine_decay_schedule",
+        "arguments": {**arguments, "end_value": peak * final},
+        "whole": True,
+    }
 
 
 def _numbered(state: TrainState) -> TrainState:

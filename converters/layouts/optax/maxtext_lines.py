@@ -29,7 +29,7 @@ _OPTIONS = ("beta1", "beta2", "epsilon", "epsilon_root", _DECAY, _MASK, "dtype_m
 def maxtext_lines(state: State, saved: SavedRun) -> list[str]:
     """Returns MaxText's command line, and what of the run no option of it and no file says."""
     run = saved.path.absolute()
-    if run.name == str(saved.step):
+    if run.name == str(saved.step) or (run.name.isdigit() and run.parent.name == _FOLDER):
         run = run.parent
     lies_there = run.name == _FOLDER
     base, name = (run.parent.parent, run.parent.name) if lies_there else (UNKNOWN, UNKNOWN)
