@@ -30,7 +30,7 @@ from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.convert import Report, check_place, convert, outcome, plan
 from statekit.conversion.plan import Plan
-from statekit.conversion.resume import of_plan, resume_lines, unsaid
+from statekit.conversion.resume import module_map, of_plan, resume_lines, unsaid
 from statekit.errors import StatekitError, UnknownRuleError, UsageError, printable, size
 from statekit.files.stage import Progress
 from statekit.maps.links import StateMap
@@ -357,3 +357,6 @@ def _show_report(stdout: Screen, report: Report, explain: bool) -> None:
     place = of_plan(report.plan, report.files)
     for line in resume_lines(place, report.plan.state) or [unsaid(place)]:
         stdout.say(line, indent=2, fold=False)
+    source, target = ((side.container, side.layout) for side in (report.plan.source, report.plan.target))
+    if (pair := module_map(source, target)) and not report.plan.options.get("maps"):
+        stdout.say(f"The names are still the source's; --map {pair} gives those of the same modules there.")

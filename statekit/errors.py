@@ -75,6 +75,12 @@ class StatekitError(Exception):
         """The name of its class in this module: readers raise classes of their own below these."""
         return next(base.__name__ for base in type(self).__mro__ if base.__module__ == __name__)
 
+    def also(self, remedy: str) -> None:
+        """Puts another remedy before its own, where who calls what raised it knows one."""
+        parts = {name: getattr(self, name) for name in ("place", "expected", "found")}
+        both = f"{remedy}; or: {self.remedy}" if self.remedy else remedy
+        StatekitError.__init__(self, self.subject, **parts, remedy=both)
+
     def rename(self, change: Callable[[str], str]) -> None:
         """Says all of it anew, where files have other names for the user than for what raised it."""
 

@@ -149,8 +149,8 @@ def test_no_verb_fails_untyped_without_stdout_or_working_directory(tmp_path: Pat
     lines = [
         ["check", checkpoint], ["cold-start", checkpoint], ["convert", checkpoint, "out.flax", "--to", "flax"],
         ["diff", checkpoint, other], ["doctor", checkpoint], ["formats", "--matrix"], ["inspect", checkpoint],
-        ["maps"], ["replay", "recordings"], ["resume", checkpoint], ["schemas"], ["seal", checkpoint],
-        ["verify", checkpoint, other],
+        ["ls", str(tmp_path)], ["ls"], ["maps"], ["replay", "recordings"], ["resume", checkpoint], ["schemas"],
+        ["seal", checkpoint], ["verify", checkpoint, other],
     ]  # fmt: skip
     assert {line[0] for line in lines} == set(VERBS) - {"demo", "serve"}
     runs = ["|".join((stdout, *line)) for line in lines for stdout in ("closed", "nobody reads")]

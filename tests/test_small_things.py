@@ -94,3 +94,34 @@ def test_a_bar_counts_what_has_no_end_and_starts_anew_with_each_phase() -> None:
     progress.update(task, completed=2**20, total=2**21)
     assert not progress.tasks[0].finished
     assert amount.render(progress.tasks[0]).plain == "1.0 MiB of 2.0 MiB"
+
+
+KERAS = GOLDEN / "keras" / "adamw_ema_schedule_clip" / "checkpoint" / "model.weights.h5"
+
+
+def test_a_target_of_another_codebase_names_the_map_to_its_modules(
+    tmp_path: Path, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", str(KERAS), str(tmp_path / "run.pt")]) == 0
+    assert "--map keras:torch" in capsys.readouterr().out
+    assert main(["convert", str(folder / "run.pt"), str(tmp_path / "again.pt")]) == 0
+    assert "--map" not in capsys.readouterr().out
+
+
+@pytest.mark.torch
+def test_a_model_that_does_not_fit_is_told_the_map_to_its_modules() -> None:
+    import torch
+
+    import statekit.torch
+    from statekit.errors import StateError
+
+    model = torch.nn.Linear(3, 4)
+    with pytest.raises(
+        StateError, match=r'do: map="keras:torch" takes it to the same modules here; or: names'
+    ):
+        statekit.torch.load_params(KERAS, model)
+    with pytest.raises(StateError, match=r'map="keras:torch"'):
+        statekit.torch.load_optimizer(KERAS, model.named_parameters())
+    with pytest.raises(StateError) as plain:
+        statekit.torch.load_params(GOLDEN / "torch_formats" / "adamw_trainer" / "checkpoint", model)
+    assert "map=" not in str(plain.value)

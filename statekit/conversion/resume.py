@@ -24,6 +24,7 @@ from statekit.files.source import listing
 from statekit.lines import printing
 from statekit.lines.printing import UNKNOWN, Printing, SavedRun, State, has_several, kind_of
 from statekit.lines.rates import RatesOf
+from statekit.maps.model_map import map_names
 from statekit.state.options import stored_rate
 from statekit.state.run import Schedule, run_of
 from statekit.state.schema import WEIGHTS
@@ -165,6 +166,28 @@ def needs_weights(layout: str, container: str) -> str | None:
         return None
     reasons: Mapping[str, str] = data["whole"]
     return reasons.get(container, reasons.get(layout, "its files are loaded with them"))
+
+
+def module_map(source: tuple[str, str], target: tuple[str, str] | str) -> str | None:
+    """Returns the map between two codebases' modules of the same kinds; None if both are of one, or none is there.
+
+    Args:
+        source: Container and layout of a checkpoint.
+        target: The same of where it goes; or whose modules go on: `torch`, `flax` or `keras`.
+
+    Example:
+        >>> module_map(("keras", "keras"), "torch")
+        'keras:torch'
+        >>> module_map(("torch", "torch-optim"), ("dcp", "torch-fqn"))
+    """
+    modules: Mapping[str, str] = _data()["modules"]
+
+    def whose(container: str, layout: str) -> str | None:
+        return modules.get(layout, modules.get(container))
+
+    ends = whose(*source), target if isinstance(target, str) else whose(*target)
+    pair = f"{ends[0]}:{ends[1]}"
+    return pair if ends[0] != ends[1] and pair in map_names() else None
 
 
 @cache

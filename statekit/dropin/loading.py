@@ -6,7 +6,8 @@ the model.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, Generic, TypedDict, TypeVar
@@ -22,10 +23,11 @@ from statekit.conversion.checkpoint_ref import (
 )
 from statekit.conversion.model_settings import with_beside
 from statekit.conversion.open_state import OpenState, state_to_load
+from statekit.conversion.resume import module_map
 from statekit.dropin.matching import renamed, require_resumable
 from statekit.dropin.options import Overrides
 from statekit.dropin.overrides import overridden
-from statekit.errors import UsageError, meant
+from statekit.errors import StateError, UsageError, meant
 from statekit.files.tree import Place
 from statekit.maps.links import StateMap, carried_to_load
 from statekit.state.exactness import Level
@@ -136,6 +138,7 @@ class Framework(Generic[Target, Built]):
         rate: What an optimizer's learning rate is called.
         anew: What stands behind the maker's name where an error says how to begin anew.
         hints: Gives what a layout decodes by: the ref, and the model as far as it tells what the files leave open.
+        modules: Whose modules models are of, in the names of maps: `flax`.
         maps: Gives the maps to the model.
         names: Gives the names in an opened checkpoint by the model's, and all names of the model.
         shapes: Gives shape and dtype of each trained parameter, by its name in the state.
@@ -148,6 +151,7 @@ class Framework(Generic[Target, Built]):
     home: str
     makers: Mapping[str, str]
     rate: str
+    modules: str
     hints: Callable[[Call, Target], CheckpointRef]
     maps: Callable[[Call, Target], tuple[StateMap, ...]]
     names: Callable[[OpenState, Call, Target], tuple[Mapping[str, str], Iterable[str]]]
@@ -198,7 +202,7 @@ def resumed(
         As the frameworks' `load_optimizer`.
     """
     call = Call.of(source, options)
-    with state_to_load(framework.hints(call, target)) as opened:
+    with state_to_load(framework.hints(call, target)) as opened, _proposing_map(framework, call, opened):
         loaded = _loaded(framework, call, target, opened, slots=True)
         state = loaded.state
         shapes = framework.shapes(target, loaded.names)
@@ -236,8 +240,20 @@ def put(
         As the frameworks' `load_params`.
     """
     call = Call.of(source, options).alone()
-    with state_to_load(framework.hints(call, target)) as opened:
+    with state_to_load(framework.hints(call, target)) as opened, _proposing_map(framework, call, opened):
         return into(_loaded(framework, call, target, opened, slots=False), target)
+
+
+@contextmanager
+def _proposing_map(framework: Framework[Any, Any], call: Call, opened: OpenState) -> Iterator[None]:
+    """Adds to the remedy of a state that doesn't fit the map between the two codebases' modules."""
+    try:
+        yield
+    except StateError as error:
+        pair = module_map((opened.checkpoint.container, opened.layout), framework.modules)
+        if pair is not None and call.map is None:
+            error.also(f'map="{pair}" takes it to the same modules here')
+        raise
 
 
 def _loaded(

@@ -252,6 +252,7 @@ FRAMEWORK = Framework(
     HOME,
     MAKERS,
     "learning_rate",
+    "flax",
     hints=lambda call, leaves: call.ref,
     maps=maps_to,
     names=lambda opened, call, leaves: (call.names, leaves.by_name),

@@ -389,6 +389,7 @@ FRAMEWORK = Framework(
     HOME,
     MAKERS,
     "learning_rate",
+    "keras",
     hints=hints_of,
     maps=partial(maps_to, _trainable),
     names=partial(_names, _trainable),

@@ -323,6 +323,7 @@ FRAMEWORK = Framework(
     HOME,
     MAKERS,
     "lr",
+    "torch",
     hints=hints_of,
     maps=maps_to,
     names=_names,
