@@ -125,3 +125,40 @@ def test_a_model_that_does_not_fit_is_told_the_map_to_its_modules() -> None:
     with pytest.raises(StateError) as plain:
         statekit.torch.load_params(GOLDEN / "torch_formats" / "adamw_trainer" / "checkpoint", model)
     assert "map=" not in str(plain.value)
+
+
+def test_the_image_of_a_flattened_layer_is_read_from_kerass_config() -> None:
+    from statekit.maps.keras_images import flattened_images
+
+    def layer(kind: str, name: str, *before: str, **more: object) -> dict[str, object]:
+        nodes = [{"args": [{"config": {"keras_history": [one, 0, 0]}} for one in before]}] if before else []
+        return {"class_name": kind, "config": {"name": name, **more}, "inbound_nodes": nodes}
+
+    def flatten(name: str, *before: str, **more: object) -> dict[str, object]:
+        return {**layer("Flatten", name, *before, **more), "build_config": {"input_shape": [None, 6, 6, 4]}}
+
+    def model(*layers: dict[str, object]) -> dict[str, object]:
+        return {"class_name": "Functional", "config": {"layers": [*layers]}}
+
+    image = layer("InputLayer", "image")
+    assert flattened_images(
+        model(
+            image,
+            flatten("f", "image"),
+            layer("Dropout", "d", "f"),
+            layer("Dense", "a", "d"),
+            layer("Dense", "b", "a"),
+        )
+    ) == {"a": [6, 6, 4]}
+    assert flattened_images(model(image, layer("Dense", "a", "image"))) == {}
+    for odd in (
+        model(image, layer("Reshape", "r", "image"), layer("Dense", "a", "r")),
+        model(image, flatten("f", "image", data_format="channels_first"), layer("Dense", "a", "f")),
+        model(
+            image, flatten("f", "image"), layer("Concatenate", "c", "f", "image"), layer("Dense", "a", "c")
+        ),
+        model(image, flatten("f", "image"), layer("BatchNormalization", "n", "f"), layer("Dense", "a", "n")),
+        model(image, layer("Dense", "a", "nowhere")),
+        {"class_name": "Net", "config": {}},
+    ):
+        assert flattened_images(odd) is None

@@ -13,10 +13,15 @@ from typing import Any
 from statekit.budget import Account
 from statekit.conversion.open_state import OpenState
 from statekit.errors import Faults, UsageError
+from statekit.maps.keras_images import flattened_images
 from statekit.maps.links import StateMap
 from statekit.maps.model_map import ModelMap
+from statekit.maps.modules import FLATTEN
 from statekit.tensors.tensor import Tensor, nbytes
 from statekit.tensors.tree import Record, loose_json
+
+_KERAS = ("keras", "tree", "@", "config.json")
+"""Where in a state's `extra` the config of a Keras model lies."""
 
 
 def with_beside(maps: Iterable[StateMap], opened: OpenState) -> tuple[StateMap, ...]:
@@ -36,6 +41,8 @@ def with_beside(maps: Iterable[StateMap], opened: OpenState) -> tuple[StateMap, 
 
 def _beside(first: ModelMap, opened: OpenState) -> tuple[dict[str, Any], str]:
     """Returns the settings that lie beside a checkpoint, by the map's names, and what has them."""
+    if first.modules is not None and (config := _at(opened.state.extra, _KERAS)):
+        return _of_keras(config, opened)
     settings, faults = first.settings, Faults()
     gin = opened.checkpoint.meta.get("gin") or {}
     values, _ = settings.of_gin(gin.get("model", {}), faults, first.config)
@@ -65,6 +72,13 @@ def _of_config(first: ModelMap, opened: OpenState, faults: Faults) -> tuple[dict
     read = settings.of_config(config["values"])
     asked = {name: value for name, value in read.items() if settings.key(name) not in first.config}
     return settings.translated(asked, faults), Path(config["file"]).name
+
+
+def _of_keras(config: Mapping[str, Any], opened: OpenState) -> tuple[dict[str, Any], str]:
+    """Returns the images that dense layers read, where the config of a Keras model tells them and has these names."""
+    images = flattened_images(config)
+    named = {f"{name}/kernel" for name in images or ()} <= opened.state.params.keys()
+    return ({FLATTEN: images}, _KERAS[-1]) if images is not None and named else ({}, "")
 
 
 def _at(tree: Any, keys: Sequence[str]) -> Any:

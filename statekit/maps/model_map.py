@@ -224,6 +224,7 @@ class ModelMap:
         takes = (
             self.needed.keys() | self.choices.keys() | (self.pretrained.keys if self.pretrained else set())
         )
+        takes |= set() if self.modules is None else {FLATTEN}
         beside = {key: value for key, value in values.items() if key in takes and key not in self.config}
         Faults(_no_lengths(beside, self.needed)).check(
             UsageError,
@@ -339,7 +340,7 @@ class ModelMap:
     def _links(self, shapes: Mapping[str, Shape], faults: Faults) -> tuple[list[Link], Model]:
         """Returns what becomes of each parameter, and what kind of model the names show; adds what doesn't fit."""
         if self.modules is not None:
-            links, sentences = self.modules.links(shapes, self.config, self.model, faults)
+            links, sentences = self.modules.links(shapes, self.known, self.model, faults)
             return links, Model(taken=sentences)
         refused = {
             path: why
