@@ -2,7 +2,8 @@
 
 trainer.add_callback(statekit.hf.AttestCallback("run/checkpoint-500")) proves before the first update that a resumed run
 is its checkpoint's. trainer.add_callback(statekit.hf.NamesCallback()) writes at each save which parameters the
-optimizer's numbers mean.
+optimizer's numbers mean. trainer.add_callback(statekit.hf.SealCallback()) writes them too, seals each save and has
+doctor look into it, while the run goes on.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from statekit.tensors.tree import at
 try:
     from transformers.trainer_callback import TrainerCallback
 
+    from statekit.attestation.each_save import SealsEachSave
     from statekit.attestation.once import AttestsOnce
     from statekit.torch.attestation import attest, unwrapped
 except ModuleNotFoundError as error:
@@ -35,7 +37,7 @@ except ModuleNotFoundError as error:
         ) from error
     raise
 
-__all__ = ["AttestCallback", "NamesCallback"]
+__all__ = ["AttestCallback", "NamesCallback", "SealCallback"]
 
 
 class AttestCallback(AttestsOnce, TrainerCallback):  # type: ignore[misc]  # its base is untyped
@@ -116,3 +118,27 @@ class NamesCallback(TrainerCallback):  # type: ignore[misc]  # its base is untyp
         groups = [[names.get(id(param)) for param in group["params"]] for group in optimizer.param_groups]
         if all(name is not None for group in groups for name in group):
             (folder / NAMES_FILE).write_text(json.dumps({"param_groups": groups}, indent=1) + "\n")
+
+
+class SealCallback(SealsEachSave, NamesCallback):
+    """Seals each checkpoint that Trainer saves, with its parameters' names, and has doctor look into it.
+
+    No step waits for it; the end of the training does. What Trainer removes meanwhile is said, and stops nothing.
+
+    Args:
+        on_save: Told what came of each checkpoint, by another thread; what didn't pass is printed if None.
+
+    Attributes:
+        saves: What came of the checkpoints so far.
+    """
+
+    def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Writes the names, and begins to seal."""
+        super().on_save(args, state, control, **given)
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        if state.is_world_process_zero and folder.is_dir():
+            self._begin(folder)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """Waits for the last seal."""
+        self._wait()

@@ -1,10 +1,12 @@
-"""One line for Lightning's Trainer, which proves before the first update that a resumed run is its checkpoint's.
+"""Two callbacks for Lightning's Trainer.
 
-trainer = lightning.Trainer(callbacks=[statekit.lightning.AttestCallback("run/last.ckpt")])
+lightning.Trainer(callbacks=[statekit.lightning.AttestCallback("run/last.ckpt")]) proves before the first update that a
+resumed run is its checkpoint's. statekit.lightning.SealCallback() seals each save and has doctor look into it.
 """
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from statekit.errors import MissingExtraError
@@ -12,6 +14,7 @@ from statekit.errors import MissingExtraError
 try:
     from lightning.pytorch.callbacks import Callback
 
+    from statekit.attestation.each_save import OnSave, SealsEachSave
     from statekit.attestation.once import AttestsOnce
     from statekit.torch.attestation import attest
 except ModuleNotFoundError as error:
@@ -21,7 +24,7 @@ except ModuleNotFoundError as error:
         ) from error
     raise
 
-__all__ = ["AttestCallback"]
+__all__ = ["AttestCallback", "SealCallback"]
 
 
 class AttestCallback(AttestsOnce, Callback):  # type: ignore[misc]  # its base is untyped
@@ -58,3 +61,42 @@ class AttestCallback(AttestsOnce, Callback):  # type: ignore[misc]  # its base i
             ),
             trainer.is_global_zero,
         )
+
+
+class SealCallback(SealsEachSave, Callback):  # type: ignore[misc]  # its base is untyped
+    """Seals each checkpoint that `ModelCheckpoint` writes, and has doctor look into it.
+
+    No batch waits for it; the end of the fit does. What is written over or removed meanwhile is said and stops nothing.
+
+    Args:
+        on_save: Told what came of each checkpoint, by another thread; what didn't pass is printed if None.
+
+    Attributes:
+        saves: What came of the checkpoints so far.
+    """
+
+    def __init__(self, on_save: OnSave | None = None) -> None:
+        super().__init__(on_save)
+        self._seen: set[tuple[str, int]] = set()
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        """Begins to seal what was written since the batch before."""
+        self._look(trainer)
+
+    def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
+        """Waits for the last seal."""
+        self._look(trainer)
+        self._wait()
+
+    def _look(self, trainer: Any) -> None:
+        written = {
+            path
+            for kept in trainer.checkpoint_callbacks
+            for path in (kept.best_model_path, kept.last_model_path)
+        }
+        for path in sorted(filter(None, written)) if trainer.is_global_zero else ():
+            place = Path(path)
+            save = (path, place.stat().st_mtime_ns if place.exists() else 0)
+            if save not in self._seen:
+                self._seen.add(save)
+                self._begin(place)

@@ -1,0 +1,110 @@
+"""What callbacks share that seal each save: the run goes on, and another process reads what it wrote."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+
+@dataclass(frozen=True)
+class Save:
+    """What came of a checkpoint that a run wrote.
+
+    Attributes:
+        path: The checkpoint.
+        manifest: The manifest that was written beside it; None if it wasn't sealed.
+        findings: The names of the silent faults that doctor found: `moments-zero`, `not-finite`.
+        problem: Why it wasn't sealed or examined; None if it was.
+    """
+
+    path: Path
+    manifest: Path | None
+    findings: tuple[str, ...]
+    problem: str | None
+
+    @property
+    def passed(self) -> bool:
+        """Whether it is sealed, and doctor found nothing."""
+        return self.problem is None and not self.findings
+
+    def __str__(self) -> str:
+        verdict = self.problem or ", ".join(self.findings) or "sealed, no silent fault found"
+        return f"statekit: {self.path}: {verdict}"
+
+
+OnSave: TypeAlias = Callable[[Save], object]
+
+
+class SealsEachSave:
+    """Seals each checkpoint when it is written, and has doctor look into it.
+
+    The work is done by processes of their own, one after the other, so that no step waits for it.
+
+    Args:
+        on_save: Told what came of each checkpoint, by another thread; what didn't pass is printed if None.
+
+    Attributes:
+        saves: What came of the checkpoints so far.
+    """
+
+    def __init__(self, on_save: OnSave | None = None) -> None:
+        super().__init__()
+        self.saves: list[Save] = []
+        self._on_save = on_save or _print_failed
+        self._pool = ThreadPoolExecutor(1, "statekit seals")
+        self._begun: list[Future[None]] = []
+
+    def _begin(self, path: Path) -> None:
+        """Has a checkpoint sealed, and returns at once."""
+        self._begun.append(self._pool.submit(self._handle, path))
+
+    def _wait(self) -> None:
+        """Waits until all checkpoints are handled.
+
+        Raises:
+            Exception: What `on_save` raised.
+        """
+        begun, self._begun = self._begun, []
+        for future in begun:
+            future.result()
+
+    def _handle(self, path: Path) -> None:
+        save = sealed_and_examined(path)
+        self.saves.append(save)
+        self._on_save(save)
+
+
+def sealed_and_examined(path: Path) -> Save:
+    """Seals a checkpoint and has doctor look into it, in processes of their own."""
+    seal, problem = _verb("seal", path)
+    if problem is not None:
+        return Save(path, None, (), problem)
+    (checkpoint,) = (checkpoint for part in seal["seals"] for checkpoint in part["checkpoints"])
+    doctor, problem = _verb("doctor", path)
+    examined = doctor.get("checkpoints", ())
+    findings = dict.fromkeys(finding["name"] for one in examined for finding in one["findings"])
+    return Save(path, Path(checkpoint["manifest"]), tuple(findings), problem)
+
+
+def _verb(name: str, path: Path) -> tuple[dict[str, Any], str | None]:
+    """Returns what a verb prints, and None; or nothing, and why it failed."""
+    command: Sequence[str] = (sys.executable, "-m", "statekit", name, str(path), "--json")
+    ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
+    try:
+        printed = json.loads(ended.stdout)
+    except ValueError:
+        return {}, f"{name}: {ended.stderr.strip() or f'exit code {ended.returncode}'}"
+    if printed["format"].startswith("statekit.error/"):
+        return {}, f"{name}: {printed['subject']} {printed['found'] or ''}".strip()
+    return printed, None
+
+
+def _print_failed(save: Save) -> None:
+    if not save.passed:
+        print(save)

@@ -1,0 +1,102 @@
+"""Checkpoints that a run seals as it writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import statekit
+from statekit.attestation.each_save import SealsEachSave
+from statekit.state.param_names import NAMES_FILE
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.torch
+
+
+def saved(path: Path, zeroed: bool = False) -> None:
+    net = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.AdamW(net.parameters())
+    for _ in range(3):
+        net(torch.ones(8)).sum().backward()
+        optimizer.step()
+    state = optimizer.state_dict()
+    if zeroed:
+        for slots in state["state"].values():
+            slots["exp_avg"].zero_()
+            slots["exp_avg_sq"].zero_()
+    torch.save({"model": net.state_dict(), "optimizer": state}, path)
+
+
+def test_each_save_is_sealed_and_examined_beside_the_run(tmp_path: Path) -> None:
+    told: list[Any] = []
+    seals = SealsEachSave(told.append)
+    saved(tmp_path / "bad.pt", zeroed=True)
+    seals._begin(tmp_path / "bad.pt")
+    seals._begin(tmp_path / "removed.pt")
+    seals._wait()
+    bad, removed = seals.saves
+    assert told == [bad, removed] and not bad.passed and not removed.passed
+    assert "moments-zero" in bad.findings and bad.manifest is not None and bad.manifest.is_file()
+    assert removed.manifest is None and "no such file" in str(removed)
+    assert statekit.check(tmp_path / "bad.pt").passed
+
+
+def test_what_the_hook_raises_is_raised_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("statekit.attestation.each_save.sealed_and_examined", lambda path: path)
+    seals = SealsEachSave(lambda save: 1 / 0)
+    seals._begin(tmp_path)
+    with pytest.raises(ZeroDivisionError):
+        seals._wait()
+
+
+@pytest.mark.slow
+def test_trainer_seals_each_save_with_the_names_of_its_parameters(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from statekit.hf import SealCallback
+
+    sizes = {"n_layer": 2, "n_embd": 16, "n_head": 2, "n_positions": 16, "eos_token_id": 0}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=32, **sizes))
+    rows = torch.randint(0, 32, (16, 8))
+    args = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=4, save_steps=2, per_device_train_batch_size=2, report_to="none",
+        use_cpu=True, disable_tqdm=True,
+    )  # fmt: skip
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    callback = SealCallback()
+    trainer = transformers.Trainer(model, args, train_dataset=data, callbacks=[callback])
+    trainer.train()
+    assert [(save.path.name, save.passed) for save in callback.saves] == [
+        ("checkpoint-2", True),
+        ("checkpoint-4", True),
+    ]
+    assert (tmp_path / "checkpoint-4" / NAMES_FILE).is_file()
+
+
+@pytest.mark.slow
+def test_lightning_seals_each_save(tmp_path: Path) -> None:
+    lightning: Any = pytest.importorskip("lightning.pytorch")
+    from lightning.pytorch.callbacks import ModelCheckpoint
+
+    from statekit.lightning import SealCallback
+
+    class Net(lightning.LightningModule):  # type: ignore[misc,name-defined]
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(4, 1)
+
+        def training_step(self, batch: Any, index: int) -> Any:
+            return self.layer(batch[0]).pow(2).mean()
+
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters())
+
+    data = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(torch.randn(16, 4)), batch_size=2)
+    callback = SealCallback()
+    writes = ModelCheckpoint(every_n_train_steps=3, save_top_k=-1, dirpath=str(tmp_path))
+    trainer = lightning.Trainer(
+        max_epochs=1, logger=False, enable_progress_bar=False, callbacks=[callback, writes], accelerator="cpu"
+    )
+    trainer.fit(Net(), data)
+    assert [save.passed for save in callback.saves] == [True, True]
