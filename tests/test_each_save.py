@@ -30,14 +30,14 @@ def saved(path: Path, zeroed: bool = False) -> None:
 
 
 def test_each_save_is_sealed_and_examined_beside_the_run(tmp_path: Path) -> None:
-    told: list[Any] = []
-    seals = SealsEachSave(told.append)
+    reported: list[Any] = []
+    seals = SealsEachSave(reported.append)
     saved(tmp_path / "bad.pt", zeroed=True)
     seals._begin(tmp_path / "bad.pt")
     seals._begin(tmp_path / "removed.pt")
     seals._wait()
     bad, removed = seals.saves
-    assert told == [bad, removed] and not bad.passed and not removed.passed
+    assert reported == [bad, removed] and not bad.passed and not removed.passed
     assert "moments-zero" in bad.findings and bad.manifest is not None and bad.manifest.is_file()
     assert removed.manifest is None and "no such file" in str(removed)
     assert statekit.check(tmp_path / "bad.pt").passed
@@ -81,7 +81,7 @@ def test_lightning_seals_each_save(tmp_path: Path) -> None:
 
     from statekit.lightning import SealCallback
 
-    class Net(lightning.LightningModule):  # type: ignore[misc,name-defined]
+    class Net(lightning.LightningModule):  # type: ignore[misc]
         def __init__(self) -> None:
             super().__init__()
             self.layer = torch.nn.Linear(4, 1)

@@ -85,11 +85,11 @@ def sealed_and_examined(path: Path) -> Save:
     seal, problem = _verb("seal", path)
     if problem is not None:
         return Save(path, None, (), problem)
-    (checkpoint,) = (checkpoint for part in seal["seals"] for checkpoint in part["checkpoints"])
+    (sealed,) = (checkpoint for part in seal["seals"] for checkpoint in part["checkpoints"])
     doctor, problem = _verb("doctor", path)
     examined = doctor.get("checkpoints", ())
-    findings = dict.fromkeys(finding["name"] for one in examined for finding in one["findings"])
-    return Save(path, Path(checkpoint["manifest"]), tuple(findings), problem)
+    findings = dict.fromkeys(finding["name"] for checkpoint in examined for finding in checkpoint["findings"])
+    return Save(path, Path(sealed["manifest"]), tuple(findings), problem)
 
 
 def _verb(name: str, path: Path) -> tuple[dict[str, Any], str | None]:
