@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,12 @@ from safetensors.numpy import load_file
 from test_muon import RECORDINGS, checkpoint_of
 
 import statekit
+from statekit.attestation.doctor import doctor
+from statekit.attestation.implied_updates import moved_otherwise
 from statekit.conversion.open_state import open_state
 from statekit.errors import UnknownRuleError
 from statekit.optim.newton_schulz import WITHIN
+from statekit.verify.recording import open_recording
 
 LIMIT = WITHIN["bfloat16"]
 """How far an update may be from the original's, of its largest entry (docs/bounds.md)."""
@@ -209,3 +213,73 @@ def test_coefficients_are_three_numbers_or_rows_of_them() -> None:
     assert read_options("muon", "keras", {"muon_b": -3.0}).values == {
         "ns_coefficients": [3.4445, -3.0, 2.0315]
     }
+
+
+FAULTS = {
+    "zero": lambda m, other, before: np.zeros_like(m),
+    "swapped": lambda m, other, before: other,
+    "transposed": lambda m, other, before: np.ascontiguousarray(m.T),
+    "stale": lambda m, other, before: before,
+    "a sum": lambda m, other, before: m * np.float32(20.0),
+}
+"""What a momentum becomes: of itself, of another matrix's, and of that of the step before."""
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kind", ["none", *FAULTS])
+def test_a_momentum_that_is_wrong_is_found_by_every_verb(kind: str, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    from statekit.torch import attest, load_optimizer
+
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(12, 12, bias=False) for name in ("a", "b", "c")})
+    params = dict(model.named_parameters())
+    original = torch.optim.Muon(params.values(), lr=0.02)
+    saved = []
+    for step in (1, 2, 3):
+        for param in params.values():
+            param.grad = torch.randn_like(param)
+        original.step()
+        saved.append(original.state_dict())
+        saved[-1]["state"] = {i: {k: v.clone() for k, v in r.items()} for i, r in saved[-1]["state"].items()}
+        file = {"model": {n: p.detach() for n, p in params.items()}, "optimizer": saved[-1], "step": step}
+        torch.save(file, tmp_path / f"checkpoint_{step}.pt")
+    earlier, right = (tmp_path / f"checkpoint_{step}.pt" for step in (2, 3))
+    state = saved[-1]["state"]
+    if kind != "none":
+        before, m, other = (
+            record["momentum_buffer"].clone().numpy()
+            for record in (saved[-2]["state"][0], state[0], state[1])
+        )
+        wrong = torch.from_numpy(FAULTS[kind](m, other, before).copy())
+        state[0]["momentum_buffer"] = wrong
+        if kind == "swapped":
+            state[1]["momentum_buffer"] = torch.from_numpy(m.copy())
+    torch.save(file, tmp_path / "wrong_3.pt")
+    examined = doctor(earlier, tmp_path / "wrong_3.pt")[-1]
+    assert [finding.name for finding in examined.findings] == {
+        "none": [],
+        "stale": ["moments-stale"],
+    }.get(kind, ["momentum-differs"])
+    live = {n: torch.nn.Parameter(p.detach().clone()) for n, p in params.items()}
+    optimizer = load_optimizer(tmp_path / "wrong_3.pt", live.items())
+    assert attest(optimizer, live.items(), right).passed == (kind == "none")
+    assert bool(statekit.diff(right, tmp_path / "wrong_3.pt").differences) == (kind != "none")
+
+
+@pytest.mark.parametrize("name", sorted(folder.name for folder in RECORDINGS.iterdir()))
+def test_doctor_takes_no_update_of_the_originals_for_another(name: str) -> None:
+    with open_recording(RECORDINGS / name) as recording:
+        for step in range(recording.first + 1, recording.first + 4):
+            one, other = (recording.state(k, recording.trajectories[0], 1) for k in (step, step + 1))
+            rates = recording.learning_rate[step - recording.first]
+            by_group = rates if isinstance(rates, tuple) else (rates,) * len(one.optimizer.groups)
+            groups = (
+                replace(group, hyperparameters={**group.hyperparameters, "learning_rate": rate})
+                for group, rate in zip(one.optimizer.groups, by_group, strict=True)
+            )
+            one = replace(one, optimizer=replace(one.optimizer, groups=tuple(groups)))
+            counted = (
+                replace(s, counts=replace(s.counts, updates=k)) for s, k in ((one, step), (other, step + 1))
+            )
+            assert moved_otherwise(*counted) == []

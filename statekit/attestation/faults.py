@@ -180,6 +180,11 @@ FILE_FAULTS: Mapping[str, Fault] = {
         "the saver kept handles of the first weights: save the live ones; or the learning rate is zero: then --ignore "
         "weights-stale",
     ),
+    "momentum-differs": Fault(
+        "Weights haven't moved since the step before as their momentum says.",
+        "a momentum that is zero, transposed, another parameter's or another step's turns the next updates elsewhere",
+        f"look how the slots of these were saved, by name or by number; {_OTHER}",
+    ),
     "tensors-stale": Fault(
         "Parameters and all of their slots are those of the step before, while others have moved.",
         "parts of two steps are mixed: these parameters go back",

@@ -10,6 +10,7 @@ import numpy as np
 
 from statekit.attestation.attestation import Finding
 from statekit.attestation.faults import fault
+from statekit.attestation.implied_updates import moved_otherwise
 from statekit.attestation.one_step import SMALL
 from statekit.attestation.reading import Key, Readings, place
 from statekit.state.comparison import compare_states
@@ -69,6 +70,8 @@ def between_steps(earlier: Step, later: Step) -> Iterator[Finding]:
     yield from _of_values(earlier, later)
     yield from _exchanged(earlier, later)
     yield from _options(earlier.state, later.state)
+    if moved := moved_otherwise(earlier.state, later.state):
+        yield fault("momentum-differs", [place((path, "m")) for path in moved], *_AS_MOVED)
 
 
 @dataclass(frozen=True)
@@ -104,6 +107,7 @@ def _changes(earlier: Step, later: Step) -> _Changes:
     return _Changes(moved, slots, stale, moments.keys() - stale)
 
 
+_AS_MOVED = "a momentum that makes the step between the two checkpoints", "one that makes another"
 _OTHERS, _EQUAL = "other values than at the step before", "the same bits"
 
 
