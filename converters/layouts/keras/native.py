@@ -60,6 +60,7 @@ class Signature:
         slots: Rounds of slots, each with its names, and the option that has it; None of a class that isn't known.
         lists: The attributes that hold the slots of a name.
         alone: Numbers of no parameter, which stand behind all slots.
+        some: Slots that not every parameter has.
     """
 
     kind: str
@@ -67,6 +68,7 @@ class Signature:
     slots: tuple[tuple[tuple[str, ...], str | None], ...] | None = None
     lists: Mapping[str, str] | None = None
     alone: tuple[str, ...] = ()
+    some: tuple[str, ...] = ()
 
 
 @cache
@@ -82,7 +84,8 @@ def signature_of(kind: str, settings: Mapping[str, Any] | None = None) -> Signat
     if known is None:
         return Signature(kind, settings)
     rounds = tuple((tuple(each["names"]), each.get("if")) for each in known["slots"])
-    return Signature(kind, settings, rounds, known["lists"], tuple(known.get("alone", ())))
+    some = tuple(name for each in known["slots"] for name in each.get("some", ()))
+    return Signature(kind, settings, rounds, known["lists"], tuple(known.get("alone", ())), some)
 
 
 def usual_name(kind: str) -> str:
@@ -190,8 +193,7 @@ def _ways(signature: Signature, shapes: Sequence[Shape], trained: Sequence[Shape
         if any(shape != () for shape in shapes[behind:]):
             continue
         for rounds in _rounds(signature, len(rest), len(trained)):
-            way = _placed(rounds, rest, trained)
-            if way is not None:
+            for way in _placed(rounds, rest, trained, signature.some):
                 before, after = ([(None, what) for what in names] for names in (head, signature.alone))
                 yield Numbered(way.shapes, (*before, *way.rows, *after))
 
@@ -218,6 +220,42 @@ def _having(option: str | None, settings: Mapping[str, Any] | None) -> tuple[boo
 
 
 def _placed(
+    rounds: Sequence[Sequence[str]], rest: Sequence[Shape], trained: Sequence[Shape], some: Sequence[str]
+) -> Iterator[Numbered]:
+    """Yields variables by rounds, where they make a whole number of parameters of one shape each; two ways at most."""
+    if not some:
+        way = _placed_alike(rounds, rest, trained)
+        yield from () if way is None else (way,)
+        return
+    names = rounds[-1]
+    before = (len(rounds) - 1) * len(trained)  # what the base class has, of every parameter
+    head = _placed_alike(rounds[:-1], rest[:before], trained)
+    for rows in _placed_apart(names, rest[before:], trained, some):
+        if head is not None and head.shapes == tuple(trained):
+            yield Numbered(tuple(trained), (*head.rows, *rows))
+
+
+def _placed_apart(
+    names: Sequence[str], rest: Sequence[Shape], trained: Sequence[Shape], some: Sequence[str]
+) -> Iterator[list[tuple[int, str]]]:
+    """Yields the rows of a round in which not every parameter has all of its slots; two ways at most."""
+    forms = (tuple(names), tuple(name for name in names if name not in some))
+    ways: dict[int, list[Any]] = {0: [None]}  # by the variables that are placed: each way, and the one before
+    for shape in trained:
+        after: dict[int, list[Any]] = {}
+        for at, form in itertools.product(ways, forms):
+            if list(rest[at : at + len(form)]) == [shape] * len(form):
+                after.setdefault(at + len(form), []).extend((way, form) for way in ways[at])
+        ways = {at: several[:2] for at, several in after.items()}
+    for end in ways.get(len(rest), []):
+        chosen, link = [], end
+        while link is not None:
+            link, form = link
+            chosen.append(form)
+        yield [(i, name) for i, form in enumerate(reversed(chosen)) for name in form]
+
+
+def _placed_alike(
     rounds: Sequence[Sequence[str]], rest: Sequence[Shape], trained: Sequence[Shape]
 ) -> Numbered | None:
     """Returns variables by rounds; None if they don't make a whole number of parameters of one shape each."""
