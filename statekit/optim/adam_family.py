@@ -1,11 +1,11 @@
-"""What AdamW and LAMB have in common: hyperparameters, where an update runs, what is done for a group."""
+"""What AdamW, LAMB and Muon have in common: hyperparameters, where an update runs, what is done for a group."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Generic, Literal, Self, TypeVar
+from typing import Any, ClassVar, Generic, Literal, Protocol, Self, TypeVar
 
 from statekit.arrays.backend import Value
 from statekit.arrays.promotion import LOW
@@ -25,7 +25,21 @@ from statekit.state.hyperparameters import (
 from statekit.state.stored_params import MASTER
 from statekit.state.train_state import Group, TrainState
 
-Schema = Literal["adamw", "lamb"]
+Schema = Literal["adamw", "lamb", "muon"]
+
+
+class Decayed(Protocol):
+    """Hyperparameters of which a weight decay is kept from some parameters."""
+
+    __dataclass_fields__: ClassVar[dict[str, Any]]
+
+    @property
+    def weight_decay_rate(self) -> float | None:
+        """The weight decay."""
+
+    @property
+    def exclude_from_weight_decay(self) -> Exclusion:
+        """What has none."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +60,7 @@ class AdamHyperparameters:
 
 C = TypeVar("C", AdamWConstants, LambConstants, MuonConstants)
 H = TypeVar("H", bound=AdamHyperparameters)
+D = TypeVar("D", bound=Decayed)
 S = TypeVar("S")
 
 
@@ -145,7 +160,7 @@ class AdamSetting(MomentSetting[C, H], Generic[C, H]):
         return self.correction(self.hyper.beta1), self.correction(self.hyper.beta2)
 
 
-def settle(schema: Schema, kind: type[H], group: Group, path: str, variant: str) -> H:
+def settle(schema: Schema, kind: type[D], group: Group, path: str, variant: str) -> D:
     """Returns what a parameter's update needs: the weight decay is None where it is kept from the parameter.
 
     Raises:

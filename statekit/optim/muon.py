@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 
 from statekit.arrays.backend import Backend, Value
 from statekit.errors import UnknownRuleError
+from statekit.optim import adam_family
 from statekit.optim.adam_family import MomentSetting
 from statekit.optim.adam_moments import FIRST, decay, slots_like
 from statekit.optim.adamw import DECAYED_FIRST
@@ -32,7 +33,6 @@ from statekit.optim.steps import Arrays, Scene, Slots, no_group_slots, promoting
 from statekit.state.constants import MuonConstants, variant_constants
 from statekit.state.factoring import matrix_rule
 from statekit.state.hyperparameters import (
-    IS_EXCLUDED,
     Exclusion,
     require_float32,
     require_slots,
@@ -220,13 +220,9 @@ def slot_names(hyper: MuonHyperparameters) -> tuple[str, ...]:
 
 def settle(group: Group, path: str, rule: Rule | None, variant: str) -> MuonConfig:
     """Returns what a parameter's update needs: the weight decay is None where it is kept from the parameter."""
-    hyper = settled(MuonHyperparameters, "muon", variant, group)
-    excluded = IS_EXCLUDED[variant_constants("muon", variant)["decay_exclusions"]]
-    kept = None if excluded(path, hyper.exclude_from_weight_decay) else hyper.weight_decay_rate or None
-    table = hyper.ns_coefficients
-    hashable = tuple(tuple(row) if isinstance(row, list | tuple) else row for row in table)
-    hyper = replace(hyper, weight_decay_rate=kept, exclude_from_weight_decay=None, ns_coefficients=hashable)
-    return MuonConfig(hyper, None if rule is None else rule.axes)
+    hyper = adam_family.settle("muon", MuonHyperparameters, group, path, variant)
+    hashable = tuple(tuple(row) if isinstance(row, list | tuple) else row for row in hyper.ns_coefficients)
+    return MuonConfig(replace(hyper, ns_coefficients=hashable), None if rule is None else rule.axes)
 
 
 def init(xp: Backend, param: Value, config: MuonConfig, variant: str) -> dict[str, Value]:
