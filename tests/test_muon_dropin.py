@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -215,7 +215,7 @@ def test_coefficients_are_three_numbers_or_rows_of_them() -> None:
     }
 
 
-FAULTS = {
+FAULTS: dict[str, Callable[..., Any]] = {
     "zero": lambda m, other, before: np.zeros_like(m),
     "swapped": lambda m, other, before: other,
     "transposed": lambda m, other, before: np.ascontiguousarray(m.T),
