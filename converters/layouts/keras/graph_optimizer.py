@@ -14,6 +14,7 @@ import numpy as np
 
 from statekit.conversion.contracts import Encoded
 from statekit.converters.layouts.dropped import dropped_from
+from statekit.converters.layouts.keras.home import INNER
 from statekit.converters.layouts.keras.state import (
     ACCUMULATOR,
     AVERAGE,
@@ -92,6 +93,8 @@ def found_optimizer(checkpoint: Checkpoint) -> GraphOptimizer | None:
         return None
     wanted = {VARIABLES, TRAINED, ITERATIONS}
     optimizers = [i for i, node in enumerate(graph.nodes) if wanted <= node.children.keys()]
+    inside = [graph.nodes[i].children.get(INNER) for i in optimizers]
+    optimizers = [i for i, inner in zip(optimizers, inside, strict=True) if inner not in optimizers]
     if len(optimizers) > 1:
         raise StateError(
             "The checkpoint holds several optimizers of Keras.",

@@ -14,7 +14,14 @@ from statekit.tensors.typed import Name, fits
 
 OPTIMIZER = "optimizer"
 INNER = "inner_optimizer"
-"""Where Keras 2 saves the variables of an optimizer once more if a loss scale is around it."""
+"""Where the variables of an optimizer lie around which is a loss scale; in Keras 2 they stand above it too."""
+LOSS_SCALE = "keras_loss_scale"
+"""Key in `extra`: what Keras' LossScaleOptimizer keeps of its own, which no update of the optimizer inside reads."""
+_SCALE_NUMBERS = {"2": "step_counter", "3": "dynamic_scale"}
+"""Number of a variable of Keras 3's LossScaleOptimizer -> what it is.
+
+Source: keras-team/keras, keras/src/optimizers/loss_scale_optimizer.py, `LossScaleOptimizer.build`.
+"""
 SAYINGS = "statekit_keras"
 """Attribute of a whole file in which statekit says what Keras doesn't: the names of all variables."""
 
@@ -29,6 +36,32 @@ def is_keras2(tree: Mapping[str, Any]) -> bool:
     attributes = tree.get(ATTRIBUTES, {})
     version = attributes.get(VERSIONS, attributes).get("keras_version")
     return fits(version, Name) and version.startswith("2.")
+
+
+def without_loss_scale(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns a file's tree with the optimizer that a loss scale of Keras 3 is around in its place, and the scale.
+
+    The optimizer inside counts the updates; the one around it counts nothing, and its slots are the same ones.
+    """
+    optimizer = tree.get(OPTIMIZER)
+    inner = optimizer.get(INNER) if isinstance(optimizer, Mapping) else None
+    if is_keras2(tree) or not isinstance(inner, Mapping) or not isinstance(inner.get(VARIABLES), Mapping):
+        return {**tree}, {}
+    around: Any = optimizer.get(VARIABLES) if isinstance(optimizer, Mapping) else {}
+    numbers = {what: around[key] for key, what in _SCALE_NUMBERS.items() if key in around}
+    attributes, config = tree.get(ATTRIBUTES, {}), config_of(tree)
+    if isinstance(config, Mapping) and (record := _inner_record(config)) is not None:
+        compiled = {**config["compile_config"], OPTIMIZER: record}
+        attributes = {**attributes, CONFIG: {**config, "compile_config": compiled}}
+    return {**tree, ATTRIBUTES: attributes, OPTIMIZER: inner}, {"scaler": numbers}
+
+
+def _inner_record(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """Returns the record of the optimizer that a loss scale is around in a model's config; None if there is none."""
+    node: Any = config
+    for key in ("compile_config", OPTIMIZER, "config", INNER):
+        node = node.get(key) if isinstance(node, Mapping) else None
+    return node if isinstance(node, Mapping) else None
 
 
 def home_of(tree: Mapping[str, Any], placed: Mapping[str, Variable]) -> dict[str, Any]:

@@ -44,6 +44,7 @@ from statekit.converters.layouts.keras.listed import (
 from statekit.converters.layouts.keras.slot_names import owners
 from statekit.converters.layouts.keras.state import (
     HOME,
+    ITERATION,
     SCHEMAS,
     VARIANT,
     Named,
@@ -102,7 +103,7 @@ class KerasModelH5:
         tree = file_tree(checkpoint)
         named = _named(tree, checkpoint)
         every = listed_variables(tree)
-        rows = _in_keras_order(listed_rows(tree), named)
+        rows = _in_keras_order(_inner_rows(listed_rows(tree)), named)
         trained = [variable.tensor for variable in every if variable.trained]
         slots = numbered(named.schema, [tensor for _, _, tensor in rows], named.known_kept(hints), trained)
         order = _order(every, rows, slots, named.schema, hints.param_names)
@@ -175,6 +176,15 @@ def _named(tree: Mapping[str, Any], checkpoint: Checkpoint) -> Named:
             found=record.get("class_name") or "no optimizer_config",
         )
     return named
+
+
+def _inner_rows(rows: Sequence[tuple[Place, str, Tensor]]) -> list[tuple[Place, str, Tensor]]:
+    """Returns an optimizer's variables without those of a loss scale of Keras 3 around it, which stand before them.
+
+    Source: keras-team/keras, keras/src/optimizers/loss_scale_optimizer.py, `LossScaleOptimizer.variables`.
+    """
+    first = [i for i, (_, name, _) in enumerate(rows) if name.rpartition("/")[2] == ITERATION]
+    return [*rows[first[-1] if len(first) > 1 else 0 :]]
 
 
 def _in_keras_order(

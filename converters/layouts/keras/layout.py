@@ -23,12 +23,14 @@ from statekit.converters.layouts.hyperparameters import manifest_state
 from statekit.converters.layouts.keras import native
 from statekit.converters.layouts.keras.home import (
     INNER,
+    LOSS_SCALE,
     OPTIMIZER,
     SAYINGS,
     config_of,
     home_in,
     home_of,
     is_keras2,
+    without_loss_scale,
 )
 from statekit.converters.layouts.keras.like import laid_out_like
 from statekit.converters.layouts.keras.lines import model_file_lines, weights_file_lines
@@ -104,7 +106,12 @@ class Keras:
             StateError: Nothing tells which optimizer it is, or whose the variables are; or shapes contradict it.
             UsageError: A hint that the schema doesn't know.
         """
-        tree = file_tree(checkpoint)
+        tree, scale = without_loss_scale(file_tree(checkpoint))
+        state = self._decode(checkpoint, tree, hints)
+        return replace(state, extra={**state.extra, LOSS_SCALE: scale}) if scale else state
+
+    def _decode(self, checkpoint: Checkpoint, tree: Mapping[str, Any], hints: CheckpointRef) -> TrainState:
+        """Returns the canonical state of a file's tree, as `decode`."""
         config = config_of(tree)
         named = _named(tree, config, hints.optimizer)
         if named is None and (signature := _native_signature(tree, config, hints.optimizer)) is not None:

@@ -55,7 +55,7 @@ def weights_file_lines(state: State, saved: SavedRun) -> list[str]:
         "import keras",
         *_not_arguments(state),
         *(schedule if before else []),
-        f"model.compile(optimizer={_call(state, arguments)}, loss=loss)",
+        f"model.compile(optimizer={_scaled(saved, _call(state, arguments))}, loss=loss)",
         "model.optimizer.build(model.trainable_variables)  # a slot that isn't there yet would be passed over",
         f"model.load_weights({path})",
         *([] if before else schedule),
@@ -72,7 +72,7 @@ def object_lines(state: State, saved: SavedRun) -> list[str]:
         "import tensorflow as tf",
         *_not_arguments(state),
         *(schedule if before else []),
-        f"optimizer = {_call(state, arguments)}",
+        f"optimizer = {_scaled(saved, _call(state, arguments))}",
         "optimizer.build(model.trainable_variables)",
         "checkpoint = tf.train.Checkpoint(model=model, optimizer=optimizer)",
         f"checkpoint.restore({quoted(saved.step_path('model.ckpt-{step}'))}).assert_existing_objects_matched()",
@@ -135,6 +135,12 @@ def _not_arguments(state: State) -> list[str]:
 def _call(state: State, arguments: str) -> str:
     name = _class(state)
     return UNKNOWN if name == UNKNOWN else f"{name}({arguments})"
+
+
+def _scaled(saved: SavedRun, call: str) -> str:
+    """Returns the call of an optimizer with the loss scale around it that its file has, as Keras wrote it."""
+    is_around = any(name.startswith("optimizer/inner_optimizer/") for name in saved.tensors)
+    return f"keras.optimizers.LossScaleOptimizer({call})" if is_around and not saved.is_converted else call
 
 
 def _class(state: State) -> str:

@@ -304,7 +304,7 @@ def by_config(config: Any, is_keras2: bool = False) -> Named | None:
     optimizer = compiled.get("optimizer") if isinstance(compiled, Mapping) else None
     if not isinstance(optimizer, Mapping) or optimizer.get("registered_name") is not None:
         return None
-    kind, settings = class_and_config(optimizer) if is_keras2 else called(optimizer)
+    kind, settings = class_and_config(optimizer)
     return Named(kind, settings, None, is_keras2) if kind in SCHEMAS and settings is not None else None
 
 
@@ -315,7 +315,7 @@ def called(record: Mapping[str, Any]) -> tuple[str, Mapping[str, Any] | None]:
 
 
 def class_and_config(record: Mapping[str, Any]) -> tuple[str, Mapping[str, Any] | None]:
-    """Returns class and arguments of an optimizer of Keras 2: of the one inside where a loss scale is around it.
+    """Returns class and arguments of an optimizer: of the one inside where a loss scale is around it.
 
     Source: keras-team/keras v2.15.0, keras/mixed_precision/loss_scale_optimizer.py, `get_config`;
     keras/saving/object_registration.py, `get_registered_name`, which puts `Custom>` before new optimizers.
