@@ -34,6 +34,7 @@ from statekit.converters.layouts.keras.home import (
 )
 from statekit.converters.layouts.keras.like import laid_out_like
 from statekit.converters.layouts.keras.lines import model_file_lines, weights_file_lines
+from statekit.converters.layouts.keras.orbax_checkpoint import as_numbered, is_orbax_checkpoint
 from statekit.converters.layouts.keras.state import (
     HOME,
     HOMES,
@@ -92,6 +93,10 @@ class Keras:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for an optimizer with numbered variables."""
+        if checkpoint.container == _ORBAX and is_orbax_checkpoint(checkpoint.tree):
+            return Evidence(
+                30, "variables of a model and of an optimizer, as Keras' OrbaxCheckpoint has them"
+            )
         entries = optimizer_variables(checkpoint.tree)
         if not entries or not all(key.isdecimal() for key in entries) or not is_group(checkpoint.tree):
             return None
@@ -106,6 +111,12 @@ class Keras:
             StateError: Nothing tells which optimizer it is, or whose the variables are; or shapes contradict it.
             UsageError: A hint that the schema doesn't know.
         """
+        if checkpoint.container == _ORBAX:
+            tree = as_numbered(checkpoint.tree, checkpoint.path)
+            state = self._decode(checkpoint, tree, hints)
+            # The places of its variables are those of no file of Keras.
+            home = {key: part for key, part in home_in(state).items() if key not in ("tree", "places")}
+            return replace(state, extra={**state.extra, HOME: home})
         tree, scale = without_loss_scale(file_tree(checkpoint))
         state = self._decode(checkpoint, tree, hints)
         return replace(state, extra={**state.extra, LOSS_SCALE: scale}) if scale else state
@@ -237,6 +248,8 @@ def _native_state(
     )
 
 
+_ORBAX = "orbax"
+"""The container of what Keras' OrbaxCheckpoint writes; it is read, and Keras' own files are written."""
 RATE_PLACE = f"{OPTIMIZER}/{VARIABLES}/1"
 """Where the learning rate lies if it does."""
 
