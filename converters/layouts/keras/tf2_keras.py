@@ -209,7 +209,8 @@ def _check(
         faults.add(f"there are slots of {len(shapes)}", f"{len(optimizer.moved)} parameters")
     ends = ("_momentum", "_velocity")
     flat = {path.replace("/", "_") for path in params}
-    said = [name.removeprefix(f"{optimizer.name}/") for _, name in optimizer.variables if name.endswith(ends)]
+    # TensorFlow numbers the scopes of an optimizer inside a loss scale: adam_w_1/dense_kernel_velocity.
+    said = [name.rpartition("/")[2] for _, name in optimizer.variables if name.endswith(ends)]
     faults += [
         ("is the slot of no parameter", name)
         for name in said

@@ -49,6 +49,10 @@ RECORDS: Mapping[str, Path] = {
     "torch": ("global_step",),
 }
 """Container -> where the record stands that says the step, beside the optimizer's own."""
+_BY_EPOCH: Mapping[str, tuple[Path, ...]] = {
+    "orbax": (("pytree", "optimizer_variables"), ("optimizer_variables",)),
+}
+"""Container -> what stands in trees whose names may count epochs, as Keras' OrbaxCheckpoint does."""
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 UNCOUNTED: Mapping[str, tuple[str, ...]] = {
     "hf-trainer": (*_WEIGHTS, "rng_state*.pth", "scaler.pt"),
@@ -211,6 +215,8 @@ def _skipping(state: TrainState) -> Iterator[int]:
 
 def _named(checkpoint: Checkpoint) -> Said | None:
     """Returns the step in the name of a checkpoint's folder or file, if its library puts it there."""
+    if any(at(checkpoint.tree, path) is not None for path in _BY_EPOCH.get(checkpoint.container, ())):
+        return None
     pattern = NAMES.get(checkpoint.container)
     name = checkpoint.path.name
     match = re.fullmatch(pattern, name, re.DOTALL) if pattern else None

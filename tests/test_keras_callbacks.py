@@ -1,0 +1,57 @@
+"""What Keras 3 saves of mixed precision, and by its callback for Orbax: read as the model itself had it.
+
+The files are Keras 3.15.1's own: see tests/cases/keras3_loss_scale/make.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from statekit.cli.main import main
+from statekit.conversion.open_state import open_state
+from statekit.state.train_state import TrainState
+
+CASE = Path(__file__).parent / "cases" / "keras3_loss_scale"
+FORMS = ["model.keras", "model.weights.h5", "model.h5", "tf/ckpt-1", "orbax"]
+
+
+def assert_as_saved(state: TrainState) -> None:
+    """Compares weights and moments of all matrices, two of which have one shape."""
+    expected = np.load(CASE / "expected.npz")
+    kernels = [path for path in state.params if path.endswith("kernel")]
+    assert len(kernels) == 3
+    for path in kernels:
+        layer = path.split("/")[-2]
+        assert np.array_equal(state.params[path].read(), expected[f"{layer}|kernel"])
+        for slot, name in (("m", "momentum"), ("v", "velocity")):
+            [key] = [key for key in expected if key.endswith(f"sequential_{layer}_kernel_{name}")]
+            assert np.array_equal(state.slots[path][slot].read(), expected[key])
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_optimizer_inside_a_loss_scale_is_read_with_its_own_count(form: str) -> None:
+    with open_state(CASE / form) as opened:
+        state = opened.state
+        assert state.counts.updates == 6
+        hyperparameters = state.optimizer.groups[0].hyperparameters
+        assert hyperparameters["learning_rate"] == np.float32(0.01)
+        if form in ("model.keras", "model.h5", "orbax"):  # which have the config
+            assert (hyperparameters["weight_decay_rate"], hyperparameters["beta1"]) == (0.02, 0.8)
+        assert_as_saved(state)
+
+
+def test_the_lines_of_weights_put_the_loss_scale_around_the_optimizer(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["resume", str(CASE / "model.weights.h5")]) == 0
+    assert "keras.optimizers.LossScaleOptimizer(keras.optimizers.AdamW(" in capsys.readouterr().out
+
+
+def test_epochs_in_the_names_of_orbax_folders_are_no_steps(tmp_path: Path) -> None:
+    assert main(["doctor", str(CASE / "orbax")]) == 0
+    assert main(["convert", str(CASE / "orbax"), str(tmp_path / "again.weights.h5")]) == 0
+    with open_state(tmp_path / "again.weights.h5") as opened:
+        assert_as_saved(opened.state)
