@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from statekit.cli.main import main
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
 from statekit.errors import FormatError, RefusedError, StateError
@@ -166,3 +167,62 @@ def test_an_npz_that_is_deep_ends_in_an_error_of_ours(levels: int, tmp_path: Pat
     np.savez(tmp_path / "deep.npz", **arrays)
     with pytest.raises(FormatError), open_state(tmp_path / "deep.npz"):
         pass
+
+
+def test_an_npz_by_the_keys_of_jax_is_the_tree(tmp_path: Path) -> None:
+    from jax.tree_util import keystr, tree_flatten_with_path
+
+    params, state = trained("adamw")
+    leaves = tree_flatten_with_path({"params": params, "opt_state": state})[0]
+    named: Any = {keystr(keys): np.asarray(leaf) for keys, leaf in leaves}
+    np.savez(tmp_path / "run.npz", **named)
+    schema, slots, updates = slots_of(tmp_path / "run.npz")
+    assert (schema, updates) == ("adamw", UPDATES)
+    assert np.array_equal(slots["out/w"]["m"], state[0].mu["out"]["w"])
+
+
+@pytest.mark.parametrize(
+    ("form", "target"), [("tuple", "(params, "), ("own", '{"model": params, "optimizer": ')]
+)
+def test_the_lines_restore_into_the_tree_that_orbax_has(
+    form: str, target: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import orbax.checkpoint as ocp
+
+    params, state = trained("adamw")
+    tree = (params, state) if form == "tuple" else {"model": params, "optimizer": state}
+    ocp.PyTreeCheckpointer().save(tmp_path / "run", tree)
+    assert main(["resume", str(tmp_path / "run")]) == 0
+    assert f"target = {target}optimizer.init(params)" in capsys.readouterr().out
+
+
+def test_the_lines_of_a_masked_decay_have_a_mask(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import jax
+    import optax
+    from flax import serialization
+
+    params = {"w": np.ones((2, 2), np.float32), "b": np.ones(2, np.float32)}
+    mask = jax.tree.map(lambda leaf: leaf.ndim > 1, params)
+    state = optax.adamw(0.01, mask=mask).init(params)
+    tree = serialization.to_state_dict({"params": params, "opt_state": state})
+    (tmp_path / "run.msgpack").write_bytes(serialization.msgpack_serialize(tree))
+    assert main(["resume", str(tmp_path / "run.msgpack")]) == 0
+    assert "mask=..." in capsys.readouterr().out
+
+
+def test_optimizers_of_optax_that_are_carried_together_lack_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    import jax
+    import optax
+    from flax import serialization
+
+    params = {"a": np.ones((2, 2), np.float32), "b": np.ones(2, np.float32)}
+    tx = optax.partition({"a": optax.adamw(0.01), "b": optax.sgd(0.1, momentum=0.9)}, {"a": "a", "b": "b"})
+    state = tx.init(params)
+    for _ in range(2):
+        state = tx.update(jax.tree.map(lambda leaf: leaf * 0.5, params), state, params)[1]
+    tree = serialization.to_state_dict({"params": params, "opt_state": state})
+    (tmp_path / "run.msgpack").write_bytes(serialization.msgpack_serialize(tree))
+    assert main(["doctor", str(tmp_path / "run.msgpack")]) == 0
+    assert "nothing found" in capsys.readouterr().out

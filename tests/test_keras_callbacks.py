@@ -1,6 +1,6 @@
 """What Keras 3 saves of mixed precision, and by its callback for Orbax: read as the model itself had it.
 
-The files are Keras 3.15.1's own: see tests/cases/keras3_loss_scale/make.py.
+The files are Keras 3.15.1's own: see tests/cases/keras3_loss_scale/make_loss_scale.py.
 """
 
 from __future__ import annotations

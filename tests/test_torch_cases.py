@@ -803,3 +803,15 @@ def test_lines_name_no_class_that_does_not_go_on_with_the_file(
     assert main(["resume", str(CASES / name)]) == 0
     printed = capsys.readouterr().out
     assert "optimizer = ...  # the run's own: " in printed and "torch.optim.AdamW" not in printed
+
+
+def test_optimizers_of_several_networks_that_no_name_pairs_are_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """HiFi-GAN's do_ file has an optimizer of two discriminators, and the generator's, whose weights lie elsewhere."""
+    nets = [torch.nn.Linear(2, 2) for _ in range(3)]
+    moments = [trained(net).state_dict() for net in nets[:2]]
+    networks = {"mpd": nets[1].state_dict(), "msd": nets[2].state_dict()}
+    torch.save({**networks, "optim_g": moments[0], "optim_d": moments[1]}, tmp_path / "do_00000001")
+    asked = refused(["doctor", str(tmp_path / "do_00000001")], capsys)
+    assert "optimizers at optim_g, optim_d; weights at mpd, msd" in asked and "--model-key" in asked

@@ -4,6 +4,7 @@ It reads them; statekit writes none. In goes a file, as `numpy.savez` or `numpy.
 
     params/dense/kernel.npy   opt/0/0.npy   opt/0/1/dense/kernel.npy      big_vision: fields of states are numbers
     params/dense/kernel.npy   opt_state/0/mu/dense/kernel.npy             other programs have their names
+    ['params']['dense']['kernel'].npy   ['opt_state'][0].mu['dense'].npy   keystr of jax.tree_util
 
 Out comes the tree, the numbered fields of states under their names. States that hold nothing have no leaves, and are
 left out. What isn't an array of numbers is told and not read.
@@ -24,7 +25,7 @@ from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.containers.step_folders import check_step
 from statekit.converters.formats.named_tuples import numbered_fields
 from statekit.converters.formats.npy import ANY_DTYPE, is_npz, npz_arrays
-from statekit.errors import FormatError, StatekitError, UsageError
+from statekit.errors import FormatError, StatekitError, UnknownFormatError, UsageError
 from statekit.files.checkpoint import (
     EMPTY_LEFT_OUT,
     SEQUENCES_AS_MAPS,
@@ -40,6 +41,9 @@ from statekit.tensors.tree import Record, Tree, nested, walk
 
 _OF_MXNET = ".params"
 _UNNAMED = re.compile(r"arr_\d+")
+_KEY = r"\['([^'\\]*)'\]|\[(\d+)\]|\.(\w+)"
+_KEYS = re.compile(f"(?:{_KEY})+")
+"""Matches the keys of a leaf as JAX writes them. Source: jax-ml/jax jax/_src/tree_util.py, `keystr`."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ class Npz:
             source = files.source(path)
             arrays = npz_arrays(source, ANY_DTYPE, deflated=True)
             _check_named(arrays, source.place)
-            tree = nested({tuple(name.split("/")): leaf for name, leaf in arrays.items()})
+            tree = nested(_placed(arrays, source.place))
             meta = {
                 "generation": "npz",
                 SEQUENCES_AS_MAPS: True,
@@ -88,6 +92,32 @@ class Npz:
             UsageError: Always.
         """
         raise UsageError("statekit doesn't write npz.", place=stage.target, remedy="choose --to flax")
+
+
+def _placed(arrays: Mapping[str, Any], place: str) -> dict[tuple[str, ...], Any]:
+    """Returns arrays by their keys.
+
+    Raises:
+        FormatError: Two arrays have one place.
+    """
+    placed: dict[tuple[str, ...], Any] = {}
+    for name, leaf in arrays.items():
+        if (keys := _keys(name)) in placed:
+            raise FormatError("Two arrays of an npz have one place.", place=place, found=name)
+        placed[keys] = leaf
+    return placed
+
+
+def _keys(name: str) -> tuple[str, ...]:
+    """Returns the keys of a leaf by its name.
+
+    Example:
+        >>> _keys("params/w"), _keys("['opt_state'][0].mu['w']")
+        (('params', 'w'), ('opt_state', '0', 'mu', 'w'))
+    """
+    if not _KEYS.fullmatch(name):
+        return tuple(name.split("/"))
+    return tuple("".join(match.groups("")) for match in re.finditer(_KEY, name))
 
 
 def _with_fields(tree: Tree) -> Tree:
@@ -137,10 +167,10 @@ def _check_named(arrays: Mapping[str, Any], place: str) -> None:
     """Refuses an archive whose arrays have no names.
 
     Raises:
-        FormatError: They are `arr_0`, `arr_1`, ..., as `numpy.savez(file, *leaves)` calls them.
+        UnknownFormatError: They are `arr_0`, `arr_1`, ..., as `numpy.savez(file, *leaves)` calls them.
     """
     if arrays and all(map(_UNNAMED.fullmatch, arrays)):
-        raise FormatError(
+        raise UnknownFormatError(
             "The arrays of an npz have no names.",
             place=place,
             expected="a name for each leaf, its keys joined by /",

@@ -4,7 +4,8 @@ It reads them; statekit writes none. In goes a file of any of these, with arrays
 
     (params, opt_state)    {"params": ..., "opt_state": ...}    TrainState(step, params, opt_state)
 
-Out comes the tree. A NamedTuple's pickle has its class and its values by position; the class tells their names.
+Out comes the tree. A NamedTuple's pickle has its class and its values by position; the class tells their names, and
+one of the program's own is a list.
 Source: jax-ml/jax jax/_src/array.py, `_reconstruct_array`;
 deepmind/dm-haiku examples, `pickle.dump(params, f)`.
 """
@@ -21,7 +22,7 @@ from statekit.converters.containers.step_folders import check_step
 from statekit.converters.formats.named_tuples import fields_of
 from statekit.converters.formats.pickle.names import built_array
 from statekit.converters.formats.pickle.reader import read_pickle
-from statekit.errors import FormatError, StatekitError, UsageError
+from statekit.errors import StatekitError, UnknownFormatError, UsageError
 from statekit.files.checkpoint import SEQUENCES_AS_MAPS, Checkpoint
 from statekit.files.source import first_bytes, opening, read_small
 from statekit.files.stage import Stage
@@ -64,7 +65,7 @@ class PickledTree:
             pickled = read_pickle(data, str(path), calls=_calls, account=files.account)
             tree = _named(pickled.value, (), str(path))
             if not isinstance(tree, (dict, list)):
-                raise FormatError(
+                raise UnknownFormatError(
                     "A pickle holds no tree of arrays.",
                     place=path,
                     expected="a dict, a tuple, or an object with fields",
@@ -126,6 +127,8 @@ def _fields(record: Record) -> Tree:
     names = fields_of(name)
     if names and len(record.args) == len(names):
         return dict(zip(names, record.args, strict=True))
+    if record.state is None and any(isinstance(part, Mapping) for part in record.args):
+        return list(record.args)  # a NamedTuple of the program's own, whose fields only that knows
     if not record.args and isinstance(record.state, Mapping):
         return {
             key: part for key, part in record.state.items() if not isinstance(part, Record) or _holds(part)

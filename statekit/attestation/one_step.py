@@ -287,8 +287,7 @@ def _missing_in(group: Group, state: TrainState) -> Iterator[Finding]:
     bare = [path for path, shape in shapes.items() if path not in having and shape and 0 not in shape]
     if bare and having:
         yield fault("slot-missing", [f"slots/{path}" for path in bare], ", ".join(names), "nothing")
-    # A factored parameter has v_row and v_col, another has v; a master is missing where weights are float32.
-    common = {*names} - {"v", *FACTORED, MASTER}
+    common = _common({*names}, state.optimizer.kind(group)[1])
     where = [
         f"slots/{path}/{name}"
         for path, slots in having.items()
@@ -299,6 +298,17 @@ def _missing_in(group: Group, state: TrainState) -> Iterator[Finding]:
         yield fault("slot-missing", where, "the slots that others have", "nothing")
 
 
+def _common(names: set[str], variant: str | None) -> set[str]:
+    """Returns the slots that all parameters of a group have that have some.
+
+    A factored parameter has v_row and v_col, another has v; a master is missing where weights are float32. Of several
+    optimizers that are carried together each has slots of its own.
+    """
+    return set() if _MIXED in (variant or "") else names - {"v", *FACTORED, MASTER}
+
+
+_MIXED = " and "
+"""In the variant of optimizers that are carried together."""
 _PART = re.compile(r"(.+)/part_(\d{1,5})", re.DOTALL)
 """The path of a part of a variable: layouts call it so where a system partitions variables."""
 

@@ -80,30 +80,38 @@ def _put(tree: dict[str, Any], keys: Place, tensor: Tensor) -> None:
 
 def _optimizer(slots: Mapping[str, Any]) -> tuple[str, dict[str, Tensor]]:
     """Returns an optimizer's name, and its variables by theirs: of the one inside where a loss scale is around it."""
-    found: dict[str, dict[str, Tensor]] = {}
+    scopes: dict[str, dict[str, Tensor]] = {}
     for name, tensor in _leaves(slots):
         above, _, last = name.rpartition("/")
-        found.setdefault(above, {})[last] = tensor
-    owner = max(found, key=lambda name: (name.count("/"), len(found[name])), default="")
+        scopes.setdefault(above, {})[last] = tensor
+    owner = max(scopes, key=lambda name: (name.count("/"), len(scopes[name])), default="")
     inner = owner.rpartition("/")[2]
-    return inner, {**found.get(inner, {}), **found.get(owner, {})}
+    return inner, {**scopes.get(inner, {}), **scopes.get(owner, {})}
 
 
 def _rows(variables: Mapping[str, Tensor], params: Sequence[str]) -> Iterator[Tensor]:
     """Yields an optimizer's variables in the order in which Keras numbers them."""
-    flat = sorted((name.replace("/", "_") for name in params), key=len, reverse=True)
-    slots: dict[str, dict[str, Tensor]] = {name: {} for name in (name.replace("/", "_") for name in params)}
+    slots = _slots_of(variables, [name.replace("/", "_") for name in params]).values()
+
+    def of_all(names: Sequence[str]) -> Iterator[Tensor]:
+        return (kept[name] for name in names for kept in slots if name in kept)
+
+    yield from (variables[name] for name in _ALONE if name in variables)
+    yield from of_all(_FIRST)
+    for kept in slots:
+        yield from (tensor for what, tensor in kept.items() if what not in (*_FIRST, *_LAST))
+    yield from of_all(_LAST)
+
+
+def _slots_of(variables: Mapping[str, Tensor], params: Sequence[str]) -> dict[str, dict[str, Tensor]]:
+    """Returns the slots of each parameter by their names, which begin with the parameter's: the longest that fits."""
+    slots: dict[str, dict[str, Tensor]] = {param: {} for param in params}
+    longest = sorted(params, key=len, reverse=True)
     for name, tensor in variables.items():
-        owner = next((param for param in flat if name.startswith(f"{param}_")), None)
+        owner = next((param for param in longest if name.startswith(f"{param}_")), None)
         if owner is not None:
             slots[owner][name.removeprefix(f"{owner}_")] = tensor
-    yield from (variables[name] for name in _ALONE if name in variables)
-    for first in _FIRST:
-        yield from (kept[first] for kept in slots.values() if first in kept)
-    for kept in slots.values():
-        yield from (tensor for what, tensor in kept.items() if what not in (*_FIRST, *_LAST))
-    for last in _LAST:
-        yield from (kept[last] for kept in slots.values() if last in kept)
+    return slots
 
 
 def _config(tree: Mapping[str, Any], place: object) -> dict[str, Any]:

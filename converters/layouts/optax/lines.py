@@ -6,6 +6,7 @@ Source: google/orbax checkpoint/orbax/checkpoint/_src/checkpointers/standard_che
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,12 @@ _DECAYING = ("adamw", "nadamw", "adamaxw", "acprop", "lamb", "adafactor")
 _SAID_BY_NAME = {"nadam": "nesterov", "nadamw": "nesterov", "amsgrad": "amsgrad"}
 """By optimizer, the argument of another one that its name says."""
 _CLIP = "global_norm_clip_threshold"
-_NOT_ARGUMENTS = ("clipvalue", _CLIP, "exclude_from_weight_decay")
+_MASK = "exclude_from_weight_decay"
+_NOT_ARGUMENTS = ("clipvalue", _CLIP, _MASK)
 _NO_DECAY = "weight_decay=0.0"
 _PARAMS, _STATE = "params", "opt_state"
+_RANDOM = re.compile(r"(?i)rng|key|seed")
+"""In the name of a leaf that is a random state, which is no number."""
 _METADATA = "_METADATA"
 """The file in every item of Orbax that is a tree of arrays."""
 _ITEM = "default"
@@ -53,10 +57,14 @@ _ITEM = "default"
 
 def optax_lines(state: State, saved: SavedRun) -> list[str]:
     """Returns the lines for an optimizer of Optax."""
+    schema = next((group["schema"] for group in state["groups"] if "schema" in group), state["schema"])
+    mask = load_schema(schema).hyperparameters[_MASK]["native"]["optax"]["name"]
 
     def call(group: Mapping[str, Any], code: Mapping[str, str]) -> str:
         alone = {**state, **kind_of(state, group), "groups": [_without_scale(group)]}
         arguments = native_arguments(alone, _NOT_ARGUMENTS, open_rate="schedule")[0]
+        if mask and _MASK not in group["hyperparameters"] and not saved.is_converted:
+            arguments.append(f"{mask}={UNKNOWN}")  # a masked link is there, and its mask in no file
         fact = _optimizer_fact(group)
         if fact is not None and _is_open(fact):
             names = dict.fromkeys([fact["value"], *fact["others"]])
@@ -74,8 +82,6 @@ def optax_lines(state: State, saved: SavedRun) -> list[str]:
     name = CLASSES.get((state["schema"], state["variant"]), UNKNOWN)
     passed_over = [f"# not an argument of {name}: {', '.join(others)}"] if others else []
     passed_over += _taken_lines(state)
-    schema = next((group["schema"] for group in state["groups"] if "schema" in group), state["schema"])
-    mask = load_schema(schema).hyperparameters["exclude_from_weight_decay"]["native"]["optax"]["name"]
     optimizer = _optimizer_lines(state, saved, call, mask)
     return [*_tree_lines(saved, "import optax", [*passed_over, *optimizer]), *_clip_lines(state, optimizer)]
 
@@ -298,9 +304,12 @@ def _target(saved: SavedRun, above: str, open_value: str = "") -> tuple[str, lis
         open_value: What stands for a part that the lines can't make; without it, the part is left out.
     """
     shapes = _names_by_key(saved, above)
-    code = {_PARAMS: "params", _STATE: "optimizer.init(params)"}
-    averages = [top for top, below in shapes.items() if below == shapes.get(_PARAMS)]
-    numbers = [top for top, below in shapes.items() if below == {""}]
+    params, state = _own_keys(shapes)
+    code = {params: "params", state: "optimizer.init(params)"}
+    if code.keys() == shapes.keys() == {"0", "1"}:
+        return f"target = ({code['0']}, {code['1']})", []
+    averages = [top for top, below in shapes.items() if below == shapes.get(params)]
+    numbers = [top for top, below in shapes.items() if below == {""} and not _RANDOM.search(top)]
     code |= dict.fromkeys([top for top in averages if top not in code], "params")
     code |= dict.fromkeys(numbers, open_value or "0")
     left = [top for top in shapes if top not in code]
@@ -308,6 +317,22 @@ def _target(saved: SavedRun, above: str, open_value: str = "") -> tuple[str, lis
         code |= dict.fromkeys(left, open_value)
     pairs = ", ".join(f"{quoted(key)}: {value}" for key, value in code.items())
     return f"target = {{{pairs}}}", [] if open_value else left
+
+
+def _own_keys(shapes: Mapping[str, set[str]]) -> tuple[str, str]:
+    """Returns the keys of parameters and of the optimizer's state in a file's tree: the usual ones, or its own.
+
+    Args:
+        shapes: For each key the names of the tensors below it.
+    """
+    if _PARAMS in shapes or _STATE in shapes:
+        return _PARAMS, _STATE
+    moments = {
+        top: {name.partition("/mu/")[2] for name in below if "/mu/" in name} for top, below in shapes.items()
+    }
+    state = next((top for top, names in moments.items() if names), _STATE)
+    params = next((top for top, below in shapes.items() if below and below == moments.get(state)), _PARAMS)
+    return params, state
 
 
 def orbax_items(saved: SavedRun) -> dict[str, Place]:

@@ -22,6 +22,7 @@ from statekit.converters.layouts.pytorch.parts import (
     find_parts,
     model_place,
     networks,
+    optimizers_in,
     path_of,
     possible_models,
 )
@@ -140,13 +141,9 @@ def _without_weights(checkpoint: Checkpoint, parts: Parts, name: str, listed: st
 
 def _several(checkpoint: Checkpoint, beside: SideBySide) -> Contents:
     """Returns what a file holds that has several optimizers."""
-    said = []
-    for place, parts in zip(beside.places, beside.each, strict=True):
-        signature, count = signature_of(parts), sum(len(group["params"]) for group in parts.groups)
-        name = signature.name if signature else _UNKNOWN
-        schema = "" if signature and signature.schema else ", no schema yet"
-        said.append(f"{name} at {'/'.join(map(str, place))}{schema}: {count} parameters")
-    what = f"{len(said)} optimizers: {'; '.join(said)}"
+    if not beside.joint.model and (unpaired := _unpaired(checkpoint)):
+        return unpaired
+    what = f"{len(beside.places)} optimizers: {'; '.join(_each_called(beside))}"
     params = {path_of(key): tensor for key, tensor in beside.joint.model.items()}
     try:
         order = _by_parameter(beside.joint, bool(checkpoint.meta.get(SORTED)))
@@ -159,6 +156,15 @@ def _several(checkpoint: Checkpoint, beside: SideBySide) -> Contents:
     return Contents(what, params, slots, others)
 
 
+def _each_called(beside: SideBySide) -> Iterator[str]:
+    """Yields what each of several optimizers is called, where it lies, and how many parameters it moves."""
+    for place, parts in zip(beside.places, beside.each, strict=True):
+        signature, count = signature_of(parts), sum(len(group["params"]) for group in parts.groups)
+        name = signature.name if signature else _UNKNOWN
+        schema = "" if signature and signature.schema else ", no schema yet"
+        yield f"{name} at {'/'.join(map(str, place))}{schema}: {count} parameters"
+
+
 def _networks(checkpoint: Checkpoint, pairs: Mapping[Path, Path]) -> Contents:
     """Returns what a file holds that has several networks, each with an optimizer."""
     said = []
@@ -169,6 +175,22 @@ def _networks(checkpoint: Checkpoint, pairs: Mapping[Path, Path]) -> Contents:
         name = signature.name if signature else _UNKNOWN
         said.append(f"{key}, moved by {name} at {'/'.join(map(str, optimizer))}")
     what = f"{len(pairs)} networks, of which --model-key names one: {'; '.join(said)}"
+    return Contents(what, {}, {}, checkpoint.tensors)
+
+
+def _unpaired(checkpoint: Checkpoint) -> Contents | None:
+    """Returns what a file holds that has several optimizers, and names that pair them with no network.
+
+    Source: jik876/hifi-gan, train.py: `do_` files have two discriminators, and an optimizer of both.
+    """
+    optimizers = ["/".join(map(str, path)) for path in optimizers_in(checkpoint.tree)]
+    if len(optimizers) < 2:
+        return None
+    models = possible_models(checkpoint.tree)
+    if not models:
+        return None
+    keys = "--model-key and --optimizer-key say which go together"
+    what = f"optimizers at {', '.join(optimizers)}, and weights at {', '.join(models)}: {keys}"
     return Contents(what, {}, {}, checkpoint.tensors)
 
 

@@ -10,7 +10,7 @@ A word may be cut short, as `g` for `generator`, where one name alone begins so.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from statekit.errors import StateError, UsageError
@@ -72,4 +72,16 @@ def unpaired_network(model: str, optimizers: Iterable[Path]) -> UsageError:
         place="--model-key",
         expected=f"--optimizer-key too, one of {', '.join(named)}",
         remedy=f"--optimizer-key {named[0]}, in Python optimizer_key={named[0]!r}",
+    )
+
+
+def unpaired_networks(optimizers: Iterable[Path], models: Sequence[str], place: object) -> StateError:
+    """Returns the question which of several optimizers moves which network, where names pair none."""
+    named = ["/".join(map(str, path)) for path in optimizers]
+    keys = f"--model-key {(*models, 'MODEL')[0]} --optimizer-key {named[0]}"
+    return StateError(
+        "The checkpoint has several optimizers, and nothing tells which network each moves.",
+        place=place,
+        found=f"optimizers at {', '.join(named)}; weights at {', '.join(models) or 'no place'}",
+        remedy=f"name both: {keys}",
     )

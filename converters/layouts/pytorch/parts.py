@@ -150,7 +150,8 @@ def averaged_models(tree: Tree) -> list[str]:
 
 def possible_models(tree: Tree) -> list[str]:
     """Returns the keys of all parts that may be the model of a checkpoint's optimizer, for `--model-key`."""
-    return ["/".join(map(str, path)) for path in _moved(_models(tree, optimizer_place(tree)))]
+    models, optimizers = _moved(_models(tree, optimizer_place(tree))), optimizers_in(tree)
+    return ["/".join(map(str, path)) for path in models if not _is_within(path, optimizers)]
 
 
 def is_average(key: str) -> bool:

@@ -40,7 +40,7 @@ from statekit.converters.layouts.pytorch.contents import (
     unwrapped_record,
 )
 from statekit.converters.layouts.pytorch.flat_vector import unflattened
-from statekit.converters.layouts.pytorch.networks import several_networks
+from statekit.converters.layouts.pytorch.networks import several_networks, unpaired_networks
 from statekit.converters.layouts.pytorch.param_order import REMEDY, Order, found_order
 from statekit.converters.layouts.pytorch.parts import (
     GROUPS,
@@ -56,6 +56,7 @@ from statekit.converters.layouts.pytorch.parts import (
     names_of,
     networks,
     nodes,
+    optimizers_in,
     path_of,
     possible_models,
     shared_paths,
@@ -613,6 +614,8 @@ def _incomplete(checkpoint: Checkpoint) -> StateError:
                 place = "/".join(map(str, path)) or "the top"
                 subject = f"What stands at {place} isn't the state_dict() of an optimizer"
                 typed(node, StateDict, checkpoint.path, subject, StateError)
+        if len(optimizers := optimizers_in(checkpoint.tree)) > 1:
+            return unpaired_networks(optimizers, possible_models(checkpoint.tree), checkpoint.path)
         return StateError("The checkpoint has no optimizer of torch.optim.", place=checkpoint.path)
     models = possible_models(checkpoint.tree)
     if models:

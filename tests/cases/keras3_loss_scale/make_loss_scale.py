@@ -4,6 +4,7 @@
 """
 
 from pathlib import Path
+from typing import Any
 
 import keras
 import numpy as np
@@ -27,7 +28,7 @@ def main() -> None:
     model.save_weights(HERE / "model.weights.h5")
     tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(str(HERE / "tf" / "ckpt"))
     variables = [*model.trainable_variables, *inner.variables]
-    named = {variable.path.rpartition("sequential/")[2]: np.array(variable) for variable in variables}
+    named: Any = {variable.path.rpartition("sequential/")[2]: np.array(variable) for variable in variables}
     np.savez(HERE / "expected.npz", **{name.replace("/", "|"): value for name, value in named.items()})
     print([*named])
 
