@@ -205,16 +205,14 @@ def _masked(state: TrainState) -> TrainState:
 
 
 def _parts_by_mask(group: Group) -> Iterator[Group]:
-    """Yields what of a group decays, and what a mask keeps from it; the group itself without a mask that fits."""
+    """Yields what of a group decays, and what a mask keeps from it; the group itself without a mask."""
     decay, mask = _BY_MASK
     patterns, known = group.hyperparameters.get(mask), group.known_from
     spared = [path for path in group.paths if IS_EXCLUDED["mask"](path.removeprefix("params/"), patterns)]
     kept = [path for path in group.paths if path not in spared]
     settings = {**group.hyperparameters, mask: None}
-    if not spared:
-        yield group
-    elif kept:
-        yield replace(group, paths=tuple(kept), hyperparameters=settings)
+    if kept or not spared:
+        yield replace(group, paths=tuple(kept), hyperparameters=settings) if patterns else group
     if spared:
         from_mask = {**known, decay: known.get(mask, "given")}
         without = {**settings, decay: 0.0}
