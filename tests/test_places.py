@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import os
 import zipfile
 from pathlib import Path, PurePosixPath
@@ -189,3 +190,32 @@ def test_telling_formats_apart_reads_no_tensor(targets: dict[str, Path]) -> None
     far, counting = stored(folder)
     registry.detect_container(far)
     assert sum(count for _, _, count in counting.reads) <= 2**16 * (1 + len([*folder.iterdir()]))
+
+
+ASKING = set("stat lstat realpath abspath relpath isdir isfile lexists resolve readlink samefile".split())
+ALLOWED = {
+    "statekit/conversion/cards.py": {"scandir"},  # a glance, which decides nothing
+    "statekit/conversion/convert.py": {"readlink"},  # of a target
+    "statekit/conversion/seal.py": {"abspath", "stat"},  # of files of this machine, whose manifest it writes
+    "statekit/conversion/target.py": {"realpath", "samefile"},
+    "converters/formats/zarr/stores.py": {"realpath"},  # what tensorstore reads by itself
+}
+
+
+def asked(text: str) -> set[str]:
+    """Returns the calls in a module that ask the system about a path."""
+    calls = (node.func for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call))
+    return {
+        call.attr for call in calls if isinstance(call, ast.Attribute) and call.attr in {*ASKING, "scandir"}
+    }
+
+
+def test_containers_and_conversion_ask_places_and_not_the_system() -> None:
+    top = Path(statekit.__file__).parents[1]
+    rooms = ("converters/containers", "converters/formats", "statekit/conversion")
+    modules = [module for room in rooms for module in sorted((top / room).rglob("*.py"))]
+    calls = {
+        module.relative_to(top).as_posix(): asked(module.read_text(encoding="utf-8")) for module in modules
+    }
+    assert {module: names for module, names in calls.items() if names} == ALLOWED
+    assert asked("os.path.realpath(place)") == {"realpath"}

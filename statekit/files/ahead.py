@@ -17,7 +17,7 @@ from functools import cached_property
 
 from statekit.files.tree import Facts, FileTree
 
-REQUEST_BYTES = 2**23
+REQUEST_BYTES = 2**22
 """Bytes of one request at most."""
 MOST_REQUESTS = 16
 """Requests of one tree that are under way at once."""
@@ -119,7 +119,7 @@ class ReadAhead:
         """Brings a window of a file, and keeps it."""
         last = self._last.get(facts.name)
         goes_on = last is not None and last.stop <= start <= last.stop + _FIRST
-        size = min(2 * len(last.data), _MOST) if last and goes_on else _FIRST
+        size = min(max(2 * len(last.data), 4 * count), _MOST) if last and goes_on else _FIRST
         first = start if goes_on else start // _FIRST * _FIRST
         stop = min(max(first + size, start + count), first + _MOST, facts.size)
         if facts.size <= _WHOLE:
