@@ -100,6 +100,7 @@ class SavedRun:
             name: What the system calls it, with `{step}` for the number.
 
         Example:
+            >>> from pathlib import Path
             >>> SavedRun("orbax", "optax", Path("run"), 4).step_path("{step}").as_posix()
             'run/4'
         """
