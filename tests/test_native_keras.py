@@ -164,3 +164,18 @@ def test_attest_compares_a_live_optimizer_by_its_own_names(tmp_path: Path) -> No
     assert [(one.name, *one.where) for one in result.findings] == [
         ("slot-zero", f"slots/{model.name}/b/bias/velocity")
     ]
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_what_only_a_config_tells_is_said_to_be_assumed(averaged: bool, tmp_path: Path) -> None:
+    """One variable of each parameter is SGD's momentum, or an average of the weights."""
+    import keras
+
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5, name="a")])
+    model.compile(optimizer=keras.optimizers.SGD(0.05, momentum=0.9, use_ema=averaged), loss="mse")
+    updated(model, 0, 1)
+    model.save_weights(tmp_path / "run.weights.h5")
+    model.save(tmp_path / "run.keras")
+    with open_state(tmp_path / "run.weights.h5") as bare, open_state(tmp_path / "run.keras") as whole:
+        assert any("use_ema" in note for note in bare.state.assumptions) != averaged
+        assert not any("use_ema" in note for note in whole.state.assumptions)

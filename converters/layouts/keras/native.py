@@ -123,10 +123,12 @@ class Numbered:
     Attributes:
         shapes: Shape of each parameter, in the optimizer's order.
         rows: For each variable the number of its parameter, None of none, and what it is.
+        notes: What was assumed.
     """
 
     shapes: tuple[Shape, ...]
     rows: tuple[tuple[int | None, str], ...]
+    notes: tuple[str, ...] = ()
 
 
 def numbered(signature: Signature, variables: Sequence[Tensor], trained: Sequence[Shape]) -> Numbered:
@@ -141,7 +143,8 @@ def numbered(signature: Signature, variables: Sequence[Tensor], trained: Sequenc
         StateError: They aren't the variables of such an optimizer, or could be several ways.
     """
     is_begun = bool(variables) and variables[0].shape == () and variables[0].dtype.kind in "iu"
-    ways = _likeliest(signature, [one.shape for one in variables], trained) if is_begun else []
+    possible = [*_ways(signature, [one.shape for one in variables], trained)] if is_begun else []
+    ways = _likeliest(possible, trained)
     owners = {tuple(i for i, _ in way.rows): way for way in ways}
     if len(owners) != 1 and is_begun and signature.slots is None:
         return _of_nobody(signature, variables, trained)
@@ -153,14 +156,21 @@ def numbered(signature: Signature, variables: Sequence[Tensor], trained: Sequenc
     return Numbered(
         way.shapes,
         tuple((rows[0][0], " or ".join(dict.fromkeys(what for _, what in rows))) for rows in alike),
+        (_NO_AVERAGES,) if any(map(_has_options, possible)) and not _has_options(way) else (),
     )
 
 
-def _likeliest(signature: Signature, shapes: Sequence[Shape], trained: Sequence[Shape]) -> list[Numbered]:
+_NO_AVERAGES = "Taken for an optimizer without use_ema and accumulated gradients: only a .keras file says it."
+
+
+def _has_options(way: Numbered) -> bool:
+    return not _OPTIONS.keys().isdisjoint(what for _, what in way.rows)
+
+
+def _likeliest(ways: Sequence[Numbered], trained: Sequence[Shape]) -> list[Numbered]:
     """Returns what variables may be: of the model's parameters, and without what the base class has if asked."""
-    ways = [*_ways(signature, shapes, trained)]
-    ways = [way for way in ways if Counter(way.shapes) == Counter(trained)] or ways
-    return [way for way in ways if not {*_OPTIONS} & {what for _, what in way.rows}] or ways
+    fitting = [way for way in ways if Counter(way.shapes) == Counter(trained)] or ways
+    return [way for way in fitting if not _has_options(way)] or [*fitting]
 
 
 def _unfit(signature: Signature, variables: Sequence[Tensor], is_several: bool) -> StateError:
