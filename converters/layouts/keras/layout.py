@@ -244,7 +244,7 @@ def _native_state(
         home_of(tree, {**order.moved, **frozen}),
         manifest_state(checkpoint, native.SCHEMA),
         hints,
-        (*order.notes, *(() if told_apart is None else told_apart.notes)),
+        (*order.notes, *getattr(told_apart, "notes", ())),
     )
 
 

@@ -156,11 +156,16 @@ def numbered(signature: Signature, variables: Sequence[Tensor], trained: Sequenc
     return Numbered(
         way.shapes,
         tuple((rows[0][0], " or ".join(dict.fromkeys(what for _, what in rows))) for rows in alike),
-        (_NO_AVERAGES,) if any(map(_has_options, possible)) and not _has_options(way) else (),
+        _assumed(possible, way),
     )
 
 
 _NO_AVERAGES = "Taken for an optimizer without use_ema and accumulated gradients: only a .keras file says it."
+
+
+def _assumed(possible: Sequence[Numbered], chosen: Numbered) -> tuple[str, ...]:
+    """Returns what was assumed of the base class' options, where another way has some."""
+    return (_NO_AVERAGES,) if any(map(_has_options, possible)) and not _has_options(chosen) else ()
 
 
 def _has_options(way: Numbered) -> bool:
