@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fuzz import binaries, documents, trees
+from fuzz import binaries, documents, folders, trees
 from fuzz.reader import Reader
 
 FORMATS = (*binaries.READERS, *documents.READERS, trees.PLAN)
-READERS: Mapping[str, Reader] = {reader.name: reader for reader in (*FORMATS, *trees.READERS)}
+READERS: Mapping[str, Reader] = {
+    reader.name: reader for reader in (*FORMATS, *folders.READERS, *trees.READERS)
+}
