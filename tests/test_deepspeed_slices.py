@@ -54,10 +54,13 @@ def test_slices_without_information_are_refused_by_name(tmp_path: Path) -> None:
         open_state(run)
 
 
-def test_a_missing_slice_is_noticed(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "files", ["*mp_rank_00*", "mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"]
+)
+def test_a_missing_slice_is_noticed(files: str, tmp_path: Path) -> None:
     run = tmp_path / "global_step3"
     shutil.copytree(RECORDED / "checkpoint" / "global_step3", run)
-    for file in run.glob("*mp_rank_00*"):
+    for file in run.glob(files):
         file.unlink()
     with pytest.raises(CorruptError, match="lacks a slice"):
         open_state(run)
@@ -194,3 +197,20 @@ def test_joined_pieces_are_compared_like_any_tensor() -> None:
     halves = [in_memory(WHOLE[:4]), in_memory(WHOLE[4:])]
     whole = Joins({"x": 1}, "here", Account()).whole("w", halves)
     assert parts_of(whole) is None and distance(in_memory(WHOLE + 1), whole, parts_of(whole)).unequal == 48
+
+
+@pytest.mark.parametrize(
+    "key", ["shared_params", "frozen_param_shapes", "frozen_param_fragments", "buffer_names"]
+)
+@pytest.mark.parametrize("value", ["text", 7, [["a"]]])
+def test_names_that_a_model_s_file_gives_in_another_form_are_refused(
+    key: str, value: Any, tmp_path: Path
+) -> None:
+    """They ended in an AttributeError."""
+    run = tmp_path / "global_step3"
+    shutil.copytree(RECORDED / "checkpoint" / "global_step3", run)
+    for file in run.glob("mp_rank_00*"):
+        saved = torch.load(file, weights_only=True)
+        torch.save({**saved, key: value}, file)
+    with pytest.raises(FormatError):
+        open_state(run)

@@ -59,6 +59,7 @@ _OPTIMIZER_TAKEN = {
     "base_optimizer_state", "optimizer_state_dict", "single_partition_of_fp32_groups", "fp32_flat_groups",
     "param_slice_mappings", "param_groups",
 }  # fmt: skip
+_SHARED = "shared_params"
 _STAGE = "zero_stage"
 
 
@@ -135,7 +136,7 @@ def _tree(tag: Tag, files: Files, findings: list[Finding]) -> dict[str, Tree]:
     trainers = beside_tag(tag.path.parent, files)
     joins = Joins(require(first.get(INFO) or {}, dict, "patterns", place), place, files.account)
     stages = _stages(first, tag)
-    buffers = {*require(first.get("buffer_names") or [], (list, tuple), "names of buffers", place)}
+    buffers = {*_buffer_names(first, place)}
     if tag.universal:
         whole = _universal(tag, models, buffers, files, findings)
     else:
@@ -237,8 +238,7 @@ def _unsharded(first: Mapping[str, Any], place: str) -> Sliced:
     groups = require(optimizer.get("param_groups"), list, "param_groups", place)
     records = require(optimizer.get("state"), dict, "state", place)
     module, names = first["module"], _parameter_names(first)
-    numbers = [i for group in groups for i in require(group, dict, "a group", place).get("params", ())]
-    masters = [weight for group in wrapper.get("fp32_groups") or () for weight in group]
+    numbers, masters = _numbered(groups, wrapper, records, place)
     weights = dict(zip(numbers, masters or [module[name] for name in names], strict=False))
     if not _fits_in_order(names, numbers, module, weights, records):
         raise FormatError(
@@ -260,9 +260,25 @@ def _unsharded(first: Mapping[str, Any], place: str) -> Sliced:
     )
 
 
+def _numbered(
+    groups: Sequence[Any], wrapper: Mapping[str, Any], records: Mapping[Any, Any], place: str
+) -> tuple[list[int], list[Tensor]]:
+    """Returns the numbers of the parameters in all groups, and the wrapper's weights in the same order."""
+    lists = [require(group, dict, "a group", place).get("params") for group in groups]
+    lists += require(wrapper.get("fp32_groups") or [], (list, tuple), "groups of weights", place)
+    whose = [require(items, (list, tuple), "a list", place) for items in lists]
+    numbers = [
+        require(i, int, "a parameter's number", place) for items in whose[: len(groups)] for i in items
+    ]
+    masters = [require(item, Tensor, "a weight", place) for items in whose[len(groups) :] for item in items]
+    for slots in records.values():
+        require(slots, dict, "a parameter's slots", place)
+    return numbers, masters
+
+
 def _parameter_names(first: Mapping[str, Any]) -> list[str]:
     """Returns the names of a module's parameters in its order: without buffers and tied names."""
-    shared, buffers = first.get("shared_params") or {}, {*(first.get("buffer_names") or ())}
+    shared, buffers = first.get(_SHARED) or {}, {*(first.get("buffer_names") or ())}
     return [name for name in first["module"] if name not in shared and name not in buffers]
 
 
@@ -296,7 +312,16 @@ def _fits_in_order(
 def _model_file(path: Place, has_layers: bool, files: Files, findings: list[Finding]) -> dict[str, Any]:
     tree = require(open_file(path, files, findings), dict, "a dict with module", path)
     module = {} if has_layers and tree.get("module") is None else tree.get("module")
+    for key in ("frozen_param_shapes", "frozen_param_fragments", _SHARED):
+        require(tree.get(key) or {}, dict, f"{key} by name", path)
+    for name in (*_buffer_names(tree, path), *(tree.get(_SHARED) or {}).values()):
+        require(name, str, "names of tensors", path)
     return {**{str(key): value for key, value in tree.items()}, "module": _tensors(module, path)}
+
+
+def _buffer_names(model: Mapping[str, Any], place: object) -> Sequence[Any]:
+    names: Sequence[Any] = require(model.get("buffer_names") or [], (list, tuple), "names of buffers", place)
+    return names
 
 
 def _tensors(node: Any, path: Place) -> dict[str, Tensor]:
@@ -369,7 +394,7 @@ def _model(
     first = models[0]
     shape_of = {name: shape for group in shapes for name, shape in group.items()}
     frozen = first.get("frozen_param_shapes") or {}
-    shared = first.get("shared_params") or {}
+    shared = first.get(_SHARED) or {}
     weights: dict[str, Tree] = {}
     for name, tensor in first["module"].items():
         owner = shared.get(name, name)

@@ -126,12 +126,13 @@ def _slices(
     folder: Place, models: Mapping[tuple[int, int], Place], optimizers: Mapping[tuple[int, int], Place]
 ) -> list[Slice]:
     """Returns the slices of the model in order, by files that are named for slice and data-parallel rank."""
-    numbers = sorted({number for number, _ in (*models, *optimizers)})
-    if len(numbers) <= numbers[-1]:
+    numbers = sorted({number for number, _ in models})
+    last = max(number for number, _ in (*models, *optimizers))
+    if len(numbers) <= last:
         raise CorruptError(
             "A DeepSpeed checkpoint lacks a slice of the model.",
             place=folder,
-            expected=f"files of mp_rank_00 to mp_rank_{numbers[-1]:02d}",
+            expected=f"files of the model of mp_rank_00 to mp_rank_{last:02d}",
             found=", ".join(f"mp_rank_{number:02d}" for number in numbers[:5]),
             remedy="copy what every machine of the run wrote into one folder",
         )

@@ -78,7 +78,8 @@ def part_of(tree: Tree, place: str) -> Part:
         require(records.get(i, {}), dict, "the state of a flat vector", place) for i in range(len(flats))
     ]
     spans = None if cut else _spans(optimizer.get("param_slice_mappings"), place)
-    if any(i not in range(len(flats)) for group in groups for i in group.get("params", ())):
+    lists = [require(group.get("params", []), (list, tuple), "a list", place) for group in groups]
+    if any(i not in range(len(flats)) for numbers in lists for i in numbers):
         raise FormatError("A group has another vector than there are.", place=place, expected=f"{len(flats)}")
     return Part(flats, state, groups, spans, place)
 
