@@ -38,8 +38,8 @@ class Files:
 
 
 def _files(container: str, path: Path, top: Path) -> Files:
-    found = [path] if path.is_file() else sorted(path.rglob("*"))
-    data = {f"{file.relative_to(top)}": file.read_bytes() for file in found if file.is_file()}
+    paths = [path] if path.is_file() else sorted(path.rglob("*"))
+    data = {f"{file.relative_to(top)}": file.read_bytes() for file in paths if file.is_file()}
     return Files(container, f"{path.relative_to(top)}", data)
 
 
