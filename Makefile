@@ -26,7 +26,7 @@ help:
 	@echo "make package   build what is published, and try it in empty environments; needs a registry"
 	@echo "make bench     measure memory and speed"
 	@echo "make bench-gpu  measure optimizers on a GPU, beside their peers, and write docs/performance.md"
-	@echo "make certificates  convert recorded checkpoints and prove each conversion; write docs/certificates and README's table"
+	@echo "make certificates  convert recorded checkpoints and prove each conversion; write docs/certificates and docs/proof.md's table"
 	@echo "make tables    write converters/cards.json, docs/architecture.md and docs/conversions.md; go on in each target's own library and write docs/resuming.md; replay every recording in every backend and write docs/accuracy.md; write docs/reliability.md from what the suites left"
 	@echo "make clean     remove .venv and what the tools left"
 
