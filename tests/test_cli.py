@@ -194,6 +194,7 @@ def test_what_stops_a_verb_is_json_too(
             1,
             {
                 "inspect",
+                "ls",
                 "convert",
                 "check",
                 "diff",

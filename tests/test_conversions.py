@@ -8,6 +8,7 @@ differ or the target has no place.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -29,9 +30,9 @@ from statekit.conversion.prepared import rule_change_to
 from statekit.conversion.rule_change import RuleChange
 from statekit.errors import InexactError, StateError, StatekitError
 from statekit.state.schema import load_schema
-from statekit.state.stored_params import as_params, check_known, decoded, encoded
+from statekit.state.stored_params import MASTER, as_params, check_known, decoded, encoded, in_full, is_low
 from statekit.state.train_state import TrainState
-from statekit.tensors.tensor import Array, in_memory
+from statekit.tensors.tensor import Array, Tensor, in_memory
 
 
 def targets(row: Row) -> list[str]:
@@ -117,7 +118,14 @@ def test_a_cell(row: Row, target: str, tmp_path: Path) -> None:
 def kept(layout: Layout, state: TrainState) -> TrainState:
     """Returns a state as the layout holds it: masters are the parameters where they have no other place."""
     state = state if isinstance(layout, KeepsMasters) else as_params(state)[0]
+    if layout.name == "deepspeed":  # whose optimizer has a float32 master for each parameter of less
+        state = replace(state, slots={path: _with_master(state, path) for path in state.slots})
     return encoded(state) if keeps_encoding(layout) else state
+
+
+def _with_master(state: TrainState, path: str) -> Mapping[str, Tensor]:
+    param, slots = state.params[path], state.slots[path]
+    return {**slots, MASTER: in_full(param)} if is_low(param, slots) else slots
 
 
 def keeps_encoding(layout: Layout) -> bool:

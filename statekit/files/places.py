@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from statekit.errors import UsageError
-from statekit.files.addresses import STORES, copying
+from statekit.files.addresses import STORES, copying, local_path
 from statekit.files.tree import Place, StoredPlace
 
 
@@ -18,23 +18,24 @@ def checkpoint_place(source: str | os.PathLike[str] | Place) -> Place:
     """
     if isinstance(source, StoredPlace):
         return source
-    text = os.fspath(source) if isinstance(source, str) else ""
-    scheme, separator, _ = text.partition("://")
-    if not separator or "/" in scheme:
+    if not isinstance(source, str):
         return Path(source)
-    if scheme == "file":
-        return Path(text.removeprefix("file://"))
+    scheme, separator, _ = source.partition("://")
+    if "/" in scheme:  # a name with :// in it
+        return Path(source)
+    if not separator or scheme == "file":
+        return local_path(source)
     if scheme in STORES:
         from statekit.files.store import in_store
 
-        return in_store(text)
+        return in_store(source)
     if scheme == "hf":
         from statekit.files.hub import in_hub
 
-        return in_hub(text)
+        return in_hub(source)
     raise UsageError(
         "Checkpoints aren't read from there.",
-        place=text,
+        place=source,
         expected="a path of this machine, or s3://, gs://, az:// or hf://",
-        remedy=f"copy it first: {copying(text)}",
+        remedy=f"copy it first: {copying(source)}",
     )

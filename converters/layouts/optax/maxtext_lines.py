@@ -92,7 +92,8 @@ def _schedule(state: State, saved: SavedRun) -> list[str]:
     *before, cosine = pieces or (None,)
     warmup = before[0].numbers if before else {"start": 0, "steps": 0}
     plain = cosine is not None and cosine.kind == "cosine" and len(before) <= 1
-    if cosine is None or not plain or cosine.begins != warmup["steps"] or warmup["start"] != 0:
+    peak = cosine.numbers["start"] if cosine is not None and plain else 0.0
+    if not peak or cosine.begins != warmup["steps"] or warmup["start"] != 0:
         return []
     peak, steps = cosine.numbers["start"], round(warmup["steps"] + cosine.numbers["steps"]) + 1
     # Half a step more, as MaxText cuts the product off.
