@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import statekit
-from statekit.errors import CorruptError, NotFoundError, RefusedError, StateError
+from statekit.errors import CorruptError, NotFoundError, RefusedError, StateError, StatekitError
 from statekit.maps.links import carried_through
 from statekit.maps.model_map import maps_of
 from statekit.state.rates import Rates
@@ -154,6 +154,29 @@ def test_arguments_in_the_file_say_what_the_map_asks_for(tmp_path: Path) -> None
     args.group_query_attention, args.num_query_groups = False, 1
     with pytest.raises(StateError, match="4 : 4 : 4, in 4 turns"):  # as many groups as heads
         statekit.convert(legacy(tmp_path / "other", 2, args=args), tmp_path / "mha", to="hf-trainer", map=MAP)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "reason"),
+    [
+        ("use_rope_scaling", True, "use_rope_scaling"),
+        ("rotary_percent", 0.5, "rotary_percent"),
+        ("position_embedding_type", "learned_absolute", "position_embedding_type"),
+    ],
+)
+def test_positions_that_the_target_has_otherwise_are_refused(
+    name: str, value: Any, reason: str, tmp_path: Path
+) -> None:
+    args = argparse.Namespace(
+        num_attention_heads=4, num_query_groups=2, group_query_attention=True, rotary_base=1000000, norm_epsilon=1e-6,
+        max_position_embeddings=16, padded_vocab_size=128, untie_embeddings_and_output_weights=True,
+        use_rope_scaling=False, rotary_percent=1.0, position_embedding_type="rope",
+    )  # fmt: skip
+    run = legacy(tmp_path / "run", 2, args=args)
+    assert statekit.plan(run, tmp_path / "hf", to="hf-trainer", map=MAP).headline.startswith("BITWISE")
+    setattr(args, name, value)
+    with pytest.raises(StatekitError, match=reason):
+        statekit.plan(legacy(tmp_path / "other", 2, args=args), tmp_path / "hf", to="hf-trainer", map=MAP)
 
 
 def _lacks_a_rank(run: Path) -> None:
