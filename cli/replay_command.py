@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from statekit.arrays.backend import BACKEND_NAMES, Backend, backend
-from statekit.cli.arguments import ref_option, ref_options, said_hparams
+from statekit.cli.arguments import ref_option, ref_options, said_hparams, source_place
 from statekit.cli.output import Table, print_json, progress, screen
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import NotFoundError, StatekitError, UsageError, listed, plural, printable, some
@@ -52,7 +52,8 @@ LEGEND = (
 )
 @click.option(
     "--checkpoint",
-    type=click.Path(path_type=Path),
+    type=click.Path(),
+    callback=source_place,
     help="Start from this checkpoint instead of the recorded one.",
 )
 @ref_option("hparams", help="Canonical hyperparameters that our side uses instead.")
