@@ -12,12 +12,15 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import click
 
 from statekit.errors import printable
-from statekit.files.tree import Place
+
+if TYPE_CHECKING:
+    from statekit.files.tree import Place
+
 
 PIPED_WIDTH = 240
 """Columns where stdout is no terminal, so that lines there aren't cut at 80."""

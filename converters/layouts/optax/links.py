@@ -29,7 +29,7 @@ from statekit.state.schema import load_schema
 from statekit.tensors.tensor import Stored, Tensor
 from statekit.tensors.tree import Path, Tree
 
-_SCHEMAS = [load_schema(name) for name in ("adafactor", "scaled_adam", "lans", "lamb", "adamw")]
+_SCHEMAS = [load_schema(name) for name in ("adafactor", "scaled_adam", "lans", "lamb", "adamw", "muon")]
 OWN_FIELDS: dict[str, tuple[str, ...]] = {schema.name: schema.kept(*schema.stepped) for schema in _SCHEMAS}
 """By schema, the fields of the states of statekit.jax that are trees like the parameters', beside `count`."""
 OWN_GROUP_FIELDS: dict[str, tuple[str, ...]] = {
