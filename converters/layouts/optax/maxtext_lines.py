@@ -91,11 +91,11 @@ def _schedule(state: State, saved: SavedRun) -> list[str]:
         pieces = pieces[:-1]
     *before, cosine = pieces or (None,)
     warmup = before[0].numbers if before else {"start": 0, "steps": 0}
-    plain = cosine is not None and cosine.kind == "cosine" and len(before) <= 1
-    peak = cosine.numbers["start"] if cosine is not None and plain else 0.0
-    if not peak or cosine.begins != warmup["steps"] or warmup["start"] != 0:
+    if cosine is None or cosine.kind != "cosine" or len(before) > 1 or not (peak := cosine.numbers["start"]):
         return []
-    peak, steps = cosine.numbers["start"], round(warmup["steps"] + cosine.numbers["steps"]) + 1
+    if cosine.begins != warmup["steps"] or warmup["start"] != 0:
+        return []
+    steps = round(warmup["steps"] + cosine.numbers["steps"]) + 1
     # Half a step more, as MaxText cuts the product off.
     fraction = (warmup["steps"] + 0.5) / steps if warmup["steps"] else 0.0
     return [
