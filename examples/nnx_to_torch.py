@@ -37,7 +37,8 @@ def loss(net: Net, rows: np.ndarray, labels: np.ndarray) -> jnp.ndarray:
 
 
 x = np.random.default_rng(0).normal(size=(4, 16, 8)).astype("float32")
-batches, net = [(rows, rows.sum(1, keepdims=True)) for rows in x], Net(nnx.Rngs(0))
+batches = [(rows, rows.sum(1, keepdims=True)) for rows in x]
+net = Net(nnx.Rngs(0))
 optimizer = nnx.Optimizer(net, optax.adamw(1e-2, weight_decay=0.1), wrt=nnx.Param)
 
 
@@ -62,8 +63,7 @@ expected = train()
 
 # Optax stores neither its name nor its hyperparameters: what the program says, the conversion must be told.
 hparams = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
-report = statekit.convert(OUT / "run", OUT / "run.pt", map="flax:torch", optimizer="adamw", hparams=hparams)
-print(report.plan.headline)
+print(statekit.convert(OUT / "run", OUT / "run.pt", map="flax:torch", optimizer="adamw", hparams=hparams))
 other = torch.nn.ModuleDict({"up": torch.nn.Linear(8, 16), "down": torch.nn.Linear(16, 1)})
 statekit.torch.load_params(OUT / "run.pt", other)
 adamw = statekit.torch.load_optimizer(OUT / "run.pt", other.named_parameters(), lr=1e-2)
@@ -71,7 +71,7 @@ reached = []
 for rows, labels in batches:
     adamw.zero_grad()
     y = other["down"](torch.tanh(other["up"](torch.from_numpy(rows))))
-    value = (y - torch.from_numpy(labels)).pow(2).mean()
+    value = torch.nn.functional.mse_loss(y, torch.from_numpy(labels))
     value.backward()
     adamw.step()
     reached.append(value.item())
