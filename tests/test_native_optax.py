@@ -12,7 +12,9 @@ import pytest
 
 import statekit
 from statekit.conversion.open_state import open_state
+from statekit.converters.layouts.optax.optax_native import Layers, _with_lists
 from statekit.errors import StatekitError, UnknownRuleError
+from statekit.tensors.tensor import in_memory
 from statekit.verify.cold_start import cold_start
 
 pytestmark = pytest.mark.jax
@@ -195,3 +197,15 @@ def test_a_rule_that_the_user_names_is_the_one_that_is_unknown(name: str, tmp_pa
     assert made.headline.lower() == f"bitwise; unknown: the rule of {name}"
     with pytest.raises(StatekitError, match=f"(?i){name}"):
         statekit.plan(source, tmp_path / "out.pt", optimizer=name)
+
+
+def test_a_far_index_makes_no_list_and_a_near_one_does() -> None:
+    count = in_memory(np.asarray(1, np.int32))
+    tree = {"params": {"w": in_memory(np.ones(2, np.float32))}, "opt_state": {"500000": {"count": count}}}
+    layers = Layers(("params",), ("opt_state",))
+    assert _with_lists(tree, layers) == {"500000": {"count": count}}
+    assert _with_lists({**tree, "opt_state": {"2": {"count": count}}}, layers) == [
+        None,
+        None,
+        {"count": count},
+    ]

@@ -217,8 +217,12 @@ def with_sequences(tree: Tree) -> Tree:
     An index that is missing becomes None: some programs leave the states out that hold nothing.
     """
     all_links = links(tree)
-    above = [link.path[:i] for link in all_links for i in range(len(link.path) + 1)]
-    chains = {path: _chain(node) for path in above if _is_state(node := under(tree, path))}
+    above = {link.path[:i] for link in all_links for i in range(len(link.path) + 1)}
+    chains: dict[Path, Tree] = {}
+    for path in sorted(above, key=len):
+        # What lies in a chain is replaced with it.
+        if all(path[:i] not in chains for i in range(len(path))) and _is_state(node := under(tree, path)):
+            chains[path] = _chain(node)
     return replaced(tree, chains)
 
 

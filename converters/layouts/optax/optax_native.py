@@ -21,6 +21,7 @@ from statekit.converters.layouts.optax.links import (
     CORE_LINKS,
     STRANGER,
     Link,
+    chain_items,
     children,
     integer,
     is_number,
@@ -232,18 +233,22 @@ def _fields(tree: Tree, layers: Layers) -> list[Path]:
     stack = [(layers.optimizer, under(tree, layers.optimizer))]
     while stack:
         path, node = stack.pop()
-        owners = [_owner(keys, params) for keys, leaf in leaves(node) if is_tensor(leaf)]
-        if owners and all(owners):
+        owner: tuple[str, ...] | None = ()
+        for keys, leaf in leaves(node):
+            owner = _owner(keys, params) if is_tensor(leaf) else owner
+            if owner is None:  # one that stands elsewhere is enough
+                stack += reversed([((*path, key), child) for key, child in children(node)])
+                break
+        if owner:
             fields.append(path)
-        elif owners:
-            stack += reversed([((*path, key), child) for key, child in children(node)])
     return fields
 
 
 def _owner(keys: Path, params: set[tuple[str, ...]]) -> tuple[str, ...] | None:
     """Returns the parameter that a tensor of a field belongs to: the one at its keys, or at their beginning."""
     names = tuple(map(str, keys))
-    return next((names[:i] for i in range(len(names), 0, -1) if names[:i] in params), None)
+    longest = min(len(names), max(map(len, params), default=0))
+    return next((names[:i] for i in range(longest, 0, -1) if names[:i] in params), None)
 
 
 def _named(tree: Tree, layers: Layers) -> dict[Path, str]:
@@ -301,7 +306,7 @@ def _frame(
     node = under(tree, layers.optimizer)
     for keys, leaf in leaves(node):
         place = (*layers.optimizer, *keys)
-        is_slot = any(place[: len(one)] == one for one in fields)
+        is_slot = any(place[:i] in fields for i in range(len(place) + 1))
         if keys and keys[-1] in _COUNTS and not is_slot and is_count(leaf, updates):
             marks[place] = (COUNT,)
     return replaced(tree, marks)
@@ -310,10 +315,10 @@ def _frame(
 def _count(tree: Tree, layers: Layers, checkpoint: Checkpoint) -> int:
     """Returns the updates done: as a link counts them, the program, or the checkpoint's name."""
     counts: dict[str, list[int]] = {}
-    fields = _fields(tree, layers)
+    fields = set(_fields(tree, layers))
     for keys, leaf in leaves(under(tree, layers.optimizer)):
         place = (*layers.optimizer, *keys)
-        if keys and is_number(leaf) and not any(place[: len(one)] == one for one in fields):
+        if keys and is_number(leaf) and not any(place[:i] in fields for i in range(len(place) + 1)):
             counts.setdefault(str(keys[-1]), []).append(integer(leaf, place))
     above = under(tree, layers.params[:-1])
     step = above.get("step") if isinstance(above, Mapping) else None
@@ -327,18 +332,18 @@ def _count(tree: Tree, layers: Layers, checkpoint: Checkpoint) -> int:
 def _with_lists(tree: Tree, layers: Layers) -> Tree:
     """Returns an optimizer's state with its chains as sequences and None for empty states, as Orbax has them."""
     params = {keys for keys, leaf in leaves(under(tree, layers.params)) if is_tensor(leaf)}
-    fields = _fields(tree, layers)
+    fields = set(_fields(tree, layers))
 
     def listed(node: Tree, path: Path) -> Tree:
-        field = next((one for one in fields if path[: len(one)] == one), None)
+        field = next((path[:i] for i in range(len(path) + 1) if path[:i] in fields), None)
         if not isinstance(node, Mapping) or (field is not None and node and path[len(field) :] not in params):
             inside = isinstance(node, Mapping)
             return {key: listed(child, (*path, key)) for key, child in node.items()} if inside else node
         parts = {key: listed(child, (*path, key)) for key, child in node.items()}
-        if not all(str(key).isdecimal() for key in parts):
-            return parts
-        by_index = {int(key): part for key, part in parts.items()}
-        return [by_index.get(index) for index in range(max(by_index) + 1)] if by_index else None
+        if not parts:
+            return None
+        items = chain_items(parts)
+        return parts if items is None else [items.get(index) for index in range(max(items) + 1)]
 
     return listed(under(tree, layers.optimizer), layers.optimizer)
 
