@@ -83,7 +83,7 @@ def legacy(folder: Path, ranks: int, masters: bool = False, args: Any = None) ->
     for rank in range(ranks):
 
         def piece(slot: str, key: tuple[str, int]) -> torch.Tensor:
-            return rank_of(name_of(key), tensors[slot][key], rank, ranks)  # noqa: B023
+            return rank_of(name_of(key), tensors[slot][key], rank, ranks)  # noqa: B023 (called in this turn alone)
 
         optimizer: dict[str, Any] = {
             "state": {n: {"step": torch.tensor(4.0), "exp_avg": piece("m", key), "exp_avg_sq": piece("v", key)}

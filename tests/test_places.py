@@ -16,7 +16,7 @@ from statekit.files.addresses import address_of
 from statekit.files.ahead import ReadAhead
 from statekit.files.places import checkpoint_place
 from statekit.files.source import Files, bring, listing, walked
-from statekit.files.tree import StoredPlace
+from statekit.files.tree import StoredPlace, fill
 from statekit.testing.stores import CountingTree, MemoryTree, stored
 
 T5X = Path(__file__).parent / "golden" / "t5x" / "bf16_params" / "checkpoint" / "checkpoint_4"
@@ -231,3 +231,12 @@ def test_containers_and_conversion_ask_places_and_not_the_system() -> None:
     }
     assert {module: names for module, names in calls.items() if names} == ALLOWED
     assert asked("os.path.realpath(place)") == {"realpath"}
+
+
+@pytest.mark.parametrize("data", [b"1234567", b"123456789", b""], ids=["short", "long", "empty"])
+def test_an_answer_of_another_length_is_an_error_that_names_the_place(data: bytes) -> None:
+    buffer = memoryview(bytearray(8))
+    with pytest.raises(CorruptError, match=r"(?s)number of bytes.*byte 16 of s3://bucket/run.*8 bytes"):
+        fill(buffer, data, 16, "s3://bucket/run")
+    fill(buffer, b"12345678", 16, "s3://bucket/run")
+    assert buffer == b"12345678"

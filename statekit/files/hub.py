@@ -14,10 +14,10 @@ from contextlib import contextmanager
 from pathlib import PurePosixPath
 from typing import Any
 
-from statekit.errors import CorruptError, FormatError, NotFoundError, UsageError
+from statekit.errors import FormatError, NotFoundError, UsageError
 from statekit.files.addresses import address_of, copying
 from statekit.files.ahead import ReadAhead
-from statekit.files.tree import Facts, StoredPlace
+from statekit.files.tree import Facts, StoredPlace, fill
 
 _KINDS = {"datasets": "dataset", "models": "model"}
 
@@ -91,15 +91,7 @@ class HubTree:
             answer = self._utils.get_session().get(address, headers=headers, follow_redirects=True)
             self._utils.hf_raise_for_status(answer)
         data = answer.content if answer.status_code == 206 else answer.content[start : start + len(into)]
-        if len(data) != len(into):
-            raise CorruptError(
-                "The Hub sent fewer bytes than it was asked for.",
-                place=f"byte {start} of {self.place}/{facts.name}",
-                expected=f"{len(into)} bytes",
-                found=f"{len(data)} bytes",
-                remedy="try again",
-            )
-        into[:] = data
+        fill(into, data, start, f"{self.place}/{facts.name}")
 
     def _facts(self, entry: Any) -> Facts:
         if not hasattr(entry, "size"):

@@ -19,7 +19,7 @@ from typing import Any
 from statekit.errors import CorruptError, FormatError, NotFoundError, UsageError
 from statekit.files.addresses import address_of, copying
 from statekit.files.ahead import ReadAhead
-from statekit.files.tree import Facts, StoredPlace
+from statekit.files.tree import Facts, StoredPlace, fill
 
 _MOST_PAGES, _PAGE = 20, 1000
 """Pages of names that one listing of all below a folder may have; of more, each folder is listed when it is asked."""
@@ -109,18 +109,9 @@ class ListedTree:
         from obstore import get
 
         options: Any = {"range": (start, start + len(into)), "if_match": facts.identity}
-        place = f"{self.place}/{facts.name}"
         with self._asking(facts.name):
             data = get(self._store, facts.name, options=options).bytes()
-        if len(data) != len(into):
-            raise CorruptError(
-                "A store sent fewer bytes than it was asked for.",
-                place=f"byte {start} of {place}",
-                expected=f"{len(into)} bytes",
-                found=f"{len(data)} bytes",
-                remedy="try again; a proxy in between may cut answers",
-            )
-        into[:] = memoryview(data)
+        fill(into, memoryview(data), start, f"{self.place}/{facts.name}")
 
     def _in(self, folder: str) -> dict[str, Facts]:
         """Returns what is directly in a folder, by name."""

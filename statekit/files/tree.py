@@ -20,7 +20,7 @@ from functools import cached_property
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, Literal, Protocol, Self, TypeVar
 
-from statekit.errors import RefusedError
+from statekit.errors import CorruptError, RefusedError
 from statekit.files.addresses import copying
 
 
@@ -232,6 +232,23 @@ class StoredPlace:
             yield self.facts
         for entry in self.entries():
             yield from entry.files()
+
+
+def fill(into: memoryview, data: bytes | memoryview, start: int, place: str) -> None:
+    """Puts what a store answered into a buffer, if it is all that was asked for.
+
+    Raises:
+        CorruptError: The answer is of another length.
+    """
+    if len(data) != len(into):
+        raise CorruptError(
+            "A store sent another number of bytes than it was asked for.",
+            place=f"byte {start} of {place}",
+            expected=f"{len(into)} bytes",
+            found=f"{len(data)} bytes",
+            remedy="try again; a proxy in between may cut answers",
+        )
+    into[:] = data
 
 
 def absolute(place: Place) -> Place:
