@@ -239,4 +239,4 @@ def test_an_answer_of_another_length_is_an_error_that_names_the_place(data: byte
     with pytest.raises(CorruptError, match=r"(?s)number of bytes.*byte 16 of s3://bucket/run.*8 bytes"):
         fill(buffer, data, 16, "s3://bucket/run")
     fill(buffer, b"12345678", 16, "s3://bucket/run")
-    assert buffer == b"12345678"
+    assert buffer.tobytes() == b"12345678"
