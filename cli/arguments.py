@@ -15,7 +15,7 @@ from statekit.budget import bytes_of
 from statekit.conversion.checkpoint_ref import OPTIONS, CheckpointRef, option
 from statekit.errors import Faults, NotFoundError, TargetExistsError, UsageError, printable
 from statekit.files.addresses import local_path
-from statekit.files.places import checkpoint_place
+from statekit.files.places import checkpoint_place, target_place
 from statekit.files.tree import Place
 from statekit.state.train_state import StepOffset
 
@@ -430,6 +430,15 @@ def local_file(ctx: click.Context, param: click.Parameter, value: str | None) ->
         UsageError: It is an address such as gs://bucket/run; says what to do instead.
     """
     return None if value is None else local_path(value)
+
+
+def written_place(ctx: click.Context, param: click.Parameter, value: str) -> Place:
+    """Turns an argument into a target's place, on this machine or in a store; a callback for click.
+
+    Raises:
+        UsageError: It is an address that isn't written.
+    """
+    return target_place(value)
 
 
 def source_place(ctx: click.Context, param: click.Parameter, value: str | None) -> Place | None:

@@ -20,6 +20,7 @@ from statekit.cli.arguments import (
     read_step,
     ref_options,
     source_place,
+    written_place,
 )
 from statekit.cli.help_pages import OUTPUT, SAFETY, Page, about_checkpoint, with_more
 from statekit.cli.main import DONE, WANTING
@@ -32,7 +33,9 @@ from statekit.conversion.convert import Report, check_place, convert, outcome, p
 from statekit.conversion.plan import Plan
 from statekit.conversion.resume import module_map, of_plan, resume_lines, unsaid
 from statekit.errors import StatekitError, UnknownRuleError, UsageError, printable, size
+from statekit.files.places import checkpoint_place
 from statekit.files.stage import Progress
+from statekit.files.tree import Place
 from statekit.maps.links import StateMap
 from statekit.state.train_state import StepOffset
 
@@ -70,7 +73,7 @@ _FLAGS = {"dry_run": "--dry-run", "replace": "--replace", "replace_foreign": "--
 _FLAGS |= {"proves": "--verify", "as_json": "--json"}
 
 
-def _planned(ref: CheckpointRef, target: Path, **asked: Any) -> Plan:
+def _planned(ref: CheckpointRef, target: Place, **asked: Any) -> Plan:
     """Returns the plan; a remedy that repeats the command gets the flags that a plan doesn't know."""
     try:
         return plan(ref, target, **asked)
@@ -107,7 +110,7 @@ _MORE = {
     ),
 )
 @click.argument("source", type=click.Path(), callback=source_place)
-@click.argument("target", type=click.Path(), callback=local_file)
+@click.argument("target", type=click.Path(), callback=written_place)
 @click.option(
     "--to",
     metavar="CONTAINER",
@@ -197,7 +200,7 @@ _MORE = {
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     ref: CheckpointRef,
-    target: Path,
+    target: Place,
     to: str | None,
     layout: str | None,
     step_offset: StepOffset,
@@ -306,7 +309,7 @@ def _proven(
     request = planned.request
     made = verified(
         request.ref,
-        request.target,
+        checkpoint_place(f"{request.target}"),  # as it is now
         config,
         require=request.require,
         map=map_name,

@@ -184,7 +184,7 @@ def command(
     return DONE if made.passed else WANTING
 
 
-def verified(source: CheckpointRef, target: Path, config: tuple[str, ...], **asked: Any) -> Certificate:
+def verified(source: CheckpointRef, target: Place, config: tuple[str, ...], **asked: Any) -> Certificate:
     """Verifies two checkpoints while it is shown how far that is.
 
     Args:

@@ -212,12 +212,13 @@ def plan(
     from statekit.conversion.changing.changes import Changes
     from statekit.conversion.contracts import Exactness
     from statekit.conversion.convert import plan as planned
+    from statekit.files.places import target_place
     from statekit.maps.model_map import maps_of
 
     ref = _ref(source, {**options, "container": from_})
     return planned(
         ref,
-        _local(target),
+        target_place(target),
         to=to,
         layout=layout,
         step_offset=step_offset,

@@ -33,7 +33,9 @@ def recorded(system: str, case: str) -> Path:
 
 def converted(source: Path, target: Path, layout: str, to: str | None = None, **options: Any) -> Path:
     require = options.pop("require", Exactness.ROUNDING)
-    return convert(plan(source, target, layout=layout, to=to, require=require, hints=Hints(**options))).target
+    return Path(
+        convert(plan(source, target, layout=layout, to=to, require=require, hints=Hints(**options))).target
+    )
 
 
 def parameters(path: Path, **options: Any) -> dict[str, Array]:
@@ -127,7 +129,7 @@ def test_encoded_weights_of_tensor2tensor_are_decoded_on_the_way_out(layout: str
     target = tmp_path / ("x.pt" if container == "torch" else "x")
     planned = plan(source, target, layout=layout, to=container, require=ANY, hints=Hints(variant="t2t_late"))
     assert any(entry.exactness >= Exactness.ROUNDING for entry in planned.entries if "kernel" in entry.name)
-    weights = parameters(convert(planned).target)
+    weights = parameters(Path(convert(planned).target))
     encoded = [path for path, values in stored.items() if values.dtype.name == "bfloat16"]
     assert encoded and max(np.abs(stored[path].astype(np.float64)).max() for path in encoded) > 1e9
     for path in encoded:

@@ -24,10 +24,11 @@ from statekit.conversion import registry
 from statekit.conversion.contracts import Encoded
 from statekit.errors import CommitError, FormatError, NotFoundError, TargetExistsError, UsageError
 from statekit.files import durable, manifest, whole_file
-from statekit.files import stage as commit
+from statekit.files import homes as commit
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.file_changes import SMALL_BYTES
 from statekit.files.stage import Progress, Stage, staged
+from statekit.files.tree import Place
 from statekit.tensors.digest import bytes_digest
 from statekit.tensors.tensor import Stored, Tensor, in_memory
 
@@ -35,7 +36,7 @@ VALUES = np.arange(6, dtype=np.float32)
 TENSOR = in_memory(VALUES, "a")
 
 
-def reopen(*tensors: tuple[str, Tensor]) -> Callable[[Path], Checkpoint]:
+def reopen(*tensors: tuple[str, Tensor]) -> Callable[[Place], Checkpoint]:
     return lambda path: Checkpoint("test", path, dict(tensors))
 
 
@@ -63,7 +64,7 @@ def test_a_target_appears_when_all_is_proven(tmp_path: Path, kind: commit.Target
     with staged(target, kind) as stage:
         assert stage.target == target and stage.path.name == "target"
         assert stage.path.parent.parent == tmp_path and stage.path.parent.name.startswith(".statekit-tmp-")
-        assert stat.S_IMODE(stage.path.parent.stat().st_mode) == 0o700
+        assert stat.S_IMODE(os.stat(stage.path.parent).st_mode) == 0o700
         put(stage)
         assert not target.exists()
         files = stage.commit(reopen(("a", TENSOR)))
@@ -443,7 +444,7 @@ def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(os, "write", lambda file, data: real(file, bytes(data)[:5]))
     with staged(tmp_path / "target", "file") as stage:
         put(stage)
-        assert stage.path.read_bytes() == VALUES.tobytes()
+        assert Path(stage.path).read_bytes() == VALUES.tobytes()
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
@@ -605,10 +606,10 @@ def test_a_byte_that_changes_before_it_is_read_again_is_seen_wherever_it_is(
     """The values of tensors are compared by their digests, all that is written around them by another."""
     container = registry.container(name)
 
-    def damaged(path: Path) -> Checkpoint:
-        data = bytearray(path.read_bytes())
+    def damaged(path: Place) -> Checkpoint:
+        data = bytearray(Path(path).read_bytes())
         data[place] ^= 16
-        path.write_bytes(data)
+        Path(path).write_bytes(data)
         return container.open(path)
 
     with pytest.raises(CommitError), staged(tmp_path / "target", "file") as stage:

@@ -171,7 +171,7 @@ def test_damage_is_accepted_when_asked_for_and_stands_in_the_lineage(to: str, tm
     seen = inspect(CheckpointRef(target, accept_damaged=True))
     assert [finding.place for finding in seen.findings if finding.damage] == [str(file)]
     report = statekit.convert(target, tmp_path / "again.statekit", accept_damaged=True)
-    damage = json.loads((report.target / manifest.FILE).read_text())["damage"]
+    damage = json.loads(Path(report.target / manifest.FILE).read_text())["damage"]
     assert len(damage) == 2 and damage[0].endswith(f" @ {file.relative_to(target)}")
     with open_state(ADAMW) as opened:  # whose value it was: the last of the longest, as they lie
         name = max(opened.params, key=lambda path: len(opened.params[path].read().tobytes()))

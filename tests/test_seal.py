@@ -348,7 +348,7 @@ def test_a_file_of_ours_in_which_no_tensor_changed_is_sealed_over(
 def test_a_neutral_folder_cannot_be_made_anew(tmp_path: Path) -> None:
     target = statekit.convert(RUN, tmp_path / "run.statekit").target
     assert seal(target).checkpoints[0].done == "proven"
-    (target / "README").write_text("mine")
+    Path(target / "README").write_text("mine")
     with pytest.raises(CorruptError, match="cover up"):
         seal(target, renew=["README"])
 

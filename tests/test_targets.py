@@ -276,7 +276,7 @@ def test_what_cant_be_read_again_is_said_of_the_target(
     to: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def cut(stage: Stage, *arguments: Any) -> Any:
-        written = [path for path in stage.path.rglob("*") if path.is_file()] or [stage.path]
+        written = [path for path in Path(stage.path).rglob("*") if path.is_file()] or [Path(stage.path)]
         largest = max(written, key=lambda path: (path.name != FILE, path.stat().st_size))
         os.truncate(largest, largest.stat().st_size // 2)
         return verify(stage, *arguments)

@@ -59,8 +59,10 @@ def carelessly() -> None:
     plain = Stage.file
 
     @contextmanager
-    def careless(self: Stage, relative: str = "", synced: bool = True) -> Iterator[BinaryIO]:
-        with tempfile.TemporaryFile(), plain(self, relative, synced) as output:
+    def careless(
+        self: Stage, relative: str = "", synced: bool = True, seeks: bool = False
+    ) -> Iterator[BinaryIO]:
+        with tempfile.TemporaryFile(), plain(self, relative, synced, seeks) as output:
             yield output
 
     Stage.file = careless  # type: ignore[method-assign]

@@ -17,6 +17,7 @@ import google_crc32c
 import numpy as np
 import zstandard
 
+from statekit.files.homes import LocalHome
 from statekit.files.stage import Stage
 from statekit.tensors.digest import tensor_bytes
 from statekit.tensors.tensor import Array, Tensor
@@ -147,8 +148,8 @@ class PlainStage(Stage):
     streamed: dict[str, bytes] = field(default_factory=dict)
 
     @contextmanager
-    def file(self, relative: str = "", synced: bool = True) -> Iterator[BinaryIO]:
-        path = self.path / relative
+    def file(self, relative: str = "", synced: bool = True, seeks: bool = False) -> Iterator[BinaryIO]:
+        path = Path(self.path / relative)
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("xb") as output:
             yield output
@@ -164,4 +165,4 @@ class PlainStage(Stage):
 def plain_stage(path: Path) -> PlainStage:
     """Returns a stage that writes at a path."""
     path.mkdir(parents=True, exist_ok=True)
-    return PlainStage(path, path, "folder")
+    return PlainStage(LocalHome(path, path, "folder"))

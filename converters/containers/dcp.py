@@ -155,6 +155,7 @@ class Dcp:
     title: str = "folders of torch.distributed.checkpoint: one process, FSDP, DTensors of any number of ranks"
     suffixes: tuple[str, ...] = (".dcp",)
     target_kind: Literal["file", "folder"] | None = "folder"
+    entries: tuple[str, ...] = (METADATA,)
 
     def detect(self, path: Place) -> Evidence | None:
         """Looks for `.metadata` beside files of pieces, here or in a run's steps."""

@@ -49,6 +49,7 @@ class DcpSafetensors:
     )
     suffixes: tuple[str, ...] = ()
     target_kind: Literal["file", "folder"] | None = "folder"
+    entries: tuple[str, ...] = (OPTIONS, "*.index.json")
 
     def detect(self, path: Place) -> Evidence | None:
         """Looks for the names of slots in the index or in the header of the only file, or for the options beside it."""

@@ -75,7 +75,7 @@ class KerasH5:
         Raises:
             FormatError: The format can't hold something; lists every such place.
         """
-        with stage.file(synced=False) as output:
+        with stage.file(synced=False, seeks=True) as output:
             manifest = write_hdf5(encoded.tree, output, stage)
         stage.complete(manifest, manifest_bytes)
 

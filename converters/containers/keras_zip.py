@@ -117,7 +117,7 @@ class KerasZip:
         attributes = tree[ATTRIBUTES]
         documents_written = {VERSIONS: attributes.get(VERSIONS, {}), CONFIG: attributes[CONFIG]}
         rest = {name: value for name, value in attributes.items() if name not in documents_written}
-        with tempfile.TemporaryFile(dir=stage.path.parent) as weights, stage.file() as output:
+        with tempfile.TemporaryFile(dir=stage.home.scratch) as weights, stage.file(seeks=True) as output:
             manifest = write_hdf5({**tree, ATTRIBUTES: rest}, weights, stage, apart=3)
             size = weights.seek(0, os.SEEK_END)
             weights.seek(0)

@@ -64,6 +64,7 @@ class Megatron:
     title: str = "Megatron-Core's distributed checkpoints: common.pt beside a folder of torch.distributed"
     suffixes: tuple[str, ...] = ()
     target_kind: Literal["file", "folder"] | None = "folder"
+    entries: tuple[str, ...] = (METADATA, _CONFIG, _LATEST)
 
     def detect(self, path: Place) -> Evidence | None:
         """Looks at `metadata.json`, here or in a run's iterations, and at what stands beside it.

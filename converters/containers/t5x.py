@@ -57,6 +57,7 @@ class T5XFolder:
     title: str = "T5X checkpoint_<step> folders: msgpack index and zarr arrays (versions 2 and 3)"
     suffixes: tuple[str, ...] = ()
     target_kind: Literal["file", "folder"] | None = "folder"
+    entries: tuple[str, ...] = (INDEX,)
 
     def detect(self, path: Place) -> Evidence | None:
         """Looks at file names and first bytes only."""

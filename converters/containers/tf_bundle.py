@@ -62,6 +62,7 @@ class TFBundle:
     title: str = "TensorFlow checkpoint (V2 bundle: .index and .data-*)"
     suffixes: tuple[str, ...] = (".ckpt.d",)
     target_kind: Literal["file", "folder"] | None = "folder"
+    entries: tuple[str, ...] = ("*.index", STATE_FILE)
 
     def detect(self, path: Place) -> Evidence | None:
         """Looks for an index with the table's magic number."""

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from statekit.budget import Budget
@@ -169,8 +168,18 @@ class Fitting(Protocol):
 class ForTarget(Protocol):
     """A container whose files are another library's by the target's name."""
 
-    def for_target(self, target: Path) -> Container:
+    def for_target(self, target: Place) -> Container:
         """Returns the container as it writes a target."""
+
+
+@runtime_checkable
+class HasEntries(Protocol):
+    """A container of folders that readers find by certain files; without one, its checkpoint isn't there.
+
+    They are patterns of names, as `fnmatch` has them, the first to be written first, after all other files.
+    """
+
+    entries: tuple[str, ...]
 
 
 @runtime_checkable

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from statekit.conversion import registry
 from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
-from statekit.conversion.contracts import NO_HINTS, Exactness
+from statekit.conversion.contracts import NO_HINTS, Exactness, HasEntries
 from statekit.conversion.kept import FIELD, by_leaf, kept_of, to_field
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.plan import QUANTIZED, Plan, Request, Side
@@ -29,19 +29,11 @@ from statekit.conversion.target import written_as
 from statekit.errors import CommitError, Faults, StatekitError, TargetExistsError, printable
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.durable import writing
+from statekit.files.homes import Entries, check_target, permissions
 from statekit.files.integrity import check_no_damage, prove_files, proving_files, value_fault
-from statekit.files.manifest import files_below, tensor_entry
-from statekit.files.stage import (
-    Entries,
-    OnProgress,
-    Progress,
-    Stage,
-    check_target,
-    permissions,
-    silent,
-    staged,
-)
-from statekit.files.tree import Place, below
+from statekit.files.manifest import tensor_entry
+from statekit.files.stage import OnProgress, Progress, Stage, silent, staged
+from statekit.files.tree import Place, StoredPlace, below
 from statekit.maps.links import StateMap
 from statekit.pipeline import Times, job
 from statekit.state.stored_params import MASTER, check_masters
@@ -72,7 +64,7 @@ class Report:
         times: How long each stage worked.
     """
 
-    target: Path
+    target: Place
     plan: Plan
     files: Entries
     bytes: int
@@ -104,7 +96,7 @@ class Report:
 
 def plan(
     source: CheckpointRef | Place,
-    target: Path,
+    target: Place,
     *,
     from_: str | None = None,
     to: str | None = None,
@@ -127,7 +119,7 @@ def plan(
         As `statekit.plan`.
     """
     ref = ref_of(source, hints, container=from_, step=step)
-    return prepare(Request(ref, Path(target), to, layout, step_offset, require, like, maps, changes))
+    return prepare(Request(ref, target, to, layout, step_offset, require, like, maps, changes))
 
 
 def convert(
@@ -185,6 +177,12 @@ def check_place(plan: Plan, replace: bool, replace_foreign: bool) -> None:
         UsageError: The target's name isn't usable.
     """
     target = plan.request.target
+    if isinstance(target, StoredPlace):
+        from statekit.files.store_home import check_stored_target  # entered for such a target only
+
+        check_stored_target(target, replace or replace_foreign)
+        return
+    assert isinstance(target, Path)
     kind = written_as(registry.container(plan.target.container), target).target_kind or "file"
     try:
         check_target(target, kind, replace=True, foreign=replace_foreign)
@@ -216,7 +214,7 @@ def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgres
 
         def fields(streamed: Entries) -> Mapping[str, Any]:
             digest = _content_digest(checkpoint, _source_digests(rest, passed, streamed))
-            names = files_below(stage.path) if stage.kind == "folder" else ()
+            names = stage.home.names() if stage.kind == "folder" else ()
             changed = _changed(checkpoint, _source_digests(rest, passed, streamed))
             return {
                 **_manifest_fields(plan, digest, names),
@@ -249,6 +247,7 @@ def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgres
                 fields=fields,
                 total=plan.bytes,
                 budget=prepared.opened.budget,
+                entries=prepared.container.entries if isinstance(prepared.container, HasEntries) else (),
             ) as stage,
         ):
             try:

@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from statekit.conversion.belonging.agreement import uncounted
@@ -51,7 +50,7 @@ class Request:
     """
 
     ref: CheckpointRef
-    target: Path
+    target: Place
     to: str | None = None
     layout: str | None = None
     step_offset: StepOffset = "keep"

@@ -48,8 +48,8 @@ from statekit.errors import (
     some,
 )
 from statekit.files.checkpoint import PRETRAINED, Checkpoint, Finding
+from statekit.files.homes import TargetKind
 from statekit.files.integrity import files_of, proven
-from statekit.files.stage import TargetKind
 from statekit.files.tree import Facts, Place
 from statekit.files.tree import facts_of as place_facts
 from statekit.maps.links import StateMap, carried_through

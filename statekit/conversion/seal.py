@@ -23,6 +23,7 @@ from statekit.files.checkpoint import Checkpoint, Proof
 from statekit.files.checksums import of_tensor
 from statekit.files.durable import replace_file
 from statekit.files.file_changes import Change, FileFault, file_faults
+from statekit.files.homes import Entries, permissions
 from statekit.files.integrity import (
     files_of,
     manifest_place,
@@ -34,7 +35,7 @@ from statekit.files.integrity import (
 from statekit.files.manifest import CHECKPOINT, RECORDS, SEALED, file_entry, sealed, tensor_entry, to_text
 from statekit.files.places import checkpoint_place
 from statekit.files.source import Files, reading
-from statekit.files.stage import Entries, OnProgress, Progress, permissions, silent, unknown_fields
+from statekit.files.stage import OnProgress, Progress, silent, unknown_fields
 from statekit.files.tree import Place, size_of, spelled
 from statekit.tensors.digest import tensor_digest
 from statekit.tensors.tensor import nbytes

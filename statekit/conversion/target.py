@@ -21,7 +21,7 @@ from statekit.files.tree import Place
 from statekit.state.schema import NO_OPTIMIZER, WEIGHTS, named_kinds
 
 
-def choose_container(target: Path, to: str | None) -> tuple[Container, str | None]:
+def choose_container(target: Place, to: str | None) -> tuple[Container, str | None]:
     """Chooses the container of a target: by `to`, else by its suffix, else by a word in its name.
 
     Args:
@@ -58,7 +58,7 @@ def choose_container(target: Path, to: str | None) -> tuple[Container, str | Non
     return _writable(*_named(names[longest[0]], "the target's name"))
 
 
-def written_as(container: Container, target: Path) -> Container:
+def written_as(container: Container, target: Place) -> Container:
     """Returns a container as it writes a target: what it makes may depend on the target's name."""
     return container.for_target(target) if isinstance(container, ForTarget) else container
 
@@ -146,13 +146,24 @@ def _is_home(card: LayoutCard, container: str, schemas: Collection[str], source:
     return at_home and (not card.only_if_asked or card.name == source)
 
 
-def check_apart(source: Place, target: Path) -> None:
+def check_apart(source: Place, target: Place) -> None:
     """Refuses a target that is the source, inside it or around it, by whatever links it is reached.
 
     Raises:
         UsageError: The two aren't apart.
     """
-    if not isinstance(source, Path):  # in a store nothing is written
+    if not isinstance(source, Path) or not isinstance(target, Path):
+        if (
+            target == source
+            or (f"{target}/").startswith(f"{source}/")
+            or f"{source}/".startswith(f"{target}/")
+        ):
+            raise UsageError(
+                "Source and target lie in each other.",
+                place=target,
+                found=f"source {source}",
+                remedy="choose another target",
+            )
         return
     origin, place = Path(os.path.realpath(source)), Path(os.path.realpath(target))
     if not origin.exists():
@@ -259,7 +270,7 @@ def _names(layouts: list[LayoutCard], several: bool = False) -> str:
     return ", ".join(named) or "there is none"
 
 
-def _has_suffix(target: Path, container: ContainerCard) -> bool:
+def _has_suffix(target: Place, container: ContainerCard) -> bool:
     return container.target_kind is not None and target.name.lower().endswith(container.suffixes)
 
 

@@ -363,7 +363,7 @@ def make_temporary(parent: Path) -> Path:
         OSError: The folder can't be made.
     """
     folder = parent / f".statekit-tmp-{uuid.uuid4().hex}"
-    record = json.dumps(_owner(os.getpid())).encode()
+    record = json.dumps(owner_of(os.getpid())).encode()
     try:
         folder.mkdir(mode=0o700)
         file = os.open(folder / OWNER_FILE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
@@ -421,7 +421,7 @@ def _swept(folder: Path) -> bool:
         (folder / OWNER_FILE).unlink(missing_ok=True)
         folder.rmdir()
         return True
-    if not _dead(owner):
+    if not is_dead(owner):
         return False
     remove_temporary(folder)
     return not folder.exists()
@@ -442,12 +442,12 @@ def _read_owner(path: Path) -> dict[str, Any]:
     return record if isinstance(record, dict) else {}
 
 
-def _dead(owner: dict[str, Any]) -> bool:
+def is_dead(owner: dict[str, Any]) -> bool:
     """Tells whether the owner provably runs no more: same machine, and since rebooted or without that process."""
     pid = owner.get("pid")
     if not isinstance(pid, int) or isinstance(pid, bool) or pid <= 0:
         return False
-    here = _owner(pid)
+    here = owner_of(pid)
     if owner.keys() != here.keys() or any(owner[key] != here[key] for key in ("host", "machine")):
         return False
     if owner["boot"] != here["boot"]:
@@ -457,7 +457,7 @@ def _dead(owner: dict[str, Any]) -> bool:
     return bool(owner["started"] != here["started"])
 
 
-def _owner(pid: int) -> dict[str, Any]:
+def owner_of(pid: int) -> dict[str, Any]:
     """Describes a process of this machine so that no other process, now or later, has the same description."""
     return {
         "pid": pid,

@@ -10,6 +10,17 @@ from statekit.files.addresses import STORES, copying, local_path
 from statekit.files.tree import Place, StoredPlace
 
 
+def target_place(target: str | os.PathLike[str] | Place) -> Place:
+    """Returns the place of a target that a user names; what may be there is its writer's to look at.
+
+    Raises:
+        UsageError: It is empty, or the address of something that isn't written.
+    """
+    if isinstance(target, str) and target.partition("://")[0] not in STORES:
+        return local_path(target)
+    return checkpoint_place(target)
+
+
 def checkpoint_place(source: str | os.PathLike[str] | Place) -> Place:
     """Returns the place that a user names by a path or an address, or a place itself.
 

@@ -9,11 +9,8 @@ Leaving the block without `commit`, or with an error, removes what was written.
 
 from __future__ import annotations
 
-import os
-import shutil
-import stat
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, TypeAlias
@@ -21,64 +18,39 @@ from typing import Any, BinaryIO, Literal, TypeAlias
 from blake3 import blake3
 
 from statekit.budget import Budget
-from statekit.errors import (
-    CommitError,
-    Faults,
-    FormatError,
-    InexactError,
-    NotFoundError,
-    StatekitError,
-    TargetExistsError,
-    UsageError,
-    some,
-)
+from statekit.errors import CommitError, Faults, FormatError, InexactError, StatekitError, UsageError
 from statekit.files.checkpoint import Checkpoint
-from statekit.files.durable import (
-    beside,
-    exchange,
-    new_file,
-    rename_new,
-    rename_over_empty,
-    set_mode,
-    sweep,
-    sync_folder,
-    writing,
-)
-from statekit.files.file_changes import SMALL_BYTES, Change, file_faults
+from statekit.files.durable import writing
+from statekit.files.file_changes import SMALL_BYTES
+from statekit.files.homes import Entries, Home, TargetKind, local_home
 from statekit.files.integrity import records_of, top_of
 from statekit.files.manifest import (
     CHECKPOINT,
     FILE,
     REST,
-    SEALED,
     file_entry,
-    files_below,
     inside,
     parse,
     sealed,
     tensor_entry,
     tensor_faults,
     to_text,
-    unnamed_files,
 )
-from statekit.files.source import Files, read_small, walked
-from statekit.files.tree import Place
+from statekit.files.source import Files, read_small
+from statekit.files.tree import Place, StoredPlace, size_of
 from statekit.files.whole_file import (
     Around,
     FindChecked,
     Passing,
     Unfinished,
     nothing_checked,
-    unfinished,
     unknown_rest,
     whole_file_fault,
 )
 from statekit.pipeline import each, give_back, lane, working
 from statekit.tensors.digest import tensor_bytes, tensor_digests
-from statekit.tensors.tensor import Tensor, begin
+from statekit.tensors.tensor import BLOCK_BYTES, Tensor, begin
 from statekit.tensors.typed import is_unicode
-
-TargetKind: TypeAlias = Literal["file", "folder"]
 
 
 @dataclass(frozen=True)
@@ -99,8 +71,6 @@ class Progress:
 
 
 OnProgress: TypeAlias = Callable[[Progress], object]
-Entries: TypeAlias = Mapping[str, Mapping[str, Any]]
-"""Name -> entry, as a manifest has them for its tensors and files."""
 Fields: TypeAlias = Callable[[Entries], Mapping[str, Any]]
 """Gives the caller's fields of the manifest, from the entries of the tensors streamed so far."""
 
@@ -123,21 +93,14 @@ def unknown_fields(tensors: Entries) -> Mapping[str, Any]:
 
 @dataclass
 class Stage:
-    """Where a container writes: a file or folder beside the target that takes its name when all is checked.
+    """Where a container writes: a target that is found by nobody before all of it is checked.
 
     Attributes:
-        path: The file (kind `file`, not there yet) or existing empty folder (kind `folder`) to write. Its last part
-            is the target's, so that a container that reads meaning in a name sees the final one.
-        target: The final path.
-        kind: What is written.
+        home: Where its bytes lie until then.
         tensors: Name -> manifest entry of every tensor streamed so far.
     """
 
-    path: Path
-    target: Path
-    kind: TargetKind
-    _replace: bool = False
-    _mode: int = 0o666
+    home: Home
     _total: int = 0
     _fields: Fields = unknown_fields
     _on_progress: OnProgress = silent
@@ -152,12 +115,32 @@ class Stage:
     _unfinished: Unfinished | None = None
     _rest: dict[str, Any] | None = None
 
+    @property
+    def path(self) -> Place:
+        """What was written so far, to be read; its last part is the target's, in which a container may read meaning."""
+        return self.home.path
+
+    @property
+    def target(self) -> Place:
+        """The final place."""
+        return self.home.target
+
+    @property
+    def kind(self) -> TargetKind:
+        """What is written."""
+        return self.home.kind
+
     @contextmanager
-    def file(self, relative: str = "", synced: bool = True) -> Iterator[BinaryIO]:
-        """Opens one new file for writing (seekable, exclusive, below `path`; `path` itself for `""`).
+    def file(self, relative: str = "", synced: bool = True, seeks: bool = False) -> Iterator[BinaryIO]:
+        """Opens one new file of a folder for writing, or, with `""`, the target itself.
 
         Leaving the context syncs it, unless `complete` will, and closes it. Writes go straight to the system: hand over
         large blocks.
+
+        Args:
+            relative: Its name below the folder.
+            synced: False where `complete` follows.
+            seeks: Whether it is written in another order than that of its bytes.
 
         Raises:
             UsageError: The name leaves the folder, or is the manifest's.
@@ -174,9 +157,25 @@ class Stage:
                 expected="a relative name below the folder" if self.kind == "folder" else "no name",
                 found=repr(relative),
             )
-        taken = None if synced else self._take
-        with new_file(self.path / relative if relative else self.path, synced, taken) as output:
+        with self.home.file(relative, synced, None if synced else self._take, seeks) as output:
             yield output
+
+    @contextmanager
+    def folder(self, relative: str) -> Iterator[Path]:
+        """Gives a new folder of this machine for a library that makes files itself; they are the target's afterwards.
+
+        Raises:
+            CommitError: Making it, or storing what is in it, failed.
+        """
+        with self.home.folder(relative) as path:
+            yield path
+
+    def copy(self, name: str, to: str) -> None:
+        """Writes a file that was written, as it is read again, under another name too."""
+        with Files() as files, self.file(to) as output:
+            source = files.source(self.path / name)
+            for start in range(0, source.size, BLOCK_BYTES):
+                output.write(source.read(start, min(BLOCK_BYTES, source.size - start)).data)
 
     def _take(self, start: int, data: memoryview) -> None:
         if data.obj is not self._streamed:  # the values of tensors have digests of their own
@@ -224,6 +223,8 @@ class Stage:
             apart: Where `complete` will be called: how many runs of bytes the file's digest leaves out, the manifest
                 itself and each checksum that depends on it; 0 if it won't.
         """
+        if apart:
+            self.home.hold()
         return sealed({**self._manifest_fields({}), **({REST: unknown_rest(apart)} if apart else {})})
 
     def complete(
@@ -237,11 +238,9 @@ class Stage:
         It is filled in when the file has been read again; at once where the file is so small that opening digests it.
         """
         with writing(self.target):
-            self._unfinished = unfinished(self.path, manifest, encode, checked, self._around)
-            if self.path.stat().st_size <= SMALL_BYTES:
-                self._rest, self._unfinished = self._unfinished.finish(Passing()), None
+            self._rest, self._unfinished = self.home.complete(manifest, encode, checked, self._around)
 
-    def commit(self, reopen: Callable[[Path], Checkpoint]) -> Entries:
+    def commit(self, reopen: Callable[[Place], Checkpoint]) -> Entries:
         """Proves what was written, gives it the target's name, and syncs.
 
         Args:
@@ -256,20 +255,18 @@ class Stage:
         """
         give_back()  # reading begins anew, on other threads
         with writing(self.target):
-            if (
-                self.kind == "folder"
-            ):  # what can be said only of the opened checkpoint is added once it is proven, as are large files' digests
-                names = files_below(self.path)
-                self._write_manifest({name: _outline(self.path / name) for name in names}, {})
-                facts, files = self._verify(reopen, {name: self.path / name for name in names})
-                (self.path / FILE).unlink()
+            names = self.home.names()
+            if self.kind == "folder":
+                # What only the opened checkpoint can say is added once it is proven, as are large files' digests.
+                place = self.path
+                self._write_manifest({name: _outline(place / name) for name in names}, {})
+                place = self.path
+                facts, files = self._verify(reopen, place, {name: place / name for name in names})
                 files[FILE] = self._write_manifest(files, facts)
-                for folder, _, _ in walked(self.path, bottom_up=True):
-                    sync_folder(Path(folder))
             else:
-                _, files = self._verify(reopen, {self.path.name: self.path})
-            self._narrow()
-            self._take_name()
+                place = self.path
+                _, files = self._verify(reopen, place, {place.name: place})
+            self.home.publish(files)
         return files
 
     def _manifest_fields(self, files: Entries) -> dict[str, Any]:
@@ -277,9 +274,9 @@ class Stage:
 
     def _write_manifest(self, files: Entries, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Writes the manifest and reads it again; returns its file's entry."""
-        manifest, place = sealed({**self._manifest_fields(files), **facts}), self.path / FILE
-        with new_file(place) as output:
-            output.write(to_text(manifest).encode("ascii"))
+        manifest = sealed({**self._manifest_fields(files), **facts})
+        self.home.write_manifest(to_text(manifest).encode("ascii"))
+        place = self.path / FILE
         try:
             again = parse(read_small(place), place)
         except StatekitError as error:
@@ -291,12 +288,13 @@ class Stage:
         return file_entry(place)
 
     def _verify(
-        self, reopen: Callable[[Path], Checkpoint], paths: Mapping[str, Path]
+        self, reopen: Callable[[Place], Checkpoint], place: Place, paths: Mapping[str, Place]
     ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
         """Compares what was written with what was meant; files are digested as far as they are read for that.
 
         Args:
             reopen: As in `commit`.
+            place: What was written.
             paths: The files by name.
 
         Returns:
@@ -308,9 +306,9 @@ class Stage:
                 read = {name: (files.source(path), Passing(spans)) for name, path in paths.items()}
                 for file, passing in read.values():
                     stack.enter_context(passing.read(file))
-                with reopen(self.path) as written:
+                with reopen(place) as written:
                     facts = {
-                        CHECKPOINT: top_of(written).relative_to(self.path).as_posix(),
+                        CHECKPOINT: top_of(written).relative_to(place).as_posix(),
                         **records_of(written),
                     }
                     faults = Faults(tensor_faults({"tensors": self.tensors}, written.tensors))
@@ -355,48 +353,10 @@ class Stage:
             if digest != self.tensors[name]["blake3"]:
                 yield "reads back with other values than were written", name
 
-    def _narrow(self) -> None:
-        """Takes from what was written the permissions that the source, or what is replaced, doesn't give."""
-        old = self.target if self._replace and os.path.exists(self.target) else None
-        limit = self._mode & (permissions(all_of(old)) if old is not None else 0o666)
-        for path in all_of(self.path):
-            allowed = with_search(limit) if path.is_dir() else limit
-            set_mode(path, stat.S_IMODE(path.stat().st_mode) & allowed)
 
-    def _take_name(self) -> None:
-        was_empty = self.kind == "folder" and _is_empty_folder(self.target)
-        replaced = self._replace and not was_empty and os.path.lexists(self.target)
-        mode = 0
-        if replaced:
-            old = exchange(self.path, self.target)
-        else:
-            try:
-                if was_empty:
-                    mode = stat.S_IMODE(self.target.stat().st_mode)
-                    set_mode(self.path, mode & with_search(self._mode))
-                    rename_over_empty(self.path, self.target)
-                else:
-                    rename_new(self.path, self.target)
-            except FileExistsError:
-                raise _exists(self.target) from None
-        try:
-            sync_folder(self.target.parent)
-        except OSError:  # not durable, so not done: the name goes back to what had it
-            if replaced:
-                _remove(exchange(old, self.target))
-            else:
-                rename_new(self.target, self.path)
-            if was_empty:
-                self.target.mkdir()
-                set_mode(self.target, mode)
-            raise
-        if replaced:
-            _remove(old)
-
-
-def _outline(path: Path) -> dict[str, Any]:
+def _outline(path: Place) -> dict[str, Any]:
     """Returns a file's entry as far as opening a checkpoint looks at it: a large one without its digest."""
-    size = path.stat().st_size
+    size = size_of(path)
     return file_entry(path) if size <= SMALL_BYTES else {"bytes": size, "blake3": ""}
 
 
@@ -410,7 +370,7 @@ _REPORT = "nothing was left at the target; if the disk is sound, please report t
 
 @contextmanager
 def staged(
-    target: Path,
+    target: Place,
     kind: TargetKind,
     *,
     replace: bool = False,
@@ -420,6 +380,7 @@ def staged(
     fields: Fields = unknown_fields,
     total: int = 0,
     budget: Budget | None = None,
+    entries: Sequence[str] = (),
 ) -> Iterator[Stage]:
     """Prepares to write a target; what is written gets the target's name only through `Stage.commit`.
 
@@ -433,6 +394,8 @@ def staged(
         fields: Gives the manifest's fields that the stage can't know.
         total: Bytes of all tensors that will be written; 0 if unknown.
         budget: The job's, which opening the target again draws on.
+        entries: Names or patterns of the files by which the format's readers find a checkpoint; in a store they are
+            written last, in this order.
 
     Raises:
         TargetExistsError: The target exists and mustn't be replaced.
@@ -440,136 +403,11 @@ def staged(
         UsageError: The target's name isn't usable.
         CommitError: The disk lacks space, or the temporary folder can't be made.
     """
-    target = Path(os.path.abspath(target))
-    check_target(target, kind, replace=replace, foreign=foreign)
-    sweep(target.parent)
-    _check_space(target, total)
-    with beside(target) as temporary:
-        path = temporary / target.name
-        if kind == "folder":
-            with writing(target):
-                path.mkdir()  # ordinary permissions: the folder around it lets nobody in until the rename
-        yield Stage(path, target, kind, replace, mode, total, fields, on_progress or silent, budget)
+    if isinstance(target, StoredPlace):
+        from statekit.files.store_home import store_home  # not entered for a target on this machine
 
-
-def check_target(target: Path, kind: TargetKind, *, replace: bool, foreign: bool = False) -> None:
-    """Refuses a target that can't be written, before any work. Raises as `staged` does."""
-    if target.name.startswith(".statekit-") or not target.name:
-        raise UsageError("A target can't have this name.", place=target, expected="another than .statekit-*")
-    if not target.parent.is_dir():
-        raise NotFoundError(
-            "The target's folder isn't there.", place=target.parent, remedy=f"mkdir -p {target.parent}"
-        )
-    if kind == "folder" and _is_empty_folder(target):
-        return
-    if os.path.lexists(target):
-        if not replace:
-            raise _exists(target)
-        _check_kind(target)
-        if not foreign:
-            _check_ours(target)
-
-
-def _check_space(target: Path, total: int) -> None:
-    disk = os.statvfs(target.parent)
-    free = disk.f_bavail * disk.f_frsize
-    if disk.f_blocks and free < total:  # some network file systems report nothing at all
-        raise CommitError(
-            "The target's disk lacks space.",
-            place=target,
-            expected=f"{total} bytes free",
-            found=f"{free} bytes free",
-            remedy="free some space, or choose a target on another disk",
-        )
-
-
-def _check_ours(target: Path) -> None:
-    """Refuses to replace a folder with anything in it that statekit didn't write there, or that changed since.
-
-    `convert` looks into files: it knows the containers that keep a manifest inside.
-    """
-    if target.is_symlink() or not target.is_dir() or not files_below(target):
-        return
-    try:
-        manifest = parse(read_small(target / FILE), target / FILE)
-        foreign = [*unnamed_files(target, manifest), *manifest.get(SEALED, ()), *_changed(target, manifest)]
-    except StatekitError:
-        foreign = files_below(target)
-    if foreign:
-        raise TargetExistsError(
-            "The target is a folder with files that statekit didn't write, or that were changed since; "
-            "replacing it would delete them.",
-            place=target,
-            found=some(foreign),
-            remedy="choose another name, or move the folder away; --replace-foreign deletes them",
-        )
-
-
-def _changed(target: Path, manifest: Mapping[str, Any]) -> list[str]:
-    """Returns the files of a folder that are there and aren't what its manifest says, by size and small digests."""
-    entries = {target / name: entry for name, entry in manifest["files"].items()}
-    with Files() as files:
-        faults = file_faults(entries, target / FILE, files)
-    return [fault.path.relative_to(target).as_posix() for fault in faults if fault.change is not Change.LOST]
-
-
-def _check_kind(target: Path) -> None:
-    """Refuses to put a checkpoint in the place of a device, a FIFO or a socket."""
-    mode = target.lstat().st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode) or stat.S_ISLNK(mode)):
-        raise TargetExistsError(
-            "The target is neither a file nor a folder.",
-            place=target,
-            found=stat.filemode(mode),
-            remedy="choose another name",
-        )
-
-
-def permissions(paths: Iterable[Place]) -> int:
-    """Returns what all of some files and folders let read and write: what their conversion may let at most.
-
-    A folder that only its owner may read counts as its files: what lies in it is for nobody else.
-    """
-    limit = 0o666
-    for path in paths:
-        if not isinstance(path, Path):  # a store has none
-            continue
-        with suppress(OSError):  # a link that leads nowhere
-            limit &= stat.S_IMODE(path.stat().st_mode)
-    return limit
-
-
-def all_of(path: Path) -> Iterator[Path]:
-    """Yields a file, or a folder with all that lies in it."""
-    yield path
-    if path.is_dir():
-        for top, folders, files in walked(path):
-            yield from (Path(top, name) for name in (*folders, *files))
-
-
-def with_search(mode: int) -> int:
-    """Returns the permissions of a folder whose files have these: who may read may enter."""
-    return mode | (mode & 0o444) >> 2
-
-
-def _is_empty_folder(path: Path) -> bool:
-    """Tells whether a path is a folder itself, no link to one, with nothing in it; not of one that can't be read."""
-    try:
-        return not path.is_symlink() and path.is_dir() and not any(path.iterdir())
-    except OSError:
-        return False
-
-
-def _remove(path: Path) -> None:
-    """Removes a file, a link or a folder as far as it may; the target is done, so this can't fail any more."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path, ignore_errors=True)
+        where: AbstractContextManager[Home] = store_home(target, kind, replace or foreign, entries, total)
     else:
-        with suppress(OSError):
-            path.unlink()
-
-
-def _exists(target: Path) -> TargetExistsError:
-    return TargetExistsError(
-        "The target exists.", place=target, remedy="choose another name, or pass --replace"
-    )
+        where = local_home(Path(target), kind, replace, foreign, mode, total)
+    with where as home:
+        yield Stage(home, total, fields, on_progress or silent, budget)

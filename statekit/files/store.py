@@ -19,7 +19,7 @@ from typing import Any
 from statekit.errors import CorruptError, FormatError, NotFoundError, UsageError
 from statekit.files.addresses import address_of, copying
 from statekit.files.ahead import ReadAhead
-from statekit.files.tree import Facts, StoredPlace, fill
+from statekit.files.tree import WORK, Facts, StoredPlace, fill
 
 _MOST_PAGES, _PAGE = 20, 1000
 """Pages of names that one listing of all below a folder may have; of more, each folder is listed when it is asked."""
@@ -39,16 +39,26 @@ def in_store(text: str) -> StoredPlace:
         UsageError: The address has a password or a query, or obstore isn't installed.
     """
     scheme, bucket, name = address_of(text)
-    tree = ReadAhead(ListedTree(_opened(scheme, bucket, text), f"{scheme}://{bucket}", name))
+    tree = ReadAhead(ListedTree(opened_store(scheme, bucket, text), f"{scheme}://{bucket}", name))
     return StoredPlace(tree, PurePosixPath(name))
 
 
-def _opened(scheme: str, bucket: str, text: str) -> Any:
+def opened_store(scheme: str, bucket: str, text: str) -> Any:
+    """Returns obstore's object of a bucket.
+
+    Args:
+        scheme: `s3`, `gs` or `az`.
+        bucket: The bucket, or Azure's container.
+        text: The address, for messages.
+
+    Raises:
+        UsageError: obstore isn't installed, or can't go by the settings of the environment.
+    """
     try:
         from obstore import store
     except ModuleNotFoundError:
         raise UsageError(
-            "Reading from object stores needs the library obstore.",
+            "Object stores need the library obstore.",
             place=text,
             remedy=f"pip install 'statekit[remote]', or copy it first: {copying(text)}",
         ) from None
@@ -100,16 +110,27 @@ class ListedTree:
         if not name:
             return Facts("", "folder")
         folder, _, last = name.rpartition("/")
-        return self._in(folder).get(last)
+        there = self._in(folder)
+        if f"{WORK}{last}" not in there:
+            return there.get(last)
+        if f"{self._top}/".startswith(f"{name}/"):
+            raise FormatError(
+                "This is being written, or was left unfinished.",
+                place=f"{self.place}/{name}",
+                remedy=f"wait for it; if its writer was killed: statekit sweep {self.place}/{folder}",
+            )
+        return None
 
     def names(self, folder: str) -> Sequence[str]:
-        return sorted(self._in(folder))
+        """Returns the names in a folder, without what is being written."""
+        there = self._in(folder)
+        return sorted(name for name in there if not name.startswith(WORK) and f"{WORK}{name}" not in there)
 
     def read_into(self, facts: Facts, start: int, into: memoryview) -> None:
         from obstore import get
 
         options: Any = {"range": (start, start + len(into)), "if_match": facts.identity}
-        with self._asking(facts.name):
+        with asking(self.place, facts.name):
             data = get(self._store, facts.name, options=options).bytes()
         fill(into, memoryview(data), start, f"{self.place}/{facts.name}")
 
@@ -132,7 +153,7 @@ class ListedTree:
         import obstore
 
         entries: list[Any] = []
-        with self._asking(self._top):
+        with asking(self.place, self._top):
             pages = obstore.list(self._store, self._top or None, chunk_size=_PAGE)
             for number, page in enumerate(pages, 1):
                 entries += page
@@ -144,7 +165,7 @@ class ListedTree:
 
     def _note(self, entry: Any) -> None:
         """Notes a file, and the folders between the top and it."""
-        facts = self._facts(entry)
+        facts = facts_of_entry(entry, self.place)
         folder, _, last = facts.name.rpartition("/")
         self._folders.setdefault(folder, {})[last] = facts
         while folder != self._top:
@@ -158,13 +179,13 @@ class ListedTree:
 
         start = f"{folder}/" if folder else ""
         try:
-            with self._asking(folder):
+            with asking(self.place, folder):
                 answer = obstore.list_with_delimiter(self._store, folder or None)
         except _Denied:
             if not self._top.startswith(start) or folder == self._top:
                 raise
             return self._way_to_top(folder)
-        files = [self._facts(entry) for entry in answer["objects"]]
+        files = [facts_of_entry(entry, self.place) for entry in answer["objects"]]
         folders = [Facts(prefix.rstrip("/"), "folder") for prefix in answer["common_prefixes"]]
         # An empty object with a folder's name stands for the folder, as consoles of stores make them.
         facts = [*(file for file in files if file.size or file.name != folder), *folders]
@@ -179,58 +200,77 @@ class ListedTree:
             name = f"{folder}/{first}" if folder else first
             return {first: Facts(name, "folder")}
         try:
-            with self._asking(self._top):
-                return {first: self._facts(obstore.head(self._store, self._top))}
+            with asking(self.place, self._top):
+                return {first: facts_of_entry(obstore.head(self._store, self._top), self.place)}
         except NotFoundError:
             return {first: Facts(self._top, "folder")}
 
-    def _facts(self, entry: Any) -> Facts:
-        identity = entry.get("e_tag")
-        if not identity:
-            raise FormatError(
-                "The store doesn't say which state of a file it has.",
-                place=f"{self.place}/{entry['path']}",
-                expected="an ETag",
-                remedy=f"copy it first: {copying(self.place)}",
-            )
-        changed = int(entry["last_modified"].timestamp() * 1e9)
-        return Facts(entry["path"], "file", entry["size"], identity, changed)
 
-    def _denied(self, name: str) -> _Denied:
-        scheme = self.place.partition(":")[0]
-        return _Denied(
-            "The store doesn't let this be read.",
-            place=f"{self.place}/{name}",
-            remedy=f"check the credentials in the environment: {_VARIABLES[scheme]}",
+def facts_of_entry(entry: Any, place: str) -> Facts:
+    """Returns what a store's listing says of an object.
+
+    Args:
+        entry: obstore's.
+        place: Where the bucket begins.
+
+    Raises:
+        FormatError: It doesn't say which state of it.
+    """
+    identity = entry.get("e_tag")
+    if not identity:
+        raise FormatError(
+            "The store doesn't say which state of a file it has.",
+            place=f"{place}/{entry['path']}",
+            expected="an ETag",
+            remedy=f"copy it first: {copying(place)}",
         )
+    changed = int(entry["last_modified"].timestamp() * 1e9)
+    return Facts(entry["path"], "file", entry["size"], identity, changed)
 
-    @contextmanager
-    def _asking(self, name: str) -> Iterator[None]:
-        """Turns what obstore raises into an error of ours, of which no credential is a part."""
-        from obstore import exceptions as of
 
-        place = f"{self.place}/{name}".rstrip("/")
-        try:
-            yield
-        except of.PreconditionError:
-            raise CorruptError(
-                "A file was changed while it was read.",
-                place=place,
-                remedy="read a checkpoint that nobody writes to any more",
-            ) from None
-        except (of.NotFoundError, FileNotFoundError):
+def _denied(place: str) -> _Denied:
+    return _Denied(
+        "The store doesn't let this be read.",
+        place=place,
+        remedy=f"check the credentials in the environment: {_VARIABLES[place.partition(':')[0]]}",
+    )
+
+
+@contextmanager
+def asking(root: str, name: str, passing: tuple[type[Exception], ...] = ()) -> Iterator[None]:
+    """Turns what obstore raises into an error of ours, of which no credential is a part.
+
+    Args:
+        root: Where the bucket begins.
+        name: What is asked for there.
+        passing: What is raised as it is.
+    """
+    from obstore import exceptions as of
+
+    place = f"{root}/{name}".rstrip("/")
+    try:
+        yield
+    except passing:
+        raise
+    except of.PreconditionError:
+        raise CorruptError(
+            "A file was changed while it was read.",
+            place=place,
+            remedy="read a checkpoint that nobody writes to any more",
+        ) from None
+    except (of.NotFoundError, FileNotFoundError):
+        raise NotFoundError("There is no such file or bucket.", place=place) from None
+    except (of.PermissionDeniedError, of.UnauthenticatedError):
+        raise _denied(place) from None
+    except (of.BaseError, OSError) as error:
+        status = _STATUS.search(f"{error}")
+        if status and status[0][:3] in ("401", "403"):  # of a listing, which has no error of its own
+            raise _denied(place) from None
+        if status and status[0].startswith("404"):
             raise NotFoundError("There is no such file or bucket.", place=place) from None
-        except (of.PermissionDeniedError, of.UnauthenticatedError):
-            raise self._denied(name) from None
-        except (of.BaseError, OSError) as error:
-            status = _STATUS.search(f"{error}")
-            if status and status[0][:3] in ("401", "403"):  # of a listing, which has no error of its own
-                raise self._denied(name) from None
-            if status and status[0].startswith("404"):
-                raise NotFoundError("There is no such file or bucket.", place=place) from None
-            raise FormatError(
-                "The store can't be read.",
-                place=place,
-                found=status[0] if status else type(error).__name__,
-                remedy="check the network, the endpoint and the credentials of the environment",
-            ) from None
+        raise FormatError(
+            "The store can't be read.",
+            place=place,
+            found=status[0] if status else type(error).__name__,
+            remedy="check the network, the endpoint and the credentials of the environment",
+        ) from None

@@ -23,6 +23,9 @@ from typing import Any, Literal, Protocol, Self, TypeVar
 from statekit.errors import CorruptError, RefusedError
 from statekit.files.addresses import copying
 
+WORK = ".statekit-work-"
+"""What the name of a folder in a store begins with that says who writes the target of the rest of the name."""
+
 
 @dataclass(frozen=True)
 class Facts:

@@ -73,11 +73,13 @@ class Passing:
 
     Args:
         spans: Runs of bytes that count as zeros.
+        at: How many bytes have passed already.
+        hasher: What took them.
     """
 
-    def __init__(self, spans: Spans = ()) -> None:
+    def __init__(self, spans: Spans = (), at: int = 0, hasher: blake3 | None = None) -> None:
         self._spans = frozenset(spans)
-        self._hasher, self._at = blake3(), 0
+        self._hasher, self._at = hasher or blake3(), at
         self._before: deque[tuple[int, blake3]] = deque(maxlen=_KEPT)
         self._lock = threading.RLock()
         self._file: File | None = None

@@ -71,6 +71,7 @@ class DeepSpeedFolder:
     title: str = "DeepSpeed: global_step<step> folders of ZeRO 1, 2 and 3, and universal checkpoints"
     suffixes: tuple[str, ...] = ()
     target_kind: Literal["file", "folder"] | None = "folder"
+    entries: tuple[str, ...] = ("latest_universal",)
     other_names: tuple[str, ...] = ("deepspeed-universal",)
 
     def detect(self, path: Place) -> Evidence | None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
@@ -371,7 +370,6 @@ _STEP = re.compile(r"checkpoint[-_](\d{1,18})")
 _APART = re.compile(r"optimizer_([A-Za-z]\w*)\.(?:pt|bin)")
 """Files of several optimizers of one model, each called by its name."""
 _HEAD_BYTES = 9
-_BLOCK = 2**22
 
 
 @dataclass(frozen=True)
@@ -422,6 +420,7 @@ class HuggingFaceFolder:
     builds_optimizer: bool = False
     suffixes: tuple[str, ...] = ()
     target_kind: Literal["file", "folder"] | None = "folder"
+    entries: tuple[str, ...] = ("*.index.json", "config.json", "adapter_config.json", "trainer_state.json")
 
     def for_target(self, target: Place) -> HuggingFaceFolder:
         """Returns the container that writes a `.safetensors` as a single file: a model alone."""
@@ -548,8 +547,7 @@ class HuggingFaceFolder:
         write_files(stage, prefix, files)
         if pretrained and prefix:  # from_pretrained takes the run's folder too, as after Trainer's save_model
             for name in (*written, *pretrained):
-                with (stage.path / prefix / name).open("rb") as file, stage.file(name) as output:
-                    shutil.copyfileobj(file, output, _BLOCK)
+                stage.copy(f"{prefix}{name}", name)
         if tree:
             write_part(stage, f"{prefix}{REST}", "", tree)
 

@@ -214,6 +214,7 @@ class OrbaxFolder:
     title: str = "Orbax checkpoint folders: one or several items, zarr 2 or 3, OCDBT or not, msgpack"
     suffixes: tuple[str, ...] = ()
     target_kind: Literal["file", "folder"] | None = "folder"
+    entries: tuple[str, ...] = (TREE_METADATA, STEP_METADATA, COMMIT)
 
     def detect(self, path: Place) -> Evidence | None:
         """Looks at file names and first bytes only."""

@@ -7,6 +7,7 @@ import json
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 from statekit.converters.containers.orbax.metadata import STRINGS, document_of
@@ -14,7 +15,6 @@ from statekit.converters.containers.step_folders import JSON_ITEM, TREE_METADATA
 from statekit.converters.formats.zarr.writer import encoded_chunks, header_bytes, header_for, run_shape
 from statekit.files.durable import writing
 from statekit.files.stage import Stage
-from statekit.files.tree import Place
 from statekit.pipeline import working
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree, tensor_names, walk
@@ -122,11 +122,24 @@ def _write_database(
     """Writes the arrays into a new OCDBT database. tensorstore writes and syncs its files itself."""
     import tensorstore as ts
 
-    root = stage.path / folder
-    with _told(root):
-        root.mkdir(parents=True)
-        spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{root}/"}}
-        database = ts.KvStore.open(spec).result()
+    with stage.folder(folder) as root:
+        with _told(root):
+            spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{root}/"}}
+            database = ts.KvStore.open(spec).result()
+        _fill(database, root, stage, name, tensors, arrays)
+
+
+def _fill(
+    database: Any,
+    root: Path,
+    stage: Stage,
+    name: str,
+    tensors: Mapping[str, Tensor],
+    arrays: Mapping[str, str],
+) -> None:
+    """Writes the arrays into a database, some at a time: what is written in a transaction is held until its end."""
+    import tensorstore as ts
+
     transaction, size = ts.Transaction(), 0
     commits: list[Any] = []
     try:
@@ -158,7 +171,7 @@ def _wait(commits: list[Any]) -> None:
 
 
 @contextmanager
-def _told(root: Place) -> Iterator[None]:
+def _told(root: Path) -> Iterator[None]:
     """Turns what tensorstore says of a failed write, which may be a ValueError, into a CommitError."""
     with writing(root):
         try:

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 
 from statekit.conversion import registry
 from statekit.errors import StatekitError
-from statekit.files.stage import all_of, permissions, with_search
+from statekit.files.homes import all_of, permissions, with_search
 from statekit.service import looking, work
 from statekit.service.tasks.confinement import Reach, confine
 from statekit.service.tasks.failures import problem_of
