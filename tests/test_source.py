@@ -271,6 +271,9 @@ ALLOWED: dict[str, tuple[str, set[str]]] = {
     "converters/containers/orbax/writer.py": ("tensorstore makes the target's database", {"ts.KvStore.open"}),
     "converters/containers/keras_zip.py": ("members of an archive, which reads the source", {"archive.open"}),
     "statekit/files/checksums.py": ("members of an archive, which reads the source", {"archive.open"}),
+    "statekit/files/store_home.py": (
+        "sends what was laid out on this machine first", {"(folder / file).open", "path.open"}
+    ),
     "statekit/files/whole_file.py": ("fills the digest into the target that was written", {"path.open"}),
     "statekit/testing/containers.py": (
         "compares and damages files, as anybody would",
