@@ -321,14 +321,14 @@ def _is_claim(name: str) -> bool:
 def _claims(objects: Objects, target: str) -> list[Claim]:
     """Returns the claims of a target, the earliest first."""
     names = sorted(filter(_is_claim, objects.below(work_of(target))))
-    found = []
+    claims = []
     for name in names:
         match = _NUMBERED.fullmatch(name.rpartition("/")[2])
         assert match is not None  # as _is_claim has it
         claim = Claim.of_bytes(int(match[1]), objects.read(name, _MOST_BYTES))
         if claim is not None:
-            found.append(claim)
-    return found
+            claims.append(claim)
+    return claims
 
 
 def _being_written(objects: Objects, claim: Claim) -> TargetExistsError:

@@ -38,14 +38,14 @@ class OverlayTree:
     Args:
         tree: What reads the store.
         stored: What was put, by name in the bucket.
-        held: What is in memory, by name in the bucket.
+        in_memory: What is in memory, by name in the bucket.
     """
 
-    def __init__(self, tree: ListedTree, stored: Mapping[str, Facts], held: Mapping[str, bytes]) -> None:
-        self._tree, self._held = tree, dict(held)
+    def __init__(self, tree: ListedTree, stored: Mapping[str, Facts], in_memory: Mapping[str, bytes]) -> None:
+        self._tree, self._held = tree, dict(in_memory)
         self._facts = {
             **stored,
-            **{name: Facts(name, "file", len(data), "held") for name, data in held.items()},
+            **{name: Facts(name, "file", len(data), "held") for name, data in in_memory.items()},
         }
         self._folders: dict[str, set[str]] = {}
         for name in self._facts:
