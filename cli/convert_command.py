@@ -10,6 +10,10 @@ import click
 from statekit.cli import output
 from statekit.cli.arguments import (
     CHANGES,
+    OUTPUT,
+    SAFETY,
+    Page,
+    about_checkpoint,
     certificate_place,
     changes_options,
     complete_layouts,
@@ -20,20 +24,20 @@ from statekit.cli.arguments import (
     read_step,
     ref_options,
     source_place,
+    with_more,
     written_place,
 )
-from statekit.cli.help_pages import OUTPUT, SAFETY, Page, about_checkpoint, with_more
 from statekit.cli.main import DONE, WANTING
 from statekit.cli.output import Screen
 from statekit.cli.plan_view import show_brief, show_measured, show_next, show_plan
-from statekit.conversion.asking import NAME_IT
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.convert import Report, check_place, convert, outcome, plan
 from statekit.conversion.plan import Plan
 from statekit.conversion.resume import module_map, of_plan, resume_lines, unsaid
+from statekit.conversion.target import NAME_IT
 from statekit.errors import StatekitError, UnknownRuleError, UsageError, printable, size
-from statekit.files.places import checkpoint_place
+from statekit.files.source import checkpoint_place
 from statekit.files.stage import Progress
 from statekit.files.tree import Place
 from statekit.maps.links import StateMap

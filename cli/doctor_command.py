@@ -11,8 +11,16 @@ import click
 from statekit.attestation.doctor import Examination, doctor
 from statekit.attestation.faults import FILE_FAULTS
 from statekit.cli import output
-from statekit.cli.arguments import OF_FILES, completing, ref_options, source_places
-from statekit.cli.help_pages import OUTPUT, Page, about_checkpoint, with_more
+from statekit.cli.arguments import (
+    OF_FILES,
+    OUTPUT,
+    Page,
+    about_checkpoint,
+    completing,
+    ref_options,
+    source_places,
+    with_more,
+)
 from statekit.cli.main import DONE, WANTING
 from statekit.cli.output import Screen, Table, shown_path
 from statekit.cli.report_option import report_option, write_report

@@ -10,7 +10,7 @@ from statekit.cli import output
 from statekit.cli.matrix_view import show_matrix
 from statekit.cli.output import Table
 from statekit.conversion import registry
-from statekit.conversion.cards import ContainerCard, LayoutCard
+from statekit.conversion.registry import ContainerCard, LayoutCard
 from statekit.state.schema import is_native
 
 

@@ -13,11 +13,10 @@ from typing import Any, get_args
 import click
 
 from statekit.cli import output
-from statekit.cli.arguments import checkpoint_options
-from statekit.cli.help_pages import OUTPUT, Page, about_checkpoint, with_more
+from statekit.cli.arguments import OUTPUT, Page, about_checkpoint, checkpoint_options, with_more
 from statekit.cli.output import Cell, Screen, Styled, Table, shown_path
 from statekit.cli.report_option import report_option, write_report
-from statekit.conversion.belonging.agreement import on_trust
+from statekit.conversion.belonging import on_trust
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.inspection import (
     Choice,
@@ -32,7 +31,7 @@ from statekit.errors import plural, size
 from statekit.files.tree import Place
 from statekit.pages.module_tree import Row, module_tree, rows
 from statekit.state.evidence import KnownFrom
-from statekit.state.hyperparameters import assumed_values
+from statekit.state.facts import assumed_values
 from statekit.state.rates import Piece
 from statekit.state.run import RunState, Schedule
 from statekit.state.train_state import Group

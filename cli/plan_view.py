@@ -8,8 +8,7 @@ from posixpath import commonpath
 from typing import Any
 
 from statekit.cli.output import Screen, Table
-from statekit.conversion.belonging.agreement import on_trust
-from statekit.conversion.belonging.companions import contents_without_optimizer
+from statekit.conversion.belonging import contents_without_optimizer, on_trust
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.convert import Report
 from statekit.conversion.plan import Plan, PlannedTensor

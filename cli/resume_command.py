@@ -5,8 +5,7 @@ from __future__ import annotations
 import click
 
 from statekit.cli import output
-from statekit.cli.arguments import checkpoint_options
-from statekit.cli.help_pages import OUTPUT, Page, about_checkpoint, with_more
+from statekit.cli.arguments import OUTPUT, Page, about_checkpoint, checkpoint_options, with_more
 from statekit.cli.plan_view import show_next
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.open_state import open_state

@@ -11,14 +11,17 @@ import click
 from statekit.arrays.backend import BACKEND_NAMES
 from statekit.cli import output
 from statekit.cli.arguments import (
+    OUTPUT,
+    Page,
+    about_checkpoint,
     certificate_place,
     complete_maps,
     read_config,
     read_step,
     ref_options,
     source_place,
+    with_more,
 )
-from statekit.cli.help_pages import OUTPUT, Page, about_checkpoint, with_more
 from statekit.cli.main import DONE, WANTING
 from statekit.cli.output import Screen, Table
 from statekit.cli.report_option import report_option, write_report

@@ -212,7 +212,7 @@ def plan(
     from statekit.conversion.changing.changes import Changes
     from statekit.conversion.contracts import Exactness
     from statekit.conversion.convert import plan as planned
-    from statekit.files.places import target_place
+    from statekit.files.source import target_place
     from statekit.maps.model_map import maps_of
 
     ref = _ref(source, {**options, "container": from_})

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.conversion import registry
-from statekit.conversion.cards import of_container, of_layout
+from statekit.conversion.registry import of_container, of_layout
 
 TARGET = Path(__file__).parents[1] / "converters" / "cards.json"
 

@@ -76,15 +76,7 @@ def test_the_way_is_gone_in_that_order(title: str, call: Call, tmp_path: Path) -
 @pytest.mark.torch
 @pytest.mark.parametrize(
     "call",
-    [
-        pytest.param(
-            CONVERT,
-            marks=pytest.mark.xfail(
-                strict=True, reason="facts, what is asked for, refs and lines are modules of their own: 59"
-            ),
-        ),
-        STEP,
-    ],
+    [CONVERT, STEP],
     ids=["convert", "step"],
 )
 def test_a_reader_who_follows_a_call_has_few_modules_to_read(call: Call, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from formats import register
 from statekit.conversion import registry
-from statekit.conversion.cards import of_container, of_layout
+from statekit.conversion.registry import of_container, of_layout
 from statekit.errors import UsageError
 
 

@@ -23,7 +23,7 @@ import pytest
 from statekit.conversion import registry
 from statekit.conversion.contracts import Encoded
 from statekit.errors import CommitError, FormatError, NotFoundError, TargetExistsError, UsageError
-from statekit.files import durable, manifest, whole_file
+from statekit.files import durable, manifest
 from statekit.files import homes as commit
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.file_changes import SMALL_BYTES
@@ -622,12 +622,12 @@ def test_a_byte_that_changes_before_it_is_read_again_is_seen_wherever_it_is(
 def test_what_is_written_into_a_proven_file_is_read_again_too(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    container, put_whole = registry.container(name), whole_file._put
+    container, put_whole = registry.container(name), manifest._put
 
     def damaging(output: Any, put: Any) -> None:
         put_whole(output, {start: data.replace(b'"', b"'", 1) for start, data in put.items()})
 
-    monkeypatch.setattr(whole_file, "_put", damaging)
+    monkeypatch.setattr(manifest, "_put", damaging)
     with pytest.raises(CommitError, match="manifest"), staged(tmp_path / "target", "file") as stage:
         container.write(Encoded({"model": {"a": LARGE}}, 1), stage)
         stage.commit(container.open)

@@ -14,7 +14,7 @@ import statekit
 import statekit.torch
 from statekit.cli.main import main
 from statekit.conversion import registry
-from statekit.conversion.belonging.companions import UNREAD, half_of
+from statekit.conversion.belonging import UNREAD, half_of
 from statekit.testing.companions import hidden_halves, silent
 from statekit.testing.container_trials import Trial
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 import pytest
 
-from statekit.cli.help_pages import OTHERS, Page
+from statekit.cli.arguments import OTHERS, Page
 from statekit.cli.main import DONE, VERBS, main, statekit
 
 GROUPED = ("convert", "verify", "inspect", "resume", "doctor")

@@ -12,11 +12,9 @@ import pytest
 
 import statekit
 from statekit.errors import CorruptError, NotFoundError, RefusedError, UsageError
-from statekit.files.addresses import address_of
 from statekit.files.ahead import ReadAhead
-from statekit.files.places import checkpoint_place
-from statekit.files.source import Files, bring, listing, walked
-from statekit.files.tree import StoredPlace, fill
+from statekit.files.source import Files, bring, checkpoint_place, listing, walked
+from statekit.files.tree import StoredPlace, address_of, fill
 from statekit.testing.stores import CountingTree, MemoryTree, stored
 
 T5X = Path(__file__).parent / "golden" / "t5x" / "bf16_params" / "checkpoint" / "checkpoint_4"
@@ -206,7 +204,7 @@ ASKING = {
     "samefile",
 }
 ALLOWED = {
-    "statekit/conversion/cards.py": {"scandir"},  # a glance, which decides nothing
+    "statekit/conversion/registry.py": {"scandir"},  # a glance, which decides nothing
     "statekit/conversion/convert.py": {"readlink"},  # of a target
     "statekit/conversion/seal.py": {"abspath", "stat"},  # of files of this machine, whose manifest it writes
     "statekit/conversion/target.py": {"realpath", "samefile"},

@@ -23,10 +23,9 @@ from statekit.conversion.open_state import open_state
 from statekit.errors import CorruptError
 from statekit.files import file_changes, integrity
 from statekit.files.checkpoint import Checkpoint, Proof
-from statekit.files.manifest import FILE, RECORDS, sealed, tensor_entry, to_text
+from statekit.files.manifest import FILE, MOST_APART, RECORDS, sealed, tensor_entry, to_text, whole_file_fault
 from statekit.files.proving import ProvingReading, proving
 from statekit.files.source import File, Files
-from statekit.files.whole_file import MOST_APART, whole_file_fault
 from statekit.tensors.digest import records_digest, tensor_digest
 from statekit.tensors.tensor import Array, Stored, in_memory
 from statekit.tensors.tree import Record

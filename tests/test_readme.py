@@ -14,7 +14,7 @@ import pytest
 
 from goldens import GOLDEN
 from statekit.cli import output
-from statekit.cli.help_pages import Page
+from statekit.cli.arguments import Page
 from statekit.cli.main import DONE, VERBS, main, statekit
 from statekit.conversion import registry
 from statekit.conversion.open_state import open_state

@@ -13,9 +13,9 @@ import pytest
 from statekit.arrays.backend import Backend, Value
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.conversion import rule_change
-from statekit.conversion.cards import LayoutCard
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.prepared import rule_change_to
+from statekit.conversion.registry import LayoutCard
 from statekit.conversion.rule_change import RuleChange, best_rule_change, change_rule
 from statekit.errors import UsageError
 from statekit.optim.run import STEPPED, load, mover, settled_group, steps_for

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from samples import ROWS, Row
 
-from statekit.conversion import cards, registry
+from statekit.conversion import registry
 from statekit.conversion.contracts import Container, Evidence, Layout
 
 
@@ -36,9 +36,9 @@ def test_what_is_found_is_what_all_together_find(
     row: Row, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = row.sample_in(tmp_path).path
-    assert cards.containers_for(path)(row.sample.container)
+    assert registry.containers_for(path)(row.sample.container)
     with registry.container(row.sample.container).open(path) as checkpoint:
-        assert cards.layouts_for(checkpoint)(row.layout)
+        assert registry.layouts_for(checkpoint)(row.layout)
     choice = _found(path)
     _ask_all(monkeypatch)
     assert choice == _found(path)
@@ -53,11 +53,11 @@ def test_signs_are_of_formats_that_there_are() -> None:
 def test_a_format_that_shows_no_sign_is_asked_where_no_other_fits(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cards, "_signs", lambda kind: {name: {} for name in registry.container_names()})
+    monkeypatch.setattr(registry, "_signs", lambda kind: {name: {} for name in registry.container_names()})
     (tmp_path / "statekit.json").write_text("{}", encoding="utf-8")
     (tmp_path / "tensors-00001-of-00001.safetensors").touch()
     assert registry.detect_container(tmp_path)[0].name == "statekit"
 
 
 def test_what_cant_be_read_shows_no_sign(tmp_path: Path) -> None:
-    assert not cards.containers_for(tmp_path / "nosuch" / "model.ckpt")("tf-bundle")
+    assert not registry.containers_for(tmp_path / "nosuch" / "model.ckpt")("tf-bundle")

@@ -274,7 +274,7 @@ ALLOWED: dict[str, tuple[str, set[str]]] = {
     "statekit/files/store_home.py": (
         "sends what was laid out on this machine first", {"(folder / file).open", "path.open"}
     ),
-    "statekit/files/whole_file.py": ("fills the digest into the target that was written", {"path.open"}),
+    "statekit/files/manifest.py": ("fills the digest into the target that was written", {"path.open"}),
     "statekit/testing/containers.py": (
         "compares and damages files, as anybody would",
         {"file.read_bytes", "(first / name).read_bytes", "(second / name).read_bytes", "manifest.read_bytes",

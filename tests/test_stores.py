@@ -15,8 +15,7 @@ from store_serving import SECRET, Served, serving
 
 import statekit
 from statekit.errors import CorruptError, FormatError, NotFoundError, StatekitError, UsageError
-from statekit.files.places import checkpoint_place
-from statekit.files.source import Files, listing
+from statekit.files.source import Files, checkpoint_place, listing
 from statekit.files.tree import Place
 
 T5X = Path(__file__).parent / "golden" / "t5x" / "bf16_params" / "checkpoint" / "checkpoint_4"

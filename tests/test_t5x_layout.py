@@ -14,8 +14,7 @@ from goldens import GOLDEN, bundles
 from statekit.conversion import registry
 from statekit.conversion.contracts import Hints
 from statekit.converters.containers.t5x import CONTAINER as T5X
-from statekit.converters.layouts.t5x.inferred_hyperparameters import STANDARD
-from statekit.converters.layouts.t5x.layout import LAYOUT
+from statekit.converters.layouts.t5x.layout import LAYOUT, STANDARD
 from statekit.errors import InexactError, StateError, UsageError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.stage import staged, unknown_fields

@@ -144,7 +144,7 @@ def test_folders_are_listed_in_one_place() -> None:
         if (names := listing_calls(path.read_text(encoding="utf-8")))
     }
     assert calls == {
-        "statekit/conversion/cards.py": ["scandir"],  # a glance, which decides nothing
+        "statekit/conversion/registry.py": ["scandir"],  # a glance, which decides nothing
         "statekit/files/durable.py": ["iterdir", "iterdir", "listdir"],
         "statekit/files/source.py": ["listdir", "walk"],
         "statekit/files/stage.py": ["iterdir"],  # of a target, which counts as full then

@@ -21,7 +21,7 @@ from zarr_files import ENCODERS, header, plain_stage, write_array
 
 from statekit.budget import Account, Budget, Limits
 from statekit.converters.formats import decompression
-from statekit.converters.formats.decompression import decompressed
+from statekit.converters.formats.storage import decompressed
 from statekit.converters.formats.zarr import array as zarr_array
 from statekit.converters.formats.zarr import writer as zarr_writer
 from statekit.converters.formats.zarr.array import Header, absent_chunks, open_array
@@ -29,8 +29,8 @@ from statekit.converters.formats.zarr.headers import parse_zarray
 from statekit.converters.formats.zarr.stores import FolderStore, OcdbtStore, open_store
 from statekit.converters.formats.zarr.writer import chunk_shape, encoded_chunks, header_bytes, header_for
 from statekit.errors import BudgetError, CorruptError, FormatError, RefusedError, StatekitError, UsageError
-from statekit.files.addresses import local_path
 from statekit.files.source import Files, Held, bytes_at
+from statekit.files.tree import local_path
 from statekit.pipeline import job
 from statekit.tensors import digest
 from statekit.tensors.digest import tensor_bytes

@@ -28,9 +28,8 @@ from statekit.converters.containers.step_folders import (
     step_checkpoint,
     step_prefix,
 )
-from statekit.converters.containers.stored_arrays import Arrays
 from statekit.converters.formats.msgpack.reader import parse
-from statekit.converters.formats.zarr.headers import header_json
+from statekit.converters.formats.zarr.headers import Arrays, header_json
 from statekit.converters.formats.zarr.stores import FolderStore
 from statekit.converters.formats.zarr.writer import chunk_shape, encoded_chunks, header_bytes, header_for
 from statekit.errors import FormatError, UsageError

@@ -16,10 +16,10 @@ from functools import cached_property, partial
 from typing import BinaryIO, NamedTuple
 
 from statekit.converters.formats.crc import crc32
-from statekit.converters.formats.decompression import DEFLATE, MOST_OF_ONE, decompressed
+from statekit.converters.formats.storage import DEFLATE, MOST_OF_ONE, decompressed
 from statekit.errors import CommitError, CorruptError, FormatError, RefusedError
+from statekit.files.manifest import Checked
 from statekit.files.source import Part, Source, bring, bytes_at, hold, is_stored, record, short
-from statekit.files.whole_file import Checked
 from statekit.pipeline import passage
 from statekit.tensors.tensor import BLOCK_BYTES, Array
 

@@ -13,7 +13,7 @@ from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.diagnosis import diagnosed, is_new
 from statekit.attestation.faults import broken, fault
 from statekit.attestation.live_run import LiveRun
-from statekit.conversion.belonging.companions import UNREAD
+from statekit.conversion.belonging import UNREAD
 from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.model_settings import with_beside

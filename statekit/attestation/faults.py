@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from statekit.attestation.attestation import Finding
-from statekit.conversion.belonging.companions import UNREAD
+from statekit.conversion.belonging import UNREAD
 from statekit.errors import StatekitError
 
 

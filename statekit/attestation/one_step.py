@@ -15,8 +15,7 @@ from statekit.attestation.faults import fault
 from statekit.attestation.few_bits import damaged_parts
 from statekit.attestation.reading import Key, Reading, Readings, is_ambiguous, place, precision
 from statekit.conversion import registry
-from statekit.conversion.belonging.agreement import said_steps
-from statekit.conversion.belonging.companions import UNREAD
+from statekit.conversion.belonging import UNREAD, said_steps
 from statekit.conversion.contracts import Examines
 from statekit.conversion.open_state import OpenState
 from statekit.errors import some

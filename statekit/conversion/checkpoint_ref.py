@@ -18,9 +18,9 @@ from typing import Any, Literal, Self, TypedDict
 from statekit.budget import Budget, Limits, bytes_of
 from statekit.errors import Faults, UsageError, meant
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
-from statekit.files.places import checkpoint_place
+from statekit.files.source import checkpoint_place
 from statekit.files.tree import Place
-from statekit.state.hyperparameters import still_assumed
+from statekit.state.facts import still_assumed
 from statekit.state.options import checked_hparams, is_known
 from statekit.state.schedules.call_text import call_text, parse_call
 from statekit.state.train_state import TrainState

@@ -10,8 +10,7 @@ from typing import Any
 
 from statekit.budget import Budget
 from statekit.conversion import registry
-from statekit.conversion.belonging.agreement import disagreements, uncounted
-from statekit.conversion.belonging.companions import contents_without_optimizer, unread
+from statekit.conversion.belonging import contents_without_optimizer, disagreements, uncounted, unread
 from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.contracts import Contents, Unnamed
 from statekit.conversion.open_state import chosen_container, chosen_layout
@@ -115,7 +114,7 @@ class Inspection:
         assumptions: What was assumed because the checkpoint doesn't say.
         findings: What is missing or odd.
         integrity: What it can be proven by.
-        uncounted: Its files that nothing shows to be of this step (statekit/conversion/belonging/agreement.py).
+        uncounted: Its files that nothing shows to be of this step (statekit/conversion/belonging.py).
         contents: What it holds, in words, where no layout fits, and then slots have their own names; or that weights
             stand alone.
     """

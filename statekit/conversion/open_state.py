@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 from statekit.budget import Budget
 from statekit.conversion import registry
-from statekit.conversion.belonging.agreement import disagreements
-from statekit.conversion.belonging.companions import UNREAD, contents_without_optimizer, unread
+from statekit.conversion.belonging import UNREAD, contents_without_optimizer, disagreements, unread
 from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.contracts import NO_HINTS, Container, Evidence, FindsNames, Layout
 from statekit.conversion.target import agreed_layout, source_container

@@ -8,7 +8,7 @@ from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from statekit.conversion.belonging.agreement import uncounted
+from statekit.conversion.belonging import uncounted
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Exactness
 from statekit.conversion.kept import Kept, by_leaf, kept_of
@@ -132,7 +132,7 @@ class Plan:
         mapped: What the maps made of every parameter; empty without one.
         findings: What was odd about the source; not part of the digest, as it names places on this machine.
         uncounted: Files of the source that nothing shows to be of its step
-            (statekit/conversion/belonging/agreement.py); not part of the digest.
+            (statekit/conversion/belonging.py); not part of the digest.
         facts: What the source's updates depend on, and how each is known.
         request: What was asked for, with paths; not part of the digest.
         empty: Names of the target's leaves that hold nothing; not part of the digest.

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 from statekit.conversion import registry
-from statekit.conversion.asking import check_optimizer, check_said, is_carried, unsaid
-from statekit.conversion.cards import ContainerCard, LayoutCard
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import (
     APART,
@@ -31,13 +29,24 @@ from statekit.conversion.contracts import (
 )
 from statekit.conversion.open_state import OpenState, open_beside, open_params, open_state
 from statekit.conversion.plan import Plan, Request, Side, build_plan
+from statekit.conversion.registry import ContainerCard, LayoutCard
 from statekit.conversion.rule_change import (
     RuleChange,
     best_rule_change,
     change_rule,
     joined_rule_change,
 )
-from statekit.conversion.target import agreed_layout, check_apart, choose_container, layouts_for, written_as
+from statekit.conversion.target import (
+    agreed_layout,
+    check_apart,
+    check_optimizer,
+    check_said,
+    choose_container,
+    is_carried,
+    layouts_for,
+    unsaid,
+    written_as,
+)
 from statekit.errors import (
     Faults,
     InexactError,

@@ -185,9 +185,11 @@ def module_map(source: tuple[str, str], target: tuple[str, str] | str) -> str | 
     def whose(container: str, layout: str) -> str | None:
         return modules.get(layout, modules.get(container))
 
-    ends = whose(*source), target if isinstance(target, str) else whose(*target)
-    pair = f"{ends[0]}:{ends[1]}"
-    return pair if ends[0] != ends[1] and pair in map_names() else None
+    here, there = whose(*source), target if isinstance(target, str) else whose(*target)
+    if here is None or there is None or here == there:
+        return None
+    pair = f"{here}:{there}"
+    return pair if pair in map_names() else None
 
 
 @cache

@@ -7,14 +7,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from statekit.conversion import registry
-from statekit.conversion.asking import check_said, is_carried, unsaid
-from statekit.conversion.cards import LayoutCard
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.plan import losses_in
 from statekit.conversion.prepared import encoded_in, rule_change_to
+from statekit.conversion.registry import LayoutCard
 from statekit.conversion.resume import frameworks, of_checkpoint, resume_lines
 from statekit.conversion.rule_change import RuleChange
+from statekit.conversion.target import check_said, is_carried, unsaid
 from statekit.errors import InexactError, StateError, UnknownRuleError, UsageError
 from statekit.state.evidence import Fact
 from statekit.state.schema import WEIGHTS

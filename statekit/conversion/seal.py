@@ -18,7 +18,6 @@ from statekit.budget import Budget
 from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.checkpoints_at import CheckpointAt, OneReport, PathReport, checkpoints_at
 from statekit.errors import CorruptError, Faults, UsageError
-from statekit.files.addresses import copying
 from statekit.files.checkpoint import Checkpoint, Proof
 from statekit.files.checksums import of_tensor
 from statekit.files.durable import replace_file
@@ -33,10 +32,9 @@ from statekit.files.integrity import (
     value_fault,
 )
 from statekit.files.manifest import CHECKPOINT, RECORDS, SEALED, file_entry, sealed, tensor_entry, to_text
-from statekit.files.places import checkpoint_place
-from statekit.files.source import Files, reading
+from statekit.files.source import Files, checkpoint_place, reading
 from statekit.files.stage import OnProgress, Progress, silent, unknown_fields
-from statekit.files.tree import Place, size_of, spelled
+from statekit.files.tree import Place, copying, size_of, spelled
 from statekit.tensors.digest import tensor_digest
 from statekit.tensors.tensor import nbytes
 

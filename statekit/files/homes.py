@@ -28,10 +28,20 @@ from statekit.files.durable import (
     writing,
 )
 from statekit.files.file_changes import SMALL_BYTES, Change, file_faults
-from statekit.files.manifest import FILE, SEALED, files_below, parse, unnamed_files
+from statekit.files.manifest import (
+    FILE,
+    SEALED,
+    Around,
+    FindChecked,
+    Passing,
+    Unfinished,
+    files_below,
+    parse,
+    unfinished,
+    unnamed_files,
+)
 from statekit.files.source import Files, read_small, walked
 from statekit.files.tree import Place
-from statekit.files.whole_file import Around, FindChecked, Passing, Unfinished, unfinished
 
 TargetKind: TypeAlias = Literal["file", "folder"]
 Entries: TypeAlias = Mapping[str, Mapping[str, Any]]

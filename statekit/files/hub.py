@@ -15,9 +15,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from statekit.errors import FormatError, NotFoundError, UsageError
-from statekit.files.addresses import address_of, copying
 from statekit.files.ahead import ReadAhead
-from statekit.files.tree import Facts, StoredPlace, fill
+from statekit.files.tree import Facts, StoredPlace, address_of, copying, fill
 
 _KINDS = {"datasets": "dataset", "models": "model"}
 

@@ -30,17 +30,20 @@ from statekit.files.manifest import (
     RECORDS,
     REST,
     SEALED,
+    Passing,
     beside,
     check_inside,
     files_below,
     is_manifest,
     parse,
+    size_fault,
+    stated_spans,
     tensor_entry,
     tensor_faults,
+    whole_file_fault,
 )
 from statekit.files.source import File, Files, listing, read_small
 from statekit.files.tree import Place, size_of
-from statekit.files.whole_file import Passing, size_fault, stated_spans, whole_file_fault
 from statekit.tensors.digest import records_digest
 from statekit.tensors.tensor import Stored, Tensor
 

@@ -2,21 +2,39 @@
 
 A folder holds it as `statekit.json`; a file that statekit writes keeps the same document inside, and one that it seals
 has it beside, as `statekit.<name>.json`. docs/format.md defines every field.
+
+A manifest inside a file holds the digest of all other bytes of that file:
+
+    "rest": {"bytes": "...", "blake3": "...", "apart": ["<start>+<count>", ...]}
+
+What is apart are the manifest's own text, which holds the digest, and checksums of the format that depend on it; both
+are proven by themselves. For the digest their bytes count as zeros. The numbers are as wide as the widest, so that a
+file is written with a manifest that knows none of them, and then gets them in their places.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import threading
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Any, NotRequired, TypedDict
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple, NotRequired, TypedDict, cast
+
+from blake3 import blake3
 
 from statekit.budget import Account
-from statekit.errors import CorruptError, Faults, FormatError, RefusedError
-from statekit.files.source import Files, read_small, source_digest, walked
+from statekit.errors import CommitError, CorruptError, Faults, FormatError, RefusedError
+from statekit.files.durable import sync
+from statekit.files.source import File, Files, read_small, source_digest, walked
 from statekit.files.tree import AnyPlace, Place
+from statekit.pipeline import ahead, working
 from statekit.tensors.digest import json_digest
-from statekit.tensors.tensor import Tensor, dtype_name
+from statekit.tensors.tensor import BLOCK_BYTES, Tensor, dtype_name
 from statekit.tensors.tree import strict_json
 from statekit.tensors.typed import Name, Natural, typed
 
@@ -29,7 +47,7 @@ SEALED = "sealed"
 RECORDS = "records"
 """Field: the digest of what the checkpoint holds besides the values of tensors, as its reader had it."""
 REST = "rest"
-"""Field of a manifest inside a file: the digest of all other bytes of the file (statekit/files/whole_file.py)."""
+"""Field of a manifest inside a file: the digest of all other bytes of the file."""
 FORMAT = "statekit-manifest"
 VERSION = 1
 
@@ -258,3 +276,306 @@ def check_inside(folder: Place, manifest: Mapping[str, Any]) -> None:
             place=folder / FILE,
             found=", ".join(map(repr, foreign)),
         )
+
+
+_WIDTH = 20
+_BLOCK = 2**20
+_GAP = 2**16
+"""Bytes that nobody has read, up to which they are read in between."""
+_KEPT = 4
+MOST_APART = 16
+"""Runs of bytes that a digest leaves out at most, as each block that is read is compared with all; we write three."""
+Spans = Sequence[tuple[int, int]]
+
+
+class Around:
+    """What is written to a file around the values of tensors: runs of bytes, digested in the order of their writing.
+
+    Tensors have digests of their own; with these, every byte that was written is compared when it is read again.
+    """
+
+    def __init__(self) -> None:
+        self._hasher = blake3()
+        self._runs: list[tuple[int, int]] = []
+
+    def take(self, start: int, data: memoryview) -> None:
+        """Takes bytes that are written, and where."""
+        self._hasher.update(data)
+        first, size = self._runs[-1] if self._runs else (0, -1)
+        if first + size == start:
+            self._runs[-1] = first, size + len(data)
+        else:
+            self._runs.append((start, len(data)))
+
+    def fault(self, file: File) -> str:
+        """Reads them again; returns what is wrong, "" if they are what was written."""
+        hasher = blake3()
+        for start, size in self._runs:
+            for at in range(start, start + size, BLOCK_BYTES):
+                hasher.update(file.read(at, min(BLOCK_BYTES, start + size - at)).data)
+        same = hasher.digest() == self._hasher.digest()
+        return "" if same else "has other bytes around its tensors than were written"
+
+
+class Passing:
+    """The BLAKE3 digest of a file, taken from its bytes as they are read, in order.
+
+    What passes in another order is read once more at the end.
+
+    Args:
+        spans: Runs of bytes that count as zeros.
+        at: How many bytes have passed already.
+        hasher: What took them.
+    """
+
+    def __init__(self, spans: Spans = (), at: int = 0, hasher: blake3 | None = None) -> None:
+        self._spans = frozenset(spans)
+        self._hasher, self._at = hasher or blake3(), at
+        self._before: deque[tuple[int, blake3]] = deque(maxlen=_KEPT)
+        self._lock = threading.RLock()
+        self._file: File | None = None
+
+    def take(self, start: int, data: memoryview) -> None:
+        """Takes bytes that pass by, and where they stand."""
+        with self._lock:
+            if self._file is not None and self._at < start <= self._at + _GAP:
+                self._file.read(self._at, start - self._at)  # which tells of these bytes
+            if not start <= self._at < start + len(data):
+                return
+            if self._spans:  # of a folder's thousands of files, copies would be most of what is held
+                self._before.append((self._at, self._hasher.copy()))
+            with working("digest"):
+                self._hasher.update(_blanked(data[self._at - start :], self._at, self._spans))
+            self._at = start + len(data)
+
+    @contextmanager
+    def read(self, file: File) -> Iterator[None]:
+        """Takes what is read of a file in a context, by all that draw on the budget of this one."""
+        listeners = file.account.budget.listeners
+        self._file, listeners[file.identity] = file, self.take
+        try:
+            yield
+        finally:
+            del listeners[file.identity]
+            self._file = None
+
+    def digest(self, file: File, spans: Spans = ()) -> str:
+        """Returns the digest of a file, reading what hasn't passed; the bytes of some runs count as zeros."""
+        first = min((start for start, _ in self._spans.symmetric_difference(spans)), default=file.size)
+        with self._lock:
+            states = [(0, blake3()), *self._before, (self._at, self._hasher)]
+        at, hasher = next((at, state.copy()) for at, state in reversed(states) if at <= first)
+        for block in ahead(_blocks(file, at, spans)):
+            with working("digest"):
+                hasher.update(block)
+        return str(hasher.hexdigest())
+
+
+def _blocks(file: File, at: int, spans: Spans) -> Iterator[memoryview]:
+    for start in range(at, file.size, BLOCK_BYTES):
+        block = file.read(start, min(BLOCK_BYTES, file.size - start))
+        yield _blanked(block.data, start, spans)
+
+
+def _blanked(data: memoryview, at: int, spans: Iterable[tuple[int, int]]) -> memoryview:
+    """Returns bytes of a file, of which the first is its byte `at`, with zeros for those of some runs."""
+    is_copied = False
+    for begin, count in spans:
+        low, high = max(begin - at, 0), min(begin + count - at, len(data))
+        if low < high:
+            data, is_copied = data if is_copied else memoryview(bytearray(data)), True
+            data[low:high] = bytes(high - low)
+    return data
+
+
+class Checked(NamedTuple):
+    """A run of bytes with a CRC-32 (zlib's), and where that stands, little-endian, once or more often.
+
+    Attributes:
+        start: The first byte.
+        size: How many.
+        fields: Where the CRC-32 stands.
+    """
+
+    start: int
+    size: int
+    fields: tuple[int, ...]
+
+
+FindChecked = Callable[[File, int], Checked | None]
+"""Gives the run of bytes with a CRC-32 of its own that a place in a file lies in, if its format has such."""
+
+
+def nothing_checked(file: File, at: int) -> None:
+    """Finds no CRC-32: of formats that have none."""
+
+
+def unknown_rest(apart: int) -> dict[str, Any]:
+    """Returns the field of a manifest whose file isn't written yet.
+
+    Args:
+        apart: How many runs of bytes it will have apart.
+    """
+    return _field("0" * 64, 0, [(0, 0)] * apart)
+
+
+def _field(digest: str, size: int, spans: Spans) -> dict[str, Any]:
+    wide = [f"{start:0{_WIDTH}}+{count:0{_WIDTH}}" for start, count in spans]
+    return {"bytes": f"{size:0{_WIDTH}}", "blake3": digest, "apart": wide}
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A file that was written with a manifest in it which lacks the file's digest.
+
+    Attributes:
+        path: The file.
+        manifest: The manifest in it.
+        encode: Gives a manifest's bytes as they stand in the file.
+        around: What was written around tensors.
+        at: Where the manifest stands.
+        run: The bytes whose CRC-32 depends on it, if there are such.
+    """
+
+    path: Path
+    manifest: Mapping[str, Any]
+    encode: Callable[[Mapping[str, Any]], bytes]
+    around: Around
+    at: int
+    run: Checked | None
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The runs of bytes that the digest leaves out."""
+        fields = self.run.fields if self.run else ()
+        return [(self.at, len(self.encode(self.manifest))), *((field, 4) for field in fields)]
+
+    def finish(self, passing: Passing) -> dict[str, Any]:
+        """Fills in the digest, syncs the file, and reads that again; returns what the manifest now says of the file.
+
+        Args:
+            passing: What took the file's bytes as they were read again.
+
+        Raises:
+            CommitError: What was written isn't there.
+        """
+        spans, path = self.spans, self.path
+        with Files() as files:
+            file = files.source(path)
+            if what := self.around.fault(file):
+                raise CommitError(f"What was written isn't what was meant: it {what}.", place=path)
+            rest = _field(passing.digest(file, spans), file.size, spans)
+        new = self.encode(sealed({**{k: v for k, v in self.manifest.items() if k != "digest"}, REST: rest}))
+        if len(new) != spans[0][1]:
+            raise CommitError("A manifest doesn't fit its place.", place=path)
+        with path.open("r+b", buffering=0) as raw:
+            output, put = cast(BinaryIO, raw), {self.at: new}
+            _put(output, put)
+            if self.run is not None:
+                crc = _crc(output, self.run).to_bytes(4, "little")
+                put |= dict.fromkeys(self.run.fields, crc)
+                _put(output, put)
+            sync(output.fileno())
+            for start, data in put.items():
+                output.seek(start)
+                if output.read(len(data)) != data:
+                    raise CommitError(
+                        "What was written isn't what was meant: the manifest in it.", place=path
+                    )
+        return rest
+
+
+def unfinished(
+    path: Path,
+    manifest: Mapping[str, Any],
+    encode: Callable[[Mapping[str, Any]], bytes],
+    checked: FindChecked,
+    around: Around,
+) -> Unfinished:
+    """Finds where a manifest stands in a file that was written, and what depends on it.
+
+    Args:
+        path: The file.
+        manifest: The manifest in it.
+        encode: Gives a manifest's bytes as they stand in the file.
+        checked: Finds the CRC-32 that depends on the manifest.
+        around: What was written around tensors.
+
+    Raises:
+        CommitError: The manifest isn't in the file.
+    """
+    with Files() as files:
+        file = files.source(path)
+        at = _only(file, encode(manifest))
+        return Unfinished(path, manifest, encode, around, at, checked(file, at))
+
+
+def _put(output: BinaryIO, put: Mapping[int, bytes]) -> None:
+    """Writes bytes to their places."""
+    for start, data in put.items():
+        output.seek(start)
+        output.write(data)
+
+
+def stated_spans(rest: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Returns the runs of bytes that a manifest inside says are apart.
+
+    Raises:
+        ValueError: It doesn't say any, or more than anybody writes.
+    """
+    if len(rest["apart"]) > MOST_APART:
+        raise ValueError(f"{len(rest['apart'])} runs of bytes are apart")
+    pairs = [one.split("+") for one in rest["apart"]]
+    return sorted((int(start), int(count)) for start, count in pairs)
+
+
+def size_fault(file: File, rest: Mapping[str, Any]) -> str:
+    """Compares a file's size with what the manifest inside says of it, without reading; "" if it fits.
+
+    Args:
+        file: The file.
+        rest: The manifest's field.
+    """
+    try:
+        size, _ = int(rest["bytes"]), stated_spans(rest)
+    except ValueError:
+        return "the manifest inside has no digest of its file"
+    is_unknown = size == 0  # it is being written, or its digest is of no file
+    return "" if is_unknown or size == file.size else f"has {file.size} bytes, expected {size}"
+
+
+def whole_file_fault(file: File, rest: Mapping[str, Any], passing: Passing | None = None) -> str:
+    """Reads a whole file and compares it with what the manifest inside says of it; "" if it fits.
+
+    Args:
+        file: The file.
+        rest: The manifest's field.
+        passing: What took its bytes as they were read, so that they needn't be again.
+    """
+    if what := size_fault(file, rest):
+        return what
+    size, spans = file.size, stated_spans(rest)
+    fits = all(0 <= start <= start + count <= size for start, count in spans)
+    if not fits or (passing or Passing()).digest(file, spans) != rest["blake3"]:
+        return "isn't the file that was written: bytes were changed since, or are damaged"
+    return ""
+
+
+def _only(file: File, text: bytes) -> int:
+    """Returns where a text stands in a file, looked for from the end."""
+    step = max(_BLOCK, len(text))
+    for stop in range(file.size, 0, -step):
+        start = max(0, stop - step)
+        count = min(stop + len(text), file.size) - start
+        at = file.read(start, count).tobytes().rfind(text)
+        if at >= 0:
+            return start + at
+    raise CommitError("The manifest isn't in the file that was written.", place=file.path)
+
+
+def _crc(output: BinaryIO, run: Checked) -> int:
+    output.seek(run.start)
+    crc, left = 0, run.size
+    while left and (block := output.read(min(_BLOCK, left))):
+        crc, left = zlib.crc32(block, crc), left - len(block)
+    return crc

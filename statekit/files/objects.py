@@ -17,9 +17,9 @@ from typing import Any
 from blake3 import blake3
 
 from statekit.errors import CommitError, FormatError, NotFoundError, StatekitError, TargetExistsError
+from statekit.files.manifest import Passing
 from statekit.files.store import asking, facts_of_entry
 from statekit.files.tree import Facts
-from statekit.files.whole_file import Passing
 from statekit.pipeline import each, working
 
 PART_BYTES = 2**24

@@ -2,8 +2,8 @@
 
 A file is a regular one or refused, without waiting for a FIFO's writer; it is opened when it is first read, read at
 any place by any thread, and never mapped: a file that shrinks is an error and not a signal. What lies outside of it is
-refused before anything is allocated, and so is what a link out of the checkpoint leads to. In go paths that a container
-has found; out come bytes, or an error that says which file and which byte.
+refused before anything is allocated, and so is what a link out of the checkpoint leads to. In go the paths or addresses
+that a user names, and names that a container finds there; out come bytes, or an error that says which file and byte.
 
 Two libraries read files by themselves, after what they will meet has been checked here: tensorstore reads OCDBT
 databases (formats/zarr/stores.py), and the safetensors library proves headers (files/safetensors.py). h5py, zipfile
@@ -41,7 +41,7 @@ from statekit.errors import (
     nearest,
 )
 from statekit.files.ahead import ReadAhead
-from statekit.files.tree import AnyPlace, Facts, Place, StoredPlace, absolute
+from statekit.files.tree import STORES, AnyPlace, Facts, Place, StoredPlace, absolute, copying, local_path
 from statekit.pipeline import empty, working
 from statekit.tensors.tensor import Array
 from statekit.tensors.tree import going_over
@@ -748,3 +748,45 @@ class _AsFile(io.RawIOBase):
 def as_file(source: Source) -> io.RawIOBase:
     """Returns a source as a file object, for libraries that read one. It has a position: one reader at a time."""
     return _AsFile(source)
+
+
+def target_place(target: str | os.PathLike[str] | Place) -> Place:
+    """Returns the place of a target that a user names; what may be there is its writer's to look at.
+
+    Raises:
+        UsageError: It is empty, or the address of something that isn't written.
+    """
+    if isinstance(target, str) and target.partition("://")[0] not in STORES:
+        return local_path(target)
+    return checkpoint_place(target)
+
+
+def checkpoint_place(source: str | os.PathLike[str] | Place) -> Place:
+    """Returns the place that a user names by a path or an address, or a place itself.
+
+    Raises:
+        UsageError: It is empty, or the address of something that isn't read.
+    """
+    if isinstance(source, StoredPlace):
+        return source
+    if not isinstance(source, str):
+        return Path(source)
+    scheme, separator, _ = source.partition("://")
+    if "/" in scheme:  # a name with :// in it
+        return Path(source)
+    if not separator or scheme == "file":
+        return local_path(source)
+    if scheme in STORES:
+        from statekit.files.store import in_store
+
+        return in_store(source)
+    if scheme == "hf":
+        from statekit.files.hub import in_hub
+
+        return in_hub(source)
+    raise UsageError(
+        "Checkpoints aren't read from there.",
+        place=source,
+        expected="a path of this machine, or s3://, gs://, az:// or hf://",
+        remedy=f"copy it first: {copying(source)}",
+    )

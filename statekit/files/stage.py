@@ -28,25 +28,23 @@ from statekit.files.manifest import (
     CHECKPOINT,
     FILE,
     REST,
+    Around,
+    FindChecked,
+    Passing,
+    Unfinished,
     file_entry,
     inside,
+    nothing_checked,
     parse,
     sealed,
     tensor_entry,
     tensor_faults,
     to_text,
-)
-from statekit.files.source import Files, read_small
-from statekit.files.tree import Place, StoredPlace, size_of
-from statekit.files.whole_file import (
-    Around,
-    FindChecked,
-    Passing,
-    Unfinished,
-    nothing_checked,
     unknown_rest,
     whole_file_fault,
 )
+from statekit.files.source import Files, read_small
+from statekit.files.tree import Place, StoredPlace, size_of
 from statekit.pipeline import each, give_back, lane, working
 from statekit.tensors.digest import tensor_bytes, tensor_digests
 from statekit.tensors.tensor import BLOCK_BYTES, Tensor, begin
@@ -233,7 +231,7 @@ class Stage:
         encode: Callable[[Mapping[str, Any]], bytes],
         checked: FindChecked = nothing_checked,
     ) -> None:
-        """Has the whole file's digest filled into the manifest in it, which `manifest` made; as `whole_file` has it.
+        """Has the whole file's digest filled into the manifest in it, which `manifest` made; as `unfinished` has it.
 
         It is filled in when the file has been read again; at once where the file is so small that opening digests it.
         """

@@ -17,9 +17,8 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from statekit.errors import CorruptError, FormatError, NotFoundError, UsageError
-from statekit.files.addresses import address_of, copying
 from statekit.files.ahead import ReadAhead
-from statekit.files.tree import WORK, Facts, StoredPlace, fill
+from statekit.files.tree import WORK, Facts, StoredPlace, address_of, copying, fill
 
 _MOST_PAGES, _PAGE = 20, 1000
 """Pages of names that one listing of all below a folder may have; of more, each folder is listed when it is asked."""

@@ -16,16 +16,14 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO, cast
 
 from statekit.errors import CommitError, UsageError, some
-from statekit.files.addresses import STORES, address_of
 from statekit.files.ahead import ReadAhead
 from statekit.files.claims import Claim, check_held, claimed, exists, ranks, work_of
 from statekit.files.durable import make_temporary, remove_temporary, sweep, writing
 from statekit.files.homes import Encode, Entries, TargetKind, check_space
-from statekit.files.manifest import FILE, files_below
+from statekit.files.manifest import FILE, Around, FindChecked, Unfinished, files_below, unfinished
 from statekit.files.objects import Objects, Upload
 from statekit.files.store import ListedTree, opened_store
-from statekit.files.tree import Facts, StoredPlace
-from statekit.files.whole_file import Around, FindChecked, Unfinished, unfinished
+from statekit.files.tree import STORES, Facts, StoredPlace, address_of
 from statekit.tensors.tensor import BLOCK_BYTES
 
 _WITHOUT_DATABASES = ("az://",)

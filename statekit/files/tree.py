@@ -1,9 +1,9 @@
-"""Where the files of a checkpoint lie: on a disk, or in a store that was listed.
+"""Where the files of a checkpoint lie, on a disk or in a store that was listed, and how a user names them.
 
 A `Place` is a name of a file or a folder. `pathlib.Path` is one, of this machine; `StoredPlace` is the other, of a
 `FileTree`. Whatever reads checkpoints takes places, and asks them by pathlib's own names.
 
-    place = checkpoint_place("s3://bucket/run")  # of statekit.files.places
+    place = checkpoint_place("s3://bucket/run")  # of statekit.files.source
     (place / "model.safetensors").is_file()
 
 A tree in a store is a snapshot: it is listed once, and each read is pinned to what the listing says. What has changed
@@ -20,8 +20,16 @@ from functools import cached_property
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, Literal, Protocol, Self, TypeVar
 
-from statekit.errors import CorruptError, RefusedError
-from statekit.files.addresses import copying
+from statekit.errors import CorruptError, RefusedError, UsageError
+
+STORES = ("s3", "gs", "az")
+"""The schemes of object stores that are read."""
+_COPIES = {
+    "s3": "aws s3 cp --recursive {} LOCAL_FOLDER/",
+    "gs": "gcloud storage cp -r {} LOCAL_FOLDER/",
+    "az": "azcopy copy {} LOCAL_FOLDER/ --recursive",
+    "hf": "hf download REPOSITORY --local-dir LOCAL_FOLDER",
+}
 
 WORK = ".statekit-work-"
 """What the name of a folder in a store begins with that says who writes the target of the rest of the name."""
@@ -292,3 +300,50 @@ def facts_of(place: Place) -> Facts | None:
     identity = f"{facts.st_dev}:{facts.st_ino}:{facts.st_mtime_ns}"
     kind: Literal["file", "folder"] = "folder" if stat.S_ISDIR(facts.st_mode) else "file"
     return Facts(f"{place}", kind, facts.st_size, identity, facts.st_mtime_ns)
+
+
+def address_of(text: str) -> tuple[str, str, str]:
+    """Returns the scheme of an address, its bucket, and the name there, without slashes around it.
+
+    Raises:
+        UsageError: It names no bucket, or has a password, a query or a name that leads elsewhere. None of it is shown.
+    """
+    scheme, _, rest = text.partition("://")
+    bucket, _, name = rest.partition("/")
+    name = name.strip("/")
+    if "@" in bucket or ":" in bucket or "?" in text:
+        raise UsageError(
+            "An address has no password and no query.",
+            place=f"{scheme}://",
+            expected=f"{scheme}://BUCKET/NAME",
+            remedy="leave them out: credentials are taken from the environment",
+        )
+    if not bucket or any(part in ("", ".", "..") for part in name.split("/")[: None if name else 0]):
+        raise UsageError("This address names nothing.", place=text, expected=f"{scheme}://BUCKET/NAME")
+    return scheme, bucket, name
+
+
+def local_path(source: str) -> Path:
+    """Returns the path of this machine that a user names.
+
+    Raises:
+        UsageError: It is empty, or the address of something that isn't on this machine.
+    """
+    if not source:
+        raise UsageError(
+            "A path is empty, as that of a variable without a value is.",
+            expected="a file or folder; . is the one where you are",
+        )
+    scheme, separator, rest = source.partition("://")
+    if separator and scheme != "file":
+        raise UsageError(
+            "This must be a path of this machine.",
+            place=source,
+            remedy=f"use a local folder, and copy from or to it: {copying(source)}",
+        )
+    return Path(rest if separator else source)
+
+
+def copying(address: str) -> str:
+    """Returns the command that copies what is at an address to this machine, as far as one is known."""
+    return _COPIES.get(address.partition("://")[0].lower(), "to a local folder").format(address)

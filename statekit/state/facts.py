@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -21,6 +22,8 @@ from statekit.state.train_state import Group, TrainState
 
 _FACTORING = ("factor_map", "logical_factor_rules", "factored", "min_dim_size_to_factor")
 """What says how parameters are factored: each parameter has its rule."""
+_ASSUMED = "; assumed: "
+_ASSIGNMENT = re.compile(r", (?=\w+=)")
 
 
 def candidates(state: TrainState) -> Fact | None:
@@ -205,3 +208,32 @@ def _told(facts: Sequence[Fact], name: str, otherwise: str | None) -> Iterator[F
     yield Fact(OPTIMIZER, name, "given")
     if otherwise is not None and not any(fact.name == BEYOND for fact in facts):
         yield Fact(BEYOND, None, "given", f"it is {name}, of which statekit has no steps: {otherwise}")
+
+
+def assumed_values(sentence: str) -> tuple[str, dict[str, str]]:
+    """Returns the reason of an assumption, and the values that it lists by name; no values of another sentence.
+
+    Example:
+        >>> assumed_values("The file holds no config; assumed: beta1=None, decay_rate=0.8.")
+        ('The file holds no config', {'beta1': 'None', 'decay_rate': '0.8'})
+    """
+    reason, _, values = sentence.partition(_ASSUMED)
+    assignments = _ASSIGNMENT.split(values.removesuffix("."))
+    return reason, {
+        name: value for name, sign, value in (text.partition("=") for text in assignments) if sign
+    }
+
+
+def still_assumed(state: TrainState) -> tuple[str, ...]:
+    """Returns a state's assumptions without the values that every group has from elsewhere by now."""
+    groups = state.optimizer.groups
+    sentences = []
+    for sentence in state.assumptions:
+        reason, values = assumed_values(sentence)
+        origins = {name: {group.known_from.get(name) for group in groups} - {None} for name in values}
+        kept = [f"{name}={value}" for name, value in values.items() if origins[name] != {"given"}]
+        if len(kept) == len(values):
+            sentences.append(sentence)
+        elif kept:
+            sentences.append(f"{reason}{_ASSUMED}{', '.join(kept)}.")
+    return tuple(sentences)

@@ -92,39 +92,6 @@ def _is_same(left: Any, right: Any) -> bool:
     return bool(left == right) and isinstance(left, bool) == isinstance(right, bool)
 
 
-_ASSUMED = "; assumed: "
-_ASSIGNMENT = re.compile(r", (?=\w+=)")
-
-
-def assumed_values(sentence: str) -> tuple[str, dict[str, str]]:
-    """Returns the reason of an assumption, and the values that it lists by name; no values of another sentence.
-
-    Example:
-        >>> assumed_values("The file holds no config; assumed: beta1=None, decay_rate=0.8.")
-        ('The file holds no config', {'beta1': 'None', 'decay_rate': '0.8'})
-    """
-    reason, _, values = sentence.partition(_ASSUMED)
-    assignments = _ASSIGNMENT.split(values.removesuffix("."))
-    return reason, {
-        name: value for name, sign, value in (text.partition("=") for text in assignments) if sign
-    }
-
-
-def still_assumed(state: TrainState) -> tuple[str, ...]:
-    """Returns a state's assumptions without the values that every group has from elsewhere by now."""
-    groups = state.optimizer.groups
-    sentences = []
-    for sentence in state.assumptions:
-        reason, values = assumed_values(sentence)
-        origins = {name: {group.known_from.get(name) for group in groups} - {None} for name in values}
-        kept = [f"{name}={value}" for name, value in values.items() if origins[name] != {"given"}]
-        if len(kept) == len(values):
-            sentences.append(sentence)
-        elif kept:
-            sentences.append(f"{reason}{_ASSUMED}{', '.join(kept)}.")
-    return tuple(sentences)
-
-
 Exclusion = Sequence[str] | Mapping[str, bool] | None
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from statekit.conversion.belonging.companions import UNREAD, half_of
+from statekit.conversion.belonging import UNREAD, half_of
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import NO_HINTS
 from statekit.conversion.inspection import inspect

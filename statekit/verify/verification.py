@@ -17,7 +17,6 @@ from typing import Any
 
 from statekit.arrays.backend import backend
 from statekit.conversion import registry
-from statekit.conversion.asking import is_carried, unsaid
 from statekit.conversion.changing.changes import Changes
 from statekit.conversion.checkpoint_ref import OPTIONS, CheckpointRef, ref_of
 from statekit.conversion.contracts import NO_HINTS, Exactness
@@ -25,8 +24,9 @@ from statekit.conversion.open_state import OpenState, open_beside
 from statekit.conversion.plan import Plan, Request
 from statekit.conversion.prepared import SCHEDULE, Prepared, carried_out, prepare
 from statekit.conversion.rule_change import Bridge, Compared, RuleChange
+from statekit.conversion.target import is_carried, unsaid
 from statekit.errors import StatekitError, UsageError, some
-from statekit.files.places import checkpoint_place
+from statekit.files.source import checkpoint_place
 from statekit.files.tree import Place
 from statekit.maps.links import StateMap
 from statekit.maps.model_map import Renaming, load

@@ -228,7 +228,7 @@ def _spec_samples() -> list[bytes]:
 
 
 def _read_specs(data: bytes) -> object:
-    from statekit.converters.containers.stored_arrays import Arrays
+    from statekit.converters.formats.zarr.headers import Arrays
     from statekit.tensors.tree import strict_json
 
     tree, header = strict_json(data, PLACE), json.dumps(ZARRAY).encode()
@@ -345,7 +345,7 @@ def _ending_changed(data: bytes, random: Random) -> bytes:
 
 def _read_ocdbt(data: bytes) -> object:
     from statekit.converters.containers.orbax.metadata import parse, tree_of
-    from statekit.converters.containers.stored_arrays import ArrayPlace, Arrays
+    from statekit.converters.formats.zarr.headers import ArrayPlace, Arrays
     from statekit.converters.formats.zarr.stores import OcdbtStore
 
     document = json.loads(data)

@@ -51,8 +51,8 @@ from statekit.converters.containers.step_folders import (
     step_checkpoint,
     step_prefix,
 )
-from statekit.converters.containers.stored_arrays import ArrayPlace, Arrays
 from statekit.converters.formats.msgpack.reader import parse as parse_msgpack
+from statekit.converters.formats.zarr.headers import ArrayPlace, Arrays
 from statekit.converters.formats.zarr.stores import FolderStore, open_store, read_whole
 from statekit.errors import CorruptError, Faults, FormatError
 from statekit.files.checkpoint import VARIABLES, Checkpoint, Finding

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from statekit.budget import CHUNK_STEPS, NODE_BYTES, TINY
-from statekit.converters.formats.decompression import PIECE, ZLIB, decompress_into, stream_bytes
+from statekit.converters.formats.storage import PIECE, ZLIB, decompress_into, stream_bytes
 from statekit.errors import CorruptError
 from statekit.files.source import Held, Part, Source, byte_of, bytes_at, hold
 from statekit.tensors.tensor import Array, DType, Index, Shape, index_shape, touched_chunks

@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 
-from statekit.converters.formats.decompression import MOST_OF_ONE, ZLIB
 from statekit.converters.formats.hdf5.attributes import Attributes
 from statekit.converters.formats.hdf5.chunks import DEFLATE, Chunks
 from statekit.converters.formats.hdf5.headers import DATASPACE, DATATYPE, Header, read_header
@@ -27,7 +26,7 @@ from statekit.converters.formats.hdf5.layouts import Lying, where
 from statekit.converters.formats.hdf5.links import links
 from statekit.converters.formats.hdf5.structure import Structure, broken
 from statekit.converters.formats.hdf5.types import Kind, read_kind, read_space
-from statekit.converters.formats.storage import dense
+from statekit.converters.formats.storage import MOST_OF_ONE, ZLIB, dense
 from statekit.errors import CorruptError, FormatError, RefusedError
 from statekit.files.checkpoint import ATTRIBUTES
 from statekit.files.checksums import OF_FILTERS

@@ -23,14 +23,14 @@ import numpy as np
 
 from statekit.budget import CHUNK_STEPS, TINY
 from statekit.converters.formats.crc import crc32c
-from statekit.converters.formats.decompression import (
+from statekit.converters.formats.storage import (
     MOST_OF_ONE,
     PIECE,
+    checked_shape,
     decompress_into,
     decompressed,
     stream_bytes,
 )
-from statekit.converters.formats.storage import checked_shape
 from statekit.converters.formats.zarr.stores import Store
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError
 from statekit.files.checksums import OF_COMPRESSORS

@@ -13,9 +13,8 @@ from typing import Any, Protocol
 
 from statekit.budget import Account
 from statekit.errors import CorruptError, NotFoundError, RefusedError
-from statekit.files.addresses import address_of
 from statekit.files.source import Files, Held, Source, filled, hold, record, require, walked
-from statekit.files.tree import Place, StoredPlace
+from statekit.files.tree import Place, StoredPlace, address_of
 from statekit.pipeline import threads
 from statekit.tensors.tensor import Array
 

@@ -2,13 +2,17 @@
 
     target/<path>  state/step  state/param_states/<path>/{v_row,v_col,v,m}  flax_mutables/...
 
-Source: T5X t5x/adafactor.py, t5x/train_state.py.
+Every moved parameter has all four slots; one that isn't in use is a placeholder of shape (1,). A parameter that no
+optimizer of a MultiOptimizer moves has None instead. T5X stores no hyperparameters: they are given, found in a gin file
+or manifest, inferred from the slots, or assumed.
+Source: T5X t5x/adafactor.py, `init_param_state`; t5x/train_state.py; t5x/optimizers.py, `MultiOptimizer`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,31 +20,391 @@ import numpy as np
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.dropped import dropped_from
-from statekit.converters.layouts.hyperparameters import Hyperparameters, OptimizerSpec, manifest_state
-from statekit.converters.layouts.t5x.inferred_hyperparameters import (
-    RULES,
-    inferred,
-    logical_rules,
-    members,
-    scale_by_path,
+from statekit.converters.layouts.hyperparameters import (
+    Hyperparameters,
+    ManifestRecord,
+    OptimizerSpec,
+    manifest_state,
+    with_minimum,
 )
 from statekit.converters.layouts.t5x.lines import gin_lines
-from statekit.converters.layouts.t5x.tree import (
-    SLOTS,
-    Native,
-    NativeSlots,
-    looks_native,
-    read_native,
-)
-from statekit.errors import Faults, InexactError, StateError, some
-from statekit.files.checkpoint import Checkpoint
+from statekit.errors import Faults, InexactError, StateError, UsageError, some
+from statekit.files.checkpoint import FILES_BESIDE, Checkpoint
 from statekit.lines.printing import SavedRun, State
-from statekit.state.factoring import GivenRules, by_size, effective, fits, from_slots, given_rules
+from statekit.state.factoring import (
+    GivenRules,
+    by_size,
+    effective,
+    first_entry,
+    fits,
+    from_slots,
+    given_rules,
+    map_entries,
+)
+from statekit.state.options import checked_hparams, read_hparams
 from statekit.state.schedules.called import KEY as CALLED
-from statekit.state.stored_slots import with_placeholders
+from statekit.state.schema import load_schema
+from statekit.state.stored_slots import PLACEHOLDER, with_placeholders
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensors.tensor import DTYPES, Shape, Tensor, in_memory
-from statekit.tensors.tree import nested
+from statekit.tensors.tensor import DTYPES, DType, Shape, Tensor, in_memory
+from statekit.tensors.tree import Tree, nested, walk
+from statekit.tensors.typed import Natural, fits, shown
+
+SLOTS = ("v_row", "v_col", "v", "m")
+
+
+@dataclass(frozen=True)
+class NativeSlots:
+    """What the slots of one parameter prove.
+
+    Attributes:
+        shape: The parameter's.
+        slots: The four native slots.
+        factored: Whether `v_row` and `v_col` are in use, and not `v`.
+        momentum: Whether `m` is in use; None where the parameter's own shape is (1,) and `m` is zero.
+    """
+
+    shape: Shape
+    slots: Mapping[str, Tensor]
+    factored: bool
+    momentum: bool | None
+
+    @property
+    def momentum_dtype(self) -> DType:
+        """The dtype of `m`."""
+        return self.slots["m"].dtype
+
+
+@dataclass(frozen=True)
+class Native:
+    """A T5X train state, sorted.
+
+    Attributes:
+        params: Parameter by path.
+        slots: Slots by path; None where no optimizer moves the parameter. Empty if the file has no optimizer state.
+        step: `state/step`.
+        extra: Everything else.
+    """
+
+    params: Mapping[str, Tensor]
+    slots: Mapping[str, NativeSlots | None]
+    step: int
+    extra: Mapping[str, Tree]
+
+
+def looks_native(checkpoint: Checkpoint) -> str | None:
+    """Returns why a checkpoint is a T5X train state with Adafactor's slots; None if it isn't."""
+    if not _is_train_state(checkpoint.tree):
+        return None
+    slots = [name for name in checkpoint.tensors if name.startswith("state/param_states/")]
+    if not slots:
+        return "it has target and state/step, and no slots"
+    if all(name.rpartition("/")[2] in SLOTS for name in slots) and any(
+        name.endswith("/v_row") for name in slots
+    ):
+        return f"it has target, state/step and {slots[0]}"
+    return None
+
+
+def _is_train_state(tree: Tree) -> bool:
+    if not isinstance(tree, Mapping) or not isinstance(tree.get("target"), Mapping):
+        return False
+    state = tree.get("state")
+    return isinstance(state, Mapping) and "step" in state
+
+
+def read_native(checkpoint: Checkpoint) -> Native:
+    """Sorts a tree into parameters, slots, step and the rest.
+
+    Raises:
+        StateError: Names or shapes aren't those of T5X's Adafactor; lists every fault.
+    """
+    tree = checkpoint.tree
+    if not _is_train_state(tree):
+        raise StateError(
+            "The checkpoint isn't a train state of T5X.",
+            place=checkpoint.path,
+            expected="target and state/step",
+        )
+    state: Mapping[str, Any] = tree["state"]
+    faults = Faults()
+    params = {}
+    for path, leaf in walk(tree["target"]):
+        if isinstance(leaf, Tensor):
+            params["/".join(map(str, path))] = leaf
+        elif leaf not in (None, {}):
+            faults.add(f"is no tensor but {type(leaf).__name__}", "/".join(map(str, ("target", *path))))
+    slots = dict(_slots(state.get("param_states"), faults))
+    slots_by_path: dict[str, NativeSlots | None] = {}
+    for name, param_slots in slots.items():
+        if name not in params:
+            faults.add("has slots but no parameter", name)
+        elif param_slots is None:
+            slots_by_path[name] = None
+        elif (described := _described(name, params[name].shape, param_slots, faults)) is not None:
+            slots_by_path[name] = described
+    if slots:
+        faults += [("has no slots, and no None in their place", name) for name in params if name not in slots]
+    step = _step(state["step"], faults, "iuf" if checkpoint.container == "orbax" else "iu")
+    faults.check(
+        StateError,
+        "The checkpoint isn't a state of T5X's Adafactor",
+        place=checkpoint.path,
+        remedy="a checkpoint of another optimizer needs that optimizer's layout",
+    )
+    return Native(params, slots_by_path, step, _rest(tree, checkpoint.meta))
+
+
+def _slots(states: Any, faults: Faults) -> Iterator[tuple[str, dict[str, Tensor] | None]]:
+    by_param: dict[str, dict[str, Tensor]] = {}
+    if states and not isinstance(states, Mapping):
+        faults.add(f"is {shown(states)}, expected slots by parameter", "state/param_states")
+        return
+    for path, leaf in walk(states) if states else ():
+        parent = "/".join(map(str, path[:-1]))
+        if isinstance(leaf, Tensor):
+            by_param.setdefault(parent, {})[str(path[-1])] = leaf
+        elif leaf is None and parent not in by_param:
+            yield "/".join(map(str, path)), None
+        elif leaf != {}:
+            faults.add(f"is no slot but {type(leaf).__name__}", "/".join(map(str, path)))
+    yield from by_param.items()
+
+
+def _described(path: str, shape: Shape, slots: Mapping[str, Tensor], faults: Faults) -> NativeSlots | None:
+    """Sorts four slots by the parameter's shape, not by theirs: one of shape (1,) has real slots of that shape."""
+    wrong = [f"has no slot {name}" for name in SLOTS if name not in slots]
+    wrong += [f"has an unknown slot {name}" for name in slots if name not in SLOTS]
+    if not wrong:
+        v, m = slots["v"].shape, slots["m"].shape
+        wrong += [
+            f"slot {name} has shape {stored}, expected {shape}, or {PLACEHOLDER} if not in use"
+            for name, stored in (("v", v), ("m", m))
+            if stored not in (shape, PLACEHOLDER)
+        ]
+        if v == shape and (slots["v_row"].shape, slots["v_col"].shape) != (PLACEHOLDER, PLACEHOLDER):
+            wrong.append(f"has a full v beside v_row {slots['v_row'].shape} and v_col {slots['v_col'].shape}")
+    faults += [(fault, path) for fault in wrong]
+    if wrong:
+        return None
+    momentum = m == shape
+    if shape == PLACEHOLDER and not np.any(slots["m"].read()):
+        return NativeSlots(shape, slots, v != shape, None)
+    return NativeSlots(shape, slots, v != shape, momentum)
+
+
+def _step(leaf: Any, faults: Faults, kinds: str) -> int:
+    """Returns the step; Orbax may hold a float, as T5X casts it with all leaves that it restores with a dtype."""
+    is_count = isinstance(leaf, Tensor) and leaf.shape == () and leaf.dtype.kind in kinds
+    scalar = leaf.read().item() if is_count else leaf
+    scalar = int(scalar) if isinstance(scalar, float) and is_count and scalar.is_integer() else scalar
+    if not fits(scalar, Natural):
+        leaf_type = f"{leaf.dtype} {leaf.shape}" if isinstance(leaf, Tensor) else type(leaf).__name__
+        faults.add(f"is no integer scalar but {leaf_type}", "state/step")
+        return 0
+    return int(scalar)
+
+
+def _rest(tree: Mapping[str, Any], meta: Mapping[str, Any]) -> dict[str, Tree]:
+    """Returns what is neither parameter nor slot nor step."""
+    state = {key: value for key, value in tree["state"].items() if key not in ("step", "param_states")}
+    other = {key: value for key, value in tree.items() if key not in ("target", "state", "flax_mutables")}
+    rest = {**other, **({"state": state} if state else {})}
+    parts = {
+        "flax_mutables": tree.get("flax_mutables"),
+        "t5x": rest,
+        FILES_BESIDE: list(meta.get(FILES_BESIDE, ())),
+    }
+    return {key: value for key, value in parts.items() if value}
+
+
+RULES = ("factor_map", "logical_factor_rules", "logical_axes")
+"""Hyperparameters that say how parameters are factored; they become rules."""
+
+_T5X = ("adafactor", "t5x")
+"""Schema and variant."""
+STANDARD = {
+    "vocab": "COLUMN", "embed": "ROW", "mlp": "COLUMN", "heads": "COLUMN", "kv": "COLUMN", "joined_kv": "COLUMN",
+    "relpos_buckets": "NONE", "layers": "BATCH", "stack": "BATCH", "q_wi_fused": "COLUMN", "o_wo_fused": "COLUMN",
+    "multiquery_heads": "COLUMN", "kv_fused": "COLUMN", "layer_norm_scale": "NONE", "mlp_activations": "COLUMN",
+}  # fmt: skip
+"""What T5X's `standard_logical_factor_rules()` returns: label by logical axis. Source: T5X t5x/adafactor.py."""
+
+_STANDARD = "standard_logical_factor_rules()"
+_NAMED_STANDARD = re.compile(r"@?(\w+\.)*standard_logical_factor_rules(\(\))?")
+_TRAVERSALS = "traversals_and_optimizers"
+
+
+def defaults() -> dict[str, Any]:
+    """Returns T5X's defaults. Source: T5X t5x/adafactor.py, `Adafactor.__init__`."""
+    return dict(load_schema("adafactor").variants["t5x"]["defaults"])
+
+
+def members(
+    checkpoint: Checkpoint,
+    hints: CheckpointRef,
+    known: ManifestRecord | None,
+    slots_by_path: Mapping[str, NativeSlots | None],
+) -> tuple[list[OptimizerSpec], list[str]]:
+    """Sorts the moved parameters by optimizer: as traversals or the manifest say, else by whether they have momentum.
+
+    Returns:
+        The members, each with what is told about it: by the user, by the manifest, by a gin file. What is open.
+
+    Raises:
+        UsageError: The user's hyperparameters can't be, or the traversals don't select exactly the parameters that
+            have slots; lists every one.
+    """
+    given = checked_hparams(*_T5X, hints.hyperparameters, only=defaults(), unchecked=(*RULES, _TRAVERSALS))
+    gin, notes = _from_gin(checkpoint)
+    if _TRAVERSALS in given:
+        traversals = given.pop(_TRAVERSALS)
+        return _traversed(traversals, gin.over(given, "given"), slots_by_path), notes
+    if known is not None:
+        moved = [
+            replace(g, paths=tuple(p for p in g.paths if slots_by_path.get(p) is not None))
+            for g in known.groups
+        ]
+        return [
+            replace(g, hyperparameters=gin.under(g.hyperparameters).over(given, "given")) for g in moved
+        ], notes
+    specified = gin.over(given, "given")
+    momentum = {path: slots.momentum for path, slots in slots_by_path.items() if slots is not None}
+    parts = [tuple(momentum)]
+    if {True, False} <= set(momentum.values()):
+        parts = [tuple(p for p in momentum if momentum[p]), tuple(p for p in momentum if not momentum[p])]
+        notes.append(
+            "Some parameters have momentum and others don't: they are taken for two optimizers' parameters."
+        )
+    elif None in slots_by_path.values():
+        notes.append(
+            "Which optimizer moved a parameter isn't stored; all that have slots are taken to share one."
+        )
+    return [OptimizerSpec(paths, specified) for paths in parts if paths], notes
+
+
+def _from_gin(checkpoint: Checkpoint) -> tuple[Hyperparameters, list[str]]:
+    """Returns what the run's gin file says, and what of it can't be used."""
+    gin = checkpoint.meta.get("gin") or {}
+    values, references = dict(gin.get("values", {})), gin.get("references", {})
+    notes = [note for note in gin.get("left_out", ()) if _STANDARD not in note]
+    if _STANDARD in references.get("logical_factor_rules", ""):
+        values["logical_factor_rules"] = STANDARD
+    options = read_hparams(*_T5X, values, only=defaults(), unchecked=RULES)
+    notes += [
+        f"{name}={values[name]!r} in {gin['file']} isn't used: it {fault}." for fault, name in options.faults
+    ]
+    return Hyperparameters().over(options.values, "file"), notes
+
+
+def logical_rules(value: Any) -> Any:
+    """Returns `logical_factor_rules`, T5X's own table where it is called by its function."""
+    return STANDARD if isinstance(value, str) and _NAMED_STANDARD.fullmatch(value) else value
+
+
+def _traversed(
+    traversals: Any, specified: Hyperparameters, slots_by_path: Mapping[str, NativeSlots | None]
+) -> list[OptimizerSpec]:
+    entries = list(_entries(traversals))
+    owners = {
+        path: [i for i, (regex, _) in enumerate(entries) if re.search(regex, path)] for path in slots_by_path
+    }
+    faults = [f"{path} is selected {len(owning)} times" for path, owning in owners.items() if len(owning) > 1]
+    faults += [
+        f"{path} is selected but has no slots"
+        for path, owning in owners.items()
+        if owning and slots_by_path[path] is None
+    ]
+    faults += [
+        f"{path} has slots but isn't selected"
+        for path, owning in owners.items()
+        if not owning and slots_by_path[path]
+    ]
+    if faults:
+        raise UsageError(f"{_TRAVERSALS} doesn't fit the checkpoint.", found="; ".join(faults)[:2000])
+    return [
+        OptimizerSpec(
+            tuple(path for path, owning in owners.items() if owning == [i]), specified.over(values, "given")
+        )
+        for i, (_, values) in enumerate(entries)
+    ]
+
+
+def _entries(traversals: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    for entry in traversals if isinstance(traversals, Sequence) else [traversals]:
+        fields: Mapping[str, Any] = entry if isinstance(entry, Mapping) else {}
+        regex, values = fields.get("path_regex_search"), fields.get("hyperparameters", {})
+        try:
+            if not isinstance(regex, str):
+                raise TypeError
+            re.compile(regex)
+        except (re.error, TypeError, RecursionError) as error:
+            raise UsageError(
+                f"{_TRAVERSALS} has another form.",
+                expected='[{"path_regex_search": "kernel$", "hyperparameters": {...}}, ...]',
+                found=repr(entry)[:200],
+            ) from error
+        if not isinstance(values, dict):
+            raise UsageError(
+                f"{_TRAVERSALS} has hyperparameters that aren't a map.", found=repr(values)[:200]
+            )
+        yield regex, checked_hparams(*_T5X, values, only=defaults(), unchecked=RULES)
+
+
+def inferred(
+    all_slots: Sequence[NativeSlots], by_size: Sequence[NativeSlots], specified: Hyperparameters
+) -> tuple[Hyperparameters, list[str]]:
+    """Returns T5X's defaults as corrected by what the slots of one optimizer's parameters prove, and what is open.
+
+    Args:
+        all_slots: Slots of all its parameters.
+        by_size: Of them the matrices that have no rule of their own.
+        specified: What is known already.
+    """
+    notes = []
+    hyperparameters = Hyperparameters().over(defaults(), "assumed")
+    full = [slots for slots in all_slots if slots.momentum]
+    if full:
+        hyperparameters = hyperparameters.over({"dtype_momentum": full[0].momentum_dtype.name}, "file")
+    elif any(slots.momentum is False for slots in all_slots):
+        hyperparameters = hyperparameters.over({"beta1": None}, "file")
+    if any(slots.factored for slots in all_slots):
+        hyperparameters = hyperparameters.over({"factored": True}, "file")
+    elif not any(map(specified.is_known, RULES)) and any(
+        _factors(slots.shape, hyperparameters.values) for slots in all_slots
+    ):
+        hyperparameters = hyperparameters.over({"factored": False}, "assumed")
+    if hyperparameters.values["factored"] and not specified.is_known("min_dim_size_to_factor"):
+        yes = [min(slots.shape) for slots in by_size if slots.factored]
+        hyperparameters, note = with_minimum(
+            hyperparameters, yes, [min(slots.shape) for slots in by_size if not slots.factored]
+        )
+        notes += note
+    values = dict(hyperparameters.values)
+    if full:
+        del values["beta1"]
+    return Hyperparameters(values, {name: hyperparameters.known_from[name] for name in values}), notes
+
+
+def _factors(shape: Shape, values: Mapping[str, Any]) -> bool:
+    """Tells whether T5X, left to its defaults, would have factored a parameter, or stopped at it."""
+    return len(shape) > 2 or (len(shape) == 2 and min(shape) >= values["min_dim_size_to_factor"])
+
+
+def scale_by_path(value: Any, paths: Sequence[str], faults: Faults) -> Any:
+    """Resolves multiply_by_parameter_scale to a bool, or to one for each path."""
+    if isinstance(value, bool):
+        return value
+    entries = map_entries(value, "multiply_by_parameter_scale")
+    scales: dict[str, bool] = {}
+    for path in paths:
+        entry = first_entry(entries, path)
+        if entry is None or not isinstance(entry.value, bool):
+            faults.add("multiply_by_parameter_scale has no true or false for it", path)
+        else:
+            scales[path] = entry.value
+    return scales
+
 
 _EXTRA = ("flax_mutables", "t5x")
 _PLACE = "checkpoint_{step}/state"

@@ -8,7 +8,7 @@ Source: NVIDIA/Megatron-LM megatron/core/optimizer_param_scheduler.py, `get_lr`;
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from statekit.state.rates import Piece, Rates, Told, piece
@@ -33,9 +33,8 @@ def megatron_rates(record: Mapping[str, Any], iterations: Any, arguments: Mappin
         iterations: The updates done by the run; None where nobody says it.
         arguments: The program's; empty where no file has them.
     """
-    pieces = _PIECES.get(str(record.get(_STYLE)))
-    if pieces is None or not says(record, _STATE):
-        return f"Megatron-LM's style {record.get(_STYLE)!r:.40} isn't one that others have, or its state is not whole"
+    if not says(record, _STATE):
+        return "the state of Megatron-LM's schedule is not whole"
     batch = _batch(record["num_steps"], iterations, arguments)
     if isinstance(batch, str):
         return batch
@@ -44,12 +43,12 @@ def megatron_rates(record: Mapping[str, Any], iterations: Any, arguments: Mappin
         return "Megatron-LM's schedule counts samples, and its warmup or decay ends within an update"
     peak, low, begin = record["max_lr"], record["min_lr"], arguments.get("lr_warmup_init", 0.0)
     warmup, steps = warmup // batch, steps // batch
-    first = (
-        [piece("linear", start=begin if fits(begin, Finite) else 0.0, end=peak, steps=warmup)]
-        if warmup
-        else []
-    )
-    return Rates((*first, *pieces(peak, low, warmup, steps)))
+    pieces = _behind_warmup(str(record.get(_STYLE)), peak, low, warmup, steps)
+    if pieces is None:
+        return f"Megatron-LM's style {record.get(_STYLE)!r:.40} isn't one that others have"
+    if warmup:
+        pieces.insert(0, piece("linear", start=begin if fits(begin, Finite) else 0.0, end=peak, steps=warmup))
+    return Rates(tuple(pieces))
 
 
 def _batch(samples: int, iterations: Any, arguments: Mapping[str, Any]) -> int | str:
@@ -65,21 +64,25 @@ def _batch(samples: int, iterations: Any, arguments: Mapping[str, Any]) -> int |
     return batch
 
 
-def _falling(kind: Any) -> Callable[[float, float, int, int], list[Piece]]:
-    """Returns what makes a decay from the peak to the least rate, which stays from there on."""
-    return lambda peak, low, warmup, steps: [
-        piece(kind, warmup, warmup, start=peak, end=low, steps=steps - warmup),
-        piece("constant", steps, rate=low),
-    ]
+def _behind_warmup(style: str, peak: float, low: float, warmup: int, steps: int) -> list[Piece] | None:
+    """Returns the pieces that follow the warmup; None for a style that no other system has.
 
-
-_PIECES: Mapping[str, Callable[[float, float, int, int], list[Piece]]] = {
-    "constant": lambda peak, low, warmup, steps: [piece("constant", warmup, rate=peak)],
-    "linear": _falling("linear"),
-    "cosine": _falling("cosine"),
-    "inverse-square-root": lambda peak, low, warmup, steps: [
-        piece("rsqrt", warmup, warmup, start=peak, shift=max(warmup, 1), floor=low),
-        piece("constant", steps + 1, rate=low),
-    ],
-}
-"""Style -> the pieces behind the warmup."""
+    Args:
+        style: How the rate decays.
+        peak: The rate at the end of the warmup.
+        low: The rate that it stays at.
+        warmup: Updates of the warmup.
+        steps: Updates until the end of the decay.
+    """
+    if style == "constant":
+        return [piece("constant", warmup, rate=peak)]
+    if style == "linear":
+        decay = piece("linear", warmup, warmup, start=peak, end=low, steps=steps - warmup)
+        return [decay, piece("constant", steps, rate=low)]
+    if style == "cosine":
+        decay = piece("cosine", warmup, warmup, start=peak, end=low, steps=steps - warmup)
+        return [decay, piece("constant", steps, rate=low)]
+    if style == "inverse-square-root":
+        decay = piece("rsqrt", warmup, warmup, start=peak, shift=max(warmup, 1), floor=low)
+        return [decay, piece("constant", steps + 1, rate=low)]
+    return None

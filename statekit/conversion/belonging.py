@@ -1,0 +1,490 @@
+"""What belongs to one checkpoint: whether its files are of one step, and whether all parts of the run are read.
+
+In go an opened checkpoint and the state that it decodes to. Out come findings, a sentence on each, and the words for a
+state without an optimizer.
+
+A reader takes the names that it knows. A half under another name (an optimizer, an average, a schedule, a loss scaler)
+would be left behind without a word, and weights would pass for all that was saved. So this looks at what lies inside
+and beside a checkpoint of any container, by name and by structure, and names what nobody has read.
+
+A file of another step fits in shape, and nothing in the bytes of weights tells whose they are. But most files that
+stand beside weights count: a trainer's record its steps, an optimizer its updates, a schedule where it stands, and a
+step's folder is called by its number. Where these disagree, files may be mixed. A run may also have skipped updates or
+begun its optimizer anew, so it is said and not refused. Files that don't count are named (`uncounted`): nothing in them
+tells, unless a manifest does.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from itertools import islice
+from pathlib import PurePath
+from typing import Any, Literal, NamedTuple, TypeAlias
+
+from statekit.budget import Budget
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.errors import StatekitError, plural, some
+from statekit.files.checkpoint import STEPS, Checkpoint, Finding
+from statekit.files.source import listing, walked
+from statekit.files.tree import Place, below, spelled
+from statekit.state.run import RunState, Schedule, run_of
+from statekit.state.schema import NO_OPTIMIZER, WEIGHTS
+from statekit.state.train_state import TrainState
+from statekit.tensors.tensor import Stored, Tensor
+from statekit.tensors.tree import Path, at, walk
+
+Half: TypeAlias = Literal["optimizer", "average", "schedule", "scaler"]
+
+UNREAD = "companion-unread"
+"""Kind of a finding, and name of the fault: what looks like a part of the run isn't read."""
+LOST = ": "
+"""Stands in a finding between what a companion is and what isn't done with it."""
+_WORDS: Mapping[str, Half] = {
+    **dict.fromkeys(("optimizer", "optimizers", "optimiser", "optim", "optims", "optstate"), "optimizer"),
+    **dict.fromkeys(("ema", "emas", "swa", "averaged", "average", "averages", "polyak"), "average"),
+    **dict.fromkeys(("scheduler", "schedulers", "sched", "lrscheduler"), "schedule"),
+    **dict.fromkeys(("scaler", "scalers", "gradscaler"), "scaler"),
+}
+"""Word of a name -> what it stands for."""
+_SEVERAL_WORDS: Mapping[str, Half] = {
+    "opt_state": "optimizer",
+    "opt_states": "optimizer",
+    "model_avg": "average",
+}
+"""The same of words that tell nothing by themselves."""
+_WHOLE: Mapping[str, Half] = {"opt": "optimizer", "avg": "average"}
+"""The same of words that tell only if they are the whole name: a model may be called so too."""
+_STATES = re.compile(r"\.states(\.|$)")
+"""Gluon's file of a trainer. Source: apache/mxnet python/mxnet/gluon/trainer.py, `save_states`."""
+_TEXT = re.compile(
+    r"\.(py|pyc|pyi|ipynb|md|rst|txt|log|out|err|html?|jsonl?|ya?ml|toml|cfg|ini|gin|csv|tsv|sh|c|cc|cpp|cu|h|js)"
+    r"|\.(png|jpe?g|gif|svg|pdf)"
+)
+"""Suffixes of files that hold no tensors."""
+_CASES = re.compile(r"(?<=[a-z])(?=[A-Z])")
+_RATE = re.compile(r"(?<!\d)0\.\d+")
+"""An average's rate, which is no step."""
+_MOST = 10_000
+"""Entries of a folder that are looked at."""
+CARRIED = "files"
+"""Key in a tree of the files that are carried as bytes."""
+_SLOTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "v_row", "v_col"})
+"""Last names of slots, which no model's parameter has."""
+_LEVELS = 4
+"""Levels of a state's extra that are looked at."""
+_RECORD = frozenset({"state", "param_groups"})
+"""Keys of an optimizer's state_dict. Source: pytorch/pytorch torch/optim/optimizer.py, `Optimizer.state_dict`."""
+
+
+def half_of(name: str) -> Half | None:
+    """Returns what a file, a folder or a key is by its name; None if its name tells nothing.
+
+    Example:
+        >>> half_of("opt000500.pt"), half_of("model_ema.pt"), half_of("opt-125m.bin")
+        ('optimizer', 'average', None)
+    """
+    words = _words(name)
+    stem = "_".join(word for word in _words(name.partition(".")[0]) if not word.isdecimal())
+    by_word = next((_WORDS[word] for word in words if word in _WORDS), None)
+    joined = f"_{'_'.join(words)}_"
+    by_words = next((half for several, half in _SEVERAL_WORDS.items() if f"_{several}_" in joined), None)
+    return by_word or by_words or _WHOLE.get(stem)
+
+
+def unread(
+    checkpoint: Checkpoint, state: TrainState | None, ref: CheckpointRef, budget: Budget
+) -> tuple[Finding, ...]:
+    """Returns what looks like a part of a checkpoint's run and isn't read.
+
+    Args:
+        checkpoint: The checkpoint.
+        state: The state that it decodes to; None where no layout makes one of it.
+        ref: What the user says. Who names one optimizer of several by its key leaves the others on purpose.
+        budget: The job's, which knows the files that were read.
+    """
+    run = run_of(state.extra) if state is not None else RunState()
+    halves = dict(_near(checkpoint, state, run, _is_read(checkpoint, budget)))
+    findings = []
+    for half in dict.fromkeys(halves.values()):
+        places = [place for place, kind in halves.items() if kind == half]
+        looks = f"{some([PurePath(place).name for place in places])} {_looks_like(half, len(places))}"
+        findings.append(Finding(f"{looks}{LOST}nothing reads it", places[0], kind=UNREAD))
+    is_picked = ref.optimizer_key is not None or ref.model_key is not None
+    inside = () if state is None else _inside(state, run, is_picked)
+    return (*findings, *(Finding(what, f"{checkpoint.path}", kind=UNREAD) for what in inside))
+
+
+def contents_without_optimizer(findings: Iterable[Finding], run: RunState) -> str:
+    """Returns what a state without an optimizer is called: weights alone, unless something of a run is there.
+
+    Args:
+        findings: Those of the checkpoint.
+        run: What its records say of the run.
+    """
+    there = [finding.what.partition(LOST)[0] for finding in findings if finding.kind == UNREAD]
+    averages = [part.place for part in run.parts if part.what == "averages"]
+    if not there and not averages:
+        return NO_OPTIMIZER
+    there += [f"an average ({some(averages)})"] if averages else []
+    return f"weights, and no optimizer's state that is read; {'; '.join(there)}"
+
+
+def _looks_like(half: Half, count: int = 1) -> str:
+    article = {"schedule": "a schedule", "scaler": "a loss scaler"}.get(half, f"an {half}")
+    return f"looks like {article}" if count == 1 else f"look like parts of {article}"
+
+
+def _words(name: str) -> list[str]:
+    return [word for word in re.split(r"[^a-z0-9]+|(?<=[a-z])(?=\d)", _CASES.sub("_", name).lower()) if word]
+
+
+def _is_read(checkpoint: Checkpoint, budget: Budget) -> Callable[[Place], bool]:
+    """Returns what tells whether a file, or something in a folder, has been read; carried bytes aren't."""
+    carried = at(checkpoint.tree, (CARRIED,)) if isinstance(checkpoint.tree, Mapping) else None
+    as_bytes = {checkpoint.path / str(name) for name in carried} if isinstance(carried, Mapping) else set()
+    places = {tensor.place for tensor in checkpoint.tensors.values() if isinstance(tensor, Stored)}
+    read = {spelled(place) for place in (*budget.sources, *places, *checkpoint.parts)}
+    read -= set(map(spelled, as_bytes))
+
+    def is_read(path: Place) -> bool:
+        place = spelled(path)
+        return place in read or any(file.startswith(f"{place}{os.sep}") for file in read)
+
+    return is_read
+
+
+def _near(
+    checkpoint: Checkpoint, state: TrainState | None, run: RunState, is_read: Callable[[Place], bool]
+) -> Iterator[tuple[str, Half]]:
+    """Yields the path of each companion in the files, and what it is."""
+    top = checkpoint.path
+    is_bare = state is None or state.optimizer.schema == WEIGHTS
+    has = _halves_of(run) | (set() if is_bare else {"optimizer"})
+
+    def half_at(entry: Place) -> Half | None:
+        # Beside an optimizer, another file of Gluon's states is another process'.
+        half = half_of(entry.name) or ("optimizer" if is_bare and _STATES.search(entry.name) else None)
+        return half if half and not is_read(entry) and _holds_data(entry) else None
+
+    # Where several steps lie in one folder, a file of another step's number is that step's.
+    step = f"{checkpoint.step}" if checkpoint.meta.get(STEPS) and top.is_dir() else ""
+    near = [entry for entry in _entries_in(top, deeper=is_bare) if _may_belong(entry.name, step)]
+    if is_bare or top.is_file():
+        # Beside a whole run in one file: what has its name too, or a bare name of a half that the file lacks.
+        near += [
+            entry
+            for entry in _entries_in(top.parent)
+            if _may_belong(entry.name, top.name)
+            and (is_bare or _belongs(entry.name, top.name, half_of(entry.name) in has))
+        ]
+    yield from ((str(entry), half) for entry in near if (half := half_at(entry)))
+
+
+def _halves_of(run: RunState) -> set[Half]:
+    """Returns the halves that a state has in its records."""
+    parts = {part.what for part in run.parts}
+    names: dict[str, Half] = {"scaler": "scaler", "averages": "average"}
+    return {half for what, half in names.items() if what in parts} | (
+        {"schedule"} if run.schedules else set()
+    )
+
+
+def _entries_in(folder: Place, *, deeper: bool = False) -> Iterator[Place]:
+    """Yields what is in a folder; with `deeper`, also what is in its folders that no step's number names."""
+    try:
+        entries = listing(folder)[:_MOST]
+        yield from entries
+        for entry in entries if deeper else ():
+            if entry.is_dir() and not re.search(r"\d", entry.name) and half_of(entry.name) is None:
+                yield from listing(entry)[:_MOST]
+    except StatekitError:  # what may not be listed isn't known
+        return
+
+
+def _may_belong(name: str, top: str) -> bool:
+    """Tells whether two names may be of one step: they share a number, or one has none."""
+    whole = (_RATE.sub("", each) for each in (name, top))
+    numbers = [{int(digits) for digits in re.findall(r"\d{1,18}", each)} for each in whole]
+    return not all(numbers) or bool(numbers[0] & numbers[1])
+
+
+def _belongs(name: str, top: str, is_there: bool) -> bool:
+    """Tells whether a file beside a whole run is that run's, by its name."""
+    ours, theirs = ({w for w in _words(each.partition(".")[0]) if w not in _WORDS} for each in (top, name))
+    return (bool(theirs) and ours == theirs) or (not theirs and not is_there)
+
+
+def _holds_data(path: Place) -> bool:
+    """Tells whether a file, or one in a folder, may hold tensors, by its name."""
+    if path.is_file():
+        return not _TEXT.fullmatch(path.suffix.lower())
+    if not path.is_dir():
+        return False
+    try:
+        names = (name for _, _, files in walked(path) for name in files)
+        return not all(_TEXT.fullmatch(os.path.splitext(name)[1].lower()) for name in islice(names, _MOST))
+    except StatekitError:
+        return True
+
+
+def _inside(state: TrainState, run: RunState, is_picked: bool) -> Iterator[str]:
+    """Yields what a state's own records hold of an optimizer that isn't its own, or of a run that lost it."""
+    for name, node in () if is_picked else _nodes(state.extra):
+        if isinstance(node, Mapping) and node.keys() >= _RECORD:
+            yield f"{name} looks like an optimizer{LOST}nothing reads it"
+    if state.optimizer.schema != WEIGHTS:
+        return
+    for schedule in run.schedules:
+        yield f"{schedule.place} is a schedule{LOST}the optimizer that it moves isn't there"
+    for part in run.parts:
+        if part.what == "scaler":
+            yield f"{part.place} is a loss scaler{LOST}the optimizer beside it isn't there"
+    if slots := [*_slots_among(state)]:
+        yield f"{some(slots)} {_looks_like('optimizer', len(slots))}{LOST}nothing reads it as such"
+
+
+def _slots_among(state: TrainState) -> Iterator[str]:
+    """Yields the names of weights, and of what lies beside them, that an optimizer's slots have."""
+    for path in state.params:
+        first, last = path.partition("/")[0], path.rpartition("/")[2]
+        if half_of(first) == "optimizer" or first == "slots" or last in _SLOTS:
+            yield path
+    for keys, leaf in walk(dict(state.extra)):
+        names = [str(key) for key in keys]
+        is_slot = _SLOTS & {*names} or any(half_of(name) == "optimizer" for name in names)
+        if isinstance(leaf, Tensor) and is_slot and CARRIED not in names:
+            yield "/".join(names)
+
+
+def _nodes(extra: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields what stands up to three levels deep in a state's extra, by its name."""
+    level: list[tuple[str, Any]] = [("extra", extra)]
+    for _ in range(_LEVELS):
+        level = [(f"{name}/{key}", child) for name, node in level for key, child in _children(node)]
+        yield from level
+
+
+def _children(node: Any) -> Iterable[tuple[Any, Any]]:
+    if isinstance(node, Mapping):
+        return node.items()
+    return enumerate(node) if isinstance(node, (list, tuple)) else ()
+
+
+NAMES = {
+    "hf-trainer": r"checkpoint-(\d+)",
+    "deepspeed": r"global_step(\d+)(?:_universal)?",
+    "megatron": r"iter_(\d+)",
+    "t5x": r"checkpoint_(\d+)",
+    "orbax": r"(?:checkpoint_)?(\d+)",
+    "flax": r"checkpoint_(\d+)",
+    "torch": r".*step=(\d+)(?:-v\d+)?\.ckpt",
+}
+"""Container -> how its library names the folder or file of a step. TensorFlow 2 counts saves there.
+
+Orbax and Flax take a prefix of the program's own too: a number after such a one may be a date, and says nothing.
+
+Source: transformers trainer_utils.py, `PREFIX_CHECKPOINT_DIR`; deepspeed/runtime/engine.py, `save_checkpoint`;
+megatron/training/checkpointing.py, `get_checkpoint_name`; t5x/checkpoints.py, `get_checkpoint_dir`; orbax
+checkpoint/path/step.py; flax/training/checkpoints.py, `_checkpoint_path`; lightning
+pytorch/callbacks/model_checkpoint.py, `format_checkpoint_name`.
+"""
+RECORDS: Mapping[str, Path] = {
+    "hf-trainer": ("trainer_state", "global_step"),
+    "deepspeed": ("deepspeed", "global_steps"),
+    "megatron": ("common", "iteration"),
+    "torch": ("global_step",),
+}
+"""Container -> where the record stands that says the step, beside the optimizer's own."""
+_BY_EPOCH: Mapping[str, tuple[Path, ...]] = {
+    "orbax": (("pytree", "optimizer_variables"), ("optimizer_variables",)),
+}
+"""Container -> what stands in trees whose names may count epochs, as Keras' OrbaxCheckpoint does."""
+_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+UNCOUNTED: Mapping[str, tuple[str, ...]] = {
+    "hf-trainer": (*_WEIGHTS, "rng_state*.pth", "scaler.pt"),
+    "accelerate": (*_WEIGHTS, "random_states_*.pkl", "custom_checkpoint_*.pkl", "scaler.pt"),
+    "dcp": ("*.distcp",),
+    "dcp-safetensors": ("*.safetensors",),
+    "megatron": ("*.distcp",),
+    "mxnet": ("*.params", "*.states", "*.npy"),
+    "orbax": ("*/",),
+    "t5x": ("*/",),
+}
+"""Container -> which files hold parts of a step and don't say which, unless a count is among their tensors.
+
+Names below the checkpoint; a folder's, as that of an array of zarr, ends in `/`.
+"""
+_COUNTS = frozenset({"step", "count"})
+"""Names of counts among tensors: PyTorch's of each parameter, Optax' and T5X' of a run."""
+_SKIPPED = ("deepspeed", "skipped_steps")
+FIRST_STEPS = ("deepspeed", "first_steps")
+"""Where DeepSpeed's container says how many steps a wrapper has made before the run's first."""
+_LIGHTNING = "pytorch-lightning_version"
+_BY_RANK = frozenset({"dcp", "dcp-safetensors", "deepspeed", "megatron", "fsdp1-ranks"})
+"""Containers of which each rank writes a file."""
+_SEVERAL_FILES = frozenset({"hf-trainer", "accelerate"})
+"""Containers in which optimizer and schedule lie in files of their own."""
+_RANDOM_STATES = re.compile(r"random_states_\d+\.pkl")
+_NOT_BY_UPDATES = frozenset({"ReduceLROnPlateau"})
+"""Schedules that make a step for each evaluation."""
+
+
+def _why(counting: str = "") -> str:
+    """Returns what a disagreement may come from; `counting` may go by something else than updates, as epochs."""
+    skipped, anew = "updates were skipped", "the optimizer was begun anew"
+    unless = f"{skipped}, {anew}, or {counting} counts something else" if counting else f"{skipped} or {anew}"
+    return f"files of another step may be among them, unless {unless}"
+
+
+class Said(NamedTuple):
+    """A step, and what says it."""
+
+    step: int
+    place: str
+
+
+def disagreements(checkpoint: Checkpoint, state: TrainState) -> tuple[Finding, ...]:
+    """Returns what speaks against a checkpoint's files being of one step.
+
+    Args:
+        checkpoint: The checkpoint.
+        state: The state that it decodes to.
+    """
+    return tuple(
+        Finding(what, f"{checkpoint.path}", kind="mixed")
+        for what in (*_of_records(checkpoint), *_of_counts(checkpoint, state))
+    )
+
+
+def uncounted(checkpoint: Checkpoint) -> tuple[str, ...]:
+    """Returns the files that nothing shows to be of a checkpoint's step: they don't count, and no manifest names them.
+
+    Those of another step would go through: names below the checkpoint, sorted; none of one that is a single file.
+    """
+    patterns = UNCOUNTED.get(checkpoint.container, ())
+    if not patterns or checkpoint.proof is not None:
+        return ()
+    top = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
+
+    def fits(name: str) -> bool:
+        return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+    places = {f"{file}": False for file in checkpoint.parts or listing(top) if fits(file.name)}
+    for name, tensor in checkpoint.tensors.items():
+        if isinstance(tensor, Stored):
+            is_count = name.rpartition("/")[2].rpartition(".")[2] in _COUNTS
+            places[tensor.place] = places.get(tensor.place, False) or is_count
+    names = {_named_in(top, place): is_counted for place, is_counted in places.items()}
+    silent = sorted(name for name, is_counted in names.items() if not is_counted and fits(name))
+    return tuple(silent) if len(names) > 1 else ()
+
+
+def _named_in(folder: Place, place: str) -> str:
+    """Returns the name in a folder of a file, or of a folder, with a slash."""
+    name = below(place, folder)
+    return f"{name}/" if (folder / name).is_dir() else name
+
+
+def on_trust(names: Sequence[str]) -> str:
+    """Says of files that don't count what that means; "" of none."""
+    files = [name for name in names if not name.endswith("/")]
+    arrays = len(names) - len(files)  # whose names are long, and which are alike
+    shown = ", ".join([*([plural(arrays, "array")] if arrays else []), *([some(files)] if files else [])])
+    sealing = "`statekit seal` right after saving makes it so"
+    return f"not provable to be of this step: {shown}; {sealing}" if names else ""
+
+
+def said_steps(checkpoint: Checkpoint, state: TrainState) -> Iterator[Said]:
+    """Yields every step that is said beside the optimizer's own count: by a name, a trainer's record, a schedule."""
+    yield from (said for said in (_named(checkpoint), _recorded(checkpoint)) if said is not None)
+    for schedule in run_of(state.extra).schedules:
+        if schedule.at is not None:
+            yield Said(schedule.at, schedule.place)
+
+
+def _of_records(checkpoint: Checkpoint) -> Iterator[str]:
+    name, record = _named(checkpoint), _recorded(checkpoint)
+    if name and record and name.step != record.step:
+        yield f"{name.place} says step {name.step}, {record.place} says {record.step}: {_why()}"
+
+
+def _count_at(checkpoint: Checkpoint, path: Path) -> int:
+    """Returns the count that stands at a path; 0 if none does."""
+    count = at(checkpoint.tree, path)
+    return count if type(count) is int else 0
+
+
+def _of_counts(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
+    if state.optimizer.schema == WEIGHTS or state.optimizer.several:
+        return
+    updates, run = state.counts.updates, run_of(state.extra)
+    name, record = _named(checkpoint), _recorded(checkpoint)
+    may_skip = any(part.what in ("scaler", "accumulation") for part in run.parts)
+    if record is not None:
+        expected = record.step - _count_at(checkpoint, _SKIPPED) + _count_at(checkpoint, FIRST_STEPS)
+        if updates != expected and not (may_skip and updates < expected):
+            yield f"{record.place} says step {expected}, the optimizer has done {updates} updates: {_why()}"
+    elif name is not None and not may_skip and _is_of_another_step(name.step, state):
+        yield f"{name.place} says step {name.step}, the optimizer has done {updates} updates: {_why('the name')}"
+    if checkpoint.container in _SEVERAL_FILES:
+        steps = {updates, updates * _processes(checkpoint), *([record.step] if record and may_skip else [])}
+        yield from _of_schedules(run.schedules, steps, updates)
+    if checkpoint.container in _BY_RANK and state.counts.behind:
+        counts = sorted({updates, *state.counts.behind.values()})
+        yield f"parameters have done {', '.join(map(str, counts))} updates: {_why()}"
+
+
+def _of_schedules(schedules: Iterable[Schedule], steps: Container[int], updates: int) -> Iterator[str]:
+    """Yields each schedule that counts updates and stands at none of the steps where it may."""
+    for schedule in schedules:
+        if schedule.kind in _NOT_BY_UPDATES or schedule.at is None or schedule.at in steps:
+            continue
+        done = f"the optimizer has done {updates} updates"
+        yield f"the schedule stands at step {schedule.at}, {done}: {_why('the schedule')}"
+
+
+def _is_of_another_step(step: int, state: TrainState) -> bool:
+    """Tells whether a name is of another step than a state: a program may call it by the one before."""
+    return abs(state.counts.updates - step) > 1 and step not in _skipping(state)
+
+
+def _skipping(state: TrainState) -> Iterator[int]:
+    """Yields the counts of wrappers that leave updates out, and count these too.
+
+    Source: AI-Hypercomputer/maxtext optimizers.py, `skip_step_on_spikes`.
+    """
+    leaves = {path: leaf for path, leaf in walk(dict(state.extra)) if isinstance(leaf, Tensor)}
+    for path, leaf in leaves.items():
+        if path[-1] == "count" and (*path[:-1], "is_skipped") in leaves and leaf.shape == ():
+            yield int(leaf.read())
+
+
+def _named(checkpoint: Checkpoint) -> Said | None:
+    """Returns the step in the name of a checkpoint's folder or file, if its library puts it there."""
+    if any(at(checkpoint.tree, path) is not None for path in _BY_EPOCH.get(checkpoint.container, ())):
+        return None
+    pattern = NAMES.get(checkpoint.container)
+    name = checkpoint.path.name
+    match = re.fullmatch(pattern, name, re.DOTALL) if pattern else None
+    return Said(int(match[1]), name) if match and len(match[1]) < 20 else None
+
+
+def _recorded(checkpoint: Checkpoint) -> Said | None:
+    """Returns the step that a trainer's record says."""
+    path = RECORDS.get(checkpoint.container)
+    if path is None or (checkpoint.container == "torch" and _LIGHTNING not in checkpoint.tree):
+        return None
+    step = at(checkpoint.tree, path)
+    return Said(step, "/".join(map(str, path))) if type(step) is int else None
+
+
+def _processes(checkpoint: Checkpoint) -> int:
+    """Returns how many processes wrote a folder of Accelerate, whose schedule makes a step for each.
+
+    Source: huggingface/accelerate, scheduler.py, `AcceleratedScheduler.step`.
+    """
+    files = checkpoint.tree.get("files") or {}
+    return max(1, sum(bool(_RANDOM_STATES.fullmatch(str(name))) for name in files))
