@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from zarr_files import ENCODERS, header, plain_stage, write_array
 
 from statekit.budget import Account, Budget, Limits
-from statekit.converters.formats import decompression
+from statekit.converters.formats import storage
 from statekit.converters.formats.storage import decompressed
 from statekit.converters.formats.zarr import array as zarr_array
 from statekit.converters.formats.zarr import writer as zarr_writer
@@ -57,7 +57,7 @@ def small_slabs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes every chunk a large one, so that blocks are cut out of streams."""
     monkeypatch.setattr(zarr_array, "SLAB", 64)
     monkeypatch.setattr(zarr_array, "PIECE", 100)
-    monkeypatch.setattr(decompression, "PIECE", 100)
+    monkeypatch.setattr(storage, "PIECE", 100)
 
 
 @pytest.mark.parametrize("compressor", ENCODERS)

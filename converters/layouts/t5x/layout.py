@@ -36,10 +36,12 @@ from statekit.state.factoring import (
     by_size,
     effective,
     first_entry,
-    fits,
     from_slots,
     given_rules,
     map_entries,
+)
+from statekit.state.factoring import (
+    fits as fits_slots,
 )
 from statekit.state.options import checked_hparams, read_hparams
 from statekit.state.schedules.called import KEY as CALLED
@@ -626,7 +628,9 @@ def _rule_fault(rule: Rule | None, slots: NativeSlots) -> str | None:
     labels = ", ".join(axis.value for axis in rule.axes)
     if len(rule.axes) != len(slots.shape):
         return f"has shape {slots.shape}, but a factor rule of {labels}"
-    if rule.factored != slots.factored or (slots.factored and not fits(rule.axes, slots.shape, row, column)):
+    if rule.factored != slots.factored or (
+        slots.factored and not fits_slots(rule.axes, slots.shape, row, column)
+    ):
         gives = (
             [rule.slot_shape(name, slots.shape) for name in ("v_row", "v_col")]
             if rule.factored
