@@ -11,13 +11,14 @@ from functools import cache, partial
 from pathlib import Path
 from random import Random
 
-from samples import CASES, ROWS
+from samples import CASES, ROWS, Row
 
 from fuzz import pickles, trees
 from fuzz.changing import changed_bytes
 from fuzz.reader import Reader, used
 from statekit.conversion import registry
 from statekit.conversion.contracts import NO_HINTS
+from statekit.conversion.inspection import inspect
 from statekit.converters.formats.zip_archive import ZipForm, ZipWriter
 
 
@@ -43,27 +44,48 @@ def _files(container: str, path: Path, top: Path) -> Files:
     return Files(container, f"{path.relative_to(top)}", data)
 
 
-def _of_row(container: str) -> Files:
-    row = next(row for row in ROWS if row.sample.container == container)
+def _of_row(row: Row) -> Files:
     path = row.sample_in(trees.folder()).path
-    return _files(container, path, path.parent)
+    return _files(row.sample.container, path, path.parent)
+
+
+_TREES = {
+    "deepspeed of slices": ("deepspeed", CASES / "deepspeed_tp2"),
+    "megatron buckets": ("megatron", CASES / "megatron_buckets"),
+}
+"""By reader, a container and a folder below which its checkpoints lie."""
+_ROWS = {
+    "deepspeed universal": "global_step4_universal",
+    "fsdp1 ranks": "adamw_fsdp1_rank_local_flat",
+    "maxtext items": "maxtext_llama_scanned",
+    "low bit of bitsandbytes": "low_bit/bnb",
+    "low bit of torchao": "low_bit/ao",
+}
+"""By reader, what the names of its rows among the samples hold."""
+_MUON = ("moonlight", "torch_groups_flatkeys", "keller_aux_adam_bf16", "torch_dcp", "optax_default_standard")
 
 
 @cache
 def _samples(name: str) -> tuple[Files, ...]:
-    cases = {
-        "deepspeed of slices": ("deepspeed", CASES / "deepspeed_tp2"),
-        "megatron buckets": ("megatron", CASES / "megatron_buckets"),
-    }
-    if name not in cases:
-        return (_of_row(name),)
-    container, top = cases[name]
-    opened = [path for path in sorted(top.rglob("*")) if path.is_dir() and _is_read(container, path)]
-    return tuple(_files(container, path, path.parent) for path in opened[:2])
+    """Returns the checkpoints that a reader's cases are made of."""
+    if name in _TREES:
+        container, top = _TREES[name]
+        opened = [path for path in sorted(top.rglob("*")) if path.is_dir() and _is_read(container, path)]
+        return tuple(_files(container, path, path.parent) for path in opened[:2])
+    if name == "muon":
+        tops = [CASES / "muon_recordings" / case / "checkpoint" for case in _MUON]
+        return tuple(_detected(next(top.iterdir())) for top in tops)
+    if name in _ROWS:
+        return tuple(_of_row(row) for row in ROWS if _ROWS[name] in row.name and row.here)
+    return (_of_row(next(row for row in ROWS if row.sample.container == name)),)
 
 
 def _is_read(container: str, path: Path) -> bool:
     return registry.container(container).detect(path) is not None
+
+
+def _detected(path: Path) -> Files:
+    return _files(registry.detect_container(path)[0].name, path, path.parent)
 
 
 def changed(files: Files, random: Random) -> Files:
@@ -106,10 +128,15 @@ def _read(name: str, files: Files) -> object:
     shutil.rmtree(folder, ignore_errors=True)
     path = files.written(folder)
     with registry.opened(registry.container(files.container), path, None, NO_HINTS) as checkpoint:
-        return used(checkpoint.tree)
+        used(checkpoint.tree)
+    return inspect(path).to_json()
 
 
-NAMES = ("easylm", "npz", "pickle", "deepspeed", "deepspeed of slices", "megatron", "megatron buckets")
+NAMES = (
+    *("easylm", "npz", "pickle", "deepspeed", "megatron", "fsdp1 ranks", "mxnet", "muon"),
+    *("deepspeed universal", "deepspeed of slices", "megatron buckets", "maxtext items"),
+    *("low bit of bitsandbytes", "low bit of torchao"),
+)
 READERS = tuple(
     Reader(f"files of {name}", partial(_samples, name), partial(_read, name), (changed,)) for name in NAMES
 )

@@ -8,6 +8,6 @@ from fuzz import binaries, documents, folders, trees
 from fuzz.reader import Reader
 
 FORMATS = (*binaries.READERS, *documents.READERS, trees.PLAN)
-READERS: Mapping[str, Reader] = {
-    reader.name: reader for reader in (*FORMATS, *folders.READERS, *trees.READERS)
-}
+NOTED = (*FORMATS, *folders.READERS)
+"""Those that have a row of their own among the figures."""
+READERS: Mapping[str, Reader] = {reader.name: reader for reader in (*NOTED, *trees.READERS)}

@@ -34,7 +34,7 @@ if __name__ == "__main__":
 import reliability_table
 
 from fuzz.reader import Reader
-from fuzz.readers import FORMATS, READERS
+from fuzz.readers import NOTED, READERS
 from fuzz.trees import folder
 from statekit.errors import StatekitError
 
@@ -250,7 +250,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(
                 f"    case {one.case}: {one.what}\n        {one.where}\n        {one.read[:500]}", flush=True
             )
-        if reader in FORMATS:
+        if reader in NOTED:
             reliability_table.note("fuzz", row_of(name, [row]))
     layouts = [row for row in rows if row.reader.startswith("layout ")]
     if layouts:
