@@ -10,7 +10,7 @@ import ast
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,8 @@ MAX_HEADER = 2**16
 
 Source: numpy/lib/format.py, "Format Version 2.0".
 """
+USUAL_HEADER = 128
+"""Bytes that hold the header of nearly every array."""
 BFLOAT16 = "bfloat16"
 ANY_DTYPE: Mapping[str, DType] = {
     **{dtype.str: dtype for dtype in DTYPES.values() if dtype.kind != "V"},
@@ -126,14 +128,16 @@ def read_npy(stored: NpyBytes, name: str, place: str, dtypes: Mapping[str, DType
         FormatError: It breaks the format.
     """
     size = stored.size
-    head = stored.head(min(size, 12))
+    head = stored.head(min(size, USUAL_HEADER))
     begin = 12 if head[6:7] > b"\x01" else 10
     if not head.startswith(MAGIC) or len(head) < 12 or head[6] > 3:
         raise FormatError("An array is no .npy file.", place=place)
     length = int.from_bytes(head[8:begin], "little")
     if length > min(MAX_HEADER, size - begin):
         raise CorruptError("The header of an array is cut off.", place=place, found=length)
-    description, shape, fortran = _described(stored.head(begin + length)[begin:], place)
+    if begin + length > len(head):
+        head = stored.head(begin + length)
+    description, shape, fortran = _described(head[begin : begin + length], place)
     dtype = dtypes.get(description) if isinstance(description, str) else None
     if dtype is None:
         return Record("numpy.ndarray", (str(description)[:80], shape))
@@ -156,11 +160,7 @@ def _shifted(fetch: Callable[[int, int], Array], by: int, start: int, count: int
 def _described(raw: bytes, place: str) -> tuple[Any, Shape, bool]:
     """Reads the header of a .npy file, a Python literal."""
     try:
-        head = ast.literal_eval(raw.decode("latin1").strip())
-        description, shape, fortran = head["descr"], head["shape"], head["fortran_order"]
-        plain = type(shape) is tuple and all(type(n) is int and 0 <= n < 2**40 for n in shape)
-        if type(fortran) is not bool or not plain or len(shape) > MAX_RANK:
-            raise ValueError(f"shape {shape!r:.80}")
+        return _parsed(raw) if len(raw) <= USUAL_HEADER else _parsed.__wrapped__(raw)
     except (SyntaxError, ValueError, TypeError, KeyError, MemoryError, RecursionError) as error:
         raise FormatError(
             "The header of an array breaks the format.",
@@ -168,4 +168,18 @@ def _described(raw: bytes, place: str) -> tuple[Any, Shape, bool]:
             expected="descr, fortran_order, shape",
             found=f"{type(error).__name__}: {str(error)[:200]}",
         ) from None
-    return description, tuple(shape), fortran
+
+
+@lru_cache(256)
+def _parsed(raw: bytes) -> tuple[Any, Shape, bool]:
+    """Parses a header; the arrays of one archive have few that differ.
+
+    Raises:
+        ValueError: It breaks the format; or what `ast.literal_eval` raises.
+    """
+    head = ast.literal_eval(raw.decode("latin1").strip())
+    description, shape, fortran = head["descr"], head["shape"], head["fortran_order"]
+    plain = type(shape) is tuple and all(type(n) is int and 0 <= n < 2**40 for n in shape)
+    if type(fortran) is not bool or not plain or len(shape) > MAX_RANK:
+        raise ValueError(f"shape {shape!r:.80}")
+    return description, shape, fortran

@@ -114,7 +114,8 @@ def typed(
 
 def fits(value: object, kind: Any) -> bool:
     """Tells whether a value is of a type."""
-    return next(misfits(value, kind), None) is None
+    form = _form(kind)
+    return form.takes(value) if form.is_leaf else next(form.faults(value, ()), None) is None
 
 
 def misfits(value: object, kind: Any, within: Place = ()) -> Iterator[tuple[str, str]]:

@@ -13,9 +13,8 @@ Source: The HDF Group, HDF5 File Format Specification 3.0; keras-team/keras, ker
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -57,7 +56,19 @@ def open_hdf5(source: Source, place: str) -> dict[str, Any]:
     group = reader.group(root, "", 0)
     if group is None:
         raise broken(root.place, "no root group")
-    return group[1]
+    return group.tree
+
+
+class _Group(NamedTuple):
+    """A group that was read.
+
+    Attributes:
+        first: Where the first data set at or below it is described; None if it has none.
+        tree: Its contents.
+    """
+
+    first: int | None
+    tree: dict[str, Any]
 
 
 class _Reader:
@@ -82,27 +93,29 @@ class _Reader:
         self._seen.add(address)
         return read_header(self.file, address)
 
-    def group(self, header: Header, name: str, depth: int) -> tuple[int, dict[str, Any]] | None:
-        """Returns a group's contents, and where the first of its data sets is described; None if it is no group."""
+    def group(self, header: Header, name: str, depth: int) -> _Group | None:
+        """Returns a group and all below it; None if the header is no group's."""
         members = links(self.file, header, name)
         if members is None:
             return None
         attributes = self._attributes.of(header, name)
         parts, starts = dict[str, Any](), dict[str, int]()
+        firsts: list[int] = []
         for key, address, _ in members:
             path = f"{name}/{key}" if name else key
             if key == ATTRIBUTES:
                 raise FormatError("A member of an HDF5 file has an unusable name.", place=path, found=key)
             member = self.header(address, path, depth + 1)
             inner = self.group(member, path, depth + 1)
-            starts[key], parts[key] = (address, self._tensor(member, path)) if inner is None else inner
+            first, parts[key] = (address, self._tensor(member, path)) if inner is None else inner
+            starts[key] = address if first is None else first
+            firsts += [] if first is None else [first]
         # Where the names of some tell nothing, those of none do.
         ordered = all(link.order is not None for link in members)
         orders = {link.name: link.order if ordered else starts[link.name] for link in members}
         tree: dict[str, Any] = {ATTRIBUTES: attributes} if attributes else {}
         tree |= {key: parts[key] for key in sorted(parts, key=lambda key: (_number(key), orders[key]))}
-        first = min((starts[key] for key, part in parts.items() if _holds(part)), default=header.address)
-        return first, tree
+        return _Group(min(firsts, default=None), tree)
 
     def _tensor(self, header: Header, name: str) -> Stored:
         place = f"{name} in {self.file.place}"
@@ -172,13 +185,6 @@ def stored_dtype(kind: Kind) -> DType:
     """Returns the dtype of elements as they lie in the file; a Boolean may be any byte."""
     assert kind.dtype is not None
     return np.dtype(np.uint8) if kind.dtype.kind == "b" else kind.dtype
-
-
-def _holds(part: Any) -> bool:
-    """Tells whether a member is a data set, or a group with one somewhere below it."""
-    if not isinstance(part, Mapping):
-        return True
-    return any(_holds(inner) for key, inner in part.items() if key != ATTRIBUTES)
 
 
 def _number(name: str) -> int:

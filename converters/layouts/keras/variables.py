@@ -107,12 +107,20 @@ def variables(tree: Mapping[str, Any], config: Any = None) -> list[Variable]:
         tree: The file's.
         config: The model's, as config.json has it; None if there is none.
     """
-    return list(_below(tree, (), (), config, True, True))
+    filled: set[int] = set()
+    _mark_filled(tree, filled)
+    return list(_below(tree, (), (), config, (True, True), filled))
 
 
 def _below(
-    node: Mapping[str, Any], place: Place, names: tuple[str, ...], config: Any, trained: bool, ordered: bool
+    node: Mapping[str, Any],
+    place: Place,
+    names: tuple[str, ...],
+    config: Any,
+    trained_and_ordered: tuple[bool, bool],
+    filled: set[int],
 ) -> Iterator[Variable]:
+    trained, ordered = trained_and_ordered
     layer = _layer_name(node, place, config)
     if place and place[-1] != "layers":
         names = (*names, layer or place[-1])
@@ -122,10 +130,10 @@ def _below(
     for key, name, tensor in _own_variables(node, place):
         moved = trained and may_move(name, tensor)
         yield Variable((*place, VARIABLES, key), "/".join((*prefix, name)), tensor, moved, ordered)
-    inner, in_order = _children(node, place, config)
+    inner, in_order = _children(node, place, filled)
     for key in inner:
         below = _layer_config(config, key)
-        yield from _below(node[key], (*place, key), names, below, trained, ordered and in_order)
+        yield from _below(node[key], (*place, key), names, below, (trained, ordered and in_order), filled)
 
 
 def _layer_name(node: Mapping[str, Any], place: Place, config: Any) -> str | None:
@@ -150,14 +158,14 @@ def _own_variables(node: Mapping[str, Any], place: Place) -> Iterator[tuple[str,
         yield key, name, tensor
 
 
-def _children(node: Mapping[str, Any], place: Place, config: Any) -> tuple[list[str], bool]:
+def _children(node: Mapping[str, Any], place: Place, filled: set[int]) -> tuple[list[str], bool]:
     """Returns what lies below a layer, and whether it is in the order in which the layer has it."""
     keys = [
         key
         for key, child in node.items()
         if key not in (VARIABLES, ATTRIBUTES, *_known()["no_layers"]) and isinstance(child, Mapping)
     ]
-    full = [key for key in keys if _holds(node[key])]
+    full = [key for key in keys if id(node[key]) in filled]
     if place and place[-1] == "layers":
         return keys, True
     order = _known()["children"].get(_kind(place))
@@ -220,12 +228,16 @@ def _called(kind: str, count: int) -> list[str] | None:
     return next((names for names in _known()["variables"].get(kind, ()) if len(names) == count), None)
 
 
-def _holds(node: Any) -> bool:
-    return any(
-        _holds(child) if isinstance(child, Mapping) else isinstance(child, Tensor)
+def _mark_filled(node: Mapping[str, Any], filled: set[int]) -> bool:
+    """Adds the identities of groups with a tensor at or below them; tells whether this group is one."""
+    below = [
+        _mark_filled(child, filled) if isinstance(child, Mapping) else isinstance(child, Tensor)
         for key, child in node.items()
         if key != ATTRIBUTES and key not in _known()["no_layers"]
-    )
+    ]
+    if any(below):
+        filled.add(id(node))
+    return any(below)
 
 
 def in_order(every: Sequence[Variable], shapes: Sequence[Shape], by_config: bool) -> Order:
