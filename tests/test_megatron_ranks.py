@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import statekit
-from statekit.errors import CorruptError, NotFoundError, RefusedError, StateError, StatekitError
+from statekit.errors import CorruptError, InexactError, NotFoundError, RefusedError, StateError, StatekitError
 from statekit.maps.links import carried_through
 from statekit.maps.model_map import maps_of
 from statekit.state.rates import Rates
@@ -177,6 +177,36 @@ def test_positions_that_the_target_has_otherwise_are_refused(
     setattr(args, name, value)
     with pytest.raises(StatekitError, match=reason):
         statekit.plan(legacy(tmp_path / "other", 2, args=args), tmp_path / "hf", to="hf-trainer", map=MAP)
+
+
+def test_names_of_a_local_spec_become_the_keys_that_the_loader_of_torch_dist_looks_for(
+    tmp_path: Path,
+) -> None:
+    """megatron-core 0.16.1 raised a KeyError for the norms, and missed the states of linear modules."""
+    report = statekit.convert(legacy(tmp_path / "run", 2, masters=True), tmp_path / "new", to="megatron")
+    assert any("how many tensor-parallel ranks" in note for note in report.plan.assumptions)
+    with statekit.open(tmp_path / "new") as opened:
+        tree, layer = opened.checkpoint.tree, "decoder.layers.1."
+        assert {f"{layer}{name}" for name in LOCAL} <= tree["sharded"].keys()
+        assert not any("input_layernorm" in key for key in tree["sharded"])
+        assert tree["sharded"][f"{layer}mlp.linear_fc2._extra_state/shard_0_1"] == [None]
+        assert tree["common"]["content_metadata"]["non_homogeneous_layers"] is True
+    said: dict[str, Any] = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 16}
+    statekit.convert(tmp_path / "new", tmp_path / "hf", to="hf-trainer", map=MAP, config=HEADS | said)
+    with pytest.raises(InexactError, match=r"linear_qkv\.layer_norm_weight"):
+        statekit.plan(
+            tmp_path / "hf", tmp_path / "apart", to="megatron", map="hf-qwen3:megatron-qwen3",
+            config={"norms": "apart", "layers": "numbered"},
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(("had", "has"), [(4, 2), (2, 1)])
+def test_a_folder_that_lost_its_last_ranks_is_told_by_the_arguments(
+    had: int, has: int, tmp_path: Path
+) -> None:
+    run = legacy(tmp_path / "run", has, args=argparse.Namespace(tensor_model_parallel_size=had))
+    with pytest.raises(NotFoundError, match=f"other ranks than its run had(.|\n)*{had} of them"):
+        statekit.open(run)
 
 
 def _lacks_a_rank(run: Path) -> None:

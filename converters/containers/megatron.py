@@ -37,7 +37,7 @@ from statekit.files.checkpoint import STEPS, Checkpoint
 from statekit.files.source import Files, listing, opening, read_small
 from statekit.files.stage import Stage
 from statekit.files.tree import Place
-from statekit.tensors.tree import strict_json
+from statekit.tensors.tree import Record, strict_json
 
 COMMON, SHARDED = "common", "sharded"
 """The parts of the tree."""
@@ -46,6 +46,8 @@ _MODEL, _GATHERED = "model_optim_rng.pt", "distrib_optim.pt"
 _LEGACY, _RANK, _RANKS = f"mp_rank_00/{_MODEL}", re.compile(r"mp_rank_\d{2,3}"), "ranks"
 _DISTRIBUTED = "optimizer.distributed.dp_group_idx_0"
 """Where a distributed optimizer of one model-parallel rank lies in the tree."""
+_RANK_COUNT = "tensor_model_parallel_size"
+"""The argument of Megatron-LM that says how many ranks share a layer."""
 _LATEST = "latest_checkpointed_iteration.txt"
 _ITERATION = "iter_{step:07d}"
 _WRITTEN = {
@@ -121,6 +123,7 @@ class Megatron:
             for rank, tree in zip(ranks, models, strict=True):
                 if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
                     raise FormatError("A file of Megatron-LM holds no model.", place=place / rank / _MODEL)
+            _check_ranks(place, ranks, models[0].get("args"))
             others = {key: part for key, part in models[0].items() if key not in ("model", "optimizer")}
             values = (place / _LEGACY).with_name(_GATHERED)
             findings = [finding for part in saved for finding in part.findings]
@@ -190,6 +193,24 @@ def _ranks(place: Place) -> list[str]:
     return names
 
 
+def _check_ranks(place: Place, ranks: list[str], arguments: Any) -> None:
+    """Refuses a folder that has other ranks than the arguments of its run count.
+
+    Raises:
+        NotFoundError: There are fewer or more.
+    """
+    stated = arguments.state if isinstance(arguments, Record) else arguments
+    count = stated.get(_RANK_COUNT) if isinstance(stated, dict) else None
+    if type(count) is int and count != len(ranks):
+        raise NotFoundError(
+            "The folder has other ranks than its run had.",
+            place=place,
+            expected=f"{count} of them, as {_RANK_COUNT} says in {_LEGACY}",
+            found=", ".join(ranks[:5]),
+            remedy="copy the whole folder",
+        )
+
+
 def _refuse_ranks(place: Place, ranks: list[str]) -> None:
     """Refuses several ranks whose distributed optimizers lie in buckets of their own."""
     if len(ranks) > 1:
@@ -214,7 +235,7 @@ def _gathered(tree: dict[str, Any], values: Any) -> dict[str, Any]:
     optimizer = tree.get("optimizer")
     groups = optimizer.get("optimizer", optimizer) if isinstance(optimizer, dict) else optimizer
     return {
-        **tree["model"],
+        **{name: part for name, part in tree["model"].items() if part is not None},
         f"{_DISTRIBUTED}.optimizer/shard_0_1": [groups],
         f"{_DISTRIBUTED}.param_state/shard_0_1": [values],
     }

@@ -14,6 +14,7 @@ distrib_optimizer.py, `sharded_param_state_fully_reshardable`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from operator import attrgetter
@@ -28,7 +29,7 @@ from statekit.converters.layouts.hyperparameters import require_optimizer
 from statekit.converters.layouts.megatron.buckets import has_buckets, with_groups, without_buckets
 from statekit.converters.layouts.megatron.groups import with_params, without_params
 from statekit.converters.layouts.megatron.lines import megatron_lines
-from statekit.converters.layouts.megatron.ranks import RANKS, has_ranks, without_ranks
+from statekit.converters.layouts.megatron.ranks import RANKS, has_ranks, key_of, without_ranks
 from statekit.converters.layouts.megatron.schedule import KEY, constant_schedule
 from statekit.converters.layouts.pytorch.parts import (
     PLACES,
@@ -45,7 +46,7 @@ from statekit.lines.printing import SavedRun, State
 from statekit.state.run import BESIDE, run_of
 from statekit.state.stored_params import MASTER, Proven, in_full, said_of_masters
 from statekit.state.train_state import TrainState
-from statekit.tensors.tensor import Tensor
+from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Tree
 from statekit.tensors.typed import Name, fits, typed
 
@@ -68,6 +69,16 @@ _SHARDING, _CONTENT = "param_state_sharding_type", "content_metadata"
 """Where it is said how a distributed optimizer gathers what ranks hold: beside the groups, and for Megatron-LM."""
 _AVOIDED = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 """What Megatron-LM says of every checkpoint that it writes."""
+_NUMBERED, _LAYER = "non_homogeneous_layers", re.compile(r"(?:^|\.)layers\.(\d+\.)?")
+"""What tells Megatron-LM's loader to look for a key of each layer, not for all layers in one; how such keys look."""
+_LINEAR = re.compile(
+    r"(.*layers\.(\d+\.)?(?:self_attention\.linear_(?:qkv|proj)|mlp\.linear_fc[12]))\.weight"
+)
+"""Modules of a layer with a state of their own, which only FP8 fills; the loader asks for the object even so.
+
+Source: megatron-core 0.16.1, core/tensor_parallel/layers.py, `get_extra_state`; core/transformer/utils.py,
+`make_sharded_tensors_for_checkpoint`; its loader raised "Missing key in checkpoint state_dict" without.
+"""
 _FUSED = "The optimizer is FusedAdam, which equals torch's AdamW up to rounding."
 _UNCOUNTED = (
     "The groups have no step, so the run's {} iterations are taken for it: fewer are done where updates"
@@ -209,8 +220,9 @@ class MegatronAdam:
         extra, unnamed = nameable({key: part for key, part in state.extra.items() if key not in stored_here})
         encoded = BY_NAME.encode(replace(state, slots=bare, extra=extra))
         model, optimizer = encoded.tree.pop("model"), encoded.tree.pop("optimizer")
+        _refuse_names(model)
         shapes = {name: tensor.shape for name, tensor in model.items()}
-        kept, beside, sharding = self._beside(state)
+        kept, beside, sharding = self._beside(state, model)
         updates = state.counts.updates
         groups, notes = without_params(optimizer["param_groups"], shapes, updates, sharding is not None)
         steps = [record.pop("step") for record in optimizer["state"].values()]
@@ -233,7 +245,8 @@ class MegatronAdam:
         lost = not_plain(state.extra.get(_COMMON, {}), f"extra/{_COMMON}")
         beside_model = {key: part for key, part in state.extra.items() if key in (BESIDE, PLACES)}
         dropped = {**encoded.dropped, **unnamed, **lost, **dropped_from(beside_model, (), "Megatron-Core")}
-        sharded = {**model, **_flat(optimizer["state"]), **masters, **state.extra.get(_OBJECTS, {})}
+        objects = {**_empty_objects(shapes), **state.extra.get(_OBJECTS, {})}
+        sharded = {**model, **_flat(optimizer["state"]), **masters, **objects}
         return replace(
             encoded,
             tree={COMMON: common, SHARDED: sharded},
@@ -286,17 +299,28 @@ class MegatronAdam:
         """Returns the lines that go on in Megatron-LM or Megatron-Core."""
         return megatron_lines(state, saved, self.flags)
 
-    def _beside(self, state: TrainState) -> tuple[dict[str, Any], dict[str, Any], str | None]:
-        """Returns what a source of Megatron-Core had in common.pt, what beside its optimizer, and how ranks share."""
+    def _beside(
+        self, state: TrainState, names: Collection[str]
+    ) -> tuple[dict[str, Any], dict[str, Any], str | None]:
+        """Returns what a source of Megatron-Core had in common.pt, what beside its optimizer, and how ranks share.
+
+        Args:
+            state: The state.
+            names: The names of the model's tensors.
+        """
         kept = {k: part for k, part in state.extra.get(_COMMON, {}).items() if is_plain(part)}
         beside = dict(kept.pop("optimizer", {}))
         before = beside.pop(_SHARDING, None)
         sharding = self.sharding or (None if self.masters else before)
+        layers = [match for name in names if (match := _LAYER.search(name))]
+        form = {_NUMBERED: any(match[1] for match in layers)} if layers else {}
         if sharding is not None:
             beside[_SHARDING] = sharding
+            form["distrib_optim_sharding_type"] = sharding
+        if form:
             content = kept.get(_CONTENT)
             stated = content if isinstance(content, Mapping) else {}
-            kept[_CONTENT] = {**_AVOIDED, **stated, "distrib_optim_sharding_type": sharding}
+            kept[_CONTENT] = {**_AVOIDED, **stated, **form}
         return kept, beside, sharding
 
 
@@ -316,7 +340,8 @@ def _without_buckets(
     common, sharded = whole["common"], whole["sharded"]
     if not has_buckets(sharded):
         return common, sharded, ()
-    return with_groups(common, sharded), *without_buckets(sharded, checkpoint.path, hints.param_names)
+    cut, notes = without_buckets(sharded, checkpoint.path, hints.param_names)
+    return with_groups(common, sharded), {key_of(key): part for key, part in cut.items()}, notes
 
 
 def _parted(
@@ -363,6 +388,32 @@ def _flat(records: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
         f"{_STATE}{slot}.{name}": tensor
         for name, record in records.items()
         for slot, tensor in record.items()
+    }
+
+
+def _refuse_names(names: Collection[str]) -> None:
+    """Refuses names of a local spec's modules, under which Megatron-Core's loader looks for nothing.
+
+    Raises:
+        InexactError: Some are.
+    """
+    if local := [name for name in names if key_of(name) != name]:
+        raise InexactError(
+            "Megatron-Core has other keys in torch_dist for the norms of a local spec.",
+            expected=", ".join(key_of(name) for name in local[:3]),
+            found=", ".join(local[:3]),
+            remedy="let the map write them with the layer behind them (--config norms=fused), or rename them",
+        )
+
+
+def _empty_objects(shapes: Mapping[str, Shape]) -> dict[str, Tree]:
+    """Returns the states that linear modules have without FP8, by the keys of each layer."""
+    linear = [(match, shapes[name]) for name in shapes if (match := _LINEAR.fullmatch(name))]
+    layers = [(match[1], 1 if match[2] else shape[0]) for match, shape in linear]
+    return {
+        f"{module}._extra_state/shard_{layer}_{count}": [None]
+        for module, count in layers
+        for layer in range(count)
     }
 
 

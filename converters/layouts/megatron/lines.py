@@ -27,10 +27,12 @@ def megatron_lines(state: State, saved: SavedRun, flags: str) -> list[str]:
         form = "torch" if legacy else "torch_dist"
         options = f"--load {shlex.quote(str(path.parent))} --ckpt-format {form}{flags}{schedule}"
         return [options, *_comments(saved)]
+    is_numbered = any("layers/0/" in path for group in state["groups"] for path in group["paths"])
+    layers = ', "non_homogeneous_layers": True' if is_numbered else ""
     return [
         "from megatron.core import dist_checkpointing",
-        "sharded = model.sharded_state_dict()",
-        'metadata = {"distrib_optim_sharding_type": "fully_reshardable"}',
+        f'metadata = {{"distrib_optim_sharding_type": "fully_reshardable"{layers}}}',
+        "sharded = model.sharded_state_dict(metadata=metadata)",
         "moved = optimizer.sharded_state_dict(sharded, is_loading=True, metadata=metadata)",
         f'state = dist_checkpointing.load({{"model": sharded, "optimizer": moved}}, {quoted(path)})',
         'model.load_state_dict(state["model"])',

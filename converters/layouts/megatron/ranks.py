@@ -4,9 +4,9 @@
            optimizer  state/<number>/{step, exp_avg, exp_avg_sq}, param_groups; below `optimizer` beside masters
                       fp32_from_fp16_params/<group>: float32 masters of what has less
 
-In go the ranks in the order of `mp_rank_`. Out comes the form that torch_dist has: whole tensors under flat keys,
-groups without parameters, and one count. Which axis ranks cut is a fact of Megatron-Core's modules. A gated linear_fc1
-is a gate and an up on each rank.
+In go the ranks in the order of `mp_rank_`. Out comes the form that torch_dist has, with a key for each layer: whole
+tensors under flat keys, groups without parameters, and one count. Norms of a local spec have the names of torch_dist.
+Which axis ranks cut is a fact of Megatron-Core's modules. A gated linear_fc1 is a gate and an up on each rank.
 Source: NVIDIA/Megatron-LM megatron/training/checkpointing.py, `generate_state_dict`; megatron/core/tensor_parallel/
 layers.py; core/transformer/mlp.py; core/optimizer/optimizer.py, `Float16OptimizerWithFloat16Params.state_dict`.
 """
@@ -33,6 +33,16 @@ _SECOND = re.compile(r"(^|\.)(linear_proj|linear_fc2)\.weight$")
 _WHOLE = re.compile(r"(norm_?\w*|linear_proj|linear_fc2|position_embeddings)[._](weight|bias)$")
 """Parameters that each rank has whole."""
 _HALVES = re.compile(r"(^|\.)linear_fc1\.(weight|bias)$")
+_COUNTED = "No file says how many tensor-parallel ranks the run had: those here are taken for all ({})."
+_LOCAL = {
+    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
+    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
+}
+_IN_LAYER = re.compile(rf"(decoder\.layers\.(?:\d+\.)?)({'|'.join(map(re.escape, _LOCAL))})")
+"""Norms of a local spec's modules, and what Megatron-Core calls them in torch_dist.
+
+Source: megatron-core 0.16.1, core/models/gpt/gpt_layer_specs.py, `sharded_state_dict_keys_map`.
+"""
 _RANDOM = "Random states of ranks other than the first stay behind."
 _DRIFTED = (
     "resume the run once in Megatron-LM, which sums these gradients over ranks, or save it with torch_dist"
@@ -60,10 +70,11 @@ def without_ranks(
     models = [_params(rank["model"]) for rank in ranks]
     gated = _is_gated(models[0])
     sharded: dict[str, Tree] = {
-        name: _joined(name, name, [model[name] for model in models], gated, place) for name in models[0]
+        key_of(name): _joined(name, name, [model[name] for model in models], gated, place)
+        for name in models[0]
     }
     for key, (name, _) in slots[0].items():
-        sharded[key] = _joined(key, name, [of_rank[key][1] for of_rank in slots], gated, place)
+        sharded[key_of(key)] = _joined(key, name, [of_rank[key][1] for of_rank in slots], gated, place)
     optimizer, outer = _inner(ranks[0]["optimizer"]), ranks[0]["optimizer"]
     whole = {
         "state": {"common_step": _step(optimizer, place)},
@@ -75,7 +86,14 @@ def without_ranks(
         rest = {key: part for key, part in outer.items() if key not in ("optimizer", _MASTERS)}
         whole = {**rest, "optimizer": whole}
     notes = (_RANDOM,) if len(ranks) > 1 and "rng_state" in tree[COMMON] else ()
+    if tree[COMMON].get("args") is None:  # the container holds the ranks to the run's arguments
+        notes += (_COUNTED.format(", ".join(tree[RANKS])),)
     return {**tree[COMMON], "optimizer": whole}, sharded, notes
+
+
+def key_of(name: str) -> str:
+    """Returns the key of torch_dist for a tensor, or for a slot of one, whatever spec its module is of."""
+    return _IN_LAYER.sub(lambda match: match[1] + _LOCAL[match[2]], name)
 
 
 def _params(model: Mapping[str, Any]) -> dict[str, Tensor]:

@@ -1,0 +1,167 @@
+"""MaxText and Megatron-Core go on from what is written for them, by their own loaders: `make test-codebases`.
+
+Each test drives the original on the recorded batches, in a process of its own. STATEKIT_MEGATRON names a folder with
+megatron-core 0.16.1, STATEKIT_MAXTEXT a Python with MaxText 0.2.5; a test whose original is missing is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.numpy import load_file
+
+import statekit
+
+HERE = Path(__file__).parent
+RUNS = HERE.parents[1] / "shared/recordings/train"
+LOSS = 4e-6
+"""Largest difference of the originals' losses from those of a conversion by hand, in float32."""
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not RUNS.is_dir(), reason="the whole set of recordings isn't here"),
+]
+in_megatron = pytest.mark.skipif(
+    "STATEKIT_MEGATRON" not in os.environ, reason="STATEKIT_MEGATRON names no folder with Megatron-Core"
+)
+in_maxtext = pytest.mark.skipif(
+    "STATEKIT_MAXTEXT" not in os.environ, reason="STATEKIT_MAXTEXT names no Python with MaxText"
+)
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
+IN_LLAMA = {"rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 16}
+IN_QWEN3 = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 16}
+
+
+def meta_of(name: str) -> dict[str, Any]:
+    return dict(json.loads((RUNS / name / "meta.json").read_text(encoding="utf-8")))
+
+
+def driven(python: str, script: str, *words: str, **environment: str) -> dict[str, float]:
+    """Returns the losses that an original prints as its last line, by update."""
+    called = subprocess.run(
+        [python, str(HERE / script), *words],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, **environment},
+    )
+    assert called.returncode == 0, called.stderr[-2000:]
+    return dict(json.loads(called.stdout.splitlines()[-1]))
+
+
+def apart(losses: dict[str, float], name: str) -> float:
+    """Returns how far losses are from those that the run of a recording had at the same updates."""
+    recorded = load_file(RUNS / name / "losses.safetensors")
+    assert losses.keys() == {"5", "6", "7", "8"}
+    return max(abs(loss - float(recorded[step])) for step, loss in losses.items())
+
+
+def megatrons(run: Path, name: str, **changed: Any) -> dict[str, float]:
+    """Returns the losses of updates 5 to 8 in Megatron-Core, which saves again; that is read, too."""
+    meta = meta_of(name)
+    arguments = {**meta["arguments"], **changed}
+    rows = -(-arguments["vocab"] // arguments["pad"]) * arguments["pad"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    rates = [rate[0] if isinstance(rate, list) else rate for rate in meta["learning_rate"]]
+    options = {**arguments, "rows": rows, "rates": rates, "port": port}
+    (run / "options.json").write_text(json.dumps(options))
+    words = (run / "iter_0000004", RUNS / name / "batches.safetensors", run / "options.json", run / "saved")
+    folder = os.environ["STATEKIT_MEGATRON"]
+    losses = driven(sys.executable, "megatron_driving.py", *map(str, words), PYTHONPATH=folder)
+    with statekit.open(run / "saved") as opened:
+        assert opened.state.counts.updates == 8
+    return losses
+
+
+@in_megatron
+@pytest.mark.parametrize(
+    "name",
+    [
+        "megatron_llama",
+        "megatron_llama_tp2",
+        "megatron_qwen3",
+        "megatron_qwen3_bf16",
+        "megatron_llama_distopt_bf16",
+    ],
+)
+@pytest.mark.parametrize("form", ["torch", "torch_dist"])
+def test_megatron_core_goes_on_from_its_runs_as_they_are_written_again(
+    name: str, form: str, tmp_path: Path
+) -> None:
+    """Of each optimizer and both formats; the format `torch` has names of a local spec and pieces of ranks."""
+    to: dict[str, Any] = {"layout": "megatron-distributed"} if "distopt" in name else {}
+    statekit.convert(RUNS / name / "checkpoint" / form, tmp_path / "run", to="megatron", **to)
+    assert apart(megatrons(tmp_path / "run", name), name) <= (LOSS if "tp2" in name else 0.0)
+
+
+@in_megatron
+@pytest.mark.parametrize(
+    ("name", "model", "config"),
+    [("megatron_llama", "llama", IN_LLAMA), ("megatron_qwen3", "qwen3", IN_QWEN3)],
+)
+def test_megatron_core_goes_on_from_its_run_on_the_way_back_from_hugging_face(
+    name: str, model: str, config: dict[str, Any], tmp_path: Path
+) -> None:
+    there, back = f"megatron-{model}:hf-{model}", f"hf-{model}:megatron-{model}"
+    statekit.convert(
+        RUNS / name / "checkpoint/torch_dist",
+        tmp_path / "hf",
+        to="hf-trainer",
+        map=there,
+        config=HEADS | config,
+    )
+    (
+        tmp_path / "hf/statekit.json"
+    ).unlink()  # so that nothing of Megatron-Core comes back but what a map makes
+    statekit.convert(
+        tmp_path / "hf/checkpoint-4", tmp_path / "run", to="megatron", map=back, assume_defaults=True
+    )
+    assert apart(megatrons(tmp_path / "run", name), name) <= LOSS
+
+
+@in_megatron
+@pytest.mark.parametrize("layers", ["stacked", "numbered"])
+def test_megatron_core_goes_on_with_a_run_of_trainer(layers: str, tmp_path: Path) -> None:
+    statekit.convert(
+        RUNS / "hf_qwen3/checkpoint/checkpoint-4", tmp_path / "run", to="megatron", map="hf-qwen3:megatron-qwen3",
+        config={"layers": layers},
+    )  # fmt: skip
+    asked = {"groups": 2, "qk_norm": 1, "rms_eps": 1e-6, "rope_base": 1000000, "pad": 1, "bf16": 0, "dist_opt": 0,
+             "tied": 0, "nonhom": 0, "bias": 0, "kv": 16}  # fmt: skip
+    assert apart(megatrons(tmp_path / "run", "hf_qwen3", **asked), "hf_qwen3") <= LOSS
+
+
+def maxtexts(run: Path, name: str) -> dict[str, float]:
+    """Returns the losses of updates 5 to 8 in MaxText."""
+    (run / "overrides.json").write_text(json.dumps(meta_of(name)["overrides"]))
+    words = (run, RUNS / name / "batches.safetensors", run / "overrides.json")
+    return driven(os.environ["STATEKIT_MAXTEXT"], "maxtext_driving.py", *map(str, words), JAX_PLATFORMS="cpu")
+
+
+@in_maxtext
+@pytest.mark.parametrize(
+    "name",
+    [
+        "maxtext_llama_scanned", "maxtext_llama31_unscanned_adam_pax", "maxtext_llama31_scanned_mu_bf16",
+        "maxtext_qwen2_scanned", "maxtext_qwen3_scanned", "maxtext_llama_scanned_muon",
+    ],
+)  # fmt: skip
+def test_maxtext_goes_on_from_its_runs_as_they_are_written_again(name: str, tmp_path: Path) -> None:
+    """Of adamw, adam_pax, Muon, and with a momentum in bfloat16; MaxText makes its random streams anew."""
+    told: dict[str, Any] = {"variant": "maxtext_pax"} if "pax" in name else {}
+    statekit.convert(
+        RUNS / name / "checkpoint/3",
+        tmp_path / "run/checkpoints",
+        to="maxtext-orbax",
+        assume_defaults=True,
+        **told,
+    )
+    assert apart(maxtexts(tmp_path / "run", name), name) <= LOSS
