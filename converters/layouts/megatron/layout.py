@@ -313,7 +313,7 @@ class MegatronAdam:
         before = beside.pop(_SHARDING, None)
         sharding = self.sharding or (None if self.masters else before)
         layers = [match for name in names if (match := _LAYER.search(name))]
-        form = {_NUMBERED: any(match[1] for match in layers)} if layers else {}
+        form: dict[str, Any] = {_NUMBERED: any(match[1] for match in layers)} if layers else {}
         if sharding is not None:
             beside[_SHARDING] = sharding
             form["distrib_optim_sharding_type"] = sharding

@@ -85,7 +85,7 @@ def without_ranks(
     if optimizer is not outer:
         rest = {key: part for key, part in outer.items() if key not in ("optimizer", _MASTERS)}
         whole = {**rest, "optimizer": whole}
-    notes = (_RANDOM,) if len(ranks) > 1 and "rng_state" in tree[COMMON] else ()
+    notes: tuple[str, ...] = (_RANDOM,) if len(ranks) > 1 and "rng_state" in tree[COMMON] else ()
     if tree[COMMON].get("args") is None:  # the container holds the ranks to the run's arguments
         notes += (_COUNTED.format(", ".join(tree[RANKS])),)
     return {**tree[COMMON], "optimizer": whole}, sharded, notes
