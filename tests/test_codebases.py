@@ -156,12 +156,12 @@ def maxtexts(run: Path, name: str) -> dict[str, float]:
 )  # fmt: skip
 def test_maxtext_goes_on_from_its_runs_as_they_are_written_again(name: str, tmp_path: Path) -> None:
     """Of adamw, adam_pax, Muon, and with a momentum in bfloat16; MaxText makes its random streams anew."""
-    told: dict[str, Any] = {"variant": "maxtext_pax"} if "pax" in name else {}
+    variant: dict[str, Any] = {"variant": "maxtext_pax"} if "pax" in name else {}
     statekit.convert(
         RUNS / name / "checkpoint/3",
         tmp_path / "run/checkpoints",
         to="maxtext-orbax",
         assume_defaults=True,
-        **told,
+        **variant,
     )
     assert apart(maxtexts(tmp_path / "run", name), name) <= LOSS
