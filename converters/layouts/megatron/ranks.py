@@ -85,10 +85,14 @@ def without_ranks(
     if optimizer is not outer:
         rest = {key: part for key, part in outer.items() if key not in ("optimizer", _MASTERS)}
         whole = {**rest, "optimizer": whole}
-    notes: tuple[str, ...] = (_RANDOM,) if len(ranks) > 1 and "rng_state" in tree[COMMON] else ()
-    if tree[COMMON].get("args") is None:  # the container holds the ranks to the run's arguments
-        notes += (_COUNTED.format(", ".join(tree[RANKS])),)
-    return {**tree[COMMON], "optimizer": whole}, sharded, notes
+    return {**tree[COMMON], "optimizer": whole}, sharded, _notes(tree)
+
+
+def _notes(tree: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns what stays behind, and what is assumed of the ranks: the container holds them to the arguments."""
+    random = (_RANDOM,) if len(tree[RANKS]) > 1 and "rng_state" in tree[COMMON] else ()
+    counted = (_COUNTED.format(", ".join(tree[RANKS])),) if tree[COMMON].get("args") is None else ()
+    return (*random, *counted)
 
 
 def key_of(name: str) -> str:
