@@ -25,6 +25,11 @@ Built = tuple[Path, Path]
 SHIPPED = {".py", ".json", ".html", ".css", ".js", ".svg", ".txt"}
 """Ends of names of files that are part of the package: its modules, what they read, and what pages are made of."""
 
+LEFT_OUT = {"trajectory.safetensors", "logits.safetensors"}
+"""Of the recording: T5X's own weights and logits, three quarters of its size, which no verb needs."""
+LARGEST_WHEEL = 3_000_000
+"""Bytes."""
+
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
@@ -44,10 +49,14 @@ def test_the_wheel_holds_every_module_and_nothing_at_its_top_but_statekit(built:
     recording = {
         f"statekit/cli/recording/{path.relative_to(RECORDING)}"
         for path in RECORDING.rglob("*")
-        if path.is_file() and "checkpoint_orbax" not in path.parts
+        if path.is_file() and "checkpoint_orbax" not in path.parts and path.name not in LEFT_OUT
     }
     assert {name for name in names if ".dist-info/" not in name} == modules | recording
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"statekit"}
+
+
+def test_the_wheel_stays_small(built: Built) -> None:
+    assert built[1].stat().st_size < LARGEST_WHEEL
 
 
 def test_the_sdist_holds_what_builds_and_no_tests(built: Built) -> None:

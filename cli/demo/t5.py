@@ -66,6 +66,11 @@ class Run:
         """The checkpoint of T5X."""
         return self.folder / "checkpoint" / f"checkpoint_{self.meta['checkpoint_step']}"
 
+    @property
+    def has_weights(self) -> bool:
+        """Whether T5X's own weights after the last update are there; the wheel leaves them out for its size."""
+        return (self.folder / f"{TRAJECTORY}.safetensors").is_file()
+
     def read(self, file: str) -> dict[str, Array]:
         """Returns all arrays of one of the files."""
         opened = open_safetensors(self.folder / f"{file}.safetensors")
@@ -91,11 +96,12 @@ class Continued:
 
     Attributes:
         losses: By update, before it.
-        weights: The largest distance of a tensor from T5X's after the last update, per its movement (l2 norms).
+        weights: The largest distance of a tensor from T5X's after the last update, per its movement (l2 norms); None
+            where the recording has no weights, as the one in the wheel.
     """
 
     losses: Mapping[int, float]
-    weights: float
+    weights: float | None
 
 
 def check_installed() -> None:
@@ -166,7 +172,7 @@ def _trained(run: Run, model: Any, optimizer: Any, mapped: Sequence[Mapped]) -> 
         loss.backward()
         optimizer.step()
         losses[update] = float(loss.detach())
-    return Continued(losses, max(_moved(run, model, mapped)))
+    return Continued(losses, max(_moved(run, model, mapped)) if run.has_weights else None)
 
 
 def _loss(run: Run, model: Any, update: int) -> Any:
@@ -191,10 +197,10 @@ def _loss(run: Run, model: Any, update: int) -> Any:
 def _moved(run: Run, model: Any, mapped: Sequence[Mapped]) -> Iterator[float]:
     recorded, weights = run.read(TRAJECTORY), dict(model.named_parameters())
     first, last = run.updates[0] - 1, run.updates[-1]
-    for one in mapped:
-        [source], weight = one.sources, weights[one.target.replace("/", ".")].detach().numpy()
+    for tensor in mapped:
+        [source], weight = tensor.sources, weights[tensor.target.replace("/", ".")].detach().numpy()
         before, after = (recorded[f"{n}/param/{source}"].astype(np.float64) for n in (first, last))
-        ours = weight.T if "transposed" in one.operations else weight
+        ours = weight.T if "transposed" in tensor.operations else weight
         yield float(np.linalg.norm(ours - after) / np.linalg.norm(after - before))
 
 
