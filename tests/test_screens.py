@@ -79,6 +79,8 @@ def session(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Session]:
     write_step(T5, 9, root / "run" / "checkpoint_9", "t5x", "t5x")
     for step in (4, 9):
         write_step(LEGACY, step, root / "adamw" / f"step-{step}.pt", "torch", "torch-optim", times=100)
+    for step in range(10, 40, 10):
+        write_step(LEGACY, step, root / "long" / f"step-{step}.pt", "torch", "torch-optim")
     shutil.copytree(TRAINER, root / "trainer" / "checkpoint-4")
     for name in ("a.pt", "b.pt", SCRIPT, TURNED, LONG):
         shutil.copy(LEGACY, root / name)
@@ -324,6 +326,29 @@ def test_an_older_step_is_checked_and_thinned_and_the_lineage_shows_it(page: Pag
     expect(said).not_to_contain_text("statekit statekit")
 
 
+def test_steps_that_a_rule_does_not_keep_are_seen_and_thinned_together(page: Page, session: Session) -> None:
+    run = session.root / "long"
+    page.get_by_role("link", name="long", exact=True).first.click()
+    page.get_by_role("link", name="Thin it").click()
+    expect(page.get_by_text("Nothing", exact=True)).to_be_visible()  # three steps are kept unless it is said
+    page.get_by_label("Keep the last good steps").fill("1")
+    page.get_by_label("Keep each multiple of").fill("20")
+    page.get_by_role("button", name="Show").click()
+    expect(page.locator("tr[data-row]")).to_have_count(1)
+    assert axe(page) == []
+    assert sorted(file.name for file in run.glob("*.pt")) == ["step-10.pt", "step-20.pt", "step-30.pt"]
+    page.get_by_label("Keep each multiple of").fill("0")
+    page.get_by_role("button", name="Show").click()
+    page.get_by_role("button", name="Thin 2 steps").click()
+    expect(page.get_by_role("heading", name="Jobs")).to_be_visible()
+    until(page, page.reload, page.locator("tr[data-row]").filter(has_text="step-20").filter(has_text="done"))
+    assert [file.name for file in sorted(run.glob("*.pt"))] == [
+        "step-10-weights.pt",
+        "step-20-weights.pt",
+        "step-30.pt",
+    ]
+
+
 def _thinned(page: Page, address: str, button: str, said: str) -> str:
     """Asks for a thinning, and returns the figure that its verdict has."""
     page.goto(address)
@@ -422,7 +447,7 @@ def test_a_parameter_is_followed_over_the_steps_of_its_run(page: Page) -> None:
 
 
 def test_a_run_is_held_against_itself_and_a_slot_followed_alone(page: Page) -> None:
-    page.get_by_role("link", name="run", exact=True).click()
+    page.locator("#runs").get_by_role("link", name="run", exact=True).click()
     expect(page.get_by_role("heading", name="Run run")).to_be_visible()
     page.get_by_role("button", name="Look for faults over all steps").click()
     expect(page.locator("#between .verdict")).to_contain_text(re.compile("finding|Nothing"), timeout=SOON)

@@ -49,7 +49,7 @@ def _steps_are_seen_and_examined(page: Page, run: Path) -> None:
     page.get_by_role("button", name="Scan again").click()
     until(page, lambda: page.goto(_home(page)), row(page, lab_day.GOOD))
     expect(page.locator("tr.run")).to_contain_text("4 steps, 8 to 11")
-    page.get_by_role("link", name="run", exact=True).click()
+    page.locator("#runs").get_by_role("link", name="run", exact=True).click()
     page.get_by_role("button", name="Look for faults over all steps").click()
     between = page.locator("#between")
     expect(between.locator(".verdict.bad")).to_contain_text("in 1 of 4 steps", timeout=SOON)

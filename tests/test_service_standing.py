@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from statekit.service.standing import fault_of, standing
+from statekit.service.standing import Rule, fault_of, spare_of, standing
 
 
 def step(number: int, **known: Any) -> SimpleNamespace:
@@ -37,6 +37,15 @@ def test_the_last_three_good_steps_and_tagged_ones_are_kept() -> None:
     )  # 4, 6, 7 and the bad 5 stay
     assert standing(steps, {101}).spare == 2
     assert standing(steps[:5], ()).spare == 0  # 1, 3, 4
+
+
+@pytest.mark.parametrize(
+    ("rule", "spare"),
+    [(Rule(), [1, 2, 3, 4]), (Rule(last=1), [1, 2, 3, 4, 5, 6]), (Rule(1, 3), [1, 2, 4, 5]), (Rule(9), [])],
+)
+def test_a_rule_keeps_the_last_good_steps_and_multiples(rule: Rule, spare: list[int]) -> None:
+    steps = [step(number) for number in range(1, 8)]
+    assert [one.step for one in spare_of(steps, (), rule)] == spare
 
 
 def test_nothing_is_spare_where_no_step_is_good() -> None:

@@ -22,7 +22,7 @@ from statekit.service.database import Database
 from statekit.service.records import SORTS, Checkpoint, Job, Page, Query, Root, Run, Scan, Scanning
 from statekit.service.roots import path_beneath, target_beneath
 from statekit.service.scanning import Scanner, Seen, run_key
-from statekit.service.standing import standing
+from statekit.service.standing import Rule, spare_of, standing
 from statekit.service.tables import CHECKPOINTS, ROOTS, RUNS, SUBJECTS, TAGS
 from statekit.service.tasks.child import Zygote
 from statekit.service.tasks.failures import problem_of
@@ -557,12 +557,7 @@ def _runs(roots: Iterable[int]) -> Select[Any]:
 
 def _with_standing(connection: Connection, rows: Sequence[Row[Any]]) -> tuple[Run, ...]:
     """Returns runs with where each stands."""
-    present = (CHECKPOINTS.c.status == "present") & CHECKPOINTS.c.run.in_([row.id for row in rows])
-    steps: dict[int, list[Row[Any]]] = {}
-    for step in connection.execute(select(CHECKPOINTS).where(present).order_by(CHECKPOINTS.c.step)):
-        steps.setdefault(step.run, []).append(step)
-    tags = select(TAGS.c.checkpoint).join(CHECKPOINTS, CHECKPOINTS.c.id == TAGS.c.checkpoint).where(present)
-    tagged = set(connection.scalars(tags))
+    steps, tagged = _steps_of(connection, [row.id for row in rows])
     return tuple(
         Run(
             **{name: row._mapping[name] for name in _OF_RUN},
@@ -571,6 +566,22 @@ def _with_standing(connection: Connection, rows: Sequence[Row[Any]]) -> tuple[Ru
         )
         for row in rows
     )
+
+
+def spare_steps(connection: Connection, run: int, rule: Rule) -> list[int]:
+    """Returns the numbers of the checkpoints of a run that a rule doesn't keep, the oldest first."""
+    steps, tagged = _steps_of(connection, [run])
+    return [step.id for step in spare_of(steps.get(run, ()), tagged, rule)]
+
+
+def _steps_of(connection: Connection, runs: Sequence[int]) -> tuple[dict[int, list[Row[Any]]], set[int]]:
+    """Returns the steps of each run that are present, the oldest first, and which of them have a tag."""
+    present = (CHECKPOINTS.c.status == "present") & CHECKPOINTS.c.run.in_(runs)
+    steps: dict[int, list[Row[Any]]] = {}
+    for step in connection.execute(select(CHECKPOINTS).where(present).order_by(CHECKPOINTS.c.step)):
+        steps.setdefault(step.run, []).append(step)
+    tags = select(TAGS.c.checkpoint).join(CHECKPOINTS, CHECKPOINTS.c.id == TAGS.c.checkpoint).where(present)
+    return steps, set(connection.scalars(tags))
 
 
 def _shown(place: bytes) -> str:

@@ -120,36 +120,66 @@ class Jobs:
                 before = connection.execute(same).one_or_none()
                 if before is not None:
                     return self._same(connection, before, kind, subjects, given)
-            for number in subjects:
-                one = checkpoint_of(connection, number)
-                if one.status != "present":
-                    raise NotFoundError(
-                        f"The checkpoint is {one.status}.",
-                        place=f"checkpoint {number}",
-                        found=f"checkpoint {one.replaced_by} has its place" if one.replaced_by else None,
-                        remedy="choose one that is there",
-                    )
-                if kind == "thin":
-                    check_thinning(connection, number)
-            waiting = select(func.count()).where(JOBS.c.state == "queued").select_from(JOBS)
-            if (connection.scalar(waiting) or 0) >= MOST_WAITING:
-                raise UsageError(
-                    "Too many jobs are waiting.",
-                    expected=f"at most {MOST_WAITING}",
-                    remedy="wait, or cancel some",
-                )
-            made = JOBS.insert().values(
-                kind=kind, options=given, cache_key=_cache_key(connection, kind, subjects, given),
-                idempotency_key=idempotency_key, state="queued", attempts=0, token=0, cancelling=False,
-                created=time.time(), text="", requested_by=printable(requested_by)[:200], last_event=0,
-            )  # fmt: skip
-            number = connection.execute(made).lastrowid
-            rows = [
-                {"job": number, "position": i, "checkpoint": subject} for i, subject in enumerate(subjects)
+            return self._added(connection, kind, subjects, given, idempotency_key, requested_by)
+
+    def submit_each(self, kind: str, subjects: Sequence[int], *, requested_by: str = "") -> list[Job]:
+        """Asks for the same work about each of some checkpoints: for all of it, or for none.
+
+        Args:
+            kind: What shall be done.
+            subjects: The numbers of the checkpoints.
+            requested_by: Who asks.
+
+        Raises:
+            UsageError, NotFoundError, RefusedError: As `submit`, of one of them.
+        """
+        given = [(number, checked(kind, (number,), {})) for number in subjects]
+        with self._database.writing() as connection:
+            return [
+                self._added(connection, kind, (number,), options, None, requested_by)
+                for number, options in given
             ]
-            connection.execute(SUBJECTS.insert(), rows)
-            _add_event(connection, number, "state", {"state": "queued"})
-            return _job_of(connection, number)
+
+    def _added(
+        self,
+        connection: Connection,
+        kind: str,
+        subjects: Sequence[int],
+        given: Mapping[str, Any],
+        idempotency_key: str | None,
+        requested_by: str,
+    ) -> Job:
+        """Writes a job down, once what it is about allows it."""
+        for number in subjects:
+            checkpoint = checkpoint_of(connection, number)
+            if checkpoint.status != "present":
+                raise NotFoundError(
+                    f"The checkpoint is {checkpoint.status}.",
+                    place=f"checkpoint {number}",
+                    found=f"checkpoint {checkpoint.replaced_by} has its place"
+                    if checkpoint.replaced_by
+                    else None,
+                    remedy="choose one that is there",
+                )
+            if kind == "thin":
+                check_thinning(connection, number)
+        waiting = select(func.count()).where(JOBS.c.state == "queued").select_from(JOBS)
+        if (connection.scalar(waiting) or 0) >= MOST_WAITING:
+            raise UsageError(
+                "Too many jobs are waiting.",
+                expected=f"at most {MOST_WAITING}",
+                remedy="wait, or cancel some",
+            )
+        made = JOBS.insert().values(
+            kind=kind, options=given, cache_key=_cache_key(connection, kind, subjects, given),
+            idempotency_key=idempotency_key, state="queued", attempts=0, token=0, cancelling=False,
+            created=time.time(), text="", requested_by=printable(requested_by)[:200], last_event=0,
+        )  # fmt: skip
+        job = connection.execute(made).lastrowid
+        rows = [{"job": job, "position": i, "checkpoint": subject} for i, subject in enumerate(subjects)]
+        connection.execute(SUBJECTS.insert(), rows)
+        _add_event(connection, job, "state", {"state": "queued"})
+        return _job_of(connection, job)
 
     def _same(
         self,

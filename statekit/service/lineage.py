@@ -14,9 +14,10 @@ from typing import Any, Literal
 from sqlalchemy import Connection, Row, and_, or_, select
 
 from statekit.errors import RefusedError
-from statekit.service.catalogue import checkpoint_of, checkpoints_of, subjects_of
+from statekit.service.catalogue import checkpoint_of, checkpoints_of, spare_steps, subjects_of
 from statekit.service.database import Database
 from statekit.service.records import Checkpoint, Edge, Lineage, Node
+from statekit.service.standing import Rule
 from statekit.service.tables import CHECKPOINTS, JOBS, RESULTS, SUBJECTS
 
 MOST_NODES = 500
@@ -190,6 +191,35 @@ def _in_order(nodes: list[Node], edges: list[Edge]) -> Iterator[Node]:
         ready = [i for i in left if not (sources[i] - {i}) & left.keys()]
         for i in ready or list(left)[:1]:
             yield left.pop(i)
+
+
+@dataclass(frozen=True)
+class Spare:
+    """A step that a rule doesn't keep.
+
+    Attributes:
+        checkpoint: It.
+        refusal: Why it isn't thinned all the same; empty if it can be.
+        remedy: What to do about that.
+    """
+
+    checkpoint: Checkpoint
+    refusal: str = ""
+    remedy: str = ""
+
+
+def spare_by(database: Database, run: int, rule: Rule) -> list[Spare]:
+    """Returns the steps of a run that a rule doesn't keep, the oldest first, each with why it can't be thinned."""
+    spare = []
+    with database.reading() as connection:
+        for number in spare_steps(connection, run, rule):
+            checkpoint = checkpoint_of(connection, number)
+            try:
+                check_thinning(connection, number)
+                spare.append(Spare(checkpoint))
+            except RefusedError as error:
+                spare.append(Spare(checkpoint, error.subject, error.remedy or ""))
+    return spare
 
 
 def check_thinning(connection: Connection, number: int, job: int | None = None) -> None:

@@ -11,8 +11,9 @@ from statekit.errors import StatekitError
 from statekit.service.catalogue import Catalogue
 from statekit.service.database import Database
 from statekit.service.jobs import Jobs
-from statekit.service.lineage import lineage_of
+from statekit.service.lineage import Spare, lineage_of, spare_by
 from statekit.service.records import Job, Lineage
+from statekit.service.standing import Rule
 
 FREE_BYTES = 2**18
 """How much room a job needs to be written down, with its events."""
@@ -48,6 +49,10 @@ class Service:
             NotFoundError: There is no such checkpoint.
         """
         return lineage_of(self.database, checkpoint)
+
+    def spare(self, run: int, rule: Rule) -> list[Spare]:
+        """Returns the steps of a run that a rule doesn't keep, the oldest first, each with why it can't be thinned."""
+        return spare_by(self.database, run, rule)
 
     def last_look(self, checkpoint: int) -> Job | None:
         """Returns the job that has looked into a whole checkpoint last, one with statistics before one without."""

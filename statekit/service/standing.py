@@ -6,8 +6,18 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-KEPT = 3
-"""How many good steps are kept, the newest first."""
+
+@dataclass(frozen=True)
+class Rule:
+    """Which steps of a run are kept; those with a tag are kept whatever it says.
+
+    Attributes:
+        last: How many good steps, the newest first; at least one.
+        every: Of which number the steps are kept that are a multiple of it; 0 keeps none for that.
+    """
+
+    last: int = 3
+    every: int = 0
 
 
 @dataclass(frozen=True)
@@ -40,10 +50,8 @@ def standing(steps: Sequence[Any], tagged: Container[int]) -> Standing:
         steps: The run's checkpoints with what the catalogue knows of each, the oldest first; at least one.
         tagged: Numbers of checkpoints that somebody gave a tag.
     """
-    good = [i for i, step in enumerate(steps) if not fault_of(step)]
-    oldest_kept = good[-KEPT:][0] if good else 0
-    spare = [step for step in steps[:oldest_kept] if step.id not in tagged]
-    newest = steps[good[-1]] if good else None
+    newest = next((step for step in reversed(steps) if not fault_of(step)), None)
+    spare = spare_of(steps, tagged)
     return Standing(
         newest.id if newest else None,
         newest.step if newest else None,
@@ -52,6 +60,25 @@ def standing(steps: Sequence[Any], tagged: Container[int]) -> Standing:
         len(spare),
         sum(step.size for step in spare),
     )
+
+
+def spare_of(steps: Sequence[Any], tagged: Container[int], rule: Rule = Rule()) -> list[Any]:
+    """Returns the steps of a run that nobody needs: older than the good ones that a rule keeps, and without a tag.
+
+    Args:
+        steps: As of `standing`.
+        tagged: As of `standing`.
+        rule: Which steps are kept.
+    """
+    good = [i for i, step in enumerate(steps) if not fault_of(step)]
+    oldest_kept = good[-rule.last :][0] if good else 0
+    return [
+        step for step in steps[:oldest_kept] if step.id not in tagged and not _is_multiple(step, rule.every)
+    ]
+
+
+def _is_multiple(step: Any, every: int) -> bool:
+    return every > 0 and step.step is not None and step.step % every == 0
 
 
 def fault_of(step: Any) -> str:

@@ -5,19 +5,24 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from http import HTTPStatus
+from typing import Annotated, Any
 from urllib.parse import urlencode
 
 from fastapi import APIRouter, Request
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from fastapi import Query as Param
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import JSONResponse, PlainTextResponse, RedirectResponse, Response
 
 from statekit.errors import NotFoundError, UsageError
 from statekit.pages import charts
 from statekit.pages.layers import MEASURES, by_layer
 from statekit.pages.listing import numbers
 from statekit.service.records import Checkpoint, Job, Query
-from statekit.service.web.api import Id, Place
+from statekit.service.standing import Rule
+from statekit.service.web.api import After, Id, Place
 from statekit.service.web.drawing import drawn
+from statekit.service.web.forms import subjects_of
 from statekit.service.web.screens import Screens
 from statekit.statistics.pictures import shape_of_matrix
 
@@ -29,6 +34,7 @@ PARTS = 4
 """Parts along each side of a picture that are zoomed into."""
 LEAST = 8
 """Rows or columns below which there is nothing to zoom into."""
+Last = Annotated[int, Param(ge=1, le=1000)]
 _RANGE = re.compile(r"(\d{1,15}):(\d{1,15})")
 
 
@@ -80,6 +86,19 @@ def _run(routes: APIRouter, of: Screens) -> None:
             "here_url": f"/runs/{number}",
         }
         return drawn(request, "run.html", said)
+
+    @routes.get("/runs/{number}/thin")
+    def show_spare(request: Request, number: Id, last: Last = 3, every: After = 0) -> Response:
+        """Shows which steps of a run a rule doesn't keep: what thinning them would be, before it is asked for."""
+        rule = Rule(last, every)
+        spare = of.service.spare(number, rule)
+        return drawn(request, "thin.html", {"run": of.catalogue.run(number), "rule": rule, "spare": spare})
+
+    @routes.post("/runs/{number}/thin")
+    async def thin_spare(request: Request, number: Id) -> Response:
+        subjects = subjects_of(await request.form())
+        await run_in_threadpool(of.jobs.submit_each, "thin", subjects, requested_by="browser")
+        return RedirectResponse("/jobs?kind=thin", HTTPStatus.SEE_OTHER)
 
 
 def _doctor_of(of: Screens, steps: tuple[int, ...]) -> Job | None:
