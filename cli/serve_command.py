@@ -67,6 +67,13 @@ def _data_folder() -> Path:
     help="After how many days the logs of jobs go, and jobs whose results nothing shows any more.",
 )
 @click.option(
+    "--doctor-gib",
+    type=click.IntRange(0, 1_000_000),
+    default=100,
+    show_default=True,
+    help="How many GiB of new steps doctor reads a day, by itself. 0: none.",
+)
+@click.option(
     "--backup",
     metavar="FILE",
     type=click.Path(),
@@ -83,6 +90,7 @@ def command(
     names: tuple[str, ...],
     public_url: str,
     keep_days: int,
+    doctor_gib: int,
     backup: Path | None,
 ) -> int:
     """Shows the checkpoints below some folders in a browser.
@@ -116,7 +124,9 @@ def command(
     if not roots:
         raise click.UsageError("--root is needed: a folder with checkpoints.")
     gc.set_threshold(*_USUAL)
-    settings = Settings(roots, folder, host, port, workers, allow_remote, names, public_url, keep_days)
+    settings = Settings(
+        roots, folder, host, port, workers, allow_remote, names, public_url, keep_days, doctor_gib << 30
+    )
     return serve(settings, _announce)
 
 

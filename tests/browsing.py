@@ -41,7 +41,18 @@ def served(folder: Path, *roots: Path) -> Iterator[str]:
         folder: For the service's data.
         roots: What to scan.
     """
-    command = [sys.executable, "-m", "statekit", "serve", "--port", "0", "--data", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "statekit",
+        "serve",
+        "--port",
+        "0",
+        "--doctor-gib",
+        "0",
+        "--data",
+        str(folder),
+    ]
     for root in roots:
         command += ["--root", str(root)]
     log = folder.with_suffix(".log")

@@ -73,7 +73,19 @@ class Server:
 
     def start(self, seconds: float = 60.0) -> None:
         """Starts it, and waits until it answers."""
-        line = ["-m", "statekit", "serve", "--root", f"{self.root}", "--data", f"{self.data}", "--port", "0"]
+        line = [
+            "-m",
+            "statekit",
+            "serve",
+            "--root",
+            f"{self.root}",
+            "--data",
+            f"{self.data}",
+            "--port",
+            "0",
+            "--doctor-gib",
+            "0",
+        ]
         with self.log.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, *line, "--workers", f"{self.workers}"], stdout=subprocess.PIPE, stderr=log

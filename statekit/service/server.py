@@ -30,6 +30,7 @@ import uvicorn
 from statekit.errors import StatekitError, UsageError
 from statekit.service.catalogue import Catalogue
 from statekit.service.database import Database, Ownership
+from statekit.service.examining import examine_next
 from statekit.service.jobs import Jobs
 from statekit.service.service import Service
 from statekit.service.tasks import confinement
@@ -72,6 +73,7 @@ class Settings:
         names: Under which names, beside the machine's own.
         public_url: Under which address browsers see it, where a proxy stands before it.
         keep_days: After how many days jobs that have ended are pruned.
+        doctor_bytes: How many bytes of new steps doctor reads a day by itself; 0 leaves doctor to people.
     """
 
     roots: Sequence[Path]
@@ -83,6 +85,7 @@ class Settings:
     names: Sequence[str] = ()
     public_url: str = ""
     keep_days: int = KEEP_DAYS
+    doctor_bytes: int = 0
 
 
 def serve(settings: Settings, announce: Callable[[str, Settings], object]) -> int:
@@ -123,7 +126,7 @@ def serve(settings: Settings, announce: Callable[[str, Settings], object]) -> in
         server.asked = service.draining.set
         with _signals(server.handle_exit):
             workers = threading.Thread(target=_look_after_workers, args=(service, settings), name="workers")
-            scans = threading.Thread(target=_scan, args=(service,), name="scans", daemon=True)
+            scans = threading.Thread(target=_scan, args=(service, settings), name="scans", daemon=True)
             if not confinement.version():
                 _LOG.warning(
                     "this kernel has no Landlock: tasks have limits, but nothing keeps them to the roots"
@@ -274,8 +277,8 @@ def _look_after_workers(service: Service, settings: Settings) -> None:
     _tried("reap", service.jobs.reap)
 
 
-def _scan(service: Service) -> None:
-    """Scans the roots: at once, from time to time, and after jobs that have written."""
+def _scan(service: Service, settings: Settings) -> None:
+    """Scans the roots: at once, from time to time, and after jobs that have written; asks doctor about new steps."""
     due, before = 0.0, (0, 0)
     while not service.draining.is_set():
         written = _tried("look for what was written", service.jobs.written) or before
@@ -285,6 +288,7 @@ def _scan(service: Service) -> None:
             if made is not None and (made.new or made.changed or made.gone):
                 _LOG.info("scanned", **made.to_json())
             due = time.monotonic() + max(SCAN_SECONDS, SCAN_SHARE * (time.monotonic() - clock))
+        _tried("examine a new step", lambda: examine_next(service, settings.doctor_bytes))
         service.draining.wait(_LOOK_SECONDS)
 
 
