@@ -67,6 +67,19 @@ def _data_folder() -> Path:
     help="After how many days the logs of jobs go, and jobs whose results nothing shows any more.",
 )
 @click.option(
+    "--user-header",
+    default="",
+    metavar="NAME",
+    help="The header in which a proxy names whoever asks, such as X-Forwarded-User: jobs bear that name.",
+)
+@click.option(
+    "--proxy",
+    "proxies",
+    multiple=True,
+    metavar="ADDRESS",
+    help="The address of a proxy whose --user-header is believed. May be repeated.",
+)
+@click.option(
     "--doctor-gib",
     type=click.IntRange(0, 1_000_000),
     default=100,
@@ -90,6 +103,8 @@ def command(
     names: tuple[str, ...],
     public_url: str,
     keep_days: int,
+    user_header: str,
+    proxies: tuple[str, ...],
     doctor_gib: int,
     backup: Path | None,
 ) -> int:
@@ -125,7 +140,18 @@ def command(
         raise click.UsageError("--root is needed: a folder with checkpoints.")
     gc.set_threshold(*_USUAL)
     settings = Settings(
-        roots, folder, host, port, workers, allow_remote, names, public_url, keep_days, doctor_gib << 30
+        roots,
+        folder,
+        host,
+        port,
+        workers,
+        allow_remote,
+        names,
+        public_url,
+        keep_days,
+        doctor_gib << 30,
+        user_header,
+        proxies,
     )
     return serve(settings, _announce)
 

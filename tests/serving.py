@@ -31,7 +31,7 @@ from statekit.service.web.connections import uvicorn_settings
 from statekit.service.web.contents_api import contents_routes
 from statekit.service.web.job_api import job_routes
 from statekit.service.web.keys import Keys
-from statekit.service.web.proxies import DIRECT, PublicAddress
+from statekit.service.web.proxies import DIRECT, NAMELESS, PublicAddress, UserHeader
 from statekit.service.web.security import LOOPBACK, Hosts
 from statekit.service.web.views import screens
 from statekit.state.train_state import Counts
@@ -50,9 +50,10 @@ class Served:
     Args:
         folder: An empty folder.
         public: Under which address browsers see it.
+        users: Where the name of whoever asks stands.
     """
 
-    def __init__(self, folder: Path, public: PublicAddress = DIRECT) -> None:
+    def __init__(self, folder: Path, public: PublicAddress = DIRECT, users: UserHeader = NAMELESS) -> None:
         self.root, self.data = folder / "root", folder / "data"
         self.data.mkdir(parents=True)
         shutil.copytree(T5X, self.root / "run" / "checkpoint_4")
@@ -74,10 +75,11 @@ class Served:
             self.keys,
             replace(HOSTS, names={*HOSTS.names, public.host}),
             self.service.ready,
-            self.service.jobs.counts,
+            self.service.figures,
             self.routers,
             self.database.change,
             public,
+            users,
         )
         self.client = TestClient(
             self.app, base_url="http://localhost:8642", headers=BEARER, raise_server_exceptions=False

@@ -118,7 +118,10 @@ def test_an_answer_is_remembered_until_anybody_changes_the_catalogue(
     assert served.client.get(f"{API}/checkpoints/{number}", headers={"Authorization": "x"}).status_code == 401
     with served.database.writing():  # somebody writes: nothing waits for that
         assert served.database.change() is not None
-    assert 'route="/api/v1/checkpoints"' in served.client.get("/metrics").text
+    figures = served.client.get("/metrics").text
+    assert 'route="/api/v1/checkpoints"' in figures
+    assert 'statekit_checkpoints{doctor="not asked"} 4.0' in figures
+    assert 'statekit_checkpoint_bytes{seal="unsealed"}' in figures
 
 
 def test_what_many_ask_at_a_time_is_looked_up_once_and_a_failure_is_not_remembered() -> None:

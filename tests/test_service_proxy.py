@@ -16,7 +16,7 @@ from serving import BEARER, TOKEN, Served
 from starlette.testclient import TestClient
 
 from statekit.errors import UsageError
-from statekit.service.web.proxies import public_address
+from statekit.service.web.proxies import public_address, user_header
 
 PUBLIC = "https://lab.example/statekit"
 LINK = re.compile(r'(?:href|src|action|hx-get|hx-post|data-events)="(/[^"]*)"')
@@ -34,9 +34,12 @@ http {{
 """
 
 
+USERS = user_header("X-Forwarded-User", ["10.0.0.1", "::1"])
+
+
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    service = Served(tmp_path_factory.mktemp("proxied"), public_address(PUBLIC))
+    service = Served(tmp_path_factory.mktemp("proxied"), public_address(PUBLIC), USERS)
     yield service
     service.close()
 
@@ -64,6 +67,36 @@ def test_below_a_path_every_address_of_every_answer_is_below_it(path: str, serve
     assert asking.get(made.headers["location"], headers=BEARER).status_code == 200
     described = asking.get(f"{path}/api/v1/openapi.json", headers=BEARER).json()
     assert described["servers"] == [{"url": "/statekit"}]
+
+
+@pytest.mark.parametrize(
+    ("address", "names", "by"),
+    [
+        ("10.0.0.1", ["ada"], "ada"),
+        ("::1", ["ada"], "ada"),
+        ("10.0.0.2", ["ada"], "api"),
+        ("10.0.0.1", ["ada", "eve"], "api"),
+        ("10.0.0.1", [], "api"),
+        ("10.0.0.1", ["a\x7f" * 99], ("a\\x7f" * 99)[:100]),
+    ],
+)
+def test_jobs_bear_the_name_that_a_proxy_of_ours_sends_and_no_other(
+    address: str, names: list[str], by: str, served: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asking = TestClient(served.app, base_url="https://lab.example", client=(address, 1))
+    headers = [*BEARER.items(), *(("x-forwarded-user", name) for name in names)]
+    made = asking.post("/api/v1/jobs", json={"kind": "check", "subjects": [1]}, headers=headers).json()
+    assert made["requested_by"] == by
+    assert ("ignored a header" in capsys.readouterr().out) == (bool(names) and by == "api")
+
+
+@pytest.mark.parametrize(
+    ("name", "proxies"),
+    [("X-User", []), ("", ["10.0.0.1"]), ("a b", ["10.0.0.1"]), ("X-User", ["lab.example"])],
+)
+def test_a_header_without_the_address_of_a_proxy_is_refused(name: str, proxies: list[str]) -> None:
+    with pytest.raises(UsageError, match=r"user-header|proxy"):
+        user_header(name, proxies)
 
 
 def test_forms_are_taken_from_the_public_origin_and_from_no_other(served: Served) -> None:

@@ -244,6 +244,20 @@ class Catalogue:
             made["tag"] = dict(connection.execute(tags.group_by(TAGS.c.tag).order_by(TAGS.c.tag)).all())
             return made
 
+    def figures(self) -> dict[str, dict[str, int]]:
+        """Returns how many checkpoints are there, by doctor's verdict, and their bytes, by seal."""
+        table = CHECKPOINTS.c
+        verdict = func.coalesce(table.verdict, "not asked")
+        counted = {
+            "checkpoints": select(verdict, func.count()).group_by(verdict),
+            "checkpoint_bytes": select(table.seal, func.sum(table.size)).group_by(table.seal),
+        }
+        with self._database.reading() as connection:
+            return {
+                name: dict(connection.execute(chosen.where(*_wanted(_ALL, self._roots))).all())
+                for name, chosen in counted.items()
+            }
+
     def checkpoint(self, number: int) -> Checkpoint:
         """Returns a checkpoint.
 

@@ -40,7 +40,7 @@ from statekit.service.web.connections import uvicorn_settings
 from statekit.service.web.contents_api import contents_routes
 from statekit.service.web.job_api import job_routes
 from statekit.service.web.keys import Keys, read_token
-from statekit.service.web.proxies import DIRECT, PublicAddress, public_address
+from statekit.service.web.proxies import DIRECT, PublicAddress, public_address, user_header
 from statekit.service.web.security import Hosts, remote_hosts
 from statekit.service.web.views import screens
 
@@ -73,6 +73,8 @@ class Settings:
         names: Under which names, beside the machine's own.
         public_url: Under which address browsers see it, where a proxy stands before it.
         keep_days: After how many days jobs that have ended are pruned.
+        user_header: Which header names whoever asks, where a proxy has signed people in.
+        proxies: The addresses of the proxies whose header is believed.
         doctor_bytes: How many bytes of new steps doctor reads a day by itself; 0 leaves doctor to people.
     """
 
@@ -86,6 +88,8 @@ class Settings:
     public_url: str = ""
     keep_days: int = KEEP_DAYS
     doctor_bytes: int = 0
+    user_header: str = ""
+    proxies: Sequence[str] = ()
 
 
 def serve(settings: Settings, announce: Callable[[str, Settings], object]) -> int:
@@ -108,6 +112,7 @@ def serve(settings: Settings, announce: Callable[[str, Settings], object]) -> in
     with _listening(settings) as listening, Ownership(settings.data), opened(settings) as service:
         keys = Keys(read_token(settings.data), settings.data)
         public = public_address(settings.public_url) if settings.public_url else DIRECT
+        users = user_header(settings.user_header, settings.proxies)
         hosts = remote_hosts(settings.names) if settings.allow_remote else Hosts()
         if public.host:
             hosts = replace(hosts, names={*hosts.names, public.host})
@@ -118,7 +123,7 @@ def serve(settings: Settings, announce: Callable[[str, Settings], object]) -> in
             screens(service),
         )
         app = create_app(
-            keys, hosts, service.ready, service.jobs.counts, routers, service.database.change, public
+            keys, hosts, service.ready, service.figures, routers, service.database.change, public, users
         )
         server = _Server(
             uvicorn.Config(app, log_config=None, timeout_graceful_shutdown=5, **uvicorn_settings(keys))

@@ -54,6 +54,10 @@ class Service:
         """Returns the steps of a run that a rule doesn't keep, the oldest first, each with why it can't be thinned."""
         return spare_by(self.database, run, rule)
 
+    def figures(self) -> dict[str, dict[str, int]]:
+        """Returns how many jobs and checkpoints there are, and of how many bytes (`web.metrics.FAMILIES`)."""
+        return {"jobs": self.jobs.counts(), **self.catalogue.figures()}
+
     def last_look(self, checkpoint: int) -> Job | None:
         """Returns the job that has looked into a whole checkpoint last, one with statistics before one without."""
         looks = self.jobs.jobs(subject=checkpoint, kind="inspect", state="done", limit=MOST_LOOKS).items

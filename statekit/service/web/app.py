@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 
 from fastapi import APIRouter, FastAPI, Request
@@ -16,9 +16,9 @@ from statekit.errors import StatekitError
 from statekit.service.web import sign_in
 from statekit.service.web.drawing import answered
 from statekit.service.web.keys import Keys
-from statekit.service.web.metrics import Metrics
+from statekit.service.web.metrics import Figures, Metrics
 from statekit.service.web.problems import Problem, problem_of, problem_of_input
-from statekit.service.web.proxies import DIRECT, Behind, PublicAddress
+from statekit.service.web.proxies import DIRECT, NAMELESS, Behind, Named, PublicAddress, UserHeader
 from statekit.service.web.remembered import Remembered
 from statekit.service.web.requests import Requests
 from statekit.service.web.security import Guard, Hosts, Refused
@@ -28,10 +28,11 @@ def create_app(
     keys: Keys,
     hosts: Hosts,
     ready: Callable[[], str | None] = lambda: None,
-    jobs: Callable[[], Mapping[str, int]] = dict,
+    figures: Callable[[], Figures] = dict,
     routers: Sequence[APIRouter] = (),
     change: Callable[[], int | None] | None = None,
     public: PublicAddress = DIRECT,
+    users: UserHeader = NAMELESS,
 ) -> FastAPI:
     """Returns the application.
 
@@ -39,11 +40,12 @@ def create_app(
         keys: Who may ask.
         hosts: Under which names.
         ready: Returns why the service can't work now; None if it can.
-        jobs: Returns for each state how many jobs there are.
+        figures: Returns what there is, for `/metrics`.
         routers: What is answered behind the guard: the API, the screens.
         change: Returns the number of the catalogue's last change, None while somebody writes; without it nothing is
             remembered.
         public: Under which address browsers see it.
+        users: Where the name of whoever asks stands.
     """
     app = FastAPI(
         title="statekit",
@@ -54,9 +56,11 @@ def create_app(
         redirect_slashes=False,
         servers=[{"url": public.prefix}] if public.prefix else None,
     )
-    metrics = Metrics(jobs)
+    metrics = Metrics(figures)
     if change is not None:
         app.add_middleware(Remembered, change=change)
+    if users.name:
+        app.add_middleware(Named, users=users)
     app.add_middleware(Guard, keys=keys, hosts=hosts, origin=public.origin)
     app.add_middleware(Requests, metrics=metrics)
     if public.prefix:
@@ -78,7 +82,7 @@ def create_app(
         return Problem(HTTPStatus.SERVICE_UNAVAILABLE, "The service can't work now.", found=reason).response()
 
     @app.get("/metrics", include_in_schema=False)
-    def figures() -> Response:
+    def show_figures() -> Response:
         return Response(metrics.text(), media_type=CONTENT_TYPE_LATEST)
 
     for router in routers:

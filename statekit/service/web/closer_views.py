@@ -23,6 +23,7 @@ from statekit.service.standing import Rule
 from statekit.service.web.api import After, Id, Place
 from statekit.service.web.drawing import drawn
 from statekit.service.web.forms import subjects_of
+from statekit.service.web.proxies import user_of
 from statekit.service.web.screens import Screens
 from statekit.statistics.pictures import shape_of_matrix
 
@@ -97,7 +98,9 @@ def _run(routes: APIRouter, of: Screens) -> None:
     @routes.post("/runs/{number}/thin")
     async def thin_spare(request: Request, number: Id) -> Response:
         subjects = subjects_of(await request.form())
-        await run_in_threadpool(of.jobs.submit_each, "thin", subjects, requested_by="browser")
+        await run_in_threadpool(
+            of.jobs.submit_each, "thin", subjects, requested_by=user_of(request, "browser")
+        )
         return RedirectResponse("/jobs?kind=thin", HTTPStatus.SEE_OTHER)
 
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Header
+from fastapi import APIRouter, Header, Request
 from pydantic import ConfigDict, Field
 from sse_starlette import EventSourceResponse, ServerSentEvent
 from starlette.concurrency import run_in_threadpool
@@ -20,6 +20,7 @@ from statekit.service.records import ENDED, KINDS, Job, Kind, Page, State
 from statekit.service.service import Service
 from statekit.service.web.api import EVERYWHERE, PREFIX, PROBLEMS, Body, Cursor, Id, Limit, Number, data
 from statekit.service.web.problems import Problem
+from statekit.service.web.proxies import user_of
 
 MOST_STREAMS = 200
 """Streams of events at a time."""
@@ -77,6 +78,7 @@ def job_routes(service: Service) -> APIRouter:
 
     @routes.post("/jobs", status_code=HTTPStatus.CREATED)
     def ask_for_job(
+        request: Request,
         body: JobBody,
         response: Response,
         idempotency_key: Annotated[
@@ -91,7 +93,11 @@ def job_routes(service: Service) -> APIRouter:
     ) -> Job:
         """Asks for work about checkpoints; an option that there isn't is refused with those there are."""
         job = jobs.submit(
-            body.kind, body.subjects, body.options, idempotency_key=idempotency_key, requested_by="api"
+            body.kind,
+            body.subjects,
+            body.options,
+            idempotency_key=idempotency_key,
+            requested_by=user_of(request, "api"),
         )
         response.headers["Location"] = f"{PREFIX}/jobs/{job.id}"
         return job

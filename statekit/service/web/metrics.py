@@ -1,24 +1,33 @@
-"""What the service counts of itself, as Prometheus reads it."""
+"""What the service counts of itself and of what it shows, as Prometheus reads it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 SECONDS = (0.005, 0.02, 0.1, 0.2, 0.5, 1, 5)
+Figures: TypeAlias = Mapping[str, Mapping[str, int]]
+"""How much there is of each of `FAMILIES`, by the value of its label."""
+FAMILIES: Mapping[str, tuple[str, str]] = {
+    "jobs": ("state", "Jobs by their state."),
+    "checkpoints": ("doctor", "Checkpoints that are there, by what doctor found."),
+    "checkpoint_bytes": ("seal", "Bytes of the checkpoints that are there, by their seal."),
+}
+"""What is counted when it is read, with its label and what it is."""
 
 
 class Metrics:
     """The figures of one service.
 
     Args:
-        jobs: Returns for each state how many jobs there are; asked whenever somebody reads the figures.
+        figures: Returns what there is; asked whenever somebody reads the figures.
     """
 
-    def __init__(self, jobs: Callable[[], Mapping[str, int]]) -> None:
+    def __init__(self, figures: Callable[[], Figures]) -> None:
         self.registry = CollectorRegistry(auto_describe=True)
         self.requests = Counter(
             "statekit_requests",
@@ -34,24 +43,26 @@ class Metrics:
             registry=self.registry,
         )
         self.running = Gauge("statekit_requests_running", "Requests being answered.", registry=self.registry)
-        self.registry.register(_Jobs(jobs))
+        self.registry.register(_Counted(figures))
 
     def text(self) -> bytes:
         """Returns the figures in Prometheus' text format."""
         return generate_latest(self.registry)
 
 
-class _Jobs(Collector):
-    """Counts jobs when it is read: what the database has, whoever wrote it."""
+class _Counted(Collector):
+    """Counts what there is when it is read: what the database has, whoever wrote it."""
 
-    def __init__(self, jobs: Callable[[], Mapping[str, int]]) -> None:
-        self.jobs = jobs
+    def __init__(self, figures: Callable[[], Figures]) -> None:
+        self.figures = figures
 
     def collect(self) -> Iterator[Metric]:
-        family = GaugeMetricFamily("statekit_jobs", "Jobs by their state.", labels=("state",))
-        for state, count in sorted(self.jobs().items()):
-            family.add_metric((state,), count)
-        yield family
+        figures = self.figures()
+        for family in self.describe():
+            for value, count in sorted(figures.get(family.name.removeprefix("statekit_"), {}).items()):
+                family.add_metric((value,), count)
+            yield family
 
-    def describe(self) -> Iterator[Metric]:
-        yield GaugeMetricFamily("statekit_jobs", "Jobs by their state.", labels=("state",))
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        for name, (label, meaning) in FAMILIES.items():
+            yield GaugeMetricFamily(f"statekit_{name}", meaning, labels=(label,))

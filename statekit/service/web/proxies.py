@@ -1,19 +1,30 @@
 """The address under which browsers see the service where a proxy stands before it: with TLS, or below a path.
 
-No header of a proxy is believed. The user says the address once (`--public-url`), and it is what the service's pages
-and cookies have. A proxy may pass paths on with the address's own path, or without.
+No header of a proxy decides who is let in. The user gives the address once (`--public-url`), and it is what the
+service's pages and cookies have. A proxy may pass paths on with the address's own path, or without. Where the user
+names a header and the proxy's address (`--user-header`, `--proxy`), jobs bear the name that this proxy sends.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import re
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
-from starlette.datastructures import MutableHeaders
+import structlog
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from statekit.errors import UsageError
+from statekit.errors import UsageError, printable
+
+_LOG = structlog.get_logger("statekit.service")
+_USER = "statekit.user"
+_HEADER = re.compile(r"[a-z0-9-]{1,64}")
+MOST_NAME = 100
+"""Characters of a user's name that are kept."""
 
 _LINK = re.compile(rb'(?<=[\s"])(href|src|action|hx-get|hx-post|data-events|data-then)="/(?!/)')
 """An attribute of a page that leads to one of ours; names of users have no quotes in pages, so none looks like it."""
@@ -72,6 +83,77 @@ def public_address(url: str) -> PublicAddress:
     name = f"[{host}]" if ":" in host else host
     shown = "" if port in (None, {"http": 80, "https": 443}[parts.scheme]) else f":{port}"
     return PublicAddress(f"{parts.scheme}://{name}{shown}", name, prefix)
+
+
+class UserHeader(NamedTuple):
+    """Where the name of whoever asks stands.
+
+    Attributes:
+        name: The header, in small letters; "" where nobody is named.
+        proxies: The addresses of those who are believed.
+    """
+
+    name: str = ""
+    proxies: Collection[str] = ()
+
+
+NAMELESS = UserHeader()
+"""Nobody is named."""
+
+
+def user_header(name: str, proxies: Sequence[str]) -> UserHeader:
+    """Returns the header that a user of the service says, with the proxies that may send it.
+
+    Raises:
+        UsageError: One is given without the other, or is none.
+
+    Example:
+        >>> user_header("X-Forwarded-User", ["10.0.0.1"])
+        UserHeader(name='x-forwarded-user', proxies=frozenset({'10.0.0.1'}))
+    """
+    if bool(name) != bool(proxies):
+        raise UsageError(
+            "A header that names users is believed from a proxy's address alone.",
+            place="--user-header and --proxy",
+            expected="both, or neither",
+            found=name or ", ".join(proxies),
+        )
+    if name and not _HEADER.fullmatch(name.lower()):
+        raise UsageError("This is no header's name.", place="--user-header", found=name[:100])
+    try:
+        addresses = frozenset(str(ipaddress.ip_address(proxy)) for proxy in proxies)
+    except ValueError as error:
+        raise UsageError(
+            "This is no address of a proxy.", place="--proxy", expected="10.0.0.1", found=str(error)
+        ) from None
+    return UserHeader(name.lower(), addresses)
+
+
+class Named:
+    """Notes who asks, where a proxy of ours says it; the header from anywhere else is ignored, and logged.
+
+    Args:
+        app: What answers.
+        users: Which header, and whose.
+    """
+
+    def __init__(self, app: ASGIApp, users: UserHeader) -> None:
+        self.app, self.users = app, users
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        names = Headers(scope=scope).getlist(self.users.name) if scope["type"] == "http" else []
+        if names:
+            address = scope["client"][0] if scope.get("client") else ""
+            if address in self.users.proxies and len(names) == 1:
+                scope = {**scope, _USER: printable(names[0].strip())[:MOST_NAME]}
+            else:
+                _LOG.warning("ignored a header that names a user", header=self.users.name, client=address)
+        await self.app(scope, receive, send)
+
+
+def user_of(request: Request, otherwise: str) -> str:
+    """Returns the name of whoever asks; `otherwise` where nobody is named."""
+    return request.scope.get(_USER) or otherwise
 
 
 class Behind:

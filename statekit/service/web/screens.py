@@ -77,11 +77,11 @@ class Screens:
         chosen = self.service.last_look(number)
         return None if chosen is None else self._read(chosen.id)
 
-    def submit(self, form: FormData, subjects: tuple[int, ...]) -> Job:
-        """Asks for the job that a form describes."""
+    def submit(self, form: FormData, subjects: tuple[int, ...], user: str) -> Job:
+        """Asks for the job that a form describes, in a user's name."""
         kind = form.get("kind")
         named = kind if isinstance(kind, str) else ""
-        return self.jobs.submit(named, subjects, options(form), requested_by="browser")
+        return self.jobs.submit(named, subjects, options(form), requested_by=user)
 
     def about(self, number: int) -> dict[str, Any]:
         """Returns what every part of a checkpoint's page knows."""

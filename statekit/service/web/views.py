@@ -32,6 +32,7 @@ from statekit.service.web.closer_views import closer_screens, over_run
 from statekit.service.web.drawing import drawn
 from statekit.service.web.forms import subjects_of
 from statekit.service.web.problems import problem_of, problem_of_input
+from statekit.service.web.proxies import user_of
 from statekit.service.web.screens import ScreenContents, Screens, as_data, result_as_data, tensor_of
 
 ROWS = 50
@@ -229,7 +230,7 @@ def _checkpoint(routes: APIRouter, of: Screens) -> None:
     @routes.post("/checkpoints/{number}/jobs")
     async def begin(request: Request, number: Id) -> Response:
         form = await request.form()
-        job = await run_in_threadpool(of.submit, form, (number,))
+        job = await run_in_threadpool(of.submit, form, (number,), user_of(request, "browser"))
         stays = job.kind in {"inspect", "check", "seal", "doctor"}
         return _next(_then(form) or (f"/checkpoints/{number}" if stays else f"/jobs/{job.id}"))
 
@@ -288,7 +289,7 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
     @routes.post("/jobs")
     async def begin_about_several(request: Request) -> Response:
         form = await request.form()
-        job = await run_in_threadpool(of.submit, form, subjects_of(form))
+        job = await run_in_threadpool(of.submit, form, subjects_of(form), user_of(request, "browser"))
         return _next(_then(form) or f"/jobs/{job.id}")
 
     @routes.get("/jobs/{number}")
