@@ -130,7 +130,7 @@ def test_by_keys_alone_a_checkpoint_is_found_opened_and_read(page: Page) -> None
     assert chosen and page.evaluate("document.activeElement.textContent") == chosen
     page.keyboard.press("Enter")
     expect(page.get_by_role("heading", name="checkpoint-4")).to_be_visible()
-    expect(page.get_by_role("heading", name="Resumes in")).to_be_visible(timeout=SOON)
+    expect(page.get_by_role("heading", name="Go on from it")).to_be_visible(timeout=SOON)
     page.keyboard.press("?")
     expect(page.get_by_role("heading", name="Keys")).to_be_visible()
     page.keyboard.press("Escape")
@@ -164,13 +164,19 @@ def test_doctor_is_asked_and_read(page: Page) -> None:
 
 def test_it_says_where_a_run_resumes_and_by_which_code(page: Page) -> None:
     opened(page, "checkpoint_8")
+    expect(page.locator("#code").get_by_text("statekit.torch.load_optimizer")).to_be_visible(timeout=SOON)
+    assert page.locator("#code h3").all_inner_texts() == [
+        "PyTorch bitwise",
+        "JAX bitwise",
+        "Keras bitwise",
+        "Its own system bitwise",
+    ]
+    page.get_by_text("in which it resumes").click()
     exact = page.locator("#resumes tr").filter(has_text="statekit-torch")
     expect(exact.locator(".badge")).to_have_text("bitwise")
     expect(page.locator("#resumes tr").filter(has_text="torch-optim").locator(".badge")).to_have_text(
         "statistics"
     )
-    page.get_by_text("by statekit in PyTorch").click()
-    expect(page.locator("#code").get_by_text("statekit.torch.load_optimizer")).to_be_visible()
 
 
 def test_modules_open_when_asked_and_statistics_come_by_themselves(page: Page) -> None:

@@ -75,8 +75,7 @@ def _the_good_one_is_moved_proven_and_resumed(page: Page, good: str, target: Pat
     until(page, lambda: page.goto(_home(page)), row(page, target.name))
     opened(page, target.name)
     made = page.url.partition("?")[0].rpartition("/")[2]
-    page.get_by_text("by statekit in PyTorch").click()
-    code = page.locator("#code details[open] pre").last.inner_text()
+    code = page.locator("#code .card").filter(has_text="PyTorch").locator("pre").inner_text()
     assert "statekit.torch.load_optimizer(" in code and str(target) in code
     assert lab_day.resumed(target)
     page.goto(good)
