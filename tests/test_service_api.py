@@ -120,7 +120,7 @@ def test_an_answer_is_remembered_until_anybody_changes_the_catalogue(
         assert served.database.change() is not None
     figures = served.client.get("/metrics").text
     assert 'route="/api/v1/checkpoints"' in figures
-    assert 'statekit_checkpoints{doctor="not asked"} 4.0' in figures
+    assert 'statekit_checkpoints{doctor="clean"} 1.0' in figures
     assert 'statekit_checkpoint_bytes{seal="unsealed"}' in figures
 
 
