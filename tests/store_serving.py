@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+import socket
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
-from xml.sax.saxutils import escape
+from xml.sax.saxutils import escape, unescape
 
 SECRET = "AKIASECRETOFTHESTORE"
 """What a server repeats in its errors, as real ones do with a key."""
@@ -21,13 +23,24 @@ class Served:
 
     Attributes:
         files: Bytes by name.
-        fault: `short`, `denied`, `broken` or "": what a read gets.
+        marks: Metadata by name, for those that have it.
+        parts: Parts of uploads that aren't complete.
+        fault: `short`, `denied`, `broken` or "": what a read gets. `busy`, `lost`, `unconditional`, `other`: each
+            write is first answered 503; is done, but the answer gets lost; is done whatever the condition; stores
+            other bytes.
         requests: Method and path of each request.
+        on_write: Called before each request that writes, with its number.
     """
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
         self.files, self.fault = dict(files), ""
+        self.marks: dict[str, str] = {}
+        self.parts: dict[str, dict[int, bytes]] = {}
         self.requests: list[str] = []
+        self.writes = 0
+        self.failed: set[str] = set()
+        self.on_write: Callable[[int], object] = int
+        self.lock = threading.Lock()
 
     def etag(self, name: str) -> str:
         return f'"{hashlib.md5(self.files[name]).hexdigest()}"'
@@ -35,6 +48,7 @@ class Served:
 
 class _Handler(BaseHTTPRequestHandler):
     served: Served
+    protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: Any) -> None:
         """Says nothing."""
@@ -57,6 +71,8 @@ class _Handler(BaseHTTPRequestHandler):
         if self.served.fault == "short":
             part = part[:-1]
         total = f"bytes {start}-{int(start) + len(part) - 1}/{len(data)}"
+        if not data and "Range" in self.headers:
+            return self.answer(416)
         self.answer(206 if "Range" in self.headers else 200, part, Content_Range=total, **headers)
         return None
 
@@ -83,9 +99,83 @@ class _S3(_Handler):
             self.answer(412, b"<Error><Code>PreconditionFailed</Code></Error>")
         else:
             etag = self.served.etag(name) if name in self.served.files else ""
-            self.file(name, ETag=etag, Last_Modified="Fri, 27 Nov 2026 12:00:00 GMT")
+            marks = {
+                f"x-{kind}-meta-statekit": mark
+                for kind in ("amz", "goog")
+                if (mark := self.served.marks.get(name))
+            }
+            self.file(name, ETag=etag, Last_Modified="Fri, 27 Nov 2026 12:00:00 GMT", **marks)
 
     do_HEAD = do_GET
+
+    def do_PUT(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
+        self.written(body)
+
+    do_POST = do_DELETE = do_PUT
+
+    def written(self, body: bytes) -> None:
+        """Does what a request writes, or fails at it."""
+        served, address = self.served, urlsplit(self.path)
+        served.requests.append(f"{self.command} {self.path}")
+        served.writes += 1
+        served.on_write(served.writes)
+        is_first = self.path not in served.failed
+        served.failed.add(self.path)
+        if served.fault == "busy" and is_first:
+            return self.answer(503, b"<Error><Code>SlowDown</Code></Error>")
+        if served.fault == "other" and body:
+            body = body[:-1] + bytes([body[-1] ^ 1])
+        with served.lock:
+            status, text, headers = self.done(
+                address.path.split("/", 2)[-1], parse_qs(address.query, True), body
+            )
+        if served.fault == "lost" and is_first:
+            self.close_connection = True
+            self.connection.shutdown(socket.SHUT_RDWR)
+            return None
+        return self.answer(status, text, **headers)
+
+    def done(
+        self, name: str, query: Mapping[str, list[str]], body: bytes
+    ) -> tuple[int, bytes, dict[str, str]]:
+        """Does what a request writes; returns the answer."""
+        served, name = self.served, unquote(name)
+        upload = query.get("uploadId", [""])[0]
+        if self.command == "DELETE":
+            served.parts.pop(upload, None) if upload else served.files.pop(name, None)
+            return 204, b"", {}
+        if "delete" in query:
+            keys = re.findall("<Key>(.*?)</Key>", body.decode())
+            for key in keys:
+                served.files.pop(unescape(key), None)
+            rows = "".join(f"<Deleted><Key>{key}</Key></Deleted>" for key in keys)
+            return 200, f"<DeleteResult>{rows}</DeleteResult>".encode(), {}
+        if "uploads" in query:
+            upload = f"{name}-{len(served.parts)}"
+            served.parts[upload] = {}
+            served.marks[name] = self.mark()
+            begun = f"<UploadId>{escape(upload)}</UploadId>"
+            return 200, f"<InitiateMultipartUploadResult>{begun}</InitiateMultipartUploadResult>".encode(), {}
+        if "partNumber" in query:
+            served.parts[upload][int(query["partNumber"][0])] = body
+            return 200, b"", {"ETag": f'"{hashlib.md5(body).hexdigest()}"'}
+        if upload:
+            if upload not in served.parts:
+                return 404, b"<Error><Code>NoSuchUpload</Code></Error>", {}
+            served.files[name] = b"".join(data for _, data in sorted(served.parts.pop(upload).items()))
+            tag = f"<ETag>{escape(served.etag(name))}</ETag>"
+            return 200, f"<CompleteMultipartUploadResult>{tag}</CompleteMultipartUploadResult>".encode(), {}
+        is_new = (
+            self.headers.get("If-None-Match") == "*" or self.headers.get("x-goog-if-generation-match") == "0"
+        )
+        if is_new and name in served.files and served.fault != "unconditional":
+            return 412, b"<Error><Code>PreconditionFailed</Code></Error>", {}
+        served.files[name], served.marks[name] = body, self.mark()
+        return 200, b"", {"ETag": served.etag(name)}
+
+    def mark(self) -> str:
+        return self.headers.get("x-amz-meta-statekit") or self.headers.get("x-goog-meta-statekit") or ""
 
     def is_stale(self, name: str) -> bool:
         pinned = self.headers.get("If-Match")
@@ -145,6 +235,7 @@ def serving(kind: str, files: Mapping[str, bytes]) -> Iterator[tuple[str, Served
     served = Served(files)
     handler = type("Handler", (_S3 if kind == "s3" else _Hub,), {"served": served})
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.handle_error = lambda *of: None  # type: ignore[method-assign]  # of processes that were killed
     thread = threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True)
     thread.start()
     try:

@@ -19,8 +19,10 @@ from statekit.conversion import registry
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.plan import Plan
 from statekit.errors import StateError, printable
+from statekit.files.addresses import copying_to
 from statekit.files.checkpoint import CLASSES, HALVES
 from statekit.files.source import listing
+from statekit.files.tree import StoredPlace
 from statekit.lines import printing
 from statekit.lines.printing import UNKNOWN, Printing, SavedRun, State, has_several, kind_of
 from statekit.lines.rates import RatesOf
@@ -119,7 +121,7 @@ def resume_lines(saved: SavedRun, state: State, framework: str | None = None) ->
             found=" and ".join(state["schema"].split("+")),
             remedy=f"go on in another framework: {', '.join(n for n in frameworks() if n not in _ONE_OPTIMIZER)}",
         )
-    lines = _IN[framework](state, saved) if framework else _native_lines(saved, state)
+    lines = _IN[framework](state, saved) if framework else _near_lines(saved, state)
     lines = [line for i, line in enumerate(lines) if not (line.startswith("import ") and line in lines[:i])]
     lines = [*_explained(lines), *(_loss_lines(saved) if lines and state["schema"] != WEIGHTS else ())]
     # Behind the end of a line in a name or a path, a comment would go on as code.
@@ -137,6 +139,19 @@ def _explained(lines: Iterable[str]) -> Iterator[str]:
             names = dict.fromkeys(_OPEN.findall(line)) or ["a value that the program has"]
             yield f"# ... stands for what nothing here says: {', '.join(names)}"
         yield line
+
+
+def _near_lines(saved: SavedRun, state: State) -> list[str]:
+    """Returns the lines of a checkpoint's own system; of one in a store that it can't read, of a local copy."""
+    lines, address = _native_lines(saved, state), f"{saved.path}"
+    if not isinstance(saved.path, StoredPlace) or all(
+        "statekit." in line for line in lines if address in line
+    ):
+        return lines
+    copy = Path(saved.path.name)
+    is_file = registry.container_card(saved.container).target_kind == "file"
+    first = f"# First copy it: {copying_to(address, f'{copy}', is_file)}"
+    return [first, *_native_lines(replace(saved, path=copy), state)]
 
 
 def _native_lines(saved: SavedRun, state: State) -> list[str]:

@@ -27,11 +27,10 @@ from statekit.errors import CommitError, StatekitError, TargetExistsError, Usage
 from statekit.files.durable import is_dead, owner_of
 from statekit.files.manifest import FILE, parse
 from statekit.files.objects import Objects
-from statekit.files.tree import WORK, Facts
+from statekit.files.tree import WORK
 
 _NUMBERED = re.compile(r"claim-(\d{4})\.json")
 _MOST_BYTES = 2**16
-_HOUR = 3600.0
 
 
 @dataclass(frozen=True)
@@ -112,11 +111,11 @@ def claimed(objects: Objects, target: str, entries: Sequence[str]) -> Iterator[C
         UsageError: The store has no conditional writes.
         CommitError: The store doesn't take it.
     """
-    earlier = _claims(objects, target)
+    earlier = claims_of(objects, target)
     for claim in earlier[-1:]:
         if not claim.is_dead:
             raise _being_written(objects, claim)
-    claim = _next(objects, target, entries, earlier)
+    claim = next_claim(objects, target, entries, earlier)
     try:
         _prepare(objects, claim, earlier)
     except BaseException:
@@ -133,8 +132,8 @@ def claimed(objects: Objects, target: str, entries: Sequence[str]) -> Iterator[C
     release(objects, claim)
 
 
-def _next(objects: Objects, target: str, entries: Sequence[str], earlier: Sequence[Claim]) -> Claim:
-    """Makes the claim after earlier ones, and makes sure that a second one like it is refused."""
+def next_claim(objects: Objects, target: str, entries: Sequence[str], earlier: Sequence[Claim]) -> Claim:
+    """Makes the claim after earlier ones."""
     here = owner_of(os.getpid())
     owner = {**here, "machine": _digest(here["machine"])}
     number = earlier[-1].number + 1 if earlier else 1
@@ -148,21 +147,36 @@ def _next(objects: Objects, target: str, entries: Sequence[str], earlier: Sequen
             place=f"{objects.place}/{target}",
             remedy="wait for it, or choose another name",
         ) from None
+    return claim
+
+
+def _probe(objects: Objects, claim: Claim) -> None:
+    """Makes sure that a store refuses a second object of one name, and lets an object be removed.
+
+    Raises:
+        UsageError: It doesn't refuse one.
+        CommitError: It doesn't let one be removed.
+    """
+    name = f"{work_of(claim.target)}/probe-{claim.mark}"
+    refuses = False
     try:
-        objects.create(claim.name, claim.to_bytes() + b" ")
+        for data in (b"first", b"second"):
+            objects.create(name, data)
     except TargetExistsError:
-        return claim
-    objects.delete([claim.name], (claim.mark,))
-    raise UsageError(
-        "This store has no conditional writes, so that two writers could mix their files.",
-        place=objects.place,
-        expected="a second object of one name to be refused",
-        remedy="write to a disk, and copy from there",
-    )
+        refuses = True
+    objects.delete([name], (claim.mark,))
+    if not refuses:
+        raise UsageError(
+            "This store has no conditional writes, so that two writers could mix their files.",
+            place=objects.place,
+            expected="a second object of one name to be refused",
+            remedy="write to a disk, and copy from there",
+        )
 
 
 def _prepare(objects: Objects, claim: Claim, earlier: Sequence[Claim]) -> None:
     """Makes room for a target: nobody else claims it, nothing is there but what dead writers left, and that goes."""
+    _probe(objects, claim)
     check_held(objects, claim, earlier)
     marks = [other.mark for other in earlier]
     if earlier and is_complete(objects, claim.target):
@@ -198,7 +212,7 @@ def check_held(objects: Objects, claim: Claim, earlier: Sequence[Claim] | None =
     Raises:
         CommitError: Another one has taken over, or it was swept.
     """
-    now = _claims(objects, claim.target)
+    now = claims_of(objects, claim.target)
     marks = {other.mark for other in earlier} if earlier is not None else {other.mark for other in now[:-1]}
     if not now or now[-1].mark != claim.mark or not {other.mark for other in now[:-1]} <= marks:
         raise CommitError(
@@ -210,7 +224,9 @@ def check_held(objects: Objects, claim: Claim, earlier: Sequence[Claim] | None =
 
 def release(objects: Objects, claim: Claim) -> None:
     """Removes the claims of a target, the last one last: from then on it is found."""
-    claims = _claims(objects, claim.target)
+    claims = claims_of(objects, claim.target)
+    names = objects.below(work_of(claim.target))
+    objects.delete([name for name in names if not is_claim(name)], [other.mark for other in claims])
     for other in claims:
         objects.delete([other.name], (other.mark,))
 
@@ -247,84 +263,19 @@ def is_complete(objects: Objects, target: str) -> bool:
     return all(sizes.get(f"{target}/{name}") == entry["bytes"] for name, entry in manifest["files"].items())
 
 
-@dataclass(frozen=True)
-class Left:
-    """What a writer left of a target, or is writing.
-
-    Attributes:
-        target: The target, as an address.
-        writer: Who.
-        what: What was done about it: `removed`, `completed` of one that only lacked its last step, `kept`.
-        why: Why it was kept.
-        objects: How many objects it has, or had.
-    """
-
-    target: str
-    writer: str
-    what: str
-    why: str
-    objects: int
-
-
-def swept(objects: Objects, folder: str, idle_hours: float | None = None) -> list[Left]:
-    """Removes what killed writers left below a folder.
-
-    Args:
-        objects: The bucket.
-        folder: The name of the folder.
-        idle_hours: After how long without a new object another machine's writer counts as dead; never if None.
-
-    Raises:
-        CommitError: The store doesn't let it be removed.
-    """
-    names = objects.below(folder)
-    above = objects.below(work_of(folder)) if folder else {}
-    works = {name.rpartition("/")[0] for name in {**names, **above} if _is_claim(name)}
-    left = []
-    for work in sorted(works):
-        parent, slash, name = work.rpartition("/")
-        left += _swept(objects, f"{parent}{slash}{name.removeprefix(WORK)}", idle_hours)
-    return left
-
-
-def _swept(objects: Objects, target: str, idle_hours: float | None) -> list[Left]:
-    claims = _claims(objects, target)
-    if not claims:
-        return []
-    there, last = objects.below(target), claims[-1]
-    place = f"{objects.place}/{target}"
-    if not last.is_dead and (idle_hours is None or _idle(last, there) < idle_hours):
-        why = "it may run: wait for it, or say after how many idle hours it counts as dead (--idle-hours)"
-        return [Left(place, f"{last}", "kept", why, len(there))]
-    claim = _next(objects, target, last.entries, claims)  # so that nobody else takes over meanwhile
-    check_held(objects, claim, claims)
-    if is_complete(objects, target):
-        release(objects, claim)
-        return [Left(place, f"{last}", "completed", "", len(there))]
-    foreign = [name for other in claims for name in remove(objects, other, [one.mark for one in claims])]
-    release(objects, claim)
-    why = f"{len(set(foreign))} objects that statekit didn't put stay" if foreign else ""
-    return [Left(place, f"{last}", "removed", why, len(there) - len(set(foreign)))]
-
-
-def _idle(claim: Claim, there: Mapping[str, Facts]) -> float:
-    """Returns for how many hours nothing was written."""
-    last = max([claim.begun, *((facts.changed or 0) / 1e9 for facts in there.values())])
-    return (time.time() - last) / _HOUR
-
-
-def _is_claim(name: str) -> bool:
+def is_claim(name: str) -> bool:
+    """Tells whether an object's name is that of a claim."""
     folder, _, last = name.rpartition("/")
     return bool(_NUMBERED.fullmatch(last)) and folder.rpartition("/")[2].startswith(WORK)
 
 
-def _claims(objects: Objects, target: str) -> list[Claim]:
+def claims_of(objects: Objects, target: str) -> list[Claim]:
     """Returns the claims of a target, the earliest first."""
-    names = sorted(filter(_is_claim, objects.below(work_of(target))))
+    names = sorted(filter(is_claim, objects.below(work_of(target))))
     claims = []
     for name in names:
         match = _NUMBERED.fullmatch(name.rpartition("/")[2])
-        assert match is not None  # as _is_claim has it
+        assert match is not None  # as is_claim has it
         claim = Claim.of_bytes(int(match[1]), objects.read(name, _MOST_BYTES))
         if claim is not None:
             claims.append(claim)

@@ -272,20 +272,20 @@ def store_home(
     Raises:
         As `statekit.files.stage.staged`.
     """
-    objects = check_stored_target(target, replace)
+    objects, name = check_stored_target(target, replace)
     temporary = Path(tempfile.gettempdir())
     sweep(temporary)
     with writing(temporary):
         scratch = make_temporary(temporary)
     try:
-        with claimed(objects, "/".join(target.parts), entries) as claim:
+        with claimed(objects, name, entries) as claim:
             yield StoreHome(objects, claim, target, kind, scratch, total)
     finally:
         remove_temporary(scratch)
 
 
-def check_stored_target(target: StoredPlace, replace: bool) -> Objects:
-    """Refuses a target that can't be written, before any work; returns its bucket.
+def check_stored_target(target: StoredPlace, replace: bool) -> tuple[Objects, str]:
+    """Refuses a target that can't be written, before any work; returns its bucket, and its name there.
 
     Raises:
         UsageError: It is to replace another, or has an unusable name.
@@ -299,15 +299,24 @@ def check_stored_target(target: StoredPlace, replace: bool) -> Objects:
         )
     if target.name.startswith(".statekit-") or not target.name:
         raise UsageError("A target can't have this name.", place=target, expected="another than .statekit-*")
-    scheme, bucket, name = address_of(f"{target}")
+    objects, name = bucket_of(target)
+    if not objects.below(work_of(name)) and objects.below(name):
+        raise exists(target)
+    return objects, name
+
+
+def bucket_of(place: StoredPlace) -> tuple[Objects, str]:
+    """Returns the bucket that a place lies in, and its name there.
+
+    Raises:
+        UsageError: Nothing is written there.
+    """
+    scheme, bucket, name = address_of(f"{place}")
     if scheme not in STORES:
         raise UsageError(
             "Checkpoints aren't written there.",
-            place=target,
+            place=place,
             expected="a path of this machine, or s3://, gs:// or az://",
             remedy="write to a disk, and upload that: hf upload REPOSITORY LOCAL_FOLDER",
         )
-    objects = Objects(opened_store(scheme, bucket, f"{target}"), f"{scheme}://{bucket}")
-    if not objects.below(work_of(name)) and objects.below(name):
-        raise exists(target)
-    return objects
+    return Objects(opened_store(scheme, bucket, f"{place}"), f"{scheme}://{bucket}"), name

@@ -1,0 +1,228 @@
+"""Targets in object stores: whole or not there, whatever fails, whoever is killed, and never over anything else."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_serving import SECRET, Served, serving
+
+import statekit
+from statekit.cli.main import DONE, main
+from statekit.conversion import registry
+from statekit.conversion.contracts import HasEntries
+from statekit.errors import (
+    CommitError,
+    FormatError,
+    NotFoundError,
+    TargetExistsError,
+    UsageError,
+)
+from statekit.files.claims import ranks
+from statekit.files.manifest import FILE
+from statekit.files.tree import WORK
+from statekit.tensors.digest import tensor_digests
+
+T5X = Path(__file__).parent / "golden" / "t5x" / "bf16_params" / "checkpoint" / "checkpoint_4"
+TARGETS = {
+    "statekit": "run",
+    "torch": "run.pt",
+    "dcp": "run",
+    "safetensors": "run",
+    "flax": "run",
+    "keras-h5": "run.weights.h5",
+    "t5x": "run",
+    "tf-bundle": "run",
+    "accelerate": "run",
+}
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    pytest.importorskip("obstore")
+    with serving("s3", {}) as (address, served):
+        named = {
+            "ACCESS_KEY_ID": SECRET,
+            "SECRET_ACCESS_KEY": SECRET,
+            "REGION": "us-east-1",
+            "ENDPOINT_URL": address,
+        }
+        for name, value in named.items():
+            monkeypatch.setenv(f"AWS_{name}", value)
+        yield served
+
+
+def digests(place: str | Path) -> list[str]:
+    """Returns the digests of a checkpoint's tensors, whatever their names are."""
+    with statekit.open(place) as opened:
+        return sorted(dict(tensor_digests(opened.checkpoint.tensors, lambda name, size: None)).values())
+
+
+def written(target: str, **options: Any) -> None:
+    statekit.convert(T5X, target, **options)
+
+
+def few(*names: str) -> list[Any]:
+    """Returns all containers as cases, of which few are for every day."""
+    return [name if name in names else pytest.param(name, marks=pytest.mark.slow) for name in TARGETS]
+
+
+@pytest.mark.parametrize("to", few("statekit", "torch"))
+def test_a_target_in_a_store_is_that_of_a_disk(store: Served, tmp_path: Path, to: str) -> None:
+    near, far = tmp_path / TARGETS[to], f"s3://bucket/deep/{TARGETS[to]}"
+    for target in (f"{near}", far):
+        written(target, to=to)
+    names = (
+        {"": near.read_bytes()}
+        if near.is_file()
+        else {
+            f"/{file.relative_to(near).as_posix()}": file.read_bytes()
+            for file in near.rglob("*")
+            if file.is_file()
+        }
+    )
+    assert {name.removeprefix(f"deep/{TARGETS[to]}"): data for name, data in store.files.items()} == names
+    assert digests(near) == digests(far)
+    assert not any(SECRET.encode() in data for data in store.files.values())
+
+
+def test_a_target_that_exists_stays_as_it_is(store: Served) -> None:
+    store.files["run/notes.txt"] = b"mine"
+    for replace, error in ((False, TargetExistsError), (True, UsageError)):
+        with pytest.raises(error, match="another name"):
+            statekit.convert(statekit.plan(T5X, "s3://bucket/run", to="statekit"), replace=replace)
+    assert store.files == {"run/notes.txt": b"mine"}
+
+
+@pytest.mark.parametrize("fault", ["busy", "lost"])
+def test_a_store_that_is_busy_or_loses_answers_is_asked_again(store: Served, fault: str) -> None:
+    store.fault = fault
+    written("s3://bucket/run", to="statekit")
+    store.fault = ""
+    assert {*digests("s3://bucket/run")} < {*digests(T5X)}  # which has placeholders too
+    assert not any(WORK in name for name in store.files)
+
+
+def test_a_store_without_conditions_is_refused(store: Served) -> None:
+    store.fault = "unconditional"
+    with pytest.raises(UsageError, match="no conditional writes"):
+        written("s3://bucket/run", to="statekit")
+    assert store.files == {}
+
+
+@pytest.mark.parametrize("target", ["run", "run.pt"])
+def test_other_bytes_than_were_sent_are_noticed_and_removed(
+    store: Served, target: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def damaging(number: int) -> None:
+        store.fault = "other" if number == 5 else ""  # the first four claim the target, and probe the store
+
+    store.on_write = damaging
+    with pytest.raises(CommitError):
+        written(f"s3://bucket/{target}", to="statekit" if target == "run" else "torch")
+    assert store.files == {}
+
+
+def test_parts_make_one_object(store: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("statekit.files.objects.PART_BYTES", 4096)
+    written("s3://bucket/run.pt", to="torch")
+    assert {*digests("s3://bucket/run.pt")} < {*digests(T5X)} and not store.parts
+    assert sum("partNumber" in request for request in store.requests) > 1
+
+
+def test_what_another_process_writes_is_neither_read_nor_written(
+    store: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    owner = {"pid": 1, "host": "elsewhere", "machine": "another"}
+    claim = {"mark": "m", "target": "runs/1", "entries": [FILE], "owner": owner, "begun": 0.0}
+    store.files[f"runs/{WORK}1/claim-0001.json"] = json.dumps(claim).encode()
+    store.files |= {"runs/1/a": b"half", "runs/1/b": b"foreign"}
+    store.marks |= {"runs/1/a": "m", f"runs/{WORK}1/claim-0001.json": "m"}
+    with pytest.raises(TargetExistsError, match="process 1 on elsewhere"):
+        written("s3://bucket/runs/1", to="statekit")
+    with pytest.raises(FormatError, match="being written"):
+        statekit.open("s3://bucket/runs/1")
+    assert main(["sweep", "s3://bucket/runs"]) == DONE and "idle" in capsys.readouterr().out
+    assert len(store.files) == 3
+    assert main(["sweep", "s3://bucket/runs", "--idle-hours", "100000", "--json"]) == DONE
+    assert main(["sweep", "s3://bucket/runs", "--idle-hours", "0", "--json"]) == DONE
+    assert store.files == {"runs/1/b": b"foreign"}
+
+
+def test_the_hub_is_no_target() -> None:
+    assert main(["convert", f"{T5X}", "hf://owner/name/run"]) != DONE
+
+
+class Converting:
+    """A process that converts in processes of its own, which can be killed."""
+
+    def __init__(self, process: subprocess.Popen[str], store: Served) -> None:
+        self._process, self._store = process, store
+
+    def convert(self, target: str, to: str, killed_at: int | None = None) -> str:
+        """Converts; the process is killed when the store gets the request of a number. Returns how it ended."""
+        assert self._process.stdin and self._process.stdout
+        self._store.writes, victim = 0, [0]
+
+        def kill(number: int) -> None:
+            if number == killed_at:
+                os.kill(victim[0], signal.SIGKILL)
+
+        self._store.on_write = kill
+        print(json.dumps([f"{T5X}", target, {"to": to}]), file=self._process.stdin, flush=True)
+        victim[0] = int(self._process.stdout.readline())
+        ended = str(json.loads(self._process.stdout.readline()))
+        self._store.on_write = int
+        return ended
+
+
+@pytest.fixture
+def converting(store: Served) -> Iterator[Converting]:
+    command = [sys.executable, f"{Path(__file__).parent / 'converting_to_stores.py'}"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        yield Converting(process, store)
+        assert process.stdin
+        process.stdin.close()
+
+
+def entries_in(files: Mapping[str, bytes], to: str) -> list[str]:
+    """Returns the files by which readers find a target."""
+    container = registry.container(to)
+    rank = ranks((FILE, *(container.entries if isinstance(container, HasEntries) else ())))
+    return [name for name in files if rank(name) >= 0 and WORK not in name]
+
+
+@pytest.mark.parametrize("to", few("dcp"))
+def test_a_killed_conversion_leaves_nothing_that_is_read_and_can_be_done_again(
+    store: Served, converting: Converting, to: str, request: pytest.FixtureRequest
+) -> None:
+    name = TARGETS[to]
+    assert converting.convert(f"s3://bucket/whole/{name}", to) == "done"
+    whole = {key.removeprefix("whole/"): data for key, data in store.files.items()}
+    last = store.writes
+    values = digests(f"s3://bucket/whole/{name}")
+    step = 1 if request.node.get_closest_marker("slow") else max(1, last // 3)
+    for number in range(1, last + 1, step):
+        store.files.clear()
+        far = f"s3://bucket/{name}"
+        assert converting.convert(far, to, killed_at=number) == "killed"
+        there = {key: data for key, data in store.files.items() if WORK not in key}
+        if entries_in(store.files, to) and registry.container(to).target_kind == "folder":
+            # Native readers find it by these, and the manifest is the first of them.
+            data = {key for key in whole if key not in entries_in(whole, to)}
+            assert data <= there.keys(), number
+        try:
+            assert digests(far) == values, number
+            assert there.keys() == whole.keys()
+        except (NotFoundError, FormatError):
+            pass
+        ended = converting.convert(far, to)
+        assert ended == "done" or "The target exists" in ended, (number, ended)
+        assert {key.removeprefix("whole/"): data for key, data in store.files.items()} == whole, number
