@@ -202,6 +202,7 @@ def test_what_stops_a_verb_is_json_too(
                 "verify",
                 "cold-start",
                 "seal",
+                "sweep",
                 "resume",
                 "replay",
                 "formats",
