@@ -140,7 +140,7 @@ VERBS = {
         "statekit.cli.cold_start_command", "Says how far a new optimizer's first updates are from the run's."
     ),
     "check": Verb("statekit.cli.check_command", "Proves every byte that a manifest or a checksum covers."),
-    "sweep": Verb("statekit.cli.stores.sweep_command", "Removes what killed conversions left."),
+    "sweep": Verb("statekit.cli.sweep_command", "Removes what killed conversions left."),
     "seal": Verb("statekit.cli.seal_command", "Writes a manifest beside a checkpoint as it is."),
     "resume": Verb("statekit.cli.resume_command", "Prints the code that goes on from a checkpoint."),
     "replay": Verb(

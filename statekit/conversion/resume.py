@@ -19,10 +19,9 @@ from statekit.conversion import registry
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.plan import Plan
 from statekit.errors import StateError, printable
-from statekit.files.addresses import copying_to
 from statekit.files.checkpoint import CLASSES, HALVES
 from statekit.files.source import listing
-from statekit.files.tree import StoredPlace
+from statekit.files.tree import StoredPlace, copying_to
 from statekit.lines import printing
 from statekit.lines.printing import UNKNOWN, Printing, SavedRun, State, has_several, kind_of
 from statekit.lines.rates import RatesOf

@@ -13,6 +13,7 @@ since is an error, never a mix of two states.
 from __future__ import annotations
 
 import os
+import shlex
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -30,6 +31,7 @@ _COPIES = {
     "az": "azcopy copy {} LOCAL_FOLDER/ --recursive",
     "hf": "hf download REPOSITORY --local-dir LOCAL_FOLDER",
 }
+_FILE_COPIES = {"s3": "aws s3 cp {} {}", "gs": "gcloud storage cp {} {}", "az": "azcopy copy {} {}"}
 
 WORK = ".statekit-work-"
 """What the name of a folder in a store begins with that says who writes the target of the rest of the name."""
@@ -342,6 +344,15 @@ def local_path(source: str) -> Path:
             remedy=f"use a local folder, and copy from or to it: {copying(source)}",
         )
     return Path(rest if separator else source)
+
+
+def copying_to(address: str, copy: str, is_file: bool) -> str:
+    """Returns the command that copies a file or a folder from an address to a path of this machine."""
+    if is_file:
+        return _FILE_COPIES.get(address.partition("://")[0], "{} to {}").format(
+            shlex.quote(address), shlex.quote(copy)
+        )
+    return copying(shlex.quote(address)).replace("LOCAL_FOLDER/", f"{shlex.quote(copy)}/")
 
 
 def copying(address: str) -> str:
