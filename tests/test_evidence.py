@@ -229,3 +229,74 @@ def test_a_proof_names_what_it_rests_on_and_fails_where_a_target_holds_what_nobo
     assert not refused["passed"]
     assert {"learning_rate=0.1", "weight_decay_rate=0.0001"} <= {*refused["nobody_gave"]}
     assert verify(source, tmp_path / "by_hand.pt", hints=hints).passed
+
+
+# The order of numbered parameters
+
+
+@pytest.fixture(scope="module")
+def numbered(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns a file of torch whose optimizer numbers its parameters, two of them of one shape."""
+    torch.manual_seed(0)
+    return saved_by_torch(tmp_path_factory.mktemp("numbered") / "run.pt", (4, 4), (4, 4), (4, 2))
+
+
+def saved_by_torch(path: Path, *sizes: tuple[int, int], named: bool = False) -> Path:
+    """Saves a run of linear layers, with the optimizer's numbers or with names of its parameters."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(*size) for size in sizes))
+    params = list(model.named_parameters()) if named else list(model.parameters())
+    optimizer = torch.optim.AdamW(params, lr=1e-3)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(8, sizes[0][0])).square().mean().backward()
+        optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    return path
+
+
+IN_ORDER = "if the optimizer numbers its parameters in the model's order"
+
+
+def test_an_order_that_nothing_proves_stands_in_the_headline_of_every_verb(
+    numbered: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    target = tmp_path / "kept"
+    wanted = plan(numbered, target, to="statekit")
+    assert wanted.headline == f"BITWISE, {IN_ORDER}"
+    convert(wanted)
+    convert(again := plan(target, tmp_path / "again.pt"))
+    assert IN_ORDER in again.headline
+    assert IN_ORDER in plan(tmp_path / "again.pt", tmp_path / "third", to="statekit").headline
+    proof = verify(numbered, target)
+    assert IN_ORDER in proof.data["verdict"]["headline"]
+    capsys.readouterr()
+    assert main(["inspect", str(numbered), "--json"]) == 0
+    (group,) = json.loads(capsys.readouterr().out)["optimizer"]["groups"]
+    assert [fact["name"] for fact in group["facts"]] == ["order"]
+    assert main(["resume", str(tmp_path / "again.pt")]) == 0
+    assert f"# it goes on rightly {IN_ORDER}" in capsys.readouterr().out
+
+
+def test_the_saved_side_of_an_attestation_names_the_order(numbered: Path) -> None:
+    from statekit.torch import attest
+
+    loaded = torch.load(numbered, weights_only=True)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 2))
+    model.load_state_dict(loaded["model"])
+    optimizer = torch.optim.AdamW(model.parameters())
+    optimizer.load_state_dict(loaded["optimizer"])
+    result = attest(numbered, optimizer, model.named_parameters())
+    assert result.passed and IN_ORDER in result.headline
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_an_order_that_names_or_shapes_prove_is_no_assumption(named: bool, tmp_path: Path) -> None:
+    sizes = ((4, 4), (4, 4), (4, 2)) if named else ((4, 5), (5, 2))
+    source = saved_by_torch(tmp_path / "run.pt", *sizes, named=named)
+    assert plan(source, tmp_path / "kept", to="statekit").headline == "BITWISE"
+
+
+def test_names_that_a_user_gives_are_no_assumption(numbered: Path, tmp_path: Path) -> None:
+    names = [f"{layer}.{part}" for layer in range(3) for part in ("weight", "bias")]
+    hints = CheckpointRef(param_names=names)
+    assert plan(numbered, tmp_path / "kept", to="statekit", hints=hints).headline == "BITWISE"

@@ -11,7 +11,7 @@ Source: k2-fsa/icefall, egs/librispeech/ASR/zipformer/optim.py, `BatchedOptimize
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
@@ -22,6 +22,8 @@ from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.pytorch.param_order import (
     BY_NAME,
+    MODEL_PART,
+    ORDERS,
     OWN_MODEL,
     REMEDY,
     Order,
@@ -111,7 +113,7 @@ class Icefall:
             extra={**extra, **({JOINT: joint} if joint else {})},
             assumptions=(*order.notes, *_unknown_variant(hints.variant)),
         )
-        return hints.applied(state)
+        return hints.applied(state.with_facts(lambda facts: [*facts, *order.facts]))
 
     def encode(self, state: TrainState) -> Encoded:
         """Returns the file's tree, members stacked into batches.
@@ -303,7 +305,7 @@ def _found_order(parts: Parts, is_sorted: bool, hints: CheckpointRef) -> Order:
         if len(parts.groups) != 1 or len(known) != len(parts.groups[0]["params"]):
             raise
         said = f"The optimizer names no parameters; they are taken in the order of {OWN_MODEL}."
-        return Order((tuple(known),), (said,))
+        return Order((tuple(known),), (said,), ORDERS[OWN_MODEL])
 
 
 def _order(parts: Parts, is_sorted: bool) -> Order:
@@ -341,7 +343,12 @@ def _order(parts: Parts, is_sorted: bool) -> Order:
         groups.append(names)
     faults.check(StateError, "Nothing tells which parameters the optimizer's indices mean", remedy=REMEDY)
     said = "The optimizer names no parameters; those of a group are taken in the order of the model part."
-    return Order(tuple(groups), (said,))
+    return Order(tuple(groups), (said,), _assumed(len(by_shape[shape]) for shape in claimed))
+
+
+def _assumed(counts: Iterable[int]) -> str:
+    """Returns the order that was taken, where several parameters have a shape."""
+    return ORDERS[MODEL_PART] if max(counts, default=0) > 1 else ""
 
 
 def _batches(params: Mapping[str, Tensor], group: Group) -> tuple[tuple[str, ...], ...]:

@@ -208,6 +208,7 @@ def _optimizer_json(optimizer: Optimizer | None, counts: Counts | None) -> dict[
             "known_from": dict(group.known_from),
             "unknown": unknown_hyperparameters(optimizer, group),
             **({"schema": group.schema, "variant": group.variant} if group.schema else {}),
+            **({"facts": [fact.to_json() for fact in group.facts]} if group.facts else {}),
         }
         for group in optimizer.groups
     ]

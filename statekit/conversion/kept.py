@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from statekit.state.evidence import SCALED, Fact
+from statekit.state.evidence import ORDER, SCALED, Fact
 from statekit.state.train_state import Group, GroupRecord, TrainState
 from statekit.tensors.tensor import Tensor, dtype_named, in_memory, nbytes
 from statekit.tensors.tree import Tree, from_json, leaf_names, tensor_names, to_json, walk
@@ -29,6 +29,8 @@ LEAF_BYTES = 2**16
 ALL_BYTES = 2**23
 """What a manifest keeps at most, in bytes; a leaf that isn't text or a tensor counts as 32."""
 _PLAIN_BYTES = 32
+_FOLLOWING = (SCALED, ORDER)
+"""Facts of a source that a target's own files don't show."""
 _NO_PART = "What the manifest keeps isn't a part of a state"
 _OF_FILES = "files_beside"
 """Key of the extra that names files and doesn't hold them."""
@@ -152,9 +154,9 @@ def with_kept(state: TrainState, manifest: Mapping[str, Any], place: object) -> 
 
 
 def with_scales(state: TrainState, manifest: Mapping[str, Any], place: object) -> TrainState:
-    """Returns a state that knows again which groups' parameters a map scaled; what is given now follows them.
+    """Returns a state that knows again which groups' parameters a map scaled, and how numbers were taken for names.
 
-    Groups that know it by themselves follow already.
+    What is given now follows a scale; groups that know it by themselves follow already.
 
     Raises:
         FormatError: The manifest's groups aren't records of groups.
@@ -164,21 +166,24 @@ def with_scales(state: TrainState, manifest: Mapping[str, Any], place: object) -
     written = [
         typed(from_json(entry, place=place), GroupRecord, place, _NO_PART)
         for entry in entries
-        if any(fact.get("name") == SCALED for fact in entry.get("facts", ()))
+        if any(fact.get("name") in _FOLLOWING for fact in entry.get("facts", ()))
     ]
-    scaled = {frozenset(group["paths"]): group for group in written}
+    records = {frozenset(group["paths"]): group for group in written}
     groups = (
-        _scaled_again(state, group, scaled[frozenset(group.paths)])
-        if frozenset(group.paths) in scaled and group.scale == 1
+        _known_again(state, group, records[frozenset(group.paths)])
+        if frozenset(group.paths) in records
         else group
         for group in state.optimizer.groups
     )
     return replace(state, optimizer=replace(state.optimizer, groups=tuple(groups)))
 
 
-def _scaled_again(state: TrainState, group: Group, record: GroupRecord) -> Group:
-    """Returns a group with the fact that its parameters are scaled."""
-    facts = tuple(Fact.from_json(fact) for fact in record.get("facts", ()) if fact["name"] == SCALED)
+def _known_again(state: TrainState, group: Group, record: GroupRecord) -> Group:
+    """Returns a group with the facts that its manifest has of it, and the group itself hasn't."""
+    missing = {*_FOLLOWING} - {fact.name for fact in group.facts}
+    facts = tuple(Fact.from_json(fact) for fact in record.get("facts", ()) if fact["name"] in missing)
+    if SCALED not in {fact.name for fact in facts}:
+        return replace(group, facts=(*group.facts, *facts))
     group, old = replace(group, facts=(*group.facts, *facts)), record["hyperparameters"]
     given = {
         name: value

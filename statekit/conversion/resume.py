@@ -26,6 +26,7 @@ from statekit.lines import printing
 from statekit.lines.printing import UNKNOWN, Printing, SavedRun, State, has_several, kind_of
 from statekit.lines.rates import RatesOf
 from statekit.maps.model_map import map_names
+from statekit.state.evidence import ORDER
 from statekit.state.options import stored_rate
 from statekit.state.run import Schedule, run_of
 from statekit.state.schema import WEIGHTS
@@ -123,8 +124,16 @@ def resume_lines(saved: SavedRun, state: State, framework: str | None = None) ->
     lines = _IN[framework](state, saved) if framework else _near_lines(saved, state)
     lines = [line for i, line in enumerate(lines) if not (line.startswith("import ") and line in lines[:i])]
     lines = [*_explained(lines), *(_loss_lines(saved) if lines and state["schema"] != WEIGHTS else ())]
+    if framework or saved.source:  # the run's own program numbers them as it did
+        lines += [f"# it goes on rightly if {because}" for because in _orders(state)] if lines else []
     # Behind the end of a line in a name or a path, a comment would go on as code.
     return [printable(line) if "#" in line else line for line in lines]
+
+
+def _orders(state: State) -> Iterator[str]:
+    """Yields in which order the numbers of parameters were taken, where nothing proves it."""
+    facts = (fact for group in state["groups"] for fact in group.get("facts", ()) if fact["name"] == ORDER)
+    yield from dict.fromkeys(fact["because"] for fact in facts)
 
 
 _OPEN = re.compile(r"""["']?([\w/]+)["']?(?:=|: )\.\.\.""")

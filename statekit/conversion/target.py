@@ -26,7 +26,7 @@ from statekit.conversion.plan import Request
 from statekit.conversion.registry import ContainerCard, LayoutCard
 from statekit.errors import UnknownRuleError, UsageError, meant
 from statekit.files.tree import Place
-from statekit.state.evidence import Fact
+from statekit.state.evidence import ORDER, Fact
 from statekit.state.exactness import Exactness
 from statekit.state.facts import candidates, check_steps, facts_of
 from statekit.state.schema import NO_OPTIMIZER, WEIGHTS, named_kinds
@@ -379,7 +379,8 @@ def unsaid(state: TrainState, there: TrainState, hints: CheckpointRef) -> list[F
     needed = {fact.name: fact for fact in facts_of(there)}
     # Groups say which parameters are decayed: a mask that nobody knows would be filled in by them.
     needed |= {name: fact for name, fact in known.items() if name.rpartition("/")[2] == MASK}
-    facts = [known.get(name, fact) for name, fact in needed.items() if fact.source in _WEAK]
+    # A target names its parameters; in which order the source numbers them is its own matter, and in the headline.
+    facts = [known.get(n, fact) for n, fact in needed.items() if fact.source in _WEAK and n != ORDER]
     accepted = ("assumed",) if hints.assume_defaults else ()
     return [fact for fact in facts if fact.source in _WEAK and fact.source not in accepted]
 

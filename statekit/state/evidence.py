@@ -20,9 +20,9 @@ TAKEN: tuple[KnownFrom, ...] = ("inferred", "assumed")
 """Sources of values that nobody says: what somebody does say outweighs them."""
 Source: TypeAlias = Literal["file", "given", "inferred", "assumed", "unknown"]
 """How a fact is known, the strongest first."""
-OPTIMIZER, BEYOND, SCALED, DIALECT = "optimizer", "beyond", "scaled", "class"
-"""Names of facts: which optimizer it is, what it does besides its schema's steps, how a map scaled a group, and whose
-class has its form."""
+OPTIMIZER, BEYOND, SCALED, DIALECT, ORDER = "optimizer", "beyond", "scaled", "class", "order"
+"""Names of facts: which optimizer it is, what it does besides its schema's steps, how a map scaled a group, whose class
+has its form, and in which order an optimizer numbers its parameters."""
 _DECAY = ("weight_decay_rate", "wd", "exclude_from_weight_decay")
 """What programs set most often: named first."""
 MOST_NAMED = 3
@@ -129,6 +129,16 @@ def scaled(paths: Sequence[str], number: float) -> tuple[Fact, ...]:
     return (Fact(SCALED, number, "file", because),)
 
 
+def ordered(whose: str) -> Fact:
+    """Returns that an optimizer's numbers were taken to mean parameters in an order that nothing in the file proves.
+
+    Example:
+        >>> headline("BITWISE", [ordered("the model's order")])
+        "BITWISE, if the optimizer numbers its parameters in the model's order"
+    """
+    return Fact(ORDER, whose, "assumed", f"the optimizer numbers its parameters in {whose}")
+
+
 def weakest(facts: Iterable[Fact]) -> list[Fact]:
     """Returns the facts that neither the file nor the user says, the weakest first."""
     weak = [fact for fact in facts if fact.is_weak]
@@ -156,8 +166,9 @@ def headline(verdict: str, facts: Iterable[Fact]) -> str:
     """
     facts = list(facts)
     weak = weakest(facts)
-    conditions = [*_taken(weak), *_assumed([fact for fact in weak if fact.source == "assumed"])]
-    conditions = [*(fact.because for fact in facts if fact.name == SCALED), *conditions]
+    values = [fact for fact in weak if fact.source == "assumed" and fact.name != ORDER]
+    conditions = [fact.because for fact in facts if fact.name in (SCALED, ORDER)]
+    conditions = [*dict.fromkeys(conditions), *_taken(weak), *_assumed(values)]
     unknown = [fact.name for fact in weak if fact.source == "unknown" and fact.name != OPTIMIZER]
     text = f"{verdict}, if {' and '.join(conditions)}" if conditions else verdict
     return f"{text}; unknown: {_counted(unknown, MOST_NAMED + 1)}" if unknown else text

@@ -23,12 +23,21 @@ from typing import Any
 
 from statekit.converters.layouts.pytorch.parts import is_average
 from statekit.errors import Faults, NamesError, StateError
+from statekit.state.evidence import Fact, ordered
 from statekit.state.param_names import as_named
 from statekit.tensors.tensor import Shape, Tensor, apart
 
 _NUMBER = re.compile(r"[0-9]{1,9}")
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 OWN_MODEL = "the model's parameters"
+MODEL_PART, _GIVEN = "the model part", "the names given"
+ORDERS = {
+    MODEL_PART: "the model's order",
+    OWN_MODEL: "the order of the given model",
+    "their layers": "the order of their layers",
+    _GIVEN: "",
+}
+"""What a fact calls an order that was taken, by whose it is; what a user gives is no assumption."""
 BY_NAME = "and the model's file sorts them by name"
 REMEDY = (
     "statekit.torch.load_optimizer(..., model.named_parameters()) knows their order; or give the names in the order of "
@@ -43,10 +52,17 @@ class Order:
     Attributes:
         groups: Names in each group, in the order of its indices.
         notes: What was assumed, a sentence each.
+        assumed: The order in which parameters of one shape were taken, where neither names nor shapes tell it.
     """
 
     groups: tuple[tuple[str, ...], ...]
     notes: tuple[str, ...] = ()
+    assumed: str = ""
+
+    @property
+    def facts(self) -> tuple[Fact, ...]:
+        """What the names of the parameters rest on, where nothing proves them."""
+        return (ordered(self.assumed),) if self.assumed else ()
 
 
 def found_order(
@@ -98,9 +114,7 @@ def found_order(
     )
     if listed or len(names) < len(flat):
         return _cut(groups, names)
-    return shaped_order(
-        shapes, {name: model_shapes[name] for name in names if name in model_shapes}, "the names given"
-    )
+    return shaped_order(shapes, {name: model_shapes[name] for name in names if name in model_shapes}, _GIVEN)
 
 
 def _by_shapes(
@@ -112,7 +126,7 @@ def _by_shapes(
         NamesError: They don't.
     """
     try:
-        return shaped_order(shapes, model, "the model part", is_sorted, remedy)
+        return shaped_order(shapes, model, MODEL_PART, is_sorted, remedy)
     except StateError:
         ways = _without_averages(shapes, model, is_sorted), _in_turn(shapes, model, is_sorted)
         if order := next(filter(None, ways), None):
@@ -132,7 +146,7 @@ def _without_averages(
         return None
     moved = {name: shape for name, shape in model.items() if name not in {*averages}}
     try:
-        order = shaped_order(shapes, moved, "the model part", is_sorted)
+        order = shaped_order(shapes, moved, MODEL_PART, is_sorted)
     except StateError:
         return None
     said = (
@@ -159,7 +173,7 @@ def _in_turn(
     if groups != again or not whole or len(names) != len({*names}):
         return None
     said = f"The optimizer names no parameters; its {len(names)} fit the model part's order in one way alone."
-    return Order(tuple(map(tuple, groups)), (said,))
+    return Order(tuple(map(tuple, groups)), (said,), ORDERS[MODEL_PART])
 
 
 def _first_fitting(shapes: Sequence[Shape | None], model: Sequence[tuple[str, Shape]]) -> list[str]:
@@ -237,7 +251,7 @@ def _groups_by_shape(groups: Sequence[Sequence[Shape | None]]) -> dict[Shape, li
 def shaped_order(
     groups: Sequence[Sequence[Shape | None]],
     model: Mapping[str, Shape],
-    source: str = "the model part",
+    source: str = MODEL_PART,
     is_sorted: bool = False,
     remedy: str = REMEDY,
 ) -> Order:
@@ -260,12 +274,16 @@ def shaped_order(
     names = _names_by_shape(groups, model, is_sorted, remedy)
     several = sum(len(some) for some in names.values() if len(some) > 1)
     if is_sorted or not several:
-        return Order(_in_turn_of(groups, names), (_said(several, "their layers"),) if several else ())
+        return (
+            _taken(_in_turn_of(groups, names), several, "their layers")
+            if several
+            else Order(_in_turn_of(groups, names))
+        )
     orders = {source: [*model], f"the alphabet, as the shapes of {source} stand": sorted(model)}
-    for whose, ordered in orders.items():
-        order = _in_turn_of(groups, names, ordered)
-        if all(_stands_in(of_group, ordered) for of_group in order):
-            return Order(order, (_said(several, whose),))
+    for whose, in_order in orders.items():
+        order = _in_turn_of(groups, names, in_order)
+        if all(_stands_in(of_group, in_order) for of_group in order):
+            return _taken(order, several, whose)
     raise NamesError(
         "The optimizer's parameters don't stand in the order of the model, and several have one shape.",
         expected=f"the shapes of each group in the order of {source}",
@@ -328,7 +346,7 @@ def _order_of_each(
     except NamesError:
         return None
     said = (f"Each of {len(each)} parameters has a group of its own.", *order.notes) if order.notes else ()
-    return Order(tuple((name,) for name in order.groups[0]), said)
+    return Order(tuple((name,) for name in order.groups[0]), said, order.assumed)
 
 
 def _by_number(names: Sequence[str]) -> list[str]:
@@ -366,8 +384,10 @@ def _whole_order(
         if slot_shape not in (None, shape)
     )
     wrong.check(NamesError, "The optimizer's parameters don't stand in the order of the model", remedy=remedy)
-    return Order((tuple(model),), (_said(len(model), source),))
+    return _taken((tuple(model),), len(model), source)
 
 
-def _said(count: int, source: str) -> str:
-    return f"The optimizer names no parameters; {count} of equal shapes are taken in the order of {source}."
+def _taken(groups: tuple[tuple[str, ...], ...], count: int, source: str) -> Order:
+    """Returns groups in which parameters of equal shapes were taken in some order, and says in which."""
+    said = f"The optimizer names no parameters; {count} of equal shapes are taken in the order of {source}."
+    return Order(groups, (said,), ORDERS.get(source, "the order of the alphabet"))

@@ -187,6 +187,7 @@ _PIECES = (
 )
 _AT_HOME = ("torch", "hf-trainer", "accelerate", "safetensors", "dcp", "dcp-safetensors", "fsdp1-ranks")
 """Containers in which any optimizer's state is one of PyTorch's."""
+_TRAINER = "hf-trainer"
 _GATHERED = ("dcp",)
 """Containers in which an optimizer by name is nothing special."""
 _LIMIT = "max_grad_norm"
@@ -319,7 +320,7 @@ class TorchOptim:
         extra = {**_extra(parts, moved, kinds), **bare.extra}
         ways = ((_INFORMATION, beside), (_BY_NAME, by_name), (SIDE_BY_SIDE, sides))
         extra |= {key: part for key, part in ways if part}
-        return hints.applied(
+        state = hints.applied(
             TrainState(
                 params,
                 {**slots, **bare.slots},
@@ -335,6 +336,7 @@ class TorchOptim:
                 tuple(notes),
             )
         )
+        return state.with_facts(lambda facts: [*facts, *_facts_of(order, checkpoint)])
 
     def encode(self, state: TrainState) -> Encoded:
         """Returns the file's tree, by index.
@@ -645,6 +647,11 @@ def _given_names(
     if hints.names_from is None:
         return names_beside(checkpoint, shapes)
     return names_by_config(checkpoint, shapes, parts.model)
+
+
+def _facts_of(order: Order, checkpoint: Checkpoint) -> tuple[Fact, ...]:
+    """Returns what the parameters' names rest on; Trainer makes its groups by its own rule, in the model's order."""
+    return () if checkpoint.container == _TRAINER else order.facts
 
 
 def _refuse_merged(
