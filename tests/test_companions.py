@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import statekit.torch
 from statekit.cli.main import main
 from statekit.conversion import registry
 from statekit.conversion.belonging import UNREAD, half_of
+from statekit.errors import StateError
 from statekit.testing.companions import hidden_halves, silent
 from statekit.testing.container_trials import Trial
 
@@ -112,6 +114,52 @@ def test_attest_does_not_pass_a_run_whose_optimizer_lies_unread(tmp_path: Path) 
     fresh = torch.optim.AdamW(model.parameters(), lr=0.01)
     result = statekit.torch.attest(fresh, model.named_parameters(), path)
     assert not result.passed and [finding.name for finding in result.findings] == [UNREAD]
+
+
+@pytest.mark.filterwarnings("ignore:optim looks like:UserWarning")
+@pytest.mark.parametrize(
+    "framework", ["torch", *(pytest.param(name, marks=pytest.mark.slow) for name in ("jax", "tensorflow"))]
+)
+def test_each_loader_names_the_half_that_lies_beside(framework: str, tmp_path: Path) -> None:
+    path, model = saved_apart(tmp_path)
+    home = importlib.import_module(f"statekit.{framework}")
+    weights = {name: param.detach().numpy() for name, param in model.named_parameters()}
+    targets: dict[str, Any] = {"torch": model, "jax": weights}
+    if framework == "tensorflow":
+        import tensorflow as tf
+
+        targets[framework] = [tf.Variable(value, name=name) for name, value in weights.items()]
+    target = targets[framework]
+    with pytest.warns(UserWarning, match="optim looks like an optimizer: nothing reads it"):
+        home.load_params(path, target)
+    named = model.named_parameters() if framework == "torch" else target
+    with pytest.raises(StateError, match="optim looks like an optimizer: nothing reads it"):
+        home.load_optimizer(path, named)
+
+
+def test_an_attested_step_does_not_pass_a_run_whose_optimizer_lies_unread(tmp_path: Path) -> None:
+    path, model = saved_apart(tmp_path)
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with (
+        pytest.raises(StateError, match=UNREAD),
+        statekit.torch.attested_step(fresh, model, path, strict=True),
+    ):
+        model(torch.ones(2, 4)).sum().backward()
+        fresh.step()
+
+
+def test_a_loader_names_an_average_beside_a_whole_run(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    run = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(run, tmp_path / "run.pt")
+    torch.save(model.state_dict(), tmp_path / "run_ema.pt")
+    with pytest.warns(UserWarning, match="run_ema.pt looks like an average: nothing reads it"):
+        statekit.torch.load_optimizer(tmp_path / "run.pt", model.named_parameters())
+    result = statekit.torch.attest(optimizer, model, tmp_path / "run.pt")
+    assert [finding.name for finding in result.findings] == [UNREAD]
 
 
 def test_weights_stand_alone_beside_what_is_no_half_of_a_run(tmp_path: Path) -> None:

@@ -285,7 +285,7 @@ def test_the_saved_side_of_an_attestation_names_the_order(numbered: Path) -> Non
     model.load_state_dict(loaded["model"])
     optimizer = torch.optim.AdamW(model.parameters())
     optimizer.load_state_dict(loaded["optimizer"])
-    result = attest(numbered, optimizer, model.named_parameters())
+    result = attest(optimizer, model, numbered)
     assert result.passed and IN_ORDER in result.headline
 
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from statekit.budget import Budget
 from statekit.conversion import registry
-from statekit.conversion.belonging import UNREAD, contents_without_optimizer, disagreements, unread
+from statekit.conversion.belonging import contents_without_optimizer, disagreements, unread
 from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.contracts import NO_HINTS, Container, Evidence, FindsNames, Layout
 from statekit.conversion.target import agreed_layout, source_container
@@ -374,7 +374,7 @@ def state_to_load(
     """Opens a checkpoint whose values go into a run: every byte that is used is proven, as far as a manifest has it.
 
     What was read in part is proven when the context is left without an error. It warns of files that may be of another
-    step, and of damage that the hints accept.
+    step, of what looks like a part of the run and isn't read, and of damage that the hints accept.
 
     Args:
         source: As in `open_state`.
@@ -394,7 +394,7 @@ def state_to_load(
         used = proving(checkpoint, budget, accept=ref.accept_damaged)
         opened = _decoded(used.checkpoint, seen, layout, ref, budget, builds=True)
         new = opened.checkpoint.findings[len(checkpoint.findings) :]
-        doubts = [finding.what for finding in new if finding.kind != UNREAD]
+        doubts = [finding.what for finding in new]
         if doubts:  # to whoever called load_...
             warnings.warn(printable(f"{'; '.join(doubts)} @ {checkpoint.path}"), stacklevel=5)
         yield opened

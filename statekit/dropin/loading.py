@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from os import PathLike
 from typing import Any, Generic, TypedDict, TypeVar
 
+from statekit.conversion.belonging import UNREAD
 from statekit.conversion.changing.at_loading import changed_at_loading
 from statekit.conversion.checkpoint_ref import (
     OPTIONS,
@@ -265,7 +266,8 @@ def _loaded(
     if maps := framework.maps(call, target):
         state = carried_to_load(state, with_beside(maps, opened), call.require, slots=slots)
     if slots:
-        require_resumable(state, call.path, framework.home, framework.makers, framework.alone)
+        unread = "; ".join(odd.what for odd in opened.checkpoint.findings if odd.kind == UNREAD)
+        require_resumable(state, call.path, framework.home, framework.makers, framework.alone, unread)
     if framework.renames:
         state = renamed(state, names, call.path, ours)
     return Loaded(opened, state, names, call.path, {})

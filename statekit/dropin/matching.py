@@ -38,7 +38,12 @@ class Given:
 
 
 def require_resumable(
-    state: TrainState, place: object, home: str, makers: Mapping[str, str], alone: str = ""
+    state: TrainState,
+    place: object,
+    home: str,
+    makers: Mapping[str, str],
+    alone: str = "",
+    unread: str = "",
 ) -> None:
     """Checks that an optimizer of ours goes on with a state.
 
@@ -48,6 +53,7 @@ def require_resumable(
         home: The module whose optimizers are asked.
         makers: Name of the class or function there, by schema.
         alone: Why a run can't have several there; "" if it can.
+        unread: What of the checkpoint looks like an optimizer and isn't read; "" of nothing.
 
     Raises:
         UsageError: The state can't tell its variant.
@@ -62,6 +68,13 @@ def require_resumable(
             found=" and ".join(schema for schema, _ in state.optimizer.kinds),
             remedy="go on in PyTorch or JAX (load_optimizer of statekit.torch or statekit.jax)",
         )
+    if state.optimizer.schema == WEIGHTS:
+        raise StateError(
+            "The checkpoint holds parameters, but no optimizer state.",
+            place=place,
+            found=unread or None,
+            remedy=f"load_params reads it; begin with a new optimizer of {home}: {', '.join(makers.values())}",
+        )
     check_steps(state, place)
     for part in state.parts():
         _require_resumable(part, place, home, makers, f"{part.optimizer.schema}/" * state.optimizer.several)
@@ -71,12 +84,6 @@ def _require_resumable(
     state: TrainState, place: object, home: str, makers: Mapping[str, str], prefix: str
 ) -> None:
     schema, variant = state.optimizer.schema, state.optimizer.variant
-    if schema == WEIGHTS:
-        raise StateError(
-            "The checkpoint holds parameters, but no optimizer state.",
-            place=place,
-            remedy=f"load_params reads it; begin with a new optimizer of {home}: {', '.join(makers.values())}",
-        )
     candidates = load_schema(schema).stepped
     if variant is None and candidates:
         raise UsageError(

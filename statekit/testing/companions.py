@@ -13,6 +13,7 @@ moved aside in turn. Out come the ways in which what is left says nothing of it.
 from __future__ import annotations
 
 import shutil
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from statekit.conversion.belonging import UNREAD, half_of
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import NO_HINTS
 from statekit.conversion.inspection import inspect
-from statekit.conversion.open_state import open_state
+from statekit.conversion.open_state import open_state, state_to_load
 from statekit.errors import StatekitError
 from statekit.state.run import run_of
 from statekit.state.schema import NO_OPTIMIZER, WEIGHTS
@@ -115,7 +116,7 @@ def silent(hiding: Hiding) -> str:
     try:
         with open_state(ref) as opened:
             state, findings = opened.state, opened.checkpoint.findings
-        shown = inspect(ref).contents
+        shown, is_warned = inspect(ref).contents, _warns(ref)
     except StatekitError:
         return ""
     if state.optimizer.schema != WEIGHTS:
@@ -127,4 +128,12 @@ def silent(hiding: Hiding) -> str:
     if hiding.is_gone and not tells:
         return ""
     is_named = any(finding.kind == UNREAD for finding in findings) and shown != NO_OPTIMIZER
-    return "" if is_named else f"{hiding.what}: {shown}"
+    return "" if is_named and is_warned else f"{hiding.what}: {shown}"
+
+
+def _warns(ref: CheckpointRef) -> bool:
+    """Tells whether the loaders of the frameworks warn of a checkpoint."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        with state_to_load(ref):
+            return bool(said)
