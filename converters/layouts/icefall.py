@@ -343,12 +343,12 @@ def _order(parts: Parts, is_sorted: bool) -> Order:
         groups.append(names)
     faults.check(StateError, "Nothing tells which parameters the optimizer's indices mean", remedy=REMEDY)
     said = "The optimizer names no parameters; those of a group are taken in the order of the model part."
-    return Order(tuple(groups), (said,), _assumed(len(by_shape[shape]) for shape in claimed))
+    return Order(tuple(groups), (said,), _assumed(by_shape, claimed))
 
 
-def _assumed(counts: Iterable[int]) -> str:
-    """Returns the order that was taken, where several parameters have a shape."""
-    return ORDERS[MODEL_PART] if max(counts, default=0) > 1 else ""
+def _assumed(names: Mapping[Shape, Sequence[str]], shapes: Iterable[Shape]) -> str:
+    """Returns the order that was taken, where several parameters have one of the optimizer's shapes."""
+    return ORDERS[MODEL_PART] if any(len(names[shape]) > 1 for shape in shapes) else ""
 
 
 def _batches(params: Mapping[str, Tensor], group: Group) -> tuple[tuple[str, ...], ...]:

@@ -123,17 +123,26 @@ def resume_lines(saved: SavedRun, state: State, framework: str | None = None) ->
         )
     lines = _IN[framework](state, saved) if framework else _near_lines(saved, state)
     lines = [line for i, line in enumerate(lines) if not (line.startswith("import ") and line in lines[:i])]
-    lines = [*_explained(lines), *(_loss_lines(saved) if lines and state["schema"] != WEIGHTS else ())]
-    if framework or saved.source:  # the run's own program numbers them as it did
-        lines += [f"# it goes on rightly if {because}" for because in _orders(state)] if lines else []
+    lines = [*_explained(lines), *(_remarks(saved, state, framework) if lines else ())]
     # Behind the end of a line in a name or a path, a comment would go on as code.
     return [printable(line) if "#" in line else line for line in lines]
 
 
-def _orders(state: State) -> Iterator[str]:
-    """Yields in which order the numbers of parameters were taken, where nothing proves it."""
+def _remarks(saved: SavedRun, state: State, framework: str | None) -> Iterator[str]:
+    """Yields comments on what lines that go on rest on."""
+    if state["schema"] != WEIGHTS:
+        yield from _loss_lines(saved)
+    if framework or saved.source:
+        yield from _order_lines(state)
+
+
+def _order_lines(state: State) -> list[str]:
+    """Returns in which order the numbers of parameters were taken, where nothing proves it.
+
+    It bears on what goes on by name; the run's own program numbers its parameters as it did.
+    """
     facts = (fact for group in state["groups"] for fact in group.get("facts", ()) if fact["name"] == ORDER)
-    yield from dict.fromkeys(fact["because"] for fact in facts)
+    return list(dict.fromkeys(f"# it goes on rightly if {fact['because']}" for fact in facts))
 
 
 _OPEN = re.compile(r"""["']?([\w/]+)["']?(?:=|: )\.\.\.""")
