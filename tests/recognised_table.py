@@ -13,8 +13,8 @@ from statekit.converters.layouts.pytorch.contents import Signature, signatures
 PAGE = Path(__file__).parents[1] / "docs" / "recognised.md"
 HEAD = """# Which optimizers of PyTorch are recognised
 
-An optimizer is recognised by its exact structure: every slot, no other slot, and the options of its groups. A state that fits
-none is shown as it is, and is never called by another's name. Where several fit, all are named, and
+An optimizer is recognised by its exact structure: every slot, no other slot, and the options of its groups.
+A state that fits none is shown as it is, and never called by another's name. Where several fit, all are named, and
 `--optimizer NAME` says which it is.
 
 | optimizer | slots | statekit |
