@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import statekit
 from statekit.cli.main import main
-from statekit.errors import StateError
+from statekit.conversion.convert import plan
+from statekit.errors import StateError, UnknownFormatError
 from statekit.torch import attest, load_optimizer, load_params
 
 pytestmark = pytest.mark.torch
@@ -815,3 +818,74 @@ def test_optimizers_of_several_networks_that_no_name_pairs_are_asked_for(
     torch.save({**networks, "optim_g": moments[0], "optim_d": moments[1]}, tmp_path / "do_00000001")
     asked = refused(["doctor", str(tmp_path / "do_00000001")], capsys)
     assert "optimizers at optim_g, optim_d; weights at mpd, msd" in asked and "--model-key" in asked
+
+
+def of_member(archive: Path, name: str) -> Any:
+    """Returns what a member of a zip archive holds, as PyTorch loads it."""
+    with zipfile.ZipFile(archive) as members:
+        return torch.load(io.BytesIO(members.read(name)), weights_only=True)
+
+
+def test_an_archive_of_stable_baselines3_is_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """PPO of stable-baselines3 2.9.2 saved it; its arguments were taken out. Seen red: no container fitted."""
+    path = CASES / "sb3" / "ppo.zip"
+    saved = of_member(path, "policy.optimizer.pth")["state"]
+    with statekit.open(path) as opened:
+        moments = [opened.slots[name]["m"].read() for name in opened.params]
+        assert opened.counts.updates == saved[0]["step"]
+    assert all(
+        np.array_equal(moment, saved[i]["exp_avg"].numpy()) for i, moment in enumerate(moments)
+    ) and len(moments) == len(saved)
+    assert main(["resume", str(path)]) == 0
+    assert f'model = Algorithm.load("{path}", env=env)' in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("network", ["actor", "critic"])
+def test_each_network_of_stable_baselines3_goes_with_its_optimizer(network: str) -> None:
+    path = CASES / "sb3" / "sac.zip"
+    with pytest.raises(UnknownFormatError, match="2 networks"):
+        statekit.open(path)
+    saved = of_member(path, f"{network}.optimizer.pth")["state"]
+    with statekit.open(path, model_key=network) as opened:
+        assert len(opened.params) == len(saved)
+        assert all(name.startswith(f"{network}/") for name in opened.params)
+        first = next(iter(opened.params))
+        assert np.array_equal(opened.slots[first]["m"].read(), saved[0]["exp_avg"].numpy())
+
+
+def test_the_newest_halves_of_allennlp_are_one_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = saved_run(model)
+    for epoch in (9, 10):
+        kept = {"optimizer": optimizer.state_dict(), "batch_num_total": epoch}
+        torch.save(model.state_dict(), tmp_path / f"model_state_e{epoch}_b0.th")
+        torch.save(kept, tmp_path / f"training_state_e{epoch}_b0.th")
+    assert np.array_equal(first_moment(tmp_path, "weight"), moment_of(optimizer, model.weight))
+    assert main(["resume", str(tmp_path)]) == 0
+    shown = capsys.readouterr().out
+    assert 'checkpoint["training_state"]["optimizer"]' in shown and "model_state_e10_b0.th" in shown
+
+
+def test_a_folder_with_one_checkpoint_is_opened_by_its_own_path(tmp_path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = saved_run(model)
+    run = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(run, tmp_path / "last.pt")
+    (tmp_path / "notes.txt").write_text("a run")
+    with statekit.open(tmp_path) as opened:
+        assert opened.checkpoint.path == tmp_path / "last.pt"
+        assert "last.pt is the only checkpoint in the folder" in opened.evidence[0].because
+    torch.save(run, tmp_path / "other.pt")
+    with pytest.raises(UnknownFormatError, match="there are checkpoints in it"):
+        statekit.open(tmp_path)
+
+
+def test_what_has_no_slots_rests_on_no_order(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 3)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    assert "in the model's order" not in plan(tmp_path / "run.pt", tmp_path / "kept", to="statekit").headline

@@ -24,13 +24,21 @@ from typing import Any, Literal
 
 from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.torch_halves import BESIDE, Halves, find_halves
+from statekit.converters.containers.torch_halves import (
+    BESIDE,
+    SB3,
+    Halves,
+    find_halves,
+    is_sb3,
+    sb3_parts,
+    sb3_tree,
+)
 from statekit.converters.formats.pytorch.reader import generation, named, read_object
 from statekit.converters.formats.pytorch.writer import MANIFEST_KEY, write_torch
 from statekit.errors import FormatError, NotFoundError, StatekitError, UsageError
 from statekit.files.checkpoint import CLASSES, HALVES, OPTIMIZER_NAME, STEPS, Checkpoint
 from statekit.files.integrity import proof_inside
-from statekit.files.source import Files, opening, read_small
+from statekit.files.source import Files, Source, opening, read_small
 from statekit.files.stage import Stage
 from statekit.files.tree import Place
 from statekit.tensors.tensor import Tensor
@@ -69,7 +77,8 @@ class TorchFile:
             return Evidence(15, f"{path} has {' beside '.join(halves.parts.values())}") if halves else None
         try:
             with Files() as files:
-                kind = generation(files.source(path))
+                source = files.source(path)
+                kind = generation(source) or (SB3 if is_sb3(source) else None)
         except (OSError, StatekitError):
             return None
         return Evidence(10, _BECAUSE[kind]) if kind else None
@@ -113,7 +122,10 @@ def open_torch(path: Place, files: Files) -> Checkpoint:
     """
     if path.exists() and not path.is_file():
         raise NotFoundError("A torch file is a regular file.", place=path, found="a folder or a device")
-    opened = read_object(files.source(path))
+    source = files.source(path)
+    if is_sb3(source):
+        return _open_sb3(path, source)
+    opened = read_object(source)
     whole = as_state_dicts(opened.tree, str(path))
     tree = named(whole.tree)
     proof, findings = None, opened.findings
@@ -122,6 +134,14 @@ def open_torch(path: Place, files: Files) -> Checkpoint:
         findings = (*findings, *faults)
     meta = {**opened.meta, **_whole_meta(whole)}
     return Checkpoint(CONTAINER.name, path, tree, meta, None, findings, proof=proof)
+
+
+def _open_sb3(path: Place, source: Source) -> Checkpoint:
+    """Opens the archive of an algorithm of Stable-Baselines3, which its own library alone loads."""
+    parts = sb3_parts(source)
+    tree = named(sb3_tree({name: part.tree for name, part in parts.items()}, f"{path}"))
+    findings = tuple(finding for part in parts.values() for finding in part.findings)
+    return Checkpoint(CONTAINER.name, path, tree, {CLASSES: SB3}, None, findings)
 
 
 def _whole_meta(whole: WholeObjects) -> dict[str, Any]:
@@ -252,6 +272,7 @@ _BECAUSE = {
     "zip": "a zip archive with a data.pkl",
     "legacy": "the magic number of torch's legacy format",
     "tar": "a tar archive of torch's first format",
+    SB3: "a zip archive with the policy.pth of Stable-Baselines3",
 }
 
 

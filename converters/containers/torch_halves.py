@@ -1,26 +1,45 @@
-"""A model's torch file and its optimizer's that lie in one folder: the halves of one checkpoint.
+"""Files of torch.save that are one checkpoint: a model's and its optimizer's in a folder, or the members of an archive.
 
     model.pt, optim.pt, train.pt, config.yaml      OLMo's unsharded folder
     model.ckpt, optimizer.ckpt                     SpeechBrain's
     model000500.pt, opt000500.pt                   guided-diffusion's, a pair for each step, and ema_0.9999_000500.pt
+    model_state_e1_b0.th, training_state_e1_b0.th  AllenNLP's, a pair for each epoch and batch
+    policy.pth, policy.optimizer.pth, ...          PPO, A2C, DQN of Stable-Baselines3, members of a zip
+    policy.pth, actor.optimizer.pth, ...           SAC, TD3, DDPG: an optimizer for each network in the policy
+
+Of an archive, the algorithm's arguments are pickled code in part and aren't read. Its target networks, which no
+optimizer moves, stand by themselves.
 
 Source: allenai/OLMo, olmo/checkpoint.py, `FullCheckpointer.save_checkpoint`; speechbrain/speechbrain,
-utils/checkpoints.py, `Checkpointer.save_checkpoint`; openai/guided-diffusion, train_util.py, `TrainLoop.save`.
+utils/checkpoints.py, `Checkpointer.save_checkpoint`; openai/guided-diffusion, train_util.py, `TrainLoop.save`;
+allenai/allennlp, allennlp/training/checkpointer.py, `Checkpointer.save_checkpoint`; DLR-RM/stable-baselines3,
+stable_baselines3/common/save_util.py, `save_to_zip_file`; common/base_class.py, `BaseAlgorithm.set_parameters`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from statekit.errors import NotFoundError
-from statekit.files.source import listing
+from statekit.converters.formats.pytorch.reader import Opened, read_object
+from statekit.converters.formats.zip_archive import Archive, directory_bytes
+from statekit.errors import FormatError, NotFoundError
+from statekit.files.source import Part, Source, bytes_at, listing
 from statekit.files.tree import Place
+from statekit.tensors.tree import Tree
 
 _HALF = re.compile(r"(model|net|optim(?:izer)?|opt)[-_.]?(\d{1,18})?\.(?:pt|pth|ckpt|th)")
 _AVERAGE = re.compile(r"(ema(?:_[0-9.]+)?)_(\d{1,18})\.(?:pt|pth|ckpt|th)")
-_MODELS = ("model", "net")
+_MODELS = ("model", "net", "model_state")
+_TRAINING = "training_state"
+"""What AllenNLP calls an optimizer with all that it keeps beside it."""
+_OF_ALLENNLP = re.compile(r"(model_state|training_state)_(?:epoch_|e)(\d{1,9})(?:_b(\d{1,9}))?\.th")
+SB3 = "stable_baselines3"
+_POLICY, _SUFFIX, _OF_NETWORK, _TARGET = "policy", ".pth", ".optimizer", "_target"
+_TARGETS, _REST = "targets", "policy_rest"
+"""Keys of target networks, and of what of a policy no optimizer moves."""
 BESIDE = (
     "train.pt",
     "scheduler.pt",
@@ -55,31 +74,99 @@ def find_halves(folder: Place, step: int | None = None) -> Halves | None:
         NotFoundError: The folder has other steps.
     """
     whole = _whole(folder)
-    steps = tuple(sorted(number for number in whole if number is not None))
-    if step is None and None not in whole:
-        step = max(steps, default=None)
-    elif step is not None and step not in whole:
+    steps = tuple(sorted(key[0] for key in whole if len(key) == 1))
+    if step is not None and (step,) not in whole:
         raise NotFoundError(
             "There is no such step.", place=folder, expected=step, found=", ".join(map(str, steps)) or "none"
         )
-    return Halves({**whole[step], **_averages(folder, step)}, step, steps) if step in whole else None
+    # Files without a number are those of the run as it ended.
+    newest = () if () in whole else max(whole, default=None)
+    key = newest if step is None else (step,)
+    if key is None:
+        return None
+    number = key[0] if len(key) == 1 else None
+    return Halves({**whole[key], **_averages(folder, number)}, number, steps)
 
 
-def _whole(folder: Place) -> dict[int | None, dict[str, str]]:
-    """Returns the two files of each step that has both."""
-    files: dict[int | None, list[re.Match[str]]] = {}
+def _whole(folder: Place) -> dict[tuple[int, ...], dict[str, str]]:
+    """Returns the two files of each step that has both, by the numbers in their names."""
+    files: dict[tuple[int, ...], list[tuple[str, str]]] = {}
     for entry in listing(folder):
-        if (match := _HALF.fullmatch(entry.name)) and entry.is_file():
-            files.setdefault(int(match[2]) if match[2] else None, []).append(match)
-    pairs = {
-        step: {"model" if match[1] in _MODELS else "optimizer": match[0] for match in matches}
-        for step, matches in files.items()
-        if len(matches) == 2
-    }
-    return {step: parts for step, parts in pairs.items() if len(parts) == 2}
+        half = _half(entry.name)
+        if half is not None and entry.is_file():
+            files.setdefault(half[1], []).append((half[0], entry.name))
+    pairs = {key: dict(halves) for key, halves in files.items() if len(halves) == 2}
+    return {key: parts for key, parts in pairs.items() if len(parts) == 2}
+
+
+def _half(name: str) -> tuple[str, tuple[int, ...]] | None:
+    """Returns which part a file is, and the numbers in its name; None of one that is no half."""
+    match = _HALF.fullmatch(name) or _OF_ALLENNLP.fullmatch(name)
+    if match is None:
+        return None
+    part = match[1] if match[1] == _TRAINING else "model" if match[1] in _MODELS else "optimizer"
+    return part, tuple(int(number) for number in match.groups()[1:] if number)
 
 
 def _averages(folder: Place, step: int | None) -> dict[str, str]:
     """Returns the files of a step's averages by their names without the step."""
     matches = [match for entry in listing(folder) if (match := _AVERAGE.fullmatch(entry.name))]
     return {match[1]: match[0] for match in matches if int(match[2]) == step}
+
+
+def is_sb3(source: Source) -> bool:
+    """Tells whether a file is the archive of an algorithm, by its first bytes and its directory."""
+    is_zip = bytes_at(source, 0, min(4, source.size)) == b"PK\3\4"
+    return is_zip and b"policy.pth" in directory_bytes(source)
+
+
+def sb3_parts(source: Source) -> dict[str, Opened]:
+    """Returns the objects of an archive by the names of their members, without the suffix.
+
+    Raises:
+        FormatError: A member isn't a torch file.
+        CorruptError: Sizes or checksums disagree with the data.
+    """
+    archive = Archive(source)
+    return {
+        name.removesuffix(_SUFFIX): read_object(Part(source, member.start, member.size))
+        for name, member in archive.members.items()
+        if name.endswith(_SUFFIX) and member.size
+    }
+
+
+def sb3_tree(parts: Mapping[str, Tree], place: str) -> dict[str, Tree]:
+    """Returns networks beside their optimizers, each pair under the names of one network.
+
+    Args:
+        parts: The objects of an archive.
+        place: The archive, for messages.
+
+    Raises:
+        FormatError: It has no policy.
+    """
+    policy = parts.get(_POLICY)
+    if not isinstance(policy, Mapping):
+        raise FormatError(
+            "An archive of Stable-Baselines3 has no policy.",
+            place=place,
+            expected="a state_dict in policy.pth",
+            found=f"{type(policy).__name__}",
+        )
+    networks = [name.removesuffix(_OF_NETWORK) for name in parts if name.endswith(_OF_NETWORK)]
+    others = {
+        name: part for name, part in parts.items() if name != _POLICY and not name.endswith(_OF_NETWORK)
+    }
+    optimizers = {f"{name}_optimizer": parts[f"{name}{_OF_NETWORK}"] for name in networks}
+    return {**_networks(policy, networks), **optimizers, **others}
+
+
+def _networks(policy: Mapping[Any, Tree], names: Sequence[str]) -> dict[str, Tree]:
+    """Returns a policy's parameters by network; those of none go with an optimizer that no module is named after."""
+    modules = {key: f"{key}".partition(".")[0] for key in policy}
+    targets = {key for key, module in modules.items() if module.endswith(_TARGET)}
+    inside = {name: {key for key, module in modules.items() if module == name} for name in names}
+    rest = policy.keys() - targets - {key for keys in inside.values() for key in keys}
+    whole = next((name for name in names if not inside[name]), _REST)
+    each = {**inside, whole: rest, _TARGETS: targets}
+    return {name: {key: policy[key] for key in policy if key in keys} for name, keys in each.items() if keys}

@@ -53,6 +53,8 @@ _SEVERAL_WORDS: Mapping[str, Half] = {
     "opt_state": "optimizer",
     "opt_states": "optimizer",
     "model_avg": "average",
+    "recipe_state": "optimizer",
+    "training_state": "optimizer",
 }
 """The same of words that tell nothing by themselves."""
 _WHOLE: Mapping[str, Half] = {"opt": "optimizer", "avg": "average"}

@@ -189,7 +189,7 @@ def _by_own_names(refs: Sequence[CheckpointRef], on_tensor: OnTensor, done: tupl
     with ExitStack() as stack:
         opened: list[Checkpoint] = []
         for ref in refs:
-            container = chosen_container(ref.place, ref.container, ref.layout)[0]
+            container = chosen_container(ref)[1]
             opened.append(stack.enter_context(registry.opened(container, ref.place, ref.step, ref)))
         first, second = opened
         if first.container != second.container:

@@ -256,9 +256,8 @@ def inspect(
         CorruptError: The checkpoint isn't what its manifest says.
     """
     ref = ref_of(source)
-    chosen, evidence, name = chosen_container(ref.place, ref.container, ref.layout)
+    ref, chosen, evidence = chosen_container(ref)
     container = Choice(chosen.name, chosen.title, evidence.because)
-    ref = replace(ref, layout=name)
     budget = ref.job_budget()
     with registry.opened(chosen, ref.place, ref.step, ref, budget) as checkpoint:
         opened = Inspection(checkpoint.path, container, None, checkpoint.step, checkpoint.meta)

@@ -179,25 +179,33 @@ def _shown(text: object) -> str:
 _NAMED = Evidence(0, "it was named")
 
 
-def chosen_container(
-    path: Place, container: str | None, layout: str | None
-) -> tuple[Container, Evidence, str | None]:
-    """Returns the container that was named, or else the one that fits best; why; and the layout, if one is named.
+def chosen_container(ref: CheckpointRef) -> tuple[CheckpointRef, Container, Evidence]:
+    """Returns the container that is named, or else the one that fits best, and why.
+
+    The ref that comes back has the layout that a shorthand names, and the path of the only checkpoint in a folder that
+    is none itself.
 
     Args:
-        path: A checkpoint, or a run's folder.
-        container: A container's name, or a shorthand that names a layout too; found by its content if None.
-        layout: A layout's name.
+        ref: A checkpoint, or a run's folder.
 
     Raises:
         NotFoundError: Nothing is there.
         FormatError: No container fits.
         UsageError: No such container.
     """
-    if container is None:
-        return *registry.detect_container(path), layout
-    named, implied = source_container(container)
-    return named, _NAMED, agreed_layout(layout, implied, "--from")
+    if ref.container is not None:
+        named, implied = source_container(ref.container)
+        return replace(ref, layout=agreed_layout(ref.layout, implied, "--from")), named, _NAMED
+    try:
+        return ref, *registry.detect_container(ref.place)
+    except UnknownFormatError:
+        inside = registry.checkpoints_inside(ref.place) if ref.place.is_dir() else {}
+        if len(inside) != 1:
+            raise
+    only = ref.place / next(iter(inside))
+    container, evidence = registry.detect_container(only)
+    because = f"{only.name} is the only checkpoint in the folder: {evidence.because}"
+    return replace(ref, path=only), container, replace(evidence, because=because)
 
 
 def chosen_layout(checkpoint: Checkpoint, layout: str | None) -> tuple[Layout, Evidence]:
@@ -239,12 +247,12 @@ def open_state(
         StateError: The names break the layout.
     """
     ref = ref_of(source, hints, container=container, layout=layout, step=step)
-    named, seen, layout = chosen_container(ref.place, ref.container, ref.layout)
+    ref, named, seen = chosen_container(ref)
     budget = budget or ref.job_budget()
     checkpoint = registry.opened(named, ref.place, ref.step, ref, budget)
     try:
         with going_over(ref.place):
-            return _decoded(checkpoint, seen, layout, ref, budget, builds)
+            return _decoded(checkpoint, seen, ref.layout, ref, budget, builds)
     except BaseException:
         checkpoint.close()
         raise
@@ -331,7 +339,7 @@ def open_params(ref: CheckpointRef) -> OpenState:
     try:
         return open_state(ref, builds=True)
     except (StateError, UnknownFormatError) as error:
-        named, seen, _ = chosen_container(ref.place, ref.container, ref.layout)
+        ref, named, seen = chosen_container(ref)
         checkpoint = registry.opened(named, ref.place, ref.step, ref)
         opened = _params_of(checkpoint, seen, error, ref)
         if opened is None:
@@ -388,11 +396,11 @@ def state_to_load(
     from statekit.files.proving import proving  # conversions prove their source otherwise
 
     ref = ref_of(source, hints, step=step)
-    named, seen, layout = chosen_container(ref.place, ref.container, ref.layout)
+    ref, named, seen = chosen_container(ref)
     budget = ref.job_budget()
     with registry.opened(named, ref.place, ref.step, ref, budget) as checkpoint:
         used = proving(checkpoint, budget, accept=ref.accept_damaged)
-        opened = _decoded(used.checkpoint, seen, layout, ref, budget, builds=True)
+        opened = _decoded(used.checkpoint, seen, ref.layout, ref, budget, builds=True)
         new = opened.checkpoint.findings[len(checkpoint.findings) :]
         doubts = [finding.what for finding in new]
         if doubts:  # to whoever called load_...

@@ -48,8 +48,19 @@ _LIGHTNING = '["state_dict"]', '["optimizer_states"][0]'
 """Where Lightning keeps the model and the first optimizer."""
 _BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
 """Names of what batch normalisation keeps beside its parameters."""
-_MMENGINE = "mmengine."
-"""In the names of classes that mmengine's Runner saves. Source: open-mmlab/mmengine mmengine/runner/runner.py."""
+_BY_LIBRARY = {
+    "mmengine.": ["runner.resume({path})"],
+    "stable_baselines3": [
+        "# Algorithm: the class that saved it, such as stable_baselines3.PPO",
+        "model = Algorithm.load({path}, env=env)",
+        "model.learn(total_timesteps=..., reset_num_timesteps=False)",
+    ],
+}
+"""What goes on from a library's whole file, by what the classes in it are called.
+
+Source: open-mmlab/mmengine mmengine/runner/runner.py, `Runner.resume`; DLR-RM/stable-baselines3
+stable_baselines3/common/base_class.py, `BaseAlgorithm.load`.
+"""
 _CLIP = "global_norm_clip_threshold"
 _ENGINE_CLIPS = "# without gradient_clipping in config DeepSpeed clips at a norm of 1.0; 0.0 is none"
 _WITHOUT_ADAPTER = '.replace(".modules_to_save.default", "").replace(".default", "")'
@@ -70,8 +81,8 @@ def torch_file_lines(state: State, saved: SavedRun, form: str | None) -> list[st
     model, optimizer = model_keys(state, saved), [*keys, '["optimizer"]'][0]
     if form is None and (model, optimizer) == _LIGHTNING:
         return [f"trainer.fit(model, ckpt_path={path})"]
-    if _MMENGINE in saved.classes:
-        return [f"runner.resume({path})"]
+    if whole := next((name for name in _BY_LIBRARY if name in saved.classes), ""):
+        return [line.format(path=path) for line in _BY_LIBRARY[whole]]
     if form is None and len(keys) == 1 and has_several(state):
         call = _two_rule_call(state)
         return _one_class_lines(state, saved, call) if call else _several_lines(state, saved)
@@ -109,7 +120,9 @@ def _load_lines(state: State, saved: SavedRun) -> list[str]:
     if not saved.halves:
         return [f"checkpoint = {saved.torch_load(quoted(saved.path))}"]
     rates = saved.rates(state)
-    needed = {"model", "optimizer", *(rates.torch_place.split("/")[:1] if rates.torch_call() else ())}
+    keys = [model_keys(state, saved), *_optimizer_keys(saved)]
+    needed = {"optimizer", *(rates.torch_place.split("/")[:1] if rates.torch_call() else ())}
+    needed |= {part for part in saved.halves if any(key.startswith(f'["{part}"]') for key in keys)}
     files = {part: str(saved.path / name) for part, name in saved.halves.items() if part in needed}
     return [
         f"files = {json.dumps(files)}",

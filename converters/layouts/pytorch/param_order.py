@@ -384,6 +384,8 @@ def _whole_order(
         if slot_shape not in (None, shape)
     )
     wrong.check(NamesError, "The optimizer's parameters don't stand in the order of the model", remedy=remedy)
+    if all(shape is None for shape in groups[0]):  # what has no slots goes on the same in any order
+        return Order((tuple(model),))
     return _taken((tuple(model),), len(model), source)
 
 
