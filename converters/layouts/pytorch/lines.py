@@ -81,8 +81,8 @@ def torch_file_lines(state: State, saved: SavedRun, form: str | None) -> list[st
     model, optimizer = model_keys(state, saved), [*keys, '["optimizer"]'][0]
     if form is None and (model, optimizer) == _LIGHTNING:
         return [f"trainer.fit(model, ckpt_path={path})"]
-    if whole := next((name for name in _BY_LIBRARY if name in saved.classes), ""):
-        return [line.format(path=path) for line in _BY_LIBRARY[whole]]
+    if lines := _library_lines(saved, path):
+        return lines
     if form is None and len(keys) == 1 and has_several(state):
         call = _two_rule_call(state)
         return _one_class_lines(state, saved, call) if call else _several_lines(state, saved)
@@ -113,6 +113,12 @@ def torch_file_lines(state: State, saved: SavedRun, form: str | None) -> list[st
         *([] if form is None else _empty_group_lines(state)),
         *_late_schedule(rates, f"checkpoint{subscripts(rates.torch_place)}"),
     ]
+
+
+def _library_lines(saved: SavedRun, path: str) -> list[str]:
+    """Returns the lines of the library that saves a whole file and loads it; none of a file that programs load."""
+    lines = (lines for name, lines in _BY_LIBRARY.items() if name in saved.classes)
+    return [line.format(path=path) for line in next(lines, [])]
 
 
 def _load_lines(state: State, saved: SavedRun) -> list[str]:
