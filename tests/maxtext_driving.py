@@ -36,6 +36,13 @@ def main(run: Path, batches: Path, overrides: Path) -> None:
     def write(self: Any, metrics: Any, step: int, *args: Any, **kwargs: Any) -> None:
         losses[str(step + 1)] = float(metrics["scalar"]["learning/loss"])
 
+    updated = jax.config.update
+
+    def update(name: str, value: Any) -> None:
+        if name != "jax_default_prng_impl":  # the recorded runs have the keys of JAX's own default
+            updated(name, value)
+
+    jax.config.update = update
     loader.DataLoader.load_next_batch = next_batch
     logger.MetricLogger.buffer_and_write_metrics = write
     options = json.loads(overrides.read_text(encoding="utf-8"))

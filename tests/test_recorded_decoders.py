@@ -101,21 +101,12 @@ def ids(runs: list[Run]) -> list[str]:
 
 
 class Loop:
-    """The loop of PyTorch that goes on from a converted folder."""
+    """The loop of PyTorch that goes on from a folder; the gradients of a group count `scales` times in the norm."""
 
-    def __init__(self, folder: Path, scales: Mapping[str, float]) -> None:
-        transformers = pytest.importorskip("transformers")
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder).train()
-        saved = torch.load(folder / "optimizer.pt", weights_only=True)
-        named = dict(self.model.named_parameters())
-        manifest = json.loads((folder.parent / "statekit.json").read_text(encoding="utf-8"))
-        names = [[path.replace("/", ".") for path in group["paths"]] for group in manifest["state"]["groups"]]
-        groups = [{"params": [named[name] for name in part]} for part in names]
-        self.optimizer = torch.optim.AdamW(groups)
-        self.optimizer.load_state_dict(saved)
-        self.bases = [group["lr"] for group in self.optimizer.param_groups]
-        self.scales = [scales.get(part[0], 1.0) for part in names]
-        self.named, self.late, self.all_tokens = named, 0, False
+    def __init__(self, model: Any, optimizer: Any, scales: list[float]) -> None:
+        self.model, self.optimizer, self.scales = model, optimizer, scales
+        self.bases = [group["lr"] for group in optimizer.param_groups]
+        self.named, self.late, self.all_tokens = dict(model.named_parameters()), 0, False
 
     def slots(self, name: str) -> dict[str, torch.Tensor]:
         return {key: one for key, one in self.optimizer.state[self.named[name]].items() if key != "step"}
@@ -128,7 +119,7 @@ class Loop:
         mine = ("tokens", "labels", "loss_mask"), ("inputs", "targets", "targets_segmentation")
         fields = mine["5/tokens" not in batches]
         rates = [rate[0] if isinstance(rate, list) else rate for rate in run.meta["learning_rate"]]
-        base = 1.0 if run in MAXTEXT else rates[4]
+        base = 1.0 if run.name.startswith("maxtext") else rates[4]
         apart = []
         for step in range(5, 9):
             tokens, targets, mask = (torch.from_numpy(batches[f"{step}/{name}"]).long() for name in fields)
@@ -160,9 +151,21 @@ def loop(run: Run, folder: Path) -> Loop:
         for fact in plan.facts
         if fact.name == "scaled"
     ]
-    return Loop(
+    return in_adamw(
         folder / "checkpoint-4", {path.replace("/", "."): value for paths, value in facts for path in paths}
     )
+
+
+def in_adamw(folder: Path, scales: Mapping[str, float]) -> Loop:
+    """Returns the loop of torch's AdamW, as the folder's groups have it."""
+    transformers = pytest.importorskip("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder).train()
+    named = dict(model.named_parameters())
+    manifest = json.loads((folder.parent / "statekit.json").read_text(encoding="utf-8"))
+    names = [[path.replace("/", ".") for path in group["paths"]] for group in manifest["state"]["groups"]]
+    optimizer = torch.optim.AdamW([{"params": [named[name] for name in part]} for part in names])
+    optimizer.load_state_dict(torch.load(folder / "optimizer.pt", weights_only=True))
+    return Loop(model, optimizer, [scales.get(part[0], 1.0) for part in names])
 
 
 def bound(run: Run) -> float:
@@ -361,3 +364,19 @@ def test_a_run_of_trainer_becomes_the_checkpoint_that_maxtext_wrote(
     if name == "hf_llama":
         assert report.plan.headline.startswith("STATISTICS")
         assert "MaxText has no learning rate by parameter" in report.plan.headline
+
+
+@needs_all
+@pytest.mark.slow
+def test_maxtexts_muon_goes_on_in_torch_with_the_recorded_losses(tmp_path: Path) -> None:
+    """Its kernels have an axis of layers and one or two of heads: which are inputs and outputs follows their names."""
+    transformers = pytest.importorskip("transformers")
+    run = Run("maxtext_llama_scanned_muon", "llama", config={"rope_type": "default"},
+              hparams={"learning_rate": 1.0, "gradient_clipping_threshold": 0})  # fmt: skip
+    run.to_torch(tmp_path / "hf")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf/checkpoint-4").train()
+    rates = {"adamw": 1.0, "muon": 1.0}
+    optimizer = statekit.torch.load_optimizer(tmp_path / "hf", model.named_parameters(), lr=rates)
+    going = Loop(model, optimizer, [group["lr"] for group in optimizer.param_groups])
+    assert sorted(going.scales) == [1.0, 1.0, 4.0]
+    assert max(going.losses(run)) <= LOSS

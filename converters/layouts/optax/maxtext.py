@@ -34,7 +34,7 @@ from statekit.state.evidence import Fact
 from statekit.state.hyperparameters import IS_EXCLUDED
 from statekit.state.schedules.called import KEY as CALLED
 from statekit.state.schema import load_schema
-from statekit.state.train_state import Group, TrainState
+from statekit.state.train_state import Axis, Group, Rule, TrainState
 from statekit.tensors.tensor import in_memory
 from statekit.tensors.tree import Tree, at
 
@@ -60,6 +60,15 @@ _OPTIONS = (
     *("muon_beta", "muon_weight_decay", "muon_consistent_rms", _THRESHOLD),
 )
 """What of MaxText's configuration the optimizer's updates depend on; the rate follows its schedule."""
+_ATTENTION = {
+    **dict.fromkeys(("query", "key", "value"), (Axis.COLUMN, Axis.ROW, Axis.ROW)),
+    "out": (Axis.COLUMN, Axis.COLUMN, Axis.ROW),
+}
+_DENSE = (Axis.COLUMN, Axis.ROW)
+"""The axes of a kernel without that of layers, which is the second: inputs (COLUMN) and outputs (ROW) of Muon's matrix.
+
+Source: AI-Hypercomputer/maxtext 0.2.5 utils/muon_utils.py, `transform_logic`.
+"""
 _STRANGE = (
     "MaxText finds parameters below params/ alone, and these have other names: a map makes them MaxText's."
 )
@@ -109,9 +118,10 @@ class MaxText:
         hints = replace(hints, optimizer=hints.optimizer or _NAMES.get(str(config.get("opt_type"))))
         layout = _OPTAX
         if any(link.kind == "muon" for link in links(checkpoint.tree)):
-            layout = _MUON
+            layout, checkpoint = _MUON, replace(checkpoint, tree=_below_params(checkpoint.tree))
             named = {meant: value for name, value in named.items() for meant in _OF_MUON.get(name, (name,))}
         state = _numbered(_clipped(layout.decode(checkpoint, replace(hints, hparams=named))))
+        state = replace(state, rules={**state.rules, **dict(_matrices(state))})
         return _masked(_configured(state, config, from_file))
 
     def losses(self, checkpoint: Checkpoint) -> Iterator[Finding]:
@@ -154,6 +164,28 @@ class MaxText:
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the command by which MaxText goes on."""
         return maxtext_lines(state, saved)
+
+
+def _below_params(tree: Tree) -> Tree:
+    """Returns a tree in which moments stand below `params`, as parameters do: those of Muon's run do not."""
+    if not isinstance(tree, Mapping):
+        return tree
+    moments = {name: tree[name] for name in ("mu", "nu") if name in tree}
+    return {
+        key: {"params": part} if key in moments else part if key == "params" else _below_params(part)
+        for key, part in tree.items()
+    }
+
+
+def _matrices(state: TrainState) -> Iterator[tuple[str, Rule]]:
+    """Yields which axes of a decoder's kernels make the matrices that MaxText's Muon sees."""
+    for path in (path for group in state.optimizer.groups if group.schema == "muon" for path in group.paths):
+        parts = path.split("/")
+        axes = _ATTENTION.get(parts[-2], _DENSE) if "self_attention" in parts else _DENSE
+        if "layers" in parts:
+            axes = (axes[0], Axis.BATCH, *axes[1:])
+        if len(axes) == len(state.params[path].shape):
+            yield path, Rule(axes, "inferred")
 
 
 def _settings(
