@@ -162,15 +162,17 @@ def test_arguments_in_the_file_say_what_the_map_asks_for(tmp_path: Path) -> None
         ("use_rope_scaling", True, "use_rope_scaling"),
         ("rotary_percent", 0.5, "rotary_percent"),
         ("position_embedding_type", "learned_absolute", "position_embedding_type"),
+        ("swiglu", False, "swiglu"),
+        ("multi_latent_attention", True, "multi_latent_attention"),
     ],
 )
-def test_positions_that_the_target_has_otherwise_are_refused(
+def test_what_the_target_has_otherwise_is_refused_by_name(
     name: str, value: Any, reason: str, tmp_path: Path
 ) -> None:
     args = argparse.Namespace(
         num_attention_heads=4, num_query_groups=2, group_query_attention=True, rotary_base=1000000, norm_epsilon=1e-6,
         max_position_embeddings=16, padded_vocab_size=128, untie_embeddings_and_output_weights=True,
-        use_rope_scaling=False, rotary_percent=1.0, position_embedding_type="rope",
+        use_rope_scaling=False, rotary_percent=1.0, position_embedding_type="rope", swiglu=True,
     )  # fmt: skip
     run = legacy(tmp_path / "run", 2, args=args)
     assert statekit.plan(run, tmp_path / "hf", to="hf-trainer", map=MAP).headline.startswith("BITWISE")

@@ -19,7 +19,8 @@ Word = str | Mapping[str, Any] | None
 """The map's name for a setting; with `values`, theirs and ours, where these differ too; None where it needs none.
 
 Of a record that a codebase wrote, `if` says which other settings switch it on; where they don't, it is that of `else`.
-`unless` names one that says the same and counts; `begins`, whose beginning makes which value."""
+`unless` names one that says the same and counts; `begins`, whose beginning makes which value. `only` has the values
+with which a model is one that maps know: it has no name of theirs, and any other value is refused."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Settings:
     def key(self, name: str) -> str | None:
         """Returns the map's name for a setting; None if it has none."""
         word = self.keys.get(name)
-        return word["key"] if isinstance(word, Mapping) else word
+        return word.get("key") if isinstance(word, Mapping) else word
 
     @property
     def meant(self) -> frozenset[str]:
@@ -80,7 +81,8 @@ class Settings:
         """
         made: dict[str, Any] = {}
         for name, value in values.items():
-            if name in self.keys and self.keys[name] is None:
+            if name in self.keys and self.key(name) is None:
+                self._check(name, value, faults)
                 continue
             key, one = self.key(name) or name, self._value(name, value)
             if one is _UNKNOWN:
@@ -88,6 +90,13 @@ class Settings:
             elif made.setdefault(key, one) != one:
                 faults.add(f"is {value!r:.80}, and {key} is said to be {made[key]!r:.80}", name)
         return made
+
+    def _check(self, name: str, value: Any, faults: Faults) -> None:
+        """Adds a setting that makes another model than maps know."""
+        word = self.keys[name]
+        if isinstance(word, Mapping) and value not in word["only"]:
+            of = " or ".join(repr(usual) for usual in word["only"])
+            faults.add(f"is {value!r:.80}, which makes another model: maps know {of} alone", name)
 
     def _value(self, name: str, value: Any) -> Any:
         word = self.keys.get(name)
