@@ -23,6 +23,7 @@ from statekit.converters.layouts.megatron.layout import LAYOUT
 from statekit.converters.layouts.megatron.megatron_distributed import LAYOUT as DISTRIBUTED
 from statekit.converters.layouts.megatron.megatron_float16 import LAYOUT as FLOAT16
 from statekit.converters.layouts.pytorch.torch_fqn import LAYOUT as BY_NAME
+from statekit.converters.layouts.weights.torch_weights import LAYOUT as WEIGHTS
 from statekit.errors import (
     CorruptError,
     FormatError,
@@ -323,3 +324,16 @@ def test_a_step_that_is_a_tensor_is_read() -> None:
     tree = opened(slots(w=(2, 2)), adam()).tree
     tree["common"]["optimizer"]["state"]["common_step"] = in_memory(np.asarray(9, F32))
     assert LAYOUT.decode(Checkpoint("megatron", Path("x"), tree), Hints()).counts.updates == 9
+
+
+def test_megatron_fsdp_is_refused_by_name() -> None:
+    """By its source alone: megatron/core/transformer/fsdp_dtensor_checkpoint.py."""
+    name = "module.decoder.layers.0.mlp.linear_fc1.weight_w"
+    moments = {slot: Filled((2, 2), F32) for slot in ("exp_avg", "exp_avg_sq")}
+    meta = {"lr": 0.1, "wd_mult": 1.0, "step": 4}
+    tree = {
+        "model": {name: Filled((2, 2), F32)},
+        "optimizer": {"state": {f"module.module.{name}": moments}, "param_to_group_meta": {name: meta}},
+    }
+    with pytest.raises(RefusedError, match="fsdp_dtensor"):
+        WEIGHTS.decode(Checkpoint("dcp", Path("x"), tree), Hints())

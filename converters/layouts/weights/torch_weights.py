@@ -28,7 +28,7 @@ from statekit.converters.layouts.pytorch.parts import (
 from statekit.converters.layouts.pytorch.side_by_side import optimizer_places
 from statekit.converters.layouts.weights.lines import torch_lines
 from statekit.converters.layouts.weights.state import VARIANTS, not_weights, require_weights, weights_state
-from statekit.errors import Faults, StateError
+from statekit.errors import Faults, RefusedError, StateError
 from statekit.files.checkpoint import MODEL_KEY, Checkpoint
 from statekit.lines.printing import SavedRun, State
 from statekit.state.run import BESIDE
@@ -38,6 +38,8 @@ from statekit.tensors.tree import Path, Tree, at, loose, put, without
 
 READ = ("torch", "safetensors", "dcp", "dcp-safetensors", "hf-trainer", "accelerate")
 """Containers in which a model may lie alone; those that are written are fewer, as the others' libraries want more."""
+_OF_FSDP = "param_to_group_meta"
+"""What Megatron-FSDP keeps beside each parameter's slots: the options of its group."""
 PLACE = "torch_weights_place"
 """Key in `extra`: where the model lies in the file."""
 
@@ -64,12 +66,14 @@ class TorchWeights:
 
         Raises:
             StateError: There is no model, or there is an optimizer.
+            RefusedError: It is a folder of Megatron-FSDP.
             UsageError: Something is said of an optimizer.
         """
         place = _place(checkpoint)
         if place is None:
             raise not_weights(checkpoint)
         tree = checkpoint.tree
+        _refuse_fsdp_dtensor(checkpoint)
         model: Mapping[str, Tensor] = at(tree, place) if place else loose(tree)
         rest = (
             without(tree, place) if place else {key: part for key, part in tree.items() if key not in model}
@@ -106,6 +110,25 @@ class TorchWeights:
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the lines that go on from the weights in PyTorch."""
         return torch_lines(saved, _saved_place(saved))
+
+
+def _refuse_fsdp_dtensor(checkpoint: Checkpoint) -> None:
+    """Refuses Megatron-FSDP's folders: their optimizer has other names and groups than any that is read.
+
+    Raises:
+        RefusedError: It is one.
+
+    Source: NVIDIA/Megatron-LM megatron/core/distributed/fsdp, `optimizer.param_to_group_meta`; none was run.
+    """
+    if any(str(key).startswith(_OF_FSDP) for key in at(checkpoint.tree, ("optimizer",)) or ()) or any(
+        str(key).startswith(f"optimizer.{_OF_FSDP}") for key in checkpoint.tree
+    ):
+        raise RefusedError(
+            "This is fsdp_dtensor, the format of Megatron-FSDP, whose optimizer isn't read.",
+            place=checkpoint.path,
+            found=f"optimizer/{_OF_FSDP}",
+            remedy="load it with Megatron-LM and save it with --ckpt-format torch_dist",
+        )
 
 
 def _place(checkpoint: Checkpoint) -> Path | None:
