@@ -169,6 +169,8 @@ def test_an_array_that_devices_wrote_in_parts_is_read_whole(tmp_path: Path) -> N
     [
         (("a/value", "b/0/value"), ("a", "b/0")),  # flax.nnx.State
         (("a/value", "b/c"), ("a/value", "b/c")),
+        (("net/a/value", "opt/0/b/value", "epoch"), ("net/a", "opt/0/b", "epoch")),
+        (("net/a/value", "net/b"), ("net/a/value", "net/b")),
         (("a/value", "a/b/value"), ("a/value", "a/b/value")),
         (("value",), ("value",)),
     ],

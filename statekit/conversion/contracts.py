@@ -100,8 +100,8 @@ class Encoded:
             for containers in which a program finds its own again; None if the run has one, or `tree` has them all.
         assumptions: What was made up because the target can't do without it, one sentence each.
         paced: Where the run's schedule stands, and the rate of each group's next update, as far as it tells.
-        variables: The items of `tree` whose arrays lie under `value` in files, as flax.nnx.State has its variables; ""
-            is the whole tree.
+        variables: The parts of `tree` whose arrays lie under `value` in files, as flax.nnx.State has its variables: an
+            item, a key at the top, or an item and a key; "" is the whole tree.
         custom: What a system keeps with a step beside its trees, as Orbax' `custom_metadata`.
     """
 

@@ -136,6 +136,7 @@ class Plan:
         facts: What the source's updates depend on, and how each is known.
         request: What was asked for, with paths; not part of the digest.
         empty: Names of the target's leaves that hold nothing; not part of the digest.
+        variables: The target's parts that are states of nnx, as `Encoded` has them; not part of the digest.
         changed: What was changed of the run as it was asked for.
         next_update: What the next update of each group will use, as `changing.next_update.measured` has it,
             where something was asked that it depends on; not part of the digest.
@@ -159,6 +160,7 @@ class Plan:
     next_update: tuple[Mapping[str, Any], ...] = field(default=(), repr=False, compare=False)
     uncounted: tuple[str, ...] = field(default=(), repr=False, compare=False)
     facts: tuple[Fact, ...] = ()
+    variables: tuple[str, ...] = field(default=(), repr=False, compare=False)
 
     @property
     def headline(self) -> str:
@@ -298,6 +300,7 @@ def build_plan(
         findings=checkpoint.findings,
         request=request,
         empty=tuple(empty_names(encoded.tree)),
+        variables=encoded.variables,
         changed=changed,
         uncounted=uncounted(checkpoint),
         facts=facts,

@@ -19,7 +19,7 @@ from statekit.conversion import registry
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.plan import Plan
 from statekit.errors import StateError, printable
-from statekit.files.checkpoint import CLASSES, HALVES
+from statekit.files.checkpoint import CLASSES, HALVES, VARIABLES
 from statekit.files.source import listing
 from statekit.files.tree import StoredPlace, copying_to
 from statekit.lines import printing
@@ -55,6 +55,7 @@ def of_plan(plan: Plan, files: Iterable[str] = ()) -> SavedRun:
         tuple(entry.name for entry in plan.entries),
         plan.empty,
         plan.run,
+        variables=plan.variables,
         source=plan.source.container,
         options=plan.options,
     )
@@ -89,6 +90,7 @@ def of_checkpoint(opened: OpenState) -> SavedRun:
         converted,
         folder,
         tuple(checkpoint.meta.get("items", ())),
+        tuple(checkpoint.meta.get(VARIABLES, ())),
         manifest["source"]["container"] if converted and manifest else None,
         manifest["options"] if converted and manifest else {},
         ref=opened.ref,

@@ -17,7 +17,9 @@ ATTRIBUTES = "@"
 SEQUENCES_AS_MAPS = "sequences_as_maps"
 """Key in `Checkpoint.meta` of containers that keep a sequence as a map with the keys "0", "1", ... and None as {}."""
 VARIABLES = "variables"
-"""Key in `Checkpoint.meta` of the items whose arrays each lay under `value`, which their names are without."""
+"""Key in `Checkpoint.meta` of the parts whose arrays each lay under `value`, which their names are without.
+
+A part is an item, a key at the top, or an item and a key; "" is the whole tree."""
 EMPTY_LEFT_OUT = "empty_left_out"
 """Key in `Checkpoint.meta` of containers whose programs leave out nodes that hold nothing, and their keys."""
 

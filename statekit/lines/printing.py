@@ -65,6 +65,7 @@ class SavedRun:
         converted: Whether statekit wrote it; None where its step or a manifest in its folder tells.
         folder: The folder that `files` are named in, where `path` is one of them.
         items: Names of the trees that it holds beside one another, as Orbax has them.
+        variables: Its parts that are states of nnx, as `Encoded.variables` has them.
         source: The container that it was converted from; None if nobody knows.
         options: What its conversion was asked for.
         ref: What the user said of it; None of a conversion's target, which says it itself.
@@ -85,6 +86,7 @@ class SavedRun:
     converted: bool | None = None
     folder: Place | None = None
     items: tuple[str, ...] = ()
+    variables: tuple[str, ...] = ()
     source: str | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     own_name: str | None = None

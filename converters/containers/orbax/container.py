@@ -71,14 +71,15 @@ class Item:
         findings: What was odd.
         names: The names of its files and folders that belong to its arrays.
         custom: What the user kept with its metadata.
-        are_variables: Whether every array lay under `value`, as flax.nnx.State has its variables.
+        variables: The parts in which every array lay under `value`, as flax.nnx.State has its variables: `""` is the
+            whole tree, else keys at its top.
     """
 
     tree: Tree
     findings: tuple[Finding, ...] = ()
     names: frozenset[str] = frozenset()
     custom: Tree = None
-    are_variables: bool = False
+    variables: tuple[str, ...] = ()
 
 
 def open_item(folder: Place, opened: Files) -> Item:
@@ -129,13 +130,33 @@ def _item(files: FolderStore, index: Source | None, metadata: TreeMetadata | Non
     tensors, findings = arrays.open(places)
     leaves: dict[int, Any] = dict(zip(array_entries, tensors, strict=True))
     leaves |= _strings(files, entries)
-    are_variables = _are_variables(entries)
-    if are_variables:
-        entries = tuple(replace(one, path=one.path[:-1]) if one.is_array else one for one in entries)
-        said = f"every array lies under {VALUE!r}, as flax.nnx.State has its variables; names are without it"
+    variables = _variables(entries)
+    if variables:
+        entries = tuple(_without_value(entry, variables) for entry in entries)
+        where = "" if variables == ("",) else f" of {', '.join(variables)}"
+        said = f"every array{where} lies under {VALUE!r}, as flax.nnx.State has its variables; names are without it"
         findings = (*findings, Finding(said, metadata.place))
     tree = tree_of(entries, leaves, metadata.place)
-    return Item(tree, findings, _tops({p.prefix for p in places}), metadata.custom, are_variables)
+    return Item(tree, findings, _tops({p.prefix for p in places}), metadata.custom, variables)
+
+
+def _variables(entries: Sequence[LeafMetadata]) -> tuple[str, ...]:
+    """Returns the parts of a tree that are states of nnx: `""` for the whole, or the keys at its top."""
+    if _are_variables(entries):
+        return ("",)
+    parts: dict[tuple[Any, ...], list[LeafMetadata]] = {}
+    for entry in entries:
+        parts.setdefault(entry.path[:1], []).append(entry)
+    return tuple(
+        str(key[0])
+        for key, below in parts.items()
+        if all(len(entry.path) > 2 for entry in below) and _are_variables(below)
+    )
+
+
+def _without_value(entry: LeafMetadata, variables: Sequence[str]) -> LeafMetadata:
+    is_variable = entry.is_array and (variables == ("",) or str(entry.path[0]) in variables)
+    return replace(entry, path=entry.path[:-1]) if is_variable else entry
 
 
 def _are_variables(entries: Sequence[LeafMetadata]) -> bool:
@@ -266,20 +287,26 @@ class OrbaxFolder:
         begun = time.time_ns()
         if item == "{item}":
             handlers = {
-                name: write_item(stage, f"{prefix}{name}", tree, f"{name}/", name in encoded.variables)
+                name: write_item(stage, f"{prefix}{name}", tree, f"{name}/", _boxed(encoded.variables, name))
                 for name, tree in encoded.tree.items()
             }
         else:
-            boxed = "" in encoded.variables
-            handlers = {item: write_item(stage, f"{prefix}{item}", encoded.tree, boxed=boxed)}
+            handlers = {item: write_item(stage, f"{prefix}{item}", encoded.tree, boxed=encoded.variables)}
         with stage.file(f"{prefix}{STEP_METADATA}") as output:
             output.write(step_metadata(handlers, begun, encoded.custom))
         for whole in (*(f"{prefix}{name}/" for name in handlers), prefix):
             write_commit(stage, whole)
 
 
+def _boxed(variables: Sequence[str], item: str) -> tuple[str, ...]:
+    """Returns the parts of an item that are states of nnx; `""` is the whole item."""
+    paths = (path.partition("/") for path in variables)
+    return tuple(below for name, _, below in paths if name == item)
+
+
 def _meta(opened: Mapping[Place, Item]) -> dict[str, Any]:
-    variables = [folder.name for folder, item in opened.items() if item.are_variables]
+    names = [(folder.name if len(opened) > 1 else "", item.variables) for folder, item in opened.items()]
+    variables = ["/".join(filter(None, (name, key))) for name, keys in names for key in keys]
     customs = {folder.name: item.custom for folder, item in opened.items() if item.custom is not None}
     meta = {"generation": "orbax", "items": [folder.name for folder in opened], "custom_metadata": customs}
     return {**meta, VARIABLES: variables} if variables else meta

@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -29,7 +29,7 @@ COMMIT = "commit_success.txt"
 _COMMIT_BYTES = 16 * 2**20
 
 
-def write_item(stage: Stage, folder: str, tree: Tree, name: str = "", boxed: bool = False) -> str:
+def write_item(stage: Stage, folder: str, tree: Tree, name: str = "", boxed: Collection[str] = ()) -> str:
     """Writes an item below the stage and returns the name of the handler that reads it.
 
     Args:
@@ -37,7 +37,8 @@ def write_item(stage: Stage, folder: str, tree: Tree, name: str = "", boxed: boo
         folder: The item's folder below it.
         tree: What it holds.
         name: What the names of its tensors begin with in the whole tree, with its `/`.
-        boxed: Whether each array goes under `value`, as flax.nnx.State has its variables.
+        boxed: The keys at its top below which each array goes under `value`, as flax.nnx.State has its variables; `""`
+            is the whole tree.
 
     Raises:
         UsageError: The tree holds what Orbax can't.
@@ -48,11 +49,10 @@ def write_item(stage: Stage, folder: str, tree: Tree, name: str = "", boxed: boo
         with stage.file(f"{folder}/{JSON_ITEM}") as output:
             output.write(json.dumps(tree).encode())
         return _JSON
-    shown = _as_variables(tree) if boxed else tree
+    shown = _boxed(tree, boxed)
     arrays = array_names(shown)
     document = document_of(shown)
-    if boxed:
-        arrays = {leaf: arrays[f"{leaf}/{VALUE}"] for leaf in tensors}
+    arrays = {leaf: arrays.get(leaf) or arrays[f"{leaf}/{VALUE}"] for leaf in tensors}
     _write_database(stage, folder, name, tensors, arrays)
     strings = {".".join(map(str, path)): leaf for path, leaf in walk(tree) if isinstance(leaf, str)}
     if strings:
@@ -61,6 +61,13 @@ def write_item(stage: Stage, folder: str, tree: Tree, name: str = "", boxed: boo
     with stage.file(f"{folder}/{TREE_METADATA}") as output:
         output.write(json.dumps(document).encode())
     return _TREE
+
+
+def _boxed(tree: Tree, parts: Collection[str]) -> Tree:
+    """Returns a tree of which some parts are states of nnx."""
+    if "" in parts or not isinstance(tree, dict):
+        return _as_variables(tree) if parts else tree
+    return {key: _as_variables(part) if str(key) in parts else part for key, part in tree.items()}
 
 
 def _as_variables(tree: Tree) -> Tree:

@@ -144,7 +144,7 @@ class Opened:
         if step not in (None, updates):
             form["step"] = step
         if meta.get(VARIABLES):
-            form[VARIABLES] = list(meta[VARIABLES]) if form.get("items") else [""]
+            form[VARIABLES] = list(meta[VARIABLES])
         beside = list(meta.get(FILES_BESIDE, ()))
         return {key: form, **({FILES_BESIDE: beside} if beside else {})}
 

@@ -7,11 +7,12 @@ Source: google/orbax checkpoint/orbax/checkpoint/_src/checkpointers/standard_che
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from statekit.converters.layouts.optax.construction import Call, construction
+from statekit.converters.layouts.optax.nnx import by_function, nnx_of, optimizer_place, restoring
 from statekit.converters.layouts.optax.recognition import OF_MUON, STORED_SCALE, TAKEN
 from statekit.files.tree import Place
 from statekit.lines.printing import (
@@ -24,6 +25,7 @@ from statekit.lines.printing import (
     kind_of,
     missing_of,
     native_arguments,
+    paths_of,
     quoted,
 )
 from statekit.state.evidence import OPTIMIZER
@@ -83,7 +85,8 @@ def optax_lines(state: State, saved: SavedRun) -> list[str]:
     passed_over = [f"# not an argument of {name}: {', '.join(others)}"] if others else []
     passed_over += _taken_lines(state)
     optimizer = _optimizer_lines(state, saved, call, mask)
-    return [*_tree_lines(saved, "import optax", [*passed_over, *optimizer]), *_clip_lines(state, optimizer)]
+    lines = _tree_lines(saved, "import optax", [*passed_over, *optimizer], paths_of(state))
+    return [*lines, *_clip_lines(state, optimizer)]
 
 
 def _optimizer_fact(group: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -172,7 +175,9 @@ def own_lines(state: State, saved: SavedRun) -> list[str]:
         rate = f"{RATE}={group['hyperparameters'].get(RATE) or UNKNOWN}"
         return _call(f"statekit.jax.{alone['schema']}", [rate, *_own_arguments(alone, group)], code)
 
-    return _tree_lines(saved, "import statekit.jax", _optimizer_lines(state, saved, call, ""))
+    return _tree_lines(
+        saved, "import statekit.jax", _optimizer_lines(state, saved, call, ""), paths_of(state)
+    )
 
 
 def _call(name: str, arguments: Sequence[str], code: Mapping[str, str]) -> str:
@@ -218,6 +223,8 @@ def _optimizer_lines(state: State, saved: SavedRun, call: Call, mask: str) -> li
         return [f"optimizer = {call({'hyperparameters': {}}, {})}"]
     above = place_above(saved)
     names, empty = ([name.removeprefix(above) for name in names] for names in (saved.tensors, saved.empty))
+    if (nnx := nnx_of(saved, paths_of(state))) is not None:  # `wrt` says what is moved, instead of a mask
+        names = [name for name in names if not name.startswith(f"{nnx.model}/")]
     return construction(groups, names, empty, call, _reading(saved), mask)
 
 
@@ -235,18 +242,24 @@ def _reading(saved: SavedRun) -> list[str]:
     ]
 
 
-def native_lines(saved: SavedRun) -> list[str]:
+def native_lines(state: State, saved: SavedRun) -> list[str]:
     """Returns the lines for an optimizer that has no schema: the program's own."""
-    return _tree_lines(
-        saved, "import optax", [f"optimizer = {UNKNOWN}  # the run's optimizer: its rule is not known"]
-    )
+    optimizer = [f"optimizer = {UNKNOWN}  # the run's optimizer: its rule is not known"]
+    return _tree_lines(saved, "import optax", optimizer, paths_of(state))
 
 
-def _tree_lines(saved: SavedRun, module: str, optimizer: Sequence[str]) -> list[str]:
-    """Returns the lines that restore parameters and the state of an optimizer that some lines make."""
+def _tree_lines(saved: SavedRun, module: str, optimizer: Sequence[str], paths: Collection[str]) -> list[str]:
+    """Returns the lines that restore parameters, and the state of an optimizer that some lines make.
+
+    Args:
+        saved: The checkpoint.
+        module: The line that imports the optimizer's module.
+        optimizer: The lines that make `optimizer`.
+        paths: The paths of the parameters that it moves.
+    """
     above = place_above(saved)
     if saved.container == "flax":
-        target, _ = _target(saved, above, open_value="None")
+        target, _ = _target(saved, above, paths, open_value="None")
         return [
             module,
             "from flax.training import checkpoints",
@@ -255,7 +268,11 @@ def _tree_lines(saved: SavedRun, module: str, optimizer: Sequence[str]) -> list[
             f"state = checkpoints.restore_checkpoint({quoted(saved.path.absolute())}, target)",
         ]
     items = orbax_items(saved)
-    lines = [module, "import orbax.checkpoint as ocp", *optimizer]
+    imports = [module, "import orbax.checkpoint as ocp"]
+    if (nnx := nnx_of(saved, paths)) is not None:
+        imports.append("from flax import nnx")
+        return [*imports, *by_function(optimizer), *restoring(saved, nnx, items)]
+    lines = [*imports, *optimizer]
     if _STATE in items and _PARAMS in items:
         restore = "ocp.StandardCheckpointer().restore"
         return [
@@ -265,7 +282,7 @@ def _tree_lines(saved: SavedRun, module: str, optimizer: Sequence[str]) -> list[
             f"state = {{name: {restore}(items[name], value) for name, value in target.items()}}",
         ]
     item = items.get(above.removesuffix("/")) or next(iter(items.values()))
-    target, left = _target(saved, above)
+    target, left = _target(saved, above, paths)
     if not left:
         return [*lines, target, f"state = ocp.StandardCheckpointer().restore({quoted(item)}, target)"]
     return [
@@ -280,6 +297,9 @@ def _tree_lines(saved: SavedRun, module: str, optimizer: Sequence[str]) -> list[
 
 def place_above(saved: SavedRun) -> str:
     """Returns what stands before `opt_state` in a checkpoint's names: an item of Orbax, with a slash, or nothing."""
+    place, keys = optimizer_place(saved.tensors)
+    if keys == {_STATE, "step"}:
+        return place
     mark = f"/{_STATE}/"
     names = (name.partition(mark)[0] for name in saved.tensors if mark in name)
     return next((f"{name}/" for name in names if f"/{name}/".count(mark) == 0), "")
@@ -295,16 +315,19 @@ def _names_by_key(saved: SavedRun, above: str) -> dict[str, set[str]]:
     return names
 
 
-def _target(saved: SavedRun, above: str, open_value: str = "") -> tuple[str, list[str]]:
+def _target(
+    saved: SavedRun, above: str, paths: Collection[str], open_value: str = ""
+) -> tuple[str, list[str]]:
     """Returns the line that makes the tree to restore into, and the keys of the file that it hasn't.
 
     Args:
         saved: The checkpoint.
         above: What stands before `opt_state` in its names.
+        paths: The paths of the parameters that the optimizer moves.
         open_value: What stands for a part that the lines can't make; without it, the part is left out.
     """
     shapes = _names_by_key(saved, above)
-    params, state = _own_keys(shapes)
+    params, state = _own_keys(shapes, paths)
     code = {params: "params", state: "optimizer.init(params)"}
     if code.keys() == shapes.keys() == {"0", "1"}:
         return f"target = ({code['0']}, {code['1']})", []
@@ -319,20 +342,18 @@ def _target(saved: SavedRun, above: str, open_value: str = "") -> tuple[str, lis
     return f"target = {{{pairs}}}", [] if open_value else left
 
 
-def _own_keys(shapes: Mapping[str, set[str]]) -> tuple[str, str]:
+def _own_keys(shapes: Mapping[str, set[str]], paths: Collection[str]) -> tuple[str, str]:
     """Returns the keys of parameters and of the optimizer's state in a file's tree: the usual ones, or its own.
 
     Args:
         shapes: For each key the names of the tensors below it.
+        paths: The paths of the parameters that the optimizer moves.
     """
-    if _PARAMS in shapes or _STATE in shapes:
-        return _PARAMS, _STATE
-    moments = {
-        top: {name.partition("/mu/")[2] for name in below if "/mu/" in name} for top, below in shapes.items()
-    }
-    state = next((top for top, names in moments.items() if names), _STATE)
-    params = next((top for top, below in shapes.items() if below and below == moments.get(state)), _PARAMS)
-    return params, state
+    ends = tuple(f"/{path}" for path in paths)
+    moved = [top for top, below in shapes.items() if any(name.endswith(ends) for name in below)]
+    state = next((top for top in moved if top != _PARAMS), _STATE)
+    params = next((top for top, below in shapes.items() if below and {*paths} <= below), _PARAMS)
+    return _PARAMS if _PARAMS in shapes else params, _STATE if _STATE in shapes else state
 
 
 def orbax_items(saved: SavedRun) -> dict[str, Place]:

@@ -175,7 +175,7 @@ class OptaxNative:
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the lines that go on with the original."""
-        return native_lines(saved)
+        return native_lines(state, saved)
 
 
 def _links(tree: Tree) -> list[Link]:
