@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +25,11 @@ FORMS = (
     "unmoved", "converted", "converted pure", *JOINED,
 )  # fmt: skip
 RULES = ("partition", "MultiSteps", "lion")
-OPTIMIZER = {"partition": "adamw"}
-"""What the user names, where a state shows one link: those without a state leave nothing in nnx."""
+NAMED: Mapping[str, Mapping[str, Any]] = {
+    "partition": {"optimizer": "adamw"},  # a state shows one link: those without a state leave nothing in nnx
+    "average": {"model_key": "model"},
+}
+"""What the user names."""
 SAMPLE = ("items", "beside a number", "converted pure", "joined", "partition")
 
 
@@ -152,7 +156,7 @@ def test_the_printed_block_loads_what_nnx_saved_goes_on_and_saves(form: str, tmp
         planned = plan(path, tmp_path / "again", to="orbax")
         lines = resume_lines(of_plan(planned, convert(planned).files), planned.state)
     else:
-        with open_state(CheckpointRef(path, optimizer=OPTIMIZER.get(form))) as opened:
+        with open_state(CheckpointRef(path, **NAMED.get(form, {}))) as opened:
             lines = resume_lines(of_checkpoint(opened), to_json(opened.state.to_json()))
     blank = Run(form, 7)
     scope = {"model": blank.model, "schedule": optax.linear_schedule(0.1, 0.0, 20)}
@@ -166,7 +170,8 @@ def test_the_printed_block_loads_what_nnx_saved_goes_on_and_saves(form: str, tmp
     alone = form == "parameters alone"  # its other variables are in no file
     assert_equal(blank, run, alone)
     saved(form, blank, tmp_path / "next")
-    with open_state(tmp_path / "next") as opened, open_state(path) as before:
+    after = CheckpointRef(tmp_path / "next", **NAMED.get(form, {}))
+    with open_state(after) as opened, open_state(replace(after, path=path)) as before:
         assert opened.layout == before.layout
         assert opened.counts.updates > before.counts.updates
 

@@ -45,8 +45,6 @@ _GENERIC = {
     "tx",
 }
 """Words in the names of parameters and optimizers that don't say whose they are."""
-_AVERAGE = {"ema", "avg", "average", "averaged", "swa", "polyak"}
-"""Words in the names of averages of parameters."""
 
 
 @dataclass(frozen=True)
@@ -150,7 +148,6 @@ def find_params(
 
 def _likeliest(places: Sequence[Path], tops: Sequence[Path]) -> list[Path]:
     places = [path for path in places if path[-1:] == ("params",)] or list(places)
-    places = [path for path in places if not _AVERAGE & _words(path)] or places
     near = {path: max(_shared(path, top) for top in tops) for path in places}
     nearest = [path for path in places if near[path] == max(near.values())]
     highest = [path for path in places if len(path) == min(map(len, places))]
