@@ -84,7 +84,8 @@ class Run:
                     self.extra = nnx.LoRA(4, 2, 3, rngs=rngs)
 
         self.wrt = nnx.LoRAParam if form == "unmoved" else nnx.Param
-        self.model = Net(nnx.Rngs(seed))
+        rngs: Any = nnx.Rngs
+        self.model = Net(rngs(seed))
         make = nnx.ModelAndOptimizer if form in JOINED else nnx.Optimizer
         self.optimizer = make(self.model, rule_of(form), wrt=self.wrt)
 
@@ -116,7 +117,7 @@ def saved(form: str, run: Run, path: Path) -> Path:
     import orbax.checkpoint as ocp
     from flax import nnx
 
-    pure = nnx.to_pure_dict
+    pure: Any = nnx.to_pure_dict
     model, optimizer = nnx.state(run.model), nnx.state(run.optimizer)
     both = {"model": model, "optimizer": optimizer}
     if form in ("manager", "items"):

@@ -125,8 +125,9 @@ class OptaxNative:
         faults = Faults()
         params = dict(params_of(tree, layers.params, faults))
         faults.check(StateError, "The parameters aren't a tree of tensors", place=checkpoint.path)
+        step = _step(tree, layers) if checkpoint.step is None else checkpoint.step
         opened = Opened(
-            replace(checkpoint, tree=tree),
+            replace(checkpoint, tree=tree, step=step),
             [],
             layers.params,
             params,
@@ -320,13 +321,17 @@ def _count(tree: Tree, layers: Layers, checkpoint: Checkpoint) -> int:
         place = (*layers.optimizer, *keys)
         if keys and is_number(leaf) and not any(place[:i] in fields for i in range(len(place) + 1)):
             counts.setdefault(str(keys[-1]), []).append(integer(leaf, place))
-    above = under(tree, layers.params[:-1])
-    step = above.get("step") if isinstance(above, Mapping) else None
     stated = [max(counts[name]) for name in _COUNTS[:_FROM_ZERO] if name in counts]
-    stated += [integer(step, ("step",))] if is_number(step) else []
-    stated += [] if checkpoint.step is None else [checkpoint.step]
+    stated += [step for step in (_step(tree, layers), checkpoint.step) if step is not None]
     stated += [max(counts[name]) for name in _COUNTS[_FROM_ZERO:] if name in counts]
     return next((count for count in stated if count >= 0), 0)
+
+
+def _step(tree: Tree, layers: Layers) -> int | None:
+    """Returns the step that the program keeps beside its parameters; None if it keeps none."""
+    above = under(tree, layers.params[:-1])
+    step = above.get("step") if isinstance(above, Mapping) else None
+    return integer(step, ("step",)) if is_number(step) else None
 
 
 def _with_lists(tree: Tree, layers: Layers) -> Tree:
