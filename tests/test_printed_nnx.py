@@ -109,8 +109,11 @@ class Run:
         from flax import nnx
 
         leaves = jax.tree.leaves((nnx.state(self.model), nnx.state(self.optimizer)))
-        is_key = lambda leaf: jax.numpy.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # noqa: E731
-        return [np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf) for leaf in leaves]
+        key = jax.dtypes.prng_key
+        return [
+            np.asarray(jax.random.key_data(leaf) if jax.numpy.issubdtype(leaf.dtype, key) else leaf)
+            for leaf in leaves
+        ]
 
 
 def saved(form: str, run: Run, path: Path) -> Path:
@@ -118,6 +121,7 @@ def saved(form: str, run: Run, path: Path) -> Path:
     from flax import nnx
 
     pure: Any = nnx.to_pure_dict
+    state_of: Any = nnx.state
     model, optimizer = nnx.state(run.model), nnx.state(run.optimizer)
     both = {"model": model, "optimizer": optimizer}
     if form in ("manager", "items"):
@@ -127,20 +131,20 @@ def saved(form: str, run: Run, path: Path) -> Path:
             manager.save(UPDATES, args=whole)
             manager.wait_until_finished()
         return path
-    tree: Any = {
+    forms: Mapping[str, Callable[[], Any]] = {
         "pure": lambda: {name: pure(part) for name, part in both.items()},
         "converted pure": lambda: {name: pure(part) for name, part in both.items()},
         "parameters alone": lambda: {**both, "model": nnx.state(run.model, nnx.Param)},
         "beside a number": lambda: {"net": model, "opt": optimizer, "epoch": 3},
         "below opt_state": lambda: {"params": model, "opt_state": optimizer},
-        "tuple": lambda: nnx.state((run.model, run.optimizer)),
+        "tuple": lambda: state_of((run.model, run.optimizer)),
         "average": lambda: {**both, "ema": nnx.state(run.model, nnx.Param)},
         "joined": lambda: optimizer,
         "joined pure": lambda: pure(optimizer),
         "joined beside a number": lambda: {"train": optimizer, "epoch": 3},
-    }.get(form, lambda: both)()
+    }
     with ocp.StandardCheckpointer() as saver:
-        saver.save(path, tree)
+        saver.save(path, forms.get(form, lambda: both)())
     return path
 
 
