@@ -121,7 +121,7 @@ def saved(form: str, run: Run, path: Path) -> Path:
     from flax import nnx
 
     pure: Any = nnx.to_pure_dict
-    state_of: Any = nnx.state
+    both_of: Any = nnx.state
     model, optimizer = nnx.state(run.model), nnx.state(run.optimizer)
     both = {"model": model, "optimizer": optimizer}
     if form in ("manager", "items"):
@@ -137,14 +137,14 @@ def saved(form: str, run: Run, path: Path) -> Path:
         "parameters alone": lambda: {**both, "model": nnx.state(run.model, nnx.Param)},
         "beside a number": lambda: {"net": model, "opt": optimizer, "epoch": 3},
         "below opt_state": lambda: {"params": model, "opt_state": optimizer},
-        "tuple": lambda: state_of((run.model, run.optimizer)),
+        "tuple": lambda: both_of((run.model, run.optimizer)),
         "average": lambda: {**both, "ema": nnx.state(run.model, nnx.Param)},
         "joined": lambda: optimizer,
         "joined pure": lambda: pure(optimizer),
         "joined beside a number": lambda: {"train": optimizer, "epoch": 3},
     }
     with ocp.StandardCheckpointer() as saver:
-        saver.save(path, forms.get(form, lambda: both)())
+        saver.save(path, forms[form]() if form in forms else both)
     return path
 
 

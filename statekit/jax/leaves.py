@@ -64,14 +64,30 @@ def leaves_of(params: Any) -> Leaves:
         if name in seen:
             faults.add("is the name of two parameters", name)
         seen.add(name)
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating):
-            faults.add(f"is {jnp.result_type(leaf)}; only real floating-point arrays can be stepped", name)
-    faults.check(
-        UsageError,
-        "Parameters can't be optimized",
-        remedy="leave them out with optax.masked or optax.partition",
-    )
+        if fault := _fault(leaf):
+            faults.add(fault, name)
+    faults.check(UsageError, "Parameters can't be optimized", remedy=_remedy(params))
     return Leaves(names, tuple(leaf for _, leaf in pairs), treedef)
+
+
+def _fault(leaf: Any) -> str:
+    """Returns why a leaf can't be stepped; "" if it can."""
+    try:
+        dtype = jnp.result_type(leaf)
+    except (TypeError, ValueError):  # of a string, of an object
+        return f"is no array but {type(leaf).__name__}"
+    is_floating = jnp.issubdtype(dtype, jnp.floating)
+    return "" if is_floating else f"is {dtype}; only real floating-point arrays can be stepped"
+
+
+def _remedy(params: Any) -> str:
+    """Returns what to give instead of a tree that holds more than parameters."""
+    if hasattr(params, "params") and hasattr(params, "opt_state"):
+        return "give the parameters of the train state: state.params"
+    is_nnx = any(cls.__module__.startswith("flax.nnx") for cls in type(params).__mro__)
+    if is_nnx and not isinstance(params, Mapping):
+        return "give the parameters of the module: nnx.state(model, nnx.Param)"
+    return "leave them out with optax.masked or optax.partition"
 
 
 def floating_leaves(params: Any) -> Leaves:

@@ -25,7 +25,7 @@ from statekit.maps.model_map import maps_of
 from statekit.state.train_state import TrainState
 from statekit.tensorflow.from_checkpoint import Variables, hints_of, model_of, renumbered
 from statekit.tensorflow.live import canonical_names, live_checkpoint, live_state
-from statekit.tensorflow.naming import path_of, twice
+from statekit.tensorflow.naming import names_in, path_of, twice, variables_of
 from statekit.tensorflow.optimizer import SchemaOptimizer
 
 
@@ -105,12 +105,14 @@ def live_run(
     **options: Unpack[AttestOptions],
 ) -> KerasRun:
     """Returns a run as it is held against a checkpoint; arguments are those of `attest`."""
+    variables, keys = variables_of(variables), names_in(variables)
     given = _floating(variables)
     Faults(("is the path of several variables", one) for one in twice(path_of(v) for v in given)).check(
         UsageError, "The variables can't be told apart", remedy="give layers names of their own"
     )
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     call = Call.of(path, options).alone()
+    call = replace(call, names=call.names or keys)
     names, remembered = call.names, {} if call.names else canonical_names(optimizer)
     hints = hints_of(call, variables)
 

@@ -6,9 +6,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
-from typing import Any, TypeAlias, Unpack
+from typing import Any, TypeAlias, TypeVar, Unpack
 
 import keras
+import tensorflow as tf
 
 from statekit.arrays.backend import backend
 from statekit.conversion.changing.at_loading import with_first_slots
@@ -19,7 +20,7 @@ from statekit.dropin.by_name import renamed_path
 from statekit.dropin.loading import Call, Framework, Loaded, LoadOptions, ResumeOptions, put, resumed
 from statekit.dropin.matching import Given, copy_fault, match_faults
 from statekit.dropin.overrides import rate_factor
-from statekit.errors import Faults, StateError, UnknownRuleError, UsageError
+from statekit.errors import Faults, StateError, UnknownRuleError
 from statekit.files.tree import Place
 from statekit.maps.links import StateMap
 from statekit.maps.model_map import maps_of
@@ -27,13 +28,14 @@ from statekit.maps.modules import TargetModel
 from statekit.state.options import FACTOR, FACTOR_MAP, KERAS, known_options, stored_rate, taken
 from statekit.state.stored_params import as_variable
 from statekit.state.train_state import Axis, Group, Rule, TrainState
-from statekit.tensorflow.naming import normal, partners, path_of, twice
+from statekit.tensorflow.naming import names_in, normal, partners, path_of, twice, variables_of
 from statekit.tensorflow.optimizer import Rate, SchemaOptimizer
 from statekit.tensorflow.optimizers import LAMB, LANS, Adafactor, AdamW, Muon, ScaledAdam
 from statekit.tensorflow.spec import by_keras
-from statekit.tensors.tensor import DTYPES, DType, Shape, Tensor, blocks, dtype_named
+from statekit.tensors.tensor import DTYPES, DType, Shape, Tensor, blocks
 
-Variables: TypeAlias = Iterable[Any] | keras.Model
+Variables: TypeAlias = Iterable[Any] | Mapping[str, Any] | keras.Model | tf.Module
+Options = TypeVar("Options", ResumeOptions, LoadOptions)
 Fault: TypeAlias = tuple[str, str]
 
 OPTIMIZERS: Mapping[str, Callable[..., SchemaOptimizer]] = {
@@ -62,7 +64,8 @@ def load_optimizer(
     Args:
         path: Anything statekit reads: a T5X run or step folder, a TensorFlow or PyTorch file, a statekit folder; or a
             `CheckpointRef`. Of a model and a file of Keras, the model knows `param_names`.
-        variables: `model.trainable_variables`, or the model; their order doesn't matter.
+        variables: `model.trainable_variables`, or the model; their order doesn't matter. Variables may be TensorFlow's
+            own, and in dicts: their keys are names in the checkpoint then.
         learning_rate: A number, a schedule (of `iterations`) or a callable; as the checkpoint has it if None.
         **options: What the files don't say, as in `statekit.open`. Beside it:
             names: Names in the checkpoint by the variables' paths, or by those of layers, where they differ.
@@ -90,7 +93,13 @@ def load_optimizer(
         CorruptError: What is read isn't what its manifest or a checksum says.
         FormatError: The bytes can't be trusted, or no format fits.
     """
-    return resumed(FRAMEWORK, path, variables, learning_rate, options)
+    return resumed(FRAMEWORK, path, variables_of(variables), learning_rate, _with_names(variables, options))
+
+
+def _with_names(variables: Variables, options: Options) -> Options:
+    """Returns options with the keys of variables as their names, unless the caller gives names."""
+    names = names_in(variables)
+    return {**options, "names": names} if names and not options.get("names") else options
 
 
 def _optimizer(loaded: Loaded, variables: Variables, learning_rate: Rate) -> SchemaOptimizer:
@@ -217,7 +226,7 @@ def _moved(
     moved = {normal(path): path for group in state.optimizer.groups for path in group.paths}
     wanted = {path_of(v): normal(renamed_path(path_of(v), names)) for v in given}
     mine = {wanted[path_of(v)]: v for v in given}
-    faults = [("stands twice among the variables", path) for path in twice(map(path_of, given))]
+    faults = [("stands twice among the variables: give each a name of its own", path) for path in twice(map(path_of, given))]
     faults += match_faults(
         shapes, moved, {key: Given(path_of(v), tuple(v.shape)) for key, v in mine.items()}, "variables"
     )
@@ -243,10 +252,7 @@ def model_of(variables: Iterable[Any], names: Mapping[str, str] | None) -> Targe
 def _trainable(variables: Variables) -> list[Any]:
     if isinstance(variables, keras.Model):
         return list(variables.trainable_variables)
-    given = list(variables)
-    if not all(hasattr(v, "assign") and hasattr(v, "name") for v in given):
-        raise UsageError("load_optimizer needs variables.", expected="model.trainable_variables")
-    return [v for v in given if v.trainable]
+    return [v for v in variables_of(variables) if v.trainable]
 
 
 def _targets(optimizer: SchemaOptimizer, state: TrainState, place: object) -> list[tuple[Any, Tensor]]:
@@ -299,8 +305,8 @@ def load_params(
     put(
         replace(FRAMEWORK, names=partial(_names, _all), maps=partial(maps_to, _all)),
         path,
-        variables,
-        options,
+        variables_of(variables),
+        _with_names(variables, options),
         _put,
     )
 
@@ -375,10 +381,7 @@ def _names(
 
 
 def _shapes(variables: Variables, names: Mapping[str, str]) -> dict[str, tuple[Shape, DType]]:
-    return {
-        renamed_path(path_of(v), names): (tuple(v.shape), dtype_named(str(v.dtype)))
-        for v in _trainable(variables)
-    }
+    return {renamed_path(path_of(v), names): (tuple(v.shape), _dtype_of(v)) for v in _trainable(variables)}
 
 
 def _arguments(state: TrainState) -> frozenset[str]:

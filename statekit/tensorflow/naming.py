@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import keras
+
+from statekit.errors import UsageError
 
 SEPARATOR = ":"
 """Stands for the slashes of a path in the names of a saved file, where slashes would be folders."""
@@ -16,6 +18,55 @@ SEPARATOR = ":"
 def path_of(variable: Any) -> str:
     """Returns the canonical path of a variable: Keras' path, or TensorFlow's name without its output's number."""
     return str(getattr(variable, "path", None) or variable.name).removesuffix(":0")
+
+
+def variables_of(given: Any) -> Any:
+    """Returns a model as it is, and of whatever else holds variables a list of them.
+
+    Args:
+        given: A model, a layer or `tf.Module`, a variable, variables in any iterable, or a tree of dicts of them.
+
+    Raises:
+        UsageError: It holds something else.
+    """
+    if isinstance(given, keras.Model):
+        return given
+    if isinstance(given, Mapping):
+        return [variable for part in given.values() for variable in variables_of(part)]
+    if _is_variable(given):
+        return [given]
+    inside = getattr(given, "trainable_variables", given)
+    if not isinstance(inside, Iterable) or isinstance(inside, str):
+        raise _no_variables(given)
+    variables = list(inside)
+    if not all(map(_is_variable, variables)):
+        raise _no_variables(given)
+    return variables
+
+
+def names_in(given: Any) -> dict[str, str]:
+    """Returns for variables in a tree of dicts their keys, joined by `/`, by their paths, where these differ."""
+    names: dict[str, str] = {}
+    stack: list[tuple[str, Any]] = [("", given)] if isinstance(given, Mapping) else []
+    while stack:
+        above, node = stack.pop()
+        if isinstance(node, Mapping):
+            stack += [(f"{above}/{key}".removeprefix("/"), child) for key, child in node.items()]
+        elif _is_variable(node) and path_of(node) != above:
+            names[path_of(node)] = above
+    return names
+
+
+def _is_variable(given: Any) -> bool:
+    return hasattr(given, "assign") and hasattr(given, "name") and hasattr(given, "dtype")
+
+
+def _no_variables(given: Any) -> UsageError:
+    return UsageError(
+        "A call needs variables.",
+        expected="the model, or model.trainable_variables",
+        found=type(given).__name__,
+    )
 
 
 def normal(name: str) -> str:

@@ -33,7 +33,7 @@ from statekit.torch.partition import Partition
 from statekit.torch.slots import dtype_of
 from statekit.torch.state_matching import copy_into
 
-NamedParameters: TypeAlias = Iterable[tuple[str, torch.Tensor]]
+NamedParameters: TypeAlias = Iterable[tuple[str, torch.Tensor]] | Mapping[str, torch.Tensor] | torch.nn.Module
 Class: TypeAlias = type[Adafactor | ScaledAdam | LANS | LAMB | AdamW | Muon]
 
 LAYOUT = "statekit-torch"
@@ -72,7 +72,7 @@ def load_optimizer(
 
     Args:
         path: Anything statekit reads: a T5X run or step folder, a torch file, a statekit folder; or a `CheckpointRef`.
-        named_parameters: `model.named_parameters()`.
+        named_parameters: `model.named_parameters()`, a dict of them, or the model.
         lr: Learning rate of every group, before parameter scale; as the checkpoint has it if None. T5X stores none.
             A group whose parameters a map multiplied by a number gets the rate that moves them as the others.
             Where the run had several optimizers, one for all, or one for each: `{"adafactor": 1e-2, "adamw": 1e-3}`.
@@ -183,6 +183,10 @@ def load_params(
             other values were copied already; then the error says so.
         FormatError: The bytes can't be trusted, or no format fits.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise UsageError(
+            "load_params needs the model.", expected="a torch.nn.Module", found=type(model).__name__
+        )
     put(FRAMEWORK, path, Model(list(model.named_parameters()), model), options, _copied_into)
 
 
@@ -279,15 +283,31 @@ def _classes(model: torch.nn.Module) -> dict[str, str]:
 
 
 def pairs_of(named_parameters: NamedParameters) -> list[tuple[str, torch.Tensor]]:
-    """Returns parameters with their names."""
-    pairs = list(named_parameters)
-    if not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+    """Returns parameters with their names.
+
+    Raises:
+        UsageError: They have none.
+    """
+    pairs: Any = named_parameters
+    if isinstance(named_parameters, torch.nn.Module):
+        pairs = named_parameters.named_parameters()
+    elif isinstance(named_parameters, Mapping):
+        pairs = named_parameters.items()
+    named: list[Any] = list(pairs) if isinstance(pairs, Iterable) else [pairs]
+    if not all(map(_is_named, named)):
         raise UsageError(
             "load_optimizer needs the parameters' names.",
-            expected="model.named_parameters()",
-            found="parameters",
+            expected="model.named_parameters(), or the model",
+            found=type(named_parameters).__name__,
         )
-    return pairs
+    return named
+
+
+def _is_named(pair: Any) -> bool:
+    """Tells whether something is a parameter with its name."""
+    if not isinstance(pair, tuple) or len(pair) != 2:
+        return False
+    return isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)
 
 
 def hints_of(call: Call, model: Model) -> CheckpointRef:
