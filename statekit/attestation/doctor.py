@@ -209,10 +209,11 @@ def _numbers_in_names(places: Sequence[CheckpointAt]) -> list[int] | None:
 
     However the steps of a folder are named on the command line, they are the folder's steps: one order.
     """
-    names = [_LAST_NUMBER.fullmatch(place.ref.place.name) for place in places]
-    stems = {
-        (place.ref.place.parent, name[1], name[3]) for place, name in zip(places, names, strict=True) if name
-    }
+    paths = [place.ref.place for place in places]
+    if len({path.name for path in paths}) == 1:  # a file of one name in a folder for each step
+        paths = [path.parent for path in paths]
+    names = [_LAST_NUMBER.fullmatch(path.name) for path in paths]
+    stems = {(path.parent, name[1], name[3]) for path, name in zip(paths, names, strict=True) if name}
     numbers = [int(name[2]) for name in names if name]
     is_whole = len(numbers) == len(places) == len({*numbers}) and len(stems) == 1
     return numbers if is_whole else None

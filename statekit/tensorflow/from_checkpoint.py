@@ -226,7 +226,8 @@ def _moved(
     moved = {normal(path): path for group in state.optimizer.groups for path in group.paths}
     wanted = {path_of(v): normal(renamed_path(path_of(v), names)) for v in given}
     mine = {wanted[path_of(v)]: v for v in given}
-    faults = [("stands twice among the variables: give each a name of its own", path) for path in twice(map(path_of, given))]
+    several = "stands twice among the variables: give each a name of its own"
+    faults = [(several, path) for path in twice(map(path_of, given))]
     faults += match_faults(
         shapes, moved, {key: Given(path_of(v), tuple(v.shape)) for key, v in mine.items()}, "variables"
     )
