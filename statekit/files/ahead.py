@@ -1,8 +1,8 @@
 """Reads a tree in few and large requests: the simple cache between readers and a store.
 
 A first read of a file brings a little more than was asked for. Reads that go on where the last one ended bring twice as
-much each time, many requests under way; any other read begins small again. What was brought is kept for the next
-reads. Values are the same however they are brought.
+much each time, and from a size on what comes next is asked for while the reader works on what came; any other read
+begins small again. What was brought is kept for the next reads. Values are the same however they are brought.
 """
 
 from __future__ import annotations
@@ -11,18 +11,24 @@ import threading
 from bisect import bisect_right, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import cached_property
+
+import numpy as np
 
 from statekit.files.tree import Facts, FileTree
 
 REQUEST_BYTES = 2**22
 """Bytes of one request at most."""
-MOST_REQUESTS = 16
+MOST_REQUESTS = 24
 """Requests of one tree that are under way at once."""
-_FIRST, _WHOLE, _MOST = 2**16, 2**18, 2**26
-"""Bytes that a read brings at least; of a file that is read at once; and that a window grows to."""
+_FIRST, _WHOLE, _MOST = 2**16, 2**18, MOST_REQUESTS * REQUEST_BYTES
+"""Bytes that a read brings at least; of a file that is read at once; and that may be under way behind a reader."""
+_AHEAD = 2**20
+"""Bytes of a window from which on the next one is asked for before it is needed."""
+_MOST_RUNS = 4
+"""Places of a file from which it is read in order, by as many readers, of which the last ones are remembered."""
 _KEPT = 2**27
 """Bytes of windows that are kept in all."""
 
@@ -39,6 +45,21 @@ class _Window:
         return self.start + len(self.data)
 
 
+@dataclass
+class _Run:
+    """Where a reader goes on in a file.
+
+    Attributes:
+        stop: The first byte that wasn't asked for yet.
+        size: Bytes that are asked for ahead of it.
+        coming: What is under way: first byte -> number of bytes, and what waits for them.
+    """
+
+    stop: int
+    size: int
+    coming: dict[int, tuple[int, Future[memoryview]]] = field(default_factory=dict)
+
+
 class ReadAhead:
     """A tree that asks another one for more than it is asked for itself."""
 
@@ -47,7 +68,7 @@ class ReadAhead:
         self._kept: OrderedDict[tuple[str, int], _Window] = OrderedDict()
         self._starts: dict[str, list[int]] = {}
         self._bytes = 0
-        self._last: dict[str, _Window] = {}
+        self._runs: dict[str, list[_Run]] = {}
         self._locks: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
 
@@ -117,20 +138,49 @@ class ReadAhead:
 
     def _brought(self, facts: Facts, start: int, count: int) -> _Window:
         """Brings a window of a file, and keeps it."""
-        last = self._last.get(facts.name)
-        goes_on = last is not None and last.stop <= start <= last.stop + _FIRST
-        size = min(max(2 * len(last.data), 4 * count), _MOST) if last and goes_on else _FIRST
-        first = start if goes_on else start // _FIRST * _FIRST
-        stop = min(max(first + size, start + count), first + _MOST, facts.size)
-        if facts.size <= _WHOLE:
-            first, stop = 0, facts.size
-        window = _Window(first, self._read(facts, first, stop - first))
-        self._last[facts.name] = window
+        runs = self._runs.setdefault(facts.name, [])
+        run = next((run for run in runs if _goes_on(run, start)), None)
+        if run is None:
+            run, first = _Run(start, _FIRST), start // _FIRST * _FIRST
+            runs.append(run)
+            for gone in runs[:-_MOST_RUNS]:
+                _forget(gone)
+            del runs[:-_MOST_RUNS]
+        else:
+            runs.append(runs.pop(runs.index(run)))
+            run.size, first = min(max(2 * run.size, 4 * count), _MOST), start
+        if run.size >= _AHEAD:
+            window = self._next(facts, run, start)
+        else:
+            stop = min(max(first + run.size, start + count), first + _MOST, facts.size)
+            if facts.size <= _WHOLE:
+                first, stop = 0, facts.size
+            window = _Window(first, self._read(facts, first, stop - first))
+            run.stop = stop
         self._keep(facts.name, window)
         return window
 
+    def _next(self, facts: Facts, run: _Run, start: int) -> _Window:
+        """Waits for the block of a run with a byte in it, and asks for what comes behind."""
+        if not any(first <= start < first + count for first, (count, _) in run.coming.items()):
+            _forget(run)
+            run.stop = start
+        while run.stop < min(start + run.size, facts.size):
+            count = min(REQUEST_BYTES, facts.size - run.stop)
+            run.coming[run.stop] = count, self._threads.submit(self._read_once, facts, run.stop, count)
+            run.stop += count
+        first = max(first for first in run.coming if first <= start)
+        for passed in [other for other in run.coming if other < first]:
+            run.coming.pop(passed)[1].cancel()
+        return _Window(first, run.coming.pop(first)[1].result())
+
+    def _read_once(self, facts: Facts, start: int, count: int) -> memoryview:
+        whole = memoryview(np.empty(count, np.uint8))
+        self._tree.read_into(facts, start, whole)
+        return whole
+
     def _read(self, facts: Facts, start: int, count: int) -> memoryview:
-        whole = memoryview(bytearray(count))
+        whole = memoryview(np.empty(count, np.uint8))
         starts = range(0, count, REQUEST_BYTES)
 
         def read(at: int) -> None:
@@ -145,3 +195,17 @@ class ReadAhead:
     @cached_property
     def _threads(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(MOST_REQUESTS, "statekit-store")
+
+
+def _goes_on(run: _Run, start: int) -> bool:
+    """Tells whether a read goes on where a run's reader is."""
+    if run.coming:
+        return min(run.coming) <= start < run.stop
+    return run.stop <= start <= run.stop + _FIRST
+
+
+def _forget(run: _Run) -> None:
+    """Gives up what is under way."""
+    for _, future in run.coming.values():
+        future.cancel()
+    run.coming.clear()
