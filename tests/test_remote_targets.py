@@ -59,6 +59,15 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
         yield served
 
 
+@pytest.fixture
+def google(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    """A store that speaks as Google's does to obstore: the same, but for its names of conditions and metadata."""
+    pytest.importorskip("obstore")
+    with serving("s3", {}) as (address, served):
+        monkeypatch.setenv("STORAGE_EMULATOR_HOST", address)
+        yield served
+
+
 def digests(place: str | Path) -> list[str]:
     """Returns the digests of a checkpoint's tensors, whatever their names are."""
     with statekit.open(place) as opened:
@@ -91,6 +100,32 @@ def test_a_target_in_a_store_is_that_of_a_disk(store: Served, tmp_path: Path, to
     assert {name.removeprefix(f"deep/{TARGETS[to]}"): data for name, data in store.files.items()} == names
     assert digests(near) == digests(far)
     assert not any(SECRET.encode() in data for data in store.files.values())
+
+
+@pytest.mark.parametrize("to", few("torch"))
+def test_a_target_on_google_is_written_under_conditions_too(google: Served, to: str) -> None:
+    far = f"gs://bucket/deep/{TARGETS[to]}"
+    written(far, to=to)
+    assert {*digests(far)} <= {*digests(T5X)} or to in ("keras-h5", "tf-bundle", "flax", "orbax")
+    with pytest.raises(TargetExistsError):
+        written(far, to=to)
+    assert not any(WORK in name for name in google.files)
+
+
+@pytest.mark.slow
+def test_orbax_reads_what_was_written_into_a_store(store: Served, tmp_path: Path) -> None:
+    import orbax.checkpoint as ocp
+
+    written("s3://bucket/run", to="orbax")
+    for name, data in store.files.items():
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+    with ocp.CheckpointManager(tmp_path / "run", item_names=("state",)) as manager:
+        step = manager.latest_step()
+        assert step == 4
+        restored = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))
+    assert restored is not None
 
 
 def test_a_target_that_exists_stays_as_it_is(store: Served) -> None:

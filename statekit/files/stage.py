@@ -138,7 +138,7 @@ class Stage:
         Args:
             relative: Its name below the folder.
             synced: False where `complete` follows.
-            seeks: Whether it is written in another order than that of its bytes.
+            seeks: Whether it is written in another order than that of its bytes; `complete` follows, then.
 
         Raises:
             UsageError: The name leaves the folder, or is the manifest's.

@@ -81,7 +81,9 @@ def opened_store(scheme: str, bucket: str, text: str) -> Any:
     }
     if scheme == "gs" and endpoint:  # an emulator asks for no account
         account = {name: "" for name in ("client_email", "private_key", "private_key_id")}
-        options["service_account_key"] = json.dumps({**account, "gcs_base_url": endpoint, "disable_oauth": True})
+        options["service_account_key"] = json.dumps(
+            {**account, "gcs_base_url": endpoint, "disable_oauth": True}
+        )
     kind = {"s3": store.S3Store, "gs": store.GCSStore, "az": store.AzureStore}[scheme]
     try:
         return kind(bucket, **options)

@@ -183,7 +183,7 @@ class StoreHome:
         except BaseException as error:
             output.abandon(error)
             raise
-        if synced:
+        if synced and not seeks:  # what is laid out on this machine is completed there
             self._end(output)
 
     def _end(self, output: _Held) -> None:
