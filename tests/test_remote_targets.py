@@ -121,7 +121,11 @@ def test_orbax_reads_what_was_written_into_a_store(store: Served, tmp_path: Path
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
-    with ocp.CheckpointManager(tmp_path / "run", item_names=("state",)) as manager:
+    with ocp.CheckpointManager(
+        tmp_path / "run",
+        options=ocp.CheckpointManagerOptions(step_prefix="checkpoint"),
+        item_names=("state",),
+    ) as manager:
         step = manager.latest_step()
         assert step == 4
         restored = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))

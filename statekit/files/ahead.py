@@ -175,12 +175,12 @@ class ReadAhead:
         return _Window(first, run.coming.pop(first)[1].result())
 
     def _read_once(self, facts: Facts, start: int, count: int) -> memoryview:
-        whole = memoryview(np.empty(count, np.uint8))
+        whole = np.empty(count, np.uint8).data
         self._tree.read_into(facts, start, whole)
         return whole
 
     def _read(self, facts: Facts, start: int, count: int) -> memoryview:
-        whole = memoryview(np.empty(count, np.uint8))
+        whole = np.empty(count, np.uint8).data
         starts = range(0, count, REQUEST_BYTES)
 
         def read(at: int) -> None:

@@ -80,7 +80,7 @@ def opened_store(scheme: str, bucket: str, text: str) -> Any:
         },
     }
     if scheme == "gs" and endpoint:  # an emulator asks for no account
-        account = {name: "" for name in ("client_email", "private_key", "private_key_id")}
+        account = dict.fromkeys(("client_email", "private_key", "private_key_id"), "")
         options["service_account_key"] = json.dumps(
             {**account, "gcs_base_url": endpoint, "disable_oauth": True}
         )
