@@ -78,8 +78,13 @@ _COMPLETIONS: Mapping[str, Complete] = {
 }
 
 
-def _size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
-    return None if value is None else bytes_of(value)
+def read_size(ctx: click.Context, param: click.Parameter, value: str | None) -> int | None:
+    """Turns an option such as 2GiB into bytes; a callback for click.
+
+    Raises:
+        UsageError: It is no size.
+    """
+    return None if value is None else bytes_of(value, param.opts[0])
 
 
 def ref_option(
@@ -103,7 +108,7 @@ def ref_option(
         type=click.Choice(known.choices) if known.choices else int if known.kind == "number" else None,
         multiple=known.kind == "values",
         metavar=known.metavar or None,
-        callback=_size if known.kind == "bytes" else None,
+        callback=read_size if known.kind == "bytes" else None,
         shell_complete=_COMPLETIONS.get(known.completes),
         help=text,
     )

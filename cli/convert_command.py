@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +24,7 @@ from statekit.cli.arguments import (
     complete_targets,
     local_file,
     read_config,
+    read_size,
     read_step,
     ref_options,
     source_place,
@@ -41,7 +45,6 @@ from statekit.files.source import checkpoint_place
 from statekit.files.stage import Progress
 from statekit.files.tree import Place
 from statekit.maps.links import StateMap
-from statekit.state.train_state import StepOffset
 
 if TYPE_CHECKING:  # entered only where something is asked for
     from statekit.conversion.changing.changes import Changes
@@ -62,33 +65,21 @@ def _renaming(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]
 
 def _maps(
     name: str | None, config: tuple[str, ...], rename: dict[str, str], hints: CheckpointRef
-) -> tuple[StateMap, ...]:
+) -> tuple[tuple[StateMap, ...], dict[str, Any]]:
+    """Returns the maps that are asked for, and how that was said."""
     if name is None and not config and not rename:
-        return ()
+        return (), {}
     from statekit.files.source import Files
     from statekit.maps.model_map import maps_of
 
     with Files(hints.job_budget()) as files:
         said = read_config(config, name, files)
-    return maps_of(name, said, rename, budget=hints.job_budget())
-
-
-_FLAGS = {"dry_run": "--dry-run", "replace": "--replace", "replace_foreign": "--replace-foreign"}
-_FLAGS |= {"proves": "--verify", "as_json": "--json"}
-
-
-def _planned(ref: CheckpointRef, target: Place, **asked: Any) -> Plan:
-    """Returns the plan; a remedy that repeats the command gets the flags that a plan doesn't know."""
-    try:
-        return plan(ref, target, **asked)
-    except UnknownRuleError as error:
-        params = click.get_current_context().params
-        words = "".join(f" {flag}" for name, flag in _FLAGS.items() if params[name])
-        error.rename(lambda text: f"{text}{words}" if text.startswith(NAME_IT) else text)
-        raise
+    maps = maps_of(name, said, rename, budget=hints.job_budget())
+    return maps, {"map": name, "config": said, "rename": rename}
 
 
 _SOURCE, _TARGET = "What SOURCE is", "What TARGET becomes"
+WORKERS = "Many workers"
 _EVERYDAY = {
     _SOURCE: ("container", "step", "hparams", "param_names"),
     _TARGET: ("to", "layout", "map_name", "config", "step_offset", "params_only"),
@@ -99,7 +90,119 @@ _MORE = {
     _TARGET: (*CHANGES, "rename", "like"),
     SAFETY: ("replace_foreign", "certificate"),
     OUTPUT: ("threads",),
+    WORKERS: ("on", "task_bytes", "work"),
 }
+
+
+_OF_PLANS = (
+    click.argument("source", type=click.Path(), callback=source_place),
+    click.argument("target", type=click.Path(), callback=written_place),
+    click.option(
+        "--to",
+        metavar="CONTAINER",
+        shell_complete=complete_targets,
+        help="What to write, if the target's name doesn't say it.",
+    ),
+    click.option(
+        "--layout",
+        metavar="LAYOUT",
+        shell_complete=complete_layouts,
+        help="How the target's optimizer wants its slots.",
+    ),
+    ref_options("source", without=["layout"], help={"container": "What the source is, if it can't be told."}),
+    click.option(
+        "--step-offset",
+        metavar="keep|reset|N",
+        callback=read_step,
+        default="keep",
+        show_default=True,
+        help="Where the decay of the second moment starts; reset: now, for finetuning.",
+    ),
+    changes_options,
+    click.option(
+        "--require",
+        type=click.Choice([e.name.lower() for e in Exactness if e < Exactness.REFUSED]),
+        default=Exactness.ROUNDING.name.lower(),
+        show_default=True,
+        help="The least exactness allowed.",
+    ),
+    click.option(
+        "--like",
+        metavar="FILE",
+        type=click.Path(),
+        callback=local_file,
+        help="A file that Keras saved of the same model, trained or not: parameters are laid out as in it.",
+    ),
+    click.option(
+        "--map",
+        "map_name",
+        metavar="SOURCE:TARGET|FILE",
+        shell_complete=complete_maps,
+        help="From one codebase's model to another's: t5x-t5:hf-t5, or a .json file of your own. Slots follow.",
+    ),
+    click.option(
+        "--config",
+        multiple=True,
+        metavar="FILE|KEY=VALUE",
+        help="What the map needs to know of the model: num_heads=12, or its config.json. May be repeated.",
+    ),
+    click.option(
+        "--rename",
+        multiple=True,
+        metavar="PATTERN=REPLACEMENT",
+        callback=_renaming,
+        help="Other names for parameters, by a regular expression; before the map. May be repeated.",
+    ),
+)
+
+
+_FLAGS = {"dry_run": "--dry-run", "replace": "--replace", "replace_foreign": "--replace-foreign"}
+_FLAGS |= {"proves": "--verify", "as_json": "--json"}
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a user asks for of a conversion, before there is a plan.
+
+    Attributes:
+        ref: The source.
+        target: The target.
+        options: What else `plan` takes.
+        map_name: The map's name, or its file; None without one.
+        config: What the map is told, as it was said.
+    """
+
+    ref: CheckpointRef
+    target: Place
+    options: Mapping[str, Any]
+    map_name: str | None
+    config: tuple[str, ...]
+
+    def plan(self) -> Plan:
+        """Returns the plan; a remedy that repeats the command gets the flags that a plan doesn't know."""
+        try:
+            return plan(self.ref, self.target, **self.options)
+        except UnknownRuleError as error:
+            params = click.get_current_context().params
+            words = "".join(f" {flag}" for name, flag in _FLAGS.items() if params.get(name))
+            error.rename(lambda text: f"{text}{words}" if text.startswith(NAME_IT) else text)
+            raise
+
+
+def asks_for_a_plan(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the arguments and options that say what to convert, and to what; the command gets them as `asked`."""
+
+    @functools.wraps(command)
+    def run(ref: CheckpointRef, target: Place, **options: Any) -> Any:
+        asked = {name: options.pop(name) for name in ("to", "layout", "step_offset", "like", "changes")}
+        asked["require"] = Exactness[options.pop("require").upper()]
+        map_name, config, rename = (options.pop(name) for name in ("map_name", "config", "rename"))
+        asked["maps"], asked["said"] = _maps(map_name, config, rename, ref)
+        return command(asked=Asked(ref, target, asked, map_name, config), **options)
+
+    for option in reversed(_OF_PLANS):
+        run = option(run)
+    return run
 
 
 @click.command(
@@ -113,64 +216,7 @@ _MORE = {
         "statekit convert trainer-run optax-run --to orbax --layout optax --dry-run",
     ),
 )
-@click.argument("source", type=click.Path(), callback=source_place)
-@click.argument("target", type=click.Path(), callback=written_place)
-@click.option(
-    "--to",
-    metavar="CONTAINER",
-    shell_complete=complete_targets,
-    help="What to write, if the target's name doesn't say it.",
-)
-@click.option(
-    "--layout",
-    metavar="LAYOUT",
-    shell_complete=complete_layouts,
-    help="How the target's optimizer wants its slots.",
-)
-@ref_options("source", without=["layout"], help={"container": "What the source is, if it can't be told."})
-@click.option(
-    "--step-offset",
-    metavar="keep|reset|N",
-    callback=read_step,
-    default="keep",
-    show_default=True,
-    help="Where the decay of the second moment starts; reset: now, for finetuning.",
-)
-@changes_options
-@click.option(
-    "--require",
-    type=click.Choice([e.name.lower() for e in Exactness if e < Exactness.REFUSED]),
-    default=Exactness.ROUNDING.name.lower(),
-    show_default=True,
-    help="The least exactness allowed.",
-)
-@click.option(
-    "--like",
-    metavar="FILE",
-    type=click.Path(),
-    callback=local_file,
-    help="A file that Keras saved of the same model, trained or not: parameters are laid out as in it.",
-)
-@click.option(
-    "--map",
-    "map_name",
-    metavar="SOURCE:TARGET|FILE",
-    shell_complete=complete_maps,
-    help="From one codebase's model to another's: t5x-t5:hf-t5, or a .json file of your own. Slots follow.",
-)
-@click.option(
-    "--config",
-    multiple=True,
-    metavar="FILE|KEY=VALUE",
-    help="What the map needs to know of the model: num_heads=12, or its config.json. May be repeated.",
-)
-@click.option(
-    "--rename",
-    multiple=True,
-    metavar="PATTERN=REPLACEMENT",
-    callback=_renaming,
-    help="Other names for parameters, by a regular expression; before the map. May be repeated.",
-)
+@asks_for_a_plan
 @click.option(
     "--dry-run",
     is_flag=True,
@@ -185,6 +231,23 @@ _MORE = {
     type=click.IntRange(1, 256),
     metavar="N",
     help="How many threads work on it; as many as there are cores by default. A dry run is one.",
+)
+@click.option(
+    "--task-bytes",
+    metavar="SIZE",
+    callback=read_size,
+    help="Values in a file of TARGET at most, and in a task of --on: 5GB. Default: the container's; 2GiB with --on.",
+)
+@click.option(
+    "--on",
+    metavar="ENGINE",
+    help="Have many workers do it: processes:N, ray, ray://HOST:PORT or slurm. The same command again goes on.",
+)
+@click.option(
+    "--work",
+    metavar="FOLDER",
+    type=click.Path(path_type=Path),
+    help="What the workers of --on share, on TARGET's file system. Default: TARGET.work.",
 )
 @click.option(
     "--verify",
@@ -203,21 +266,14 @@ _MORE = {
 @click.option("--quiet", is_flag=True, help="Print nothing; errors go to stderr as always.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
-    ref: CheckpointRef,
-    target: Place,
-    to: str | None,
-    layout: str | None,
-    step_offset: StepOffset,
-    require: str,
-    like: Path | None,
-    map_name: str | None,
-    config: tuple[str, ...],
-    rename: dict[str, str],
-    changes: Changes | None,
+    asked: Asked,
     dry_run: bool,
     replace: bool,
     replace_foreign: bool,
     threads: int | None,
+    task_bytes: int | None,
+    on: str | None,
+    work: Path | None,
     proves: bool,
     certificate: Path | None,
     explain: bool,
@@ -229,25 +285,22 @@ def command(
     SOURCE is a checkpoint of any system, or a run's folder. What TARGET becomes is said by --to, by its suffix (.pt),
     or by a word in its name (torch-ckpt, t5x-ckpt). It takes its name when all is written, read again and compared.
     """
-    _check_proof(changes, dry_run, proves, certificate)
-    planned = _planned(
-        ref,
-        target,
-        to=to,
-        layout=layout,
-        step_offset=step_offset,
-        require=Exactness[require.upper()],
-        like=like,
-        maps=_maps(map_name, config, rename, ref),
-        changes=changes,
-    )
+    _check_proof(asked.options["changes"], dry_run, proves, certificate)
+    planned = asked.plan()
     if dry_run:
         _say_if_refused(planned, replace, replace_foreign)
         report = None
+    elif on is not None:
+        from statekit.cli.work.view import carried_out_on
+
+        _check_on(replace or replace_foreign, threads)
+        report = carried_out_on(planned, on, work, task_bytes, quiet)
+        if report is None:  # submitted: it isn't done yet
+            return DONE
     else:
-        report = _carry_out(planned, replace, replace_foreign, threads, quiet)
+        report = _carry_out(planned, replace, replace_foreign, threads, quiet, task_bytes)
         _debug_times(report)
-    proof = _proven(planned, map_name, config, certificate) if proves else None
+    proof = _proven(planned, asked.map_name, asked.config, certificate) if proves else None
     if as_json:
         data = outcome(planned, report)
         output.print_json("convert", data if proof is None else {**data, "certificate": proof.to_json()})
@@ -255,6 +308,21 @@ def command(
         _show(output.screen(), planned, report, explain)
         _show_proof(proof, certificate)
     return DONE if proof is None or proof.passed else WANTING
+
+
+def _check_on(replaces: bool, threads: int | None) -> None:
+    """Refuses options that many workers don't have.
+
+    Raises:
+        UsageError: Names them.
+    """
+    if replaces or threads is not None:
+        raise UsageError(
+            "Many workers write a new target, each with threads of its own.",
+            place="--on",
+            found="--replace or --replace-foreign" if replaces else "--threads",
+            remedy="choose another name" if replaces else "name the number of workers: --on processes:N",
+        )
 
 
 def _check_proof(changes: Changes | None, dry_run: bool, proves: bool, certificate: Path | None) -> None:
@@ -333,7 +401,12 @@ def _say_if_refused(planned: Plan, replace: bool, replace_foreign: bool) -> None
 
 
 def _carry_out(
-    planned: Plan, replace: bool, replace_foreign: bool, threads: int | None, quiet: bool
+    planned: Plan,
+    replace: bool,
+    replace_foreign: bool,
+    threads: int | None,
+    quiet: bool,
+    task_bytes: int | None,
 ) -> Report:
     with output.progress(needed=not quiet) as bar:
         task, phase = bar.add_task("", total=None), ""
@@ -346,7 +419,12 @@ def _carry_out(
             bar.update(task, completed=progress.done, total=progress.total or None)
 
         return convert(
-            planned, replace=replace, replace_foreign=replace_foreign, threads=threads, on_progress=tell
+            planned,
+            replace=replace,
+            replace_foreign=replace_foreign,
+            threads=threads,
+            on_progress=tell,
+            task_bytes=task_bytes,
         )
 
 

@@ -128,6 +128,7 @@ VERBS = {
     "inspect": Verb("statekit.cli.inspect_command", "Shows what a checkpoint holds."),
     "ls": Verb("statekit.cli.ls_command", "Lists the runs below a folder, and which of them can go on."),
     "convert": Verb("statekit.cli.convert_command", "Converts a checkpoint to another system."),
+    "work": Verb("statekit.cli.work.command", "Has many processes carry out one conversion."),
     "verify": Verb(
         "statekit.cli.verify_command",
         "Proves that DST goes on with the run of SRC, or says where not.",

@@ -8,6 +8,7 @@ What the command line does (`statekit --help`), as functions:
     statekit.convert("t5x-ckpt", "run.pt")               writes, reads again, compares
     statekit.replay("recording").passed                  whether our updates are the original's
     statekit.diff("t5x-ckpt", "run.pt").first            in what two checkpoints differ, of any two systems
+    statekit.split(plan, "run.work")                     a conversion that many processes carry out
     statekit.seal("t5x-ckpt"), statekit.check("t5x-ckpt") write a manifest beside a checkpoint, and prove it by that
 
 A path may be a checkpoint of any system that `statekit formats` lists, or a run's folder; nothing in it is executed,
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from statekit.conversion.plan import Plan
     from statekit.conversion.seal import SealReport, seal
     from statekit.files.stage import Progress
+    from statekit.scale.work import Work, split
     from statekit.state.exactness import Level as _Level
     from statekit.state.train_state import StepOffset, TrainState
     from statekit.tensors.tensor import Tensor
@@ -59,16 +61,18 @@ _TYPES = {
     "SealReport": "statekit.conversion.seal",
     "Tensor": "statekit.tensors.tensor",
     "TrainState": "statekit.state.train_state",
+    "Work": "statekit.scale.work",
     "check": "statekit.conversion.check",
     "diff": "statekit.conversion.diff",
     "seal": "statekit.conversion.seal",
+    "split": "statekit.scale.work",
 }
 _VERBS = ["convert", "inspect", "open", "plan", "replay"]
 
 __all__ = [  # noqa: RUF022 (the verbs first)
-    "convert", "inspect", "open", "plan", "replay", "check", "diff", "seal",
+    "convert", "inspect", "open", "plan", "replay", "check", "diff", "seal", "split",
     "CheckReport", "CheckpointRef", "Diff", "Exactness", "Inspection", "OpenState", "Plan", "Replay", "Report",
-    "SealReport", "Tensor", "TrainState", "__version__",
+    "SealReport", "Tensor", "TrainState", "Work", "__version__",
 ]  # fmt: skip
 
 
@@ -225,6 +229,7 @@ def plan(
         require=Exactness.asked(require),
         like=None if like is None else _local(like),
         maps=maps_of(map, config, rename, budget=ref.job_budget()),
+        said={"map": map, "config": config, "rename": rename},
         changes=Changes.of(
             {
                 "schedule_step": schedule_step,
@@ -249,6 +254,7 @@ def convert(
     replace_foreign: bool = False,
     threads: int | None = None,
     on_progress: Callable[[Progress], object] | None = None,
+    task_bytes: int | None = None,
     **options: Any,
 ) -> Report:
     """Converts a checkpoint: writes beside the target, proves what was written, then gives it the target's name.
@@ -260,6 +266,7 @@ def convert(
         replace_foreign: Whether any other file or folder may be replaced, too.
         threads: How many threads work on it; as many as there are cores for this process if None.
         on_progress: Told about every block.
+        task_bytes: Bytes of tensors in a file of the target at most; as its container does it by itself if None.
         **options: Those of `plan`.
 
     Raises:
@@ -287,7 +294,12 @@ def convert(
     else:
         planned = plan(source, target, **options)
     return converted(
-        planned, replace=replace, replace_foreign=replace_foreign, threads=threads, on_progress=on_progress
+        planned,
+        replace=replace,
+        replace_foreign=replace_foreign,
+        threads=threads,
+        on_progress=on_progress,
+        task_bytes=task_bytes,
     )
 
 

@@ -37,7 +37,7 @@ _UNITS = {"": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,3})?)\s*([KMGT]?)(?:I?B)?", re.IGNORECASE)
 
 
-def bytes_of(text: str) -> int:
+def bytes_of(text: str, option: str = "--budget") -> int:
     """Returns the bytes that a size such as `2GiB`, `800 MB` or `4096` names; K, M, G and T count in powers of 1024.
 
     Raises:
@@ -49,7 +49,7 @@ def bytes_of(text: str) -> int:
     """
     match = _SIZE.fullmatch(text.strip())
     if match is None:
-        raise UsageError("This isn't a size.", place="--budget", expected="such as 2GiB", found=text)
+        raise UsageError("This isn't a size.", place=option, expected="such as 2GiB", found=text)
     return int(float(match[1]) * _UNITS[match[2].upper()])
 
 

@@ -210,6 +210,7 @@ def test_what_stops_a_verb_is_json_too(
                 "maps",
                 "demo",
                 "serve",
+                "work",
             },
         ),
         ("statekit convert a b --lay", 4, {"--layout"}),

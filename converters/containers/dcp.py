@@ -19,15 +19,16 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from statekit.budget import Budget
-from statekit.conversion.contracts import Encoded, Evidence
+from statekit.conversion.contracts import Encoded, Evidence, write_cut
 from statekit.converters.containers.step_folders import check_step, files_beside
 from statekit.converters.formats.dcp.metadata import METADATA, StoredContents, read_metadata
 from statekit.converters.formats.dcp.tree import tree_of
 from statekit.converters.formats.dcp.values import read_values
-from statekit.converters.formats.dcp.writer import write_dcp
+from statekit.converters.formats.dcp.writer import DcpFolder
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import NotFoundError
 from statekit.files.checkpoint import FILES_BESIDE, STEPS, Checkpoint, Finding
+from statekit.files.sections import CutPoints, Section
 from statekit.files.source import Files, listing, opening, read_small
 from statekit.files.stage import Stage
 from statekit.files.tree import Place, absolute
@@ -187,7 +188,15 @@ class Dcp:
         Raises:
             UsageError: Two places of the tree have one flat name, or something in it can't be saved.
         """
-        write_dcp(encoded.tree, stage)
+        write_cut(self, encoded, stage)
+
+    def image(self, encoded: Encoded, target: Place, cut: CutPoints) -> list[Section]:
+        """Returns the files of pieces."""
+        return DcpFolder(encoded.tree).image(cut)
+
+    def join(self, encoded: Encoded, stage: Stage, cut: CutPoints, records: Mapping[str, Any]) -> None:
+        """Writes the metadata."""
+        DcpFolder(encoded.tree).join(stage, cut, records)
 
 
 CONTAINER = Dcp()

@@ -11,20 +11,27 @@ Source: pytorch/pytorch torch/distributed/checkpoint/hf_storage.py.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
 from statekit.budget import Budget
-from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.containers.huggingface.model import SHARD_BYTES, find_model, open_model, save_model
+from statekit.conversion.contracts import Encoded, Evidence, write_cut
+from statekit.converters.containers.huggingface.model import (
+    SHARD_BYTES,
+    find_model,
+    model_sections,
+    open_model,
+    save_index,
+)
 from statekit.converters.containers.part_places import moved_to
 from statekit.converters.containers.step_folders import files_beside
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import FormatError, NotFoundError, StatekitError, UsageError
 from statekit.files.checkpoint import FILES_BESIDE, SORTED, Checkpoint
+from statekit.files.sections import CutPoints, Section
 from statekit.files.source import Files, first_bytes, opening, read_small
 from statekit.files.stage import Stage
 from statekit.files.tree import Place
@@ -110,23 +117,41 @@ class DcpSafetensors:
             UsageError: An option is neither a number nor plain.
             FormatError: A name or dtype that safetensors can't hold.
         """
-        model, optimizer = encoded.tree["model"], encoded.tree["optimizer"]
-        slots = {f"{PREFIX}{key}": one for key, one in optimizer.items() if isinstance(one, Tensor)}
+        write_cut(self, encoded, stage)
+
+    def image(self, encoded: Encoded, target: Place, cut: CutPoints) -> list[Section]:
+        """Returns the shards."""
+        tensors, slots = _laid(encoded)
+
+        def named_in_target(name: str) -> str:
+            return f"optimizer/{name.removeprefix(PREFIX)}" if name in slots else f"model/{name}"
+
+        return model_sections(tensors, "model", cut.limit(SHARD_BYTES), named_in_target)
+
+    def join(self, encoded: Encoded, stage: Stage, cut: CutPoints, records: Mapping[str, Any]) -> None:
+        """Writes the index, and the options as JSON."""
+        save_index(_laid(encoded)[0], "model", cut.limit(SHARD_BYTES), stage)
+        optimizer = encoded.tree["optimizer"]
         options = {key: value for key, value in optimizer.items() if not isinstance(value, Tensor)}
-        clash = next((name for name in model if name.startswith(PREFIX)), None)
-        if clash is not None:
-            raise FormatError(f"A parameter's name begins with {PREFIX}", place=clash)
-
-        def stream(name: str, tensor: Tensor) -> Iterable[memoryview]:
-            place = f"optimizer/{name.removeprefix(PREFIX)}" if name in slots else f"model/{name}"
-            return stage.stream(place, tensor)
-
-        save_model({**model, **slots}, "model", SHARD_BYTES, stage, stream)
         with stage.file(OPTIONS) as output:
             try:
                 output.write((json.dumps(options, indent=2, allow_nan=False) + "\n").encode("ascii"))
             except (TypeError, ValueError) as error:
                 raise UsageError("Options can't be written as JSON.", place=OPTIONS, found=error) from None
+
+
+def _laid(encoded: Encoded) -> tuple[dict[str, Tensor], Collection[str]]:
+    """Returns the tensors by their names in the shards, and the names of the optimizer's.
+
+    Raises:
+        FormatError: A parameter has a name of theirs.
+    """
+    model, optimizer = encoded.tree["model"], encoded.tree["optimizer"]
+    slots = {f"{PREFIX}{key}": one for key, one in optimizer.items() if isinstance(one, Tensor)}
+    clash = next((name for name in model if name.startswith(PREFIX)), None)
+    if clash is not None:
+        raise FormatError(f"A parameter's name begins with {PREFIX}", place=clash)
+    return {**model, **slots}, slots
 
 
 def _names_in(file: Place) -> bytes:

@@ -90,7 +90,7 @@ class FlaxFile:
             UsageError: The target is named for another step, or the tree holds what Flax can't.
         """
         named_for_step(
-            stage, encoded.step, FOLDER
+            stage.target, encoded.step, FOLDER
         )  # a run's folder is never named for another step than its own
         with stage.file(FOLDER.format(step=encoded.step)) as output:
             for block in gathered(packed(encoded.tree, stage)):

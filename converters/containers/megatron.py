@@ -21,19 +21,21 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from statekit.budget import Budget
-from statekit.conversion.contracts import Encoded, Evidence
+from statekit.conversion.contracts import Encoded, Evidence, write_cut
 from statekit.converters.containers.dcp import open_folder, step_folder, steps_below
 from statekit.converters.containers.step_folders import step_prefix
 from statekit.converters.formats.dcp.metadata import METADATA
-from statekit.converters.formats.dcp.writer import write_dcp
+from statekit.converters.formats.dcp.writer import DcpFolder
 from statekit.converters.formats.pytorch.reader import named, read_object
 from statekit.converters.formats.pytorch.writer import write_archive
 from statekit.errors import FormatError, NotFoundError, RefusedError, StatekitError
 from statekit.files.checkpoint import STEPS, Checkpoint
+from statekit.files.sections import CutPoints, Section
 from statekit.files.source import Files, listing, opening, read_small
 from statekit.files.stage import Stage
 from statekit.files.tree import Place
@@ -153,16 +155,31 @@ class Megatron:
         Raises:
             UsageError: The target is named for another iteration, or something can't be saved.
         """
-        prefix = step_prefix(stage, encoded.step, _ITERATION)
-        common, sharded = encoded.tree[COMMON], encoded.tree[SHARDED]
+        write_cut(self, encoded, stage)
+
+    def image(self, encoded: Encoded, target: Place, cut: CutPoints) -> list[Section]:
+        """Returns the files of pieces."""
+        return _pieces(encoded, target).image(cut)
+
+    def join(self, encoded: Encoded, stage: Stage, cut: CutPoints, records: Mapping[str, Any]) -> None:
+        """Writes what no rank cuts, the metadata, and which iteration is the newest."""
+        pieces = _pieces(encoded, stage.target)
+        prefix = pieces.below
         with stage.file(f"{prefix}{_COMMON_FILE}") as file:
+            common = encoded.tree[COMMON]
             write_archive(common, file, lambda name, tensor: stage.stream(f"{COMMON}/{name}", tensor))
-        write_dcp(sharded, stage, below=prefix, named=f"{SHARDED}/", nested=False)
+        pieces.join(stage, cut, records)
         with stage.file(f"{prefix}{_CONFIG}") as file:
             file.write(json.dumps(_WRITTEN).encode())
         if prefix:
             with stage.file(_LATEST) as file:
                 file.write(str(encoded.step).encode())
+
+
+def _pieces(encoded: Encoded, target: Place) -> DcpFolder:
+    """Returns what is cut of a state, as it lies in a target."""
+    prefix = step_prefix(target, encoded.step, _ITERATION)
+    return DcpFolder(encoded.tree[SHARDED], below=prefix, named=f"{SHARDED}/", nested=False)
 
 
 def _ranks(place: Place) -> list[str]:

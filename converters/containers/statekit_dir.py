@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 from statekit.budget import Budget
-from statekit.conversion.contracts import Encoded, Evidence
+from statekit.conversion.contracts import Encoded, Evidence, write_cut
 from statekit.converters.containers.step_folders import check_step
 from statekit.errors import CorruptError, Faults, FormatError, StatekitError
 from statekit.files.checkpoint import Checkpoint, Finding, Proof
 from statekit.files.file_changes import file_faults
 from statekit.files.manifest import FILE, check_inside, parse_damaged
-from statekit.files.safetensors import open_safetensors, save_safetensors, sharded
+from statekit.files.safetensors import open_safetensors, sharded
+from statekit.files.sections import CutPoints, Section, safetensors_section
 from statekit.files.source import Files, listing, opening, read_small
 from statekit.files.stage import Stage
 from statekit.files.tree import Place
@@ -80,15 +81,23 @@ class StatekitFolder:
         Raises:
             FormatError: A name or dtype that safetensors can't hold.
         """
-        shards = list(sharded(tensor_names(encoded.tree), SHARD_BYTES))
-        headers = {}
-        for i, tensors in enumerate(shards, 1):
-            name = f"tensors-{i:05}-of-{len(shards):05}.safetensors"
-            with stage.file(name) as output:
-                headers[name] = save_safetensors(
-                    tensors, output, stage.stream, {"format": "statekit", "version": "1"}
-                )
-        stage.keep("headers", headers)
+        write_cut(self, encoded, stage)
+
+    def image(self, encoded: Encoded, target: Place, cut: CutPoints) -> list[Section]:
+        """Returns the shards."""
+        shards = list(sharded(tensor_names(encoded.tree), cut.limit(SHARD_BYTES)))
+        return [
+            safetensors_section(
+                f"tensors-{i:05}-of-{len(shards):05}.safetensors",
+                shard,
+                {"format": "statekit", "version": "1"},
+            )
+            for i, shard in enumerate(shards, 1)
+        ]
+
+    def join(self, encoded: Encoded, stage: Stage, cut: CutPoints, records: Mapping[str, Any]) -> None:
+        """Puts the digests of the shards' headers, and the rest of the tree, into the manifest."""
+        stage.keep("headers", dict(records))
         stage.keep("tree", _with_references(to_json(encoded.tree), stage.manifest()))
 
 

@@ -21,7 +21,6 @@ from statekit.errors import BudgetError, Faults, FormatError, NotFoundError, Sta
 from statekit.files.checkpoint import FILES_BESIDE, STEPS, Checkpoint, Finding
 from statekit.files.manifest import files_below, is_manifest
 from statekit.files.source import Files, first_bytes, listing
-from statekit.files.stage import Stage
 from statekit.files.tree import Place, absolute
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree, walk
@@ -329,21 +328,21 @@ FOLDER = "checkpoint_{step}"
 """The name of a step's folder as T5X has it, and of its file as Flax has."""
 
 
-def step_prefix(stage: Stage, step: int, folder: str) -> str:
+def step_prefix(target: Place, step: int, folder: str) -> str:
     """Returns the folder of a step below the target, with its `/`; empty if the target is itself named for a step.
 
     Args:
-        stage: Where is written.
+        target: What is written.
         step: The state's.
         folder: The name of a step's folder, with `{step}`, or a format of it as `{step:07d}`, for the number.
 
     Raises:
         UsageError: The target is named for another step.
     """
-    return "" if named_for_step(stage, step, folder) else f"{folder.format(step=step)}/"
+    return "" if named_for_step(target, step, folder) else f"{folder.format(step=step)}/"
 
 
-def named_for_step(stage: Stage, step: int, folder: str) -> bool:
+def named_for_step(target: Place, step: int, folder: str) -> bool:
     """Tells whether the target is itself named for its step, as `step_prefix` has it.
 
     Raises:
@@ -351,14 +350,14 @@ def named_for_step(stage: Stage, step: int, folder: str) -> bool:
     """
     before, _, after = folder.partition("{step")
     before, after = re.escape(before), re.escape(after.partition("}")[2])
-    match = re.fullmatch(rf"{before}(\d+){after}", stage.target.name)
+    match = re.fullmatch(rf"{before}(\d+){after}", target.name)
     expected = folder.format(step=step)
     if match is None:
         return False
     if int(match[1]) != step:
         raise UsageError(
             "The target is named for another step than the state has.",
-            place=stage.target,
+            place=target,
             expected=expected,
             remedy=f"name it {expected}, or name the folder that shall hold it",
         )

@@ -94,7 +94,7 @@ class T5XFolder:
             UsageError: The target is named for another step, or the tree holds what T5X can't.
             FormatError: Two names give the same folder.
         """
-        prefix = step_prefix(stage, encoded.step, FOLDER)
+        prefix = step_prefix(stage.target, encoded.step, FOLDER)
         packer = _Packer(encoded.tree, stage, prefix)
         head = msgpack.Packer().pack_map_header(2) + msgpack.packb("version") + msgpack.packb(VERSION)
         packed = head + msgpack.packb("optimizer") + packer.packed(encoded.tree)

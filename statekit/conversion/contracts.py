@@ -12,6 +12,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 from statekit.budget import Budget
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.sections import CutPoints, Section
 from statekit.files.stage import Stage
 from statekit.files.tree import Place
 from statekit.state.exactness import Exactness as Exactness  # noqa: PLC0414 - part of the contract
@@ -154,6 +155,39 @@ class Container(Protocol):
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes a tree below `stage.path`, passing every tensor through `stage.stream`."""
+
+
+@runtime_checkable
+class Cuttable(Protocol):
+    """A container of many files, each of which a process can write by itself; its `write` is `write_cut`."""
+
+    def image(self, encoded: Encoded, target: Place, cut: CutPoints) -> Sequence[Section]:
+        """Returns the sections of a target, in their order, without reading a value.
+
+        Raises:
+            UsageError, FormatError: As of `write`.
+        """
+
+    def join(self, encoded: Encoded, stage: Stage, cut: CutPoints, records: Mapping[str, Any]) -> None:
+        """Writes what is left when all sections lie below `stage.path`: indexes, metadata, small records.
+
+        Args:
+            encoded: As in `image`.
+            stage: Where; `stage.tensors` has the tensors of all sections.
+            cut: As in `image`.
+            records: What writing each section returned, by the section's name.
+        """
+
+
+def write_cut(
+    container: Cuttable,
+    encoded: Encoded,
+    stage: Stage,
+    cut: CutPoints = CutPoints(),  # noqa: B008 - frozen
+) -> None:
+    """Writes a target of many files in one process: each section, one after the other, then what joins them."""
+    sections = container.image(encoded, stage.target, cut)
+    container.join(encoded, stage, cut, {section.name: section.write(stage) for section in sections})
 
 
 @runtime_checkable

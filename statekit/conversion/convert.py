@@ -18,29 +18,38 @@ from typing import TYPE_CHECKING, Any
 
 from statekit.conversion import registry
 from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
-from statekit.conversion.contracts import NO_HINTS, Exactness, HasEntries
+from statekit.conversion.contracts import NO_HINTS, Exactness, HasEntries, write_cut
 from statekit.conversion.kept import FIELD, by_leaf, kept_of, to_field
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.plan import QUANTIZED, Plan, Request, Side
 from statekit.conversion.prepared import Prepared, carried_out, prepare
 from statekit.conversion.resume import in_manifest, next_update, of_plan, resume_lines
 from statekit.conversion.seal import NEUTRAL
+from statekit.conversion.source_proof import (
+    changed,
+    content_digest,
+    damage_at_opening,
+    digests_of,
+    passed_through,
+    rest_of,
+    source_digests,
+    stated,
+    taken,
+)
 from statekit.conversion.target import written_as
 from statekit.errors import CommitError, Faults, StatekitError, TargetExistsError, printable
-from statekit.files.checkpoint import Checkpoint
 from statekit.files.durable import writing
 from statekit.files.homes import Entries, check_target, permissions
-from statekit.files.integrity import check_no_damage, prove_files, proving_files, value_fault
-from statekit.files.manifest import tensor_entry
+from statekit.files.integrity import check_no_damage, prove_files, proving_files
+from statekit.files.sections import CutPoints
 from statekit.files.stage import OnProgress, Progress, Stage, silent, staged
-from statekit.files.tree import Place, StoredPlace, below
+from statekit.files.tree import Place, StoredPlace
 from statekit.maps.links import StateMap
 from statekit.pipeline import Times, job
 from statekit.state.stored_params import MASTER, check_masters
 from statekit.state.train_state import StepOffset
-from statekit.tensors.digest import json_digest, tensor_digests
-from statekit.tensors.tensor import nbytes
-from statekit.tensors.tree import Tree, tensor_names
+from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import tensor_names
 
 if TYPE_CHECKING:  # entered only where something is asked for
     from statekit.conversion.changing.changes import Changes
@@ -108,18 +117,20 @@ def plan(
     like: Place | None = None,
     maps: tuple[StateMap, ...] = (),
     changes: Changes | None = None,
+    said: Mapping[str, Any] = {},
 ) -> Plan:
     """Says what a conversion will do, without reading a value.
 
     The arguments are those of `statekit.plan`, which explains them; but `hints` are what the source doesn't say,
     `require` is a level of exactness, `maps` are what `statekit.maps.model_map.maps_of` makes of `map`, `config` and
-    `rename`, and `changes` what `statekit.conversion.changing.changes.Changes.of` makes of the others.
+    `rename`, and `changes` what `statekit.conversion.changing.changes.Changes.of` makes of the others. `said` has those
+    three as they were said, so that other processes can make the plan too.
 
     Raises:
         As `statekit.plan`.
     """
     ref = ref_of(source, hints, container=from_, step=step)
-    return prepare(Request(ref, target, to, layout, step_offset, require, like, maps, changes))
+    return prepare(Request(ref, target, to, layout, step_offset, require, like, maps, changes, said=said))
 
 
 def convert(
@@ -129,6 +140,7 @@ def convert(
     replace_foreign: bool = False,
     threads: int | None = None,
     on_progress: OnProgress | None = None,
+    task_bytes: int | None = None,
 ) -> Report:
     """Carries out a plan: writes beside the target, proves what was written, gives it the target's name.
 
@@ -140,6 +152,7 @@ def convert(
         threads: How many threads work on it; as many as there are cores for this process if None. The result is the
             same with any number.
         on_progress: Told about every block.
+        task_bytes: Bytes of tensors in a file of the target at most; as the container does it by itself if None.
 
     Raises:
         TargetExistsError: The target exists, other than as an empty folder, and mustn't be replaced.
@@ -148,7 +161,9 @@ def convert(
         CommitError: Writing failed, or what was written isn't what was meant; nothing was left at the target.
     """
     with job(threads) as times:
-        return replace_in(_converted(plan, replace, replace_foreign, on_progress or silent), times=times)
+        cut = CutPoints(task_bytes)
+        report = _converted(plan, replace, replace_foreign, on_progress or silent, cut)
+        return replace_in(report, times=times)
 
 
 def outcome(plan: Plan, report: Report | None) -> dict[str, Any]:
@@ -197,30 +212,27 @@ def check_place(plan: Plan, replace: bool, replace_foreign: bool) -> None:
     check_target(target, kind, replace=replace or replace_foreign, foreign=True)
 
 
-def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgress) -> Report:
+def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgress, cut: CutPoints) -> Report:
     began = time.monotonic()
     check_place(plan, replace, replace_foreign)
     with carried_out(plan) as prepared:
         checkpoint, tree = prepared.opened.checkpoint, prepared.encoded.tree
-        passed = _passed_through(checkpoint, tree)
+        passed = passed_through(checkpoint, tree)
         rest: dict[str, str] = {}
-        known = _damage_at_opening(checkpoint)
-        goes_on_with_masters = _goes_on_with_masters(plan, prepared)
-        records: dict[str, Any] = {}
+        known = damage_at_opening(checkpoint)
+        has_masters = goes_on_with_masters(plan, prepared)
+        records = kept_fields(plan, prepared)
         lineage: list[dict[str, Any]] = []
-        if plan.kept:
-            kept = kept_of(prepared.state.extra, by_leaf(prepared.encoded.dropped, prepared.state.extra))
-            records = {FIELD: to_field(kept.extra)}
 
         def fields(streamed: Entries) -> Mapping[str, Any]:
-            digest = _content_digest(checkpoint, _source_digests(rest, passed, streamed))
+            digest = content_digest(checkpoint, source_digests(rest, passed, streamed))
             names = stage.home.names() if stage.kind == "folder" else ()
-            changed = _changed(checkpoint, _source_digests(rest, passed, streamed))
+            faults = changed(checkpoint, source_digests(rest, passed, streamed))
             return {
-                **_manifest_fields(plan, digest, names),
+                **manifest_fields(plan, digest, names),
                 **({"beside": lineage} if lineage else {}),
                 **records,
-                **_taken(checkpoint, damage(), changed),
+                **taken(checkpoint, damage(), faults),
             }
 
         def judge(faults: Faults) -> None:
@@ -252,28 +264,28 @@ def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgres
         ):
             try:
                 for one in prepared.beside:
-                    wrong, entry = _proven_beside(one, tell)
+                    wrong, entry = proven_beside(one, tell)
                     lineage.append(entry)
                     if not plan.request.ref.accept_damaged:
                         check_no_damage(wrong, one.checkpoint.path)
                     known += wrong
-                rest.update(_digest_rest(checkpoint, passed, tell))
-                judge(_changed(checkpoint, rest))
-                if goes_on_with_masters and not plan.request.ref.accept_damaged:
+                rest.update(digests_of(rest_of(checkpoint, passed), tell))
+                judge(changed(checkpoint, rest))
+                if has_masters and not plan.request.ref.accept_damaged:
                     check_masters(prepared.opened.state, checkpoint.path)
                 stage.expect(tensor_names(tree))
                 # A container may make files by other means than the stage's.
                 with writing(stage.target), prepared.joining():
-                    prepared.container.write(prepared.encoded, stage)
+                    _write(prepared, stage, cut)
             except CommitError:
                 raise
             except StatekitError:  # which a damaged file explains
                 judge(damage())
                 raise
             judge(damage())
-            _check_streamed(plan, stage)
-            digests = _source_digests(rest, passed, stage.tensors)
-            judge(_changed(checkpoint, digests))
+            check_streamed(plan, stage)
+            digests = source_digests(rest, passed, stage.tensors)
+            judge(changed(checkpoint, digests))
             files = stage.commit(prepared.reopen)
         return Report(
             target=stage.target,
@@ -282,19 +294,29 @@ def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgres
             bytes=sum(int(entry["bytes"]) for entry in files.values()),
             seconds=time.monotonic() - began,
             verified=len(stage.tensors),
-            source_digest=_content_digest(checkpoint, digests) or "",
-            source_proven=len(_stated(checkpoint).keys() & digests.keys())
-            - len(_changed(checkpoint, digests)),
-            measured=_measured(plan, tree),
+            source_digest=content_digest(checkpoint, digests) or "",
+            source_proven=len(stated(checkpoint).keys() & digests.keys()) - len(changed(checkpoint, digests)),
+            measured=measured_of(plan, tensor_names(tree).values()),
         )
 
 
-def _damage_at_opening(checkpoint: Checkpoint) -> Faults:
-    """Returns the damage that the reading of a checkpoint's structure showed."""
-    return Faults((finding.what, finding.place) for finding in checkpoint.findings if finding.damage)
+def _write(prepared: Prepared, stage: Stage, cut: CutPoints) -> None:
+    """Has the container write the target, cut where that is asked for."""
+    if cut.bytes is None:
+        prepared.container.write(prepared.encoded, stage)
+    else:
+        write_cut(prepared.cuttable(), prepared.encoded, stage, cut)
 
 
-def _goes_on_with_masters(plan: Plan, prepared: Prepared) -> bool:
+def kept_fields(plan: Plan, prepared: Prepared) -> dict[str, Any]:
+    """Returns the manifest's field for what the target has no place for and its manifest keeps."""
+    if not plan.kept:
+        return {}
+    kept = kept_of(prepared.state.extra, by_leaf(prepared.encoded.dropped, prepared.state.extra))
+    return {FIELD: to_field(kept.extra)}
+
+
+def goes_on_with_masters(plan: Plan, prepared: Prepared) -> bool:
     """Tells whether a program will go on with both the parameters and their masters.
 
     The neutral folder carries both as they are, for doctor to examine.
@@ -304,27 +326,28 @@ def _goes_on_with_masters(plan: Plan, prepared: Prepared) -> bool:
     )
 
 
-def _proven_beside(opened: OpenState, tell: OnProgress) -> tuple[Faults, dict[str, Any]]:
+def proven_beside(opened: OpenState, tell: OnProgress) -> tuple[Faults, dict[str, Any]]:
     """Reads the whole of a file that values are taken from beside the source: what contradicts it, and its entry."""
     checkpoint = opened.checkpoint
-    wrong = _damage_at_opening(checkpoint)
+    wrong = damage_at_opening(checkpoint)
     wrong += prove_files(checkpoint, opened.budget)
-    digests = _digest_rest(checkpoint, {}, tell)
-    wrong += _changed(checkpoint, digests)
+    digests = digests_of(checkpoint.tensors, tell)
+    wrong += changed(checkpoint, digests)
     side = Side(checkpoint.container, opened.layout, checkpoint.step)
     return wrong, {
         "name": checkpoint.path.name,
         **side.to_json(),
-        "digest": _content_digest(checkpoint, digests),
+        "digest": content_digest(checkpoint, digests),
     }
 
 
-def _measured(plan: Plan, tree: Tree) -> tuple[Measured, ...]:
+def measured_of(plan: Plan, tensors: Iterable[Tensor]) -> tuple[Measured, ...]:
+    """Returns how far what a plan rounds is from what it is made of, in some of its target's tensors."""
     if not plan.changed and all(entry.reason != QUANTIZED for entry in plan.entries):
         return ()
     from statekit.conversion.rounded import measured_in
 
-    return measured_in(tensor_names(tree).values())
+    return measured_in(tensors)
 
 
 def _check_ours(target: Path) -> None:
@@ -357,7 +380,12 @@ def _check_ours(target: Path) -> None:
     )
 
 
-def _check_streamed(plan: Plan, stage: Stage) -> None:
+def check_streamed(plan: Plan, stage: Stage) -> None:
+    """Refuses a target whose tensors aren't those of the plan.
+
+    Raises:
+        CommitError: Lists every one.
+    """
     planned = {entry.name: (list(entry.shape), entry.dtype) for entry in plan.entries}
     written = {name: (entry["shape"], entry["dtype"]) for name, entry in stage.tensors.items()}
     faults = Faults(
@@ -368,21 +396,14 @@ def _check_streamed(plan: Plan, stage: Stage) -> None:
     faults.check(CommitError, "What was written isn't what was planned", place=stage.target)
 
 
-def _taken(checkpoint: Checkpoint, damage: Faults, changed: Faults) -> dict[str, Any]:
-    """Returns the manifest's field for a damaged source that was accepted: what contradicted its manifest, and where.
+def manifest_fields(plan: Plan, digest: str | None, files: Iterable[str]) -> Mapping[str, Any]:
+    """Returns what a manifest says of a conversion.
 
-    Files are named as in the source's folder: a manifest says nothing of this machine.
+    Args:
+        plan: What was carried out.
+        digest: The digest of the source's tensors; None while one is missing.
+        files: Names of the target's files.
     """
-    folder = checkpoint.path.parent if checkpoint.proof is None else checkpoint.proof.place.parent
-    named = [
-        (what, below(place, folder) if os.path.isabs(place) or "://" in place else place)
-        for what, place in damage
-    ]
-    taken = [f"{what} @ {place}" for what, place in (*named, *changed)]
-    return {"damage": taken} if taken else {}
-
-
-def _manifest_fields(plan: Plan, digest: str | None, files: Iterable[str]) -> Mapping[str, Any]:
     return {
         "target": plan.target.to_json(),
         "source": {**plan.source.to_json(), "digest": digest},
@@ -404,60 +425,3 @@ def _manifest_fields(plan: Plan, digest: str | None, files: Iterable[str]) -> Ma
             },
         },
     }
-
-
-def _passed_through(checkpoint: Checkpoint, tree: Tree) -> dict[str, str]:
-    """Returns name in the target -> name in the source, for tensors that are written as they are."""
-    sources = {id(tensor): name for name, tensor in checkpoint.tensors.items()}
-    return {name: sources[id(tensor)] for name, tensor in tensor_names(tree).items() if id(tensor) in sources}
-
-
-def _digest_rest(checkpoint: Checkpoint, passed: Mapping[str, str], tell: OnProgress) -> dict[str, str]:
-    """Reads the tensors of the source that aren't written as they are, and returns their digests.
-
-    The others are digested while they are written.
-    """
-    streamed = set(passed.values())
-    rest = {name: tensor for name, tensor in checkpoint.tensors.items() if name not in streamed}
-    total, done = sum(map(nbytes, rest.values())), 0
-
-    def count(name: str, size: int) -> None:
-        nonlocal done
-        done += size
-        tell(Progress("check", name, done, total))
-
-    return dict(tensor_digests(rest, count))
-
-
-def _source_digests(rest: Mapping[str, str], passed: Mapping[str, str], streamed: Entries) -> dict[str, str]:
-    """Joins the digests of the tensors read by themselves with those of the tensors streamed so far."""
-    return {**rest, **{passed[name]: entry["blake3"] for name, entry in streamed.items() if name in passed}}
-
-
-def _stated(checkpoint: Checkpoint) -> Entries:
-    """Returns what the source's manifest says of its tensors; not of those whose shape or dtype is another."""
-    stated = checkpoint.proof.tensors if checkpoint.proof else {}
-    named = ((name, stated[name], tensor) for name, tensor in checkpoint.tensors.items() if name in stated)
-    return {name: entry for name, entry, tensor in named if entry == tensor_entry(tensor, entry["blake3"])}
-
-
-def _changed(checkpoint: Checkpoint, digests: Mapping[str, str]) -> Faults:
-    """Compares digests with those of the source's manifest."""
-    stated = checkpoint.proof.tensors if checkpoint.proof else {}
-    faults = (
-        (value_fault(checkpoint.tensors[name], stated.get(name), digest), name)
-        for name, digest in digests.items()
-    )
-    return Faults((what, name) for what, name in faults if what)
-
-
-def _content_digest(checkpoint: Checkpoint, digests: Mapping[str, str]) -> str | None:
-    """Returns the digest of a checkpoint's content: of names, shapes, dtypes and values, wherever they lie in files.
-
-    It is the digest of the canonical JSON of name -> manifest entry, over all tensors; None while one is missing.
-    """
-    if digests.keys() != checkpoint.tensors.keys():
-        return None
-    return json_digest(
-        {name: tensor_entry(tensor, digests[name]) for name, tensor in checkpoint.tensors.items()}
-    )

@@ -16,6 +16,7 @@ from statekit.conversion.contracts import (
     NO_HINTS,
     BuildsOptimizer,
     Container,
+    Cuttable,
     Encoded,
     Fitting,
     Hints,
@@ -139,6 +140,23 @@ class Prepared(AbstractContextManager["Prepared"]):
         """What the target is."""
         assert self.container.target_kind is not None  # choose_container saw to it
         return self.container.target_kind
+
+    def cuttable(self) -> Cuttable:
+        """Returns the container, which writes many files.
+
+        Raises:
+            UsageError: It writes one file.
+        """
+        if self.kind == "folder" and isinstance(self.container, Cuttable):
+            return self.container
+        cut = [name for name in registry.container_names() if isinstance(registry.container(name), Cuttable)]
+        raise UsageError(
+            "The target isn't written in files of a size that may be asked for, nor by many workers.",
+            place=self.container.name,
+            expected=f"a container of many files: {', '.join(cut)}",
+            found="a single file" if self.kind == "file" else "a folder that one process writes",
+            remedy="leave --on and --task-bytes out, or name another container with --to",
+        )
 
     @contextmanager
     def joining(self) -> Iterator[None]:

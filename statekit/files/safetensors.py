@@ -18,7 +18,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
@@ -41,6 +41,7 @@ from statekit.tensors.tensor import (
 )
 from statekit.tensors.tree import MAX_NAME_BYTES, strict_json
 
+_T = TypeVar("_T")
 _CONTROL = re.compile(r"[\x00-\x1f\x7f]")
 MAX_HEADER_BYTES = 100_000_000
 """The largest header, in bytes. Source: safetensors, `MAX_HEADER_SIZE`."""
@@ -146,16 +147,25 @@ def save_safetensors(
     return bytes_digest(head)
 
 
-def sharded(tensors: Mapping[str, Tensor], limit: int) -> Iterator[dict[str, Tensor]]:
-    """Yields tensors in their order, in parts of at most `limit` bytes; a larger tensor is a part by itself."""
-    shard: dict[str, Tensor] = {}
-    size = 0
-    for name, tensor in tensors.items():
-        if shard and size + nbytes(tensor) > limit:
+def sharded(
+    items: Mapping[str, _T], limit: int, size_of: Callable[[Any], int] = nbytes
+) -> Iterator[dict[str, _T]]:
+    """Yields tensors in their order, in parts of at most `limit` bytes; a larger tensor is a part by itself.
+
+    Args:
+        items: By name.
+        limit: Bytes.
+        size_of: Gives the bytes of an item that isn't a tensor.
+    """
+    shard: dict[str, _T] = {}
+    total = 0
+    for name, item in items.items():
+        size = size_of(item)
+        if shard and total + size > limit:
             yield shard
-            shard, size = {}, 0
-        shard[name] = tensor
-        size += nbytes(tensor)
+            shard, total = {}, 0
+        shard[name] = item
+        total += size
     if shard:
         yield shard
 

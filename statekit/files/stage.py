@@ -112,6 +112,8 @@ class Stage:
     _around: Around = field(default_factory=Around)
     _unfinished: Unfinished | None = None
     _rest: dict[str, Any] | None = None
+    _adopted: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    _proven: set[str] = field(default_factory=set)
 
     @property
     def path(self) -> Place:
@@ -210,6 +212,22 @@ class Stage:
         """Says in which order tensors will be streamed, so that the next is decoded ahead; another is but slower."""
         self._following = dict(zip(tensors, [*tensors.items()][1:], strict=False))
 
+    def adopt(self, tensors: Entries, files: Entries) -> None:
+        """Takes what other processes wrote below `path` and proved there: it is not read again.
+
+        Args:
+            tensors: What they streamed, in its order.
+            files: Their files, by name.
+        """
+        self.tensors.update((name, dict(entry)) for name, entry in tensors.items())
+        self._proven.update(tensors)
+        self._adopted.update(files)
+
+    def forget(self) -> None:
+        """Has all that was adopted read again nevertheless."""
+        self._proven.clear()
+        self._adopted.clear()
+
     def keep(self, key: str, value: Any) -> None:
         """Adds a field of the container's own, plain JSON, to the manifest."""
         self._kept[key] = value
@@ -257,15 +275,32 @@ class Stage:
             if self.kind == "folder":
                 # What only the opened checkpoint can say is added once it is proven, as are large files' digests.
                 place = self.path
-                self._write_manifest({name: _outline(place / name) for name in names}, {})
+                outlines = {name: self._adopted.get(name) or _outline(place / name) for name in names}
+                self._write_manifest(outlines, {})
                 place = self.path
-                facts, files = self._verify(reopen, place, {name: place / name for name in names})
+                unread = [name for name in names if name not in self._adopted]
+                facts, read = self._verify(reopen, place, {name: place / name for name in unread})
+                files = {name: dict(self._adopted.get(name) or read[name]) for name in names}
                 files[FILE] = self._write_manifest(files, facts)
             else:
                 place = self.path
                 _, files = self._verify(reopen, place, {place.name: place})
             self.home.publish(files)
         return files
+
+    def prove(self, reopen: Callable[[Place], Checkpoint]) -> Entries:
+        """Reads what was written again and compares it with what was streamed; returns the entries of its files.
+
+        Args:
+            reopen: Opens what was written.
+
+        Raises:
+            CommitError: It can't be read, or isn't what was meant.
+        """
+        give_back()  # reading begins anew, on other threads
+        with writing(self.target):
+            place = self.path
+            return self._verify(reopen, place, {name: place / name for name in self.home.names()})[1]
 
     def _manifest_fields(self, files: Entries) -> dict[str, Any]:
         return {**self._fields(self.tensors), **self._kept, "tensors": self.tensors, "files": files}
@@ -347,7 +382,8 @@ class Stage:
             done += size
             self._on_progress(Progress("verify", name, done, self._done))
 
-        for name, digest in tensor_digests(tensors, tell):
+        unread = {name: tensor for name, tensor in tensors.items() if name not in self._proven}
+        for name, digest in tensor_digests(unread, tell):
             if digest != self.tensors[name]["blake3"]:
                 yield "reads back with other values than were written", name
 

@@ -123,7 +123,9 @@ def write_universal(encoded: Encoded, stage: Stage) -> None:
     tree = _checked(encoded.tree, stage)
     engine = dict(tree[_ENGINE])
     number = engine.get("global_steps")
-    prefix = step_prefix(stage, number if type(number) is int and number >= 0 else encoded.step, _FOLDER)
+    prefix = step_prefix(
+        stage.target, number if type(number) is int and number >= 0 else encoded.step, _FOLDER
+    )
     _write_models(tree, engine, prefix, stage)
     info = tree.get(INFO)
     joins = Joins(info if isinstance(info, Mapping) else {}, f"{stage.target}", Account())

@@ -21,7 +21,7 @@ from typing import Any, Literal
 import numpy as np
 
 from statekit.budget import Budget
-from statekit.conversion.contracts import Encoded, Evidence
+from statekit.conversion.contracts import Encoded, Evidence, write_cut
 from statekit.converters.containers.huggingface.model import (
     ADAPTER_CONFIG,
     SHARD_BYTES,
@@ -31,12 +31,13 @@ from statekit.converters.containers.huggingface.model import (
     find_model,
     metadata_of,
     model_below,
+    model_sections,
     open_adapters,
     open_alone,
     open_averages,
     open_model,
     open_sharded,
-    save_model,
+    save_index,
     sharded_part,
     ties_in,
 )
@@ -61,12 +62,15 @@ from statekit.files.checkpoint import PRETRAINED, SORTED, STEPS, Checkpoint, Fin
 from statekit.files.checksums import ZIP
 from statekit.files.manifest import inside, is_manifest
 from statekit.files.safetensors import save_safetensors
+from statekit.files.sections import CutPoints, Section
 from statekit.files.source import File, Files, first_bytes, listing, opening, read_small
 from statekit.files.stage import Stage
 from statekit.files.tree import Place, size_of
 from statekit.tensors.tensor import TIES, Stored, Tensor, in_memory, index_shape, ties_of
-from statekit.tensors.tree import Record, Tree, at, holds_records, loose_json, put
+from statekit.tensors.tree import Record, Tree, at, holds_records, loose_json, put, tensor_names
 
+OPTIMIZER = "optimizer"
+"""Key of the optimizer's state."""
 FILES = "files"
 """Key of the files that are carried as bytes, by name."""
 TRAINER_ARGUMENTS = "trainer_arguments"
@@ -513,6 +517,49 @@ class HuggingFaceFolder:
             UsageError: The tree has no model, or holds what `torch.load(weights_only=True)` refuses.
             FormatError: A name or dtype that safetensors can't hold.
         """
+        if self.target_kind == "folder":
+            write_cut(self, encoded, stage)
+            return
+        laid = self._laid(encoded, stage.target)
+        with stage.file() as output:
+            save_safetensors(
+                laid.model,
+                output,
+                lambda name, one: stage.stream(_in_model(name), one),
+                metadata_of(laid.ties),
+            )
+
+    def image(self, encoded: Encoded, target: Place, cut: CutPoints) -> list[Section]:
+        """Returns the model's files, and the optimizer's."""
+        laid = self._laid(encoded, target)
+        sections = model_sections(laid.model, laid.stem, self._limit(cut), _in_model, laid.prefix, laid.ties)
+        if OPTIMIZER in laid.parts:
+            file = f"{laid.prefix}{self.parts[OPTIMIZER]}"
+            sections.append(_part_section(file, OPTIMIZER, laid.parts[OPTIMIZER]))
+        return sections
+
+    def join(self, encoded: Encoded, stage: Stage, cut: CutPoints, records: Mapping[str, Any]) -> None:
+        """Writes the model's index, the small parts, and the files that are carried."""
+        laid = self._laid(encoded, stage.target)
+        written = save_index(laid.model, laid.stem, self._limit(cut), stage, laid.prefix)
+        for key in [key for key in laid.parts if key != OPTIMIZER]:
+            write_part(stage, f"{laid.prefix}{self.parts[key]}", key, laid.parts[key])
+        write_files(stage, laid.prefix, laid.files)
+        if laid.pretrained and laid.prefix:  # from_pretrained takes the run's folder too, as after save_model
+            for name in (*written, *laid.pretrained):
+                stage.copy(f"{laid.prefix}{name}", name)
+        if laid.rest:
+            write_part(stage, f"{laid.prefix}{REST}", "", laid.rest)
+
+    def _limit(self, cut: CutPoints) -> int | None:
+        return None if self.shard_bytes is None else cut.limit(self.shard_bytes)
+
+    def _laid(self, encoded: Encoded, target: Place) -> _Laid:
+        """Returns where the parts of a state lie in a target.
+
+        Raises:
+            UsageError: The tree has no model.
+        """
         tree = dict(encoded.tree)
         if "model" not in tree:
             raise UsageError(
@@ -520,11 +567,9 @@ class HuggingFaceFolder:
                 place="--layout",
                 found=", ".join(map(str, tree)),
             )
-        prefix = (
-            step_prefix(stage, _global_step(tree) or encoded.step, self.step_folder)
-            if self.step_folder
-            else ""
-        )
+        prefix = ""
+        if self.step_folder:
+            prefix = step_prefix(target, _global_step(tree) or encoded.step, self.step_folder)
         files = tree.pop(FILES) if are_files(tree.get(FILES)) else {}
         if TRAINING_ARGS in files:  # which says them
             tree.pop(TRAINER_ARGUMENTS, None)
@@ -533,23 +578,8 @@ class HuggingFaceFolder:
             del tree[PRETRAINED]  # they are among the files
         stem = "adapter_model" if ADAPTER_CONFIG in files else "model"
         model, ties = tree.pop("model"), tree.pop(TIES, {})
-
-        def stream(name: str, one: Tensor) -> Iterator[memoryview]:
-            return stage.stream(f"model/{name}", one)
-
-        if self.target_kind == "file":
-            with stage.file() as output:
-                save_safetensors(model, output, stream, metadata_of(ties))
-            return
-        written = save_model(model, stem, self.shard_bytes, stage, stream, prefix, ties)
-        for key in [one for one in self.parts if one in tree]:
-            write_part(stage, f"{prefix}{self.parts[key]}", key, tree.pop(key))
-        write_files(stage, prefix, files)
-        if pretrained and prefix:  # from_pretrained takes the run's folder too, as after Trainer's save_model
-            for name in (*written, *pretrained):
-                stage.copy(f"{prefix}{name}", name)
-        if tree:
-            write_part(stage, f"{prefix}{REST}", "", tree)
+        parts = {key: tree.pop(key) for key in self.parts if key in tree}
+        return _Laid(prefix, stem, model, ties, parts, files, tuple(pretrained), tree)
 
     def _locate(self, path: Place, step: int | None) -> _Folder | None:
         """Finds the folder: itself, or of a run's folder the newest step's or the given one's."""
@@ -572,6 +602,51 @@ class HuggingFaceFolder:
             if number > newest
         ]
         return _Folder(steps[newest if step is None else step], tuple(steps), tuple(passed))
+
+
+@dataclass(frozen=True)
+class _Laid:
+    """Where the parts of a state lie in a target.
+
+    Attributes:
+        prefix: The step's folder below the target, with its `/`; "" if it is the target.
+        stem: What the model's files are called.
+        model: The model's tensors by name.
+        ties: Further name of a tensor of the model -> its name.
+        parts: What has files of its own, by key.
+        files: Files that are carried, by name.
+        pretrained: Names of those that the model's library builds it from.
+        rest: What the library has no file for.
+    """
+
+    prefix: str
+    stem: str
+    model: Mapping[str, Tensor]
+    ties: Mapping[str, str]
+    parts: Mapping[str, Tree]
+    files: Mapping[str, Tensor]
+    pretrained: tuple[str, ...]
+    rest: Mapping[str, Tree]
+
+
+def _in_model(name: str) -> str:
+    """Returns the name in the target of a model's tensor."""
+    return f"model/{name}"
+
+
+def _part_section(file: str, key: str, part: Tree) -> Section:
+    """Returns a section that is the torch file of a part; `join` needs nothing of it."""
+
+    def named_in(tree: Tree) -> dict[str, Tensor]:
+        return {f"{key}/{name}": tensor for name, tensor in tensor_names(tree).items()}
+
+    def write(stage: Stage) -> None:
+        write_part(stage, file, key, part)
+
+    def read(path: Place, files: Files, record: Any) -> dict[str, Tensor]:
+        return named_in(_open_part(path / file, files)[0])
+
+    return Section(file, named_in(part), write, read)
 
 
 def _pretrained(tree: Tree) -> Mapping[str, Any]:

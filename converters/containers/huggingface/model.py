@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NotRequired, TypeAlias, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 from statekit.converters.containers.dcp import open_folder
 from statekit.converters.containers.torch_file import open_torch
@@ -26,7 +26,8 @@ from statekit.converters.formats.dcp.tree import tree_of
 from statekit.errors import CorruptError, Faults, FormatError
 from statekit.files.checkpoint import Finding
 from statekit.files.manifest import inside
-from statekit.files.safetensors import open_safetensors, save_safetensors, sharded
+from statekit.files.safetensors import open_safetensors, sharded
+from statekit.files.sections import Section, safetensors_section
 from statekit.files.source import Files, listing, read_small
 from statekit.files.stage import Stage
 from statekit.files.tree import Place
@@ -48,8 +49,6 @@ INDEX = ".index.json"
 _SAFE, _BIN = ".safetensors", ".bin"
 _STEMS = (("model", _SAFE), ("pytorch_model", _BIN), ("pytorch_model_fsdp", _BIN), ("adapter_model", _SAFE),
           ("adapter_model", _BIN))  # fmt: skip
-
-Stream: TypeAlias = Callable[[str, Tensor], Iterable[memoryview]]
 
 
 class Index(TypedDict):
@@ -261,48 +260,63 @@ def ties_in(model: Model) -> dict[str, str]:
     return {name: one for name, one in named.items() if name not in model.tensors and one in model.tensors}
 
 
-def save_model(
+def model_sections(
     tensors: Mapping[str, Tensor],
     stem: str,
     limit: int | None,
-    stage: Stage,
-    stream: Stream,
+    named: Callable[[str], str],
     prefix: str = "",
     ties: Mapping[str, str] | None = None,
-) -> tuple[str, ...]:
-    """Writes a model as safetensors, in its order: files and index keep what the order says of the parameters.
-
-    Returns the names of its files.
+) -> list[Section]:
+    """Returns the files of a model as safetensors, in its order: they keep what the order says of the parameters.
 
     Args:
         tensors: By name.
         stem: What the files are called.
         limit: Bytes in a file at most; None for a single file.
-        stage: Where is written.
-        stream: Gives a tensor's bytes by its name.
-        prefix: The folder below the stage, with its `/`.
+        named: Gives a tensor's name in the target by its name in the model.
+        prefix: The folder below the target, with its `/`.
         ties: Further name of a tensor -> its name; in the file's metadata, where safetensors.torch's `save_model` has
             them. Source: huggingface/safetensors, bindings/python/py_src/safetensors/torch.py, `save_model`.
-
-    Raises:
-        FormatError: A name or dtype that safetensors can't hold.
     """
-    metadata = metadata_of(ties or {})
+    return [
+        safetensors_section(
+            f"{prefix}{file}", shard, metadata_of(ties or {}) if number == 0 else {"format": "pt"}, named
+        )
+        for number, (file, shard) in enumerate(_shards(tensors, stem, limit).items())
+    ]
+
+
+def save_index(
+    tensors: Mapping[str, Tensor], stem: str, limit: int | None, stage: Stage, prefix: str = ""
+) -> tuple[str, ...]:
+    """Writes the index of a model's files, where there are several; returns the names of index and files.
+
+    Args:
+        tensors: As in `model_sections`.
+        stem: As there.
+        limit: As there.
+        stage: Where is written.
+        prefix: As there.
+    """
+    shards = _shards(tensors, stem, limit)
+    if len(shards) == 1:
+        return tuple(shards)
+    weights = {name: file for file, shard in shards.items() for name in shard}
+    total = {"total_size": sum(map(nbytes, tensors.values()))}
+    text = json.dumps({"metadata": total, "weight_map": weights}, indent=2) + "\n"
+    with stage.file(f"{prefix}{stem}{_SAFE}{INDEX}") as output:
+        output.write(text.encode("ascii"))
+    return (f"{stem}{_SAFE}{INDEX}", *shards)
+
+
+def _shards(tensors: Mapping[str, Tensor], stem: str, limit: int | None) -> dict[str, Mapping[str, Tensor]]:
+    """Returns the tensors of each file of a model, by the file's name."""
     shards = [dict(tensors)] if limit is None else list(sharded(tensors, limit)) or [{}]
     count = len(shards)
-    weights = {}
-    for number, shard in enumerate(shards, 1):
-        file = f"{stem}{_SAFE}" if count == 1 else f"{stem}-{number:05}-of-{count:05}{_SAFE}"
-        weights.update(dict.fromkeys(shard, file))
-        with stage.file(f"{prefix}{file}") as output:
-            save_safetensors(shard, output, stream, metadata if number == 1 else {"format": "pt"})
-    if count > 1:
-        total = {"total_size": sum(map(nbytes, tensors.values()))}
-        text = json.dumps({"metadata": total, "weight_map": weights}, indent=2) + "\n"
-        with stage.file(f"{prefix}{stem}{_SAFE}{INDEX}") as output:
-            output.write(text.encode("ascii"))
-        return (f"{stem}{_SAFE}{INDEX}", *dict.fromkeys(weights.values()))
-    return (f"{stem}{_SAFE}",)
+    if count == 1:
+        return {f"{stem}{_SAFE}": shards[0]}
+    return {f"{stem}-{i:05}-of-{count:05}{_SAFE}": shard for i, shard in enumerate(shards, 1)}
 
 
 def _open_file(

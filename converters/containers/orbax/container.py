@@ -283,7 +283,7 @@ class OrbaxFolder:
             FormatError: Two names give the same array.
         """
         folder, _, item = (encoded.place or _DEFAULT).partition("/")
-        prefix = step_prefix(stage, encoded.step, folder)
+        prefix = step_prefix(stage.target, encoded.step, folder)
         begun = time.time_ns()
         if item == "{item}":
             handlers = {

@@ -7,20 +7,26 @@ default_planner.py, `create_default_local_save_plan`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Any
 
-from statekit.converters.formats.dcp.metadata import METADATA, StoredPiece
+from statekit.converters.formats.dcp.metadata import METADATA, StoredPiece, read_metadata
 from statekit.converters.formats.dcp.tree import flat_paths
+from statekit.converters.formats.dcp.values import read_values
 from statekit.converters.formats.pytorch.writer import Opcodes, write_archive
+from statekit.files.safetensors import sharded
+from statekit.files.sections import CutPoints, Section
+from statekit.files.source import Files
 from statekit.files.stage import Stage
-from statekit.tensors.tensor import Tensor
-from statekit.tensors.tree import Path, Tree
+from statekit.files.tree import Place
+from statekit.tensors.tensor import Tensor, nbytes
+from statekit.tensors.tree import Path, Tree, tensor_names
 
 FILE_BYTES = 16 * 2**30
-"""The size from which on the next piece begins another file, as each thread of PyTorch's writer has one."""
+"""Bytes of a file at most, unless one tensor has more; each thread of PyTorch's writer has a file too."""
+_AROUND = 1024
+"""Bytes of an archive beside the values in it, about."""
 VERSION = "1.0.0"
 _METADATA = "torch.distributed.checkpoint.metadata"
 _STORAGE = "torch.distributed.checkpoint.filesystem"
@@ -36,43 +42,109 @@ class Saved:
     piece: StoredPiece
 
 
-def write_dcp(tree: Tree, stage: Stage, below: str = "", named: str = "", nested: bool = True) -> None:
-    """Writes a tree as a distributed checkpoint below a stage.
+@dataclass(frozen=True)
+class DcpFolder:
+    """A tree as a distributed checkpoint.
 
-    Args:
+    Attributes:
         tree: A dict.
-        stage: Where.
-        below: The folder below it, with its `/`.
+        below: The folder below the target, with its `/`.
         named: What the tensors' names begin with in the checkpoint as a whole, with its `/`.
         nested: Whether the metadata says how the flat keys make a tree; without, each key of the dict is one.
-
-    Raises:
-        UsageError: Two paths give one flat key, or something can't be saved; lists every such place.
     """
-    entries = flat_paths(tree) if nested else {key: ((key,), value) for key, value in tree.items()}
-    saved = list(_written(entries, stage, below, named))
-    with stage.file(f"{below}{METADATA}") as file:
-        file.write(_Metadata().whole(saved, nested))
+
+    tree: Mapping[Any, Tree]
+    below: str = ""
+    named: str = ""
+    nested: bool = True
+
+    def image(self, cut: CutPoints) -> list[Section]:
+        """Returns the files of pieces; each gives `join` where its pieces begin, and their sizes.
+
+        Raises:
+            UsageError: Two paths give one flat key, or something can't be saved; lists every such place.
+        """
+        return [self._section(file, entries) for file, entries in self._files(cut)]
+
+    def join(self, stage: Stage, cut: CutPoints, records: Mapping[str, Any]) -> None:
+        """Writes the metadata.
+
+        Args:
+            stage: Where.
+            cut: As in `image`.
+            records: What the sections gave, by their names.
+        """
+        saved = [
+            one
+            for file, entries in self._files(cut)
+            for one in _saved(file, entries, records[f"{self.below}{file}"])
+        ]
+        with stage.file(f"{self.below}{METADATA}") as output:
+            output.write(_Metadata().whole(saved, self.nested))
+
+    def _files(self, cut: CutPoints) -> Iterator[tuple[str, _Entries]]:
+        tree = self.tree
+        entries = flat_paths(tree) if self.nested else {key: ((key,), value) for key, value in tree.items()}
+        parts = sharded(entries, cut.limit(FILE_BYTES), lambda entry: _stored_bytes(entry[1]))
+        for number, part in enumerate(parts):
+            yield f"__0_{number}.distcp", part
+
+    def _name(self, path: Path) -> str:
+        return f"{self.named}{'/'.join(map(str, path))}"
+
+    def _section(self, file: str, entries: _Entries) -> Section:
+        def write(stage: Stage) -> list[list[int]]:
+            record, start = [], 0
+            with stage.file(f"{self.below}{file}") as output:
+                for path, value in entries.values():
+                    write_archive(value, output, _streamed(stage, self._name(path)))
+                    record.append([start, output.tell() - start])
+                    start = output.tell()
+            return record
+
+        def read(path: Place, files: Files, record: Any) -> dict[str, Tensor]:
+            folder = path / self.below if self.below else path
+            metadata = _Metadata().whole(_saved(file, entries, record), nested=True)
+            contents = read_metadata(metadata, f"{folder / file}", files.account)
+            values, _ = read_values(contents, folder, files)
+            return self._tensors({key: (entries[key][0], value) for key, value in values.items()})
+
+        return Section(f"{self.below}{file}", self._tensors(entries), write, read)
+
+    def _tensors(self, entries: _Entries) -> dict[str, Tensor]:
+        return {
+            _at(self._name(path), leaf): tensor
+            for path, value in entries.values()
+            for leaf, tensor in _tensors_in(value).items()
+        }
 
 
-def _written(
-    entries: Mapping[str, tuple[Path, Tree]], stage: Stage, below: str, named: str
-) -> Iterator[Saved]:
-    number, file, start = 0, None, 0
-    with ExitStack() as opened:
-        for key, (path, value) in entries.items():
-            if file is None or start >= FILE_BYTES:
-                opened.close()
-                name, start = f"__0_{number}.distcp", 0
-                file, number = opened.enter_context(stage.file(f"{below}{name}")), number + 1
-            _save(file, value, stage, f"{named}{'/'.join(map(str, path))}")
-            yield Saved(key, path, value, StoredPiece(name, start, file.tell() - start))
-            start = file.tell()
+_Entries = Mapping[str, tuple[Path, Tree]]
+"""By flat key, the path in the tree and the value."""
 
 
-def _save(file: BinaryIO, value: Tree, stage: Stage, name: str) -> None:
-    """Writes one entry; tensors of a value that isn't one have the names that they have in the whole tree."""
-    write_archive(value, file, lambda leaf, tensor: stage.stream(f"{name}/{leaf}" if leaf else name, tensor))
+def _streamed(stage: Stage, name: str) -> Callable[[str, Tensor], Iterator[memoryview]]:
+    """Returns what gives the bytes of the tensors in a value, by their names there."""
+    return lambda leaf, tensor: stage.stream(_at(name, leaf), tensor)
+
+
+def _at(name: str, leaf: str) -> str:
+    """Returns the name of a tensor in a value that may be a tensor itself: in the whole tree."""
+    return f"{name}/{leaf}" if leaf else name
+
+
+def _tensors_in(value: Tree) -> dict[str, Tensor]:
+    return {"": value} if isinstance(value, Tensor) else tensor_names(value)
+
+
+def _stored_bytes(value: Tree) -> int:
+    """Returns about how many bytes a value takes in a file, which no value has to be read for."""
+    return _AROUND + sum(map(nbytes, _tensors_in(value).values()))
+
+
+def _saved(file: str, entries: _Entries, record: Sequence[Sequence[int]]) -> Iterator[Saved]:
+    for (key, (path, value)), (start, size) in zip(entries.items(), record, strict=True):
+        yield Saved(key, path, value, StoredPiece(file, start, size))
 
 
 class _Metadata:
@@ -81,9 +153,9 @@ class _Metadata:
     def __init__(self) -> None:
         self._ops = Opcodes()
 
-    def whole(self, saved: list[Saved], nested: bool) -> bytes:
+    def whole(self, saved: Iterable[Saved], nested: bool) -> bytes:
         """Returns the pickle."""
-        ops = self._ops
+        ops, saved = self._ops, [*saved]
         self._begin(_METADATA, "Metadata")
         ops.text("state_dict_metadata")
         ops.out += b"}("

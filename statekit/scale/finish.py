@@ -1,0 +1,225 @@
+"""Finishes a work: joins what its tasks wrote, proves it, and gives it the target's name in one step."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from statekit.conversion.convert import (
+    Report,
+    check_place,
+    check_streamed,
+    goes_on_with_masters,
+    kept_fields,
+    manifest_fields,
+    proven_beside,
+)
+from statekit.conversion.rounded import Measured
+from statekit.conversion.source_proof import changed, content_digest, source_digests, stated
+from statekit.errors import CommitError, Faults, NotFoundError, StatekitError, TargetExistsError, UsageError
+from statekit.files.durable import new_file, writing
+from statekit.files.homes import Entries, permissions
+from statekit.files.integrity import check_no_damage
+from statekit.files.manifest import FILE, file_entry, files_below, require_manifest
+from statekit.files.sections import CutPoints
+from statekit.files.stage import Stage, silent, staged
+from statekit.pipeline import job
+from statekit.scale.folder import Opened, WorkFolder
+from statekit.scale.parts import PartRecord
+from statekit.state.stored_params import check_masters
+
+_NO_LINKS = {errno.EPERM, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EMLINK}
+"""What a file system answers that has no hard links, or has them within another part of it only."""
+
+
+def finish(work: WorkFolder, again: bool = False) -> Report:
+    """Finishes a work. Arguments and errors are those of `Work.finish`."""
+    began = time.monotonic()
+    parts = _parts(work)
+    plan = work.opened.plan
+    digests = _digests(work.opened, parts)
+    if _is_finished(work, parts):
+        return _report(work, parts, digests, _entries_of(work.target), began)
+    check_place(plan, replace=False, replace_foreign=False)
+    try:
+        with job():
+            files = _joined(work, parts, digests, again)
+    except TargetExistsError:  # another process has finished it meanwhile
+        if not _is_finished(work, parts):
+            raise
+        files = _entries_of(work.target)
+    shutil.rmtree(work.place / "attempts", ignore_errors=True)
+    return _report(work, parts, digests, files, began)
+
+
+def _parts(work: WorkFolder) -> list[PartRecord]:
+    """Returns the part record of every task.
+
+    Raises:
+        UsageError: Some are missing, or can't be trusted; lists every one.
+    """
+    faults, parts = Faults(), list[PartRecord]()
+    for number in range(len(work.document["tasks"])):
+        try:
+            parts.append(work.proven_part(number))
+        except NotFoundError:
+            faults.add("isn't done", f"task {number}")
+        except StatekitError as error:
+            faults.add(error.line, f"task {number}")
+    faults.check(
+        UsageError,
+        "Tasks of this work are missing, or their part records can't be trusted",
+        place=work.place,
+        remedy=f"statekit work run {work.place}",
+    )
+    return parts
+
+
+def _digests(opened: Opened, parts: Sequence[PartRecord]) -> dict[str, str]:
+    """Returns the digests of the source's tensors, as the tasks had them, and checks what they wrote.
+
+    Raises:
+        UsageError: A part record has other tensors than its task.
+    """
+    rest = {name: digest for part in parts for name, digest in part.checked.items()}
+    faults = Faults()
+    for part in parts:
+        task = opened.tasks[part.task]
+        names = [
+            name
+            for section in task.names
+            if task.kind == "write"
+            for name in opened.sections[section].tensors
+        ]
+        if names != list(part.tensors):
+            faults.add("has other tensors than the task", f"part record of task {part.task}")
+    if rest.keys() != opened.rest.keys():
+        faults.add("lack digests of the source's tensors, or have others", "part records")
+    faults.check(UsageError, "Part records aren't those of this work's tasks", remedy="run the tasks again")
+    streamed = {name: entry for part in parts for name, entry in part.tensors.items()}
+    return source_digests(rest, opened.passed, streamed)
+
+
+def _joined(
+    work: WorkFolder, parts: Sequence[PartRecord], digests: Mapping[str, str], again: bool
+) -> Entries:
+    """Writes the target from the files of the tasks; returns the entries of its files."""
+    opened = work.opened
+    plan, prepared = opened.plan, opened.prepared
+    checkpoint = prepared.opened.checkpoint
+    lineage = list[dict[str, Any]]()
+    for model in prepared.beside:
+        faults, entry = proven_beside(model, silent)
+        check_no_damage(faults, model.checkpoint.path)
+        lineage.append(entry)
+    if goes_on_with_masters(plan, prepared):
+        check_masters(prepared.opened.state, checkpoint.path)
+
+    def fields(streamed: Entries) -> Mapping[str, Any]:
+        whole = {**digests, **source_digests({}, opened.passed, streamed)}
+        names = files_below(stage.path)
+        return {
+            **manifest_fields(plan, content_digest(checkpoint, whole), names),
+            **({"beside": lineage} if lineage else {}),
+            **kept_fields(plan, prepared),
+        }
+
+    with staged(
+        plan.request.target,
+        "folder",
+        mode=permissions(prepared.places),
+        fields=fields,
+        budget=prepared.opened.budget,
+    ) as stage:
+        with writing(stage.target):
+            for part in parts:
+                _take_files(work.files_of(part), stage, part)
+            with prepared.joining():
+                records = {name: record for part in parts for name, record in part.records.items()}
+                cut = CutPoints(work.document["task_bytes"])
+                prepared.cuttable().join(prepared.encoded, stage, cut, records)
+        check_streamed(plan, stage)
+        check_no_damage(
+            changed(checkpoint, source_digests({}, opened.passed, stage.tensors)), checkpoint.path
+        )
+        if again:
+            stage.forget()
+        return stage.commit(prepared.reopen)
+
+
+def _take_files(folder: Path, stage: Stage, part: PartRecord) -> None:
+    """Puts the files of a task into the target; they stay where they are too, until the target has its name."""
+    for name in part.files:
+        place = Path(stage.path) / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(folder / name, place)
+        except FileExistsError:
+            raise CommitError("Two tasks wrote one file.", place=stage.target, found=name) from None
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise
+            with (folder / name).open("rb") as source, new_file(place) as output:
+                shutil.copyfileobj(source, output, 2**23)
+    files = {name: {"bytes": entry["bytes"], "blake3": entry["blake3"]} for name, entry in part.files.items()}
+    stage.adopt(part.tensors, files)
+
+
+def _is_finished(work: WorkFolder, parts: Sequence[PartRecord]) -> bool:
+    """Tells whether the target is there already, made of these parts."""
+    if not (work.target / FILE).is_file():
+        return False
+    try:
+        manifest = require_manifest(work.target)
+    except StatekitError:
+        return False
+    files = {name: entry["blake3"] for name, entry in manifest["files"].items()}
+    return manifest.get("plan") == work.document["plan"] and all(
+        files.get(name) == entry["blake3"] and (work.target / name).is_file()
+        for part in parts
+        for name, entry in part.files.items()
+    )
+
+
+def _entries_of(target: Path) -> Entries:
+    return {**require_manifest(target)["files"], FILE: file_entry(target / FILE)}
+
+
+def _report(
+    work: WorkFolder, parts: Sequence[PartRecord], digests: Mapping[str, str], files: Entries, began: float
+) -> Report:
+    opened = work.opened
+    checkpoint = opened.prepared.opened.checkpoint
+    return Report(
+        target=work.target,
+        plan=opened.plan,
+        files=files,
+        bytes=sum(int(entry["bytes"]) for entry in files.values()),
+        seconds=time.monotonic() - began,
+        verified=len(opened.plan.entries),
+        source_digest=require_manifest(work.target)["source"].get("digest") or "",
+        source_proven=len(stated(checkpoint).keys() & digests.keys()),
+        measured=_measured(parts),
+    )
+
+
+def _measured(parts: Sequence[PartRecord]) -> tuple[Measured, ...]:
+    """Returns how far all that was rounded is off, of all tasks together."""
+    together: dict[str, Measured] = {}
+    for part in parts:
+        for fields in part.measured:
+            one = Measured(**fields)
+            before = together.get(one.asked, Measured(one.asked))
+            together[one.asked] = Measured(
+                one.asked,
+                before.values + one.values,
+                before.rounded + one.rounded,
+                max(before.largest, one.largest),
+                before.lost + one.lost,
+            )
+    return tuple(together.values())

@@ -1,0 +1,173 @@
+"""Part records: what an attempt at a task wrote and proved. The first that is created counts, and none is changed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+from statekit.errors import CorruptError, RefusedError
+from statekit.files.durable import new_file, rename_new, sync_folder
+from statekit.files.manifest import inside
+from statekit.files.source import read_small
+from statekit.tensors.digest import json_digest
+from statekit.tensors.tree import strict_json
+from statekit.tensors.typed import Name, Natural, typed
+
+_ATTEMPT = re.compile(r"\d{5,}-[0-9a-f]{32}")
+FORMAT = "statekit-part"
+VERSION = 1
+_BROKEN = "A part record can't be trusted"
+
+
+class PartFile(TypedDict):
+    """A file that a task wrote; `changed` is when, in nanoseconds since 1970."""
+
+    bytes: Natural
+    blake3: str
+    changed: Natural
+
+
+class PartTensor(TypedDict):
+    """A tensor that a task wrote."""
+
+    shape: list[Natural]
+    dtype: str
+    blake3: str
+
+
+class PartDocument(TypedDict):
+    """The fields of a part record."""
+
+    format: str
+    version: Natural
+    work: str
+    task: Natural
+    attempt: Name
+    files: dict[Name, PartFile]
+    tensors: dict[str, PartTensor]
+    checked: dict[str, str]
+    records: dict[str, Any]
+    measured: list[dict[str, Any]]
+    seconds: float | int
+    digest: str
+
+
+@dataclass(frozen=True)
+class PartRecord:
+    """What an attempt at a task wrote and proved.
+
+    Attributes:
+        work: Digest of the work's document, which has the plan's and the fingerprint of the codecs.
+        task: The task's number.
+        attempt: Name of the attempt, which is that of the folder with its files.
+        files: Name in the target -> size, BLAKE3 and time of the last change.
+        tensors: Name in the target -> shape, dtype and BLAKE3.
+        checked: Name in the source -> BLAKE3, of tensors that aren't written as they are.
+        records: What the container needs of each section to join them, by the section's name.
+        measured: How far what was rounded is from what it was made of.
+        seconds: How long the attempt took.
+    """
+
+    work: str
+    task: int
+    attempt: str
+    files: Mapping[str, Mapping[str, Any]]
+    tensors: Mapping[str, Mapping[str, Any]]
+    checked: Mapping[str, str]
+    records: Mapping[str, Any]
+    measured: tuple[Mapping[str, Any], ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def result(self) -> dict[str, Any]:
+        """What all attempts at a task have in common."""
+        files = {name: (entry["bytes"], entry["blake3"]) for name, entry in self.files.items()}
+        return {"files": files, "tensors": dict(self.tensors), "checked": dict(self.checked)}
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the record with its heading and, last, its own digest."""
+        document = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        document["measured"] = list(self.measured)
+        return {**document, "digest": json_digest(document)}
+
+
+def read_part(place: Path) -> PartRecord:
+    """Reads a part record and proves that it says what its writer wrote.
+
+    Raises:
+        NotFoundError: There is none.
+        FormatError: It is none.
+        CorruptError: It was changed, or is torn.
+        RefusedError: It names files outside its attempt's folder.
+    """
+    document: Any = strict_json(read_small(place), place)
+    fields = typed(document, PartDocument, place, _BROKEN)
+    digest = json_digest({key: value for key, value in document.items() if key != "digest"})
+    if (fields["format"], fields["version"], fields["digest"]) != (FORMAT, VERSION, digest):
+        raise CorruptError(
+            f"{_BROKEN}: its own digest doesn't fit.",
+            place=place,
+            expected=digest,
+            found=fields["digest"],
+            remedy="run the task again",
+        )
+    if not _ATTEMPT.fullmatch(fields["attempt"]) or not all(map(inside, fields["files"])):
+        raise RefusedError(
+            f"{_BROKEN}: it names files elsewhere.", place=place, found=repr(fields["attempt"])
+        )
+    names = ("work", "task", "attempt", "files", "tensors", "checked", "records")
+    values: dict[str, Any] = {name: document[name] for name in names}
+    return PartRecord(**values, measured=tuple(fields["measured"]), seconds=float(fields["seconds"]))
+
+
+def publish(
+    part: PartRecord, place: Path, draft: Path, counting: Callable[[], PartRecord | None]
+) -> PartRecord:
+    """Creates a part record if there is none, in one step; returns that which counts.
+
+    Args:
+        part: The record.
+        place: Where it shall be.
+        draft: Where it is written first, on the same file system.
+        counting: Gives the record that was created before, if it can be trusted and its files are there.
+
+    Raises:
+        CorruptError: Another attempt's record says that it wrote something else.
+        CommitError: It can't be written.
+    """
+    with new_file(draft) as output:
+        output.write(json.dumps(part.to_json(), allow_nan=False).encode("ascii"))
+    while True:
+        try:
+            rename_new(draft, place)
+        except FileExistsError:
+            earlier = counting()
+            if earlier is None:  # torn, or of another work, or without its files: it counts for nothing
+                os.replace(place, draft.with_suffix(".untrusted"))
+                continue
+            _check_same(earlier, part, place)
+            draft.unlink()
+            return earlier
+        sync_folder(place.parent)
+        return part
+
+
+def _check_same(earlier: PartRecord, part: PartRecord, place: Path) -> None:
+    """Refuses two attempts at a task that wrote different bytes.
+
+    Raises:
+        CorruptError: They did; names both.
+    """
+    if earlier.result != part.result:
+        raise CorruptError(
+            "Two attempts at a task wrote different bytes: the source changed, or a machine computes otherwise.",
+            place=place,
+            expected=f"what attempt {earlier.attempt} wrote",
+            found=f"attempt {part.attempt}",
+            remedy="drop the work (statekit work drop) and split it again",
+        )

@@ -1,0 +1,224 @@
+"""How far a work is: what part records and the notes of attempts say; no source is opened."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import time
+from collections.abc import Container, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, NotRequired, TypedDict
+
+from statekit.errors import StatekitError
+from statekit.files.source import read_small
+from statekit.files.stage import Progress
+from statekit.scale.folder import ATTEMPTS, WorkFolder
+from statekit.tensors.tree import strict_json
+from statekit.tensors.typed import Name, Natural, typed
+
+_BETWEEN = 2.0
+"""Seconds between two notes of an attempt."""
+SILENT = 60.0
+"""Seconds without a note after which an attempt counts as given up."""
+
+
+class NoteDocument(TypedDict):
+    """The note of an attempt."""
+
+    task: Natural
+    host: str
+    pid: Natural
+    began: float
+    at: float
+    phase: str
+    done: Natural
+    bytes: Natural
+    error: NotRequired[Name]
+
+
+@dataclass
+class Attempt:
+    """An attempt at a task, and the note that it leaves beside its folder.
+
+    Attributes:
+        folder: Where it writes.
+        name: The folder's name.
+    """
+
+    folder: Path
+    name: str
+    _note: dict[str, Any]
+    _noted: float = 0.0
+
+    @classmethod
+    def begin(cls, work: Path, task: int, name: str, size: int) -> Attempt:
+        """Makes the folder and the first note.
+
+        Args:
+            work: The work's folder.
+            task: The task's number.
+            name: The attempt's.
+            size: Bytes of the task.
+        """
+        now = time.time()
+        note = {"task": task, "host": socket.gethostname(), "pid": os.getpid(), "began": now, "at": now}
+        attempt = cls(work / ATTEMPTS / name, name, {**note, "phase": "", "done": 0, "bytes": size})
+        attempt.folder.mkdir()
+        attempt._write()
+        return attempt
+
+    def tell(self, progress: Progress) -> None:
+        """Notes how far it is, now and then."""
+        if time.monotonic() - self._noted >= _BETWEEN:
+            self._note |= {"phase": progress.phase, "done": progress.done}
+            self._write()
+
+    def failed(self, error: BaseException) -> None:
+        """Notes why it failed."""
+        line = error.line if isinstance(error, StatekitError) else f"{type(error).__name__}: {error}"
+        self._note["error"] = line
+        with suppress(OSError):
+            self._write()
+
+    def end(self) -> None:
+        """Removes the note: the part record says all."""
+        self.folder.with_suffix(".json").unlink(missing_ok=True)
+
+    def _write(self) -> None:
+        self._noted, self._note["at"] = time.monotonic(), time.time()
+        draft = self.folder.with_suffix(".note")
+        draft.write_text(json.dumps(self._note), encoding="ascii")
+        os.replace(draft, self.folder.with_suffix(".json"))
+
+
+@dataclass(frozen=True)
+class Running:
+    """An attempt that hasn't ended: its task, where it runs, how far it is, and for how long it has run."""
+
+    task: int
+    host: str
+    pid: int
+    phase: str
+    done: int
+    bytes: int
+    seconds: float
+    silent: float
+
+
+@dataclass(frozen=True)
+class Status:
+    """How far a work is.
+
+    Attributes:
+        tasks: How many tasks there are.
+        bytes: Bytes of all tasks.
+        done: The numbers of those that are done.
+        done_bytes: Their bytes.
+        running: Attempts under way, the slowest first.
+        silent: Attempts of which nothing was heard for a minute.
+        failed: The last error of each task that failed and isn't done.
+        attempts: How many attempts failed, or were given up.
+        seconds: Seconds of the tasks that are done, together.
+        finished: Whether the target is there.
+    """
+
+    tasks: int
+    bytes: int
+    done: tuple[int, ...]
+    done_bytes: int
+    running: tuple[Running, ...] = ()
+    silent: tuple[Running, ...] = ()
+    failed: dict[int, str] = field(default_factory=dict)
+    attempts: int = 0
+    seconds: float = 0.0
+    finished: bool = False
+
+    @property
+    def missing(self) -> list[int]:
+        """The numbers of the tasks that aren't done."""
+        done = set(self.done)
+        return [number for number in range(self.tasks) if number not in done]
+
+    @property
+    def moved(self) -> int:
+        """Bytes done, of tasks under way too: each byte is written, and then read again."""
+        under_way = {one.task: _share(one) for one in reversed(self.running)}
+        return self.done_bytes + sum(under_way.values())
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns it as plain JSON."""
+        return {
+            "tasks": self.tasks,
+            "bytes": self.bytes,
+            "done": list(self.done),
+            "done_bytes": self.done_bytes,
+            "missing": self.missing,
+            "running": [vars(one) for one in self.running],
+            "silent": [vars(one) for one in self.silent],
+            "failed": {str(task): error for task, error in self.failed.items()},
+            "attempts_lost": self.attempts,
+            "seconds": round(self.seconds, 3),
+            "finished": self.finished,
+        }
+
+
+def status_of(work: WorkFolder) -> Status:
+    """Returns how far a work is."""
+    sizes = [int(task[1]) for task in work.document["tasks"]]
+    parts = {number: part for number in range(len(sizes)) if (part := work.part(number)) is not None}
+    running, silent, errors = _attempts(work.place / ATTEMPTS, parts)
+    return Status(
+        len(sizes),
+        sum(sizes),
+        tuple(parts),
+        sum(sizes[number] for number in parts),
+        running,
+        silent,
+        {note["task"]: note["error"] for note in sorted(errors, key=lambda note: note["at"])},
+        len(errors) + len(silent),
+        sum(part.seconds for part in parts.values()),
+        work.target.is_dir() and not work.target.is_symlink(),
+    )
+
+
+def _attempts(
+    folder: Path, done: Container[int]
+) -> tuple[tuple[Running, ...], tuple[Running, ...], list[NoteDocument]]:
+    """Returns the attempts at tasks that aren't done: those that run, those that are silent, those that failed."""
+    notes = [note for note in _notes(folder) if note["task"] not in done]
+    alive = sorted(
+        map(_running, (note for note in notes if "error" not in note)), key=lambda one: -one.seconds
+    )
+    running = tuple(one for one in alive if one.silent < SILENT)
+    silent = tuple(one for one in alive if one.silent >= SILENT)
+    return running, silent, [note for note in notes if "error" in note]
+
+
+def _notes(attempts: Path) -> Iterator[NoteDocument]:
+    for path in sorted(attempts.glob("*.json")):
+        try:
+            yield typed(strict_json(read_small(path), path), NoteDocument, path)
+        except StatekitError:  # it has just ended
+            continue
+
+
+def _running(note: NoteDocument) -> Running:
+    now = time.time()
+    return Running(
+        note["task"],
+        note["host"],
+        note["pid"],
+        note["phase"],
+        note["done"],
+        note["bytes"],
+        max(0.0, now - note["began"]),
+        max(0.0, now - note["at"]),
+    )
+
+
+def _share(one: Running) -> int:
+    half = min(one.done, one.bytes) // 2
+    return half + one.bytes // 2 if one.phase == "verify" else half

@@ -1,0 +1,149 @@
+"""Runs one task: writes its sections into a folder of its own, reads them again, and creates its part record."""
+
+from __future__ import annotations
+
+import shutil
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from statekit.conversion.convert import measured_of
+from statekit.conversion.prepared import Prepared
+from statekit.conversion.source_proof import changed, digests_of
+from statekit.errors import CorruptError, some
+from statekit.files.checkpoint import Checkpoint
+from statekit.files.durable import sync_folder, writing
+from statekit.files.homes import LocalHome
+from statekit.files.integrity import check_no_damage, prove_files
+from statekit.files.sections import Section
+from statekit.files.source import Files, walked
+from statekit.files.stage import Progress, Stage
+from statekit.files.tree import Place
+from statekit.pipeline import job
+from statekit.scale.folder import Opened, WorkFolder
+from statekit.scale.parts import PartRecord, publish
+from statekit.scale.progress import Attempt
+from statekit.scale.tasks import FILE, Task
+from statekit.tensors.tensor import Tensor
+
+
+def run(work: WorkFolder, number: int) -> PartRecord:
+    """Makes an attempt at a task; returns the part record that counts, which may be another attempt's.
+
+    Raises:
+        As `Work.run`.
+    """
+    opened, began = work.opened, time.monotonic()
+    task = opened.tasks[number]
+    attempt = Attempt.begin(work.place, number, f"{number:05}-{uuid.uuid4().hex}", task.bytes)
+    folder = attempt.folder
+    try:
+        with job(), writing(folder):
+            done = (_write if task.kind == "write" else _check)(opened, task, folder, attempt)
+            _check_source(opened)
+            part = PartRecord(work.digest, number, attempt.name, **done, seconds=time.monotonic() - began)
+            first = publish(
+                part, work.part_place(number), folder.with_suffix(".part"), lambda: work.part(number)
+            )
+    except BaseException as error:
+        attempt.failed(error)
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    attempt.end()
+    if first.attempt != attempt.name:
+        shutil.rmtree(folder, ignore_errors=True)
+    return first
+
+
+def _write(opened: Opened, task: Task, folder: Path, attempt: Attempt) -> dict[str, Any]:
+    """Writes sections and reads them again; returns the fields of the part record."""
+    prepared, target = opened.prepared, opened.plan.request.target
+    sections = [opened.sections[name] for name in task.names]
+    with writing(folder):
+        (folder / target.name).mkdir(parents=True)
+    home = LocalHome(folder / target.name, Path(target), "folder")
+    stage = Stage(home, task.bytes, _on_progress=attempt.tell, _budget=prepared.opened.budget)
+    stage.expect({name: tensor for section in sections for name, tensor in section.tensors.items()})
+    with prepared.joining():
+        records = {section.name: section.write(stage) for section in sections}
+    checkpoint = prepared.opened.checkpoint
+    passed = {
+        opened.passed[name]: entry["blake3"] for name, entry in stage.tensors.items() if name in opened.passed
+    }
+    check_no_damage(changed(checkpoint, passed), checkpoint.path)
+    files = stage.prove(lambda path: _reopened(prepared, path, sections, records))
+    for below, _, _ in walked(folder, bottom_up=True):
+        sync_folder(Path(below))
+    measured = measured_of(
+        opened.plan, [tensor for section in sections for tensor in section.tensors.values()]
+    )
+    return {
+        "files": {
+            name: {**entry, "changed": (folder / target.name / name).stat().st_mtime_ns}
+            for name, entry in files.items()
+        },
+        "tensors": dict(stage.tensors),
+        "checked": {},
+        "records": records,
+        "measured": tuple(vars(one) for one in measured),
+    }
+
+
+def _reopened(
+    prepared: Prepared, path: Place, sections: list[Section], records: dict[str, Any]
+) -> Checkpoint:
+    """Opens sections that were written."""
+    with ExitStack() as stack:
+        files = stack.enter_context(Files(prepared.opened.budget, path))
+        tensors: dict[str, Tensor] = {}
+        for section in sections:
+            tensors |= section.read(path, files, records[section.name])
+        keep = stack.pop_all()
+    return Checkpoint(prepared.container.name, path, dict(tensors), on_close=keep.close)
+
+
+def _check(opened: Opened, task: Task, folder: Path, attempt: Attempt) -> dict[str, Any]:
+    """Proves tensors and files of the source that nobody writes as they are."""
+    checkpoint = opened.prepared.opened.checkpoint
+    rest = {name: opened.rest[name] for name in task.names if not name.startswith(FILE)}
+    digests = digests_of(rest, attempt.tell)
+    faults = changed(checkpoint, digests)
+    faults += _file_faults(
+        opened, {name.removeprefix(FILE) for name in task.names if name.startswith(FILE)}, attempt
+    )
+    check_no_damage(faults, checkpoint.path)
+    return {"files": {}, "tensors": {}, "checked": digests, "records": {}}
+
+
+def _file_faults(opened: Opened, names: set[str], attempt: Attempt) -> Iterator[tuple[str, str]]:
+    """Yields which files of the source aren't what its manifest says."""
+    checkpoint = opened.prepared.opened.checkpoint
+    proof = checkpoint.proof
+    if not names or proof is None:
+        return
+
+    def tell(name: str, done: int, total: int) -> None:
+        attempt.tell(Progress("check", name, done, total))
+
+    entries = {path: entry for path, entry in proof.files.items() if f"{path}" in names}
+    some_files = replace(checkpoint, proof=replace(proof, files=entries))
+    yield from prove_files(some_files, opened.prepared.opened.budget, tell)
+
+
+def _check_source(opened: Opened) -> None:
+    """Refuses what was read of a source that was changed meanwhile.
+
+    Raises:
+        CorruptError: Names the source.
+    """
+    if not opened.prepared.is_current:
+        raise CorruptError(
+            "The source was changed while a task read it.",
+            place=opened.plan.request.ref.place,
+            found=some([f"{place}" for place in opened.prepared.files]),
+            remedy="drop the work (statekit work drop) and split it again",
+        )

@@ -1,0 +1,208 @@
+"""A work: a conversion that many processes carry out, each of them a task at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from statekit.conversion.convert import Report, check_place
+from statekit.conversion.plan import Plan
+from statekit.conversion.prepared import carried_out
+from statekit.errors import TargetExistsError, UsageError
+from statekit.files.durable import new_file, rename_new, sync_folder, writing
+from statekit.scale.fingerprint import fingerprint
+from statekit.scale.finish import finish as finish_work
+from statekit.scale.folder import (
+    ATTEMPTS,
+    DOCUMENT,
+    FORMAT,
+    PARTS,
+    VERSION,
+    WorkFolder,
+    facts_of,
+    opened_of,
+    read_document,
+)
+from statekit.scale.parts import PartRecord
+from statekit.scale.progress import Status, status_of
+from statekit.scale.request import to_json
+from statekit.scale.running import run as run_task
+from statekit.tensors.digest import json_digest
+
+TASK_BYTES = 2 * 2**30
+
+
+def split(plan: Plan, place: str | os.PathLike[str], task_bytes: int = TASK_BYTES) -> Work:
+    """Splits a plan into tasks; the same plan and bytes give the same tasks.
+
+    Args:
+        plan: What to do; its target isn't there yet.
+        place: The work's folder, which all workers see, on the target's file system. If it holds the same work
+            already, that goes on.
+        task_bytes: Bytes of a task's values, and of the values in a file of the target, at most; a larger tensor is a
+            task by itself.
+
+    Raises:
+        UsageError: The target is one file, or its folder belongs to another work, or the options don't go together.
+        TargetExistsError: The target exists.
+        CorruptError: The source contradicts its manifest.
+
+    Example:
+        >>> import statekit
+        >>> work = statekit.split(statekit.plan("t5x-ckpt", "run.statekit"), "run.work", task_bytes=2**20)
+        >>> [part.task for part in map(work.run, work.missing())], work.missing()
+        ([0], [])
+        >>> work.finish().verified
+        22
+    """
+    folder = Path(os.path.abspath(place))
+    _check_asked(plan, folder, task_bytes)
+    check_place(plan, replace=False, replace_foreign=False)
+    prepared = carried_out(plan)
+    try:
+        opened = opened_of(plan, prepared, task_bytes)
+        document = {
+            "format": FORMAT,
+            "version": VERSION,
+            "request": to_json(plan.request),
+            "plan": plan.digest,
+            "task_bytes": task_bytes,
+            "source": facts_of(prepared),
+            "fingerprint": fingerprint(),
+            "tasks": [task.to_json() for task in opened.tasks],
+        }
+        _make(folder, {**document, "digest": json_digest(document)})
+        return Work(folder, opened)
+    except BaseException:
+        prepared.close()
+        raise
+
+
+class Work(WorkFolder):
+    """A conversion that many processes carry out. Leaving its context closes the source.
+
+    Args:
+        place: The work's folder.
+
+    Raises:
+        NotFoundError: There is no work.
+        FormatError, CorruptError: Its document can't be trusted.
+    """
+
+    def run(self, number: int) -> PartRecord:
+        """Does a task, unless it is done; returns the part record that counts.
+
+        Raises:
+            UsageError: There is no such task, or the libraries here have other versions.
+            CorruptError: The source was changed, or isn't what its manifest says, or another attempt differs.
+            CommitError: Writing failed, or what was written isn't what was meant.
+        """
+        if not 0 <= number < len(self.document["tasks"]):
+            raise UsageError(
+                "There is no such task.",
+                place=self.place,
+                expected=f"0 to {len(self.document['tasks']) - 1}",
+                found=number,
+            )
+        return self.part(number) or run_task(self, number)
+
+    def status(self) -> Status:
+        """Returns how far the work is, without opening the source."""
+        return status_of(self)
+
+    def finish(self, again: bool = False) -> Report:
+        """Joins what the tasks wrote, proves it, and gives it the target's name; of a finished work, does nothing.
+
+        Args:
+            again: Whether to read all values of the target once more; the tasks have read them already.
+
+        Raises:
+            UsageError: Tasks are missing; lists them, and why.
+            TargetExistsError: Something else is at the target.
+            CorruptError: The source was changed, or isn't what its manifest says.
+            CommitError: The target can't be written, or isn't what was meant.
+        """
+        return finish_work(self, again)
+
+    def drop(self) -> None:
+        """Removes the work's folder, whatever in it is done; a finished target stays.
+
+        Raises:
+            CommitError: It can't be removed.
+        """
+        self.close()
+        with writing(self.place):
+            (self.place / DOCUMENT).unlink(missing_ok=True)  # nobody begins a task any more
+            shutil.rmtree(self.place)
+
+
+def _check_asked(plan: Plan, folder: Path, task_bytes: int) -> None:
+    """Refuses what no work can do.
+
+    Raises:
+        UsageError: Says what.
+    """
+    if not isinstance(plan.request.target, Path):
+        raise UsageError(
+            "Many workers write targets on a disk that all of them see.",
+            place=plan.request.target,
+            remedy="name a folder there and copy it, or convert in one process: leave --on out",
+        )
+    target = Path(os.path.abspath(plan.request.target))
+    if type(task_bytes) is not int or task_bytes < 1:
+        raise UsageError(
+            "This is no size of a task.", place="task_bytes", expected="bytes, from 1 on", found=task_bytes
+        )
+    if plan.request.ref.accept_damaged:
+        raise UsageError(
+            "A damaged source isn't converted by many workers.",
+            place="--accept-damaged",
+            remedy="convert it in one process: leave --on out",
+        )
+    if target == folder or target in folder.parents or folder in target.parents:
+        raise UsageError(
+            "The work's folder and the target lie in each other.",
+            place=folder,
+            found=f"target {target}",
+            remedy="name a folder beside the target",
+        )
+
+
+def _make(folder: Path, document: Mapping[str, Any]) -> None:
+    """Makes the folder of a work; one of the same work stays as it is.
+
+    Raises:
+        UsageError: Another work is there, or something else.
+        CommitError: It can't be made.
+    """
+    text = json.dumps(document, allow_nan=False).encode("ascii")
+    with writing(folder):
+        if (folder / DOCUMENT).exists():
+            if read_document(folder)["digest"] != document["digest"]:
+                raise UsageError(
+                    "Another work is in this folder.",
+                    place=folder,
+                    expected=f"work {document['digest']}",
+                    remedy="name another folder, or drop that work (statekit work drop)",
+                )
+            return
+        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            raise TargetExistsError(
+                "The work's folder exists, and no work is in it.", place=folder, remedy="name another folder"
+            )
+        folder.mkdir(mode=0o700, exist_ok=True)
+        for name in (PARTS, ATTEMPTS):
+            (folder / name).mkdir(exist_ok=True)
+        draft = folder / f"{DOCUMENT}.{os.getpid()}"
+        with new_file(draft) as output:
+            output.write(text)
+        try:
+            rename_new(draft, folder / DOCUMENT)
+        except FileExistsError:  # another process split the same plan
+            draft.unlink()
+            _make(folder, document)
+        sync_folder(folder)

@@ -1,0 +1,510 @@
+"""One plan, many workers: any cut, order, number of workers and accident gives what one process writes, cut alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import statekit
+from goldens import GOLDEN
+from statekit.cli.main import main
+from statekit.conversion.convert import convert
+from statekit.conversion.plan import Plan
+from statekit.engines.slurm import Slurm, ranges
+from statekit.errors import CommitError, CorruptError, NotFoundError, TargetExistsError, UsageError
+from statekit.scale import folder, running
+from statekit.scale.engine import Outcome, Pool, Processes, carry_out, shard
+from statekit.scale.work import Work, split
+from statekit.tensors.digest import json_digest
+
+SOURCE = GOLDEN / "torch_formats" / "adamw_legacy" / "checkpoint" / "checkpoint.pt"
+CUT = 300
+CUTTABLE = ["statekit", "dcp", "safetensors", "hf-trainer", "accelerate"]
+
+
+def files(place: Path) -> dict[str, bytes]:
+    return {
+        path.relative_to(place).as_posix(): path.read_bytes() for path in place.rglob("*") if path.is_file()
+    }
+
+
+def planned(target: Path, to: str = "statekit", **options: Any) -> Plan:
+    target.parent.mkdir(exist_ok=True)
+    return statekit.plan(SOURCE, target, to=to, require="lossy", **options)
+
+
+@pytest.fixture
+def work(tmp_path: Path) -> Iterator[Work]:
+    with split(planned(tmp_path / "there"), tmp_path / "work", CUT) as made:
+        yield made
+
+
+def expected(tmp_path: Path, to: str = "statekit", **options: Any) -> dict[str, bytes]:
+    """Returns what one process writes, cut alike."""
+    convert(planned(tmp_path / "one" / "there", to, **options), task_bytes=CUT)
+    return files(tmp_path / "one" / "there")
+
+
+@pytest.mark.parametrize("to", CUTTABLE)
+def test_tasks_in_any_order_give_the_files_of_one_process(to: str, tmp_path: Path) -> None:
+    with split(planned(tmp_path / "many" / "there", to), tmp_path / "work", CUT) as work:
+        assert len(work.tasks) > 1 and len({task.number for task in work.tasks}) == len(work.tasks)
+        numbers = work.missing()
+        random.Random(to).shuffle(numbers)
+        for number in [*numbers, numbers[0]]:
+            work.run(number)
+        report = work.finish()
+    assert files(tmp_path / "many" / "there") == expected(tmp_path, to)
+    assert report.verified == len(report.plan.entries)
+    assert statekit.check(tmp_path / "many" / "there").passed
+
+
+def test_a_split_is_a_function_of_plan_and_bytes(tmp_path: Path) -> None:
+    texts = []
+    for name in ("a", "b"):
+        with split(planned(tmp_path / "there"), tmp_path / name, CUT) as work:
+            texts.append((work.place / "work.json").read_bytes())
+    assert texts[0] == texts[1]
+    with split(planned(tmp_path / "there"), tmp_path / "a", CUT) as again:  # it goes on
+        assert again.digest == json.loads(texts[0])["digest"]
+    with pytest.raises(UsageError, match="Another work is in this folder"):
+        split(planned(tmp_path / "there"), tmp_path / "a", CUT + 1)
+
+
+def test_another_process_makes_the_same_plan_with_all_that_was_asked_for(tmp_path: Path) -> None:
+    asked: dict[str, Any] = {"rename": {"^embed": "words"}, "loss_scale": 3.0, "step_offset": "keep"}
+    split(planned(tmp_path / "there", **asked), tmp_path / "work", CUT).close()
+    with Work(tmp_path / "work") as work:
+        for number in work.missing():
+            work.run(number)
+        report = work.finish()
+    assert report.measured and report.measured == convert(planned(tmp_path / "one" / "x", **asked)).measured
+    assert files(tmp_path / "there") == expected(tmp_path, **asked)
+
+
+def test_two_attempts_at_once_give_one_part_record(work: Work) -> None:
+    first = running.run(work, 0)
+    second = running.run(work, 0)
+    assert first.attempt == second.attempt
+    assert [path.name for path in (work.place / "attempts").iterdir() if path.is_dir()] == [first.attempt]
+
+
+def test_attempts_that_wrote_different_bytes_are_refused(work: Work) -> None:
+    part = work.run(0)
+    place = work.part_place(0)
+    document = json.loads(place.read_text())
+    name = next(iter(document["tensors"]))
+    document["tensors"][name]["blake3"] = "0" * 64
+    place.write_text(json.dumps(_sealed(document)))
+    with pytest.raises(CorruptError, match="Two attempts at a task wrote different bytes") as refused:
+        running.run(work, 0)
+    assert part.attempt in str(refused.value)
+
+
+def _sealed(document: dict[str, Any]) -> dict[str, Any]:
+    fields = {key: value for key, value in document.items() if key != "digest"}
+    return {**fields, "digest": json_digest(fields)}
+
+
+def _all_but_finish(work: Work) -> None:
+    for number in work.missing():
+        work.run(number)
+
+
+def _torn(work: Work) -> str:
+    place = work.part_place(0)
+    place.write_bytes(place.read_bytes()[:-40])
+    return "task 0"
+
+
+def _forged(work: Work) -> str:
+    place = work.part_place(0)
+    place.write_text(place.read_text().replace('"blake3": "', '"blake3": "0', 1))
+    return "task 0"
+
+
+def _of_another_work(work: Work) -> str:
+    document = json.loads(work.part_place(0).read_text())
+    work.part_place(0).write_text(json.dumps(_sealed({**document, "work": "0" * 64})))
+    return "of another work"
+
+
+def _of_another_task(work: Work) -> str:
+    shutil.copy(work.part_place(1), work.part_place(0))
+    return "of another task"
+
+
+def _deleted(work: Work) -> str:
+    work.part_place(0).unlink()
+    return "isn't done @ task 0"
+
+
+def _without_files(work: Work) -> str:
+    part = work.part(0)
+    assert part is not None
+    shutil.rmtree(work.files_of(part))
+    return "isn't there"
+
+
+def _file_changed(work: Work) -> str:
+    part = work.part(0)
+    assert part is not None
+    path = work.files_of(part) / next(iter(part.files))
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    return "was changed since"
+
+
+def _leads_out(work: Work) -> str:
+    document = json.loads(work.part_place(0).read_text())
+    work.part_place(0).write_text(json.dumps(_sealed({**document, "attempt": "../../elsewhere"})))
+    return "names files elsewhere"
+
+
+ACCIDENTS = [
+    _torn, _forged, _of_another_work, _of_another_task, _deleted, _without_files, _file_changed, _leads_out,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("accident", ACCIDENTS)
+def test_a_part_that_cannot_be_trusted_is_refused_by_name_and_done_again(accident: Any, work: Work) -> None:
+    _all_but_finish(work)
+    said = accident(work)
+    with pytest.raises(UsageError, match=said):
+        work.finish()
+    assert not work.target.exists()
+    assert work.missing() == [0] and work.status().missing == [0]
+    work.run(0)
+    work.finish()
+    assert statekit.check(work.target).passed
+
+
+def test_a_forged_record_of_another_shape_is_refused(work: Work) -> None:
+    _all_but_finish(work)
+    document = json.loads(work.part_place(0).read_text())
+    document["tensors"] = {f"{name}x": entry for name, entry in document["tensors"].items()}
+    work.part_place(0).write_text(json.dumps(_sealed(document)))
+    with pytest.raises(UsageError, match="has other tensors than the task"):
+        work.finish()
+
+
+def test_bits_that_flip_after_the_proof_are_found_by_reading_again(work: Work) -> None:
+    _all_but_finish(work)
+    part = work.part(1)
+    assert part is not None
+    path = work.files_of(part) / next(iter(part.files))
+    times = path.stat()
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    os.utime(path, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(CommitError, match="other values than were written"):
+        work.finish(again=True)
+    assert not work.target.exists()
+
+
+def test_a_source_that_changes_between_split_and_run_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "source.pt"
+    shutil.copy(SOURCE, source)
+    split(
+        statekit.plan(source, tmp_path / "there", to="statekit", require="lossy"), tmp_path / "w", CUT
+    ).close()
+    os.utime(source, ns=(1, 1))
+    with Work(tmp_path / "w") as work, pytest.raises(CorruptError, match="changed after the work was split"):
+        work.run(0)
+
+
+def test_a_source_that_changes_while_a_task_reads_is_refused(tmp_path: Path) -> None:
+    source = tmp_path / "source.pt"
+    shutil.copy(SOURCE, source)
+    plan = statekit.plan(source, tmp_path / "there", to="statekit", require="lossy")
+    with split(plan, tmp_path / "w", CUT) as work:
+        work.run(0)
+        os.utime(source, ns=(1, 1))
+        with pytest.raises(CorruptError, match="changed while a task read it"):
+            work.run(1)
+        assert 1 in work.missing()
+
+
+def test_a_worker_of_other_libraries_is_refused_before_it_reads(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("statekit.scale.fingerprint._zlib", lambda: "0.0")
+    with Work(work.place) as other, pytest.raises(UsageError, match=r"zlib 0\.0"):
+        other.run(0)
+
+
+def test_a_task_that_is_killed_leaves_nothing_that_counts(
+    work: Work, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def kill(*_: object) -> None:
+        raise Killed
+
+    with monkeypatch.context() as patched:
+        patched.setattr(running, "publish", kill)  # after the data, before the part record
+        with pytest.raises(Killed):
+            work.run(0)
+    assert 0 in work.missing() and work.status().failed == {0: "Killed: "}
+    _all_but_finish(work)
+    work.finish()
+    assert statekit.check(work.target).passed
+
+
+def test_finish_is_done_once_and_says_the_same_again(work: Work) -> None:
+    _all_but_finish(work)
+    first = work.finish()
+    before = files(work.target)
+    again = work.finish()
+    assert (again.source_digest, again.files) == (first.source_digest, first.files)
+    assert files(work.target) == before and work.missing() == []
+    assert work.status().finished
+
+
+def test_finish_that_is_killed_is_given_again(work: Work, monkeypatch: pytest.MonkeyPatch) -> None:
+    _all_but_finish(work)
+    with monkeypatch.context() as patched:
+        patched.setattr("statekit.files.homes.LocalHome._take_name", lambda self: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            work.finish()
+    assert not work.target.exists()
+    work.finish()
+    assert statekit.check(work.target).passed
+
+
+def test_a_target_that_came_into_being_is_not_replaced(work: Work) -> None:
+    _all_but_finish(work)
+    work.target.mkdir()
+    (work.target / "mine").write_text("x")
+    with pytest.raises(TargetExistsError):
+        work.finish()
+    assert (work.target / "mine").read_text() == "x"
+
+
+def test_one_file_is_refused_with_the_remedy(tmp_path: Path) -> None:
+    for to in ("torch", "flax"):
+        with pytest.raises(UsageError, match=r"a container of many files: .*statekit"):
+            split(planned(tmp_path / "x.pt", to), tmp_path / "w", CUT)
+
+
+def test_a_damaged_source_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="leave --on out"):
+        split(planned(tmp_path / "there", accept_damaged=True), tmp_path / "w", CUT)
+
+
+def test_a_manifest_of_the_source_is_proven_by_tasks_of_their_own(tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    convert(planned(source))
+    with split(
+        statekit.plan(source, tmp_path / "there", to="dcp", require="lossy"), tmp_path / "w", CUT
+    ) as work:
+        shard_file = next(source.glob("*.safetensors"))
+        times = shard_file.stat()
+        data = bytearray(shard_file.read_bytes())
+        data[-1] ^= 1
+        shard_file.write_bytes(data)
+        os.utime(shard_file, ns=(times.st_atime_ns, times.st_mtime_ns))
+        with pytest.raises(CorruptError):
+            _all_but_finish(work)
+
+
+class _Flaky:
+    """An engine in this process, of which some attempts are killed and each is made twice."""
+
+    slots = 3
+
+    def __init__(self, work: Work, seed: int, killed: float) -> None:
+        self.work, self.random, self.killed = work, random.Random(seed), killed
+        self.begun: list[int] = []
+        self.attempts = 0
+
+    def pool(self, place: Path, missing: int) -> Pool:
+        return self
+
+    def start(self, number: int) -> None:
+        self.begun.append(number)
+
+    def wait(self, seconds: float) -> list[Outcome]:
+        number = self.begun.pop(self.random.randrange(len(self.begun)))
+        self.attempts += 1
+        if self.random.random() < self.killed:
+            return [Outcome(number, "its worker was killed")]
+        running.run(self.work, number)
+        running.run(self.work, number)
+        return [Outcome(number)]
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_third_of_killed_attempts_and_doubles_change_nothing(seed: int, tmp_path: Path) -> None:
+    with split(planned(tmp_path / "there", "dcp"), tmp_path / "work", CUT * (seed + 1)) as work:
+        engine = _Flaky(work, seed, 0.3)
+        carry_out(work, engine)
+        work.finish()
+    assert engine.attempts > len(work.document["tasks"])
+    convert(planned(tmp_path / "one" / "there", "dcp"), task_bytes=CUT * (seed + 1))
+    assert files(tmp_path / "there") == files(tmp_path / "one" / "there")
+
+
+def test_a_task_that_always_fails_leaves_the_others_done(work: Work) -> None:
+    engine = _Flaky(work, 0, 0.0)
+    plain = engine.wait
+    failed = 0
+
+    def wait(seconds: float) -> list[Outcome]:
+        nonlocal failed
+        if 0 in engine.begun:
+            engine.begun.remove(0)
+            failed += 1
+            return [Outcome(0, "no memory")]
+        return plain(seconds)
+
+    engine.wait = wait  # type: ignore[method-assign]
+    with pytest.raises(CommitError, match="no memory @ task 0"):
+        carry_out(work, engine)
+    assert failed == 4 and work.missing() == [0]
+
+
+def test_processes_carry_a_work_out_and_a_killed_one_is_replaced(tmp_path: Path) -> None:
+    with split(planned(tmp_path / "there"), tmp_path / "work", CUT) as work:
+        killed: list[int] = []
+
+        def kill(status: Any) -> None:
+            for attempt in status.running[:1]:
+                if not killed:
+                    killed.append(attempt.pid)
+                    os.kill(attempt.pid, signal.SIGKILL)
+
+        carry_out(work, Processes(2), kill)
+        work.finish()
+    assert files(tmp_path / "there") == expected(tmp_path)
+
+
+def test_the_verbs_of_work_do_what_convert_does(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    place, target = tmp_path / "w", tmp_path / "there.statekit"
+    asked = ["work", "split", f"{SOURCE}", f"{target}", "--require", "lossy", "--work", f"{place}"]
+    assert main([*asked, "--task-bytes", f"{CUT}", "--json"]) == 0
+    tasks = json.loads(capsys.readouterr().out)["tasks"]
+    assert main(["work", "status", f"{place}", "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["missing"] == [task["number"] for task in tasks]
+    assert main(["work", "run", f"{place}", "--tasks", "0-1"]) == 0
+    assert main(["work", "run", f"{place}", "--shard", "0/1", "--quiet"]) == 0
+    assert main(["work", "finish", f"{place}", "--json"]) == 0
+    assert main(["work", "status", f"{place}"]) == 0
+    assert main(["work", "drop", f"{place}"]) == 0
+    assert not place.exists() and statekit.check(target).passed
+    assert main(["work", "run", f"{place}"]) == 3
+    assert "There is no work here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variables", "share"),
+    [
+        ({"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "4", "SLURM_ARRAY_TASK_MIN": "5"}, (2, 4)),
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "2"}, (1, 2)),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, (3, 4)),
+        ({"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}, (0, 2)),
+        ({"JOB_COMPLETION_INDEX": "1", "JOB_COMPLETIONS": "3"}, (1, 3)),
+    ],
+)
+def test_a_scheduler_says_which_share_is_mine(
+    variables: dict[str, str], share: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert shard("auto") == share
+
+
+@pytest.mark.parametrize("text", ["auto", "3/3", "-1/2", "a/b", "1"])
+def test_a_share_that_nobody_names_is_refused(text: str) -> None:
+    with pytest.raises(UsageError):
+        shard(text)
+
+
+def test_slurm_gets_an_array_of_what_is_missing(work: Work) -> None:
+    work.run(1)
+    array = Slurm(work.place, work.missing()).array()
+    assert f"--array={ranges(work.missing())}" in array and "1" not in ranges(work.missing()).split("-")
+    assert "--dependency=afterany:12" in Slurm(work.place, []).finish("12")
+    with pytest.raises(UsageError, match="more tasks than an array"):
+        Slurm(work.place, range(2000)).array()
+
+
+def test_a_place_without_a_work_is_said(tmp_path: Path) -> None:
+    with pytest.raises(NotFoundError, match="There is no work here"):
+        Work(tmp_path)
+    (tmp_path / "work.json").write_text("{}")
+    with pytest.raises(Exception, match="This isn't the document of a work"):
+        Work(tmp_path)
+
+
+@pytest.mark.slow
+def test_torchrun_carries_a_work_out(tmp_path: Path) -> None:
+    split(planned(tmp_path / "there"), tmp_path / "work", CUT).close()
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=4",
+        "--no-python",
+    ]
+    statekit_run = [sys.executable, "-m", "statekit", "work", "run", f"{tmp_path / 'work'}"]
+    subprocess.run([*command, *statekit_run], check=True, timeout=300)
+    with Work(tmp_path / "work") as work:
+        assert work.missing() == []
+        work.finish()
+    assert files(tmp_path / "there") == expected(tmp_path)
+
+
+@pytest.mark.slow
+def test_ray_goes_on_after_kills_of_workers_and_of_the_driver(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    source = tmp_path / "source"
+    convert(planned(source))
+    work, target = tmp_path / "w", tmp_path / "there"
+    command = [
+        sys.executable, "-m", "statekit", "convert", f"{SOURCE}", f"{target}", "--to", "statekit", "--require", "lossy",
+        "--on", "ray", "--task-bytes", "300", "--work", f"{work}", "--quiet",
+    ]  # fmt: skip
+    driver = subprocess.Popen(command)
+    deadline = time.monotonic() + 240
+    while not list((work / "parts").glob("*.json")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    driver.kill()
+    driver.wait()
+    done = len(list((work / "parts").glob("*.json")))
+    assert done and not target.exists()
+    driver = subprocess.Popen(command)
+    kills, chance = 0, random.Random(0)
+    while driver.poll() is None and time.monotonic() < deadline:
+        for note in (work / "attempts").glob("*.json"):
+            if kills < 20 and chance.random() < 0.3:
+                try:
+                    os.kill(json.loads(note.read_text())["pid"], signal.SIGKILL)
+                    kills += 1
+                except (OSError, ValueError):
+                    continue
+        time.sleep(0.02)
+    assert driver.wait(5) == 0
+    convert(planned(tmp_path / "one" / "there"), task_bytes=300)
+    assert files(target) == files(tmp_path / "one" / "there")
+
+
+assert folder.FORMAT == "statekit-work"  # a stored name
