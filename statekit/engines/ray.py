@@ -64,8 +64,8 @@ class _RayPool:
         self._ray, self._work = ray, f"{work}"
         quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "warning"}
         if engine.address in ("", "auto"):
-            own = {"include_dashboard": False} if not engine.address else {}
-            ray.init(address=engine.address or "local", **own, **quiet)
+            alone = {"include_dashboard": False} if not engine.address else {}
+            ray.init(address=engine.address or "local", **alone, **quiet)
         else:
             ray.init(address=f"ray://{engine.address}", **quiet)
         self.slots = max(1, int(ray.cluster_resources().get("CPU", 1)) // engine.cpus)

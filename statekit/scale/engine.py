@@ -199,6 +199,7 @@ class _Worker:
             return None
         self.task = None
         code = self.process.wait()
+        self.stop()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
         return Outcome(task, f"its worker {how}")
 
@@ -230,7 +231,9 @@ class _ProcessPool:
         self._workers: list[_Worker] = []
 
     def start(self, number: int) -> None:
-        self._workers = [worker for worker in self._workers if worker.task is not None or worker.is_alive]
+        for worker in [one for one in self._workers if one.task is None and not one.is_alive]:
+            worker.stop()
+            self._workers.remove(worker)
         worker = next((worker for worker in self._workers if worker.task is None), None)
         if worker is None:
             worker = _Worker(self._command)
@@ -278,8 +281,8 @@ def shard(text: str) -> tuple[int, int]:
     """
     index, _, count = text.partition("/")
     if index == "auto":
-        index, found = _scheduled()
-        count = count or found
+        index, processes = _scheduled()
+        count = count or processes
     if not (index.isdecimal() and count.isdecimal() and 0 <= int(index) < int(count)):
         raise UsageError(
             "This is no share of the tasks.",

@@ -16,7 +16,7 @@ def fingerprint() -> dict[str, str]:
 
     isal and zlib give other gzip bytes, and machines of two kinds may give other last bits of means and powers.
     """
-    versions = {name: found for name in _LIBRARIES if (found := _version(name))}
+    versions = {name: number for name in _LIBRARIES if (number := _version(name))}
     return {**versions, "zlib": _zlib(), "machine": platform.machine()}
 
 
