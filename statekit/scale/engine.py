@@ -231,9 +231,9 @@ class _ProcessPool:
         self._workers: list[_Worker] = []
 
     def start(self, number: int) -> None:
-        for worker in [one for one in self._workers if one.task is None and not one.is_alive]:
-            worker.stop()
-            self._workers.remove(worker)
+        for dead in [worker for worker in self._workers if worker.task is None and not worker.is_alive]:
+            dead.stop()
+            self._workers.remove(dead)
         worker = next((worker for worker in self._workers if worker.task is None), None)
         if worker is None:
             worker = _Worker(self._command)
