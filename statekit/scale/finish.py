@@ -12,15 +12,18 @@ from typing import Any
 
 from statekit.conversion.convert import (
     Report,
+    changed,
     check_place,
     check_streamed,
+    content_digest,
     goes_on_with_masters,
     kept_fields,
     manifest_fields,
     proven_beside,
+    source_digests,
+    stated,
 )
 from statekit.conversion.rounded import Measured
-from statekit.conversion.source_proof import changed, content_digest, source_digests, stated
 from statekit.errors import CommitError, Faults, NotFoundError, StatekitError, TargetExistsError, UsageError
 from statekit.files.durable import new_file, writing
 from statekit.files.homes import Entries, permissions

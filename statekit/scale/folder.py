@@ -19,9 +19,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypedDict
 
+from statekit.conversion.convert import damage_at_opening, passed_through, rest_of
 from statekit.conversion.plan import Plan
 from statekit.conversion.prepared import Prepared, carried_out, prepare
-from statekit.conversion.source_proof import damage_at_opening, passed_through, rest_of
 from statekit.errors import (
     CorruptError,
     Faults,

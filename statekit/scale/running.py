@@ -11,9 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from statekit.conversion.convert import measured_of
+from statekit.conversion.convert import changed, digests_of, measured_of
 from statekit.conversion.prepared import Prepared
-from statekit.conversion.source_proof import changed, digests_of
 from statekit.errors import CorruptError, some
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.durable import sync_folder, writing
