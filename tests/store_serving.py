@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape, unescape
@@ -218,7 +219,7 @@ class _Hub(_Handler):
                 {"type": "file", "path": name, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
                 for name, data in names.items()
             ]
-            folders = {n.rpartition("/")[0] for n in names if "/" in n}
+            folders = {f"{folder}" for n in names for folder in PurePosixPath(n).parents if folder.parts}
             rows += [{"type": "directory", "path": folder, "oid": "0" * 40} for folder in folders]
             return self.answer(200, json.dumps(rows).encode(), Content_Type="application/json")
         if path.startswith("/api/models/owner/name"):

@@ -132,6 +132,15 @@ def test_orbax_reads_what_was_written_into_a_store(store: Served, tmp_path: Path
     assert restored is not None
 
 
+def test_what_a_target_is_found_by_is_put_when_all_else_was_read_again(store: Served) -> None:
+    written("s3://bucket/run", to="dcp")
+    requests = [request.replace("%2F", "/").partition("?")[0] for request in store.requests]
+    data = max(number for number, request in enumerate(requests) if request == "GET /bucket/run/__0_0.distcp")
+    entries = [requests.index(f"PUT /bucket/run/{name}") for name in (FILE, ".metadata")]
+    assert data < entries[0] < entries[1]
+    assert requests[entries[1] :].count(f"DELETE /bucket/{WORK}run/claim-0001.json") <= 1
+
+
 def test_a_target_that_exists_stays_as_it_is(store: Served) -> None:
     store.files["run/notes.txt"] = b"mine"
     for replace, error in ((False, TargetExistsError), (True, UsageError)):
