@@ -135,7 +135,9 @@ def ref_options(
         @functools.wraps(command)
         def run(*args: Any, **options: Any) -> Any:
             path = options.pop(argument) if argument else None
-            return command(*args, ref=_ref(path, {name: options.pop(name) for name in names}), **options)
+            return command(
+                *args, ref=ref_of_words(path, {name: options.pop(name) for name in names}), **options
+            )
 
         return _added(run, (ref_option(name, help=help.get(name, "")) for name in names))
 
@@ -200,7 +202,7 @@ def sides_options(command: Callable[..., Any]) -> Callable[..., Any]:
             words = {name: options.pop(f"{side}_{name}") for name in names}
             hparams = (*both["hparams"], *words["hparams"])
             given = {name: value for name, value in words.items() if value not in (None, False, ())}
-            refs[side] = _ref(path, {**both, **given, "hparams": hparams})
+            refs[side] = ref_of_words(path, {**both, **given, "hparams": hparams})
         return command(*args, **refs, **options)
 
     of_both = [ref_option(name) for name in names]
@@ -306,7 +308,7 @@ CHANGES = (
 )
 
 
-def _ref(path: Place | None, words: Mapping[str, Any]) -> CheckpointRef:
+def ref_of_words(path: Place | None, words: Mapping[str, Any]) -> CheckpointRef:
     """Returns the ref that the words of a command line make; files that they name draw on the job's budget."""
     ref = CheckpointRef(path, **{name: value for name, value in words.items() if name not in _WRITTEN})
     written = {name: words[name] for name in _WRITTEN if words.get(name)}

@@ -123,7 +123,7 @@ def test_a_verb_that_loses_an_option_is_noticed(
     monkeypatch.setattr(
         CheckpointRef, "at", lambda self, *a, **k: replace(lossy(self, *a, **k), **{name: None})
     )
-    monkeypatch.setattr("statekit.cli.arguments._ref", lambda path, words: ref.at(path))
+    monkeypatch.setattr("statekit.cli.arguments.ref_of_words", lambda path, words: ref.at(path))
     with pytest.raises(AssertionError, match=name):
         check_passed_on(ref, lambda: main(words))
 

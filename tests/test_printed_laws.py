@@ -5,19 +5,28 @@ from __future__ import annotations
 import ast
 import builtins
 import re
+import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from test_checkpoint_ref import TOLD
 from test_resume import HOMES, state
 
 from goldens import COMPACT
 from statekit.conversion import registry
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.convert import plan
+from statekit.conversion.plan import Request
 from statekit.conversion.resume import frameworks, of_plan, resume_lines
+from statekit.conversion.resume import unsaid as sentence
+from statekit.conversion.target import command_naming
 from statekit.lines.printing import SavedRun, subscripts
 from statekit.state.run import RunState, Schedule
+from statekit.testing.printed_code import check_printed_lines, printed_refs
+from statekit.verify.verification import Asked
 
 PROGRAM = {
     "model", "params", "loss", "args", "dataset", "trainer", "accelerator", "engine", "net", "mx", "session",
@@ -177,3 +186,48 @@ def test_no_label_of_a_partition_runs_as_code(label: str) -> None:
 
 def test_only_a_number_as_python_writes_it_is_an_index() -> None:
     assert subscripts("optimizers/10/007/٣") == '["optimizers"][10]["007"]["\\u0663"]'
+
+
+REF = CheckpointRef(Path("/run/it's.pt"), **{name: value for name, value in TOLD.items() if name != "step"})
+"""All that a user can say of a checkpoint; a step is told by its own path."""
+
+
+@pytest.mark.sampled
+@pytest.mark.parametrize(("layout", "container"), HOMES)
+def test_each_call_that_a_layout_prints_opens_the_same_ref(layout: str, container: str) -> None:
+    saved = SavedRun(container, layout, REF.place, None, ref=replace(REF, step=3), converted=False)
+    for schema in registry.layout_card(layout).variants:
+        for framework in (None, *frameworks()):
+            lines = resume_lines(saved, state(schema, None), framework)
+            refs = printed_refs("\n".join(lines))
+            assert refs or framework is None, lines  # a system's own lines may open nothing by statekit
+            assert {repr(ref) for ref in refs} <= {repr(REF)}, lines
+
+
+def test_what_verbs_print_opens_the_same_ref_in_a_fresh_process(tmp_path: Path) -> None:
+    """Python of each framework, the sentence of a layout without lines, a remedy of convert, a proof's own line."""
+    ref = replace(REF, path=tmp_path / "it's.pt")
+    saved = SavedRun("torch", "torch-optim", ref.place, None, ref=replace(ref, step=3), converted=False)
+    lines = ["\n".join(resume_lines(saved, state("adamw", "torch"), framework)) for framework in frameworks()]
+    asked = command_naming(Request(ref, tmp_path / "out.pt", to="torch", layout="statekit-torch"), "adam")
+    proven = replace(ref, param_names=None, schedule=None)  # a certificate tells these
+    # What is trusted each run decides by itself.
+    proven = replace(proven, accept_damaged=False, follow_links=False, budget=None)
+    check_printed_lines([
+        *((ref, text) for text in (*lines, sentence(saved))),
+        (replace(ref, layout=None), shlex.join(asked)),
+        (proven, Asked(proven, tmp_path / "out.pt").command),
+    ])  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in TOLD if name != "step"])
+def test_a_line_that_lacks_a_field_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    every = CheckpointRef.keywords
+    monkeypatch.setattr(
+        CheckpointRef,
+        "keywords",
+        lambda ref, *uses: {k: v for k, v in every(ref, *uses).items() if k != name},
+    )
+    saved = SavedRun("torch", "torch-optim", REF.place, None, ref=REF, converted=False)
+    refs = printed_refs("\n".join(resume_lines(saved, state("adamw", "torch"), "torch")))
+    assert refs and all(repr(ref) != repr(REF) for ref in refs)

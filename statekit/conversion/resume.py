@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.conversion import registry
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.plan import Plan
 from statekit.errors import StateError, printable
@@ -186,10 +186,13 @@ def _native_lines(saved: SavedRun, state: State) -> list[str]:
 def unsaid(saved: SavedRun) -> str:
     """Returns a sentence for those who ask how to go on from where no layout prints lines."""
     first, *others = frameworks()
+    ref = saved.ref if isinstance(saved.ref, CheckpointRef) else CheckpointRef()
+    # The path is the step's own.
+    arguments = replace(ref, path=saved.path, step=None).code("--framework", first, spelling="shell")
     return (
         f"Layout {saved.layout} prints no lines that go on from container {saved.container}. "
-        f"Statekit's own optimizers do: statekit resume {shlex.quote(str(saved.path))} --framework {first} "
-        f"(or {', '.join(others)})"
+        f"Statekit's own optimizers do, also in {' and '.join(others)}: "
+        f"statekit resume {arguments}"
     )
 
 

@@ -337,15 +337,18 @@ def check_optimizer(state: TrainState, request: Request) -> None:
     """
     fact = candidates(state)
     again = (
-        "" if fact is None else f"{NAME_IT} {shlex.join(_command(request, next(iter(fact.others), 'NAME')))}"
+        ""
+        if fact is None
+        else f"{NAME_IT} {shlex.join(command_naming(request, next(iter(fact.others), 'NAME')))}"
     )
     check_steps(state, request.ref.place, again if request.asks else "")
 
 
-def _command(request: Request, optimizer: str) -> list[str]:
+def command_naming(request: Request, optimizer: str) -> list[str]:
     """Returns the command that asks for the same conversion and names the optimizer."""
     words = ["statekit", "convert", str(request.ref.place), str(request.target)]
-    words += replace(request.ref, optimizer=optimizer).words()
+    # Convert's --layout is of the target.
+    words += replace(request.ref, optimizer=optimizer, layout=None).words()
     asked = {
         "--to": request.to,
         "--layout": request.layout,
