@@ -97,19 +97,23 @@ def ref_option(
         help: What `--help` says, where a verb means something else by it.
         side: `left` or `right`, where a verb takes two checkpoints and the option is of one of them.
     """
-    known = option(name)
-    flag = f"--{side}-{known.flag[2:]}" if side else known.flag
-    text = help or (f"As {known.flag}, of {SIDES[side]} alone." if side else known.help)
-    if known.kind == "flag":
+    described = option(name)
+    flag = f"--{side}-{described.flag[2:]}" if side else described.flag
+    text = help or (f"As {described.flag}, of {SIDES[side]} alone." if side else described.help)
+    if described.kind == "flag":
         return click.option(flag, f"{side}_{name}" if side else name, is_flag=True, help=text)
     return click.option(
         flag,
         f"{side}_{name}" if side else name,
-        type=click.Choice(known.choices) if known.choices else int if known.kind == "number" else None,
-        multiple=known.kind == "values",
-        metavar=known.metavar or None,
-        callback=read_size if known.kind == "bytes" else None,
-        shell_complete=_COMPLETIONS.get(known.completes),
+        type=click.Choice(described.choices)
+        if described.choices
+        else int
+        if described.kind == "number"
+        else None,
+        multiple=described.kind == "values",
+        metavar=described.metavar or None,
+        callback=read_size if described.kind == "bytes" else None,
+        shell_complete=_COMPLETIONS.get(described.completes),
         help=text,
     )
 
@@ -129,7 +133,7 @@ def ref_options(
         without: Fields that are no options of this verb.
         help: What `--help` says of fields by which the verb means something else.
     """
-    names = [known.name for known in OPTIONS if known.name not in without]
+    names = [entry.name for entry in OPTIONS if entry.name not in without]
 
     def decorate(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
@@ -192,7 +196,7 @@ def sides_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     What is said of one side goes before what is said of both.
     """
-    names = [known.name for known in OPTIONS]
+    names = [entry.name for entry in OPTIONS]
 
     @functools.wraps(command)
     def run(*args: Any, left: Place, right: Place, **options: Any) -> Any:
@@ -278,18 +282,18 @@ def changes_options(command: Callable[..., Any]) -> Callable[..., Any]:
     )
     @functools.wraps(command)
     def run(*args: Any, **options: Any) -> Any:
-        said = {name: options.pop(name) for name in CHANGES}
+        values = {name: options.pop(name) for name in CHANGES}
         unsaid = ("keep", ())  # and False and None themselves: 0 equals False, and is a step
-        said = {
+        values = {
             name: value
-            for name, value in said.items()
+            for name, value in values.items()
             if value is not False and value is not None and value not in unsaid
         }
         changes = None
-        if said:
+        if values:
             from statekit.conversion.changing.changes import Changes
 
-            changes = Changes.of(said)
+            changes = Changes.of(values)
         return command(*args, changes=changes, **options)
 
     return run
@@ -376,13 +380,15 @@ def read_config(arguments: tuple[str, ...], name: str | None, files: Files) -> d
             continue
         path = Path(argument)
         text = read_text(path, files)
-        bound = {one: vars(read_gin(text, path, one, files.account)) for one in settings.gin}
+        bound = {setting: vars(read_gin(text, path, setting, files.account)) for setting in settings.gin}
         read, others = settings.of_gin(bound, faults)
         if not read and not others:
             faults.add(f"binds nothing of {' or '.join(settings.gin) or 'a model of the map'}", argument)
         values, unread = values | read, unread | others
     faults += [
-        (f"is {one:.80}, which is no plain value", key) for key, one in unread.items() if key not in values
+        (f"is {setting:.80}, which is no plain value", key)
+        for key, setting in unread.items()
+        if key not in values
     ]
     remedy = "say it: --config KEY=VALUE"
     faults.check(UsageError, "The configuration can't be taken", place="--config", remedy=remedy)
@@ -545,8 +551,8 @@ def about_checkpoint(title: str) -> dict[str, list[str]]:
     Args:
         title: Of the first of both groups.
     """
-    trusts = [known.name for known in OPTIONS if known.use == "trust"]
-    return {title: [known.name for known in OPTIONS if known.name not in trusts], SAFETY: trusts}
+    trusts = [entry.name for entry in OPTIONS if entry.use == "trust"]
+    return {title: [entry.name for entry in OPTIONS if entry.name not in trusts], SAFETY: trusts}
 
 
 def with_more(

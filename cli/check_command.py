@@ -57,27 +57,29 @@ def command(
     return DONE if passed else WANTING
 
 
-def _show(stdout: Screen, one: CheckedCheckpoint) -> None:
-    step = "" if one.step is None else f", step {one.step}"
-    stdout.title(f"{shown_path(one.path)} ({one.container}{step})")
+def _show(stdout: Screen, checked: CheckedCheckpoint) -> None:
+    step = "" if checked.step is None else f", step {checked.step}"
+    stdout.title(f"{shown_path(checked.path)} ({checked.container}{step})")
     table = Table(("what", "proven by", "bytes"), right=("bytes",))
     sizes: Counter[tuple[str, str]] = Counter()
-    counts = Counter((item.kind, item.by) for item in one.items)
-    for item in one.items:
+    counts = Counter((item.kind, item.by) for item in checked.items)
+    for item in checked.items:
         sizes[item.kind, item.by] += item.nbytes
     for (kind, by), count in counts.items():
-        table.add_row(plural(count, kind), _means(one, by), size(sizes[kind, by]))
+        table.add_row(plural(count, kind), _means(checked, by), size(sizes[kind, by]))
     stdout.show(table)
-    bare = [item.name for item in one.items if not item.by]
+    bare = [item.name for item in checked.items if not item.by]
     stdout.show_list("No checksum; `statekit seal` adds a manifest:", _some(bare))
-    stdout.show_list("Not what was written:", _some([f"{what} @ {place}" for what, place in one.faults]))
-    stdout.show_list("Odd:", _some([f"{what} @ {place}" for what, place in one.notes]))
+    stdout.show_list(
+        "Not what was written:", _some([f"{fault} @ {place}" for fault, place in checked.faults])
+    )
+    stdout.show_list("Odd:", _some([f"{fault} @ {place}" for fault, place in checked.notes]))
 
 
-def _means(one: CheckedCheckpoint, by: str) -> str:
+def _means(checked: CheckedCheckpoint, by: str) -> str:
     if by != MANIFEST:
         return f"the format's {by}" if by else "nothing"
-    return f"the manifest {one.manifest}" + (" (sealed)" if one.is_sealed else "")
+    return f"the manifest {checked.manifest}" + (" (sealed)" if checked.is_sealed else "")
 
 
 def _some(lines: list[str]) -> list[str]:

@@ -55,10 +55,10 @@ PHASES = {"check": "checking the source", "write": "writing", "verify": "reading
 
 def _renaming(ctx: click.Context, param: click.Parameter, value: tuple[str, ...]) -> dict[str, str]:
     pairs = {}
-    for one in value:
-        pattern, equals, replacement = one.partition("=")
+    for text in value:
+        pattern, equals, replacement = text.partition("=")
         if not pattern or not equals:
-            raise click.BadParameter(f"{one!r} isn't PATTERN=REPLACEMENT.")
+            raise click.BadParameter(f"{text!r} isn't PATTERN=REPLACEMENT.")
         pairs[pattern] = replacement
     return pairs
 
@@ -73,9 +73,9 @@ def _maps(
     from statekit.maps.model_map import maps_of
 
     with Files(hints.job_budget()) as files:
-        said = read_config(config, name, files)
-    maps = maps_of(name, said, rename, budget=hints.job_budget())
-    return maps, {"map": name, "config": said, "rename": rename}
+        settings = read_config(config, name, files)
+    maps = maps_of(name, settings, rename, budget=hints.job_budget())
+    return maps, {"map": name, "config": settings, "rename": rename}
 
 
 _SOURCE, _TARGET = "What SOURCE is", "What TARGET becomes"

@@ -104,7 +104,7 @@ def _tree(tensors: Sequence[Difference]) -> Table:
         for i in range(shared, len(parts) - 1):
             table.add_row(f"{'  ' * i}{parts[i]}/")
         apart, name = tensor.distance, f"{'  ' * (len(parts) - 1)}{parts[-1]}"
-        said = (
+        sentence = (
             tensor.what
             if tensor.what == "values"
             else f"{tensor.what}: {_shown(tensor.expected)} -> {_shown(tensor.actual)}"
@@ -114,7 +114,7 @@ def _tree(tensors: Sequence[Difference]) -> Table:
             if apart
             else ()
         )
-        table.add_row(name, said, *numbers)
+        table.add_row(name, sentence, *numbers)
         above = parts
     return table
 

@@ -75,23 +75,30 @@ def command(
     and hyperparameters that changed. Every value is read once. The exit code is 1 if anything was found.
     """
     with output.reading() as tell:
-        each = doctor(*(replace(ref, path=path) for path in checkpoints), ignore=ignore, on_tensor=tell)
-    passed = all(one.passed for one in each)
-    result = {"passed": passed, "checkpoints": [{"passed": one.passed, **one.to_json()} for one in each]}
+        examinations = doctor(
+            *(replace(ref, path=path) for path in checkpoints), ignore=ignore, on_tensor=tell
+        )
+    passed = all(examination.passed for examination in examinations)
+    result = {
+        "passed": passed,
+        "checkpoints": [
+            {"passed": examination.passed, **examination.to_json()} for examination in examinations
+        ],
+    }
     write_report(report, "doctor", result)
     if as_json:
         output.print_json("doctor", result)
         return DONE if passed else WANTING
-    _show(output.screen(), each)
+    _show(output.screen(), examinations)
     return DONE if passed else WANTING
 
 
-def _show(screen: Screen, each: Sequence[Examination]) -> None:
-    for one in each:
-        count = plural(len(one.findings), "finding") if one.findings else "nothing found"
-        done = "" if one.updates is None else f", {one.updates} updates done"
-        screen.title(f"{shown_path(one.path)}{done}: {count}")
-        for finding in one.findings:
+def _show(screen: Screen, examinations: Sequence[Examination]) -> None:
+    for examination in examinations:
+        count = plural(len(examination.findings), "finding") if examination.findings else "nothing found"
+        done = "" if examination.updates is None else f", {examination.updates} updates done"
+        screen.title(f"{shown_path(examination.path)}{done}: {count}")
+        for finding in examination.findings:
             table = Table((finding.name, finding.subject))
             rows = {
                 "at": some(finding.where),
@@ -103,4 +110,4 @@ def _show(screen: Screen, each: Sequence[Examination]) -> None:
             for name, text in rows.items():
                 table.add_row(name, text)
             screen.show(table)
-        screen.show_list("Odd, and may be right:", one.notes)
+        screen.show_list("Odd, and may be right:", examination.notes)

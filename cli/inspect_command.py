@@ -108,9 +108,9 @@ def command(
 
 def _summary(stdout: Screen, inspection: Inspection) -> None:
     lines = [("checkpoint", shown_path(inspection.path))]
-    for what, choice in (("container", inspection.container), ("layout", inspection.layout)):
-        lines.append((what, _titled(choice) if choice else "none fits"))
-        lines += [("holds", inspection.contents)] if what == "layout" and inspection.contents else []
+    for part, choice in (("container", inspection.container), ("layout", inspection.layout)):
+        lines.append((part, _titled(choice) if choice else "none fits"))
+        lines += [("holds", inspection.contents)] if part == "layout" and inspection.contents else []
         lines += [("", f"because {_told(choice.because, inspection.path)}")] if choice else []
     lines += [
         (str(key), str(value))
@@ -128,8 +128,8 @@ def _summary(stdout: Screen, inspection: Inspection) -> None:
             named = f", {group.schema}" if group.schema else ""
             lines.append((f"group {i}", f"{plural(len(group.paths), 'parameter')}{named}"))
             for source in get_args(KnownFrom):
-                known = [f"{k}={group.hyperparameters[k]!r}" for k in _known(group, source)]
-                lines += [(f"  {source}", ", ".join(known))] if known else []
+                values = [f"{k}={group.hyperparameters[k]!r}" for k in _known(group, source)]
+                lines += [(f"  {source}", ", ".join(values))] if values else []
             unknown = unknown_hyperparameters(optimizer, group)
             lines += [("  unknown", ", ".join(unknown))] if unknown else []
     elif inspection.step is not None:
@@ -263,8 +263,8 @@ def _run(run: RunState) -> Iterator[str]:
     """Yields what is known of the run, a line for each thing with where it is known from."""
     if len(run.optimizers) > 1:
         ends = accumulate(run.optimizers)
-        each = [_numbered(range(end - n, end)) for end, n in zip(ends, run.optimizers, strict=True)]
-        yield f"{len(each)} optimizers: of {', of '.join(each)}"
+        numbers = [_numbered(range(end - n, end)) for end, n in zip(ends, run.optimizers, strict=True)]
+        yield f"{len(numbers)} optimizers: of {', of '.join(numbers)}"
     for schedule in run.schedules:
         at = "" if schedule.at is None else f" at step {schedule.at}"
         given = ", ".join(f"{key}={value!r:.60}" for key, value in schedule.parameters.items())
@@ -292,7 +292,7 @@ def _as_rates(schedule: Schedule) -> str:
     first = schedule.rates[0] if schedule.rates else ""
     if isinstance(first, str):
         return f"; {first}" if first else ""
-    pieces = [f"{_kinds(one)}{f' from {one.begins}' if one.begins else ''}" for one in first.pieces]
+    pieces = [f"{_kinds(piece)}{f' from {piece.begins}' if piece.begins else ''}" for piece in first.pieces]
     return f"; over the updates done: {', '.join(pieces)}"
 
 

@@ -90,7 +90,7 @@ def _infer(versions: tuple[Path, Path], pairs: tuple[str, ...], file: Path | Non
     proposal = propose(shapes[0], shapes[1], pairs)
     document = proposal.to_json(*(path.name for path in versions))
     if as_json:
-        asks = {one.target: list(one.fitting) for one in proposal.questions}
+        asks = {question.target: list(question.fitting) for question in proposal.questions}
         output.print_json("map", {"file": document, "asks": asks, "left": list(proposal.left)})
     else:
         _show_proposal(output.screen(), proposal)
@@ -104,12 +104,18 @@ def _infer(versions: tuple[Path, Path], pairs: tuple[str, ...], file: Path | Non
 
 def _show_proposal(stdout: Screen, proposal: Proposal) -> None:
     table = Table(("new parameter", "from", "how", "known by"))
-    for one in proposal.inferred:
+    for parameter in proposal.inferred:
         table.add_row(
-            one.target, " + ".join(one.sources), "; ".join(map(_words, one.operations)), one.because
+            parameter.target,
+            " + ".join(parameter.sources),
+            "; ".join(map(_words, parameter.operations)),
+            parameter.because,
         )
     stdout.show(table)
-    questions = (f"{one.target}: {' or '.join(one.fitting) or 'nothing fits'}" for one in proposal.questions)
+    questions = (
+        f"{question.target}: {' or '.join(question.fitting) or 'nothing fits'}"
+        for question in proposal.questions
+    )
     stdout.show_list("Asks for, with --pair OLD=NEW:", questions)
     stdout.show_list("Nothing is made of:", proposal.left)
 
@@ -117,51 +123,53 @@ def _show_proposal(stdout: Screen, proposal: Proposal) -> None:
 def _json(name: str) -> dict[str, Any]:
     shown = load(name)
     # Where the schema lies is said from the file's own folder.
-    data = {key: one for key, one in data_of(name)[0].items() if key != "$schema"}
+    data = {key: value for key, value in data_of(name)[0].items() if key != "$schema"}
     return {"name": shown.name, "lines": list(map(dict, _lines(shown))), "file": data}
 
 
-def _lines(one: ModelMap) -> Iterator[Mapping[str, Any]]:
-    for entry in one.entries:
+def _lines(model_map: ModelMap) -> Iterator[Mapping[str, Any]]:
+    for entry in model_map.entries:
         when = {"when": dict(entry.when)} if entry.when else {}
         steps = [dict(step) for step in entry.operations]
         yield {"source": entry.source.text, "target": entry.target.text, "operations": steps, **when}
-    for kind in one.modules.kinds if one.modules else ():
+    for kind in model_map.modules.kinds if model_map.modules else ():
         for leaf in kind.leaves:
             steps = [dict(step) for step in leaf.operations]
             yield {"kind": kind.name, "source": leaf.source, "target": leaf.target, "operations": steps}
 
 
-def _show(stdout: Screen, one: ModelMap) -> None:
+def _show(stdout: Screen, model_map: ModelMap) -> None:
     head = Table(("what", "value"), titled=False)
-    head.add_row("map", one.name)
-    head.add_row("from", one.titles[0])
-    head.add_row("to", one.titles[1])
-    for choice, alternatives in one.choices.items():
+    head.add_row("map", model_map.name)
+    head.add_row("from", model_map.titles[0])
+    head.add_row("to", model_map.titles[1])
+    for choice, alternatives in model_map.choices.items():
         head.add_row("models", f"with {choice} {' or '.join(alternatives)}")
     stdout.show(head)
     stdout.say()
-    if one.modules is not None:
-        _show_modules(stdout, one.modules)
+    if model_map.modules is not None:
+        _show_modules(stdout, model_map.modules)
         return
     table = Table(("parameter", "becomes", "how", "of models with"))
-    for entry in one.entries:
+    for entry in model_map.entries:
         when = ", ".join(" ".join(pair) for pair in entry.when.items())
         table.add_row(entry.source.text, entry.target.text, "; ".join(map(_words, entry.operations)), when)
     stdout.show(table)
-    fields = {name: words for entry in one.entries for name, words in entry.source.words.items()}
+    fields = {name: words for entry in model_map.entries for name, words in entry.source.words.items()}
     stdout.show_list("{...} stands for:", (f"{name}: {', '.join(words)}" for name, words in fields.items()))
-    stdout.show_list("Further names:", (f"{name}: {path}" for name, path in one.ties.items()))
-    stdout.show_list("Needs --config for:", (f"{name}: {what}" for name, what in one.needed.items()))
+    stdout.show_list("Further names:", (f"{name}: {path}" for name, path in model_map.ties.items()))
     stdout.show_list(
-        "Asks for, unless names show it:", (f"{name}: {ask['what']}" for name, ask in one.asked.items())
+        "Needs --config for:", (f"{name}: {setting}" for name, setting in model_map.needed.items())
     )
-    refused = [(template.text, why) for template, why in one.refused]
-    refused += [(words(where), why) for where, why in one.refused_where]
-    stdout.show_list("Refuses:", (f"{what}: {why}" for what, why in refused))
-    if one.pretrained is not None:
-        files = ", ".join(one.pretrained.files)
-        stdout.show_list("Makes:", [f"{files}, from which {one.pretrained.class_name} is built"])
+    stdout.show_list(
+        "Asks for, unless names show it:", (f"{name}: {ask['what']}" for name, ask in model_map.asked.items())
+    )
+    refused = [(template.text, why) for template, why in model_map.refused]
+    refused += [(words(where), why) for where, why in model_map.refused_where]
+    stdout.show_list("Refuses:", (f"{setting}: {why}" for setting, why in refused))
+    if model_map.pretrained is not None:
+        files = ", ".join(model_map.pretrained.files)
+        stdout.show_list("Makes:", [f"{files}, from which {model_map.pretrained.class_name} is built"])
 
 
 def _parts(step: Mapping[str, Any]) -> str:

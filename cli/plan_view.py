@@ -125,12 +125,18 @@ def _counts(plan: Plan) -> Iterator[str]:
 
 
 def _options(plan: Plan) -> Iterator[tuple[str, str]]:
-    for one in plan.options.get("maps", ()):
-        said = [f"{key}={value}" for key, value in one.get("config", {}).items()]
-        for file, values in one.get("beside", {}).items():
-            said.append(f"and from {file} " + ", ".join(f"{key}={value}" for key, value in values.items()))
-        renamed = [f"{pattern}={replacement}" for pattern, replacement in one.get("rename", ())]
-        yield ("map", ", ".join([one["name"], *said])) if "name" in one else ("renamed", ", ".join(renamed))
+    for record in plan.options.get("maps", ()):
+        settings = [f"{key}={value}" for key, value in record.get("config", {}).items()]
+        for file, values in record.get("beside", {}).items():
+            settings.append(
+                f"and from {file} " + ", ".join(f"{key}={value}" for key, value in values.items())
+            )
+        renamed = [f"{pattern}={replacement}" for pattern, replacement in record.get("rename", ())]
+        yield (
+            ("map", ", ".join([record["name"], *settings]))
+            if "name" in record
+            else ("renamed", ", ".join(renamed))
+        )
     for layout, why in plan.options.get("passed_over", {}).items():
         yield "layout", f"{plan.target.layout}, as {layout} doesn't go on exactly: {why}"
     asked = plan.options.get("step_offset", {})
@@ -169,7 +175,9 @@ def _mapped(plan: Plan, each: bool) -> Iterator[str]:
 
 def _inexact(plan: Plan) -> Iterator[str]:
     kinds: dict[tuple[Exactness, str], list[str]] = {}
-    parts = [(one.target, one) for one in plan.mapped] + [(entry.name, entry) for entry in plan.entries]
+    parts = [(parameter.target, parameter) for parameter in plan.mapped] + [
+        (entry.name, entry) for entry in plan.entries
+    ]
     for name, part in parts:
         if part.exactness > Exactness.BITWISE:
             kinds.setdefault((part.exactness, part.reason), []).append(name)
@@ -191,8 +199,8 @@ def _synthesised(plan: Plan) -> Iterator[str]:
     for entry in plan.entries:
         if entry.origin == "synthesised":
             kinds.setdefault(source_text(entry.expression), []).append(entry.name)
-    for what, names in kinds.items():
-        yield f"{what} ({some(names)})"
+    for expression, names in kinds.items():
+        yield f"{expression} ({some(names)})"
 
 
 def _tensors(plan: Plan) -> Table:

@@ -269,8 +269,8 @@ def _headlines(results: Sequence[Replay]) -> Iterator[str]:
 
 def _faults(results: Sequence[Replay]) -> Iterator[str]:
     for result in results:
-        for what in result.decoded:
-            yield f"{result.recording} {result.backend}: the start isn't the recorded state: {what}"
+        for fault in result.decoded:
+            yield f"{result.recording} {result.backend}: the start isn't the recorded state: {fault}"
         for judged in result.judged:
             row = worst(judged.rows)
             if row is not None and row.outside:

@@ -59,10 +59,14 @@ def command(
         return
     stdout = output.screen()
     table = Table(("checkpoint", "", "manifest", "files", "tensors"), right=("files", "tensors"))
-    for one in (checkpoint for report in reports for checkpoint in report.checkpoints):
+    for result in (checkpoint for report in reports for checkpoint in report.checkpoints):
         table.add_row(
-            shown_path(one.path), _DONE[one.done], shown_path(one.manifest), str(one.files), str(one.tensors)
+            shown_path(result.path),
+            _DONE[result.done],
+            shown_path(result.manifest),
+            str(result.files),
+            str(result.tensors),
         )
     stdout.show(table)
-    for one in (checkpoint for report in reports for checkpoint in report.checkpoints):
-        stdout.show_list(f"Changed since, and taken as it is, in {shown_path(one.path)}:", one.changed)
+    for result in (checkpoint for report in reports for checkpoint in report.checkpoints):
+        stdout.show_list(f"Changed since, and taken as it is, in {shown_path(result.path)}:", result.changed)

@@ -167,7 +167,7 @@ def command(
         _refuse_said_again()
         return _repeat(repeat, source, target, ref, as_json, report)
     assert source is not None and target is not None  # said above
-    made = verified(
+    certificate = verified(
         ref,
         target,
         config,
@@ -181,10 +181,10 @@ def command(
         step_offset=step_offset,
     )
     if to is not None:
-        made.save(to)
-    write_report(report, "verify", made.to_json())
-    show(made, to, as_json)
-    return DONE if made.passed else WANTING
+        certificate.save(to)
+    write_report(report, "verify", certificate.to_json())
+    show(certificate, to, as_json)
+    return DONE if certificate.passed else WANTING
 
 
 def verified(source: CheckpointRef, target: Place, config: tuple[str, ...], **asked: Any) -> Certificate:
@@ -199,30 +199,30 @@ def verified(source: CheckpointRef, target: Place, config: tuple[str, ...], **as
     from statekit.files.source import Files
 
     with Files(source.job_budget()) as files:
-        said = read_config(config, asked.get("map"), files) if config else None
+        settings = read_config(config, asked.get("map"), files) if config else None
     with output.reading() as tell:
         return verify(
             source,
             target,
-            config=said or None,
+            config=settings or None,
             on_progress=lambda phase, name, size: tell(f"{phase} {name}", size),
             **asked,
         )
 
 
-def show(made: Certificate, to: Path | None = None, as_json: bool = False) -> None:
+def show(certificate: Certificate, to: Path | None = None, as_json: bool = False) -> None:
     """Prints a certificate: the verdict first."""
     if as_json:
-        output.print_json("verify", made.to_json())
+        output.print_json("verify", certificate.to_json())
         return
-    _show(output.screen(), made.data, made.counts())
+    _show(output.screen(), certificate.data, certificate.counts())
     if to is not None:
-        output.screen().say(f"The certificate is {to}, digest {made.digest}.")
+        output.screen().say(f"The certificate is {to}, digest {certificate.digest}.")
 
 
 _IN_CERTIFICATE = (
     "steps", "gradients", "backend", "everything", "seed", "require", "map_name", "config", "step_offset",
-    "to", *(known.name for known in OPTIONS if known.use != "trust"),
+    "to", *(option.name for option in OPTIONS if option.use != "trust"),
 )  # fmt: skip
 """What a certificate says itself, and nobody may say otherwise where it is repeated; and where it would be written."""
 
@@ -234,17 +234,17 @@ def _refuse_said_again() -> None:
         UsageError: Names every such option.
     """
     context = click.get_current_context()
-    said = [
-        one.opts[0]
-        for one in context.command.params
-        if one.name in _IN_CERTIFICATE
-        and context.get_parameter_source(one.name) is click.core.ParameterSource.COMMANDLINE
+    options = [
+        param.opts[0]
+        for param in context.command.params
+        if param.name in _IN_CERTIFICATE
+        and context.get_parameter_source(param.name) is click.core.ParameterSource.COMMANDLINE
     ]
-    if said:
+    if options:
         raise UsageError(
             "A certificate is repeated as it was asked for.",
             place="--repeat",
-            found=f"{', '.join(said)} too",
+            found=f"{', '.join(options)} too",
             remedy="leave it out, or verify SRC and DST anew",
         )
 
@@ -321,13 +321,13 @@ def _show_rule(screen: Screen, rule: Mapping[str, Any]) -> None:
         screen.say(
             f"{rule['from']} to {rule['to']}: {rule['exactness']}; {rule['equal']} fields are equal", indent=2
         )
-    active = [one for one in rule["fields"] if one["fate"] != "idle"]
+    active = [field for field in rule["fields"] if field["fate"] != "idle"]
     if active:
         table = Table(("field", "source", "target", "", "why"), drop=("why",))
         for one in sorted(active, key=lambda one: one["fate"] != "semantic"):
             table.add_row(one["what"], _value(one["source"]), _value(one["target"]), one["fate"], one["why"])
         screen.show(table)
-    idle = [one["what"] for one in rule["fields"] if one["fate"] == "idle"]
+    idle = [field["what"] for field in rule["fields"] if field["fate"] == "idle"]
     if idle:
         screen.say(f"other, without an effect here: {some(idle)}", indent=2)
 
@@ -362,8 +362,8 @@ def _show_replay(screen: Screen, replay: Mapping[str, Any]) -> None:
             equal,
         )
     screen.show(table)
-    for one in replay["notes"]:
-        screen.say(one, indent=2)
+    for note in replay["notes"]:
+        screen.say(note, indent=2)
 
 
 def _sets(given: Mapping[str, Any], updates: int) -> str:
@@ -376,10 +376,10 @@ def _sets(given: Mapping[str, Any], updates: int) -> str:
 def _show_controls(screen: Screen, controls: Sequence[Mapping[str, Any]]) -> None:
     screen.title("Faults put into this state")
     screen.say(
-        f"seen in the updates: {', '.join(one['name'] for one in controls if one['detected']) or 'none'}",
+        f"seen in the updates: {', '.join(control['name'] for control in controls if control['detected']) or 'none'}",
         indent=2,
     )
-    unseen = [one for one in controls if not one["detected"]]
+    unseen = [control for control in controls if not control["detected"]]
     for one in unseen:
         screen.say(f"this proves nothing about: {one['name']}; {one['because']}", indent=2)
 

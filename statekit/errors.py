@@ -98,7 +98,7 @@ class StatekitError(Exception):
             found=renamed(self.found),
             remedy=change(self.remedy),
         )
-        self.faults = tuple((change(what), change(place)) for what, place in self.faults)
+        self.faults = tuple((change(fault), change(place)) for fault, place in self.faults)
 
     def __str__(self) -> str:  # OSError and KeyError subclasses would format their arguments otherwise
         return str(self.args[0])
@@ -174,7 +174,7 @@ class UnsupportedSystemError(StatekitError, ImportError):
     """The operating system lacks what statekit needs."""
 
 
-def meant(name: str, known: Iterable[str]) -> str:
+def meant(name: str, names: Iterable[str]) -> str:
     """Returns the question that names what was probably meant, for the remedy of an error; "" if nothing is near.
 
     Example:
@@ -185,15 +185,15 @@ def meant(name: str, known: Iterable[str]) -> str:
         >>> meant("xyz", ["adamw", "lamb"])
         ''
     """
-    near = nearest(name, known)
+    near = nearest(name, names)
     return f"did you mean {near}?" if near else ""
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str]) -> str:
     """Returns the known name that is nearest to a name, whatever its case and separators; "" if none is near."""
     from difflib import get_close_matches
 
-    plain = {_plain(candidate): candidate for candidate in known}
+    plain = {_plain(candidate): candidate for candidate in names}
     near = get_close_matches(_plain(name), plain, n=1, cutoff=0.7)
     return plain[near[0]] if near else ""
 

@@ -150,13 +150,15 @@ def t5_picture(run: t5.Run, ways: Mapping[str, t5.Continued]) -> str:
     """Returns the losses of a run as SVG: T5X's and PyTorch's per token, and how far each way is from T5X's."""
     tokens, losses = run.losses["weight_sum"], run.losses["loss_float64"]
     colors = dict(zip(ways, ("#0969da", "#bc4c00", "#8250df"), strict=True))
-    each = {n: float(loss / weight) for n, (loss, weight) in enumerate(zip(losses, tokens, strict=True), 1)}
+    losses_by_step = {
+        n: float(loss / weight) for n, (loss, weight) in enumerate(zip(losses, tokens, strict=True), 1)
+    }
     ours = {n: loss / float(tokens[n - 1]) for n, loss in ways[t5.GOES_ON].losses.items()}
     panels = (
         Panel(
             "loss per token",
             (
-                Curve("T5X", each, "#8c959f"),
+                Curve("T5X", losses_by_step, "#8c959f"),
                 Curve("PyTorch", ours, colors[t5.GOES_ON], True),
             ),
         ),
@@ -296,7 +298,7 @@ def _judge(recording: Recording, checkpoint: Path) -> Replay:
         subject = Subject(recording, "checkpoint", checkpoint)
         result = replay(subject, backend("torch"), None, lambda step: bar.advance(task), by_class)
     # The class rounds bfloat16 as a compiled original does; where that wasn't recorded, both round alike.
-    compiled = tuple(one for one in result.judged if one.trajectory.execution == "compiled")
+    compiled = tuple(judged for judged in result.judged if judged.trajectory.execution == "compiled")
     return replace(result, judged=compiled or result.judged)
 
 

@@ -118,8 +118,8 @@ def _legend(curve: Curve, left: float, top: float) -> Iterator[str]:
 
 
 def _ticks(low: int, high: int) -> list[float]:
-    each = max(1, round((high - low) / 4))
-    return [float(n) for n in range(low, high + 1, each)]
+    distance = max(1, round((high - low) / 4))
+    return [float(n) for n in range(low, high + 1, distance)]
 
 
 def _text(x: float, y: float, text: str, anchor: str = "start", weight: str = "normal") -> str:

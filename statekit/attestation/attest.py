@@ -318,32 +318,39 @@ def _trained(state: TrainState) -> list[str]:
     return [path for group in state.optimizer.groups for path in group.paths]
 
 
-def _is_one_sided(one: Difference, needed: Container[str], shows_schedule: bool) -> bool:
+def _is_one_sided(difference: Difference, needed: Container[str], shows_schedule: bool) -> bool:
     """Tells whether only one side has what need not be given; a scaler that the checkpoint lost is a fault.
 
     Args:
-        one: The difference.
+        difference: The difference.
         needed: The parameters that must be given.
         shows_schedule: Whether the live run's schedule is given if it has one.
     """
-    if one.what == "part":
-        return one.actual is None
-    if one.what == "schedule":
-        return one.expected is None or (one.actual is None and not shows_schedule)
-    is_frozen = one.what == "missing" and one.place == f"params/{one.path}" and one.path not in needed
-    return is_frozen or (one.place.startswith(f"{BUFFERS}/") and one.what in ("missing", "extra"))
+    if difference.what == "part":
+        return difference.actual is None
+    if difference.what == "schedule":
+        return difference.expected is None or (difference.actual is None and not shows_schedule)
+    is_frozen = (
+        difference.what == "missing"
+        and difference.place == f"params/{difference.path}"
+        and difference.path not in needed
+    )
+    return is_frozen or (
+        difference.place.startswith(f"{BUFFERS}/") and difference.what in ("missing", "extra")
+    )
 
 
-def _is_assumed(one: Difference, right: TrainState, live: TrainState) -> bool:
+def _is_assumed(difference: Difference, right: TrainState, live: TrainState) -> bool:
     """Tells whether it is a hyperparameter that one side doesn't say, so that the usual one stands for it."""
-    if one.what != "option":
+    if difference.what != "option":
         return False
-    groups = (state.group_of(one.path) for state in (right, live))
-    return any(group is not None and group.known_from.get(one.item) in TAKEN for group in groups)
+    groups = (state.group_of(difference.path) for state in (right, live))
+    return any(group is not None and group.known_from.get(difference.item) in TAKEN for group in groups)
 
 
-def _assumption(one: Difference) -> str:
-    return f"{one.item}: it isn't said on both sides; {one.expected!r} in the checkpoint, {one.actual!r} live"
+def _assumption(difference: Difference) -> str:
+    values = f"{difference.expected!r} in the checkpoint, {difference.actual!r} live"
+    return f"{difference.item}: it isn't said on both sides; {values}"
 
 
 def _warning(difference: Difference) -> str:
@@ -351,6 +358,10 @@ def _warning(difference: Difference) -> str:
     return f"{difference.item} {rates}; the next update isn't concerned"
 
 
-def _lack(one: Difference) -> str:
-    name = BUFFERS if one.place.startswith(BUFFERS) else one.item or (one.place if one.path else one.what)
-    return f"the {name}: {_LACKS[one.actual is None]}"
+def _lack(difference: Difference) -> str:
+    name = (
+        BUFFERS
+        if difference.place.startswith(BUFFERS)
+        else difference.item or (difference.place if difference.path else difference.what)
+    )
+    return f"the {name}: {_LACKS[difference.actual is None]}"

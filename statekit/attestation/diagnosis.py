@@ -64,8 +64,16 @@ class _Diagnosis:
         yield from masters_that_are_stale(self._live)
 
     def _of(self, what: str, slots: bool | None = None) -> list[Difference]:
-        each = [one for one in self._all if one.what == what and not one.place.startswith("extra/")]
-        return each if slots is None else [one for one in each if bool(one.item) == slots]
+        differences = [
+            difference
+            for difference in self._all
+            if difference.what == what and not difference.place.startswith("extra/")
+        ]
+        return (
+            differences
+            if slots is None
+            else [difference for difference in differences if bool(difference.item) == slots]
+        )
 
     def _of_beside(self) -> Iterator[Finding]:
         """Yields what differs of tensors that are no parameters and no slots."""
@@ -121,10 +129,10 @@ class _Diagnosis:
         exchanged = {one.place for one, _ in others}
         yield from _values("slot-differs", [one for one in left if one.place not in exchanged])
 
-    def _slot(self, state: TrainState, one: Difference) -> Tensor:
-        if one.path:
-            return state.slots[one.path][one.item]
-        return state.optimizer.groups[int(one.place.split("/")[1])].slots[one.item]
+    def _slot(self, state: TrainState, difference: Difference) -> Tensor:
+        if difference.path:
+            return state.slots[difference.path][difference.item]
+        return state.optimizer.groups[int(difference.place.split("/")[1])].slots[difference.item]
 
     def _exchanged(self, differing: Sequence[Difference]) -> list[tuple[Difference, str]]:
         """Returns the slots that are those of another parameter, with its path."""

@@ -180,13 +180,13 @@ def _negative(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Findin
         yield fault("second-moment-negative", wrong, "zero or more", "less than zero")
 
 
-def _before_any_update(state: TrainState, each: Sequence[tuple[str, str, Reading]]) -> Iterator[Finding]:
+def _before_any_update(state: TrainState, readings: Sequence[tuple[str, str, Reading]]) -> Iterator[Finding]:
     """Yields moments that have values before any update of an optimizer that counts them."""
     counted = {path for group in state.optimizer.groups if _has_a_count(state, group) for path in group.paths}
     kept = [
         place((path, name))
-        for path, name, one in each
-        if path in counted and not one.is_zero and load_schema(_schema(state, path)).slots[name].init == 0
+        for path, name, reading in readings
+        if path in counted and not reading.is_zero and load_schema(_schema(state, path)).slots[name].init == 0
     ]
     if kept:
         yield fault("moments-of-no-update", kept, "zeros before the first update", "values")

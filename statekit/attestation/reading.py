@@ -173,28 +173,28 @@ def _read(state: TrainState, keys: Sequence[Key], tensors: Sequence[Tensor], eac
 
     pieces = passed(read())
     for index, parts in ahead(pieces) if nbytes(widest) > BLOCK_BYTES else pieces:
-        for key, part, one, hasher in zip(keys, parts, each, hashers, strict=True):
+        for key, part, reading, hasher in zip(keys, parts, each, hashers, strict=True):
             hasher.update(little_endian(part))
-            one.add(part)
-            if one.means is not None:
-                _add_means(one, state.rules[key[0]], key[1], index, part)
-            if one.sketch is not None and len(one.sketch) < SKETCH:
-                one.sketch = np.append(one.sketch, part.astype(np.float64).ravel()[:SKETCH])[:SKETCH]
+            reading.add(part)
+            if reading.means is not None:
+                _add_means(reading, state.rules[key[0]], key[1], index, part)
+            if reading.sketch is not None and len(reading.sketch) < SKETCH:
+                reading.sketch = np.append(reading.sketch, part.astype(np.float64).ravel()[:SKETCH])[:SKETCH]
         if len(parts) == 2:
             param, master = parts
             each[1].unrounded += _unequal(rounded(master, param.dtype), param)
-    for key, tensor, one, hasher in zip(keys, tensors, each, hashers, strict=True):
-        one.digest = hasher.hexdigest()
-        if one.means is not None and one.size:
+    for key, tensor, reading, hasher in zip(keys, tensors, each, hashers, strict=True):
+        reading.digest = hasher.hexdigest()
+        if reading.means is not None and reading.size:
             kept = _along(state.rules[key[0]], key[1])
-            one.means *= math.prod(tensor.shape[i] for i in kept) / one.size
+            reading.means *= math.prod(tensor.shape[i] for i in kept) / reading.size
 
 
-def _add_means(one: Reading, rule: Rule, slot: str, index: Index, part: Array) -> None:
+def _add_means(reading: Reading, rule: Rule, slot: str, index: Index, part: Array) -> None:
     kept = _along(rule, slot)
     gone = tuple(i for i in range(part.ndim) if i not in kept)
-    assert one.means is not None
-    one.means[tuple(index[i] for i in kept)] += part.astype(np.float64).sum(axis=gone)
+    assert reading.means is not None
+    reading.means[tuple(index[i] for i in kept)] += part.astype(np.float64).sum(axis=gone)
 
 
 def _extremes(block: Array) -> tuple[float, float, bool]:
@@ -221,13 +221,13 @@ def _extremes(block: Array) -> tuple[float, float, bool]:
     return (0 if below > infinite else -below), above, max(above, below) < infinite  # a NaN may have a sign
 
 
-def _unequal(one: Array, other: Array) -> int:
+def _unequal(left: Array, other: Array) -> int:
     """Returns how many values of two blocks differ; NaN equals NaN."""
-    bits = [np.ascontiguousarray(each).view(f"u{each.dtype.itemsize}") for each in (one, other)]
+    bits = [np.ascontiguousarray(values).view(f"u{values.dtype.itemsize}") for values in (left, other)]
     different = bits[0] != bits[1]
     if not different.any():
         return 0
-    pairs = [each[different].astype(np.float64) for each in (one, other)]
+    pairs = [values[different].astype(np.float64) for values in (left, other)]
     return int(np.count_nonzero(~((pairs[0] == pairs[1]) | (np.isnan(pairs[0]) & np.isnan(pairs[1])))))
 
 

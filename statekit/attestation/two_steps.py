@@ -156,14 +156,14 @@ def _same(earlier: Step, later: Step, path: str, name: str) -> bool | None:
     return digests[0] == digests[1]
 
 
-def _moves(one: Step, key: Key) -> bool:
+def _moves(step: Step, key: Key) -> bool:
     """Tells whether a slot that an update reaches has other bits after it: in few bits a decay may round to nothing."""
     path, name = key
-    return not one.read.tensors[key].is_zero and one.state.slots[path][name].dtype.itemsize >= 4
+    return not step.read.tensors[key].is_zero and step.state.slots[path][name].dtype.itemsize >= 4
 
 
-def _count(one: Step, path: str) -> int:
-    return one.state.counts.behind.get(path, one.state.counts.updates)
+def _count(step: Step, path: str) -> int:
+    return step.state.counts.behind.get(path, step.state.counts.updates)
 
 
 def _resting(state: TrainState) -> bool:
@@ -207,10 +207,10 @@ def _exchanged(earlier: Step, later: Step) -> Iterator[Finding]:
         )
 
 
-def _apart(one: Array, other: Array) -> float:
+def _apart(first: Array, other: Array) -> float:
     """Returns how far two moments are apart in shape, whatever their size: the mean square of their logarithms' gap."""
     with np.errstate(divide="ignore", invalid="ignore"):
-        gap = np.log(np.abs(one)) - np.log(np.abs(other))
+        gap = np.log(np.abs(first)) - np.log(np.abs(other))
     gap = gap[np.isfinite(gap)]
     return float(np.var(gap)) if gap.size else 0.0
 

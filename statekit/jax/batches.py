@@ -62,9 +62,9 @@ def awaiting(array: Any, last: Any, count: jax.Array) -> Any:
     """
     if not isinstance(array, jax.Array):
         return array
-    one = jnp.ones((), array.dtype)
+    unit = jnp.ones((), array.dtype)
     return array * jax.lax.platform_dependent(
-        cpu=lambda: jnp.where(count < 0, jnp.max(last).astype(array.dtype), one), default=lambda: one
+        cpu=lambda: jnp.where(count < 0, jnp.max(last).astype(array.dtype), unit), default=lambda: unit
     )
 
 

@@ -135,10 +135,12 @@ def spec_of(state: TrainState, group: Group, rate: Rate | Mapping[str, Rate]) ->
     variant = str(stored)
     steps_for(schema, stored)
     rate = rate_of(rate, group, state, "learning_rate")
-    known, names = group.hyperparameters, {*taken(schema, variant)} - {FACTOR_MAP}
+    hyperparameters, names = group.hyperparameters, {*taken(schema, variant)} - {FACTOR_MAP}
     if rate is None:
-        rate = next((known[name] for name in RATE_NAMES if known.get(name) is not None), None)
-    options = known_options(schema, variant, known)
+        rate = next(
+            (hyperparameters[name] for name in RATE_NAMES if hyperparameters.get(name) is not None), None
+        )
+    options = known_options(schema, variant, hyperparameters)
     read = read_options(schema, variant, options)
     refuse_options([*read.faults, *rate_faults(rate)], read.remedy)
     return OptimizerSpec(

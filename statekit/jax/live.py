@@ -69,11 +69,11 @@ class LiveArray:
 
     def _shards(self) -> Iterator[tuple[Index, Any]]:
         """Yields the shards that this process has, each once: several of its devices may have the same."""
-        known: set[tuple[tuple[int, int], ...]] = set()
+        indices: set[tuple[tuple[int, int], ...]] = set()
         for shard in self.value.addressable_shards:
             index = normal_index(shard.index, self.shape)
-            if (key := tuple((cut.start, cut.stop) for cut in index)) not in known:
-                known.add(key)
+            if (key := tuple((cut.start, cut.stop) for cut in index)) not in indices:
+                indices.add(key)
                 yield index, shard.data
 
     def read(self, index: Index | None = None) -> Array:
@@ -118,15 +118,15 @@ def live_tree(node: Any, name: str = "") -> Tree:
     if hasattr(node, "_fields"):
         node = node._asdict()
     if isinstance(node, Mapping):
-        return {str(key): live_tree(one, f"{name}/{key}") for key, one in node.items()}
+        return {str(key): live_tree(part, f"{name}/{key}") for key, part in node.items()}
     if isinstance(node, (list, tuple)):
-        return [live_tree(one, f"{name}/{i}") for i, one in enumerate(node)]
+        return [live_tree(part, f"{name}/{i}") for i, part in enumerate(node)]
     if hasattr(node, "shape") and hasattr(node, "dtype"):
         is_key = jax.numpy.issubdtype(node.dtype, jax.dtypes.prng_key)
         return LiveArray(jax.random.key_data(node[...]) if is_key else node, name)
     fields = {
-        str(getattr(key, "name", getattr(key, "key", key))): one
-        for (key, *_), one in jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
+        str(getattr(key, "name", getattr(key, "key", key))): part
+        for (key, *_), part in jax.tree_util.tree_flatten_with_path(node, is_leaf=lambda x: x is not node)[0]
     }
     return live_tree(fields, name)
 

@@ -104,7 +104,7 @@ def state_shardings(init: Callable[[Any], Any], params: Any) -> Any:
         state = jax.eval_shape(init, jax.tree.map(described, params))
 
     def found(leaf: jax.ShapeDtypeStruct) -> NamedSharding:
-        known = isinstance(leaf.sharding, NamedSharding)
-        return NamedSharding(mesh, leaf.sharding.spec if known else PartitionSpec())
+        is_named = isinstance(leaf.sharding, NamedSharding)
+        return NamedSharding(mesh, leaf.sharding.spec if is_named else PartitionSpec())
 
     return jax.tree.map(found, state)

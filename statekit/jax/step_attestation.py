@@ -91,8 +91,8 @@ class AttestedStep:
         """Returns the blocks of what waits in `optax.MultiSteps`, and of how many calls it is the mean."""
         for part in _parts(opt_state, optax.MultiStepsState):
             means = {
-                path_of(name): LiveArray(one, name)
-                for name, one in self._by_name("opt_state", part.acc_grads).items()
+                path_of(name): LiveArray(grad, name)
+                for name, grad in self._by_name("opt_state", part.acc_grads).items()
             }
             read = {path: np.array(means[path].read(index)) for path, index in self._update.blocks.items()}
             return read, int(part.mini_step)
@@ -204,8 +204,8 @@ def _rates(sides: Sides, given: Rate | Mapping[str, Rate]) -> Callable[[Group], 
     state = sides.right
 
     def rate(group: Group) -> Any:
-        one = rate_of(given, group, state, "learning_rate")
-        return _enclosed(one, state.counts.schedule) if callable(one) else one
+        number = rate_of(given, group, state, "learning_rate")
+        return _enclosed(number, state.counts.schedule) if callable(number) else number
 
     for group in state.optimizer.groups:
         schema, variant = state.optimizer.kind(group)
@@ -226,4 +226,4 @@ def _rates(sides: Sides, given: Rate | Mapping[str, Rate]) -> Callable[[Group], 
 def _enclosed(schedule: Callable[[Any], Any], updates: int) -> Interval:
     """Returns what a schedule may give in a step after so many updates, compiled or not."""
     count = jax.numpy.int32(updates)
-    return enclosed_rate([float(one(count)) for one in (schedule, jax.jit(schedule))])
+    return enclosed_rate([float(function(count)) for function in (schedule, jax.jit(schedule))])

@@ -98,14 +98,14 @@ class OptimizerSpec:
         """
         faults = Faults()
         names = list(shapes)
-        known = by_name(self.known, self.variant, self.settings, names, faults)
+        groups = by_name(self.known, self.variant, self.settings, names, faults)
         rules = (
             factor_rules(self.known, self.variant, self.settings, shapes, faults)
             if self.rules is None
             else {path: self.rules[path] for path in names if path in self.rules}
         )
         refuse_by_name(self.known, faults)
-        group = Group(tuple(names), {name: value for name, value in known.items() if name != FACTOR_MAP})
+        group = Group(tuple(names), {name: value for name, value in groups.items() if name != FACTOR_MAP})
         return GroupPlan(group, settled_group(self.steps, group, rules, self.variant), rules)
 
 
@@ -126,8 +126,8 @@ def transformation(
         UsageError: An option can't be what it is; lists every one.
     """
     steps_for(schema, variant)
-    said = {name: value for name, value in options.items() if value is not ...}
-    read = read_options(schema, variant, said, unchecked=is_array)
+    stated = {name: value for name, value in options.items() if value is not ...}
+    read = read_options(schema, variant, stated, unchecked=is_array)
     faults = [*read.faults, *array_faults(schema, read.values), *rate_faults(rate)]
     refuse_options(faults, read.remedy)
     values = {name: Traced(name, value) if is_array(value) else value for name, value in read.values.items()}
@@ -274,8 +274,8 @@ def _check_ready(spec: OptimizerSpec, plan: GroupPlan, leaves: Leaves) -> None:
         for name, arrays in first.items()
     }
     numbers = {name: v for name, v in plan.group.hyperparameters.items() if not isinstance(v, Traced)}
-    known = replace(plan.group, hyperparameters=numbers)  # what an array holds can't be seen
-    optimizer = Optimizer(spec.schema, spec.variant, (known,))
+    group = replace(plan.group, hyperparameters=numbers)  # what an array holds can't be seen
+    optimizer = Optimizer(spec.schema, spec.variant, (group,))
     spec.steps.check(TrainState(described, slots, optimizer, Counts(0, 0), plan.rules), plan.group)
 
 

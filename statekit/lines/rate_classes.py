@@ -36,9 +36,9 @@ def keras_lines(rates: Rates) -> list[str]:
 def _keras_own(rates: Rates) -> str | None:
     """Returns the call of Keras' own class that is exactly a schedule; None if none is."""
     first, *rest = rates.pieces
-    if any("floor" in one.numbers for one in rates.pieces):
+    if any("floor" in piece.numbers for piece in rates.pieces):
         return None
-    if all(one.kind in ("constant", "multistep") for one in rates.pieces):
+    if all(piece.kind in ("constant", "multistep") for piece in rates.pieces):
         changes = list(_changes(rates))
         bounds, values = [at - 1 for at, _ in changes[1:]], [rate for _, rate in changes]
         return f"PiecewiseConstantDecay({bounds!r}, {values!r})" if bounds else None
@@ -64,7 +64,7 @@ def _keras_decay(one: Piece) -> str:
 
 def _keras_cosine(rates: Rates) -> str | None:
     """Returns the call of CosineDecay that is exactly a schedule: with or without a linear warm-up, then its end."""
-    kinds = [one.kind for one in rates.pieces]
+    kinds = [piece.kind for piece in rates.pieces]
     if kinds not in (["cosine", "constant"], ["linear", "cosine", "constant"]):
         return None
     *before, cosine, last = rates.pieces
@@ -83,7 +83,7 @@ def _keras_cosine(rates: Rates) -> str | None:
 
 def _changes(rates: Rates) -> Iterator[tuple[int, float]]:
     """Yields for a schedule of constants how many updates are done when each begins, and its rate; from 0 on."""
-    ends = [one.begins for one in rates.pieces[1:]]
+    ends = [piece.begins for piece in rates.pieces[1:]]
     last: float | None = None
     for one, end in zip(rates.pieces, [*ends, math.inf], strict=True):
         inner = [one.origin + at for at in one.numbers.get("at", ())]

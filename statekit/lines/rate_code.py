@@ -21,10 +21,10 @@ def optax_code(rates: Rates) -> str:
     `exponential_decay`, `piecewise_constant_schedule`; _join.py, `join_schedules`, which passes the count from a
     boundary on.
     """
-    parts = [_optax(one, one.begins) for one in rates.pieces]
+    parts = [_optax(piece, piece.begins) for piece in rates.pieces]
     if len(parts) == 1:
         return parts[0]
-    bounds = [one.begins for one in rates.pieces[1:]]
+    bounds = [piece.begins for piece in rates.pieces[1:]]
     return f"optax.join_schedules([{', '.join(parts)}], {bounds!r})"
 
 

@@ -286,6 +286,6 @@ def _ratio(shares: Sequence[int], turns: int) -> str:
     return f"{' : '.join(map(str, shares))}{way}"
 
 
-def _check_known(rule: Rule, what: str) -> None:
+def _check_known(rule: Rule, subject: str) -> None:
     if rule.known_from == "assumed":
-        raise InexactError(f"{what}, and nobody said how it is factored; {SAY_RULES}")
+        raise InexactError(f"{subject}, and nobody said how it is factored; {SAY_RULES}")

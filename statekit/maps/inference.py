@@ -277,26 +277,26 @@ def _alike(target: str, path: str) -> int:
 def _template(paths: Sequence[str]) -> tuple[str, tuple[str, ...]] | None:
     """Returns paths that differ in one part as a path with `{part}` there, and the part of each; None if they don't."""
     parts = [path.split("/") for path in paths]
-    if len({len(one) for one in parts}) > 1:
+    if len({len(part) for part in parts}) > 1:
         return None
     apart = [i for i, words in enumerate(zip(*parts, strict=True)) if len({*words}) > 1]
     if len(apart) != 1:
         return None
     (place,) = apart
     whole = [*parts[0][:place], "{part}", *parts[0][place + 1 :]]
-    return "/".join(whole), tuple(one[place] for one in parts)
+    return "/".join(whole), tuple(part[place] for part in parts)
 
 
-def _entry(one: Inferred, words: dict[str, dict[str, str]]) -> dict[str, Any]:
+def _entry(inferred: Inferred, words: dict[str, dict[str, str]]) -> dict[str, Any]:
     """Returns the entry of a parameter in a map's file; the words that it needs are put in."""
-    source, steps = one.sources[0], [dict(step) for step in one.operations]
-    if len(one.sources) > 1:
-        template = _template(one.sources)
+    source, steps = inferred.sources[0], [dict(step) for step in inferred.operations]
+    if len(inferred.sources) > 1:
+        template = _template(inferred.sources)
         if template is None:
             raise UsageError(
                 "A map can't join these: their paths differ in more than one part.",
                 place="--pair",
-                found=" and ".join(one.sources),
+                found=" and ".join(inferred.sources),
                 remedy="give them paths that differ in one part first: --rename PATTERN=REPLACEMENT",
             )
         source, parts = template
@@ -308,7 +308,7 @@ def _entry(one: Inferred, words: dict[str, dict[str, str]]) -> dict[str, Any]:
         source = source.replace("{part}", f"{{{name}}}")
         steps[0]["over"] = name
     operations = {"operations": steps} if steps else {}
-    return {"source": source, "target": one.target, **operations}
+    return {"source": source, "target": inferred.target, **operations}
 
 
 def _folded(entries: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:

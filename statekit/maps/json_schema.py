@@ -49,7 +49,7 @@ def faults(value: Any, schema: Schema, root: Schema | None = None, place: str = 
         yield f"is {value!r:.80}, expected of type {schema['type']}", place
         return
     if "oneOf" in schema:
-        forms = [list(faults(value, one, root, place)) for one in schema["oneOf"]]
+        forms = [list(faults(value, part, root, place)) for part in schema["oneOf"]]
         if all(forms):
             yield from min(forms, key=len)
     if isinstance(value, dict):

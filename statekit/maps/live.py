@@ -26,7 +26,7 @@ def flat(tree: Tree) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], dict
     Raises:
         UsageError: Two arrays have one path, or something in the tree is no array.
     """
-    is_nested = any(isinstance(one, Mapping) for one in tree.values())
+    is_nested = any(isinstance(part, Mapping) for part in tree.values())
     has_dots = not is_nested and not any("/" in str(name) for name in tree)
     arrays: dict[str, Any] = {}
     for path, array in _leaves(tree, ()):
@@ -61,11 +61,11 @@ def _unwrapped(array: Any) -> Any:
 
 
 def _leaves(tree: Tree, path: tuple[str, ...]) -> Iterable[tuple[tuple[str, ...], Any]]:
-    for key, one in tree.items():
-        if isinstance(one, Mapping):
-            yield from _leaves(one, (*path, str(key)))
+    for key, part in tree.items():
+        if isinstance(part, Mapping):
+            yield from _leaves(part, (*path, str(key)))
         else:
-            yield (*path, str(key)), one
+            yield (*path, str(key)), part
 
 
 def apart(arrays: Mapping[str, Any], ties: Mapping[str, str]) -> dict[str, Any]:
@@ -157,8 +157,8 @@ def _moved(operation: Operation, array: Any) -> Any:
             of_parts = operation.runs(shape[axis])
             period, start = sum(of_parts), sum(of_parts[:place])
             apart = array.reshape((*shape[:axis], shape[axis] // period, period, *shape[axis + 1 :]))
-            one = apart[(slice(None),) * (axis + 1) + (slice(start, start + of_parts[place]),)]
-            return one.reshape((*shape[:axis], -1, *shape[axis + 1 :]))
+            part = apart[(slice(None),) * (axis + 1) + (slice(start, start + of_parts[place]),)]
+            return part.reshape((*shape[:axis], -1, *shape[axis + 1 :]))
     return _sized(operation, array)
 
 
@@ -181,8 +181,8 @@ def _sized(operation: Operation, array: Any) -> Any:
             if after <= before:
                 return array[(slice(None),) * axis + (slice(0, after),)]
             mean = array.mean(axis, keepdims=True)
-            one = mean if new == "mean" else _namespace(array).zeros_like(mean)
-            return _joined([array, *[one] * (after - before)], axis)
+            part = mean if new == "mean" else _namespace(array).zeros_like(mean)
+            return _joined([array, *[part] * (after - before)], axis)
         case Recast(_, after):
             xp = _namespace(array)
             return array.to(getattr(xp, after)) if hasattr(array, "to") else array.astype(DTYPES[after])

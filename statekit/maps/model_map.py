@@ -573,16 +573,16 @@ class ModelMap:
         return int(self.known[name])
 
 
-def _of_values(one: Mapping[str, Any]) -> Operation:
+def _of_values(record: Mapping[str, Any]) -> Operation:
     """Returns an operation of the map's file on values, whatever the model's sizes."""
-    match one["op"]:
+    match record["op"]:
         case "scale":
-            return Scale.read(one)
+            return Scale.read(record)
         case "cast":
-            return Recast(one["from"], one["to"])
+            return Recast(record["from"], record["to"])
         case "factor":
-            return Factor(tuple(map(Axis, one["axes"])))
-    return Unfactor(tuple(map(Axis, one["axes"])))
+            return Factor(tuple(map(Axis, record["axes"])))
+    return Unfactor(tuple(map(Axis, record["axes"])))
 
 
 def _bindings(fields: Sequence[str], ranges: Mapping[str, Sequence[str | int]]) -> list[dict[str, str | int]]:
@@ -605,18 +605,18 @@ _INVERSE = {
 }  # fmt: skip
 
 
-def _inverse(one: Mapping[str, Any]) -> dict[str, Any]:
-    if one["op"] == "flattened":
-        return {**one, "channels": _OTHER_CHANNELS[one["channels"]]}
-    if one["op"] == "scale":
-        return {**one, "divides": not one.get("divides", False)}
-    if one["op"] in ("resize", "cast"):
-        return {**one, "from": one["to"], "to": one["from"]}
-    if one["op"] not in ("permute", "reorder"):
-        return {**one, "op": _INVERSE[one["op"]]}
-    order = one["order"]
-    sizes = {"sizes": [one["sizes"][i] for i in order]} if "sizes" in one else {}
-    return {**one, **sizes, "order": [order.index(i) for i in range(len(order))]}
+def _inverse(record: Mapping[str, Any]) -> dict[str, Any]:
+    if record["op"] == "flattened":
+        return {**record, "channels": _OTHER_CHANNELS[record["channels"]]}
+    if record["op"] == "scale":
+        return {**record, "divides": not record.get("divides", False)}
+    if record["op"] in ("resize", "cast"):
+        return {**record, "from": record["to"], "to": record["from"]}
+    if record["op"] not in ("permute", "reorder"):
+        return {**record, "op": _INVERSE[record["op"]]}
+    order = record["order"]
+    sizes = {"sizes": [record["sizes"][i] for i in order]} if "sizes" in record else {}
+    return {**record, **sizes, "order": [order.index(i) for i in range(len(order))]}
 
 
 def map_names() -> tuple[str, ...]:
@@ -729,20 +729,22 @@ def _is_counted(line: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> 
     return is_once and {*joined} == source - target and {*apart} == target - source
 
 
-def _unsound(one: Mapping[str, Any], config: Mapping[str, Any], words: Mapping[str, Any]) -> Iterator[str]:
+def _unsound(record: Mapping[str, Any], config: Mapping[str, Any], words: Mapping[str, Any]) -> Iterator[str]:
     """Yields what is wrong with one operation."""
-    sizes = [*map(one.get, _SIZES), *one.get("shares", ()), *one.get("sizes", ())]
-    for name in () if one["op"] == "cast" else sizes:
+    sizes = [*map(record.get, _SIZES), *record.get("shares", ()), *record.get("sizes", ())]
+    for name in () if record["op"] == "cast" else sizes:
         if isinstance(name, str) and name not in config and name not in _REST:
-            yield f"{one['op']}s by {name}, which config doesn't explain"
-    if "order" in one and sorted(one["order"]) != list(range(len(one["order"]))):
-        yield f"has order {one['order']}, which isn't one of axes 0 to n"
-    if "sizes" in one and (len(one["sizes"]) != len(one["order"]) or one["sizes"].count("rest") > 1):
-        yield f"has sizes {one['sizes']}, which aren't one for each of the order with one rest"
-    if one["op"] in ("split", "concatenate"):
-        parts = words.get(one["over"], {})
-        if len(parts) != len(one.get("shares", parts)) or len(parts) < 2:
-            yield f"{one['op']}s over {one['over']}, which hasn't a word for each share"
+            yield f"{record['op']}s by {name}, which config doesn't explain"
+    if "order" in record and sorted(record["order"]) != list(range(len(record["order"]))):
+        yield f"has order {record['order']}, which isn't one of axes 0 to n"
+    if "sizes" in record and (
+        len(record["sizes"]) != len(record["order"]) or record["sizes"].count("rest") > 1
+    ):
+        yield f"has sizes {record['sizes']}, which aren't one for each of the order with one rest"
+    if record["op"] in ("split", "concatenate"):
+        parts = words.get(record["over"], {})
+        if len(parts) != len(record.get("shares", parts)) or len(parts) < 2:
+            yield f"{record['op']}s over {record['over']}, which hasn't a word for each share"
 
 
 def _unmade(data: Mapping[str, Any], files: Mapping[str, Mapping[str, Rule]]) -> Iterator[tuple[str, str]]:
@@ -805,7 +807,7 @@ def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str,
     }
 
     def steps(line: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:
-        listed = [dict(one) for one in line.get("operations", ())]
+        listed = [dict(operation) for operation in line.get("operations", ())]
         return tuple(map(_inverse, reversed(listed))) if turned else tuple(listed)
 
     entries = [
@@ -843,7 +845,7 @@ def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str,
         refused,
         refused_where,
         data.get("asked", {}),
-        tuple((one["when"], str(one["says"])) for one in data.get("notes", ())),
+        tuple((note["when"], str(note["says"])) for note in data.get("notes", ())),
         data[target].get("one_rule", ""),
         needed,
         said,

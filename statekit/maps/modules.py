@@ -128,15 +128,15 @@ class Modules:
             return None
         kinds = [
             Kind(
-                one["kind"],
-                tuple(_leaf_of(leaf, source, target, turned(leaf)) for leaf in one["parameters"]),
-                one.get("image", False),
-                tuple(one.get("classes", {}).get(target, ())),
-                tuple(one.get("names", {}).get(source, ())),
-                tuple(one.get("attention", {}).get(source, ())),
-                "attention" in one,
+                module["kind"],
+                tuple(_leaf_of(leaf, source, target, turned(leaf)) for leaf in module["parameters"]),
+                module.get("image", False),
+                tuple(module.get("classes", {}).get(target, ())),
+                tuple(module.get("names", {}).get(source, ())),
+                tuple(module.get("attention", {}).get(source, ())),
+                "attention" in module,
             )
-            for one in data["modules"]
+            for module in data["modules"]
         ]
         return cls(
             tuple(kinds),
@@ -355,7 +355,7 @@ def _leaf_of(
     data: Mapping[str, Any], source: str, target: str, operations: tuple[Mapping[str, Any], ...]
 ) -> Leaf:
     """Reads a tensor of a kind; a map's file has its rank on the source's side."""
-    joined = sum(one["op"] == "merge" for one in data.get("operations", ()))
+    joined = sum(operation["op"] == "merge" for operation in data.get("operations", ()))
     rank = data["rank"] - (joined if source == "target" else 0)
     return Leaf(data[source], data[target], rank, operations, data.get("optional", False))
 
@@ -364,15 +364,18 @@ def kind_faults(kind: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """Yields what a schema can't say of a kind in a map's file: axes that its tensors haven't."""
     for i, leaf in enumerate(kind["parameters"]):
         rank = leaf["rank"]
-        for one in leaf.get("operations", ()):
-            if one["op"] == "permute" and sorted(one["order"]) != list(range(rank)):
-                yield f"has order {one['order']} for rank {rank}", f"parameters/{i}"
-            if one["op"] == "flattened" and one["axis"] >= rank:
-                yield f"has no axis {one['axis']} for rank {rank}", f"parameters/{i}"
-            if one["op"] == "merge":
+        for operation in leaf.get("operations", ()):
+            if operation["op"] == "permute" and sorted(operation["order"]) != list(range(rank)):
+                yield f"has order {operation['order']} for rank {rank}", f"parameters/{i}"
+            if operation["op"] == "flattened" and operation["axis"] >= rank:
+                yield f"has no axis {operation['axis']} for rank {rank}", f"parameters/{i}"
+            if operation["op"] == "merge":
                 rank -= 1
-                if one["axis"] >= rank:
-                    yield f"has no axes {one['axis']} and {one['axis'] + 1} to merge", f"parameters/{i}"
+                if operation["axis"] >= rank:
+                    yield (
+                        f"has no axes {operation['axis']} and {operation['axis'] + 1} to merge",
+                        f"parameters/{i}",
+                    )
 
 
 Turned = Callable[[Mapping[str, Any]], tuple[Mapping[str, Any], ...]]
@@ -393,11 +396,11 @@ def _is_image(shape: object) -> bool:
     return isinstance(shape, list | tuple) and len(shape) > 1 and all(type(n) is int and n > 0 for n in shape)
 
 
-def _flattened(one: Mapping[str, Any], image: Sequence[int]) -> Operation:
+def _flattened(record: Mapping[str, Any], image: Sequence[int]) -> Operation:
     """Returns what puts the channels of a flattened image first or last along an axis."""
-    n, first = len(image), one["channels"] == "first"
+    n, first = len(image), record["channels"] == "first"
     sizes = tuple(image) if first else (image[-1], *image[:-1])
-    return Reorder(one["axis"], sizes, (n - 1, *range(n - 1)) if first else (*range(1, n), 0))
+    return Reorder(record["axis"], sizes, (n - 1, *range(n - 1)) if first else (*range(1, n), 0))
 
 
 def _made(kind: Kind, module: str, leaves: Iterable[str]) -> set[str]:
@@ -419,9 +422,11 @@ def _of_model(
     return fitting
 
 
-def _said(said: Mapping[str, str], *names: str) -> str | None:
+def _said(kinds: Mapping[str, str], *names: str) -> str | None:
     """Returns the kind that the first pattern says which fits one of the names."""
-    return next((kind for pattern, kind in said.items() if any(fnmatchcase(n, pattern) for n in names)), None)
+    return next(
+        (kind for pattern, kind in kinds.items() if any(fnmatchcase(n, pattern) for n in names)), None
+    )
 
 
 def _module(path: str) -> str:

@@ -69,8 +69,8 @@ class Piece:
     def labelled(self, exactness: Exactness, *reasons: str) -> Piece:
         """Returns it no more exact than that, with further reasons."""
         before = self.reason.split("; ") if self.reason else []
-        said = "; ".join(dict.fromkeys([*before, *reasons]))
-        return replace(self, exactness=max(self.exactness, exactness), reason=said)
+        reason = "; ".join(dict.fromkeys([*before, *reasons]))
+        return replace(self, exactness=max(self.exactness, exactness), reason=reason)
 
     def is_batch(self, axis: int) -> bool:
         """Tells whether an axis is a BATCH one of its rule."""
@@ -81,8 +81,8 @@ class Piece:
         numbers = [name for name in self.slots if self.kept(name) is None]
         if not numbers:
             return self
-        said = f"{', '.join(numbers)}: of each part as if the parts were alike"
-        return self.labelled(Exactness.ESTIMATE, said)
+        reason = f"{', '.join(numbers)}: of each part as if the parts were alike"
+        return self.labelled(Exactness.ESTIMATE, reason)
 
     def regrouped(self, along_batch: bool, before: str, after: str) -> Piece:
         """Returns it labelled for what its update computes over a whole tensor, once that is another.
@@ -101,13 +101,13 @@ class Piece:
         if not self.slots or not over:
             return self
         entered = [f"{one.what}, in {slot}" for one in over for slot in one.enters if slot in self.slots]
-        said = f"{', '.join(one.what for one in over)}: so far over {before}, from now on over {after}"
+        reason = f"{', '.join(one.what for one in over)}: so far over {before}, from now on over {after}"
         if entered:
-            return self.labelled(Exactness.ESTIMATE, said, f"what was over {before}: {', '.join(entered)}")
-        return self.labelled(Exactness.STATISTICS, said)
+            return self.labelled(Exactness.ESTIMATE, reason, f"what was over {before}: {', '.join(entered)}")
+        return self.labelled(Exactness.STATISTICS, reason)
 
 
-def check_kept(piece: Piece, said: object) -> None:
+def check_kept(piece: Piece, reason: object) -> None:
     """Refuses what goes by the axes that factored slots have kept, where equal lengths leave them open.
 
     A matrix passes, as it does in a step: its size settles which axis is which, unless a factor map said otherwise.
@@ -124,7 +124,7 @@ def check_kept(piece: Piece, said: object) -> None:
         ways = combinations(range(len(shape)), len(piece.slots[name].shape))
         if sum(tuple(shape[i] for i in way) == piece.slots[name].shape for way in ways) > 1:
             raise InexactError(
-                f"becomes {said}, and its axes of one length leave open which of them {name} has kept; {SAY_RULES}"
+                f"becomes {reason}, and its axes of one length leave open which of them {name} has kept; {SAY_RULES}"
             )
 
 

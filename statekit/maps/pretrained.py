@@ -135,10 +135,10 @@ class Pretrained:
             remedy="a weight may be transposed, or of another model",
         )
 
-    def assumed(self, known: Container[str]) -> Iterator[str]:
+    def assumed(self, names: Container[str]) -> Iterator[str]:
         """Yields what a model gets that nobody said, each with why, given the keys that are known of it."""
         for _, key, rule in self._rules():
-            if "assumed" in rule and key not in known:
+            if "assumed" in rule and key not in names:
                 yield (
                     f"{key}={rule['is']!r} ({rule['assumed']})"
                     if "is" in rule
@@ -192,34 +192,34 @@ def _value(rule: Rule, model: Model, values: Mapping[str, Any]) -> tuple[Any, Ca
     return rule.get("is"), _never if rule.get("only") else lambda said: True
 
 
-def _with_parts(value: Any, rule: Rule, said: Mapping[str, Any], missing: Faults) -> Any:
+def _with_parts(value: Any, rule: Rule, settings: Mapping[str, Any], missing: Faults) -> Any:
     """Returns a value with what a rule takes of what was said; adds what wasn't."""
     parts = rule.get("with", ())
-    missing += [("isn't told by the checkpoint", part) for part in parts if part not in said]
-    return {**value, **{part: said.get(part) for part in parts}} if parts else value
+    missing += [("isn't told by the checkpoint", part) for part in parts if part not in settings]
+    return {**value, **{part: settings.get(part) for part in parts}} if parts else value
 
 
 def _case(rule: Rule, chosen: Mapping[str, str]) -> Any:
     """Returns the value of the first case whose alternatives a model has."""
     fitting = (
-        one["is"]
-        for one in rule["cases"]
-        if all(chosen.get(key) == word for key, word in one["when"].items())
+        case["is"]
+        for case in rule["cases"]
+        if all(chosen.get(key) == word for key, word in case["when"].items())
     )
     return next(fitting, None)
 
 
 def _is_of(said: object, rule: Rule, chosen: str) -> bool:
     """Tells whether a value may be that of an alternative, and of no other."""
-    known: Mapping[str, object] = rule["of"]
-    others = [value for one, value in known.items() if one != chosen]
+    choices: Mapping[str, object] = rule["of"]
+    others = [value for one, value in choices.items() if one != chosen]
     like: Mapping[str, str] = rule.get("like", {})
     return said not in others and all(
         fnmatchcase(str(said), pattern) is (one == chosen) for one, pattern in like.items()
     )
 
 
-def _never(said: object) -> bool:
+def _never(value: object) -> bool:
     return False
 
 

@@ -51,8 +51,8 @@ class Settings:
 
     def holding(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what a codebase's own record says of a model, without what other settings in it decide otherwise."""
-        made = {name: self._held(name, values) for name in values}
-        return {name: value for name, value in made.items() if value is not _UNKNOWN}
+        carried = {name: self._held(name, values) for name in values}
+        return {name: value for name, value in carried.items() if value is not _UNKNOWN}
 
     def of_config(self, values: Mapping[str, Any]) -> dict[str, Any]:
         """Returns what the whole configuration of a program says of its model."""
@@ -79,17 +79,17 @@ class Settings:
             values: The settings, by this codebase's names or the map's.
             faults: What the map has no word for is added to it, and what is said twice.
         """
-        made: dict[str, Any] = {}
+        canonical: dict[str, Any] = {}
         for name, value in values.items():
             if name in self.keys and self.key(name) is None:
                 self._check(name, value, faults)
                 continue
-            key, one = self.key(name) or name, self._value(name, value)
-            if one is _UNKNOWN:
+            key, setting = self.key(name) or name, self._value(name, value)
+            if setting is _UNKNOWN:
                 faults.add(f"is {value!r:.80}, which the map has no word for; say {key}", name)
-            elif made.setdefault(key, one) != one:
-                faults.add(f"is {value!r:.80}, and {key} is said to be {made[key]!r:.80}", name)
-        return made
+            elif canonical.setdefault(key, setting) != setting:
+                faults.add(f"is {value!r:.80}, and {key} is said to be {canonical[key]!r:.80}", name)
+        return canonical
 
     def _check(self, name: str, value: Any, faults: Faults) -> None:
         """Adds a setting that makes another model than maps know."""
@@ -117,11 +117,11 @@ class Settings:
         values: dict[str, Any] = {}
         unread: dict[str, str] = {}
         for part in (bound[name] for name in self.gin if name in bound):
-            known = {name: one for name, one in part["values"].items() if name in self.keys}
-            asked = {name: one for name, one in known.items() if self.key(name) not in said}
-            for key, one in self.translated(asked, faults).items():
-                if values.setdefault(key, one) != one:
-                    faults.add(f"is {values[key]!r:.80} and {one!r:.80}", key)
+            known = {name: setting for name, setting in part["values"].items() if name in self.keys}
+            asked = {name: setting for name, setting in known.items() if self.key(name) not in said}
+            for key, setting in self.translated(asked, faults).items():
+                if values.setdefault(key, setting) != setting:
+                    faults.add(f"is {values[key]!r:.80} and {setting!r:.80}", key)
             for name, text in part["references"].items():
                 if (meant := self.key(name)) is not None:
                     unread[meant] = text
@@ -135,15 +135,15 @@ def settings_of(*names: str | None) -> Settings:
     """Returns how codebases say what their models are: the first in its checkpoints too, all of them by `--config`."""
     each = [Settings() if name is None else _known()[name] for name in names]
     keys: dict[str, Word] = {}
-    for one in reversed(each):
-        keys |= one.keys
-    gin = dict.fromkeys(name for one in each for name in one.gin)
+    for settings in reversed(each):
+        keys |= settings.keys
+    gin = dict.fromkeys(name for settings in each for name in settings.gin)
     return Settings(keys, tuple(gin), each[0].places if each else (), any(part.beside for part in each[:1]))
 
 
 def gin_configurables() -> tuple[str, ...]:
     """Returns what gin files bind the settings of a model to, of all codebases."""
-    return tuple(name for one in _known().values() for name in one.gin)
+    return tuple(name for settings in _known().values() for name in settings.gin)
 
 
 def known_settings() -> Iterator[str]:
@@ -156,8 +156,11 @@ def _known() -> dict[str, Settings]:
     text = resources.files("statekit.converters").joinpath("settings.json").read_text(encoding="utf-8")
     return {
         name: Settings(
-            one["keys"], tuple(one.get("gin", ())), tuple(one.get("places", ())), one.get("beside", False)
+            record["keys"],
+            tuple(record.get("gin", ())),
+            tuple(record.get("places", ())),
+            record.get("beside", False),
         )
-        for name, one in json.loads(text).items()
+        for name, record in json.loads(text).items()
         if name != "facts"
     }

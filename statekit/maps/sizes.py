@@ -92,8 +92,8 @@ class KeepFirst(Operation):
         return tuple(map(self._first, pieces[::step]))
 
     def _first(self, piece: Piece) -> Piece:
-        said = f"of {self.count} copies the first is kept, whatever the others have become"
-        piece = piece.labelled(Exactness.LOSSY, said)
+        reason = f"of {self.count} copies the first is kept, whatever the others have become"
+        piece = piece.labelled(Exactness.LOSSY, reason)
         at, shape = self.axis, piece.param.shape
         if at is None:
             return piece
@@ -159,14 +159,16 @@ class Resize(OfEach):
         if self.after == self.before:
             return piece
         if self.after < self.before:
-            said = f"places {self.after} to {self.before - 1} of axis {self.axis} are left out"
+            reason = f"places {self.after} to {self.before - 1} of axis {self.axis} are left out"
             return piece.regrouped(piece.is_batch(self.axis), "all places", "those that stay").labelled(
-                Exactness.LOSSY, said
+                Exactness.LOSSY, reason
             )
-        said = f"{self.after - self.before} new places along axis {self.axis}: {self.param} in the parameter"
-        said += f", {self.slots} in slots" if piece.slots else ""
+        reason = (
+            f"{self.after - self.before} new places along axis {self.axis}: {self.param} in the parameter"
+        )
+        reason += f", {self.slots} in slots" if piece.slots else ""
         return piece.regrouped(piece.is_batch(self.axis), "the old places", "all places").labelled(
-            Exactness.ESTIMATE, said
+            Exactness.ESTIMATE, reason
         )
 
     def _labels(self, labels: tuple[Axis, ...]) -> tuple[Axis, ...]:
@@ -214,8 +216,8 @@ class Recast(OfEach):
 
     def _labelled(self, piece: Piece) -> Piece:
         if widens(DTYPES[self.before], DTYPES[self.after]):
-            said = f"its updates are rounded to {self.after} from now on, so far to {self.before}"
-            return piece.labelled(Exactness.ROUNDING, said) if piece.slots else piece
+            reason = f"its updates are rounded to {self.after} from now on, so far to {self.before}"
+            return piece.labelled(Exactness.ROUNDING, reason) if piece.slots else piece
         return piece.labelled(Exactness.LOSSY, f"rounded from {self.before} to {self.after}")
 
     def _labels(self, labels: tuple[Axis, ...]) -> tuple[Axis, ...]:

@@ -172,7 +172,7 @@ class _States:
 
     def _all(self) -> Iterator[Difference]:
         right, other = self._right, self._other
-        kinds = [{schema for schema, _ in one.optimizer.kinds} for one in (right, other)]
+        kinds = [{schema for schema, _ in state.optimizer.kinds} for state in (right, other)]
         alone = [kind for kind in kinds if kind == {WEIGHTS}]
         if kinds[0] != kinds[1]:
             yield _differing("rule", "optimizer", [" and ".join(sorted(kind)) for kind in kinds])
@@ -196,10 +196,10 @@ class _States:
 
     def _of_param(self, path: str) -> Iterator[Difference]:
         right, other = self._right, self._other
-        due, done = (one.counts.behind.get(path, one.counts.updates) for one in (right, other))
+        due, done = (state.counts.behind.get(path, state.counts.updates) for state in (right, other))
         if due != done:
             yield Difference("updates", f"updates/{path}", due, done, path)
-        slots = [one.slots.get(path, {}) for one in (right, other)]
+        slots = [state.slots.get(path, {}) for state in (right, other)]
         if self._is_turned(path):
             slots[1] = {_TURNED.get(name, name): slot for name, slot in slots[1].items()}
             self._normalised[_OTHER_WAY] = None
@@ -217,7 +217,7 @@ class _States:
 
     def _is_turned(self, path: str) -> bool:
         """Tells whether one calls row what the other calls column: then it is the axes that say what is the same."""
-        theirs, mine = (one.rules.get(path) for one in (self._right, self._other))
+        theirs, mine = (state.rules.get(path) for state in (self._right, self._other))
         return (
             theirs is not None and mine is not None and theirs.factored and swapped(mine.axes) == theirs.axes
         )
@@ -248,7 +248,7 @@ class _States:
         for path in self._right.rules:
             theirs, mine = self._right.rules[path], self._other.rules.get(path)
             if mine is not None and theirs.axes != mine.axes and not self._is_turned(path):
-                labels = [", ".join(axis.value for axis in one.axes) for one in (theirs, mine)]
+                labels = [", ".join(axis.value for axis in rule.axes) for rule in (theirs, mine)]
                 yield _differing("rule", f"rules/{path}", labels, path)
 
     def _options(self) -> Iterator[Difference]:
@@ -284,11 +284,11 @@ class _States:
     def _is_on(self, path: str, spec: Mapping[str, Any]) -> bool:
         """Tells whether a parameter has slots that a hyperparameter decides on, whatever that says."""
         decided = {*spec.get("decides", {}).get("existence", ())}
-        return any(decided & one.slots.get(path, {}).keys() for one in (self._right, self._other))
+        return any(decided & state.slots.get(path, {}).keys() for state in (self._right, self._other))
 
     def _buffers(self) -> Iterator[Difference]:
-        each = [one.extra.get(BUFFERS) for one in (self._right, self._other)]
-        theirs, mine = (dict(one) if isinstance(one, Mapping) else {} for one in each)
+        trees = [part.extra.get(BUFFERS) for part in (self._right, self._other)]
+        theirs, mine = (dict(part) if isinstance(part, Mapping) else {} for part in trees)
         for name in _both(theirs, mine):
             yield from self._pair(f"{BUFFERS}/{name}", name, "", theirs.get(name), mine.get(name))
 
@@ -366,19 +366,19 @@ class _States:
                     what: What = "later" if item == "parameters" and _goes_on(theirs, mine) else "schedule"
                     yield _differing(what, f"{place}/{item}", values, item=item)
 
-    def _with_lengths(self, one: Difference) -> Difference:
+    def _with_lengths(self, difference: Difference) -> Difference:
         """Returns a difference of schedules, with why: another number of updates in all."""
         right, other = self._lengths
-        if None in self._lengths or right == other or one.item == "at":
-            return one
-        return replace(one, item=f"max_steps {right} -> {other}: {one.item}")
+        if None in self._lengths or right == other or difference.item == "at":
+            return difference
+        return replace(difference, item=f"max_steps {right} -> {other}: {difference.item}")
 
     def _called(self) -> Iterator[Difference]:
         """Yields where a function that no state holds gives another rate than the right schedule gave last."""
-        each = [run.schedules for run in self._runs]
-        if not self._rates or any(len(one) != 1 for one in each):
+        schedules = [run.schedules for run in self._runs]
+        if not self._rates or any(len(calls) != 1 for calls in schedules):
             return
-        ((theirs,), (mine,)) = each
+        ((theirs,), (mine,)) = schedules
         if theirs.at is None or theirs.at != mine.at:
             return
         self._unsaid[_CALLED] = None
@@ -398,11 +398,11 @@ class _States:
     def _parts(self, right: RunState, other: RunState) -> Iterator[Difference]:
         parts = [_numbered(one.parts) for one in (right, other)]
         for what, i in _both(*parts):
-            each = [part.get((what, i)) for part in parts]
+            sides = [part.get((what, i)) for part in parts]
             if what not in _PARTS:
                 self._unsaid[uncompared(what)] = None
                 continue
-            values = [None if one is None else plain(one.value) for one in each]
+            values = [None if one is None else plain(one.value) for one in sides]
             if values[0] != values[1]:
                 yield _differing("part", what, values, item=what)
 
@@ -410,8 +410,8 @@ class _States:
         """Tells whether two forms of a schedule are of one function, or, of two systems, can't be compared."""
         if item not in ("kind", "parameters"):
             return False
-        rates = [one.rates for one in (right, other)]
-        if all(rate and not any(isinstance(one, str) for one in rate) for rate in rates):
+        rates = [side.rates for side in (right, other)]
+        if all(rate and not any(isinstance(side, str) for side in rate) for rate in rates):
             return len(rates[0]) == len(rates[1]) and all(
                 alike({}, rate.rate(count), theirs.rate(count)) is not None
                 for rate, theirs in zip(*rates, strict=True)
@@ -515,8 +515,8 @@ def _forms(
     if not all(kinds) or (kinds[0] == kinds[1] and not rates):
         return {}
     groups = [
-        {path: i for i, group in enumerate(one.optimizer.groups) for path in group.paths}
-        for one in (right, other)
+        {path: i for i, group in enumerate(state.optimizer.groups) for path in group.paths}
+        for state in (right, other)
     ]
     forms: dict[str, _Form] = {}
     by_groups: dict[tuple[int, int], _Form] = {}
@@ -557,7 +557,7 @@ def _form(
 def length_of(run: RunState) -> int | None:
     """Returns how many updates a run has in all, as its trainer says it."""
     stated = [part.value.get("max_steps") for part in run.parts if isinstance(part.value, Mapping)]
-    return next((one for one in stated if type(one) is int and one > 0), None)
+    return next((number for number in stated if type(number) is int and number > 0), None)
 
 
 def _stated(schedules: Sequence[Schedule], number: int) -> Rates | None:
@@ -607,9 +607,9 @@ def _parted(forms: Mapping[str, _Form]) -> Iterator[Difference]:
             break
 
 
-def uncompared(what: str) -> str:
+def uncompared(subject: str) -> str:
     """Returns what is said of parts of a run that aren't compared."""
-    return f"{what}: records of a run that have no common form"
+    return f"{subject}: records of a run that have no common form"
 
 
 def _is_below(name: str, place: str) -> bool:
@@ -648,8 +648,8 @@ def _tensors(node: Tree, name: str) -> Iterator[tuple[str, Tensor]]:
     if isinstance(node, Tensor):
         yield name, node
     elif isinstance(node, (Mapping, list, tuple)):
-        for key, one in node.items() if isinstance(node, Mapping) else enumerate(node):
-            yield from _tensors(one, f"{name}/{key}")
+        for key, part in node.items() if isinstance(node, Mapping) else enumerate(node):
+            yield from _tensors(part, f"{name}/{key}")
 
 
 def _numbered(parts: Iterable[RunPart]) -> dict[tuple[str, int], RunPart]:

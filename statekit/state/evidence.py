@@ -77,8 +77,8 @@ class Fact:
     def to_json(self) -> dict[str, Any]:
         """Returns the fact as plain data."""
         more = {"because": self.because, "others": list(self.others), "groups": list(self.groups)}
-        said = {key: part for key, part in more.items() if part}
-        return {"name": self.name, "value": plain(self.value), "source": self.source, **said}
+        stated = {key: part for key, part in more.items() if part}
+        return {"name": self.name, "value": plain(self.value), "source": self.source, **stated}
 
     @staticmethod
     def from_json(record: FactRecord) -> Fact:

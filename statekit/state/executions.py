@@ -67,10 +67,10 @@ def execution(name: str) -> Execution:
         >>> execution("cuda_fused").rounds
         'compiled'
     """
-    known = executions()
-    if name not in known:
-        raise NotFoundError("There is no such execution.", expected=", ".join(known), found=name)
-    return known[name]
+    forms = executions()
+    if name not in forms:
+        raise NotFoundError("There is no such execution.", expected=", ".join(forms), found=name)
+    return forms[name]
 
 
 def of_torch(device: str, *, fused: bool = False, capturable: bool = False) -> str:

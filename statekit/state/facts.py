@@ -105,10 +105,10 @@ def _of_group(state: TrainState, group: Group, makers: Mapping[str, Sequence[str
     if not possible:
         return
     schema = load_schema(name)
-    known = {fact.name for fact in group.facts}
+    names = {fact.name for fact in group.facts}
     shown = state.switched_on(group)
     for fact in _hyperparameters(schema, possible[0], group, shown):
-        if fact.name not in known:
+        if fact.name not in names:
             yield replace(fact, name=f"{prefix}{fact.name}")
 
 
@@ -161,7 +161,9 @@ def with_optimizer(state: TrainState, name: str | None) -> TrainState:
     if any(is_native(schema) for schema, _ in state.optimizer.kinds):
         return _called(state, name)
     facts = [fact for group in state.optimizer.groups for fact in group.facts if fact.name == OPTIMIZER]
-    fitting = dict.fromkeys(one for fact in facts for one in (fact.value, *fact.others) if one is not None)
+    fitting = dict.fromkeys(
+        optimizer for fact in facts for optimizer in (fact.value, *fact.others) if optimizer is not None
+    )
     if name not in (fitting or {schema for schema, _ in state.optimizer.kinds}):
         raise UsageError(
             "The optimizer can't be that.",
@@ -180,14 +182,14 @@ def _called(state: TrainState, name: str) -> TrainState:
         UsageError: Its structure is another one's, or the name is that of a schema.
     """
     optimizer = state.optimizer
-    known = [variant or "" for schema, variant in optimizer.kinds if is_native(schema)]
+    variants = [variant or "" for schema, variant in optimizer.kinds if is_native(schema)]
     wanted = _plain(name)
-    fits = any(wanted in map(_plain, variant.split()) for variant in known)
-    if not fits and (name in schema_names() or all(known)):
+    fits = any(wanted in map(_plain, variant.split()) for variant in variants)
+    if not fits and (name in schema_names() or all(variants)):
         raise UsageError(
             "The optimizer can't be that.",
             place="--optimizer",
-            expected=", ".join(filter(None, known)) or "an optimizer that has no schema",
+            expected=", ".join(filter(None, variants)) or "an optimizer that has no schema",
             found=name,
         )
     named = state.with_facts(lambda facts: [*facts, Fact(OPTIMIZER, name, "given")])

@@ -85,7 +85,7 @@ def alike(spec: Mapping[str, Any], left: Any, right: Any) -> Alike | None:
 
 def among(value: Any, values: Iterable[Any]) -> bool:
     """Tells whether a value is one of some; True isn't 1."""
-    return any(_is_same(value, one) for one in values)
+    return any(_is_same(value, other) for other in values)
 
 
 def _is_same(left: Any, right: Any) -> bool:

@@ -206,7 +206,7 @@ def _said_by_name(name: str, value: Any) -> str:
     if name != EXCLUDED or value is None:
         return ""
     if isinstance(value, Mapping):
-        is_told = all(isinstance(one, bool) for one in value.values())
+        is_told = all(isinstance(flag, bool) for flag in value.values())
         return "" if is_told else "expected true or false for each path"
     return "" if all(map(_is_regex, value)) else "expected a list of regexes"
 
@@ -285,12 +285,12 @@ def checked_hparams(
         UsageError: A hyperparameter doesn't exist, can't have its value, or is said twice; lists every one.
     """
     options = read_hparams(schema, variant, said, only=only, also=also, unchecked=unchecked)
-    known = load_schema(schema).hyperparameters if only is None else only
+    names = load_schema(schema).hyperparameters if only is None else only
     Faults(options.faults).check(
         UsageError,
         f"Hyperparameters of {schema} can't be these",
         place="hparams",
-        expected=", ".join(dict.fromkeys((*known, *also, *unchecked))),
+        expected=", ".join(dict.fromkeys((*names, *also, *unchecked))),
         remedy=options.remedy,
     )
     return dict(options.values)
@@ -307,10 +307,10 @@ def is_known(schema: str, name: str) -> bool:
 def native_options(schema: str, variant: str) -> dict[str, dict[str, Spelling]]:
     """Returns a variant's own names of its options: name -> canonical name -> how it says that."""
     spellings: dict[str, dict[str, Spelling]] = {}
-    known = taken(schema, variant)
-    for canonical in known:
+    offered_names = taken(schema, variant)
+    for canonical in offered_names:
         spelling = load_schema(schema).spelling(variant, canonical)
-        if spelling.argument not in known or (spelling.argument == canonical and spelling.turned):
+        if spelling.argument not in offered_names or (spelling.argument == canonical and spelling.turned):
             spellings.setdefault(spelling.argument, {})[canonical] = spelling
     return spellings
 
@@ -351,16 +351,16 @@ def rule_of(
         settings: The group's hyperparameters; `factored` and `min_dim_size_to_factor` count.
         entries: Lines of its `factor_map`.
     """
-    known = {**load_schema("adafactor").settings(variant), **settings}
-    factored, minimum = known["factored"], known["min_dim_size_to_factor"]
+    settings_of_variant = {**load_schema("adafactor").settings(variant), **settings}
+    factored, minimum = settings_of_variant["factored"], settings_of_variant["min_dim_size_to_factor"]
     entry = first_entry(entries, path, path.replace(".", "/"))
     if entry is None and factored and entries and entries[0].is_regex:
         return None, "is found by no regex of factor_map"
-    said = labels(entry.value) if entry else None
+    stated = labels(entry.value) if entry else None
     if variant_constants("adafactor", variant)["factored_rank"] == "two_or_rule":
-        axes = effective(said, shape, factored, minimum)
+        axes = effective(stated, shape, factored, minimum)
     else:
-        axes = said or by_shape(variant_constants("adafactor", variant), shape, factored, minimum)
+        axes = stated or by_shape(variant_constants("adafactor", variant), shape, factored, minimum)
     if axes is None:
         return None, f"has shape {shape} and no factor rule"
     if len(axes) != len(shape):

@@ -117,7 +117,10 @@ def _modules_around(names: Collection[str], others: Collection[str]) -> list[dic
         for i, key in enumerate(other)
         if key == "." and other[i + 1 :] in ends
     }
-    ways = [{other.removeprefix(one): other for other in others if other.startswith(one)} for one in modules]
+    ways = [
+        {other.removeprefix(module): other for other in others if other.startswith(module)}
+        for module in modules
+    ]
     pairs = [{name: other for name, other in way.items() if name in ends} for way in ways]
     return [way for way in pairs if len(way) in (len(names), len(others))]
 
@@ -149,7 +152,7 @@ def as_named(names: Iterable[str], theirs: Mapping[str, object]) -> list[str]:
 
 
 def _by_inner(names: Iterable[str]) -> dict[str, list[str]]:
-    each: dict[str, list[str]] = {}
+    by_name: dict[str, list[str]] = {}
     for name in names:
-        each.setdefault(inner_name(name), []).append(name)
-    return each
+        by_name.setdefault(inner_name(name), []).append(name)
+    return by_name

@@ -120,7 +120,7 @@ class Piece:
     def to_json(self) -> dict[str, Any]:
         """Returns the piece as plain data."""
         numbers = {
-            name: [one.to_json() for one in value] if name == "of" else plain(value)
+            name: [part.to_json() for part in value] if name == "of" else plain(value)
             for name, value in self.numbers.items()
         }
         return {"kind": self.kind, "begins": self.begins, "origin": self.origin, **numbers}
@@ -147,7 +147,9 @@ class Rates:
 
     def at(self, updates: int) -> Piece:
         """Returns the piece that holds after so many updates."""
-        return next(one for one in reversed(self.pieces) if one.begins <= updates or one is self.pieces[0])
+        return next(
+            part for part in reversed(self.pieces) if part.begins <= updates or part is self.pieces[0]
+        )
 
     def rate(self, updates: int) -> float:
         """Returns the learning rate of the update after so many."""
@@ -155,12 +157,12 @@ class Rates:
 
     def times(self, factor: float) -> Rates:
         """Returns the schedule with all of its rates multiplied by a factor, which isn't negative."""
-        return self if factor == 1 else Rates(tuple(one.times(factor) for one in self.pieces))
+        return self if factor == 1 else Rates(tuple(part.times(factor) for part in self.pieces))
 
     @property
     def turns(self) -> frozenset[int]:
         """Numbers of updates done at which another formula holds, or one takes its first turn, and those beside."""
-        ends = {int(end) for one in self.pieces for end in _ends(one) if math.isfinite(end)}
+        ends = {int(end) for part in self.pieces for end in _ends(part) if math.isfinite(end)}
         return frozenset(max(end + by, 0) for end in ends for by in (-1, 0, 1))
 
     @property
@@ -175,7 +177,7 @@ class Rates:
 
     def to_json(self) -> list[dict[str, Any]]:
         """Returns the pieces as plain data."""
-        return [one.to_json() for one in self.pieces]
+        return [part.to_json() for part in self.pieces]
 
 
 def _argument(one: Piece, updates: int) -> float:

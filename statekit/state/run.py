@@ -76,8 +76,8 @@ class Schedule:
         """The rate that each of its groups began with, where its state has them; a row of schedules has none itself."""
         parts = self.parameters.get("_schedulers")
         rows = [self.parameters, *(parts if isinstance(parts, (list, tuple)) else ())]
-        each = (row.get("base_lrs") for row in rows if isinstance(row, Mapping))
-        return next((tuple(one) for one in each if isinstance(one, (list, tuple))), ())
+        rates = (row.get("base_lrs") for row in rows if isinstance(row, Mapping))
+        return next((tuple(row_rates) for row_rates in rates if isinstance(row_rates, (list, tuple))), ())
 
     @property
     def cycles(self) -> bool:
@@ -353,10 +353,10 @@ class _Around:
 
 def _of_megatron(common: Tree) -> tuple[Any, Mapping[str, Any]]:
     """Returns the iterations of a run of Megatron-LM, and the arguments of its program."""
-    known = common if isinstance(common, Mapping) else {}
-    arguments = known.get("args")
+    record = common if isinstance(common, Mapping) else {}
+    arguments = record.get("args")
     state = arguments.state if isinstance(arguments, Record) else arguments
-    return known.get("iteration"), state if isinstance(state, Mapping) else {}
+    return record.get("iteration"), state if isinstance(state, Mapping) else {}
 
 
 def _is_of_rate(path: Path) -> bool:
@@ -371,13 +371,13 @@ def _with_call(schedules: list[Schedule], around: _Around) -> list[Schedule]:
     name, arguments = around.call.get("function"), around.call.get("arguments")
     place = f"extra/{CALLED}"
     if len(schedules) != 1:
-        said = arguments if isinstance(arguments, Mapping) else {}
-        return [Schedule(str(name), said, None, place, (called_rates(around.call),)), *schedules]
-    (one,) = schedules
-    each = one.bases or (around.bases if around.bases and None not in around.bases else (None,))
-    said = {**one.parameters, **(arguments if isinstance(arguments, Mapping) else {})}
-    paced = one.following([called_rates(around.call, base) for base in each])
-    return [replace(paced, kind=one.kind or str(name), parameters=said)]
+        stated = arguments if isinstance(arguments, Mapping) else {}
+        return [Schedule(str(name), stated, None, place, (called_rates(around.call),)), *schedules]
+    (schedule,) = schedules
+    bases = schedule.bases or (around.bases if around.bases and None not in around.bases else (None,))
+    stated = {**schedule.parameters, **(arguments if isinstance(arguments, Mapping) else {})}
+    paced = schedule.following([called_rates(around.call, base) for base in bases])
+    return [replace(paced, kind=schedule.kind or str(name), parameters=stated)]
 
 
 def _nodes(tree: Tree, path: Path) -> Iterator[tuple[Path, Tree]]:
@@ -386,19 +386,21 @@ def _nodes(tree: Tree, path: Path) -> Iterator[tuple[Path, Tree]]:
         here = (*path, key)
         name = "/".join(map(str, here))
         yield here, node
-        what = _what(name)
-        if what == "trainer" and isinstance(node, Mapping) and "epoch" in node:
+        part = _what(name)
+        if part == "trainer" and isinstance(node, Mapping) and "epoch" in node:
             yield (*here, "epoch"), node["epoch"]
-        elif what is None and _schedule(node, name) is None and isinstance(node, (Mapping, list, tuple)):
+        elif part is None and _schedule(node, name) is None and isinstance(node, (Mapping, list, tuple)):
             yield from _nodes(node, here)
 
 
-def _value(node: Tree, what: Part) -> Tree:
+def _value(node: Tree, part: Part) -> Tree:
     """Returns a record without what is no plain value; of a trainer's, only the plain values at its top."""
     if isinstance(node, Mapping):
-        deep = () if what == "trainer" else (Mapping, list, tuple)
-        plain = {key: one for key, one in node.items() if one is None or isinstance(one, (*_PLAIN, *deep))}
-        return {key: _value(one, what) for key, one in plain.items()}
+        deep = () if part == "trainer" else (Mapping, list, tuple)
+        plain = {
+            key: item for key, item in node.items() if item is None or isinstance(item, (*_PLAIN, *deep))
+        }
+        return {key: _value(item, part) for key, item in plain.items()}
     return node if isinstance(node, (*_PLAIN, list, tuple)) else None
 
 
@@ -416,7 +418,7 @@ Source: google-deepmind/optax optax/transforms/_accumulation.py, `EmaState`.
 def _what(name: str) -> Part | None:
     if _ANY_PLACE.match(name) is None or _LINK.fullmatch(name) is not None:
         return None
-    return next(what for pattern, what in PLACES if fnmatchcase(name, pattern))
+    return next(part for pattern, part in PLACES if fnmatchcase(name, pattern))
 
 
 def _schedule(node: Tree, name: str, around: _Around = _Around()) -> Schedule | None:
@@ -436,9 +438,9 @@ def _schedule(node: Tree, name: str, around: _Around = _Around()) -> Schedule | 
     given = {key: value for key, value in node.items() if key not in _PLACE_IN_TIME}
     last = node.get("_last_lr")
     rates_then = tuple(last) if isinstance(last, (list, tuple)) else ()
-    made = Schedule(torch_class, given, _count(node, "last_epoch", "batch"), name, last=rates_then)
-    rates = [torch_rates(torch_class, node, base, around.arguments) for base in made.bases]
-    return made.following(rates) if torch_class == "LambdaLR" else replace(made, rates=tuple(rates))
+    schedule = Schedule(torch_class, given, _count(node, "last_epoch", "batch"), name, last=rates_then)
+    rates = [torch_rates(torch_class, node, base, around.arguments) for base in schedule.bases]
+    return schedule.following(rates) if torch_class == "LambdaLR" else replace(schedule, rates=tuple(rates))
 
 
 def _count(node: Mapping[Any, Any], *keys: str) -> int | None:
@@ -449,4 +451,6 @@ def _count(node: Mapping[Any, Any], *keys: str) -> int | None:
 def _is_scheduler(node: Mapping[Any, Any], name: str) -> bool:
     """Tells whether a record is the state of a schedule, by its keys or by where it lies."""
     placed = any(fnmatchcase(name, pattern) for pattern in _SCHEDULERS)
-    return bool(_TORCH & node.keys()) or (placed and any(type(one) in (int, float) for one in node.values()))
+    return bool(_TORCH & node.keys()) or (
+        placed and any(type(item) in (int, float) for item in node.values())
+    )

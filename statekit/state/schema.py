@@ -82,10 +82,10 @@ class OptimizerSchema:
             NotFoundError: No variant of that name.
         """
         if name not in self.variants:
-            known = ", ".join(self.variants)
+            names = ", ".join(self.variants)
             raise NotFoundError(
                 f"{self.name} has no such variant.",
-                expected=known,
+                expected=names,
                 found=name,
                 remedy=meant(name, self.variants),
             )
@@ -276,7 +276,9 @@ class OptimizerSchema:
             ('lr', 'adamw_betas', 'adamw_eps', 'wd')
         """
         spellings = [self.spelling(variant, name) for name in self.variant(variant)["defaults"]]
-        return tuple(dict.fromkeys(name for one in spellings for name in one.parts or (one.argument,)))
+        return tuple(
+            dict.fromkeys(name for spelling in spellings for name in spelling.parts or (spelling.argument,))
+        )
 
     def spelling(self, variant: str, name: str) -> Spelling:
         """Returns how a variant's own argument says a hyperparameter; by its canonical name where that differs more."""
@@ -292,10 +294,10 @@ class OptimizerSchema:
     def _spelled(self, variant: str) -> Mapping[str, Spelling]:
         native = {name: spec["native"].get(variant, {}) for name, spec in self.hyperparameters.items()}
         parts = {
-            name: (name if "note" in said else str(said.get("name", name))).rstrip("]").partition("[")
-            for name, said in native.items()
+            name: (name if "note" in spelling else str(spelling.get("name", name))).rstrip("]").partition("[")
+            for name, spelling in native.items()
         }
-        names = [str(said.get("name", "")) for said in native.values()]
+        names = [str(spelling.get("name", "")) for spelling in native.values()]
         shared = Counter(name.partition("[")[0] for name in names if "[" in name)
         return {
             name: Spelling(
@@ -395,8 +397,8 @@ class Spelling:
             0.2
         """
         if self.words:
-            known = {repr(there): here for there, here in self.words}
-            return known.get(repr(_hashable(value)), value if self.otherwise is None else self.otherwise)
+            values = {repr(there): here for there, here in self.words}
+            return values.get(repr(_hashable(value)), value if self.otherwise is None else self.otherwise)
         return self.signed(value if self.index is None else value[self.index])
 
     def signed(self, value: Any) -> Any:

@@ -33,8 +33,8 @@ def told_schedule(state: TrainState, call: Mapping[str, Any]) -> TrainState:
     name, function = call.get("function"), FUNCTIONS.get(str(call.get("function")))
     if isinstance(before, Mapping) and function is not None and _same(name, before.get("function")):
         stated = {key: value for key, value in before["arguments"].items() if key in function.parameters}
-        said = named_arguments(function, call["arguments"])
-        call = {**call, "arguments": {**stated, **said}} if not isinstance(said, str) else call
+        arguments = named_arguments(function, call["arguments"])
+        call = {**call, "arguments": {**stated, **arguments}} if not isinstance(arguments, str) else call
     changed = replace(state, extra={**state.extra, KEY: dict(call)})
     schedule = run_of(changed.extra).schedules[0]
     faults = [rates for rates in schedule.rates if isinstance(rates, str)]
@@ -81,9 +81,9 @@ def with_own_rate(state: TrainState) -> TrainState:
     schedules = run_of(state.extra).schedules if given else ()
     if not schedules or all(isinstance(rate, Rates) for schedule in schedules for rate in schedule.rates):
         return state
-    said = (
+    sentence = (
         f"The run's learning rate follows a schedule ({schedules[0].kind or 'whose function no file has'}):"
         f" {' and '.join(map(repr, dict.fromkeys(given)))} is taken for the next update's, and what goes on without a"
         " schedule keeps it. --schedule tells the function."
     )
-    return replace(state, assumptions=(*state.assumptions, said))
+    return replace(state, assumptions=(*state.assumptions, sentence))

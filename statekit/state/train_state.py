@@ -207,8 +207,8 @@ class Optimizer:
         pairs = list(zip(groups, kinds, strict=True))
         each = list(dict.fromkeys(kind for _, kind in pairs))
         if len(each) == 1:
-            return Optimizer(*each[0], tuple(replace(one, schema=None, variant=None) for one, _ in pairs))
-        own_groups = tuple(replace(one, schema=kind[0], variant=kind[1]) for one, kind in pairs)
+            return Optimizer(*each[0], tuple(replace(group, schema=None, variant=None) for group, _ in pairs))
+        own_groups = tuple(replace(group, schema=kind[0], variant=kind[1]) for group, kind in pairs)
         return Optimizer("+".join(schema for schema, _ in each), None, own_groups)
 
     def kind(self, group: Group) -> Kind:
@@ -501,7 +501,11 @@ class TrainState:
         if asked == "keep":
             return self
         updates = self.counts.updates
-        having = [one for one, _ in self.optimizer.kinds if "step_offset" in load_schema(one).hyperparameters]
+        having = [
+            schema
+            for schema, _ in self.optimizer.kinds
+            if "step_offset" in load_schema(schema).hyperparameters
+        ]
         if not having:
             raise UsageError(
                 f"{self.optimizer.schema} has no step_offset.", place="--step-offset", expected="keep"

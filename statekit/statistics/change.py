@@ -48,7 +48,7 @@ def change(before: Tensor, after: Tensor) -> dict[str, float | None]:
 
 def _finite(x: Array, y: Array) -> tuple[Array, Array]:
     """Returns the magnitudes or values of both in float64, where both are finite."""
-    a, b = (np.abs(one) if one.dtype.kind == "c" else one for one in (x, y))
+    a, b = (np.abs(values) if values.dtype.kind == "c" else values for values in (x, y))
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     good = np.isfinite(a) & np.isfinite(b)
     return (a, b) if good.all() else (a[good], b[good])

@@ -181,19 +181,19 @@ def _adafactor(place: ParameterStep) -> Moments | None:
         second = ratio * np.expand_dims(v_col, rows)
     else:
         second, text = place.slots["v"], "v̂ = v"
-    used, said = second, "D = sqrt(v̂) / scale"
+    used, formula = second, "D = sqrt(v̂) / scale"
     if clamps:
-        used, said = np.maximum(second, s.epsilon1**2), "D = max(sqrt(v̂), epsilon1) / scale"
+        used, formula = np.maximum(second, s.epsilon1**2), "D = max(sqrt(v̂), epsilon1) / scale"
     scale = adafactor_forms.parameter_scale(s, np.asarray(place.param, np.float32))
     if scale is None:
-        said = said.replace(" / scale", "")
+        formula = formula.replace(" / scale", "")
     else:
-        said += ", scale = max(rms(p), epsilon2)"
+        formula += ", scale = max(rms(p), epsilon2)"
         if config.hyper.max_parameter_scale is not None:
-            said += ", at most max_parameter_scale"
+            formula += ", at most max_parameter_scale"
     divisor = np.sqrt(used) / (1.0 if scale is None else np.asarray(scale, np.float64))
     floor = s.epsilon1**2 if clamps else 2 * s.epsilon1
-    return Moments(second, text, divisor, said, floor)
+    return Moments(second, text, divisor, formula, floor)
 
 
 def _scaled_adam(place: ParameterStep) -> Moments | None:
@@ -205,10 +205,10 @@ def _scaled_adam(place: ParameterStep) -> Moments | None:
         place.slots["exp_avg_sq"],
         hyper.betas[1],
     )
-    one = place.param.size == 1
+    is_scalar = place.param.size == 1
     c2 = _correction(beta2, place.updates)
     corrects = place.updates - 1 < corrected_updates(beta2) or (
-        one and form["scalar_bias_correction"] == "always"
+        is_scalar and form["scalar_bias_correction"] == "always"
     )
     second = v / c2 if corrects else v
     text = (
@@ -217,12 +217,14 @@ def _scaled_adam(place: ParameterStep) -> Moments | None:
         else "v̂ = exp_avg_sq, as 1 - beta2^k ≥ 0.99"
     )
     root = np.sqrt(second) + hyper.eps
-    if one:
-        divisor, said = root / hyper.scalar_lr_scale, "D = (sqrt(v̂) + eps) / scalar_lr_scale"
+    if is_scalar:
+        divisor, formula = root / hyper.scalar_lr_scale, "D = (sqrt(v̂) + eps) / scalar_lr_scale"
     else:
         size = max(float(np.max(place.slots["param_rms"])), hyper.param_min_rms)
-        divisor, said = root / size, "D = (sqrt(v̂) + eps) / max(param_rms, param_min_rms)"
-    return Moments(second, text, divisor, said, hyper.eps**2, None, {"exp_avg_sq": c2} if corrects else None)
+        divisor, formula = root / size, "D = (sqrt(v̂) + eps) / max(param_rms, param_min_rms)"
+    return Moments(
+        second, text, divisor, formula, hyper.eps**2, None, {"exp_avg_sq": c2} if corrects else None
+    )
 
 
 _OF: Mapping[str, Callable[[ParameterStep], Moments | None]] = {

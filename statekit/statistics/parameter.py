@@ -74,42 +74,42 @@ def parameter_statistics(
     slots = stored.slots.get(path, {})
     tensors = {"values": stored.params[path], **slots}
     updates = part.counts.behind.get(path, part.counts.updates)
-    said: list[str] = []
+    notes: list[str] = []
     figures: list[dict[str, Any]] = []
-    known: dict[str, Any] = {"rate": None, "rate_of": ""}
+    of_update: dict[str, Any] = {"rate": None, "rate_of": ""}
     count = math.prod(stored.params[path].shape)
     if part.optimizer.schema == WEIGHTS or group is None:
-        said.append("It has no slots: nothing moves it.")
+        notes.append("It has no slots: nothing moves it.")
     elif not count:
-        said.append("It has no elements: there is nothing to derive.")
+        notes.append("It has no elements: there is nothing to derive.")
     elif count * 8 * ARRAYS > memory:
-        said.append(
+        notes.append(
             f"What its update does isn't computed: that takes {count * 8 * ARRAYS} bytes of memory, and {memory} are "
             "allowed; --budget allows more."
         )
     else:
-        known = _of_update(part, path, group, updates, figures, said)
+        of_update = _of_update(part, path, group, updates, figures, notes)
     record = {
         "path": path,
         "schema": part.optimizer.schema,
         "variant": part.optimizer.variant,
         "updates": updates,
         "group": next((i for i, g in enumerate(stored.optimizer.groups) if path in g.paths), None),
-        **known,
+        **of_update,
         "tensors": {name: picture(tensor, on_read) for name, tensor in tensors.items()},
         "figures": figures,
-        "unsaid": said,
+        "unsaid": notes,
     }
     return dict(to_json(record))
 
 
 def _of_update(
-    part: TrainState, path: str, group: Group, updates: int, figures: list[dict[str, Any]], said: list[str]
+    part: TrainState, path: str, group: Group, updates: int, figures: list[dict[str, Any]], notes: list[str]
 ) -> dict[str, Any]:
     """Adds the figures of a parameter's update, and returns its learning rate."""
     schema, variant = part.optimizer.kind(group)
     if variant not in load_schema(schema).stepped:
-        said.append(
+        notes.append(
             f"statekit knows no rule of {schema}, variant {variant or 'unknown'}: nothing is derived from its slots."
         )
         return {"rate": None, "rate_of": ""}
@@ -123,44 +123,44 @@ def _of_update(
         path, group, part.rules.get(path), str(variant), part.params[path].dtype.name, param, slots, updates,
         float(rate) if usable else None,
     )  # fmt: skip
-    known: dict[str, Any] = {"rate": None, "rate_of": ""}
+    rates: dict[str, Any] = {"rate": None, "rate_of": ""}
     try:
         step = own_rate(schema, place)
-        known = {
+        rates = {
             "rate": step,
             "rate_of": "the checkpoint" if usable else "the rule" if step is not None else "",
         }
         with np.errstate(all="ignore"):
             seen = moments(schema, place)
             if seen is None:
-                said.append("Nothing is derived from a second moment: there is none, or no update was done.")
-                return known
+                notes.append("Nothing is derived from a second moment: there is none, or no update was done.")
+                return rates
             figures += _of_moments(place, seen, step)
-            figures += _of_expected(part, place, schema, seen, step, said)
+            figures += _of_expected(part, place, schema, seen, step, notes)
     except StatekitError as error:
-        said.append(f"What its update does isn't known: {error.line}")
-    return known
+        notes.append(f"What its update does isn't known: {error.line}")
+    return rates
 
 
 def _of_moments(place: ParameterStep, seen: Moments, rate: float | None) -> list[dict[str, Any]]:
-    made: list[dict[str, Any]] = []
+    figures: list[dict[str, Any]] = []
     per = "" if rate is None else f", learning rate {rate:g}"
     factor = 1.0 if rate is None else rate
     title = "Effective learning rate of its elements" + (
         ", per unit of learning rate" if rate is None else ""
     )
     if {"v_row", "v_col"} <= place.slots.keys():
-        made.append(
+        figures.append(
             _cells("second_moment", "The second moment, put together again", seen.formula, "v̂", seen.second)
         )
-    made.append(
+    figures.append(
         {
             "name": "second_moment_size", "title": "Size of past gradients", "kind": "numbers",
             "formula": f"sqrt(mean(v̂)); {seen.formula}",
             "values": {"rms(sqrt(v̂))": float(np.sqrt(np.mean(seen.second)))},
         }
     )  # fmt: skip
-    made.append(
+    figures.append(
         {
             "name": "effective_rate", "title": title, "kind": "quantiles",
             "formula": f"a / D, {seen.divisor_formula}; {seen.formula}{per}", "unit": "a / D",
@@ -168,7 +168,7 @@ def _of_moments(place: ParameterStep, seen: Moments, rate: float | None) -> list
         }
     )  # fmt: skip
     if seen.corrections:
-        made.append(
+        figures.append(
             {
                 "name": "corrections", "title": "Corrections for the zero start", "kind": "numbers",
                 "formula": f"1 - beta^t, t = {place.updates}", "values": dict(seen.corrections),
@@ -176,7 +176,7 @@ def _of_moments(place: ParameterStep, seen: Moments, rate: float | None) -> list
         )  # fmt: skip
     if seen.first is not None:
         snr = np.abs(seen.first) / np.sqrt(seen.second)
-        made.append(
+        figures.append(
             {
                 "name": "snr", "title": "Signal over noise of the gradients", "kind": "quantiles",
                 "formula": f"|m̂| / sqrt(v̂); {seen.formula}", "unit": "|m̂| / sqrt(v̂)", "values": _quantiles(snr),
@@ -191,7 +191,7 @@ def _of_moments(place: ParameterStep, seen: Moments, rate: float | None) -> list
         name = seen.direction_formula.partition(" ")[0]
         ratio = bounded / below if bounded > 0 and below > 0 else None
         kept = "" if seen.bounds == (None, None) else ", ||p|| within its bounds"
-        made.append(
+        figures.append(
             {
                 "name": "trust_ratio", "title": "Trust ratio", "kind": "numbers",
                 "formula": f"||p|| / ||{name}||, {seen.direction_formula}{kept}; as the last update left the slots",
@@ -203,7 +203,7 @@ def _of_moments(place: ParameterStep, seen: Moments, rate: float | None) -> list
         sizes = {"param_rms": float(np.max(place.slots["param_rms"])), "rms(p) now": rms}
         if "scale_exp_avg_sq" in place.slots:
             sizes["sqrt(scale_exp_avg_sq)"] = float(np.sqrt(np.max(place.slots["scale_exp_avg_sq"])))
-        made.append(
+        figures.append(
             {
                 "name": "size", "title": "What it knows of its size", "kind": "numbers",
                 "formula": "param_rms: rms(p) when a period ended; scale_exp_avg_sq: mean square of sum(p g)",
@@ -211,8 +211,8 @@ def _of_moments(place: ParameterStep, seen: Moments, rate: float | None) -> list
             }
         )  # fmt: skip
     if place.param.ndim > 1:
-        made.append(_dead(place, seen))
-    return made
+        figures.append(_dead(place, seen))
+    return figures
 
 
 def _dead(place: ParameterStep, seen: Moments) -> dict[str, Any]:
@@ -234,12 +234,12 @@ def _dead(place: ParameterStep, seen: Moments) -> dict[str, Any]:
 
 
 def _of_expected(
-    part: TrainState, place: ParameterStep, schema: str, seen: Moments, rate: float | None, said: list[str]
+    part: TrainState, place: ParameterStep, schema: str, seen: Moments, rate: float | None, notes: list[str]
 ) -> list[dict[str, Any]]:
     """Steps the parameter once by its own rule, with a gradient of zeros and with one as large as its second moment."""
     constants = variant_constants(schema, place.variant)
     if constants.get("lr_source") == COMPOUNDING:
-        said.append(
+        notes.append(
             "Its update isn't computed: this variant's learning rate depends on the parameters before it."
         )
         return []
@@ -259,7 +259,7 @@ def _of_expected(
     by_rule = place.rate is None and rate is not None
     used: Any = None if by_rule else (1.0 if rate is None else place.rate)
     per = " per unit of learning rate" if rate is None else f" with learning rate {rate:g}"
-    made = []
+    figures = []
     size = float(np.sqrt(np.mean(place.param**2)))
     for name, text, gradient in (
         ("at_zero", "g = 0: what momentum and decay do alone", np.zeros_like(seen.second)),
@@ -274,10 +274,10 @@ def _of_expected(
             f"u = p - p', p' of the {place.variant} rule's next update of {schema}{per}{left_out}; {text}"
         )
         if not math.isfinite(rms):
-            said.append(f"An update with {text.partition(':')[0]} isn't finite.")
+            notes.append(f"An update with {text.partition(':')[0]} isn't finite.")
             continue
         binned = measure(in_memory(np.abs(u / np.where(place.param == 0, np.nan, place.param)))).magnitudes()
-        made.append(
+        figures.append(
             {
                 "name": f"update_{name}", "title": f"Update over parameter, {text.partition(':')[0]}",
                 "kind": "magnitudes", "formula": f"|u| / |p|; {formula}", "binned": binned, "guide": GUIDE,
@@ -287,7 +287,7 @@ def _of_expected(
                 },
             }
         )  # fmt: skip
-    return made
+    return figures
 
 
 def _quantiles(values: Array) -> list[list[float | None]]:
@@ -310,7 +310,7 @@ def _cells(name: str, title: str, formula: str, unit: str, values: Array) -> dic
 
 def at_step(record: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the numbers of a parameter that are drawn over a run's steps, as JSON has them."""
-    by_name = {one["name"]: one for one in record["figures"]}
+    by_name = {figure["name"]: figure for figure in record["figures"]}
     numbers: dict[str, Any] = {}
     for name in ("update_at_zero", "update_at_scale"):
         if name in by_name:

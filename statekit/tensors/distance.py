@@ -120,15 +120,15 @@ def _of_block(right: Array, other: Array, index: Index) -> Distance:
     )
 
 
-def _joined(one: Distance, more: Distance) -> Distance:
+def _joined(first: Distance, more: Distance) -> Distance:
     return Distance(
-        one.size + more.size,
-        one.unequal + more.unequal,
-        max(one.ulps, more.ulps),
-        max(one.largest, more.largest),
-        max(one.relative, more.relative),
-        more.first if one.first is None else one.first,
-        one.is_rounding and more.is_rounding,
+        first.size + more.size,
+        first.unequal + more.unequal,
+        max(first.ulps, more.ulps),
+        max(first.largest, more.largest),
+        max(first.relative, more.relative),
+        more.first if first.first is None else first.first,
+        first.is_rounding and more.is_rounding,
     )
 
 

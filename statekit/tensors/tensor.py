@@ -84,13 +84,13 @@ class _AskedByClass(_ProtocolClass):
 
     def __instancecheck__(cls, value: object) -> bool:
         kind = type(value)
-        known = _TENSOR_CLASSES.get(kind)
-        if known is None:
-            known = all(callable(getattr(kind, name, None)) for name in ("read", "to_json"))
-            if known and not all(hasattr(value, name) for name in ("shape", "dtype", "grain")):
+        is_tensor = _TENSOR_CLASSES.get(kind)
+        if is_tensor is None:
+            is_tensor = all(callable(getattr(kind, name, None)) for name in ("read", "to_json"))
+            if is_tensor and not all(hasattr(value, name) for name in ("shape", "dtype", "grain")):
                 return False  # these may be this value's alone
-            _TENSOR_CLASSES[kind] = known
-        return known
+            _TENSOR_CLASSES[kind] = is_tensor
+        return is_tensor
 
 
 _TENSOR_CLASSES: dict[type, bool] = {}
@@ -455,15 +455,15 @@ def apart(model: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model.items() if name not in ties}
 
 
-def ties_of(model: Mapping[str, Tensor], known: Iterable[str]) -> dict[str, str]:
+def ties_of(model: Mapping[str, Tensor], names: Iterable[str]) -> dict[str, str]:
     """Returns the further names of a model's tensors: name -> the name that the same tensor stands under.
 
     Args:
         model: Tensor by name.
-        known: The names whose tensors may have further ones; of two that are tied, the first stands.
+        names: The names whose tensors may have further ones; of two that are tied, the first stands.
     """
     first: dict[Any, str] = {}
-    for name in known:
+    for name in names:
         first.setdefault(bytes_of(model[name]), name)
     ties = {name: first.get(bytes_of(tensor), name) for name, tensor in model.items()}
     firsts = set(first.values())

@@ -120,8 +120,8 @@ def fits(value: object, kind: Any) -> bool:
 
 def misfits(value: object, kind: Any, within: Place = ()) -> Iterator[tuple[str, str]]:
     """Yields what isn't of a type in a value, and where: below the path `within`, at which the value stands."""
-    for what, path in _form(kind).faults(value, within):
-        yield what, "/".join(map(str, path)) or "the top"
+    for fault, path in _form(kind).faults(value, within):
+        yield fault, "/".join(map(str, path)) or "the top"
 
 
 def shown(value: object) -> str:
@@ -210,10 +210,10 @@ def _form(kind: Any) -> _Form:
     if origin is Literal:
         text = " or ".join(map(repr, inner))
         return _leaf(
-            text, text, lambda value: any(type(value) is type(one) and value == one for one in inner)
+            text, text, lambda value: any(type(value) is type(form) and value == form for form in inner)
         )
     if origin in (Union, types.UnionType):
-        return _either([_form(one) for one in inner])
+        return _either([_form(form) for form in inner])
     if origin in (list, Sequence):
         return _of_items(_form(inner[0]), (list,) if origin is list else (list, tuple))
     if origin in (dict, Mapping):

@@ -49,7 +49,7 @@ def check_printed_code(ref: CheckpointRef, *, fresh: bool = True) -> None:
         assert lines == [repr(ref)] * 2, f"a fresh process reads {lines}, expected {ref!r}"
         return
     for spelling, other in zip(("Python", "shell"), _read(ref.code(), words), strict=True):
-        lost = [known.name for known in OPTIONS if getattr(other, known.name) != getattr(ref, known.name)]
+        lost = [option.name for option in OPTIONS if getattr(other, option.name) != getattr(ref, option.name)]
         assert not lost and other.path == ref.path, f"{spelling} code doesn't tell {', '.join(lost)}"
 
 
@@ -101,7 +101,7 @@ def printed_refs(text: str) -> list[CheckpointRef]:
 
 def _called(tree: ast.AST) -> Iterator[CheckpointRef]:
     """Yields the refs that calls of statekit's functions make of their path and keywords."""
-    options = {known.name for known in OPTIONS}
+    options = {option.name for option in OPTIONS}
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Attribute) or not node.args:
             continue
@@ -118,8 +118,8 @@ def _ref_of(words: Sequence[str]) -> CheckpointRef:
     path = next(params[param.name or ""] for param in verb.params if isinstance(param, click.Argument))
     # What --layout tells convert is of the target.
     names = [
-        known.name
-        for known in OPTIONS
-        if known.name in params and (words[1], known.name) != ("convert", "layout")
+        option.name
+        for option in OPTIONS
+        if option.name in params and (words[1], option.name) != ("convert", "layout")
     ]
     return ref_of_words(path, {name: params[name] for name in names})

@@ -120,7 +120,7 @@ def live_run(
     **options: Unpack[AttestOptions],
 ) -> TorchRun:
     """Returns a run as it is held against a checkpoint; arguments are those of `attest`."""
-    inner = [_innermost(one, "optimizer", torch.optim.Optimizer) for one in _all(optimizer)]
+    inner = [_innermost(wrapped, "optimizer", torch.optim.Optimizer) for wrapped in _all(optimizer)]
     flat = flat_parts(named_parameters) if isinstance(named_parameters, torch.nn.Module) else {}
     is_model = isinstance(named_parameters, torch.nn.Module)
     named: Any = unwrapped(named_parameters).named_parameters() if is_model else named_parameters
@@ -130,9 +130,9 @@ def live_run(
     call, model = Call.of(path, options).alone(), Model(pairs)
     hints = hints_of(call, model)
     beside: dict[str, Any] = {}
-    moved = [_innermost(one, "scheduler") for one in _all(scheduler)]
+    moved = [_innermost(wrapped, "scheduler") for wrapped in _all(scheduler)]
     if moved:
-        states = [one.state_dict() for one in moved]
+        states = [wrapped.state_dict() for wrapped in moved]
         beside |= {"scheduler": states[0]} if len(states) == 1 else {"schedulers": states}
     if scaler is not None and (state := scaler.state_dict()):  # one that is switched off has none
         beside["scaler"] = state
@@ -174,11 +174,11 @@ def _of_all_processes(of_this_process: Callable[[], Attestation]) -> Attestation
         result = of_this_process()
     except Exception as failed:  # whatever it is, the others are waiting
         error = failed
-    each: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(each, (result and result.findings, error and _line(error)))
+    gathered: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(gathered, (result and result.findings, error and _line(error)))
     if error is not None:
         raise error
-    lines = {rank: line for rank, (_, line) in enumerate(each) if line is not None}
+    lines = {rank: line for rank, (_, line) in enumerate(gathered) if line is not None}
     if lines or result is None:
         raise StateError(
             "The live run isn't attested: other processes failed.",
@@ -187,7 +187,7 @@ def _of_all_processes(of_this_process: Callable[[], Attestation]) -> Attestation
             found="; ".join(dict.fromkeys(lines.values())),
             remedy="give every process the same checkpoint, which it can read",
         )
-    return result.of_all([findings for findings, _ in each])
+    return result.of_all([findings for findings, _ in gathered])
 
 
 def _line(error: Exception) -> str:
@@ -227,7 +227,7 @@ def _buffers(model: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
     return dense, [f"the buffer {name}: its values can't be read" for name in every if name not in dense]
 
 
-def only(parts: Sequence[Any], what: str) -> Any:
+def only(parts: Sequence[Any], subject: str) -> Any:
     """Returns the one part of a trainer that has one; a verdict of the first would pass the others in silence.
 
     Raises:
@@ -235,7 +235,7 @@ def only(parts: Sequence[Any], what: str) -> Any:
     """
     if len(parts) != 1:
         raise UsageError(
-            f"A run is attested here that has one {what}.",
+            f"A run is attested here that has one {subject}.",
             found=f"{len(parts)} of them",
             remedy="give statekit.torch.attest all optimizers of a model, and call it for each model",
         )
@@ -256,8 +256,8 @@ def _in_order(
     names: Mapping[str, str],
 ) -> list[tuple[CheckpointRef, str]]:
     """Returns hints with the checkpoint's names in the order of the live optimizers; none if they move others too."""
-    known = {id(param): names.get(name, name) for name, param in params.items()}
-    order = [known.get(id(param)) for group in _groups(optimizers) for param in group["params"]]
+    by_id = {id(param): names.get(name, name) for name, param in params.items()}
+    order = [by_id.get(id(param)) for group in _groups(optimizers) for param in group["params"]]
     if hints.param_names is not None or None in order:
         return []
     return [(replace(hints, param_names=tuple(name for name in order if name is not None)), ORDERED)]
@@ -266,12 +266,12 @@ def _in_order(
 def _strangers(
     optimizers: Sequence[torch.optim.Optimizer], params: Mapping[str, torch.Tensor]
 ) -> list[Finding]:
-    known = {id(param) for param in params.values()}
+    ids = {id(param) for param in params.values()}
     strange = [
         f"group {i}, {tuple(param.shape)}"
         for i, group in enumerate(_groups(optimizers))
         for param in group["params"]
-        if id(param) not in known
+        if id(param) not in ids
     ]
     if not strange:
         return []
@@ -279,14 +279,16 @@ def _strangers(
 
 
 def _drives_another(schedulers: Sequence[Any], optimizers: Sequence[torch.optim.Optimizer]) -> list[Finding]:
-    each = [_driven(scheduler) for scheduler in schedulers]
+    driven = [_driven(scheduler) for scheduler in schedulers]
     strange = [
-        one for one in each if one is not None and all(one is not optimizer for optimizer in optimizers)
+        driver
+        for driver in driven
+        if driver is not None and all(driver is not optimizer for optimizer in optimizers)
     ]
     names = " and ".join(type(optimizer).__name__ for optimizer in optimizers)
     return [
-        fault("schedule-elsewhere", ["the scheduler"], f"this {names}", f"another {type(one).__name__}")
-        for one in strange
+        fault("schedule-elsewhere", ["the scheduler"], f"this {names}", f"another {type(driver).__name__}")
+        for driver in strange
     ]
 
 
@@ -320,7 +322,7 @@ def _length(schedulers: Sequence[Any]) -> int | None:
     """
     functions = [function for scheduler in schedulers for function in getattr(scheduler, "lr_lambdas", ())]
     stated = [getattr(function, "keywords", {}).get("num_training_steps") for function in functions]
-    return next((one for one in stated if type(one) is int), None)
+    return next((number for number in stated if type(number) is int), None)
 
 
 def _scaled(function: Callable[[int], float], base: float, updates: int) -> float:

@@ -94,7 +94,7 @@ def _read(node: Tree) -> Tree:
     if isinstance(node, Tensor):
         return tuple(node.read().ravel().tolist()) if np.prod(node.shape) <= _CPU else node
     if isinstance(node, Mapping):
-        return {key: _read(one) for key, one in node.items()}
+        return {key: _read(value) for key, value in node.items()}
     return tuple(map(_read, node)) if isinstance(node, (list, tuple)) else node
 
 
@@ -105,8 +105,8 @@ def _states(node: Tree, name: str) -> Iterator[tuple[str, str, Any]]:
     if kind:
         yield name, kind, node
     elif isinstance(node, (Mapping, tuple)):
-        for key, one in node.items() if isinstance(node, Mapping) else enumerate(node):
-            yield from _states(one, f"{name}/{key}")
+        for key, part in node.items() if isinstance(node, Mapping) else enumerate(node):
+            yield from _states(part, f"{name}/{key}")
 
 
 def _kind_of(node: Tree) -> str:
@@ -117,7 +117,7 @@ def _kind_of(node: Tree) -> str:
         return "Python"
     if len(node) == 5 and node[0] == "MT19937":
         return "NumPy"
-    if all(type(one) is int for one in node) and len(node) in (_CPU, _CUDA):
+    if all(type(number) is int for number in node) and len(node) in (_CPU, _CUDA):
         return "the CPU" if len(node) == _CPU else "CUDA"
     return ""
 

@@ -97,12 +97,12 @@ def read_group(group: ParamGroup, schema: OptimizerSchema, variant: str) -> None
         UsageError: A value can't be, is said twice, or has another optimizer's name; lists every one.
     """
     natives = native_options(schema.name, variant)
-    known = {*schema.hyperparameters, *natives, *RATE_NAMES} - {"lr"}
-    said = {key: value for key, value in group.items() if key in known}
-    options = read_options(schema.name, variant, said, rate="lr")
+    names = {*schema.hyperparameters, *natives, *RATE_NAMES} - {"lr"}
+    stated = {key: value for key, value in group.items() if key in names}
+    options = read_options(schema.name, variant, stated, rate="lr")
     faults = [*options.faults, *_group_faults(group, schema, variant)]
     refuse_options(faults, options.remedy)
-    for key in said:
+    for key in stated:
         del group[key]
     group.update(options.values)
 
@@ -116,10 +116,10 @@ def _group_faults(group: ParamGroup, schema: OptimizerSchema, variant: str) -> I
     rule = group.get("schema", schema.name), group.get("variant", variant)
     if rule != (schema.name, variant):
         yield f"is {rule[1]!r}, expected {variant} in all groups of an optimizer", "variant"
-    known = {*schema.hyperparameters, *native_options(schema.name, variant), *_OURS}
+    names = {*schema.hyperparameters, *native_options(schema.name, variant), *_OURS}
     for canonical in schema.hyperparameters:
         natives = {schema.spelling(other, canonical).argument for other in schema.variants}
-        for native in sorted(natives - known):
+        for native in sorted(natives - names):
             if native in group:  # it would be ignored: nobody knows the name
                 yield f"is another optimizer's name for {canonical}", native
 
@@ -158,13 +158,13 @@ def settle_group(group: ParamGroup, schema: OptimizerSchema, variant: str) -> No
 
 def canonical(group: ParamGroup) -> Group:
     """Returns a group's paths and hyperparameters as the step takes them: by path."""
-    known = {
+    hyperparameters = {
         name: group[name]
         for name in load_schema(group["schema"]).hyperparameters
         if name in group and name not in RATE_NAMES
     }
     paths = {name: path_of(name) for name in group["param_names"]}
-    return Group(tuple(paths.values()), by_other_names(known, paths))
+    return Group(tuple(paths.values()), by_other_names(hyperparameters, paths))
 
 
 def rules_of(group: ParamGroup) -> dict[str, Rule]:

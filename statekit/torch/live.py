@@ -135,9 +135,11 @@ def live_tree(value: Any, name: str = "") -> Tree:
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, Mapping):
-        return {key: live_tree(one, f"{name}/{key}") for key, one in value.items() if _is_plain(one)}
+        return {key: live_tree(part, f"{name}/{key}") for key, part in value.items() if _is_plain(part)}
     if isinstance(value, (list, tuple)):
-        return type(value)([live_tree(one, f"{name}/{i}") for i, one in enumerate(value) if _is_plain(one)])
+        return type(value)(
+            [live_tree(part, f"{name}/{i}") for i, part in enumerate(value) if _is_plain(part)]
+        )
     return value
 
 

@@ -257,14 +257,14 @@ class SchemaOptimizer(GroupedOptimizer, ABC):
     ) -> None:
         schema = self._schema()
         steps_for(schema.name, variant)
-        said = read_options(schema.name, variant, options, rate="lr")
+        stated = read_options(schema.name, variant, options, rate="lr")
         fault = rate_fault(lr)
-        refuse_options([*said.faults, *([(fault, "lr")] if fault else [])], said.remedy)
-        known = usual_options(schema.name, variant)
+        refuse_options([*stated.faults, *([(fault, "lr")] if fault else [])], stated.remedy)
+        usual = usual_options(schema.name, variant)
         kept = {"lr": lr, "step": 0, "schema": schema.name, "variant": variant, "foreach": foreach}
         self._plans: dict[int, GroupPlan] = {}
         self._direct: dict[int, DirectUpdate] = {}
-        super().__init__(params, {**kept, **known, **said.values})
+        super().__init__(params, {**kept, **usual, **stated.values})
 
     @staticmethod
     @abstractmethod

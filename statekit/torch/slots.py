@@ -62,13 +62,17 @@ def _init(group: ParamGroup, whole: Group, path: str, rule: Rule | None, param: 
 
 def _completed(group: ParamGroup, stored: Mapping[str, Source]) -> Group:
     """Returns a group in which no hyperparameter is unknown, good for shapes and dtypes only."""
-    schema, known = load_schema(group["schema"]), canonical(group)
-    values = {**schema.settings(group["variant"]), **_implied(schema, stored), **known.hyperparameters}
+    schema, hyperparameters = load_schema(group["schema"]), canonical(group)
+    values = {
+        **schema.settings(group["variant"]),
+        **_implied(schema, stored),
+        **hyperparameters.hyperparameters,
+    }
     filled = {
         name: schema.hyperparameters[name].get("default") if value is None else value
         for name, value in values.items()
     }
-    return replace(known, hyperparameters=filled)
+    return replace(hyperparameters, hyperparameters=filled)
 
 
 def _implied(schema: OptimizerSchema, stored: Mapping[str, Source]) -> dict[str, Any]:

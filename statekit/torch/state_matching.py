@@ -101,7 +101,7 @@ def match(
         for name, param in zip(group["param_names"], group["params"], strict=True):
             if (entry := theirs.get(path_of(name))) is not None:
                 slots.append((param, _sources(name, param, entry.slots, whole, faults)))
-    is_narrow = any(_NARROW in what for what, _ in faults)
+    is_narrow = any(_NARROW in fault for fault, _ in faults)
     faults.check(
         StateError, "The state doesn't fit the optimizer", remedy=_WIDEN if is_narrow else _SAME_NAMES
     )

@@ -120,7 +120,7 @@ class _Watch:
             self._take()
             return loss
 
-        kept = {name: one for name, one in kwargs.items() if name != "closure"}
+        kept = {name: value for name, value in kwargs.items() if name != "closure"}
         rest = [argument for argument in args[1:] if argument is not closure]
         return (args[0], *rest), {**kept, "closure": taking}
 

@@ -124,24 +124,24 @@ def plan_group(group: ParamGroup, slots: Mapping[torch.Tensor, Slots]) -> GroupP
         slots: Its parameters' slots.
     """
     steps, variant = steps_for(group["schema"], group["variant"]), group["variant"]
-    known, rules = canonical(group), rules_of(group)
-    params = dict(zip(known.paths, group["params"], strict=True))
+    canonical_group, rules = canonical(group), rules_of(group)
+    params = dict(zip(canonical_group.paths, group["params"], strict=True))
     configs, faults = {}, {}
     checked: dict[Hashable, str] = {}
     for path, param in params.items():
-        kind = _kind(path, param, rules.get(path), slots[param], known)
+        kind = _kind(path, param, rules.get(path), slots[param], canonical_group)
         if kind not in checked:
-            checked[kind] = _fault(steps, group, known, path, param, rules.get(path), slots[param])
+            checked[kind] = _fault(steps, group, canonical_group, path, param, rules.get(path), slots[param])
         if checked[kind]:
             faults[path] = checked[kind]
         else:
-            configs[path] = steps.settle(known, path, rules.get(path), variant)
+            configs[path] = steps.settle(canonical_group, path, rules.get(path), variant)
     return GroupPlan(
         tuple(params.values()),
         tuple(map(_kind_of, params.values())),
         copy.deepcopy(_deciding(group)),
         {key: group.get(key) for key in ("param_names", "rules")},
-        known,
+        canonical_group,
         configs,
         faults,
         tuple(_batches(group, params, configs)),
@@ -150,10 +150,10 @@ def plan_group(group: ParamGroup, slots: Mapping[torch.Tensor, Slots]) -> GroupP
     )
 
 
-def _kind(path: str, param: torch.Tensor, rule: Rule | None, slots: Slots, known: Group) -> Hashable:
+def _kind(path: str, param: torch.Tensor, rule: Rule | None, slots: Slots, group: Group) -> Hashable:
     """Returns what the step's own check depends on."""
     kind = (rule, tuple(param.shape), param.dtype, tuple((name, slot.dtype) for name, slot in slots.items()))
-    named = any(isinstance(value, Mapping) for value in known.hyperparameters.values())
+    named = any(isinstance(value, Mapping) for value in group.hyperparameters.values())
     return (path, *kind) if named else kind
 
 

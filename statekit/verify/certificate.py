@@ -101,12 +101,15 @@ def read_certificate(path: Path) -> Certificate:
     if missing := [name for name in _PARTS if name not in data]:
         raise FormatError("A certificate lacks parts.", place=path, expected=", ".join(missing))
     stated = data.pop("digest", None)
-    made = Certificate(data)
-    if made.digest != stated:
+    certificate = Certificate(data)
+    if certificate.digest != stated:
         raise FormatError(
-            "A certificate was changed since it was made.", place=path, expected=stated, found=made.digest
+            "A certificate was changed since it was made.",
+            place=path,
+            expected=stated,
+            found=certificate.digest,
         )
-    return made
+    return certificate
 
 
 def _laid_out(node: Any, depth: int = 0) -> str:

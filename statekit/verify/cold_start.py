@@ -59,7 +59,7 @@ class Layer:
     @property
     def alike_from(self) -> int | None:
         """The first update, counted from 1, from which on the two are alike; None if they never are."""
-        far = [i for i, one in enumerate(self.apart) if not one <= ALIKE]
+        far = [i for i, distance in enumerate(self.apart) if not distance <= ALIKE]
         first = far[-1] + 2 if far else 1
         return first if first <= len(self.apart) else None
 
@@ -193,7 +193,7 @@ def _updates(
 def _layer(path: str, sides: list[list[Array]], stands_for: int) -> Layer:
     apart, cosine, size = [], [], []
     for warm, new in zip(*sides, strict=True):
-        lengths = [float(np.linalg.norm(one)) for one in (warm, new)]
+        lengths = [float(np.linalg.norm(update)) for update in (warm, new)]
         apart.append(_over(float(np.linalg.norm(new - warm)), lengths[0]))
         cosine.append(_over(float(np.vdot(warm, new)), lengths[0] * lengths[1]))
         size.append(_over(lengths[1], lengths[0]))

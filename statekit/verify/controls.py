@@ -147,8 +147,8 @@ def _epsilon(name: str) -> Callable[[TrainState, TrainState], TrainState | None]
 
 def controls_of(state: TrainState) -> list[Control]:
     """Returns the faults that are made of a state."""
-    known = {name for group in state.optimizer.groups for name in group.hyperparameters}
-    made = [
+    names = {name for group in state.optimizer.groups for name in group.hyperparameters}
+    controls = [
         Control("cold start", cold, "it has no slots"),
         Control("permuted slots", _permuted, "no slot has two different elements"),
         Control("wrong step", _late, ""),
@@ -156,12 +156,12 @@ def controls_of(state: TrainState) -> list[Control]:
         *(
             Control(f"{name} moved", _epsilon(name), f"{name} is 0 or off")
             for name in EPSILONS
-            if name in known
+            if name in names
         ),
         Control("moments rounded to bfloat16", _in_bfloat16, "every slot is in bfloat16, or exact there"),
         Control("second moment dropped", _dropped, "it has no second moment, or one that is as at the start"),
         Control("momentum zeroed", _zeroed, "it has no momentum, or one of zeros"),
     ]
-    if not known & {*EPSILONS}:
-        made.append(Control("epsilon moved", lambda state, twin: None, "it has no epsilon"))
-    return made
+    if not names & {*EPSILONS}:
+        controls.append(Control("epsilon moved", lambda state, twin: None, "it has no epsilon"))
+    return controls

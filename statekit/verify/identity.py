@@ -165,7 +165,7 @@ def compared(expected: TrainState, actual: TrainState, plan: Plan, reader: Reade
         made, there = right.get(name), other.get(name)
         sources, operations = _origin(made)
         targets, stored_by = _origin(there)
-        levels = [exactness[one] for one in targets if one in exactness]
+        levels = [exactness[target] for target in targets if target in exactness]
         levels += [
             by_map[path]
             for path in by_map
@@ -178,8 +178,8 @@ def compared(expected: TrainState, actual: TrainState, plan: Plan, reader: Reade
                 replace(row, reason="only the target has it" if made is None else "the target lacks it")
             )
         elif made.shape != there.shape or made.dtype != there.dtype:
-            what = [f"{dtype_name(one.dtype)} {list(one.shape)}" for one in (made, there)]
-            rows.append(replace(row, reason=f"is {what[1]}, should be {what[0]}"))
+            forms = [f"{dtype_name(one.dtype)} {list(one.shape)}" for one in (made, there)]
+            rows.append(replace(row, reason=f"is {forms[1]}, should be {forms[0]}"))
         elif reader.digest(made, name) == reader.digest(there, name):
             rows.append(replace(row, verdict=_OF_EXACTNESS.get(level, "semantic difference")))
         else:
@@ -190,9 +190,9 @@ def compared(expected: TrainState, actual: TrainState, plan: Plan, reader: Reade
 
 def bijection(rows: list[Row], expected: TrainState, source: Checkpoint, target: Checkpoint) -> Bijection:
     """Tells whether every element of what the state is made of is used once."""
-    made, faults = tensors_of(expected), list[str]()
+    tensors, faults = tensors_of(expected), list[str]()
     used: dict[str, int] = {}
-    for tensor in made.values():
+    for tensor in tensors.values():
         leaves = list(_leaves(tensor.to_json()))
         whole = len(leaves) > 1
         for leaf, size in leaves:
@@ -211,7 +211,7 @@ def bijection(rows: list[Row], expected: TrainState, source: Checkpoint, target:
         for row in rows
         if not row.targets or (not row.sources and row.verdict == "refuted")
     ]
-    elements = sum(math.prod(tensor.shape) for tensor in made.values())
+    elements = sum(math.prod(tensor.shape) for tensor in tensors.values())
     unused = tuple(name for name in source.tensors if name not in used)
     unmade = tuple(name for name in target.tensors if name not in targets)
     return Bijection(elements, unused, unmade, tuple(dict.fromkeys(faults)))

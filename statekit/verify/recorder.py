@@ -190,10 +190,10 @@ def _check_named(params: Mapping[str, Array], given: Mapping[str, Mapping[str, o
 
 def _usual(hyperparameters: Mapping[str, Any]) -> Execution:
     """Returns how the original that a recording names usually runs; compiled if it doesn't name a variant."""
-    said = [{**hyperparameters, **group} for group in hyperparameters.get("groups", [{}])]
-    if not all({"schema", "variant"} <= one.keys() for one in said):
+    groups = [{**hyperparameters, **group} for group in hyperparameters.get("groups", [{}])]
+    if not all({"schema", "variant"} <= one.keys() for one in groups):
         return "compiled"
-    constants = (variant_constants(str(one["schema"]), str(one["variant"])) for one in said)
+    constants = (variant_constants(str(one["schema"]), str(one["variant"])) for one in groups)
     usual = {USUAL.get(constant.get("compute_dtype", ""), "compiled") for constant in constants}
     return usual.pop() if len(usual) == 1 else "compiled"
 

@@ -328,7 +328,7 @@ def from_json(folder: Path, data: Mapping[str, Any]) -> Recording:
                 for start, end in [phase["updates"]]
             ),
             tuple(rate_from(rate) for rate in data["learning_rate"]),
-            tuple(_trajectory(one, first) for one in data["trajectories"]),
+            tuple(_trajectory(trajectory, first) for trajectory in data["trajectories"]),
             _of(str, checkpoint.get("path", "")),
             None if checkpoint.get("step") is None else _of(int, checkpoint["step"]),
             _of(int, data.get("numbered_from", first)),
@@ -375,7 +375,7 @@ def rate_from(rate: Any) -> Rate:
     """Returns a learning rate from a number, a sequence of numbers, or None."""
     if rate is None:
         return None
-    return tuple(float(one) for one in rate) if isinstance(rate, (list, tuple)) else float(rate)
+    return tuple(float(number) for number in rate) if isinstance(rate, (list, tuple)) else float(rate)
 
 
 def to_json(recording: Recording) -> dict[str, Any]:

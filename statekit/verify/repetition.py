@@ -105,7 +105,9 @@ def differences(old: Certificate, again: Certificate) -> Iterator[str]:
     for name in {**before, **after}:
         if not _is_same(before.get(name), after.get(name)):
             yield f"{name}: {after.get(name)}, {before.get(name)} in the certificate"
-    detected = [{one["name"]: one["detected"] for one in each.data["controls"]} for each in (old, again)]
+    detected = [
+        {control["name"]: control["detected"] for control in each.data["controls"]} for each in (old, again)
+    ]
     for name in {**detected[0], **detected[1]}:
         if detected[0].get(name) and not detected[1].get(name):
             yield f"the fault {name!r} isn't seen any more"
@@ -118,8 +120,8 @@ What it wrote has digests, which are compared.
 """
 
 
-def _is_same(one: str | None, other: str | None) -> bool:
-    return one == other or {one, other} == _ROUNDED
+def _is_same(first: str | None, other: str | None) -> bool:
+    return first == other or {first, other} == _ROUNDED
 
 
 def _notes(old: Certificate, again: Certificate) -> Iterator[str]:

@@ -344,36 +344,39 @@ class SideBySide:
             )
             return Side(side.state, "").after(xp, probe.updates, rates)
 
-    def _judged(self, one: _Compared, probe: Probe, alike: bool) -> Worst:
+    def _judged(self, compared: _Compared, probe: Probe, alike: bool) -> Worst:
         """Returns what a tensor's values after a probe say of it."""
         faults = []
-        if one.target:
+        if compared.target:
             faults.append(
-                f"{one.target} elements leave the bound of the target's rule on {probe.name}: {one.example}"
+                f"{compared.target} elements leave the bound of the target's rule on {probe.name}: {compared.example}"
             )
-        if one.source:
+        if compared.source:
             faults.append(
-                f"{one.source} elements of the source's side leave the bound of its own rule on {probe.name}"
+                f"{compared.source} elements of the source's side leave the bound of its own rule on {probe.name}"
             )
-        parted = one.parted if one.rule else 0.0
-        if one.rule and self._allowed <= Exactness.ROUNDING and not (probe.is_extreme and not alike):
+        parted = compared.parted if compared.rule else 0.0
+        if compared.rule and self._allowed <= Exactness.ROUNDING and not (probe.is_extreme and not alike):
             faults.append(
-                f"the two rules part by {one.parted:.2g} of an update on {probe.name}, which no difference explains"
+                f"the two rules part by {compared.parted:.2g} of an update on {probe.name}, "
+                "which no difference explains"
             )
-        return Worst(one.unequal, one.ulps, one.relative, one.ratio, tuple(faults), parted)
+        return Worst(
+            compared.unequal, compared.ulps, compared.relative, compared.ratio, tuple(faults), parted
+        )
 
     def _verdicts(self, worst: Mapping[Key, Worst], sample: Sample) -> dict[str, tuple[Verdict, str]]:
         verdicts: dict[str, tuple[Verdict, str]] = {}
-        for (path, name), one in worst.items():
+        for (path, name), distance in worst.items():
             verdict: tuple[Verdict, str] = "bit-exact", ""
-            if one.faults:
-                verdict = "refuted", one.faults[0]
+            if distance.faults:
+                verdict = "refuted", distance.faults[0]
             elif self._allowed > Exactness.ROUNDING:
                 verdict = (
                     "semantic difference",
                     "the target's rule makes other updates, as the rule difference says",
                 )
-            elif one.unequal:
+            elif distance.unequal:
                 verdict = "within the rounding bound", "bits kept; its updates differ by rounding"
             for other in (path, *(key for key, stepped in sample.stands_for.items() if stepped == path)):
                 key = f"params/{other}" if name == "param" else f"slots/{other}/{name}"
@@ -412,22 +415,22 @@ def _of_nan(of_source: Bounds, of_target: Bounds) -> str:
     """Says what the rules make of a NaN in each gradient."""
     source, target = (
         (
-            sum(int(np.isnan(value).sum()) for value in one.exact.values()),
-            sum(map(np.size, one.exact.values())),
+            sum(int(np.isnan(value).sum()) for value in tensor.exact.values()),
+            sum(map(np.size, tensor.exact.values())),
         )
-        for one in (of_source, of_target)
+        for tensor in (of_source, of_target)
     )
     if not source[0] and not target[0]:
         return "a NaN in each gradient is passed over, as both rules have it"
-    each = f"{target[0]} of {target[1]}"
+    place = f"{target[0]} of {target[1]}"
     where = "" if source == target else f", {source[0]} of {source[1]} by the source's"
-    return f"a NaN in each gradient makes {each} elements NaN by the target's rule{where}"
+    return f"a NaN in each gradient makes {place} elements NaN by the target's rule{where}"
 
 
 def _grain(state: TrainState, path: str) -> float:
     """Returns the rounding unit of what a parameter is stored in, with its slots, in units of float32's."""
     stored = [*state.slots.get(path, {}).values(), *([state.params[path]] if path in state.params else [])]
-    units = [float(float_info(one.dtype).eps) for one in stored if "float" in one.dtype.name]
+    units = [float(float_info(tensor.dtype).eps) for tensor in stored if "float" in tensor.dtype.name]
     return max(units, default=float(np.finfo(np.float32).eps)) / float(np.finfo(np.float32).eps)
 
 
@@ -603,20 +606,20 @@ def _said(
 
 
 def _row(probe: Probe, ran: _Ran) -> dict[str, Any]:
-    each = ran.tensors.values()
+    tensors = ran.tensors.values()
     return {
         "name": probe.name,
         "updates": len(probe.updates),
         "outside": ran.outside,
         "undecided": ran.undecided,
-        "ulps": max((one.ulps for one in each), default=0.0),
-        "relative": max((one.relative for one in each), default=0.0),
-        "ratio": max((one.ratio for one in each), default=0.0),
+        "ulps": max((one.ulps for one in tensors), default=0.0),
+        "relative": max((one.relative for one in tensors), default=0.0),
+        "ratio": max((one.ratio for one in tensors), default=0.0),
         "histogram": ran.histogram,
     }
 
 
-def _summary(key: Key, one: Worst) -> dict[str, Any]:
-    numbers = {"ulps": one.ulps, "relative": one.relative, "ratio": one.ratio}
-    parted = {"parted": one.parted} if one.parted else {}
-    return {"path": key[0], "tensor": key[1], "unequal": one.unequal, **numbers, **parted}
+def _summary(key: Key, worst: Worst) -> dict[str, Any]:
+    numbers = {"ulps": worst.ulps, "relative": worst.relative, "ratio": worst.ratio}
+    parted = {"parted": worst.parted} if worst.parted else {}
+    return {"path": key[0], "tensor": key[1], "unequal": worst.unequal, **numbers, **parted}

@@ -16,7 +16,7 @@ from statekit.tensors.tensor import Cast, Tensor, widens
 
 
 @contextmanager
-def native_state(path: Path, said: TrainState, hints: CheckpointRef | None = None) -> Iterator[TrainState]:
+def native_state(path: Path, stated: TrainState, hints: CheckpointRef | None = None) -> Iterator[TrainState]:
     """Opens a checkpoint and yields its state, moved as a recorded state says.
 
     Names may have a prefix in the file, such as the attribute that a Lightning module holds its network in; parameters
@@ -24,52 +24,52 @@ def native_state(path: Path, said: TrainState, hints: CheckpointRef | None = Non
 
     Args:
         path: The checkpoint.
-        said: A recorded state of the run: its groups, hyperparameters, rules and names count.
+        stated: A recorded state of the run: its groups, hyperparameters, rules and names count.
         hints: What reading it may do; what is usual if None.
 
     Raises:
         StateError: The file makes no state, even with the names of its parameters.
     """
-    with _opened(path, said, hints or CheckpointRef()) as opened:
-        state = _moved(_renamed(opened.state, said), said)
+    with _opened(path, stated, hints or CheckpointRef()) as opened:
+        state = _moved(_renamed(opened.state, stated), stated)
         moved = {path for group in state.optimizer.groups for path in group.paths}
         params = {
-            name: _widened(tensor, said.params.get(name))
+            name: _widened(tensor, stated.params.get(name))
             for name, tensor in state.params.items()
-            if name in said.params or name in moved  # a recording has no parameters that nothing moves
+            if name in stated.params or name in moved  # a recording has no parameters that nothing moves
         }
-        yield told(replace(state, params=params), said)
+        yield told(replace(state, params=params), stated)
 
 
-def told(state: TrainState, said: TrainState) -> TrainState:
+def told(state: TrainState, stated: TrainState) -> TrainState:
     """Returns a state that is moved as another one says; what its groups hold stays its own."""
-    groups = said.optimizer.groups
+    groups = stated.optimizer.groups
     if any(group.slots for group in state.optimizer.groups):
         groups = tuple(
             replace(other, slots=group.slots)
             for other, group in zip(groups, state.optimizer.groups, strict=True)
         )
-    return replace(state, optimizer=replace(said.optimizer, groups=groups), rules=said.rules)
+    return replace(state, optimizer=replace(stated.optimizer, groups=groups), rules=stated.rules)
 
 
-def _opened(path: Path, said: TrainState, hints: CheckpointRef) -> OpenState:
-    names = tuple(name for group in said.optimizer.groups for name in group.paths)
+def _opened(path: Path, stated: TrainState, hints: CheckpointRef) -> OpenState:
+    names = tuple(name for group in stated.optimizer.groups for name in group.paths)
     try:
         opened = open_state(path, hints=hints)
     except StateError:  # it may only number its parameters
         return open_state(path, hints=replace(hints, param_names=names))
-    if {*names} <= _renamed(opened.state, said).params.keys():
+    if {*names} <= _renamed(opened.state, stated).params.keys():
         return opened
     opened.checkpoint.close()  # it may number those of some layers
     return open_state(path, hints=replace(hints, param_names=names))
 
 
-def _renamed(state: TrainState, said: TrainState) -> TrainState:
+def _renamed(state: TrainState, stated: TrainState) -> TrainState:
     """Returns a state without the prefix that all its paths have before the recording's."""
-    first = next(iter(said.params), "")
+    first = next(iter(stated.params), "")
     prefixes = [path.removesuffix(first) for path in state.params if path.endswith(f"/{first}")]
     prefix = next(
-        (prefix for prefix in prefixes if all(prefix + path in state.params for path in said.params)), ""
+        (prefix for prefix in prefixes if all(prefix + path in state.params for path in stated.params)), ""
     )
     if first in state.params or not prefix:
         return state
@@ -77,12 +77,12 @@ def _renamed(state: TrainState, said: TrainState) -> TrainState:
     return state.renamed(lambda path: path.removeprefix(prefix))
 
 
-def _moved(state: TrainState, said: TrainState) -> TrainState:
+def _moved(state: TrainState, stated: TrainState) -> TrainState:
     """Returns a state with masters in the place of parameters, if the recorded parameters are of their dtype."""
     recorded = [
-        said.params[path].dtype == slots[MASTER].dtype
+        stated.params[path].dtype == slots[MASTER].dtype
         for path, slots in state.slots.items()
-        if MASTER in slots and path in said.params
+        if MASTER in slots and path in stated.params
     ]
     return as_params(state)[0] if recorded and all(recorded) else state
 

@@ -96,7 +96,7 @@ class Asked:
     def from_json(data: Mapping[str, Any]) -> Asked:
         """Returns what a certificate was asked for."""
         values = {name: from_json(value) for name, value in data.items()}
-        names = [known.name for known in OPTIONS]
+        names = [option.name for option in OPTIONS]
         options = {name: values.pop(name) for name in names if name in values}
         ref = CheckpointRef(values.pop("source"), **options)
         paths = {
@@ -155,19 +155,19 @@ def verify(
         UnknownRuleError: A step needs what nobody said; names it.
         UsageError: The options don't go together.
     """
-    made = Asked(ref_of(source, hints, step=step), checkpoint_place(target), **asked)
-    if made.steps < 0:
+    asked_for = Asked(ref_of(source, hints, step=step), checkpoint_place(target), **asked)
+    if asked_for.steps < 0:
         raise UsageError(
-            "A number of updates is wanted.", place="--steps", expected="0 or more", found=made.steps
+            "A number of updates is wanted.", place="--steps", expected="0 or more", found=asked_for.steps
         )
-    if made.steps == 0 and made.gradients != Asked.gradients:
+    if asked_for.steps == 0 and asked_for.gradients != Asked.gradients:
         raise UsageError(
             "No update is done, so nothing takes the gradients.",
             place="--gradients",
-            found=f"{made.gradients}, with --steps 0",
+            found=f"{asked_for.gradients}, with --steps 0",
             remedy="leave out --gradients, or ask for steps",
         )
-    return certificate(made, on_progress)
+    return certificate(asked_for, on_progress)
 
 
 def certificate(asked: Asked, on_progress: OnProgress = lambda *progress: None) -> Certificate:
@@ -188,23 +188,23 @@ def _opened(asked: Asked) -> Iterator[tuple[Prepared, Plan, OpenState, list[str]
                 place=asked.target,
                 remedy="convert it to a container that is written, and verify that",
             )
-        request, said = _request(asked, target)
+        request, notes = _request(asked, target)
         plan = prepare(request)
         prepared = stack.enter_context(carried_out(plan))
-        yield prepared, plan, target, said
+        yield prepared, plan, target, notes
 
 
 def _request(asked: Asked, target: OpenState) -> tuple[Request, list[str]]:
     """Returns the conversion that makes such a target: as the target's manifest has it, or as is asked."""
-    said: list[str] = []
+    notes: list[str] = []
     options: Mapping[str, Any] = from_json((target.checkpoint.manifest or {}).get("options") or {})
     maps, offset, changes = _maps(asked), asked.step_offset, None
     if options:
-        made = options.get("maps", ())
+        records = options.get("maps", ())
         if maps:  # said again; how names were changed before, the manifest alone says
-            maps = (*(_map_of(one) for one in made if "rename" in one), *maps)
+            maps = (*(_map_of(one) for one in records if "rename" in one), *maps)
         else:
-            maps = tuple(_map_of(one) for one in made)
+            maps = tuple(_map_of(one) for one in records)
         if offset == "keep":
             offset = (options.get("step_offset") or {}).get("asked", "keep")
         if (record := options.get("changes")) is not None:
@@ -214,7 +214,7 @@ def _request(asked: Asked, target: OpenState) -> tuple[Request, list[str]]:
                     place=asked.target,
                 )
             changes = Changes.of(record)
-        said.append("what was asked for is as the target's manifest has it")
+        notes.append("what was asked for is as the target's manifest has it")
     request = Request(
         asked.ref.over(target.checkpoint.manifest),
         _unwritten(asked.target, asked.target.name),
@@ -226,7 +226,7 @@ def _request(asked: Asked, target: OpenState) -> tuple[Request, list[str]]:
         changes=changes,
         asks=False,
     )
-    return request, said
+    return request, notes
 
 
 def _names(stored: Sequence[str] | None) -> tuple[str, ...] | None:
@@ -244,7 +244,7 @@ def _maps(asked: Asked) -> tuple[StateMap, ...]:
 def _map_of(record: Mapping[str, Any]) -> StateMap:
     """Returns a map as a plan's options have it."""
     if "rename" in record:
-        return Renaming(tuple((str(one), str(other)) for one, other in record["rename"]))
+        return Renaming(tuple((str(pattern), str(other)) for pattern, other in record["rename"]))
     return load(str(record["name"]), dict(record.get("config") or {}))
 
 
@@ -267,7 +267,7 @@ class _Verification:
         prepared: Prepared,
         plan: Plan,
         target: OpenState,
-        said: list[str],
+        notes: list[str],
         tell: OnProgress,
     ) -> None:
         self._asked, self._plan, self._tell = asked, plan, tell
@@ -278,7 +278,7 @@ class _Verification:
         self._expected = with_still(expected, actual)
         self._nobody_gave = _made_up(prepared, plan, target)
         self._unknown = _without_value(prepared.carried)
-        self._said = [*said, *(f"changed, as was asked for: {one}" for one in plan.changed)]
+        self._said = [*notes, *(f"changed, as was asked for: {change}" for change in plan.changed)]
         self._actual, self._unsaid = _completed(with_still(actual, expected), self._expected)
 
     def certificate(self) -> Certificate:
@@ -306,7 +306,7 @@ class _Verification:
             "versions": _versions(),
             "verdict": verdict,
             "identity": {
-                "root": json_digest([one.root for one in sides]),
+                "root": json_digest([side.root for side in sides]),
                 **{
                     name: {
                         **_side(one),
@@ -380,7 +380,7 @@ class _Verification:
             "to": change.target if change else kinds[1],
             "exactness": (change.exactness if change else Exactness.BITWISE).name.lower(),
             "equal": equal,
-            "fields": [dict(one) for one in {json_digest(one): one for one in fields}.values()],
+            "fields": [dict(one) for one in {json_digest(field): field for field in fields}.values()],
             "compensated": list(change.compensated_by) if change else [],
         }
 
@@ -396,8 +396,8 @@ class _Verification:
             return _unstepped(f"nobody knows {', '.join(self._unknown)}; say it: {options}")
         if why := _of_several(self._carried):
             return _unstepped(why)
-        carried, said = _decided(_settled(self._carried, self._plan.rule_change))
-        self._said += said
+        carried, notes = _decided(_settled(self._carried, self._plan.rule_change))
+        self._said += notes
         expected, actual = (_as_decided(one, carried) for one in (self._expected, self._actual))
         if why := _without_step(carried, self._expected):
             return _unstepped(why)
@@ -449,10 +449,10 @@ class _Verification:
             verdicts.append(worst)
             if worst == "refuted":
                 because.append(f"{row.name}: {reason}")
-        for one in beside:
-            values = f"{_shown(one.actual)} in the target, {_shown(one.expected)} by the source"
-            apart = f"other values than the source: {one.distance}"
-            because.append(f"{one.place}: {apart if one.what == 'values' else values}")
+        for sentence in beside:
+            values = f"{_shown(sentence.actual)} in the target, {_shown(sentence.expected)} by the source"
+            apart = f"other values than the source: {sentence.distance}"
+            because.append(f"{sentence.place}: {apart if sentence.what == 'values' else values}")
         because += [
             f"back in the source's form {name} is another" for name in there_and_back.get("differ", ())
         ]
@@ -470,7 +470,9 @@ class _Verification:
             "exactness": max(self._rule_exactness, self._plan.exactness).name.lower(),
             "because": list(dict.fromkeys(because)),
             "not_stepped": replayed.why_not,
-            "proves_nothing_about": [one["name"] for one in replayed.controls if not one["detected"]],
+            "proves_nothing_about": [
+                control["name"] for control in replayed.controls if not control["detected"]
+            ],
         }
         return data, tensors
 
@@ -524,39 +526,41 @@ def _beside(differences: Sequence[Difference], plan: Plan) -> tuple[list[Differe
     What the target has no place for isn't among it: that stands in the plan.
     """
     wrong, alone = list[Difference](), list[str]()
-    for one in differences:
-        is_buffer = one.place.startswith(f"{BUFFERS}/")
-        if one.what in ("schedule", "part"):
-            has = one.expected is not None, one.actual is not None
+    for difference in differences:
+        is_buffer = difference.place.startswith(f"{BUFFERS}/")
+        if difference.what in ("schedule", "part"):
+            has = difference.expected is not None, difference.actual is not None
             if not all(has):
                 alone.append(
-                    f"the {one.item or one.what}: only the {'source' if has[0] else 'target'} has it"
+                    f"the {difference.item or difference.what}: only the {'source' if has[0] else 'target'} has it"
                 )
-            elif one.place != "schedule/count" or SCHEDULE not in plan.dropped:
-                wrong.append(one)
-        elif is_buffer and one.what == "extra":
-            alone.append(f"{one.place}: only the target has it")
-        elif is_buffer and one.what == "missing" and f"extra/{one.place}" in plan.dropped:
+            elif difference.place != "schedule/count" or SCHEDULE not in plan.dropped:
+                wrong.append(difference)
+        elif is_buffer and difference.what == "extra":
+            alone.append(f"{difference.place}: only the target has it")
+        elif is_buffer and difference.what == "missing" and f"extra/{difference.place}" in plan.dropped:
             continue
         elif (
-            is_buffer or one.place.startswith("extra/") or one.what in ("updates", "option", "moved", "rule")
+            is_buffer
+            or difference.place.startswith("extra/")
+            or difference.what in ("updates", "option", "moved", "rule")
         ):
-            wrong.append(one)
+            wrong.append(difference)
     return wrong, alone
 
 
 def _completed(actual: TrainState, expected: TrainState) -> tuple[TrainState, list[str]]:
     """Returns a target's state in which what its file doesn't say is as it should be, and what that is."""
-    known = {path: group for group in expected.optimizer.groups for path in group.paths}
-    said: dict[str, None] = {}
+    by_path = {path: group for group in expected.optimizer.groups for path in group.paths}
+    notes: dict[str, None] = {}
     groups = []
     for group in actual.optimizer.groups:
-        other = known.get(group.paths[0]) if group.paths else None
+        other = by_path.get(group.paths[0]) if group.paths else None
         if other is None:
             groups.append(group)
             continue
         missing = {n: v for n, v in other.hyperparameters.items() if n not in group.hyperparameters}
-        said.update(
+        notes.update(
             {f"{name}: the target doesn't say it; it is stepped with the source's": None for name in missing}
         )
         groups.append(replace(group, hyperparameters={**group.hyperparameters, **missing}))
@@ -564,7 +568,7 @@ def _completed(actual: TrainState, expected: TrainState) -> tuple[TrainState, li
     rules = {**expected.rules, **actual.rules} if {*expected.params} == {*actual.params} else actual.rules
     rules = {path: _known(rules[path], expected.rules.get(path)) for path in rules}
     optimizer = replace(actual.optimizer, variant=variant, groups=tuple(groups))
-    return replace(actual, optimizer=optimizer, rules=rules), list(said)
+    return replace(actual, optimizer=optimizer, rules=rules), list(notes)
 
 
 def _of_several(state: TrainState) -> str:
@@ -637,8 +641,8 @@ def _decided(state: TrainState) -> tuple[TrainState, list[str]]:
                 if by_shape(form, part.params[path].shape, factored, least) == rule.axes:
                     rules[path] = replace(rule, known_from="given")
                     paths.append(path)
-    said = [f"factored as the variant does it by shape: {some(paths)}"] if paths else []
-    return replace(state, rules=rules), said
+    notes = [f"factored as the variant does it by shape: {some(paths)}"] if paths else []
+    return replace(state, rules=rules), notes
 
 
 def _as_decided(state: TrainState, carried: TrainState) -> TrainState:
@@ -681,19 +685,19 @@ def _back(request: Request, asked: Asked, source: OpenState, target: OpenState) 
         source.checkpoint.container,
         source.layout,
         require=Exactness.LOSSY,
-        maps=tuple(_turned(one) for one in reversed(request.maps)),
+        maps=tuple(_turned(model_map) for model_map in reversed(request.maps)),
     )
     with carried_out(prepare(backward)) as prepared:
         yield prepared
 
 
-def _turned(one: StateMap) -> StateMap:
+def _turned(model_map: StateMap) -> StateMap:
     """Returns a map the other way.
 
     Raises:
         UsageError: Nobody knows it: names were changed by patterns.
     """
-    record = one.to_json()
+    record = model_map.to_json()
     if "name" not in record:
         raise UsageError("Names that patterns changed have no way back.", place="--rename")
     first, _, second = str(record["name"]).partition(":")

@@ -32,11 +32,11 @@ def called_rates(call: Any, base: float | None = None) -> Told:
     function = FUNCTIONS.get(name)
     if function is None:
         return f"{name} isn't a schedule that is known here; these are: {', '.join(FUNCTIONS)}"
-    said = named_arguments(function, arguments)
-    if isinstance(said, str):
-        return f"{name} {said}"
+    by_name = named_arguments(function, arguments)
+    if isinstance(by_name, str):
+        return f"{name} {by_name}"
     whole = function.defaults if record.get("whole") else {}
-    rates = function.read({**whole, **said}, base)
+    rates = function.read({**whole, **by_name}, base)
     if isinstance(rates, Rates):
         return rates
     return f"{name}: {rates}{'' if record.get('whole') else '; --schedule tells it'}"
@@ -53,9 +53,9 @@ def named_arguments(function: Function, arguments: Mapping[str, Any]) -> dict[st
     return {name: value for name, value in named if name not in function.beside}
 
 
-def _join(said: Mapping[str, Any], base: float | None) -> Told:
+def _join(arguments: Mapping[str, Any], base: float | None) -> Told:
     """Returns schedules of Optax one after the other. Source: google-deepmind/optax optax/schedules/_join.py."""
-    parts, bounds = said.get("schedules"), said.get("boundaries")
+    parts, bounds = arguments.get("schedules"), arguments.get("boundaries")
     if not isinstance(parts, list) or not isinstance(bounds, list) or len(parts) != len(bounds) + 1:
         return "schedules and boundaries don't go together"
     if not all(map(is_count, bounds)) or sorted(bounds) != bounds:

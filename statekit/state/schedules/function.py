@@ -45,19 +45,24 @@ def is_count(value: Any) -> bool:
 
 
 def fault(
-    said: Mapping[str, Any], needed: Iterable[str], counts: Iterable[str] = (), others: Iterable[str] = ()
+    arguments: Mapping[str, Any],
+    needed: Iterable[str],
+    counts: Iterable[str] = (),
+    others: Iterable[str] = (),
 ) -> str | None:
     """Returns what is wrong with arguments that shall be numbers: those that nobody said, or those that are none.
 
     Args:
-        said: The arguments.
+        arguments: The arguments.
         needed: Those that it takes.
         counts: Those of them that are numbers of updates.
         others: Those of them that aren't numbers.
     """
     names = list(needed)
-    if missing := [name for name in names if said.get(name) is None]:
+    if missing := [name for name in names if arguments.get(name) is None]:
         return f"nobody said {', '.join(missing)}"
     fits = {name: is_count if name in counts else is_number for name in names if name not in others}
-    wrong = [f"{name} is {said[name]!r:.80}" for name, is_fit in fits.items() if not is_fit(said[name])]
+    wrong = [
+        f"{name} is {arguments[name]!r:.80}" for name, is_fit in fits.items() if not is_fit(arguments[name])
+    ]
     return ", ".join(wrong) or None

@@ -25,17 +25,23 @@ IN_RUN = (_BATCHES, _EPOCHS, _BASE)
 """What a run's own settings are called that train.py gives them."""
 
 
-def _read(said: Mapping[str, Any], base: float | None, epochs: bool) -> Told:
-    said = {**said, _BASE: said.get(_BASE) if base is None else base}
+def _read(arguments: Mapping[str, Any], base: float | None, epochs: bool) -> Told:
+    arguments = {**arguments, _BASE: arguments.get(_BASE) if base is None else base}
     counts = [_LENGTH] if epochs else []
-    if why := fault(said, [_BASE, _BATCHES, *([_EPOCHS] if epochs else []), _WARM, _START, *counts], counts):
+    if why := fault(
+        arguments, [_BASE, _BATCHES, *([_EPOCHS] if epochs else []), _WARM, _START, *counts], counts
+    ):
         return why
-    if not all(said[name] > 0 for name in (_BATCHES, *([_EPOCHS, _LENGTH] if epochs else []))):
+    if not all(arguments[name] > 0 for name in (_BATCHES, *([_EPOCHS, _LENGTH] if epochs else []))):
         return f"{_BATCHES} and what else it divides by must be more than 0"
-    power, warm, start = (0.25 if epochs else 0.5), said[_WARM], said[_START]
-    factors = [Rates((piece("eden", 0, -1, start=said[_BASE], scale=said[_BATCHES], power=power, every=1),))]
+    power, warm, start = (0.25 if epochs else 0.5), arguments[_WARM], arguments[_START]
+    factors = [
+        Rates(
+            (piece("eden", 0, -1, start=arguments[_BASE], scale=arguments[_BATCHES], power=power, every=1),)
+        )
+    ]
     if epochs:
-        falling = piece("eden", start=1.0, scale=said[_EPOCHS], power=power, every=said[_LENGTH])
+        falling = piece("eden", start=1.0, scale=arguments[_EPOCHS], power=power, every=arguments[_LENGTH])
         factors.append(Rates((falling,)))
     if warm > 0:
         rising = piece("linear", 0, -1, start=start, end=1.0, steps=warm)
@@ -43,12 +49,12 @@ def _read(said: Mapping[str, Any], base: float | None, epochs: bool) -> Told:
     return product(*factors)
 
 
-def eden(base: float, said: Mapping[str, Any], batch: int, epoch: int) -> float:
+def eden(base: float, arguments: Mapping[str, Any], batch: int, epoch: int) -> float:
     """Returns the rate of Eden after its warm-up."""
-    by_batches = piece("eden", start=base, scale=said[_BATCHES], power=0.25, every=1)
-    return by_batches.rate(batch) * piece("eden", start=1.0, scale=said[_EPOCHS], power=0.25, every=1).rate(
-        epoch
-    )
+    by_batches = piece("eden", start=base, scale=arguments[_BATCHES], power=0.25, every=1)
+    return by_batches.rate(batch) * piece(
+        "eden", start=1.0, scale=arguments[_EPOCHS], power=0.25, every=1
+    ).rate(epoch)
 
 
 _BESIDE = ("optimizer", "verbose")

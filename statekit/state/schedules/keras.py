@@ -17,51 +17,51 @@ _START, _STEPS = "initial_learning_rate", "decay_steps"
 _WARMED = ("warmup_target", "warmup_steps")
 
 
-def _exponential(said: Mapping[str, Any], base: float | None) -> Told:
-    if why := fault(said, [_START, _STEPS, "decay_rate"]) or _no_steps(said):
+def _exponential(arguments: Mapping[str, Any], base: float | None) -> Told:
+    if why := fault(arguments, [_START, _STEPS, "decay_rate"]) or _no_steps(arguments):
         return why
-    numbers = {"start": said[_START], "factor": said["decay_rate"], "every": said[_STEPS]}
-    return Rates((piece("step" if said.get("staircase") else "exponential", **numbers),))
+    numbers = {"start": arguments[_START], "factor": arguments["decay_rate"], "every": arguments[_STEPS]}
+    return Rates((piece("step" if arguments.get("staircase") else "exponential", **numbers),))
 
 
-def _inverse(said: Mapping[str, Any], base: float | None) -> Told:
-    if why := fault(said, [_START, _STEPS, "decay_rate"]) or _no_steps(said):
+def _inverse(arguments: Mapping[str, Any], base: float | None) -> Told:
+    if why := fault(arguments, [_START, _STEPS, "decay_rate"]) or _no_steps(arguments):
         return why
-    if said["decay_rate"] < 0:
-        return f"decay_rate is {said['decay_rate']!r}"
-    numbers = {"start": said[_START], "factor": said["decay_rate"], "every": said[_STEPS]}
-    return Rates((piece("inverse", **numbers, stairs=bool(said.get("staircase"))),))
+    if arguments["decay_rate"] < 0:
+        return f"decay_rate is {arguments['decay_rate']!r}"
+    numbers = {"start": arguments[_START], "factor": arguments["decay_rate"], "every": arguments[_STEPS]}
+    return Rates((piece("inverse", **numbers, stairs=bool(arguments.get("staircase"))),))
 
 
-def _polynomial(said: Mapping[str, Any], base: float | None) -> Told:
-    if why := fault(said, [_START, _STEPS, "end_learning_rate", "power"]) or _no_steps(said):
+def _polynomial(arguments: Mapping[str, Any], base: float | None) -> Told:
+    if why := fault(arguments, [_START, _STEPS, "end_learning_rate", "power"]) or _no_steps(arguments):
         return why
-    if said.get("cycle"):
+    if arguments.get("cycle"):
         return "it begins anew, in cycles that no other schedule has"
-    numbers = {"start": said[_START], "end": said["end_learning_rate"], "steps": said[_STEPS]}
-    if said["power"] == 1:
+    numbers = {"start": arguments[_START], "end": arguments["end_learning_rate"], "steps": arguments[_STEPS]}
+    if arguments["power"] == 1:
         return Rates((piece("linear", **numbers),))
-    return Rates((piece("polynomial", **numbers, power=said["power"]),))
+    return Rates((piece("polynomial", **numbers, power=arguments["power"]),))
 
 
-def _cosine(said: Mapping[str, Any], base: float | None) -> Told:
-    if said.get("warmup_target") is None:
-        said = {**said, "warmup_steps": 0, "warmup_target": said.get(_START)}
-    if why := fault(said, [_START, _STEPS, "alpha", *_WARMED], ["warmup_steps"]) or _no_steps(said):
+def _cosine(arguments: Mapping[str, Any], base: float | None) -> Told:
+    if arguments.get("warmup_target") is None:
+        arguments = {**arguments, "warmup_steps": 0, "warmup_target": arguments.get(_START)}
+    if why := fault(arguments, [_START, _STEPS, "alpha", *_WARMED], ["warmup_steps"]) or _no_steps(arguments):
         return why
-    peak, warm = (said[name] for name in _WARMED)
-    ends = warm + math.ceil(said[_STEPS])
+    peak, warm = (arguments[name] for name in _WARMED)
+    ends = warm + math.ceil(arguments[_STEPS])
     return Rates(
         (
-            *([piece("linear", start=said[_START], end=peak, steps=warm)] if warm else []),
-            piece("cosine", warm, warm, start=peak, end=peak * said["alpha"], steps=said[_STEPS]),
-            piece("constant", ends, ends, rate=peak * said["alpha"]),
+            *([piece("linear", start=arguments[_START], end=peak, steps=warm)] if warm else []),
+            piece("cosine", warm, warm, start=peak, end=peak * arguments["alpha"], steps=arguments[_STEPS]),
+            piece("constant", ends, ends, rate=peak * arguments["alpha"]),
         )
     )
 
 
-def _piecewise(said: Mapping[str, Any], base: float | None) -> Told:
-    bounds, values = said.get("boundaries"), said.get("values")
+def _piecewise(arguments: Mapping[str, Any], base: float | None) -> Told:
+    bounds, values = arguments.get("boundaries"), arguments.get("values")
     if not isinstance(bounds, list) or not isinstance(values, list) or len(values) != len(bounds) + 1:
         return "boundaries and values don't go together"
     if not all(map(is_count, bounds)) or sorted(bounds) != bounds or not all(map(is_number, values)):
@@ -71,15 +71,15 @@ def _piecewise(said: Mapping[str, Any], base: float | None) -> Told:
     return Rates(tuple(piece("constant", at, at, rate=rate) for at, rate in zip(begins, values, strict=True)))
 
 
-def _no_steps(said: Mapping[str, Any]) -> str | None:
+def _no_steps(arguments: Mapping[str, Any]) -> str | None:
     """Returns why a schedule of these arguments isn't the usual one; None if it is.
 
     Source: keras-team/keras, keras/src/optimizers/schedules/learning_rate_schedule.py: all numbers are cast to the
     dtype of `initial_learning_rate`.
     """
-    if isinstance(said[_START], int):
-        return f"{_START} is the whole number {said[_START]}: Keras then casts all its numbers to whole ones"
-    return None if said[_STEPS] > 0 else f"{_STEPS} is {said[_STEPS]!r}"
+    if isinstance(arguments[_START], int):
+        return f"{_START} is the whole number {arguments[_START]}: Keras then casts all its numbers to whole ones"
+    return None if arguments[_STEPS] > 0 else f"{_STEPS} is {arguments[_STEPS]!r}"
 
 
 FUNCTIONS: dict[str, Function] = {

@@ -53,14 +53,14 @@ def megatron_rates(record: Mapping[str, Any], iterations: Any, arguments: Mappin
 
 def _batch(samples: int, iterations: Any, arguments: Mapping[str, Any]) -> int | str:
     """Returns how many samples an update has, or why nobody knows it."""
-    known = arguments.get(_BATCH)
+    stated = arguments.get(_BATCH)
     if arguments.get("rampup_batch_size"):
         return "Megatron-LM's schedule counts samples, and the run's batch grows (rampup_batch_size)"
     if not fits(iterations, Natural) or not iterations or not samples or samples % iterations:
         return "Megatron-LM's schedule counts samples, and nothing says how many an update has"
     batch: int = samples // iterations
-    if known not in (None, batch) and batch != 1:
-        return f"Megatron-LM's schedule counts samples, {batch} an update so far, and {_BATCH} is {known}"
+    if stated not in (None, batch) and batch != 1:
+        return f"Megatron-LM's schedule counts samples, {batch} an update so far, and {_BATCH} is {stated}"
     return batch
 
 

@@ -15,21 +15,21 @@ from statekit.state.schedules.function import Function, fault, is_count, is_numb
 _BEGIN, _END = "transition_begin", "end_value"
 
 
-def _constant(said: Mapping[str, Any], base: float | None) -> Told:
-    return fault(said, ["value"]) or Rates((piece("constant", rate=said["value"]),))
+def _constant(arguments: Mapping[str, Any], base: float | None) -> Told:
+    return fault(arguments, ["value"]) or Rates((piece("constant", rate=arguments["value"]),))
 
 
-def _polynomial(said: Mapping[str, Any], base: float | None) -> Told:
+def _polynomial(arguments: Mapping[str, Any], base: float | None) -> Told:
     names = ["init_value", _END, "power", "transition_steps", _BEGIN]
-    if why := fault({"power": 1, **said}, names, [_BEGIN]):
+    if why := fault({"power": 1, **arguments}, names, [_BEGIN]):
         return why
-    start, end, steps = said["init_value"], said[_END], said["transition_steps"]
+    start, end, steps = arguments["init_value"], arguments[_END], arguments["transition_steps"]
     if steps <= 0:
         return Rates((piece("constant", rate=start),))
     moving = piece("linear", start=start, end=end, steps=steps)
-    if (power := said.get("power", 1)) != 1:
+    if (power := arguments.get("power", 1)) != 1:
         moving = piece("polynomial", start=start, end=end, steps=steps, power=power)
-    return _begun(said[_BEGIN], start, moving)
+    return _begun(arguments[_BEGIN], start, moving)
 
 
 def _begun(begins: int, rate: float, moving: Piece) -> Rates:
@@ -37,42 +37,50 @@ def _begun(begins: int, rate: float, moving: Piece) -> Rates:
     return Rates((*([piece("constant", rate=rate)] if begins else []), moving.moved(begins)))
 
 
-def _piecewise(said: Mapping[str, Any], base: float | None) -> Told:
-    scales = said.get("boundaries_and_scales") or {}
-    if why := fault(said, ["init_value"]):
+def _piecewise(arguments: Mapping[str, Any], base: float | None) -> Told:
+    scales = arguments.get("boundaries_and_scales") or {}
+    if why := fault(arguments, ["init_value"]):
         return why
     if not isinstance(scales, Mapping) or not all(
         is_count(at) and is_number(by) and by >= 0 for at, by in scales.items()
     ):
         return f"boundaries_and_scales is {scales!r:.80}"
-    rate, pieces = said["init_value"], [piece("constant", rate=said["init_value"])]
+    rate, pieces = arguments["init_value"], [piece("constant", rate=arguments["init_value"])]
     for at in sorted(scales):
         rate *= scales[at]
         pieces.append(piece("constant", at, at, rate=rate))
     return Rates(tuple(pieces))
 
 
-def _exponential(said: Mapping[str, Any], base: float | None) -> Told:
-    if why := fault(said, ["init_value", "transition_steps", "decay_rate", _BEGIN], [_BEGIN]):
+def _exponential(arguments: Mapping[str, Any], base: float | None) -> Told:
+    if why := fault(arguments, ["init_value", "transition_steps", "decay_rate", _BEGIN], [_BEGIN]):
         return why
-    start, steps, factor = said["init_value"], said["transition_steps"], said["decay_rate"]
-    floor = said.get(_END)
+    start, steps, factor = arguments["init_value"], arguments["transition_steps"], arguments["decay_rate"]
+    floor = arguments.get(_END)
     if steps <= 0 or factor == 0:
         return Rates((piece("constant", rate=start),))
     if not (floor is None or (is_number(floor) and 0 < factor < 1)):
         return f"end_value is {floor!r:.80} where decay_rate is {factor!r}"
     ends = {} if floor is None else {"floor": floor}
     falling = piece(
-        "step" if said.get("staircase") else "exponential", start=start, factor=factor, every=steps, **ends
+        "step" if arguments.get("staircase") else "exponential",
+        start=start,
+        factor=factor,
+        every=steps,
+        **ends,
     )
-    return _begun(said[_BEGIN], falling.rate(0), falling)
+    return _begun(arguments[_BEGIN], falling.rate(0), falling)
 
 
-def _cosine(said: Mapping[str, Any], base: float | None) -> Told:
-    if why := fault(said, ["init_value", "decay_steps", "alpha", "exponent"]):
+def _cosine(arguments: Mapping[str, Any], base: float | None) -> Told:
+    if why := fault(arguments, ["init_value", "decay_steps", "alpha", "exponent"]):
         return why
-    start, steps, end = said["init_value"], said["decay_steps"], said["init_value"] * said["alpha"]
-    if said["exponent"] != 1 or steps <= 0:
+    start, steps, end = (
+        arguments["init_value"],
+        arguments["decay_steps"],
+        arguments["init_value"] * arguments["alpha"],
+    )
+    if arguments["exponent"] != 1 or steps <= 0:
         return (
             "its exponent isn't 1, which no other schedule has" if steps > 0 else "it decays for no updates"
         )
@@ -80,38 +88,38 @@ def _cosine(said: Mapping[str, Any], base: float | None) -> Told:
     return Rates((falling, piece("constant", math.ceil(steps), math.ceil(steps), rate=end)))
 
 
-def _warmed_up(said: Mapping[str, Any], after: Told) -> Told:
+def _warmed_up(arguments: Mapping[str, Any], after: Told) -> Told:
     """Returns a schedule that begins when a linear warm-up is over."""
     if isinstance(after, str):
         return after
-    warm = said["warmup_steps"]
-    first = piece("linear", start=said["init_value"], end=said["peak_value"], steps=warm)
-    return Rates((*([first] if warm else []), *(one.moved(warm) for one in after.pieces)))
+    warm = arguments["warmup_steps"]
+    first = piece("linear", start=arguments["init_value"], end=arguments["peak_value"], steps=warm)
+    return Rates((*([first] if warm else []), *(part.moved(warm) for part in after.pieces)))
 
 
 _WARM = ["init_value", "peak_value", "warmup_steps"]
 
 
-def _warmup_constant(said: Mapping[str, Any], base: float | None) -> Told:
-    if why := fault(said, _WARM, ["warmup_steps"]):
+def _warmup_constant(arguments: Mapping[str, Any], base: float | None) -> Told:
+    if why := fault(arguments, _WARM, ["warmup_steps"]):
         return why
-    rate = said["peak_value"] if said["warmup_steps"] else said["init_value"]
-    return _warmed_up(said, Rates((piece("constant", rate=rate),)))
+    rate = arguments["peak_value"] if arguments["warmup_steps"] else arguments["init_value"]
+    return _warmed_up(arguments, Rates((piece("constant", rate=rate),)))
 
 
-def _warmup_cosine(said: Mapping[str, Any], base: float | None) -> Told:
-    if why := fault(said, [*_WARM, "decay_steps", _END], ["warmup_steps"]):
+def _warmup_cosine(arguments: Mapping[str, Any], base: float | None) -> Told:
+    if why := fault(arguments, [*_WARM, "decay_steps", _END], ["warmup_steps"]):
         return why
-    peak, warm = said["peak_value"], said["warmup_steps"]
-    alpha = 0.0 if peak == 0 else said[_END] / peak
-    falling = {"init_value": peak, "decay_steps": said["decay_steps"] - warm, "alpha": alpha}
-    return _warmed_up(said, _cosine({**falling, "exponent": said["exponent"]}, base))
+    peak, warm = arguments["peak_value"], arguments["warmup_steps"]
+    alpha = 0.0 if peak == 0 else arguments[_END] / peak
+    falling = {"init_value": peak, "decay_steps": arguments["decay_steps"] - warm, "alpha": alpha}
+    return _warmed_up(arguments, _cosine({**falling, "exponent": arguments["exponent"]}, base))
 
 
-def _warmup_exponential(said: Mapping[str, Any], base: float | None) -> Told:
-    if why := fault(said, _WARM, ["warmup_steps"]):
+def _warmup_exponential(arguments: Mapping[str, Any], base: float | None) -> Told:
+    if why := fault(arguments, _WARM, ["warmup_steps"]):
         return why
-    return _warmed_up(said, _exponential({**said, "init_value": said["peak_value"]}, base))
+    return _warmed_up(arguments, _exponential({**arguments, "init_value": arguments["peak_value"]}, base))
 
 
 FUNCTIONS: dict[str, Function] = {

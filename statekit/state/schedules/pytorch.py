@@ -130,13 +130,13 @@ class Arguments(TypedDict, total=False):
 def _sequence(state: Mapping[str, Any], base: float) -> Told:
     if not says(state, _ROW) or len(state["_schedulers"]) != len(state["_milestones"]) + 1:
         return "the state of SequentialLR doesn't say its schedules"
-    each: list[Rates] = []
+    parts: list[Rates] = []
     for part in state["_schedulers"]:
         rates = torch_rates(torch_kind(part), part, base, None)
         if isinstance(rates, str):
             return rates
-        each.append(rates)
-    return joined(each, state["_milestones"])
+        parts.append(rates)
+    return joined(parts, state["_milestones"])
 
 
 def _transformers(base: float, arguments: Mapping[str, Any]) -> Told:

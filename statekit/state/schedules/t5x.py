@@ -48,9 +48,9 @@ _LAST_STEP = 2**31 - 1
 """The largest step that T5X counts."""
 
 
-def _read(said: Mapping[str, Any], base: float | None) -> Told:
+def _read(arguments: Mapping[str, Any], base: float | None) -> Told:
     """Returns what T5X's scheduler gives for the updates done; no group has a rate of its own there."""
-    factors = said.get("factors")
+    factors = arguments.get("factors")
     if not isinstance(factors, str):
         return "nobody said factors" if factors is None else f"factors is {factors!r:.80}"
     names = [name.strip() for name in factors.split("*")]
@@ -60,60 +60,62 @@ def _read(said: Mapping[str, Any], base: float | None) -> Told:
         [*(need for name in names for need in _NEEDS[name]), "step_offset", "min_learning_rate"]
     )
     counts = [name for name in _COUNTS if name in needed]
-    if why := fault(said, needed, counts, ["step_offset"]):
+    if why := fault(arguments, needed, counts, ["step_offset"]):
         return why
-    if type(said["step_offset"]) is not int:
-        return f"step_offset is {said['step_offset']!r:.80}"
-    if why := _out_of_range(names, needed, said):
+    if type(arguments["step_offset"]) is not int:
+        return f"step_offset is {arguments['step_offset']!r:.80}"
+    if why := _out_of_range(names, needed, arguments):
         return why
-    rates = product(*(_FACTORS[name](said) for name in names))
-    floored = [_floored(rates, number, said["min_learning_rate"]) for number in range(len(rates.pieces))]
-    return Rates(tuple(_shifted(floored, said["step_offset"])))
+    rates = product(*(_FACTORS[name](arguments) for name in names))
+    floored = [_floored(rates, number, arguments["min_learning_rate"]) for number in range(len(rates.pieces))]
+    return Rates(tuple(_shifted(floored, arguments["step_offset"])))
 
 
-def _out_of_range(names: Sequence[str], needed: Iterable[str], said: Mapping[str, Any]) -> str:
+def _out_of_range(names: Sequence[str], needed: Iterable[str], arguments: Mapping[str, Any]) -> str:
     """Returns why factors have no rates with such values; empty if they have."""
     negative = [
-        name for name in needed if name not in ("step_offset", "min_learning_rate") and said[name] < 0
+        name for name in needed if name not in ("step_offset", "min_learning_rate") and arguments[name] < 0
     ]
-    falls_below = "linear_decay" in names and said["min_learning_rate"] < 0
+    falls_below = "linear_decay" in names and arguments["min_learning_rate"] < 0
     if negative or falls_below or names.count("linear_decay") > 1:
         return f"the product of its factors turns its sign: {', '.join(negative) or 'linear_decay falls below 0'}"
     divided = [(name, _DIVIDES[name]) for name in names if name in _DIVIDES]
-    zeros = [f"{name} divides by {divisor}" for name, divisor in divided if said.get(divisor) == 0]
+    zeros = [f"{name} divides by {divisor}" for name, divisor in divided if arguments.get(divisor) == 0]
     return f"{', '.join(zeros)}, which is 0" if zeros else ""
 
 
-def _from_warmup(said: Mapping[str, Any], before: Piece, after: Piece) -> Rates:
+def _from_warmup(arguments: Mapping[str, Any], before: Piece, after: Piece) -> Rates:
     """Returns a factor that is one thing up to the warm-up's end, and another from there on."""
-    warm = said["warmup_steps"]
+    warm = arguments["warmup_steps"]
     return Rates((*([before] if warm else []), after.moved(warm)))
 
 
-def _linear_decay(said: Mapping[str, Any]) -> Rates:
-    base, slope = float(said["base_learning_rate"]), said["decay_factor"]
-    rising = piece("linear", start=0.0, end=base, steps=said["warmup_steps"])
+def _linear_decay(arguments: Mapping[str, Any]) -> Rates:
+    base, slope = float(arguments["base_learning_rate"]), arguments["decay_factor"]
+    rising = piece("linear", start=0.0, end=base, steps=arguments["warmup_steps"])
     falling = piece("linear", start=base, end=0.0, steps=1 / slope) if slope else piece("constant", rate=base)
-    return _from_warmup(said, rising, falling)
+    return _from_warmup(arguments, rising, falling)
 
 
-def _rsqrt(said: Mapping[str, Any], start: float) -> Rates:
-    falling = piece("rsqrt", start=start, shift=said["warmup_steps"])
-    return _from_warmup(said, piece("constant", rate=start), falling)
+def _rsqrt(arguments: Mapping[str, Any], start: float) -> Rates:
+    falling = piece("rsqrt", start=start, shift=arguments["warmup_steps"])
+    return _from_warmup(arguments, piece("constant", rate=start), falling)
 
 
-def _cosine(said: Mapping[str, Any]) -> Rates:
-    falling = piece("restarts", start=1.0, end=0.0, steps=said["steps_per_cycle"])
-    return _from_warmup(said, piece("constant", rate=1.0), falling)
+def _cosine(arguments: Mapping[str, Any]) -> Rates:
+    falling = piece("restarts", start=1.0, end=0.0, steps=arguments["steps_per_cycle"])
+    return _from_warmup(arguments, piece("constant", rate=1.0), falling)
 
 
-def _warmup(said: Mapping[str, Any]) -> Rates:
-    rising = piece("linear", start=0.0, end=1.0, steps=said["warmup_steps"])
-    return _from_warmup(said, rising, piece("constant", rate=1.0))
+def _warmup(arguments: Mapping[str, Any]) -> Rates:
+    rising = piece("linear", start=0.0, end=1.0, steps=arguments["warmup_steps"])
+    return _from_warmup(arguments, rising, piece("constant", rate=1.0))
 
 
-def _decay_every(said: Mapping[str, Any]) -> Rates:
-    return Rates((piece("step", start=1.0, factor=said["decay_factor"], every=said["steps_per_decay"]),))
+def _decay_every(arguments: Mapping[str, Any]) -> Rates:
+    return Rates(
+        (piece("step", start=1.0, factor=arguments["decay_factor"], every=arguments["steps_per_decay"]),)
+    )
 
 
 _FACTORS: Mapping[str, Callable[[Mapping[str, Any]], Rates]] = {
@@ -129,21 +131,21 @@ _FACTORS: Mapping[str, Callable[[Mapping[str, Any]], Rates]] = {
 
 def _floored(rates: Rates, number: int, floor: float) -> Piece:
     """Returns a piece that is at least the floor, which stands in it only where it may come below."""
-    one = rates.pieces[number]
-    if one.kind == "constant":
-        return replace(one, numbers={"rate": max(one.numbers["rate"], floor)})
+    last = rates.pieces[number]
+    if last.kind == "constant":
+        return replace(last, numbers={"rate": max(last.numbers["rate"], floor)})
     ends = rates.pieces[number + 1].begins if number + 1 < len(rates.pieces) else _LAST_STEP
-    falls_once = one.kind in ("linear", "rsqrt", "step")
-    lowest = min(one.rate(one.begins), one.rate(ends)) if falls_once else 0.0
-    return one if lowest >= floor else replace(one, numbers={**one.numbers, "floor": floor})
+    falls_once = last.kind in ("linear", "rsqrt", "step")
+    lowest = min(last.rate(last.begins), last.rate(ends)) if falls_once else 0.0
+    return last if lowest >= floor else replace(last, numbers={**last.numbers, "floor": floor})
 
 
 def _shifted(pieces: list[Piece], offset: int) -> list[Piece]:
     """Returns pieces as they are where T5X counts from a number of updates on: before it, nothing moves."""
-    moved = [one.moved(offset) for one in pieces]
+    moved = [part.moved(offset) for part in pieces]
     if offset > 0 and pieces[0].kind != "constant":
         return [piece("constant", rate=pieces[0].rate(0)), *moved]
-    first = max(sum(one.begins <= 0 for one in moved), 1) - 1
+    first = max(sum(part.begins <= 0 for part in moved), 1) - 1
     return [replace(moved[first], begins=0), *moved[first + 1 :]]
 
 

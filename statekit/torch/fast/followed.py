@@ -39,13 +39,13 @@ class Followed:
     def fits(self, schema: str, variant: str, hyper: Any) -> bool:
         """Tells whether the path follows a variant's rule with hyperparameters as the optimizer's `settle` has them."""
         rules, constants = load_schema(schema), variant_constants(schema, variant)
-        known, differences = rules.hyperparameters, rules.data["differences"]
+        hyperparameters, differences = rules.hyperparameters, rules.data["differences"]
         return (
             {*rules.kept(variant)} <= {*self.slots}
             and all(
                 _among(getattr(hyper, field.name), self.hyper[field.name])
                 if field.name in self.hyper
-                else _is_absent(known.get(field.name, {}), getattr(hyper, field.name))
+                else _is_absent(hyperparameters.get(field.name, {}), getattr(hyper, field.name))
                 for field in fields(hyper)
             )
             and all(

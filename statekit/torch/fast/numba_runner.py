@@ -102,8 +102,8 @@ class Items:
         first, *rest = pairwise(count * i // threads for i in range(threads + 1))
         waited = [_threads(os.getpid()).submit(loop, *part, self.shape, *self.where, *given) for part in rest]
         loop(*first, self.shape, *self.where, *given)
-        for each in waited:
-            each.result()
+        for future in waited:
+            future.result()
         torch.autograd.graph.increment_version(self.params)  # as an operation would: autograd asks for it
 
 

@@ -138,7 +138,7 @@ class FastScaledAdam:
             size.write()
         loops.run(
             numba_kernels.scaled_adam_params,
-            *(each.reshape(-1).repeat_interleave(cuts) for each in (factor, x)),
+            *(values.reshape(-1).repeat_interleave(cuts) for values in (factor, x)),
             bool(s.size_due), clip if s.form["clip_reaches"] == "everything" else 1.0,
             beta1, beta2, 1.0 - beta2, 1.0 / _correction(s), self.hyper.eps,
         )  # fmt: skip

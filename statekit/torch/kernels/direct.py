@@ -114,10 +114,10 @@ class DirectUpdate:
             if not isinstance(batch.fast, GroupedMove):
                 return None
             chosen = [params[path] for path in batch.paths]
-            made = _direct_batch(batch.fast, group, chosen, [state[param] for param in chosen])
-            if made is None:
+            update = _direct_batch(batch.fast, group, chosen, [state[param] for param in chosen])
+            if update is None:
                 return None
-            batches.append(made)
+            batches.append(update)
         return cls(plan, batches) if batches else None
 
     def ready(self, group: ParamGroup) -> bool:

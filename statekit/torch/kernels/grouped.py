@@ -117,8 +117,8 @@ class GroupedMove:
         item = self.item({name: tensors[0] for name, tensors in arrays.items()})
         key = (item, rate, common is None)
         if key not in self.launches:
-            made = traced(self.schema, self.variant, self.config, item, rate, common is not None)
-            self.launches[key] = Launches(made, self.shape)
+            program = traced(self.schema, self.variant, self.config, item, rate, common is not None)
+            self.launches[key] = Launches(program, self.shape)
         return self.launches[key]
 
     def item(self, arrays: Mapping[str, torch.Tensor]) -> Item:
@@ -294,13 +294,13 @@ class Launches:
     def _place(self, arrays: Mapping[str, Sequence[torch.Tensor]], addresses: Table) -> None:
         """Tells the device where tensors lie."""
         params = arrays["param"]
-        device, each = params[0].device, params[0].numel() // math.prod(self.shape)
-        if not self.table.size or self.items != len(params) * each or self.scalars.device != device:
-            self._prepare(len(params) * each, device)
+        device, count = params[0].device, params[0].numel() // math.prod(self.shape)
+        if not self.table.size or self.items != len(params) * count or self.scalars.device != device:
+            self._prepare(len(params) * count, device)
         table = addresses[:, :, None]
-        if each > 1:
-            strides = [tensors[0].numel() * tensors[0].itemsize // each for tensors in arrays.values()]
-            table = table + np.array(strides, np.int64).reshape(-1, 1, 1) * np.arange(each, dtype=np.int64)
+        if count > 1:
+            strides = [tensors[0].numel() * tensors[0].itemsize // count for tensors in arrays.values()]
+            table = table + np.array(strides, np.int64).reshape(-1, 1, 1) * np.arange(count, dtype=np.int64)
         self.aligned = not (table % 16).any() and self.shape[-1] % 16 == 0
         staged = torch.from_numpy(np.ascontiguousarray(table.reshape(-1)))
         self.staged = staged.pin_memory() if device.type == "cuda" else staged
@@ -334,8 +334,8 @@ class Launches:
         self.lengths = torch.full((items,), shape[0], dtype=torch.int64, device=device)
         self.ones, self.zeros = (torch.full((), x, dtype=torch.float32, device=device) for x in (1.0, 0.0))
         self.constants = torch.tensor(program.constants or (0.0,), dtype=torch.float64, device=device)
-        known = [1.0, 1.0, *(0.0 if value is None else value for value in program.scalars)]
-        self.scalars = torch.tensor(known, dtype=torch.float64, device=device).to(torch.float32)
+        scalars = [1.0, 1.0, *(0.0 if value is None else value for value in program.scalars)]
+        self.scalars = torch.tensor(scalars, dtype=torch.float64, device=device).to(torch.float32)
 
 
 _CPU = torch.device("cpu")

@@ -148,9 +148,9 @@ class Graph:
         """Returns the value that this makes."""
         key = (op, tuple(arg.number for arg in args), repr(note), dims, kind, dtype, shared)
         if key not in self._by_key:
-            made = Traced(self, len(self.nodes), op, args, note, dims, kind, dtype, shared)
-            self.nodes.append(made)
-            self._by_key[key] = made
+            traced = Traced(self, len(self.nodes), op, args, note, dims, kind, dtype, shared)
+            self.nodes.append(traced)
+            self._by_key[key] = traced
         return self._by_key[key]
 
     def leaf(

@@ -59,12 +59,12 @@ def _of_optax(state: TrainState, rate: float, variant: str, folder: Path) -> tup
     if len(state.optimizer.groups) != 1:
         raise UsageError(f"optax.{schema.name} alone has one group.", found=len(state.optimizer.groups))
     (group,) = state.optimizer.groups
-    made = getattr(optax, schema.name)
+    constructor = getattr(optax, schema.name)
     arguments = schema.native("optax", group.hyperparameters)
-    if said := [name for name in _ELSEWHERE[1:] if arguments.get(name)]:
-        raise UsageError(f"optax.{schema.name} alone has no such arguments.", found=", ".join(said))
-    known = inspect.signature(made).parameters
-    taken = {n: v for n, v in arguments.items() if n in known and n not in _ELSEWHERE}
+    if elsewhere := [name for name in _ELSEWHERE[1:] if arguments.get(name)]:
+        raise UsageError(f"optax.{schema.name} alone has no such arguments.", found=", ".join(elsewhere))
+    parameters = inspect.signature(constructor).parameters
+    taken = {n: v for n, v in arguments.items() if n in parameters and n not in _ELSEWHERE}
     factored = [np.sort(state.params[path].shape)[-2] for path, rule in state.rules.items() if rule.factored]
     if factored:  # a window of a parameter is factored as the parameter is
         taken["min_dim_size_to_factor"] = min(int(taken["min_dim_size_to_factor"]), int(min(factored)))
@@ -72,7 +72,7 @@ def _of_optax(state: TrainState, rate: float, variant: str, folder: Path) -> tup
     stored = serialization.msgpack_restore(_file(written(state, "flax", "optax", folder)).read_bytes())
     faults = []
     for given in (optax.constant_schedule(rate), rate):  # a schedule has a count of its own
-        transformation = made(given, **taken)
+        transformation = constructor(given, **taken)
         template = {"params": params, "opt_state": transformation.init(params)}
         try:
             read = serialization.from_state_dict(template, {name: stored[name] for name in template})
@@ -81,7 +81,7 @@ def _of_optax(state: TrainState, rate: float, variant: str, folder: Path) -> tup
             continue
         restored = jax.tree.map(jnp.asarray, read)
         shapes = [
-            jax.tree.map(lambda x: (x.shape, x.dtype), one["opt_state"]) for one in (template, restored)
+            jax.tree.map(lambda x: (x.shape, x.dtype), tree["opt_state"]) for tree in (template, restored)
         ]
         if shapes[0] == shapes[1]:
             return transformation, restored["params"], restored["opt_state"]

@@ -20,18 +20,18 @@ from statekit.verify.natives.files import written
 
 def runner(name: str, variant: str) -> Native:
     """Returns what makes updates with a class."""
-    made = getattr(keras.optimizers, name.rpartition(".")[2])
+    constructor = getattr(keras.optimizers, name.rpartition(".")[2])
 
     def run(state: TrainState, updates: Updates, rates: Rates) -> TrainState:
         if len(state.optimizer.groups) != 1:
             raise UsageError(f"{name} has one group.", found=len(state.optimizer.groups))
         (group,) = state.optimizer.groups
         arguments = load_schema(state.optimizer.schema).native("keras", group.hyperparameters)
-        known = inspect.signature(made).parameters
-        taken = {n: v for n, v in arguments.items() if n in known}
+        parameters = inspect.signature(constructor).parameters
+        taken = {n: v for n, v in arguments.items() if n in parameters}
         if rates[0] is not None:
             taken["learning_rate"] = rates[0]
-        optimizer = made(**taken)
+        optimizer = constructor(**taken)
         excluded = arguments.get("exclude_from_weight_decay")
         variables = {path: keras.Variable(param.read()) for path, param in state.params.items()}
         if excluded:

@@ -18,7 +18,7 @@ from statekit.verify.natives.files import written
 
 def runner(name: str, variant: str) -> Native:
     """Returns what makes updates with a class."""
-    made = _class(name)
+    constructor = _class(name)
 
     def run(state: TrainState, updates: Updates, rates: Rates) -> TrainState:
         with tempfile.TemporaryDirectory() as folder:
@@ -26,7 +26,7 @@ def runner(name: str, variant: str) -> Native:
             saved = torch.load(path, weights_only=True)
         params = params_of(state)
         groups = [{"params": [params[path] for path in group.paths]} for group in state.optimizer.groups]
-        optimizer = made(groups)
+        optimizer = constructor(groups)
         optimizer.load_state_dict(saved["optimizer"])
         return moved(optimizer, params, updates, rates)
 

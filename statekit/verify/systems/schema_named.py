@@ -251,7 +251,7 @@ def as_described(state: TrainState, spec: Mapping[str, Any]) -> TrainState:
         state,
         params={**params, **state.params},
         optimizer=_optimizer(spec),
-        rules={path: rule for one in _parts(spec) for path, rule in _rules(params, _groups(one), one)},
+        rules={path: rule for part in _parts(spec) for path, rule in _rules(params, _groups(part), part)},
         assumptions=(),
     )
 

@@ -43,9 +43,9 @@ class TorchOptim:
                 found=by_rank,
             )
         groups = [_of_its_optimizer(group) for group in recorded_groups(folder, meta)]
-        each = all("schema" in group for group in groups)
+        has_schemas = all("schema" in group for group in groups)
         spec: dict[str, Any] = {
-            **({} if each else dict(zip(("schema", "variant"), kind(meta, KINDS), strict=True))),
+            **({} if has_schemas else dict(zip(("schema", "variant"), kind(meta, KINDS), strict=True))),
             "groups": groups,
             "counts": {"slots": ["step"], "dtype": "float32"},
         }
