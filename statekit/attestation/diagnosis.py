@@ -106,28 +106,29 @@ class _Diagnosis:
 
     def _of_values(self, kind: str, slots: bool) -> Iterator[Finding]:
         """Yields what tells tensors apart that have other values or dtypes."""
-        dtypes = {one.place: one for one in self._of("dtype", slots)}
-        values = {one.place: one for one in self._of("values", slots)}
-        rounded = [
-            place
-            for place, value in values.items()
-            if place in dtypes and value.distance and value.distance.is_rounding
-        ]
-        yield from _gathered(f"{kind}-rounded", [dtypes[place] for place in rounded])
-        left = [value for place, value in values.items() if place not in {*rounded}]
+        dtypes = {difference.place: difference for difference in self._of("dtype", slots)}
+        values = {difference.place: difference for difference in self._of("values", slots)}
+        rounded = {
+            place: dtype
+            for place, dtype in dtypes.items()
+            if place in values and (distance := values[place].distance) and distance.is_rounding
+        }
+        left = [difference for place, difference in values.items() if place not in rounded]
+        yield from _gathered(f"{kind}-rounded", [*rounded.values()])
         yield from _gathered("dtype", [dtype for place, dtype in dtypes.items() if place not in values])
-        if not slots:
-            yield from _values(f"{kind}-differs", left)
-            return
-        zero = {one.place for one in left if is_zero(self._slot(self._live, one))}
-        yield from _values("slot-zero", [one for one in left if one.place in zero])
-        left = [one for one in left if one.place not in zero]
+        yield from self._of_slot_values(left) if slots else _values(f"{kind}-differs", left)
+
+    def _of_slot_values(self, differing: Sequence[Difference]) -> Iterator[Finding]:
+        """Yields what slots with other values are: zero, those of another parameter, or different."""
+        zero = {slot.place for slot in differing if is_zero(self._slot(self._live, slot))}
+        yield from _values("slot-zero", [slot for slot in differing if slot.place in zero])
+        left = [slot for slot in differing if slot.place not in zero]
         others = self._exchanged(left)
-        where = [f"{one.place} is {place}'s" for one, place in others]
         if others:
+            where = [f"{slot.place} is {place}'s" for slot, place in others]
             yield fault("slot-of-another-parameter", where, "its own", "another's")
-        exchanged = {one.place for one, _ in others}
-        yield from _values("slot-differs", [one for one in left if one.place not in exchanged])
+        exchanged = {slot.place for slot, _ in others}
+        yield from _values("slot-differs", [slot for slot in left if slot.place not in exchanged])
 
     def _slot(self, state: TrainState, difference: Difference) -> Tensor:
         if difference.path:

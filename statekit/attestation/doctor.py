@@ -280,18 +280,28 @@ def _of_no_state(place: CheckpointAt, error: StatekitError) -> tuple[Finding, ..
         error, RefusedError
     ):  # an option is the remedy, or nothing may be read
         raise error
-    where = [at for _, at in error.faults] or [str(error.place or place.path)]
-    details = "; ".join(dict.fromkeys(what for what, _ in error.faults)) or error.found
-    said = f"{error.subject} {details}" if details else error.subject
-    unknown = isinstance(error, UnknownFormatError)
-    if isinstance(error, (FormatError, NotFoundError)) and not unknown:
-        name = "parts-missing" if isinstance(error, NotFoundError) else "damaged"
-        return (fault(name, where, error.expected or "what was written", said),)
-    with place.opened() as checkpoint:
-        counts = tuple(narrow_counts(checkpoint.tensors))
-    if unknown:
-        if counts:
+    if isinstance(error, UnknownFormatError):
+        if counts := _narrow_counts_at(place):
             return counts
         raise error
-    name = "placeholders" if any(str(PLACEHOLDER) in what for what, _ in error.faults) else "undecodable"
-    return counts or (fault(name, where, error.expected or "what the optimizer would save", said),)
+    if isinstance(error, NotFoundError):
+        return (_of_error("parts-missing", place, error, "what was written"),)
+    if isinstance(error, FormatError):
+        return (_of_error("damaged", place, error, "what was written"),)
+    is_placeholder = any(str(PLACEHOLDER) in sentence for sentence, _ in error.faults)
+    name = "placeholders" if is_placeholder else "undecodable"
+    return _narrow_counts_at(place) or (_of_error(name, place, error, "what the optimizer would save"),)
+
+
+def _narrow_counts_at(place: CheckpointAt) -> tuple[Finding, ...]:
+    """Returns which counts of a checkpoint's tensors are of a dtype too narrow for them."""
+    with place.opened() as checkpoint:
+        return tuple(narrow_counts(checkpoint.tensors))
+
+
+def _of_error(name: str, place: CheckpointAt, error: StatekitError, expected: str) -> Finding:
+    """Returns the finding that an error is."""
+    where = [at for _, at in error.faults] or [str(error.place or place.path)]
+    details = "; ".join(dict.fromkeys(sentence for sentence, _ in error.faults)) or error.found
+    sentence = f"{error.subject} {details}" if details else error.subject
+    return fault(name, where, error.expected or expected, sentence)

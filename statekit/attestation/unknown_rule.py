@@ -239,6 +239,14 @@ def _described(tensor: Tensor) -> str:
     return f"{tensor.dtype.name} {list(tensor.shape)}"
 
 
+def _differ(name: str, right: Mapping[str, object], live: Mapping[str, object]) -> bool:
+    """Tells whether an option differs; one that only one side has says nothing, unless it is of the state."""
+    if not name.startswith(_STATE) and not (name in right and name in live):
+        return False
+    values = [to_json(side.get(name)) for side in (right, live)]
+    return bool(values[0] != values[1])
+
+
 def _options(
     right: Mapping[str, Mapping[str, object]], live: Mapping[str, Mapping[str, object]]
 ) -> Iterator[Finding]:
@@ -248,10 +256,7 @@ def _options(
         yield fault("frozen", [f"groups/{path}" for path in moved], "moved by both or none", "by one alone")
     both = [path for path in right if path in live]
     for name in dict.fromkeys(name for path in both for name in {**right[path], **live[path]}):
-        said = [
-            path for path in both if name.startswith(_STATE) or (name in right[path] and name in live[path])
-        ]
-        where = [path for path in said if to_json(right[path].get(name)) != to_json(live[path].get(name))]
+        where = [path for path in both if _differ(name, right[path], live[path])]
         if where:
             values = [f"{name} {to_json(each[where[0]].get(name))!r}" for each in (right, live)]
             kind = {"lr": "learning-rate", "state/step": "step"}.get(name, "hyperparameter")

@@ -83,6 +83,41 @@ class Carried:
     mapped: tuple[Mapped, ...]
 
 
+def _targets_of(links: Iterable[Link]) -> dict[str, list[str]]:
+    """Returns the targets that each source becomes a part of."""
+    targets: dict[str, list[str]] = {}
+    for link in links:
+        for source in link.sources:
+            targets.setdefault(source, []).append(link.target)
+    return targets
+
+
+def _pieces(state: TrainState, links: Iterable[Link], faults: Faults, refused: Faults) -> dict[str, Piece]:
+    """Returns what each link makes, by target; adds why one doesn't fit, or isn't exact."""
+    group_of = {path: group for group in state.optimizer.groups for path in group.paths}
+    pieces: dict[str, Piece] = {}
+    for link in links:
+        try:
+            pieces[link.target] = _made(state, group_of, link)
+        except StateError as error:
+            faults.add(error.subject, ", ".join(link.sources))
+        except InexactError as error:
+            refused.add(error.subject, ", ".join(link.sources))
+    return pieces
+
+
+def _by_targets(
+    extra: dict[str, Any], targets: Mapping[str, Sequence[str]], ties: Mapping[str, str] | None
+) -> dict[str, Any]:
+    """Returns what is beside a state with the targets' paths where it had those of their sources."""
+    if DECODED in extra:
+        extra[DECODED] = [target for path in extra[DECODED] for target in targets.get(path, ())]
+    tied = extra.pop(TIES, {})
+    if ties is None:
+        ties = {name: target for name, path in tied.items() for target in targets[path][:1]}
+    return {**extra, TIES: dict(ties)} if ties else extra
+
+
 def carried(
     state: TrainState,
     links: Sequence[Link],
@@ -104,48 +139,27 @@ def carried(
         StateError: What the state holds doesn't fit; lists every fault.
         InexactError: What it holds doesn't tell what the target would hold; lists every such parameter.
     """
-    of: dict[str, list[str]] = {}
-    for link in links:
-        for source in link.sources:
-            of.setdefault(source, []).append(link.target)
     faults, refused = Faults(folds=False), Faults()
+    targets = _targets_of(links)
     faults += twice(link.target for link in links)
-    faults += [("isn't covered by the map", path) for path in state.params if path not in of]
-    pieces: dict[str, Piece] = {}
-    group_of = {path: group for group in state.optimizer.groups for path in group.paths}
-    for link in links:
-        try:
-            pieces[link.target] = _made(state, group_of, link)
-        except StateError as error:
-            faults.add(error.subject, ", ".join(link.sources))
-        except InexactError as error:
-            refused.add(error.subject, ", ".join(link.sources))
+    faults += [("isn't covered by the map", path) for path in state.params if path not in targets]
+    pieces = _pieces(state, links, faults, refused)
     faults += _split_groups(state, links)
     groups = [_group(group, links, faults) for group in state.optimizer.groups]
-    groups, said = _followed(state, groups, pieces, one_rule)
+    groups, notes = _followed(state, groups, pieces, one_rule)
     behind = _of_targets(state.counts.behind, links, "updates done", faults)
     extra = _extra(state, links, faults)
     faults.check(StateError, "The map doesn't fit the state", place=place)
     refused.check(InexactError, "The map can't be carried out exactly on the state", place=place)
-    if DECODED in extra:
-        extra[DECODED] = [target for path in extra[DECODED] for target in of.get(path, ())]
-    if ties is None:
-        ties = {name: target for name, path in extra.get(TIES, {}).items() for target in of[path][:1]}
-    extra.pop(TIES, None)
-    if ties:
-        extra[TIES] = dict(ties)
+    with_slots = [link.target for link in links if not state.slots.keys().isdisjoint(link.sources)]
     after = TrainState(
         {path: piece.param for path, piece in pieces.items()},
-        {
-            link.target: pieces[link.target].slots
-            for link in links
-            if any(path in state.slots for path in link.sources)
-        },
+        {path: pieces[path].slots for path in with_slots},
         replace(state.optimizer, groups=tuple(groups)),
         replace(state.counts, behind=behind),
         {path: piece.rule for path, piece in pieces.items() if piece.rule is not None},
-        extra,
-        (*state.assumptions, *said),
+        _by_targets(extra, targets, ties),
+        (*state.assumptions, *notes),
     )
     return Carried(after, tuple(_mapped(link, pieces[link.target]) for link in links))
 

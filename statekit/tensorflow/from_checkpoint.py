@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -131,6 +131,31 @@ def renumbered(opened: OpenState, variables: Sequence[Any]) -> dict[str, str]:
     return {path: name for path, name in pairs.items() if path != name}
 
 
+def _check_settings(settings: Sequence[Mapping[str, Any]], names: Collection[str], place: object) -> None:
+    """Refuses groups that lack a hyperparameter which the steps need.
+
+    Raises:
+        UnknownRuleError: Lists every name.
+    """
+    missing = sorted({name for options in settings for name in names if name not in options})
+    if missing:
+        raise UnknownRuleError(
+            "The checkpoint doesn't say what the steps need to know.",
+            place=place,
+            expected=", ".join(missing),
+            remedy=f"give load_optimizer what the run was configured with: {missing[0]}=..., or hparams={{...}}",
+        )
+
+
+def _have_all(settings: Sequence[Mapping[str, Any]], name: str, value: Any) -> bool:
+    """Tells whether all groups have this value of a hyperparameter."""
+    return all(name in options and options[name] == value for options in settings)
+
+
+def _without(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in settings.items() if name not in names}
+
+
 def built(
     state: TrainState,
     pairs: Mapping[str, Any],
@@ -149,21 +174,13 @@ def built(
     """
     schema, variant = state.optimizer.schema, str(state.optimizer.variant)
     groups = [group for group in state.optimizer.groups if any(path in pairs for path in group.paths)]
-    said = [known_options(schema, variant, group.hyperparameters) for group in groups]
-    names = {*taken(schema, variant)} - {FACTOR_MAP}
-    missing = sorted({name for one in said for name in names if name not in one})
-    if missing:
-        raise UnknownRuleError(
-            "The checkpoint doesn't say what the steps need to know.",
-            place=place,
-            expected=", ".join(missing),
-            remedy=f"give load_optimizer what the run was configured with: {missing[0]}=..., or hparams={{...}}",
-        )
-    common = {n: v for n, v in said[0].items() if all(n in one and one[n] == v for one in said)}
+    settings = [known_options(schema, variant, group.hyperparameters) for group in groups]
+    _check_settings(settings, {*taken(schema, variant)} - {FACTOR_MAP}, place)
+    common = {name: value for name, value in settings[0].items() if _have_all(settings, name, value)}
     apart = by_keras(schema, variant).keys() | common.keys()
     different = [
-        {"paths": [p for p in g.paths if p in pairs], **{n: v for n, v in one.items() if n not in apart}}
-        for g, one in zip(groups, said, strict=True)
+        {"paths": [path for path in group.paths if path in pairs], **_without(options, apart)}
+        for group, options in zip(groups, settings, strict=True)
     ]
     options: dict[str, Any] = {
         **common,

@@ -400,21 +400,24 @@ def _have_one_count(meant: TrainState, back: TrainState) -> bool:
 
 def _require_same(meant: TrainState, back: TrainState, encoded: Encoded) -> None:
     old, new = ({key: _bits(t) for key, t in tensors(state).items()} for state in (meant, back))
-    gone = {
-        (path, name)
-        for path, name in old
-        if any(dropped.endswith((f"params/{path}", f"{path}/{name}")) for dropped in encoded.dropped)
-    }
-    lost = [key for key in old if key not in new and key not in gone]
+    lost = [key for key in old if key not in new and not _is_dropped(*key, encoded)]
     assert not lost, f"vanish: {lost}"
     added = [key for key in new if key not in old]
     assert not added, f"come from nowhere: {added}"
     changed = [key for key in new if new[key] != old[key]]
     assert not changed, f"change: {[(key, old[key][:2], new[key][:2]) for key in changed]}"
     assert _have_one_count(meant, back), f"{back.counts} updates, meant {meant.counts}"
-    turned = [
-        path for path, rule in meant.rules.items() if rule.factored and back.rules[path].axes != rule.axes
-    ]
+    _require_same_rules(meant, back)
+
+
+def _is_dropped(path: str, name: str, encoded: Encoded) -> bool:
+    """Tells whether an encoding says that it leaves a tensor behind."""
+    return any(dropped.endswith((f"params/{path}", f"{path}/{name}")) for dropped in encoded.dropped)
+
+
+def _require_same_rules(meant: TrainState, back: TrainState) -> None:
+    factored = {path: rule.axes for path, rule in meant.rules.items() if rule.factored}
+    turned = [path for path, axes in factored.items() if back.rules[path].axes != axes]
     assert not turned, f"are factored otherwise: {turned}"
 
 

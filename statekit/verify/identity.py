@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
@@ -190,31 +190,41 @@ def compared(expected: TrainState, actual: TrainState, plan: Plan, reader: Reade
 
 def bijection(rows: list[Row], expected: TrainState, source: Checkpoint, target: Checkpoint) -> Bijection:
     """Tells whether every element of what the state is made of is used once."""
-    tensors, faults = tensors_of(expected), list[str]()
-    used: dict[str, int] = {}
-    for tensor in tensors.values():
-        leaves = list(_leaves(tensor.to_json()))
-        whole = len(leaves) > 1
-        for leaf, size in leaves:
-            used[leaf] = used.get(leaf, 0) + (size if whole else math.prod(tensor.shape))
-    changed = {one for row in rows if row.exactness > Exactness.ROUNDING for one in row.sources}
-    for name, count in used.items():
-        stored = source.tensors.get(name)
-        if stored is not None and name not in changed and count != math.prod(stored.shape):
-            faults.append(f"{name} has {math.prod(stored.shape)} elements, {count} of them are used")
-    targets: dict[str, list[str]] = {}
-    for row in rows:
-        for name in row.targets:
-            targets.setdefault(name, []).append(row.name)
-    faults += [
-        f"{row.name}: {row.reason}"
-        for row in rows
-        if not row.targets or (not row.sources and row.verdict == "refuted")
+    tensors = tensors_of(expected)
+    used = _used(tensors.values())
+    made = {name for row in rows for name in row.targets}
+    faults = [
+        *_uses_not_once(used, rows, source),
+        *(f"{row.name}: {row.reason}" for row in rows if _has_no_end(row)),
     ]
     elements = sum(math.prod(tensor.shape) for tensor in tensors.values())
     unused = tuple(name for name in source.tensors if name not in used)
-    unmade = tuple(name for name in target.tensors if name not in targets)
+    unmade = tuple(name for name in target.tensors if name not in made)
     return Bijection(elements, unused, unmade, tuple(dict.fromkeys(faults)))
+
+
+def _used(tensors: Iterable[Tensor]) -> dict[str, int]:
+    """Returns how many elements of each stored tensor some tensors are made of."""
+    used: dict[str, int] = {}
+    for tensor in tensors:
+        leaves = list(_leaves(tensor.to_json()))
+        for leaf, size in leaves:
+            used[leaf] = used.get(leaf, 0) + (size if len(leaves) > 1 else math.prod(tensor.shape))
+    return used
+
+
+def _uses_not_once(used: Mapping[str, int], rows: Iterable[Row], source: Checkpoint) -> Iterator[str]:
+    """Yields which stored tensors are used in part or several times, where rounding alone may change them."""
+    changed = {name for row in rows if row.exactness > Exactness.ROUNDING for name in row.sources}
+    for name, count in used.items():
+        stored = source.tensors.get(name)
+        if stored is not None and name not in changed and count != math.prod(stored.shape):
+            yield f"{name} has {math.prod(stored.shape)} elements, {count} of them are used"
+
+
+def _has_no_end(row: Row) -> bool:
+    """Tells whether nothing in the target is made of a row, or a refuted one is made of nothing."""
+    return not row.targets or (not row.sources and row.verdict == "refuted")
 
 
 def _origin(tensor: Tensor | None) -> tuple[tuple[str, ...], tuple[str, ...]]:

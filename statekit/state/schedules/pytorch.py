@@ -144,36 +144,46 @@ def _transformers(base: float, arguments: Mapping[str, Any]) -> Told:
     if wrong := next(misfits(arguments, Arguments), None):
         return f"of the Trainer's arguments, {wrong[1]} {wrong[0]}"
     kind, whole = arguments.get("lr_scheduler_type"), arguments.get("max_steps")
-    extra = arguments.get("lr_scheduler_kwargs") or {}
     count = whole if type(whole) is int else 0
+    warm = _warmup(arguments, count)
+    if warm is None or (count <= 0 and kind in ("linear", "cosine", "polynomial")):
+        return f"{kind}: nobody said how many updates the run has"
+    if kind == "constant":  # it has no warmup, whatever the arguments say
+        return Rates((piece("constant", rate=base),))
+    behind = _behind_warmup(base, arguments, warm, max(1, count - warm))
+    if behind is None:
+        return f"Transformers' schedule {kind} isn't one that others have"
+    return Rates((piece("linear", start=0.0, end=base, steps=warm), behind) if warm else (behind,))
+
+
+def _warmup(arguments: Mapping[str, Any], count: int) -> int | None:
+    """Returns the updates of a Trainer's warmup; None where it is a share of a number that nobody said."""
     warm = arguments.get("warmup_steps") or arguments.get("warmup_ratio") or 0
     is_share = 0 < warm < 1 or not arguments.get("warmup_steps")
-    if count <= 0 and (kind in ("linear", "cosine", "polynomial") or (is_share and warm)):
-        return f"{kind}: nobody said how many updates the run has"
-    warm = math.ceil(count * warm) if is_share else int(warm)
-    first = [piece("linear", start=0.0, end=base, steps=warm)] if warm else []
-    steps = max(1, count - warm)
-    match kind:
-        case "constant":
-            return Rates((piece("constant", rate=base),))
+    if is_share and warm and count <= 0:
+        return None
+    return math.ceil(count * warm) if is_share else int(warm)
+
+
+def _behind_warmup(base: float, arguments: Mapping[str, Any], warm: int, steps: int) -> Piece | None:
+    """Returns what a Trainer's schedule does behind its warmup; None if others have no such schedule."""
+    extra = arguments.get("lr_scheduler_kwargs") or {}
+    match arguments.get("lr_scheduler_type"):
         case "constant_with_warmup":
-            return Rates((*first, piece("constant", warm, rate=base)))
+            return piece("constant", warm, rate=base)
         case "linear":
-            return Rates((*first, piece("linear", warm, warm, start=base, end=0.0, steps=steps)))
+            return piece("linear", warm, warm, start=base, end=0.0, steps=steps)
         case "cosine" if extra.keys() <= {"num_cycles"} and extra.get("num_cycles") != 0:
             half = steps / (2 * extra.get("num_cycles", 0.5))
-            return Rates((*first, piece("cosine", warm, warm, start=base, end=0.0, steps=half)))
+            return piece("cosine", warm, warm, start=base, end=0.0, steps=half)
         case "polynomial" if extra.keys() <= {"lr_end", "power"} and arguments.get("learning_rate", base):
             # Its end is said for the rate that the optimizer was made with, and scaled with a group's own.
             end = extra.get("lr_end", 1e-7) * base / arguments.get("learning_rate", base)
             power = extra.get("power", 1.0)
-            return Rates(
-                (*first, piece("polynomial", warm, warm, start=base, end=end, steps=steps, power=power))
-            )
+            return piece("polynomial", warm, warm, start=base, end=end, steps=steps, power=power)
         case "inverse_sqrt" if extra.keys() <= {"timescale"} and extra.get("timescale", 1) > 0:
-            scale = extra.get("timescale") or warm or 10_000
-            return Rates((*first, piece("rsqrt", warm, warm, start=base, shift=scale)))
-    return f"Transformers' schedule {kind} isn't one that others have"
+            return piece("rsqrt", warm, warm, start=base, shift=extra.get("timescale") or warm or 10_000)
+    return None
 
 
 _WARM, _WHOLE, _SPECIAL = "num_warmup_steps", "num_training_steps", "scheduler_specific_kwargs"
