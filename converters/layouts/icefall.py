@@ -141,24 +141,7 @@ class Icefall:
             groups.append({**options, **by_name, "params": [index[path] for path in group.paths]})
             order = _batches(state.params, group)
             for batch in order if begun else ():
-                record: dict[str, Any] = {"step": state.counts.updates}
-                if without := [path for path in batch if path not in state.slots]:
-                    raise InexactError(
-                        "A parameter has no slots, and ScaledAdam's file holds those of equal shape in one tensor.",
-                        place=", ".join(without[:5]),
-                        expected=f"slots of every parameter after {state.counts.updates} updates",
-                        found=f"none of {len(without)}",
-                    )
-                lacking = Faults(
-                    (f"lacks {slot}", path)
-                    for path in batch
-                    for slot in dict.fromkeys(name for one in batch for name in state.slots[one])
-                    if slot not in state.slots[path]
-                )
-                lacking.check(StateError, "ScaledAdam's file has the slots of equal shape in one tensor")
-                for slot in state.slots[batch[0]]:
-                    record[slot] = Stack([state.slots[p][slot] for p in batch], int(slot in _LATE_AXIS))
-                native[index[batch[0]]] = record | dict(state.extra.get(JOINT, {}).get(batch[0], {}))
+                native[index[batch[0]]] = _batch_record(state, batch)
             if order:
                 native.setdefault(index[order[0][0]], {}).update(_native_shared(state, group))
         params = {names[path]: tensor for path, tensor in state.params.items()}
@@ -308,6 +291,29 @@ def _found_order(parts: Parts, is_sorted: bool, hints: CheckpointRef) -> Order:
         return Order((tuple(known),), (said,), ORDERS[OWN_MODEL])
 
 
+def _batch_record(state: TrainState, batch: Sequence[str]) -> dict[str, Any]:
+    """Returns the record of parameters of equal shape: each of their slots stacked.
+
+    Raises:
+        InexactError: Parameters have no slots.
+        StateError: Parameters lack slots that others of the batch have; lists every one.
+    """
+    if without := [path for path in batch if path not in state.slots]:
+        raise InexactError(
+            "A parameter has no slots, and ScaledAdam's file holds those of equal shape in one tensor.",
+            place=", ".join(without[:5]),
+            expected=f"slots of every parameter after {state.counts.updates} updates",
+            found=f"none of {len(without)}",
+        )
+    names = dict.fromkeys(slot for path in batch for slot in state.slots[path])
+    lacking = [(f"lacks {slot}", path) for path in batch for slot in names if slot not in state.slots[path]]
+    Faults(lacking).check(StateError, "ScaledAdam's file has the slots of equal shape in one tensor")
+    stacked = {
+        slot: Stack([state.slots[path][slot] for path in batch], int(slot in _LATE_AXIS)) for slot in names
+    }
+    return {"step": state.counts.updates, **stacked, **state.extra.get(JOINT, {}).get(batch[0], {})}
+
+
 def _order(parts: Parts, is_sorted: bool) -> Order:
     """Returns which parameter an index means: by the shapes of batches, and in each group as the model has them.
 
@@ -319,36 +325,45 @@ def _order(parts: Parts, is_sorted: bool) -> Order:
         by_shape.setdefault(tensor.shape, []).append(name)
     faults, claimed, groups = Faults(), dict[Shape, int](), []
     for number, group in enumerate(parts.groups):
-        records = {i: parts.state.get(i, {}) for i in group["params"]}
-        deltas = {i: record["delta"] for i, record in records.items() if is_batch(record.get("delta"))}
-        shapes = {i: (delta.shape[0], tuple(delta.shape[1:])) for i, delta in deltas.items()}
-        for count, shape in shapes.values():
+        batches = _batch_shapes(parts, group)
+        for count, shape in batches.values():
+            in_model = len(by_shape.get(shape, []))
             if (other := claimed.setdefault(shape, number)) != number:
                 faults.add(f"stands in the groups {other} and {number}", f"shape {shape}")
             elif is_sorted and count > 1:
                 faults.add(f"{count} of it, {BY_NAME}", f"shape {shape}")
-            elif len(by_shape.get(shape, [])) != count:
-                in_model = len(by_shape.get(shape, []))
+            elif in_model != count:
                 faults.add(f"{count} in the optimizer, {in_model} in the model", f"shape {shape}")
-        wanted = {shape for _, shape in shapes.values()}
-        names = tuple(name for name, tensor in parts.model.items() if tensor.shape in wanted)
-        places = {i: place for place, i in enumerate(group["params"])}
-        wrong = [
-            i
-            for i, (_, s) in shapes.items()
-            if places[i] >= len(names) or parts.model[names[places[i]]].shape != s
-        ]
-        if not faults and (wrong or len(names) != len(group["params"])):
+        shapes = {shape for _, shape in batches.values()}
+        names = tuple(name for name, tensor in parts.model.items() if tensor.shape in shapes)
+        if not faults and not _stand_in_order(parts, group["params"], names, batches):
             faults.add("its parameters don't stand in the order of the model", f"group {number}")
         groups.append(names)
     faults.check(StateError, "Nothing tells which parameters the optimizer's indices mean", remedy=REMEDY)
-    said = "The optimizer names no parameters; those of a group are taken in the order of the model part."
-    return Order(tuple(groups), (said,), _assumed(by_shape, claimed))
+    note = "The optimizer names no parameters; those of a group are taken in the order of the model part."
+    return Order(tuple(groups), (note,), _assumed(by_shape, claimed))
 
 
 def _assumed(names: Mapping[Shape, Sequence[str]], shapes: Iterable[Shape]) -> str:
     """Returns the order that was taken, where several parameters have one of the optimizer's shapes."""
     return ORDERS[MODEL_PART] if any(len(names[shape]) > 1 for shape in shapes) else ""
+
+
+def _batch_shapes(parts: Parts, group: Mapping[str, Any]) -> dict[Any, tuple[int, Shape]]:
+    """Returns how many parameters of which shape the batches of a group have, by the index of their first."""
+    records = {i: parts.state.get(i, {}) for i in group["params"]}
+    deltas = {i: record["delta"] for i, record in records.items() if is_batch(record.get("delta"))}
+    return {i: (delta.shape[0], tuple(delta.shape[1:])) for i, delta in deltas.items()}
+
+
+def _stand_in_order(
+    parts: Parts, indices: Sequence[Any], names: Sequence[str], batches: Mapping[Any, tuple[int, Shape]]
+) -> bool:
+    """Tells whether the parameters of the model have, in its order, the shapes that a group's indices need."""
+    if len(names) != len(indices):
+        return False
+    places = {i: place for place, i in enumerate(indices)}
+    return all(parts.model[names[places[i]]].shape == shape for i, (_, shape) in batches.items())
 
 
 def _batches(params: Mapping[str, Tensor], group: Group) -> tuple[tuple[str, ...], ...]:

@@ -136,6 +136,38 @@ def _scalar(leaf: Any) -> Any:
     return leaf
 
 
+def _encoded_group(state: TrainState, group: Group, names: Names, frozen: Sequence[str]) -> dict[str, Tree]:
+    """Returns a group of parameters as `param_groups` has it, without their indices.
+
+    Args:
+        state: The state.
+        group: The group.
+        names: Name by path.
+        frozen: Names of the parameters that no group moves, which one group lists.
+
+    Raises:
+        InexactError: It has slots as a whole that its schema doesn't know.
+    """
+    schema, variant = state.optimizer.kind(group)
+    if strange := [name for name in group.slots if name not in load_schema(schema).slots]:
+        raise InexactError(
+            "A group has slots of its own that its optimizer doesn't know.",
+            expected=schema,
+            found=", ".join(strange),
+        )
+    return {
+        "schema": schema,
+        "variant": variant,
+        **_values(group, names),
+        **_counts(state, group, names),
+        **({"slots": dict(group.slots)} if group.slots else {}),
+        "rules": {names[path]: state.rules[path].to_json() for path in group.paths if path in state.rules},
+        "known_from": dict(group.known_from),
+        **({FROZEN: [*frozen]} if frozen else {}),
+        "param_names": [names[path] for path in group.paths],
+    }
+
+
 def encode_groups(state: TrainState, names: Names, others: Sequence[Mapping[str, Tree]]) -> dict[str, Tree]:
     """Returns `state` and `param_groups`.
 
@@ -148,29 +180,9 @@ def encode_groups(state: TrainState, names: Names, others: Sequence[Mapping[str,
     index = {path: i for i, path in enumerate(p for group in optimizer.groups for p in group.paths)}
     groups = []
     for i, group in enumerate(optimizer.groups):
-        schema, variant = optimizer.kind(group)
-        known = load_schema(schema).slots
-        if strange := [name for name in group.slots if name not in known]:
-            raise InexactError(
-                "A group has slots of its own that its optimizer doesn't know.",
-                expected=schema,
-                found=", ".join(strange),
-            )
-        groups.append(
-            {
-                **(others[i] if i < len(others) else {}),
-                "schema": schema,
-                "variant": variant,
-                **_values(group, names),
-                **_counts(state, group, names),
-                **({"slots": dict(group.slots)} if group.slots else {}),
-                "rules": {names[p]: state.rules[p].to_json() for p in group.paths if p in state.rules},
-                "known_from": dict(group.known_from),
-                **({FROZEN: frozen} if frozen and i == 0 else {}),
-                "param_names": [names[path] for path in group.paths],
-                "params": [index[path] for path in group.paths],
-            }
-        )
+        record = _encoded_group(state, group, names, () if i else frozen)
+        indices = [index[path] for path in group.paths]
+        groups.append({**(others[i] if i < len(others) else {}), **record, "params": indices})
     slots = {i: dict(state.slots[path]) for path, i in index.items() if path in state.slots}
     return {"state": slots, "param_groups": groups}
 

@@ -136,6 +136,19 @@ def _parts(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def _by_optimizer(
+    tensors: Mapping[str, Tensor], specs: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Tensor]]:
+    """Returns the tensors of each optimizer's parameters; what is of none goes with the first."""
+    owners = {path: i for i, spec in enumerate(specs) for group in spec["groups"] for path in group["params"]}
+    shares: list[dict[str, Tensor]] = [{} for _ in specs]
+    for name, tensor in tensors.items():
+        kind, _, path = name.partition("/")
+        path = path.rpartition("/")[0] if kind == "slot" else path
+        shares[owners.get(path, 0)][name] = tensor
+    return shares
+
+
 def decode(tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState:
     """Returns the canonical state of one step, of several optimizers those of all.
 
@@ -145,18 +158,12 @@ def decode(tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState
     """
     spec = phase.hyperparameters
     specs = _parts(spec)
-    moved = [{path for group in one["groups"] for path in group["params"]} for one in specs]
-    owners = {path: i for i, paths in enumerate(moved) for path in paths}
-    named: list[dict[str, Tensor]] = [{} for _ in specs]
-    for name, tensor in tensors.items():
-        kind, _, path = name.partition("/")
-        path = path.rpartition("/")[0] if kind == "slot" else path
-        named[owners.get(path, 0)][name] = tensor
-    parts = [_decode(one, step, part) for one, part in zip(named, specs, strict=True)]
+    named = _by_optimizer(tensors, specs)
+    parts = [_decode(share, step, part) for share, part in zip(named, specs, strict=True)]
     if len(parts) == 1:
         return parts[0]
     carried = [part.extra[other_tensors.CARRIED] for part in parts if other_tensors.CARRIED in part.extra]
-    beside = {name: tensor for one in carried for name, tensor in one["tensors"].items()}
+    beside = {name: tensor for record in carried for name, tensor in record["tensors"].items()}
     return TrainState(
         {path: param for part in parts for path, param in part.params.items()},
         {path: slots for part in parts for path, slots in part.slots.items()},
