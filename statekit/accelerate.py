@@ -1,6 +1,8 @@
-"""One line for Accelerate, which proves after `load_state` that a resumed run is its checkpoint's.
+"""Two helps for Accelerate.
 
-statekit.accelerate.attest(accelerator, "run/checkpoint")
+statekit.accelerate.attest(accelerator, "run/checkpoint") proves after `load_state` that a resumed run is its
+checkpoint's. statekit.accelerate.SealsEachSave().begin("run/checkpoint"), in the main process after `save_state`, seals
+a save and has doctor look into it.
 """
 
 from __future__ import annotations
@@ -9,10 +11,11 @@ from os import PathLike
 from typing import Any
 
 from statekit.attestation.attestation import Attestation
+from statekit.attestation.each_save import SealsEachSave
 from statekit.torch.attestation import attest as attest_torch
 from statekit.torch.attestation import only
 
-__all__ = ["attest"]
+__all__ = ["SealsEachSave", "attest"]
 
 
 def attest(

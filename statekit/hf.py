@@ -137,8 +137,8 @@ class SealCallback(SealsEachSave, NamesCallback):
         super().on_save(args, state, control, **given)
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero and folder.is_dir():
-            self._begin(folder)
+            self.begin(folder)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Waits for the last seal."""
-        self._wait()
+        self.wait()

@@ -86,7 +86,7 @@ class SealCallback(SealsEachSave, Callback):  # type: ignore[misc]  # its base i
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
         """Waits for the last seal."""
         self._look(trainer)
-        self._wait()
+        self.wait()
 
     def _look(self, trainer: Any) -> None:
         written = {
@@ -99,4 +99,4 @@ class SealCallback(SealsEachSave, Callback):  # type: ignore[misc]  # its base i
             save = (path, place.stat().st_mtime_ns if place.exists() else 0)
             if save not in self._seen:
                 self._seen.add(save)
-                self._begin(place)
+                self.begin(place)

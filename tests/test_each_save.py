@@ -33,9 +33,9 @@ def test_each_save_is_sealed_and_examined_beside_the_run(tmp_path: Path) -> None
     reported: list[Any] = []
     seals = SealsEachSave(reported.append)
     saved(tmp_path / "bad.pt", zeroed=True)
-    seals._begin(tmp_path / "bad.pt")
-    seals._begin(tmp_path / "removed.pt")
-    seals._wait()
+    seals.begin(tmp_path / "bad.pt")
+    seals.begin(tmp_path / "removed.pt")
+    seals.wait()
     bad, removed = seals.saves
     assert reported == [bad, removed] and not bad.passed and not removed.passed
     assert "moments-zero" in bad.findings and bad.manifest is not None and bad.manifest.is_file()
@@ -46,9 +46,9 @@ def test_each_save_is_sealed_and_examined_beside_the_run(tmp_path: Path) -> None
 def test_what_the_hook_raises_is_raised_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("statekit.attestation.each_save.sealed_and_examined", lambda path: path)
     seals = SealsEachSave(lambda save: 1 / 0)
-    seals._begin(tmp_path)
+    seals.begin(tmp_path)
     with pytest.raises(ZeroDivisionError):
-        seals._wait()
+        seals.wait()
 
 
 @pytest.mark.slow
@@ -75,6 +75,7 @@ def test_trainer_seals_each_save_with_the_names_of_its_parameters(tmp_path: Path
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::FutureWarning")  # of torch, by Lightning
 def test_lightning_seals_each_save(tmp_path: Path) -> None:
     lightning: Any = pytest.importorskip("lightning.pytorch")
     from lightning.pytorch.callbacks import ModelCheckpoint
@@ -100,3 +101,63 @@ def test_lightning_seals_each_save(tmp_path: Path) -> None:
     )
     trainer.fit(Net(), data)
     assert [save.passed for save in callback.saves] == [True, True]
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of NumPy, by Keras
+def test_keras_seals_each_save(tmp_path: Path) -> None:
+    keras: Any = pytest.importorskip("keras")
+    statekit_tensorflow = pytest.importorskip("statekit.tensorflow")
+
+    model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.AdamW(0.01), "mse")
+    inputs, targets = keras.random.normal((16, 4)), keras.random.normal((16, 1))
+    file = str(tmp_path / "{epoch}.keras")
+    seals = statekit_tensorflow.SealCallback(file)
+    callbacks = [keras.callbacks.ModelCheckpoint(file), seals]
+    model.fit(inputs, targets, epochs=2, batch_size=4, verbose=0, callbacks=callbacks)
+    assert sorted((save.path.name, save.passed) for save in seals.saves) == [
+        ("1.keras", True),
+        ("2.keras", True),
+    ]
+
+
+@pytest.mark.slow
+def test_a_loop_of_accelerate_seals_each_save(tmp_path: Path) -> None:
+    accelerate: Any = pytest.importorskip("accelerate")
+    from statekit.accelerate import SealsEachSave as Seals
+
+    accelerator = accelerate.Accelerator(cpu=True)
+    net = torch.nn.Linear(4, 1)
+    net, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters()))
+    seals = Seals()
+    for step in range(2):
+        accelerator.backward(net(torch.ones(4)).sum())
+        optimizer.step()
+        accelerator.save_state(tmp_path / f"step_{step}")
+        seals.begin(tmp_path / f"step_{step}")
+    seals.wait()
+    assert [(save.path.name, save.passed) for save in seals.saves] == [("step_0", True), ("step_1", True)]
+
+
+@pytest.mark.slow
+def test_a_loop_with_orbax_seals_each_save(tmp_path: Path) -> None:
+    jax: Any = pytest.importorskip("jax")
+    ocp: Any = pytest.importorskip("orbax.checkpoint")
+    import optax
+
+    from statekit.jax import SealsEachSave as Seals
+
+    params = {"w": jax.numpy.ones((4, 4))}
+    optimizer = optax.adamw(1e-3)
+    state, seals = optimizer.init(params), Seals()
+    with ocp.CheckpointManager(tmp_path / "run") as manager:
+        for step in (1, 2):
+            updates, state = optimizer.update(params, state, params)
+            params = optax.apply_updates(params, updates)
+            tree = ocp.args.StandardSave({"params": params, "opt_state": state})
+            manager.save(step, args=tree)
+            manager.wait_until_finished()
+            seals.begin(tmp_path / "run" / f"{step}")
+    seals.wait()
+    assert [(save.path.name, save.passed) for save in seals.saves] == [("1", True), ("2", True)]

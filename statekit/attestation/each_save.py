@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -46,6 +47,11 @@ class SealsEachSave:
 
     The work is done by processes of their own, one after the other, so that no step waits for it.
 
+    Example, in any loop, by the process that writes the checkpoint, and when it is written:
+        >>> seals = SealsEachSave()
+        >>> seals.begin("run/checkpoint_1")  # doctest: +SKIP
+        >>> seals.wait()  # before the program ends
+
     Args:
         on_save: Told what came of each checkpoint, by another thread; what didn't pass is printed if None.
 
@@ -60,11 +66,11 @@ class SealsEachSave:
         self._pool = ThreadPoolExecutor(1, "statekit seals")
         self._begun: list[Future[None]] = []
 
-    def _begin(self, path: Path) -> None:
+    def begin(self, path: str | PathLike[str]) -> None:
         """Has a checkpoint sealed, and returns at once."""
-        self._begun.append(self._pool.submit(self._handle, path))
+        self._begun.append(self._pool.submit(self._handle, Path(path)))
 
-    def _wait(self) -> None:
+    def wait(self) -> None:
         """Waits until all checkpoints are handled.
 
         Raises:

@@ -7,6 +7,7 @@ state that goes on where T5X, icefall, MXNet, Optax, PyTorch or Keras stopped.
 from statekit.errors import MissingExtraError
 
 try:
+    from statekit.attestation.each_save import SealsEachSave
     from statekit.jax.attestation import attest
     from statekit.jax.from_checkpoint import load_optimizer, load_params
     from statekit.jax.optimizers import adafactor, adamw, lamb, lans, muon, scaled_adam
@@ -34,6 +35,7 @@ __all__ = [
     "LansState",
     "MuonState",
     "ScaledAdamState",
+    "SealsEachSave",
     "adafactor",
     "adamw",
     "attest",

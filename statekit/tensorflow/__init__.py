@@ -14,7 +14,7 @@ from statekit.tensorflow.keras_backend import require_tensorflow
 
 require_tensorflow()  # before what follows (hence E402) imports Keras, which settles its backend for good
 
-from statekit.tensorflow.attestation import AttestCallback, attest  # noqa: E402 - after the backend
+from statekit.tensorflow.attestation import AttestCallback, SealCallback, attest  # noqa: E402 - after the backend
 from statekit.tensorflow.from_checkpoint import load_optimizer, load_params  # noqa: E402 - after the backend
 from statekit.tensorflow.optimizers import LAMB, LANS, Adafactor, AdamW, Muon, ScaledAdam  # noqa: E402 - after it
 from statekit.tensorflow.step_attestation import attested_step  # noqa: E402 - after the backend
@@ -27,6 +27,7 @@ __all__ = [
     "AttestCallback",
     "Muon",
     "ScaledAdam",
+    "SealCallback",
     "attest",
     "attested_step",
     "load_optimizer",

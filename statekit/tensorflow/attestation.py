@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from glob import glob
 from os import PathLike
 from typing import Any, Unpack
 
 import keras
 
 from statekit.attestation.attestation import Attestation, Finding
+from statekit.attestation.each_save import OnSave, SealsEachSave
 from statekit.attestation.faults import fault
 from statekit.attestation.live_run import LiveRun
 from statekit.attestation.once import AttestsOnce
@@ -174,6 +178,45 @@ class AttestCallback(AttestsOnce, keras.callbacks.Callback):  # type: ignore[mis
             StateError: With `strict`, the live run isn't the checkpoint's.
         """
         self._once(lambda: attest(self.model.optimizer, self.model, self.path, **self.options))
+
+
+class SealCallback(SealsEachSave, keras.callbacks.Callback):  # type: ignore[misc]  # its base is untyped
+    """Seals each file that `ModelCheckpoint` writes, and has doctor look into it.
+
+    `model.fit(..., callbacks=[ModelCheckpoint(file), SealCallback(file)])`, in this order. No batch waits for it; the
+    end of `fit` does.
+
+    Args:
+        filepath: The files, as `ModelCheckpoint` has them.
+        on_save: Told what came of each checkpoint, by another thread; what didn't pass is printed if None.
+
+    Attributes:
+        saves: What came of the checkpoints so far.
+    """
+
+    def __init__(self, filepath: str, on_save: OnSave | None = None) -> None:
+        super().__init__(on_save)
+        self._pattern = re.sub(r"\{[^{}]*\}", "*", os.fspath(filepath))
+        self._seen = self._written()
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        """Begins to seal what was written since the batch before."""
+        self._look()
+
+    def on_train_end(self, logs: Any = None) -> None:
+        """Waits for the last seal."""
+        self._look()
+        self.wait()
+
+    def _look(self) -> None:
+        written = self._written()
+        for path in sorted(written - self._seen):
+            self.begin(path[0])
+        self._seen |= written
+
+    def _written(self) -> set[tuple[str, int]]:
+        """Returns the files that are there, each with the time when it was written."""
+        return {(path, os.stat(path).st_mtime_ns) for path in glob(self._pattern)}
 
 
 _PERIODS = "gradient_accumulation_steps"
