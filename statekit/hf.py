@@ -19,6 +19,7 @@ from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.faults import fault
 from statekit.conversion import registry
 from statekit.conversion.checkpoint_ref import ref_of
+from statekit.conversion.open_state import chosen_container
 from statekit.errors import MissingExtraError
 from statekit.state.param_names import NAMES_FILE, saved_names
 from statekit.state.run import TRAINER_ARGUMENTS
@@ -88,8 +89,8 @@ def clipping_faults(path: str | PathLike[str], limit: float | None) -> list[Find
         path: The checkpoint.
         limit: `max_grad_norm` of the live run's arguments.
     """
-    ref = ref_of(path)
-    with registry.opened(registry.detect_container(ref.place)[0], ref.place, ref.step, ref) as checkpoint:
+    ref, container, _ = chosen_container(ref_of(path))
+    with registry.opened(container, ref.place, ref.step, ref) as checkpoint:
         arguments = at(checkpoint.tree, (TRAINER_ARGUMENTS,))
     if not isinstance(arguments, Mapping) or "max_grad_norm" not in arguments:
         return []

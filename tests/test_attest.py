@@ -634,3 +634,19 @@ def test_numbers_of_numpy_are_compared_and_not_left_out(tmp_path: Path) -> None:
     for group in run.optimizer.param_groups:
         group["weight_decay"] = np.float32(0.3)
     assert "hyperparameter" in {one.name for one in attested(run, path).findings}
+
+
+@pytest.mark.parametrize("kind", [torch.optim.RAdam, torch.optim.Adafactor])
+def test_a_class_into_which_another_classes_groups_were_loaded_is_found(kind: Any, tmp_path: Path) -> None:
+    """RAdam goes on with AdamW's groups and slots without an error. Seen red: it passed."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Linear(3, 2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    state = torch.load(tmp_path / "run.pt", weights_only=True)["optimizer"]
+    for each, wrong in ((kind, ["rule"]), (torch.optim.AdamW, [])):
+        live = each(model.parameters())
+        live.load_state_dict(state)
+        result = statekit.torch.attest(live, model, tmp_path / "run.pt")
+        assert [finding.name for finding in result.findings][:1] == wrong

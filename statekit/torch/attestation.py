@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from os import PathLike
@@ -22,7 +22,7 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.state.comparison import Rate
 from statekit.torch.from_checkpoint import Model, NamedParameters, hints_of, maps_to, pairs_of
 from statekit.torch.generators import compare_generators
-from statekit.torch.live import is_dense, live_checkpoint, live_state
+from statekit.torch.live import is_dense, live_checkpoint, live_state, unread_options
 from statekit.torch.sharding import FLAT_PREFIX, FlatPart, flat_parts, is_sharded
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
@@ -144,7 +144,7 @@ def live_run(
     shared = is_apart and torch.distributed.is_initialized()
     run = LiveRun(
         live=lambda opened: live_state(checkpoint()),
-        findings=[*_strangers(inner, every), *_drives_another(moved, inner)],
+        findings=[*_strangers(inner, every), *_drives_another(moved, inner), *_of_another_class(inner)],
         live_rates=_rates(moved, inner),
         live_length=_length(moved),
         strict_schedule=strict_schedule,
@@ -290,6 +290,19 @@ def _drives_another(schedulers: Sequence[Any], optimizers: Sequence[torch.optim.
         fault("schedule-elsewhere", ["the scheduler"], f"this {names}", f"another {type(driver).__name__}")
         for driver in strange
     ]
+
+
+def _of_another_class(optimizers: Sequence[torch.optim.Optimizer]) -> Iterator[Finding]:
+    """Yields the optimizers into whose groups another class' were loaded."""
+    for optimizer in optimizers:
+        if lacking := unread_options(optimizer):
+            name = type(optimizer).__name__
+            yield fault(
+                "rule",
+                ["optimizer"],
+                f"the class that saved these groups, without {', '.join(lacking)}",
+                name,
+            )
 
 
 def _driven(scheduler: Any) -> Any:

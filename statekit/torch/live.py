@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +210,7 @@ def named_state(
         gone |= {index for index, name in pairs if name is None}
         known = [(index, name) for index, name in pairs if name is not None]
         named = {"params": [index for index, _ in known], "param_names": [name for _, name in known]}
-        groups.append({**stored, **named})
+        groups.append({**_read_by(optimizer, stored), **named})
     state = {index: slots for index, slots in saved["state"].items() if index not in gone}
     for group, stored in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         for index, param in zip(stored["params"], group["params"], strict=True):
@@ -217,6 +219,40 @@ def named_state(
                     name: _sliced(value, flat[id(param)], name) for name, value in state[index].items()
                 }
     return {**saved, "state": state, "param_groups": groups}
+
+
+_OF_TORCH = "torch.optim"
+_OF_ANY = frozenset({"differentiable"})
+"""Defaults that loading a state gives any class. Source: pytorch/pytorch torch/optim/optimizer.py, `__setstate__`."""
+
+
+def _read_by(optimizer: torch.optim.Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a group's options without those that another class of PyTorch's left there, when its state was loaded.
+
+    By them the state would pass for that class', whose rule the live one doesn't follow.
+    """
+    if not type(optimizer).__module__.startswith(_OF_TORCH):
+        return dict(group)
+    foreign = _options_of_torch() - optimizer.defaults.keys()
+    return {key: value for key, value in group.items() if key not in foreign}
+
+
+@cache
+def _options_of_torch() -> frozenset[str]:
+    """Returns the options of PyTorch's own optimizers; one that newer releases know of each is left out."""
+    classes = (kind for kind in vars(torch.optim).values() if isinstance(kind, type))
+    names = (
+        inspect.signature(kind).parameters for kind in classes if issubclass(kind, torch.optim.Optimizer)
+    )
+    return frozenset(name for some in names for name in some) - {"params", "decoupled_weight_decay"}
+
+
+def unread_options(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Returns what a class of PyTorch or Transformers reads in its groups and one of them lacks."""
+    if not type(optimizer).__module__.startswith((_OF_TORCH, "transformers.optimization")):
+        return []
+    needed = optimizer.defaults.keys() - _OF_ANY
+    return sorted({key for group in optimizer.param_groups for key in needed - group.keys()})
 
 
 def _sliced(value: Any, part: FlatPart, name: str) -> Any:
