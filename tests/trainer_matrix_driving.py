@@ -13,6 +13,7 @@ import json
 import sys
 import warnings
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +40,14 @@ def model_of(kind: str) -> Any:
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes, bos_token_id=0, eos_token_id=0))
     if kind == "full":
         return model
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(model, LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+    peft: Any = import_module("peft")
+    return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
 
 
 def zeroed(optimizer: Any) -> None:
     for slots in optimizer.state.values():
         for name, value in slots.items():
-            if name != "step" and isinstance(value, torch.Tensor):
+            if name not in ("step", "RMS") and isinstance(value, torch.Tensor):
                 value.zero_()
 
 
