@@ -20,6 +20,7 @@ from statekit.conversion import registry
 from statekit.conversion.contracts import HasEntries
 from statekit.errors import (
     CommitError,
+    CorruptError,
     FormatError,
     NotFoundError,
     TargetExistsError,
@@ -139,6 +140,19 @@ def test_what_a_target_is_found_by_is_put_when_all_else_was_read_again(store: Se
     entries = [requests.index(f"PUT /bucket/run/{name}") for name in (FILE, ".metadata")]
     assert data < entries[0] < entries[1]
     assert requests[entries[1] :].count(f"DELETE /bucket/{WORK}run/claim-0001.json") <= 1
+
+
+@pytest.mark.slow
+def test_a_database_that_changes_while_it_is_read_is_named(store: Served) -> None:
+    written("s3://bucket/run", to="orbax")
+    manifest = next(name for name in store.files if name.endswith("manifest.ocdbt"))
+    with statekit.open("s3://bucket/run") as opened:
+        tensor = next(iter(opened.checkpoint.tensors.values()))
+        tensor.read()
+        store.files[manifest] += b"another"
+        with pytest.raises(CorruptError, match="changed while it was read") as caught:
+            tensor.read()
+    assert f"{caught.value.place}".endswith(manifest)
 
 
 def test_a_target_that_exists_stays_as_it_is(store: Served) -> None:

@@ -94,6 +94,14 @@ class ReadAhead:
             into[: len(part)] = part
             start, into = start + len(part), into[len(part) :]
 
+    def recheck(self, facts: Facts) -> None:
+        """Asks the store once more whether a file is the one that was listed.
+
+        Raises:
+            CorruptError: It isn't.
+        """
+        self._tree.read_into(facts, 0, memoryview(bytearray(min(facts.size, 1))))
+
     def bring(self, facts: Facts, runs: Iterable[tuple[int, int]]) -> None:
         """Brings small runs of a file, first byte and count of each, many requests at once; they are read later."""
         wanted: list[tuple[int, int]] = []

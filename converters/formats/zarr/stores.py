@@ -29,6 +29,7 @@ _AT_ONCE = 256
 
 _CACHED_PART = 8
 """The part of the bytes that a job may hold which an OCDBT database's inner nodes are kept in: 64 MiB by default."""
+_MANIFEST = "manifest.ocdbt"
 _DRIVERS = {"s3": "s3", "gs": "gcs"}
 """The drivers of tensorstore, by the scheme of an address."""
 
@@ -129,11 +130,16 @@ class FolderStore:
 
 @dataclass(frozen=True)
 class OcdbtStore:
-    """An OCDBT database, read through tensorstore."""
+    """An OCDBT database, read through tensorstore.
+
+    Its reads of a store take no condition. The file that names all others is the only one that is ever written anew,
+    so that it is compared with the listing after each read.
+    """
 
     place: str
     database: Any
     files: Files = field(repr=False, compare=False)
+    manifest: Place | None = field(default=None, repr=False, compare=False)
     _sizes: dict[str, int] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -164,12 +170,31 @@ class OcdbtStore:
         )
         spec = {"driver": "ocdbt", "base": base}
         try:
-            return OcdbtStore(str(folder), ts.KvStore.open(spec, context=context).result(), files)
+            database = ts.KvStore.open(spec, context=context).result()
+            return OcdbtStore(str(folder), database, files, folder / _MANIFEST)
         except (ValueError, OSError) as error:
             raise _damaged(str(folder), error) from error
 
+    def _recheck(self) -> None:
+        """Makes sure that a database in a store is the one that was listed.
+
+        Raises:
+            CorruptError: It was changed.
+        """
+        if isinstance(self.manifest, StoredPlace) and self.manifest.facts is not None:
+            recheck = getattr(
+                self.manifest.tree, "recheck", None
+            )  # a tree that keeps what it has read has it
+            if recheck is not None:
+                recheck(self.manifest.facts)
+
     def value(self, key: str) -> Source | None:
         _checked_name(key, self.place)
+        value = self._value(key)
+        self._recheck()
+        return value
+
+    def _value(self, key: str) -> Source | None:
         place = self._place(key)
         try:
             if key in self._sizes or self._has_byte(key, _PROBE):
@@ -202,6 +227,8 @@ class OcdbtStore:
                 value = self._held(key, read.result())
             except (ValueError, OSError) as error:
                 raise _damaged(self._place(key), error) from error
+            if key == keys[-1]:
+                self._recheck()
             yield value
 
     def _place(self, key: str) -> str:
@@ -250,9 +277,10 @@ class OcdbtStore:
             if len(data) != count:
                 raise ValueError(f"{len(data)} of {count} bytes at {offset}")
             self.account.read(count)
-            return data
         except (ValueError, OSError) as error:
             raise _damaged(self._place(key), error) from error
+        self._recheck()
+        return data
 
 
 def _is_there(byte: Any) -> bool:
@@ -342,6 +370,6 @@ def open_store(folder: Place, files: Files) -> FolderStore | OcdbtStore:
     """
     if not folder.is_dir():
         raise NotFoundError("There is no such folder.", place=folder)
-    if (folder / "manifest.ocdbt").exists():
+    if (folder / _MANIFEST).exists():
         return OcdbtStore.of(folder, files)
     return FolderStore(folder, files)
