@@ -15,6 +15,7 @@ from statekit.errors import InexactError, StateError, UnknownRuleError
 from statekit.maps.along_axis import REST, Concatenate, Reorder, Split
 from statekit.maps.links import Carried, Link, carried
 from statekit.maps.operations import Merge, Operation, Part, Permute, Piece, Stack, Unstack
+from statekit.maps.scale import Scale
 from statekit.maps.sizes import Recast
 from statekit.optim.run import load, mover, store
 from statekit.state.exactness import Exactness
@@ -165,6 +166,47 @@ def test_a_wider_parameter_is_no_more_the_same_run_to_the_bit(schema: str, varia
         "a": Exactness.ROUNDING,
         "beside": Exactness.BITWISE,
     }
+
+
+def scalable() -> list[tuple[str, str]]:
+    """Returns the variants whose schema says what follows a number that a parameter is multiplied by."""
+    schemas = [rules for name in schema_names() if "rescaled" in (rules := load_schema(name)).data]
+    return [(rules.name, variant) for rules in schemas for variant in rules.stepped]
+
+
+def unlike_after_scaling(schema: str, variant: str) -> list[tuple[str, str]]:
+    """Returns what parts when a matrix times 4 is moved by gradients divided by 4, in the group that the map makes."""
+    xp, begun = NumpyBackend(), made(schema, variant, "transposed", False)
+    by_name = {"exclude_from_weight_decay": None} if variant == "gpt_neo" else {}  # a map changes names
+    begun = replace(begun, state=begun.state.with_hyperparameters(learning_rate=RATE, **by_name))
+    before, links = begun.before(UPDATE), of_each(Scale(4.0), "a")
+    after = mapped(run(xp, begun, before, UPDATE), links).state
+    scaled = mapped(before, links).state
+    rates = tuple(group.hyperparameters["learning_rate"] for group in scaled.optimizer.groups)
+    grads = {p: xp.asarray(g / np.float32(4 if p == "a" else 1)) for p, g in begun.grads[UPDATE].items()}
+    with np.errstate(all="ignore"):
+        ours = values(store(xp, mover(xp, scaled)(load(xp, scaled), grads, rates), scaled))
+    theirs = values(after)
+    assert ours.keys() == theirs.keys() and len(rates) == 2
+    return [key for key, value in theirs.items() if value.tobytes() != ours[key].tobytes()]
+
+
+@pytest.mark.parametrize(("schema", "variant"), [*scalable()])
+def test_a_parameter_times_a_power_of_two_goes_on_to_the_bit_in_a_group_of_its_own(
+    schema: str, variant: str
+) -> None:
+    assert unlike_after_scaling(schema, variant) == []
+
+
+@pytest.mark.parametrize("schema", ["adafactor", "adamw", "muon"])
+def test_a_slot_or_a_hyperparameter_that_does_not_follow_a_scale_is_noticed(
+    schema: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rules = load_schema(schema)
+    rescaled = rules.data["rescaled"]
+    slots = {**rescaled["slots"], "m": 0, "v_row": 0, "v": 0}
+    monkeypatch.setitem(rules.data, "rescaled", {**rescaled, "slots": slots})
+    assert unlike_after_scaling(schema, rules.data["reference"])
 
 
 def test_a_label_that_is_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
