@@ -1,7 +1,8 @@
-"""MaxText and Megatron-Core go on from what is written for them, by their own loaders: `make test-codebases`.
+"""MaxText, Megatron-Core and DeepSpeed go on from what is written for them: `make test-codebases`.
 
-Each test drives the original on the recorded batches, in a process of its own. STATEKIT_MEGATRON names a folder with
-megatron-core 0.16.1, STATEKIT_MAXTEXT a Python with MaxText 0.2.5; a test whose original is missing is skipped.
+Each test drives the original, with its own loader, in a process of its own, on recorded batches or gradients.
+STATEKIT_MEGATRON names a folder with megatron-core 0.16.1, STATEKIT_DEEPSPEED one with DeepSpeed 0.19, and
+STATEKIT_MAXTEXT a Python with MaxText 0.2.5; a test whose original is missing is skipped.
 """
 
 from __future__ import annotations
@@ -18,11 +19,14 @@ import pytest
 from safetensors.numpy import load_file
 
 import statekit
+from goldens import GOLDEN
 
 HERE = Path(__file__).parent
 RUNS = HERE.parents[1] / "shared/recordings/train"
 LOSS = 4e-6
 """Largest difference of the originals' losses from those of a conversion by hand, in float32."""
+OF_RANKS = 1e-6
+"""Largest difference of parameters of about 1 whose gradients are means over other ranks: four of their roundings."""
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not RUNS.is_dir(), reason="the whole set of recordings isn't here"),
@@ -33,6 +37,9 @@ in_megatron = pytest.mark.skipif(
 in_maxtext = pytest.mark.skipif(
     "STATEKIT_MAXTEXT" not in os.environ, reason="STATEKIT_MAXTEXT names no Python with MaxText"
 )
+in_deepspeed = pytest.mark.skipif(
+    "STATEKIT_DEEPSPEED" not in os.environ, reason="STATEKIT_DEEPSPEED names no folder with DeepSpeed"
+)
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2}
 IN_LLAMA = {"rms_norm_eps": 1e-5, "rope_theta": 1e4, "max_position_embeddings": 16}
 IN_QWEN3 = {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 16}
@@ -42,8 +49,8 @@ def meta_of(name: str) -> dict[str, Any]:
     return dict(json.loads((RUNS / name / "meta.json").read_text(encoding="utf-8")))
 
 
-def driven(python: str, script: str, *words: str, **environment: str) -> dict[str, float]:
-    """Returns the losses that an original prints as its last line, by update."""
+def driven(python: str, script: str, *words: str, **environment: str) -> Any:
+    """Returns what an original prints as its last line: losses by update, or differences."""
     called = subprocess.run(
         [python, str(HERE / script), *words],
         capture_output=True,
@@ -52,7 +59,7 @@ def driven(python: str, script: str, *words: str, **environment: str) -> dict[st
         env={**os.environ, **environment},
     )
     assert called.returncode == 0, called.stderr[-2000:]
-    return dict(json.loads(called.stdout.splitlines()[-1]))
+    return json.loads(called.stdout.splitlines()[-1])
 
 
 def apart(losses: dict[str, float], name: str) -> float:
@@ -75,7 +82,9 @@ def megatrons(run: Path, name: str, **changed: Any) -> dict[str, float]:
     (run / "options.json").write_text(json.dumps(options))
     words = (run / "iter_0000004", RUNS / name / "batches.safetensors", run / "options.json", run / "saved")
     folder = os.environ["STATEKIT_MEGATRON"]
-    losses = driven(sys.executable, "megatron_driving.py", *map(str, words), PYTHONPATH=folder)
+    losses: dict[str, float] = driven(
+        sys.executable, "megatron_driving.py", *map(str, words), PYTHONPATH=folder
+    )
     with statekit.open(run / "saved") as opened:
         assert opened.state.counts.updates == 8
     return losses
@@ -143,7 +152,9 @@ def maxtexts(run: Path, name: str) -> dict[str, float]:
     """Returns the losses of updates 5 to 8 in MaxText."""
     (run / "overrides.json").write_text(json.dumps(meta_of(name)["overrides"]))
     words = (run, RUNS / name / "batches.safetensors", run / "overrides.json")
-    return driven(os.environ["STATEKIT_MAXTEXT"], "maxtext_driving.py", *map(str, words), JAX_PLATFORMS="cpu")
+    python = os.environ["STATEKIT_MAXTEXT"]
+    losses: dict[str, float] = driven(python, "maxtext_driving.py", *map(str, words), JAX_PLATFORMS="cpu")
+    return losses
 
 
 @in_maxtext
@@ -166,3 +177,28 @@ def test_maxtext_goes_on_from_its_runs_as_they_are_written_again(name: str, tmp_
         **variant,
     )
     assert apart(maxtexts(tmp_path / "run", name), name) <= LOSS
+
+
+@in_deepspeed
+@pytest.mark.parametrize(
+    ("case", "stage", "ranks"), [("zero1", 1, 3), ("zero2", 3, 2), ("zero3", 2, 1), ("bf16_zero1", 3, 4)]
+)
+def test_deepspeed_goes_on_under_another_stage_and_another_number_of_ranks(
+    case: str, stage: int, ranks: int, tmp_path: Path
+) -> None:
+    """The recorded runs had two ranks. It saves again, which is read."""
+    bundle = GOLDEN / f"torch_formats/adamw_deepspeed_{case}"
+    statekit.convert(bundle / "checkpoint", tmp_path / "run", to="deepspeed-universal")
+    with statekit.open(tmp_path / "run") as opened:
+        decays = [
+            (group.paths, group.hyperparameters["weight_decay_rate"])
+            for group in opened.state.optimizer.groups
+        ]
+    groups = [{"paths": paths, "weight_decay": decay} for paths, decay in decays]
+    (tmp_path / "groups.json").write_text(json.dumps(groups))
+    words = (tmp_path / "run", bundle, tmp_path / "groups.json", stage, ranks, tmp_path / "saved")
+    folder = os.environ["STATEKIT_DEEPSPEED"]
+    apart = driven(sys.executable, "deepspeed_driving.py", *map(str, words), PYTHONPATH=folder)
+    assert apart[0] == 0.0 and len(apart) == 5 and max(apart) <= OF_RANKS, apart
+    with statekit.open(tmp_path / "saved") as opened:
+        assert opened.state.counts.updates == 8

@@ -55,7 +55,7 @@ def test_slices_without_information_are_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "files", ["*mp_rank_00*", "mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"]
+    "files", ["*mp_rank_00*", "*mp_rank_01*", "mp_rank_00_model_states.pt", "mp_rank_01_model_states.pt"]
 )
 def test_a_missing_slice_is_noticed(files: str, tmp_path: Path) -> None:
     run = tmp_path / "global_step3"

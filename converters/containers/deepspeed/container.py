@@ -60,6 +60,8 @@ _OPTIMIZER_TAKEN = {
     "param_slice_mappings", "param_groups",
 }  # fmt: skip
 _SHARED = "shared_params"
+_SLICES = "mp_world_size"
+"""What a model's file calls the number of slices."""
 _STAGE = "zero_stage"
 
 
@@ -141,6 +143,7 @@ def _tree(tag: Tag, files: Files, findings: list[Finding]) -> dict[str, Tree]:
     if tag.universal:
         whole = _universal(tag, models, buffers, files, findings)
     else:
+        _check_slices(first, tag)
         if len(tag.slices) > max(stages, 1):
             joins.check()
         slices = [_sliced(tag.path, *pair, files, findings) for pair in zip(tag.slices, models, strict=True)]
@@ -161,6 +164,25 @@ def _tree(tag: Tag, files: Files, findings: list[Finding]) -> dict[str, Tree]:
             **_apart([model for of_slice in models for model in of_slice]),
         },
     }
+
+
+def _check_slices(first: Mapping[str, Any], tag: Tag) -> None:
+    """Refuses a folder that has fewer slices of the model than the run had: the last ones leave no gap in the names.
+
+    Raises:
+        CorruptError: It has.
+
+    Source: deepspeedai/DeepSpeed deepspeed/runtime/engine.py, `_save_checkpoint`.
+    """
+    count = first.get(_SLICES)
+    if type(count) is int and count > len(tag.slices):
+        raise CorruptError(
+            "A DeepSpeed checkpoint lacks a slice of the model.",
+            place=tag.path,
+            expected=f"files of {count} slices, as {_SLICES} says",
+            found=f"those of {len(tag.slices)}",
+            remedy="copy what every machine of the run wrote into one folder",
+        )
 
 
 def _stages(first: Mapping[str, Any], tag: Tag) -> int:
