@@ -18,7 +18,7 @@ from typing import Any, Literal
 import msgpack
 
 from statekit.budget import Budget
-from statekit.conversion.contracts import Encoded, Evidence
+from statekit.conversion.contracts import Encoded, Evidence, write_cut
 from statekit.converters.containers.step_folders import (
     FOLDER,
     INDEX,
@@ -29,16 +29,19 @@ from statekit.converters.containers.step_folders import (
     step_prefix,
 )
 from statekit.converters.formats.msgpack.reader import parse
+from statekit.converters.formats.zarr.array import Header, open_array
 from statekit.converters.formats.zarr.headers import Arrays, header_json
 from statekit.converters.formats.zarr.stores import FolderStore
 from statekit.converters.formats.zarr.writer import chunk_shape, encoded_chunks, header_bytes, header_for
 from statekit.errors import FormatError, UsageError
 from statekit.files.checkpoint import Checkpoint, Finding
-from statekit.files.source import opening
+from statekit.files.safetensors import sharded
+from statekit.files.sections import CutPoints, Section
+from statekit.files.source import Files, opening
 from statekit.files.stage import Stage
 from statekit.files.tree import Place
 from statekit.tensors.tensor import Tensor, nbytes
-from statekit.tensors.tree import walk
+from statekit.tensors.tree import tensor_names, walk
 
 VERSION = 3
 _FIRST_VERSION = 2
@@ -46,6 +49,8 @@ _STATES = ("state", "param_states")
 """Where the index keeps what belongs to the parameters, under their paths."""
 _MAX_INLINE = 2**30
 """The largest array that msgpack can hold at once. Source: flax/serialization.py, `MAX_CHUNK_SIZE`."""
+_SECTION_BYTES = 2**31
+"""Bytes of arrays in a section at most: each array has a folder of its own anyway."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +99,20 @@ class T5XFolder:
             UsageError: The target is named for another step, or the tree holds what T5X can't.
             FormatError: Two names give the same folder.
         """
+        write_cut(self, encoded, stage)
+
+    def image(self, encoded: Encoded, target: Place, cut: CutPoints) -> list[Section]:
+        """Returns runs of arrays, each array a folder."""
+        prefix = step_prefix(target, encoded.step, FOLDER)
+        folders, partitioned = array_names(encoded.tree), _partitioned(encoded.tree)
+        arrays = {name: one for name, one in tensor_names(encoded.tree).items() if name in partitioned}
+        parts = sharded(arrays, cut.limit(_SECTION_BYTES))
+        return [_arrays_section(f"arrays-{i:05}", prefix, folders, part) for i, part in enumerate(parts)]
+
+    def join(self, encoded: Encoded, stage: Stage, cut: CutPoints, records: Mapping[str, Any]) -> None:
+        """Writes the index, with the arrays that stand in it."""
         prefix = step_prefix(stage.target, encoded.step, FOLDER)
-        packer = _Packer(encoded.tree, stage, prefix)
+        packer = _Packer(encoded.tree, stage)
         head = msgpack.Packer().pack_map_header(2) + msgpack.packb("version") + msgpack.packb(VERSION)
         packed = head + msgpack.packb("optimizer") + packer.packed(encoded.tree)
         with stage.file(f"{prefix}{INDEX}") as output:
@@ -144,10 +161,10 @@ def _partitioned(tree: Mapping[str, Any]) -> frozenset[str]:
 
 
 class _Packer:
-    """Packs a tree into the index, writing the arrays that it only refers to."""
+    """Packs a tree into the index, which refers to the arrays that lie beside it."""
 
-    def __init__(self, tree: Mapping[str, Any], stage: Stage, prefix: str) -> None:
-        self._stage, self._prefix = stage, prefix
+    def __init__(self, tree: Mapping[str, Any], stage: Stage) -> None:
+        self._stage = stage
         self._folders, self._partitioned = array_names(tree), _partitioned(tree)
 
     def packed(self, node: Any, path: tuple[str, ...] = ()) -> bytes:
@@ -163,26 +180,53 @@ class _Packer:
                 return bytes(msgpack.packb(node))
             raise UsageError("T5X can't hold this value.", place=name, found=type(node).__name__)
         if name in self._partitioned:
-            folder = self._folders[name]
-            return bytes(msgpack.packb(_write_zarr(self._stage, self._prefix + folder, folder, name, node)))
+            return bytes(msgpack.packb(_spec(self._folders[name], node)))
         data = b"".join(self._stage.stream(name, node))
         array = msgpack.packb([list(node.shape), node.dtype.name, data])
         return bytes(msgpack.packb(msgpack.ExtType(1, array)))
 
 
-def _write_zarr(stage: Stage, folder: str, path: str, name: str, tensor: Tensor) -> dict[str, Any]:
-    """Writes an array and returns the spec that the index holds of it."""
-    header = header_for(tensor, "gzip", chunk_shape(tensor.shape, tensor.dtype.itemsize))
-    stated = header_json(header)
-    with stage.file(f"{folder}/.zarray") as output:
-        output.write(header_bytes(header))
-    for key, pieces in encoded_chunks(stage, name, tensor, header):
-        with stage.file(f"{folder}/{key}") as output:
-            output.writelines(pieces)
+def _arrays_section(
+    section: str, prefix: str, folders: Mapping[str, str], arrays: Mapping[str, Tensor]
+) -> Section:
+    """Returns a section of arrays; `join` needs nothing of it.
+
+    Args:
+        section: Its name.
+        prefix: The step's folder below the target, with its `/`.
+        folders: The folder of each array, by the tensor's name.
+        arrays: The tensors, by name.
+    """
+
+    def write(stage: Stage) -> None:
+        for name, tensor in arrays.items():
+            header, folder = _header(tensor), f"{prefix}{folders[name]}"
+            with stage.file(f"{folder}/.zarray") as output:
+                output.write(header_bytes(header))
+            for key, pieces in encoded_chunks(stage, name, tensor, header):
+                with stage.file(f"{folder}/{key}") as output:
+                    output.writelines(pieces)
+
+    def read(path: Place, files: Files, record: Any) -> dict[str, Tensor]:
+        store = FolderStore(path / prefix if prefix else path, files)
+        return {
+            name: open_array(store, folders[name], _header(tensor), name) for name, tensor in arrays.items()
+        }
+
+    return Section(section, arrays, write, read)
+
+
+def _header(tensor: Tensor) -> Header:
+    return header_for(tensor, "gzip", chunk_shape(tensor.shape, tensor.dtype.itemsize))
+
+
+def _spec(folder: str, tensor: Tensor) -> dict[str, Any]:
+    """Returns what the index holds of an array that lies beside it."""
+    stated = header_json(_header(tensor))
     return {
         "driver": "zarr",
         "dtype": tensor.dtype.name,
-        "kvstore": {"driver": "file", "path": f"{path}/"},
+        "kvstore": {"driver": "file", "path": f"{folder}/"},
         "metadata": {name: stated[name] for name in ("chunks", "compressor", "shape")},
     }
 

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, Literal
 
 from statekit.budget import Budget
-from statekit.conversion.contracts import Encoded, Evidence
+from statekit.conversion.contracts import Encoded, Evidence, write_cut
 from statekit.converters.containers.step_folders import check_step
 from statekit.converters.formats.crc import crc32c
 from statekit.converters.formats.storage import dense
@@ -39,16 +39,17 @@ from statekit.converters.formats.tensor_bundle.table import (
     masked,
     read_table,
 )
-from statekit.converters.formats.tensor_bundle.writer import STATE_FILE, write_bundle
+from statekit.converters.formats.tensor_bundle.writer import STATE_FILE, Bundle
 from statekit.errors import CorruptError, Faults, FormatError, NotFoundError, StatekitError
 from statekit.files.checkpoint import STEPS, Checkpoint
 from statekit.files.checksums import BUNDLE
+from statekit.files.sections import CutPoints, Section
 from statekit.files.source import File, Files, last_bytes, listing, opening, read_small, record
 from statekit.files.stage import Stage
 from statekit.files.tree import Place
 from statekit.tensors.object_graph import GRAPH, Graph
 from statekit.tensors.slices import Extent, bounds
-from statekit.tensors.tensor import BLOCK_BYTES, Array, Shape, index_shape
+from statekit.tensors.tensor import BLOCK_BYTES, Array, Shape, Tensor, index_shape
 
 _NUMBERED = re.compile(r"(.+)-(\d+)", re.DOTALL)
 _NEWEST = re.compile(rb'^model_checkpoint_path:\s*"((?:[^"\\]|\\.)*)"', re.MULTILINE)
@@ -107,9 +108,29 @@ class TFBundle:
         Raises:
             FormatError: A name or dtype that the format can't hold; lists every one.
         """
-        graph = Graph.from_record(encoded.tree.get(GRAPH))
-        new = {} if graph is None else {GRAPH: graph_bytes(graph.nodes)}
-        write_bundle({**encoded.tree, **new}, encoded.step, stage)
+        write_cut(self, encoded, stage)
+
+    def image(self, encoded: Encoded, target: Place, cut: CutPoints) -> list[Section]:
+        """Returns the data files."""
+        return _bundle(encoded).image(cut)
+
+    def join(self, encoded: Encoded, stage: Stage, cut: CutPoints, records: Mapping[str, Any]) -> None:
+        """Writes the index, and the text file that names it."""
+        _bundle(encoded).join(stage, cut, records)
+
+
+def _bundle(encoded: Encoded) -> Bundle:
+    graph = Graph.from_record(encoded.tree.get(GRAPH))
+    new = {} if graph is None else {GRAPH: graph_bytes(graph.nodes)}
+    return Bundle({**encoded.tree, **new}, encoded.step, _opened)
+
+
+def _opened(
+    path: Place, prefix: str, count: int, entries: Mapping[str, BundleEntry], files: Files
+) -> Mapping[str, Tensor]:
+    """Opens tensors of a checkpoint by their entries, without its index."""
+    shards = _Shards(path / prefix, count, files)
+    return {name: _value(entry, name, shards) for name, entry in entries.items()}
 
 
 class _Shards:

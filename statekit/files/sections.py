@@ -42,12 +42,14 @@ class Section:
         tensors: Name in the target -> tensor: all whose values lie in it, in their order.
         write: Writes it into a stage; returns plain JSON that the container's `join` needs of it.
         read: Opens it below a path, by what `write` returned: its tensors by their names in the target.
+        repeats: Whether writing it again gives the same files and bytes; of an OCDBT database it doesn't.
     """
 
     name: str
     tensors: Mapping[str, Tensor]
     write: Callable[[Stage], Any]
     read: Callable[[Place, Files, Any], Mapping[str, Tensor]]
+    repeats: bool = True
 
     @property
     def bytes(self) -> int:

@@ -83,11 +83,11 @@ class PartRecord:
     measured: tuple[Mapping[str, Any], ...] = ()
     seconds: float = 0.0
 
-    @property
-    def result(self) -> dict[str, Any]:
-        """What all attempts at a task have in common."""
+    def result(self, with_files: bool) -> dict[str, Any]:
+        """Returns what all attempts at a task have in common; files too, where the container repeats their bytes."""
         files = {name: (entry["bytes"], entry["blake3"]) for name, entry in self.files.items()}
-        return {"files": files, "tensors": dict(self.tensors), "checked": dict(self.checked)}
+        values = {"tensors": dict(self.tensors), "checked": dict(self.checked)}
+        return {**values, "files": files} if with_files else values
 
     def to_json(self) -> dict[str, Any]:
         """Returns the record with its heading and, last, its own digest."""
@@ -126,7 +126,7 @@ def read_part(place: Path) -> PartRecord:
 
 
 def publish(
-    part: PartRecord, place: Path, draft: Path, counting: Callable[[], PartRecord | None]
+    part: PartRecord, place: Path, draft: Path, counting: Callable[[], PartRecord | None], repeats: bool
 ) -> PartRecord:
     """Creates a part record if there is none, in one step; returns that which counts.
 
@@ -135,6 +135,7 @@ def publish(
         place: Where it shall be.
         draft: Where it is written first, on the same file system.
         counting: Gives the record that was created before, if it can be trusted and its files are there.
+        repeats: Whether another attempt writes the same files.
 
     Raises:
         CorruptError: Another attempt's record says that it wrote something else.
@@ -150,20 +151,20 @@ def publish(
             if earlier is None:  # torn, or of another work, or without its files: it counts for nothing
                 os.replace(place, draft.with_suffix(".untrusted"))
                 continue
-            _check_same(earlier, part, place)
+            _check_same(earlier, part, place, repeats)
             draft.unlink()
             return earlier
         sync_folder(place.parent)
         return part
 
 
-def _check_same(earlier: PartRecord, part: PartRecord, place: Path) -> None:
+def _check_same(earlier: PartRecord, part: PartRecord, place: Path, repeats: bool) -> None:
     """Refuses two attempts at a task that wrote different bytes.
 
     Raises:
         CorruptError: They did; names both.
     """
-    if earlier.result != part.result:
+    if earlier.result(repeats) != part.result(repeats):
         raise CorruptError(
             "Two attempts at a task wrote different bytes: the source changed, or a machine computes otherwise.",
             place=place,

@@ -45,9 +45,9 @@ def run(work: WorkFolder, number: int) -> PartRecord:
             done = (_write if task.kind == "write" else _check)(opened, task, folder, attempt)
             _check_source(opened)
             part = PartRecord(work.digest, number, attempt.name, **done, seconds=time.monotonic() - began)
-            first = publish(
-                part, work.part_place(number), folder.with_suffix(".part"), lambda: work.part(number)
-            )
+            repeats = all(opened.sections[name].repeats for name in task.names if task.kind == "write")
+            draft = folder.with_suffix(".part")
+            first = publish(part, work.part_place(number), draft, lambda: work.part(number), repeats)
     except BaseException as error:
         attempt.failed(error)
         shutil.rmtree(folder, ignore_errors=True)

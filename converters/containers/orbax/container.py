@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from statekit.budget import Budget
-from statekit.conversion.contracts import Encoded, Evidence
+from statekit.conversion.contracts import Encoded, Evidence, write_cut
 from statekit.converters.containers.orbax.metadata import (
     STRING,
     STRINGS,
@@ -37,7 +37,7 @@ from statekit.converters.containers.orbax.metadata import (
     parse,
     tree_of,
 )
-from statekit.converters.containers.orbax.writer import COMMIT, VALUE, step_metadata, write_commit, write_item
+from statekit.converters.containers.orbax.writer import COMMIT, VALUE, ItemWriter, step_metadata, write_commit
 from statekit.converters.containers.step_folders import (
     INDEX,
     JSON_ITEM,
@@ -56,6 +56,7 @@ from statekit.converters.formats.zarr.headers import ArrayPlace, Arrays
 from statekit.converters.formats.zarr.stores import FolderStore, open_store, read_whole
 from statekit.errors import CorruptError, Faults, FormatError
 from statekit.files.checkpoint import VARIABLES, Checkpoint, Finding
+from statekit.files.sections import CutPoints, Section
 from statekit.files.source import Files, Source, listing, opening
 from statekit.files.stage import Stage
 from statekit.files.tree import Place
@@ -282,20 +283,38 @@ class OrbaxFolder:
             UsageError: The target is named for another step, or the tree holds what Orbax can't.
             FormatError: Two names give the same array.
         """
-        folder, _, item = (encoded.place or _DEFAULT).partition("/")
-        prefix = step_prefix(stage.target, encoded.step, folder)
+        write_cut(self, encoded, stage)
+
+    def image(self, encoded: Encoded, target: Place, cut: CutPoints) -> list[Section]:
+        """Returns the databases of the items."""
+        _, writers = _writers(encoded, target)
+        return [section for writer in writers.values() for section in writer.image(cut)]
+
+    def join(self, encoded: Encoded, stage: Stage, cut: CutPoints, records: Mapping[str, Any]) -> None:
+        """Joins the databases of each item, and writes what describes the step."""
         begun = time.time_ns()
-        if item == "{item}":
-            handlers = {
-                name: write_item(stage, f"{prefix}{name}", tree, f"{name}/", _boxed(encoded.variables, name))
-                for name, tree in encoded.tree.items()
-            }
-        else:
-            handlers = {item: write_item(stage, f"{prefix}{item}", encoded.tree, boxed=encoded.variables)}
+        prefix, writers = _writers(encoded, stage.target)
+        handlers = {item: writer.join(stage, cut) for item, writer in writers.items()}
         with stage.file(f"{prefix}{STEP_METADATA}") as output:
             output.write(step_metadata(handlers, begun, encoded.custom))
         for whole in (*(f"{prefix}{name}/" for name in handlers), prefix):
             write_commit(stage, whole)
+
+
+def _writers(encoded: Encoded, target: Place) -> tuple[str, dict[str, ItemWriter]]:
+    """Returns the folder of a step below its target, with its `/`, and what writes each item.
+
+    Raises:
+        UsageError: The target is named for another step.
+    """
+    folder, _, item = (encoded.place or _DEFAULT).partition("/")
+    prefix = step_prefix(target, encoded.step, folder)
+    if item != "{item}":
+        return prefix, {item: ItemWriter(f"{prefix}{item}", encoded.tree, boxed=encoded.variables)}
+    return prefix, {
+        name: ItemWriter(f"{prefix}{name}", tree, f"{name}/", _boxed(encoded.variables, name))
+        for name, tree in encoded.tree.items()
+    }
 
 
 def _boxed(variables: Sequence[str], item: str) -> tuple[str, ...]:

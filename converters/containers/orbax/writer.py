@@ -5,16 +5,24 @@ from __future__ import annotations
 import errno
 import json
 import time
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from statekit.converters.containers.orbax.metadata import STRINGS, document_of
 from statekit.converters.containers.step_folders import JSON_ITEM, TREE_METADATA, array_names
+from statekit.converters.formats.zarr.array import Header, open_array
+from statekit.converters.formats.zarr.stores import OcdbtStore
 from statekit.converters.formats.zarr.writer import encoded_chunks, header_bytes, header_for, run_shape
+from statekit.errors import UsageError
 from statekit.files.durable import writing
+from statekit.files.safetensors import sharded
+from statekit.files.sections import CutPoints, Section
+from statekit.files.source import Files
 from statekit.files.stage import Stage
+from statekit.files.tree import Place
 from statekit.pipeline import working
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree, tensor_names, walk
@@ -26,41 +34,129 @@ VALUE = "value"
 """Source: google/flax flax/nnx/variablelib.py, the only child that a Variable has as a node of a JAX tree."""
 COMMIT = "commit_success.txt"
 """The file without which Orbax takes a step or an item for unfinished, where renaming isn't atomic."""
+PROCESS = "ocdbt.process_"
+"""What the folder of a part's database begins with. Source: orbax-checkpoint, `PROCESS_SUBDIR_PREFIX`."""
 _COMMIT_BYTES = 16 * 2**20
 
 
-def write_item(stage: Stage, folder: str, tree: Tree, name: str = "", boxed: Collection[str] = ()) -> str:
-    """Writes an item below the stage and returns the name of the handler that reads it.
+@dataclass(frozen=True)
+class ItemWriter:
+    """An item of a step.
 
-    Args:
-        stage: Where.
-        folder: The item's folder below it.
+    Attributes:
+        folder: Its folder below the target.
         tree: What it holds.
         name: What the names of its tensors begin with in the whole tree, with its `/`.
         boxed: The keys at its top below which each array goes under `value`, as flax.nnx.State has its variables; `""`
             is the whole tree.
+    """
+
+    folder: str
+    tree: Tree
+    name: str = ""
+    boxed: Collection[str] = ()
+
+    def image(self, cut: CutPoints) -> list[Section]:
+        """Returns its databases: one, or where it is cut one for each part, as each process of Orbax' writes one.
+
+        Raises:
+            FormatError: Two names give the same array, or one has an empty part.
+        """
+        if self._is_document:
+            return []
+        arrays = self._arrays()
+        return [self._section(folder, part, arrays) for folder, part in self._databases(cut).items()]
+
+    def join(self, stage: Stage, cut: CutPoints) -> str:
+        """Joins the databases, and writes what stands beside them; returns the name of the handler that reads it.
+
+        Raises:
+            UsageError: The tree holds what Orbax can't.
+            CommitError: A database can't be written.
+        """
+        if self._is_document:
+            with stage.file(f"{self.folder}/{JSON_ITEM}") as output:
+                output.write(json.dumps(self.tree).encode())
+            return _JSON
+        document = document_of(self._shown())
+        if cut.bytes is not None:
+            _merge(stage, self.folder, [*self._databases(cut)])
+        strings = {".".join(map(str, path)): leaf for path, leaf in walk(self.tree) if isinstance(leaf, str)}
+        if strings:
+            with stage.file(f"{self.folder}/{STRINGS}") as output:
+                output.write(json.dumps(strings).encode())
+        with stage.file(f"{self.folder}/{TREE_METADATA}") as output:
+            output.write(json.dumps(document).encode())
+        return _TREE
+
+    @property
+    def _is_document(self) -> bool:
+        return not tensor_names(self.tree) and _is_json(self.tree)
+
+    def _shown(self) -> Tree:
+        return _boxed(self.tree, self.boxed)
+
+    def _arrays(self) -> dict[str, str]:
+        """Returns the name of each tensor's array in the database."""
+        arrays = array_names(self._shown())
+        return {leaf: arrays.get(leaf) or arrays[f"{leaf}/{VALUE}"] for leaf in tensor_names(self.tree)}
+
+    def _databases(self, cut: CutPoints) -> dict[str, dict[str, Tensor]]:
+        """Returns the folders of the databases, with the tensors of each."""
+        tensors = tensor_names(self.tree)
+        if cut.bytes is None:
+            return {self.folder: tensors}
+        parts = enumerate(sharded(tensors, cut.bytes))
+        return {f"{self.folder}/{PROCESS}{number}": part for number, part in parts}
+
+    def _section(self, folder: str, part: Mapping[str, Tensor], arrays: Mapping[str, str]) -> Section:
+        def write(stage: Stage) -> None:
+            _write_database(stage, folder, self.name, part, arrays)
+
+        def read(path: Place, files: Files, record: Any) -> dict[str, Tensor]:
+            store = OcdbtStore.of(path / folder, files)
+            return {
+                f"{self.name}{leaf}": open_array(store, arrays[leaf], _header(tensor), f"{self.name}{leaf}")
+                for leaf, tensor in part.items()
+            }
+
+        return Section(folder, {f"{self.name}{leaf}": one for leaf, one in part.items()}, write, read, False)
+
+
+def _merge(stage: Stage, folder: str, parts: Sequence[str]) -> None:
+    """Makes one database of several in its folder; it refers to their files, and no value is copied.
+
+    Source: orbax-checkpoint 0.12.8, `merge_ocdbt_per_process_files`: one context, one atomic transaction.
 
     Raises:
-        UsageError: The tree holds what Orbax can't.
-        FormatError: Two names give the same array, or one has an empty part.
+        UsageError: The target is in a store.
+        CommitError: tensorstore can't write it.
     """
-    tensors = tensor_names(tree)
-    if not tensors and _is_json(tree):
-        with stage.file(f"{folder}/{JSON_ITEM}") as output:
-            output.write(json.dumps(tree).encode())
-        return _JSON
-    shown = _boxed(tree, boxed)
-    arrays = array_names(shown)
-    document = document_of(shown)
-    arrays = {leaf: arrays.get(leaf) or arrays[f"{leaf}/{VALUE}"] for leaf in tensors}
-    _write_database(stage, folder, name, tensors, arrays)
-    strings = {".".join(map(str, path)): leaf for path, leaf in walk(tree) if isinstance(leaf, str)}
-    if strings:
-        with stage.file(f"{folder}/{STRINGS}") as output:
-            output.write(json.dumps(strings).encode())
-    with stage.file(f"{folder}/{TREE_METADATA}") as output:
-        output.write(json.dumps(document).encode())
-    return _TREE
+    import tensorstore as ts
+
+    if not isinstance(stage.path, Path):
+        raise UsageError(
+            "A checkpoint of Orbax in a store isn't cut.", place=stage.target, remedy="leave --task-bytes out"
+        )
+    root = stage.path / folder
+    with _told(root):
+        root.mkdir(parents=True, exist_ok=True)
+        context = ts.Context()
+        database = ts.KvStore.open(_ocdbt(root), context=context).result()
+        transaction = ts.Transaction(atomic=True)
+        for part in parts:
+            child = ts.KvStore.open(_ocdbt(stage.path / part), context=context).result()
+            child.experimental_copy_range_to(database.with_transaction(transaction)).result()
+        transaction.commit_sync()
+
+
+def _ocdbt(folder: Path) -> dict[str, Any]:
+    return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{folder}/"}}
+
+
+def _header(tensor: Tensor) -> Header:
+    # Orbax takes a device's shard for a chunk, however large; tensorstore holds one whole.
+    return header_for(tensor, "zstd", run_shape(tensor.shape, tensor.dtype.itemsize))
 
 
 def _boxed(tree: Tree, parts: Collection[str]) -> Tree:
@@ -131,8 +227,7 @@ def _write_database(
 
     with stage.folder(folder) as root:
         with _told(root):
-            spec = {"driver": "ocdbt", "base": {"driver": "file", "path": f"{root}/"}}
-            database = ts.KvStore.open(spec).result()
+            database = ts.KvStore.open(_ocdbt(root)).result()
         _fill(database, root, stage, name, tensors, arrays)
 
 
@@ -188,8 +283,7 @@ def _told(root: Path) -> Iterator[None]:
 
 
 def _values(stage: Stage, name: str, tensor: Tensor, array: str) -> Iterator[tuple[str, bytes]]:
-    # Orbax takes a device's shard for a chunk, however large; tensorstore holds one whole.
-    header = header_for(tensor, "zstd", run_shape(tensor.shape, tensor.dtype.itemsize))
+    header = _header(tensor)
     yield f"{array}/.zarray", header_bytes(header)
     for key, pieces in encoded_chunks(stage, name, tensor, header):
         yield f"{array}/{key}", b"".join(pieces)
