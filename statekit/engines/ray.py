@@ -1,6 +1,7 @@
 """The engine `ray`: tasks run as Ray's tasks, on a cluster that the user names, or in Ray on this machine alone.
 
-Every machine needs the work's folder and statekit of one version. Whoever may submit to a cluster runs code there. What comes back of a task is whether it ended well; tensors never enter Ray's object store.
+Every machine needs the work's folder and statekit of one version. Whoever may submit to a cluster runs code there.
+What comes back of a task is whether it ended well; tensors never enter Ray's object store.
 Source: Ray 2.60, `ray.init`, `ray.remote`, "Fault tolerance".
 """
 
