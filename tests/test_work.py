@@ -27,6 +27,7 @@ from statekit.scale import folder, running
 from statekit.scale.engine import Outcome, Pool, Processes, carry_out, shard
 from statekit.scale.work import Work, split
 from statekit.tensors.digest import json_digest
+from statekit.testing.works import Flaky, split_alike
 
 SOURCE = GOLDEN / "torch_formats" / "adamw_legacy" / "checkpoint" / "checkpoint.pt"
 CUT = 300
@@ -356,48 +357,27 @@ def test_a_manifest_of_the_source_is_proven_by_tasks_of_their_own(tmp_path: Path
             _all_but_finish(work)
 
 
-class _Flaky:
-    """An engine in this process, of which some attempts are killed and each is made twice."""
-
-    slots = 3
-
-    def __init__(self, work: Work, seed: int, killed: float) -> None:
-        self.work, self.random, self.killed = work, random.Random(seed), killed
-        self.begun: list[int] = []
-        self.attempts = 0
-
-    def pool(self, place: Path, missing: int) -> Pool:
-        return self
-
-    def start(self, number: int) -> None:
-        self.begun.append(number)
-
-    def wait(self, seconds: float) -> list[Outcome]:
-        number = self.begun.pop(self.random.randrange(len(self.begun)))
-        self.attempts += 1
-        if self.random.random() < self.killed:
-            return [Outcome(number, "its worker was killed")]
-        running.run(self.work, number)
-        running.run(self.work, number)
-        return [Outcome(number)]
-
-    def close(self) -> None:
-        pass
-
-
 @pytest.mark.parametrize("seed", range(2))
 def test_a_third_of_killed_attempts_and_doubles_change_nothing(seed: int, tmp_path: Path) -> None:
-    with split(planned(tmp_path / "there", "dcp"), tmp_path / "work", CUT * (seed + 1)) as work:
-        engine = _Flaky(work, seed, 0.3)
-        carry_out(work, engine)
-        work.finish()
-    assert engine.attempts > len(work.document["tasks"])
-    convert(planned(tmp_path / "one" / "there", "dcp"), task_bytes=CUT * (seed + 1))
-    assert files(tmp_path / "there") == files(tmp_path / "one" / "there")
+    split_alike(lambda target: planned(target, "dcp"), tmp_path, CUT * (seed + 1), seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("to", [*CUTTABLE, "t5x", "tf-bundle", "orbax"])
+def test_no_accident_changes_what_any_container_writes(to: str, seed: int, tmp_path: Path) -> None:
+    source = OF_T5X if to in ("t5x", "tf-bundle", "orbax") else SOURCE
+    split_alike(
+        lambda target: statekit.plan(source, target, to=to, require="lossy"),
+        tmp_path,
+        random.Random(seed).choice([1, 200, 800, 10**9]),
+        seed,
+        same_bytes=to != "orbax",
+    )
 
 
 def test_a_task_that_always_fails_leaves_the_others_done(work: Work) -> None:
-    engine = _Flaky(work, 0, 0.0)
+    engine = Flaky(work, 0, 0.0)
     plain = engine.wait
     failed = 0
 
@@ -416,17 +396,37 @@ def test_a_task_that_always_fails_leaves_the_others_done(work: Work) -> None:
 
 
 def test_processes_carry_a_work_out_and_a_killed_one_is_replaced(tmp_path: Path) -> None:
+    ended: list[Outcome] = []
+
+    class Killing(Processes):
+        def pool(self, work: Path, missing: int) -> Pool:
+            pool = super().pool(work, missing)
+            start, wait = pool.start, pool.wait
+
+            def start_and_kill(number: int) -> None:
+                start(number)
+                if number == 1:
+                    killed = next(worker for worker in pool._workers if worker.task == 1)  # type: ignore[attr-defined]
+                    killed.process.kill()
+
+            def noted(seconds: float) -> list[Outcome]:
+                outcomes = wait(seconds)
+                ended.extend(outcomes)
+                return outcomes
+
+            pool.start, pool.wait = start_and_kill, noted  # type: ignore[method-assign]
+            return pool
+
     with split(planned(tmp_path / "there"), tmp_path / "work", CUT) as work:
-        killed: list[int] = []
-
-        def kill(status: Any) -> None:
-            for attempt in status.running[:1]:
-                if not killed:
-                    killed.append(attempt.pid)
-                    os.kill(attempt.pid, signal.SIGKILL)
-
-        carry_out(work, Processes(2), kill)
+        first, second = work.missing()[:2]
+        for number in work.missing()[2:]:
+            work.run(number)
+        with pytest.raises(CommitError, match="task 1"):
+            carry_out(work, Killing(2))
+        assert work.missing() == [second] == [1] and first not in work.missing()
+        carry_out(work, Processes(2))
         work.finish()
+    assert [one.error for one in ended if one.task == 1] == ["its worker was killed by SIGKILL"] * 4
     assert files(tmp_path / "there") == expected(tmp_path)
 
 
@@ -536,7 +536,7 @@ def test_ray_goes_on_after_kills_of_workers_and_of_the_driver(tmp_path: Path) ->
                 except (OSError, ValueError):
                     continue
         time.sleep(0.02)
-    assert driver.wait(5) == 0
+    assert driver.wait(5) == 0 and kills
     convert(planned(tmp_path / "one" / "there"), task_bytes=300)
     assert files(target) == files(tmp_path / "one" / "there")
 
