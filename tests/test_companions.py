@@ -171,3 +171,13 @@ def test_weights_stand_alone_beside_what_is_no_half_of_a_run(tmp_path: Path) -> 
     (tmp_path / "optimizer_20.pt").write_bytes(b"another step's")
     with statekit.open(tmp_path / "model_10.safetensors") as opened:
         assert "weights alone" in repr(opened) and not opened.checkpoint.findings
+
+
+def test_a_half_in_a_folder_beside_the_models_is_named(tmp_path: Path) -> None:
+    """ColossalAI's epoch0-step5/{model,optimizer}/. Seen red: the model's folder was weights alone."""
+    path, _ = saved_apart(tmp_path)
+    (tmp_path / "model").mkdir()
+    path.rename(tmp_path / "model" / path.name)
+    for opened_path in (tmp_path / "model", tmp_path / "model" / path.name):
+        with statekit.open(opened_path) as opened:
+            assert "optim looks like an optimizer" in repr(opened)

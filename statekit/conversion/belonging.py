@@ -16,6 +16,7 @@ tells, unless a manifest does.
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -73,6 +74,7 @@ _MOST = 10_000
 """Entries of a folder that are looked at."""
 CARRIED = "files"
 """Key in a tree of the files that are carried as bytes."""
+_MODEL_FOLDERS = frozenset({"model", "models", "module", "net", "network", "weights"})
 _SLOTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "v_row", "v_col"})
 """Last names of slots, which no model's parameter has."""
 _LEVELS = 4
@@ -178,7 +180,7 @@ def _near(
         # Beside a whole run in one file: what has its name too, or a bare name of a half that the file lacks.
         near += [
             entry
-            for entry in _entries_in(top.parent)
+            for entry in itertools.chain(_entries_in(top.parent), _beside_folder(top))
             if _may_belong(entry.name, top.name)
             and (is_bare or _belongs(entry.name, top.name, half_of(entry.name) in has))
         ]
@@ -192,6 +194,15 @@ def _halves_of(run: RunState) -> set[Half]:
     return {half for what, half in names.items() if what in parts} | (
         {"schedule"} if run.schedules else set()
     )
+
+
+def _beside_folder(top: Place) -> Iterator[Place]:
+    """Yields what lies beside the folder of a model's file, where the folder is called so: its halves have their own.
+
+    Source: hpcaitech/ColossalAI, applications/Colossal-LLaMA/colossal_llama/utils/ckpt_io.py, `save_checkpoint`.
+    """
+    if top.is_file() and top.parent.name in _MODEL_FOLDERS:
+        yield from _entries_in(top.parent.parent)
 
 
 def _entries_in(folder: Place, *, deeper: bool = False) -> Iterator[Place]:
