@@ -194,8 +194,12 @@ class OcdbtStore:
         self._recheck()
         return value
 
+    def _failed(self, key: str, error: Exception) -> CorruptError:
+        """Returns the error of a value that can't be read; raises another if the database was changed."""
+        self._recheck()
+        return _damaged(self._place(key), error)
+
     def _value(self, key: str) -> Source | None:
-        place = self._place(key)
         try:
             if key in self._sizes or self._has_byte(key, _PROBE):
                 if key not in self._sizes:
@@ -203,7 +207,7 @@ class OcdbtStore:
                 return _Spans(self, key, self._sizes[key])
             return self._held(key, self.database.read(key).result())
         except (ValueError, OSError) as error:
-            raise _damaged(place, error) from error
+            raise self._failed(key, error) from error
 
     def values(self, keys: Sequence[str]) -> Iterator[Source | None]:
         for key in keys:
@@ -218,7 +222,7 @@ class OcdbtStore:
             try:
                 reads.append(None if _is_there(probe) else self.database.read(key))
             except (ValueError, OSError) as error:
-                raise _damaged(self._place(key), error) from error
+                raise self._failed(key, error) from error
         for key, read in zip(keys, reads, strict=True):
             if read is None:
                 yield self.value(key)
@@ -226,7 +230,7 @@ class OcdbtStore:
             try:
                 value = self._held(key, read.result())
             except (ValueError, OSError) as error:
-                raise _damaged(self._place(key), error) from error
+                raise self._failed(key, error) from error
             if key == keys[-1]:
                 self._recheck()
             yield value
@@ -278,7 +282,7 @@ class OcdbtStore:
                 raise ValueError(f"{len(data)} of {count} bytes at {offset}")
             self.account.read(count)
         except (ValueError, OSError) as error:
-            raise _damaged(self._place(key), error) from error
+            raise self._failed(key, error) from error
         self._recheck()
         return data
 
