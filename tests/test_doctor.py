@@ -122,19 +122,25 @@ def test_moments_that_a_later_step_repeats_are_found(
     assert main(["doctor", str(tmp_path), "--step", "4"]) == DONE
 
 
-@pytest.mark.parametrize("is_turned", [False, True])
-def test_stale_moments_are_found_however_the_steps_are_named(is_turned: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("is_turned", "form"), [(False, "step-{}.pt"), (True, "step-{}.pt"), (True, "{}/run.pt")]
+)
+def test_stale_moments_are_found_however_the_steps_are_named(
+    is_turned: bool, form: str, tmp_path: Path
+) -> None:
     """A saver of stale values keeps the count of updates too; the numbers of the names tell the order."""
     moments = {name: torch.linspace(0.1, 1, 99) for name in ("exp_avg", "exp_avg_sq")}
     optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(99))], lr=0.01).state_dict()
     optimizer["state"] = {0: {"step": torch.tensor(5.0), **moments}}
     for step in (25, 30):
         weights = {"w": torch.linspace(-1, 1, 99) * step}
-        torch.save({"model": weights, "optimizer": optimizer}, tmp_path / f"step-{step}.pt")
-    paths = [tmp_path / "step-25.pt", tmp_path / "step-30.pt"]
-    for named in ([tmp_path], paths[::-1] if is_turned else paths):
+        (tmp_path / form.format(step)).parent.mkdir(exist_ok=True)
+        torch.save({"model": weights, "optimizer": optimizer}, tmp_path / form.format(step))
+    paths = [tmp_path / form.format(step) for step in (25, 30)]
+    folder = [] if "/" in form else [[tmp_path]]
+    for named in (*folder, paths[::-1] if is_turned else paths):
         earlier, later = doctor(*named)
-        assert (earlier.path.name, later.path.name) == ("step-25.pt", "step-30.pt")
+        assert [earlier.path, later.path] == paths
         assert found([later]) == {"moments-stale"}
 
 

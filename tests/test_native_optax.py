@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from statekit.converters.layouts.optax.optax_native import Layers, _with_lists
 from statekit.errors import StatekitError, UnknownRuleError
 from statekit.tensors.tensor import in_memory
 from statekit.verify.cold_start import cold_start
+from statekit.verify.verification import verify
 
 pytestmark = pytest.mark.jax
 RATE = 0.01
@@ -209,3 +211,37 @@ def test_a_far_index_makes_no_list_and_a_near_one_does() -> None:
         None,
         {"count": count},
     ]
+
+
+NAMED = {
+    "signum": "Signum",
+    "lars": "LARS",
+    "noisy_sgd": "noisy SGD",
+    "galore": "GaLore",
+    "schedule_free_sgd": "schedule_free",
+    "schedule_free_adamw": "schedule_free around RMSprop",
+    "sgd": None,
+    "fromage": None,
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_no_optimizer_without_a_schema_is_called_by_anothers_name(name: str, tmp_path: Path) -> None:
+    """LARS was SGD with momentum, and GaLore a damaged AdamW; of those without a state nothing tells which it is."""
+    import jax
+    import optax
+    from optax import contrib
+
+    make: Any = {**vars(optax), **vars(contrib)}[name]
+    params = drawn(0)
+    options = {"key": jax.random.key(0)} if name == "noisy_sgd" else {}
+    is_key = lambda leaf: jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # noqa: E731
+    as_stored: Any = lambda leaf: jax.random.key_data(leaf) if is_key(leaf) else leaf  # noqa: E731
+    state = jax.tree.map(as_stored, make(RATE, **options).init(params))
+    source = tmp_path / "run.msgpack"
+    as_flax(source, {"params": params, "opt_state": state})
+    with open_state(source) as opened:
+        assert opened.state.optimizer.kinds == (("optax_native", NAMED[name]),)
+    statekit.convert(source, tmp_path / "again", to="statekit")
+    verdict = verify(source, tmp_path / "again", steps=1)
+    assert "no step of" in json.dumps(verdict.to_json())

@@ -32,11 +32,11 @@ from statekit.maps.links import StateMap
 from statekit.maps.model_map import Renaming, load
 from statekit.state.comparison import Difference, compare_states, with_still
 from statekit.state.constants import variant_constants
-from statekit.state.evidence import OPTIMIZER, headline
+from statekit.state.evidence import BEYOND, OPTIMIZER, headline
 from statekit.state.factoring import by_shape, swapped
 from statekit.state.options import RATE_NAMES
 from statekit.state.run import BUFFERS
-from statekit.state.schema import WEIGHTS, load_schema
+from statekit.state.schema import WEIGHTS, is_native, load_schema, named_native
 from statekit.state.stored_params import as_params
 from statekit.state.train_state import StepOffset, TrainState
 from statekit.tensors.digest import json_digest
@@ -391,6 +391,8 @@ class _Verification:
             return _unstepped("there is no optimizer")
         if {*self._expected.params} != {*self._actual.params}:
             return _unstepped("the target has other parameters")
+        if why := _besides(self._carried):  # which no hyperparameter would settle
+            return _unstepped(why)
         if self._unknown:
             options = " ".join(f"--hparams {name}=..." for name in self._unknown)
             return _unstepped(f"nobody knows {', '.join(self._unknown)}; say it: {options}")
@@ -578,6 +580,14 @@ def _of_several(state: TrainState) -> str:
     return "the state may be of several optimizers; name it: --optimizer NAME" if is_open else ""
 
 
+def _besides(state: TrainState) -> str:
+    """Returns what a run does beside its optimizer's steps, so that these alone show nothing; "" if nothing."""
+    facts = [fact for group in state.optimizer.groups for fact in group.facts]
+    return next(
+        (f"the run does more than its optimizer's steps: {f.because}" for f in facts if f.name == BEYOND), ""
+    )
+
+
 def _without_step(*states: TrainState) -> str:
     """Returns why a state can't be stepped; "" where each can.
 
@@ -585,6 +595,8 @@ def _without_step(*states: TrainState) -> str:
         UsageError: Nothing tells whose rule it is.
     """
     for schema, variant in [kind for state in states for kind in state.optimizer.kinds]:
+        if is_native(schema):
+            return f"statekit has no step of {named_native(schema, variant)}"
         if variant is None:
             raise UsageError(
                 "A step needs to know whose rule it is, and the files can't tell.",

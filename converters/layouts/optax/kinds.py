@@ -71,7 +71,10 @@ STRANGERS: Final[dict[frozenset[str], Stranger]] = {
     _fields("max_dist grad_sum_of_squares init_params"): _stranger(
         "layer-wise distance over gradients", "max_dist grad_sum_of_squares init_params"
     ),
+    _fields("count base_optimizer_state projector"): _stranger("GaLore", "projector"),
 }
+GALORE: Final = _fields("count base_optimizer_state projector")
+"""Its inner optimizer's slots have other shapes than the parameters: no optimizer's of its own name."""
 NOVOGRAD: Final = _stranger("NovoGrad", "mu nu")
 """It has the fields of Adam, and of each parameter one number in `nu`."""
 
@@ -147,7 +150,6 @@ WRAPPERS: Final[dict[frozenset[str], Wrapper]] = {
         True,
         "optax.lookahead(optimizer, sync_period=..., slow_step_size=...)",
     ),
-    _fields("count base_optimizer_state projector"): Wrapper("GaLore", "base_optimizer_state", True),
 }
 FINITE: Final = "apply_if_finite"
 ACCUMULATES: Final = "MultiSteps"

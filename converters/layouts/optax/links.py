@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from statekit.converters.layouts.optax.kinds import INNER, NOVOGRAD, SM3, STRANGERS, Stranger
+from statekit.converters.layouts.optax.kinds import GALORE, INNER, NOVOGRAD, SM3, STRANGERS, Stranger
 from statekit.errors import StateError
 from statekit.state.schema import load_schema
 from statekit.tensors.tensor import Stored, Tensor
@@ -108,7 +108,7 @@ def links(tree: Tree) -> list[Link]:
         path, node = stack.pop()
         few = isinstance(node, Mapping) and len(node) <= _MOST_FIELDS
         kind = KINDS.get(frozenset(node)) if few else None
-        if kind == "adam" and _is_novograd(node):
+        if (few and frozenset(node) == GALORE) or (kind == "adam" and _is_novograd(node)):
             continue
         if kind is not None and counts(node):
             all_links.append(Link(kind, path, node))

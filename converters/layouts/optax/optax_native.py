@@ -16,6 +16,7 @@ from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.optax.decode import Opened, called, params_of
 from statekit.converters.layouts.optax.inferred_hyperparameters import VARIANT
+from statekit.converters.layouts.optax.kinds import WRAPPERS
 from statekit.converters.layouts.optax.lines import native_lines
 from statekit.converters.layouts.optax.links import (
     CORE_LINKS,
@@ -64,6 +65,10 @@ _COUNTS = ("gradient_step", "count", "t", "step_count", "step")
 """Fields that count updates."""
 _FROM_ZERO = 2
 """How many of them surely do from 0 on; before the others goes the program's own step."""
+_OF_SIGNUM, _BEHIND_TRUST = 3, 3
+"""How many links Signum has, and behind how many LARS keeps its momentum."""
+_RANDOM = "rng_key"
+"""The field of a random state: no number, and no slot."""
 _BEHIND = {"SGD with momentum": "with momentum"}
 """What a link is called behind another."""
 _KINDS = (STRANGER, *CORE_LINKS, "ema")
@@ -106,7 +111,8 @@ class OptaxNative:
             return None
         tree = checkpoint.tree
         known = _links(tree)
-        if any(link.kind == STRANGER for link in known) and has_network(tree, known, _KINDS):
+        is_strange = any(link.kind == STRANGER for link in known) or {link.kind for link in known} == {"ema"}
+        if is_strange and has_network(tree, known, _KINDS):
             return Evidence(15, f"{'/'.join(map(str, known[0].path))} is a state of Optax")
         if known or (layers := _by_name(tree)) is None:
             return None
@@ -223,7 +229,8 @@ def _by_name(tree: Tree) -> Layers | None:
 
 def _is_state(tree: Tree, layers: Layers) -> bool:
     """Tells whether what stands beside parameters is like a state of Optax: slots, or nothing but numbers."""
-    alone = all(is_number(leaf) for _, leaf in leaves(under(tree, layers.optimizer)) if is_tensor(leaf))
+    held = [(keys, leaf) for keys, leaf in leaves(under(tree, layers.optimizer)) if is_tensor(leaf)]
+    alone = all(is_number(leaf) or keys[-1:] == (_RANDOM,) for keys, leaf in held)
     return alone or bool(_fields(tree, layers))
 
 
@@ -355,9 +362,46 @@ def _with_lists(tree: Tree, layers: Layers) -> Tree:
 
 def _name(tree: Tree) -> str | None:
     """Returns what the optimizer is, by the fields of its links; None where they tell nothing."""
-    first, *others = dict.fromkeys(map(called, _links(tree))) or (None,)
+    known = _links(tree)
+    first, *others = dict.fromkeys(map(called, known)) or (None,)
+    if not others and known and {*known[0].state} in ({"trace"}, {"count", "ema"}):
+        first = _of_momentum(tree, known[0])
     behind = [_BEHIND.get(str(name), f"and {name}") for name in others]
-    return first and " ".join((first, *behind))
+    name = first and " ".join((first, *behind))
+    around = " around ".join(dict.fromkeys(_wrappers(tree)))
+    return " around ".join(filter(None, (around, name))) or _of_fields(tree)
+
+
+def _of_momentum(tree: Tree, link: Link) -> str:
+    """Returns whose momentum is all that a chain keeps: SGD's and Signum's stand before the other links.
+
+    Source: google-deepmind/optax optax/_src/alias.py, `sgd`, `lars`, `signum`.
+    """
+    items = chain_items(under(tree, link.path[:-1])) if link.path else None
+    index = int(link.path[-1]) if items else 0
+    if "ema" in link.state:
+        return "Signum" if items and len(items) == _OF_SIGNUM and index == 0 else "an average of gradients"
+    masked = [
+        i for i, state in (items or {}).items() if isinstance(state, Mapping) and {*state} == {"inner_state"}
+    ]
+    if index == 0:
+        return "SGD with momentum"
+    return "LARS" if masked == [0, 1] and index == _BEHIND_TRUST else "a chain with momentum"
+
+
+def _wrappers(tree: Tree) -> Iterator[str]:
+    """Yields what stands around the optimizer and changes its updates, from the top."""
+    level: list[Tree] = [tree]
+    while level:
+        wrappers = [WRAPPERS.get(frozenset(map(str, node))) for node in level if isinstance(node, Mapping)]
+        yield from (wrapper.name for wrapper in wrappers if wrapper is not None and wrapper.changes)
+        level = [child for node in level if not isinstance(node, Tensor) for _, child in children(node)]
+
+
+def _of_fields(tree: Tree) -> str | None:
+    """Returns what an optimizer without slots is, by the fields of a link."""
+    names = [str(keys[-1]) for keys, leaf in leaves(tree) if keys and is_tensor(leaf)]
+    return "noisy SGD" if _RANDOM in names else None
 
 
 LAYOUT = OptaxNative()
