@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import statekit
+from statekit.attestation.doctor import doctor
 from statekit.conversion.open_state import open_state
 from statekit.errors import StatekitError, UnknownRuleError
 from statekit.verify.cold_start import cold_start
@@ -113,6 +114,7 @@ def test_the_original_goes_on_as_if_nothing_had_been(name: str, tmp_path: Path) 
 
     model = run(name)
     model.save(tmp_path / "model.keras")
+    assert doctor(tmp_path / "model.keras")[0].findings == ()  # Muon's matrices have no second moment
     statekit.convert(tmp_path / "model.keras", tmp_path / "neutral", to="statekit")
     statekit.convert(tmp_path / "neutral", tmp_path / "next.keras")
     statekit.convert(tmp_path / "neutral", tmp_path / "next.weights.h5")

@@ -235,8 +235,11 @@ def test_no_optimizer_without_a_schema_is_called_by_anothers_name(name: str, tmp
     make: Any = {**vars(optax), **vars(contrib)}[name]
     params = drawn(0)
     options = {"key": jax.random.key(0)} if name == "noisy_sgd" else {}
-    is_key = lambda leaf: jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)  # noqa: E731
-    as_stored: Any = lambda leaf: jax.random.key_data(leaf) if is_key(leaf) else leaf  # noqa: E731
+
+    def as_stored(leaf: Any) -> Any:
+        is_key = jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return jax.random.key_data(leaf) if is_key else leaf
+
     state = jax.tree.map(as_stored, make(RATE, **options).init(params))
     source = tmp_path / "run.msgpack"
     as_flax(source, {"params": params, "opt_state": state})

@@ -13,7 +13,7 @@ import itertools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
@@ -287,6 +287,14 @@ def _placed_alike(
     return Numbered(tuple(next(iter(shapes[i])) for i in range(count)), tuple(rows))
 
 
+def _by_slots(paths: Iterable[str], slots: Mapping[str, Mapping[str, Tensor]]) -> list[tuple[str, ...]]:
+    """Returns parameters in groups of those that have the same slots: one optimizer moves them by several rules."""
+    parts: dict[tuple[str, ...], list[str]] = {}
+    for path in paths:
+        parts.setdefault(tuple(slots.get(path, ())), []).append(path)
+    return [tuple(part) for part in parts.values()]
+
+
 def native_state(
     signature: Signature,
     rows: Sequence[tuple[str | None, str, Tensor]],
@@ -332,11 +340,12 @@ def native_state(
         ROWS: [[path or "", what] for path, what, _ in rows],
         **({"alone": others} if others else {}),
     }
-    group = Group(tuple(moved), settings, dict.fromkeys(settings, "file"))
+    parts = _by_slots(moved, slots) if signature.some else [tuple(moved)]
+    groups = tuple(Group(paths, settings, dict.fromkeys(settings, "file")) for paths in parts)
     state = TrainState(
         {**moved, **frozen},
         slots,
-        Optimizer(SCHEMA, signature.kind, (group,)),
+        Optimizer(SCHEMA, signature.kind, groups),
         Counts(updates, calls),
         {},
         {HOME: kept, **called_by(signature.settings)},

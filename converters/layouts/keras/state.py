@@ -61,6 +61,15 @@ class Kept:
     amsgrad: bool = False
     placeholders: bool = True
 
+    def __str__(self) -> str:
+        names = {
+            "learning_rate": self.rate,
+            "averages of the parameters": self.average,
+            "accumulated gradients": self.accumulate,
+            "the maximum of v": self.amsgrad,
+        }
+        return ", ".join([*(name for name, is_kept in names.items() if is_kept), "slots"])
+
 
 @dataclass(frozen=True)
 class Numbered:
@@ -144,8 +153,8 @@ def numbered(
     raise StateError(
         f"The optimizer's {count} variables could be several things.",
         expected=expected,
-        found="; ".join(f"{fit.kept}" for fit in fits),
-        remedy="give --hparams with use_ema and amsgrad, or read the .keras file",
+        found="; ".join(str(fit.kept) for fit in fits),
+        remedy="give --hparams with use_ema, gradient_accumulation_steps or amsgrad, or read the .keras file",
     )
 
 
