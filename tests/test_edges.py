@@ -16,7 +16,7 @@ from formats import plain_state, save
 from statekit.cli.main import DONE, FAILED, VERBS, WANTING, main
 from statekit.conversion.registry import detect_container
 from statekit.converters.containers.huggingface.safetensors import CONTAINER as SAFETENSORS
-from statekit.errors import FormatError, StatekitError
+from statekit.errors import FormatError, StatekitError, UnknownFormatError
 
 
 def sharded(folder: Path, **index: Any) -> Path:
@@ -238,3 +238,18 @@ def test_a_signal_amid_an_import_is_told_in_one_line_at_most(
     line = [sys.executable, "-c", SIGNALLED, module, number, "inspect", "--stats", f"{checkpoint}"]
     ended = subprocess.run(line, capture_output=True, text=True, timeout=60, check=False)
     assert ended.returncode == (143 if said else -2) and ended.stderr == said
+
+
+def test_arrays_without_their_tree_are_refused_by_what_they_are(tmp_path: Path) -> None:
+    """Levanter and Equinox keep the tree in the program; no reader was named for either."""
+    import numpy as np
+
+    array = tmp_path / "step-3" / "model" / "embed"
+    array.mkdir(parents=True)
+    (array / "zarr.json").write_text('{"zarr_format": 3}')
+    (tmp_path / "step-3" / "metadata.json").write_text('{"step": 3}')
+    with (tmp_path / "model.eqx").open("wb") as file:
+        np.save(file, np.ones(3))
+    for name, program in (("step-3", "Levanter"), ("model.eqx", "Equinox")):
+        with pytest.raises(UnknownFormatError, match=program):
+            detect_container(tmp_path / name)

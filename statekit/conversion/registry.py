@@ -362,6 +362,8 @@ def detect_container(path: Place) -> tuple[Container, Evidence]:
                 found=listed(f"{name}: {kind}" for name, kind in inside.items()),
                 remedy=f"name one of them; `statekit ls {shlex.quote(str(path))}` says which can go on",
             )
+        if not fitting:
+            _check_named(path)
         if not fitting and path.is_dir():
             raise UnknownFormatError(
                 "No container fits.",
@@ -393,6 +395,37 @@ def _check_readable(path: Place) -> None:
     files = (file for file in below if file.is_file()) if path.is_dir() else iter([path])
     for file in islice(files, MOST_ENTRIES):
         first_bytes(file, 1)
+
+
+_ZARR = (".zarray", "zarr.json")
+_NPY = b"\x93NUMPY"
+
+
+def _check_named(path: Place) -> None:
+    """Refuses what holds a tree's arrays and not the tree: they are read by the program that has its structure.
+
+    Source: stanford-crfm/levanter src/levanter/tensorstore_serialization.py; patrick-kidger/equinox
+    equinox/_serialisation.py, `tree_serialise_leaves`.
+
+    Raises:
+        UnknownFormatError: It is such a folder of zarr arrays, or a file of NumPy's arrays.
+    """
+    remedy = "load it with the program that wrote it, and save the state by Orbax or as Flax' msgpack"
+    if not path.is_dir() and first_bytes(path, len(_NPY)) == _NPY:
+        raise UnknownFormatError(
+            "The file has arrays of NumPy one after another and no names, as Equinox writes leaves.",
+            place=path,
+            remedy=remedy,
+        )
+    below = islice(walked(path), MOST_ENTRIES) if path.is_dir() else iter(())
+    arrays = (top for top, _, names in below if {*_ZARR} & {*names})
+    if (array := next(arrays, None)) is not None and array != path:
+        raise UnknownFormatError(
+            "The folder has bare zarr arrays and no index of the tree, as Levanter saves it.",
+            place=path,
+            found=f"an array in {array}",
+            remedy=remedy,
+        )
 
 
 def _check_filled(path: Place) -> None:
