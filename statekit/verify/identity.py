@@ -207,9 +207,12 @@ def _used(tensors: Iterable[Tensor]) -> dict[str, int]:
     """Returns how many elements of each stored tensor some tensors are made of."""
     used: dict[str, int] = {}
     for tensor in tensors:
-        leaves = list(_leaves(tensor.to_json()))
+        expression = tensor.to_json()
+        leaves = list(_leaves(expression))
+        # Of copies every one is read, and held to the first.
+        whole = len(leaves) > 1 or any(node.get("op") == "copies" for node in _nodes(expression))
         for leaf, size in leaves:
-            used[leaf] = used.get(leaf, 0) + (size if len(leaves) > 1 else math.prod(tensor.shape))
+            used[leaf] = used.get(leaf, 0) + (size if whole else math.prod(tensor.shape))
     return used
 
 
