@@ -384,14 +384,18 @@ class _Verification:
             "compensated": list(change.compensated_by) if change else [],
         }
 
-    def _replay(self, reader: Reader) -> _Replayed:
+    def _why_not_asked(self) -> str:
+        """Returns why no update is compared, whatever more is told; "" where updates are."""
         if self._asked.steps == 0:
-            return _unstepped("no updates were asked for")
+            return "no updates were asked for"
         if any(schema == WEIGHTS for schema, _ in self._expected.optimizer.kinds):
-            return _unstepped("there is no optimizer")
+            return "there is no optimizer"
         if {*self._expected.params} != {*self._actual.params}:
-            return _unstepped("the target has other parameters")
-        if why := _besides(self._carried):  # which no hyperparameter would settle
+            return "the target has other parameters"
+        return _besides(self._carried)
+
+    def _replay(self, reader: Reader) -> _Replayed:
+        if why := self._why_not_asked():
             return _unstepped(why)
         if self._unknown:
             options = " ".join(f"--hparams {name}=..." for name in self._unknown)

@@ -229,8 +229,8 @@ def _by_name(tree: Tree) -> Layers | None:
 
 def _is_state(tree: Tree, layers: Layers) -> bool:
     """Tells whether what stands beside parameters is like a state of Optax: slots, or nothing but numbers."""
-    held = [(keys, leaf) for keys, leaf in leaves(under(tree, layers.optimizer)) if is_tensor(leaf)]
-    alone = all(is_number(leaf) or keys[-1:] == (_RANDOM,) for keys, leaf in held)
+    tensors = [(keys, leaf) for keys, leaf in leaves(under(tree, layers.optimizer)) if is_tensor(leaf)]
+    alone = all(is_number(leaf) or keys[-1:] == (_RANDOM,) for keys, leaf in tensors)
     return alone or bool(_fields(tree, layers))
 
 
