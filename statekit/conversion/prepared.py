@@ -60,8 +60,7 @@ from statekit.errors import (
 from statekit.files.checkpoint import PRETRAINED, Checkpoint, Finding
 from statekit.files.homes import TargetKind
 from statekit.files.integrity import files_of, proven
-from statekit.files.tree import Facts, Place
-from statekit.files.tree import facts_of as place_facts
+from statekit.files.tree import Facts, Place, stat_of
 from statekit.maps.links import StateMap, carried_through
 from statekit.state.evidence import Fact
 from statekit.state.facts import facts_of
@@ -125,7 +124,7 @@ class Prepared(AbstractContextManager["Prepared"]):
     @property
     def is_current(self) -> bool:
         """Whether the source's files are as they were."""
-        each = (_facts_of(one.checkpoint) for one in (self.opened, *self.beside))
+        each = (_stats_of(one.checkpoint) for one in (self.opened, *self.beside))
         return self.files == {name: fact for facts in each for name, fact in facts.items()}
 
     @property
@@ -309,7 +308,7 @@ def _prepared(request: Request) -> Plan:
         )
         plan.check()
         plan = _with_next_update(replace(plan, findings=(*plan.findings, *_losses(opened, state, card))))
-        files = {name: fact for one in (opened, *beside) for name, fact in _facts_of(one.checkpoint).items()}
+        files = {name: fact for one in (opened, *beside) for name, fact in _stats_of(one.checkpoint).items()}
     except BaseException:
         for one in (opened, *beside):
             one.close()
@@ -435,10 +434,10 @@ def _close(plan: int) -> None:
         prepared.close()
 
 
-def _facts_of(checkpoint: Checkpoint) -> dict[Place, Facts]:
+def _stats_of(checkpoint: Checkpoint) -> dict[Place, Facts]:
     """Returns what tells whether a checkpoint's files were changed, its manifest's too."""
     paths = [*files_of(checkpoint), *([checkpoint.proof.place] if checkpoint.proof else [])]
-    return {path: facts for path in paths if (facts := place_facts(path)) is not None}
+    return {path: facts for path in paths if (facts := stat_of(path)) is not None}
 
 
 def _knowing(maps: tuple[StateMap, ...], opened: OpenState) -> tuple[StateMap, ...]:

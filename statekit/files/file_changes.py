@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from statekit.errors import FormatError, NotFoundError
 from statekit.files.source import File, Files, source_digest
-from statekit.files.tree import Place, facts_of
+from statekit.files.tree import Place, stat_of
 from statekit.pipeline import each
 
 SMALL_BYTES = 2**20
@@ -113,5 +113,5 @@ def _fault(path: Place, wrong: _Wrong, written: int, is_copy: bool) -> FileFault
 
 def _time(path: Place) -> int:
     """Returns when a file was last written to, in nanoseconds; 0 if nobody knows."""
-    facts = facts_of(path)
+    facts = stat_of(path)
     return facts.changed or 0 if facts else 0

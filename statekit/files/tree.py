@@ -284,11 +284,11 @@ def below(text: str, folder: Place) -> str:
 
 def size_of(place: Place) -> int:
     """Returns the size of a file in bytes; 0 if nobody knows."""
-    facts = facts_of(place)
+    facts = stat_of(place)
     return facts.size if facts else 0
 
 
-def facts_of(place: Place) -> Facts | None:
+def stat_of(place: Place) -> Facts | None:
     """Returns what is known of a place without reading it; None if nothing is there, or it may not be looked at.
 
     A link counts as what it leads to.
