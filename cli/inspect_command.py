@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, TypeAlias, get_args
 
 import click
 
@@ -34,7 +34,7 @@ from statekit.state.evidence import KnownFrom
 from statekit.state.facts import assumed_values
 from statekit.state.rates import Piece
 from statekit.state.run import RunState, Schedule
-from statekit.state.train_state import Group
+from statekit.state.train_state import Counts, Group, Optimizer
 from statekit.tensors.stats import Stats, total
 
 MAX_ROWS = 150
@@ -106,40 +106,58 @@ def command(
     _closing(stdout, inspection)
 
 
+Lines: TypeAlias = Iterator[tuple[str, str]]
+"""Rows of two columns: what something is, and its value."""
+
+
 def _summary(stdout: Screen, inspection: Inspection) -> None:
-    lines = [("checkpoint", shown_path(inspection.path))]
-    for part, choice in (("container", inspection.container), ("layout", inspection.layout)):
-        lines.append((part, _titled(choice) if choice else "none fits"))
-        lines += [("holds", inspection.contents)] if part == "layout" and inspection.contents else []
-        lines += [("", f"because {_told(choice.because, inspection.path)}")] if choice else []
-    lines += [
-        (str(key), str(value))
-        for key, value in inspection.meta.items()
-        if isinstance(value, (str, int, float))
-    ]
-    if inspection.optimizer and inspection.counts:
-        optimizer, counts = inspection.optimizer, inspection.counts
-        whose = [f"{schema}, variant {variant or 'unknown'}" for schema, variant in optimizer.kinds]
-        lines.append(("optimizer", " and ".join(whose)))
-        schedule = f"a learning-rate schedule goes on at its step {counts.schedule}"
-        lines.append(("step", f"{plural(counts.updates, 'update')} done; {schedule}"))
-        lines += _other_steps(inspection)
-        for i, group in enumerate(optimizer.groups):
-            named = f", {group.schema}" if group.schema else ""
-            lines.append((f"group {i}", f"{plural(len(group.paths), 'parameter')}{named}"))
-            for source in get_args(KnownFrom):
-                values = [f"{k}={group.hyperparameters[k]!r}" for k in _known(group, source)]
-                lines += [(f"  {source}", ", ".join(values))] if values else []
-            unknown = unknown_hyperparameters(optimizer, group)
-            lines += [("  unknown", ", ".join(unknown))] if unknown else []
-    elif inspection.step is not None:
-        lines += [("step", str(inspection.step)), *_other_steps(inspection)]
-    lines.append(("integrity", _proven_by(inspection)))
-    lines += [("", on_trust(inspection.uncounted))] if inspection.uncounted else []
     head = Table(("what", "value"), titled=False)
-    for key, value in lines:
+    for key, value in _summary_lines(inspection):
         head.add_row(Styled(key, bold=True), value)
     stdout.show(head)
+
+
+def _summary_lines(inspection: Inspection) -> Lines:
+    yield "checkpoint", shown_path(inspection.path)
+    yield from _format_lines(inspection)
+    for key, value in inspection.meta.items():
+        if isinstance(value, (str, int, float)):
+            yield str(key), str(value)
+    if inspection.optimizer and inspection.counts:
+        yield from _optimizer_lines(inspection, inspection.optimizer, inspection.counts)
+    elif inspection.step is not None:
+        yield "step", str(inspection.step)
+        yield from _other_steps(inspection)
+    yield "integrity", _proven_by(inspection)
+    if inspection.uncounted:
+        yield "", on_trust(inspection.uncounted)
+
+
+def _format_lines(inspection: Inspection) -> Lines:
+    """Yields the container and the layout, and why they are taken for it."""
+    for part, choice in (("container", inspection.container), ("layout", inspection.layout)):
+        yield part, _titled(choice) if choice else "none fits"
+        if part == "layout" and inspection.contents:
+            yield "holds", inspection.contents
+        if choice:
+            yield "", f"because {_told(choice.because, inspection.path)}"
+
+
+def _optimizer_lines(inspection: Inspection, optimizer: Optimizer, counts: Counts) -> Lines:
+    """Yields which optimizers ran, where the run stands, and the hyperparameters of each group by their source."""
+    kinds = [f"{schema}, variant {variant or 'unknown'}" for schema, variant in optimizer.kinds]
+    yield "optimizer", " and ".join(kinds)
+    schedule = f"a learning-rate schedule goes on at its step {counts.schedule}"
+    yield "step", f"{plural(counts.updates, 'update')} done; {schedule}"
+    yield from _other_steps(inspection)
+    for i, group in enumerate(optimizer.groups):
+        schema = f", {group.schema}" if group.schema else ""
+        yield f"group {i}", f"{plural(len(group.paths), 'parameter')}{schema}"
+        for source in get_args(KnownFrom):
+            if values := [f"{name}={group.hyperparameters[name]!r}" for name in _known(group, source)]:
+                yield f"  {source}", ", ".join(values)
+        if unknown := unknown_hyperparameters(optimizer, group):
+            yield "  unknown", ", ".join(unknown)
 
 
 def _proven_by(inspection: Inspection) -> str:
