@@ -26,9 +26,10 @@ class Served:
         files: Bytes by name.
         marks: Metadata by name, for those that have it.
         parts: Parts of uploads that aren't complete.
-        fault: `short`, `denied`, `broken` or "": what a read gets. `busy`, `lost`, `unconditional`, `other`: each
+        fault: `short`, `long`, `whole`, `denied`, `broken` or "": what a read gets. `busy`, `lost`, `unconditional`, `other`: each
             write is first answered 503; is done, but the answer gets lost; is done whatever the condition; stores
             other bytes.
+        commit: The commit that the Hub says each revision is.
         requests: Method and path of each request.
         on_write: Called before each request that writes, with its number.
     """
@@ -37,6 +38,7 @@ class Served:
         self.files, self.fault = dict(files), ""
         self.marks: dict[str, str] = {}
         self.parts: dict[str, dict[int, bytes]] = {}
+        self.commit: str | None = "c0ffee" * 6 + "c0ff"
         self.requests: list[str] = []
         self.writes = 0
         self.failed: set[str] = set()
@@ -71,6 +73,10 @@ class _Handler(BaseHTTPRequestHandler):
         part = data[int(start) : int(last) + 1 if last else None]
         if self.served.fault == "short":
             part = part[:-1]
+        if self.served.fault == "long":
+            part += bytes(2**20)
+        if self.served.fault == "whole":
+            return self.answer(200, data, **headers)
         total = f"bytes {start}-{int(start) + len(part) - 1}/{len(data)}"
         if not data and "Range" in self.headers:
             return self.answer(416)
@@ -204,7 +210,9 @@ class _S3(_Handler):
 
 
 class _Hub(_Handler):
-    commit = "c0ffee" * 6 + "c0ff"
+    @property
+    def commit(self) -> str | None:
+        return self.served.commit
 
     def do_GET(self) -> None:
         path = unquote(urlsplit(self.path).path)

@@ -15,7 +15,7 @@ from store_serving import SECRET, Served, serving
 
 import statekit
 from statekit.errors import CorruptError, FormatError, NotFoundError, StatekitError, UsageError
-from statekit.files.source import Files, checkpoint_place, listing
+from statekit.files.source import Files, checkpoint_place, listing, target_place
 from statekit.files.tree import Place
 
 T5X = Path(__file__).parent / "golden" / "t5x" / "bf16_params" / "checkpoint" / "checkpoint_4"
@@ -57,6 +57,13 @@ def test_a_bucket_is_listed_once_and_has_files_and_folders(store: Served) -> Non
     assert not (run / "later").exists() and len(listing(run)) == 3
     assert len(store.requests) == 2  # above the run, and all below it
     assert first_bytes(run / "a") == b"12345678"
+
+
+def test_what_a_listing_has_outside_of_its_folder_is_passed_over(store: Served) -> None:
+    store.files |= {"run/": b"", "run/deep/": b""}  # as consoles of stores make folders
+    run = checkpoint_place("s3://bucket/run")
+    assert [entry.name for entry in listing(run)] == ["a", "deep", "empty"]
+    assert [entry.name for entry in listing(run / "deep")] == ["b"]
 
 
 def test_an_object_that_changes_is_named_and_never_mixed(store: Served) -> None:
@@ -134,6 +141,50 @@ def test_the_hub_is_read_at_the_commit_that_a_revision_names(tmp_path: Path) -> 
             assert np.array_equal(np.asarray(tensor.read()), np.asarray(theirs.state.params[name].read()))
 
 
-def test_an_address_on_the_hub_names_a_repository() -> None:
+@pytest.mark.parametrize(
+    "address",
+    ["hf://owner", "hf://owner/na me", "hf://ow..ner/name", "hf://owner/name@", "hf://owner/name@.."],
+)
+def test_an_address_on_the_hub_names_a_repository(address: str) -> None:
+    pytest.importorskip("huggingface_hub")
     with pytest.raises(UsageError, match="names no repository"):
-        checkpoint_place("hf://owner")
+        checkpoint_place(address)
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
+    pytest.importorskip("huggingface_hub")
+    with serving("hub", {"run/a": b"12345678" * 2**17}) as (address, served):
+        monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", address)
+        template = f"{address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+        monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", template)
+        yield served
+
+
+def test_an_answer_of_the_hub_is_what_was_asked_for_or_an_error(hub: Served) -> None:
+    file = checkpoint_place("hf://owner/name/run/a")
+    for fault in ("", "whole"):  # a server that knows no parts
+        hub.fault = fault
+        with Files() as files:
+            assert files.source(file).read(2**19 + 4, 8).tobytes() == b"56781234"
+    hub.fault = "long"
+    with pytest.raises(CorruptError, match="another number of bytes"):
+        first_bytes(checkpoint_place("hf://owner/name/run/a"))
+
+
+@pytest.mark.parametrize("commit", [None, "main", "../main"])
+def test_a_revision_that_is_no_commit_is_not_read(commit: str | None, hub: Served) -> None:
+    hub.commit = commit
+    with pytest.raises(FormatError, match="no commit"):
+        checkpoint_place("hf://owner/name/run")
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["https://user:swordfish@host/run?token=swordfish", "S3://key:swordfish@b/run", "ftp://a/b#swordfish"],
+)
+def test_no_error_shows_a_password_of_an_address(address: str) -> None:
+    for place in (checkpoint_place, target_place):
+        with pytest.raises(UsageError) as caught:
+            place(address)
+        assert "swordfish" not in f"{caught.value!r} {caught.value}"

@@ -181,11 +181,16 @@ def check_whole(folder: Place) -> None:
 
 
 def _places(checkpoint: Checkpoint) -> Iterator[Place]:
-    """Yields where a checkpoint's manifest may lie: its own place, then those of the folders that it lies in."""
-    yield manifest_place(checkpoint)
+    """Yields where a checkpoint's manifest may lie: its own place, those of the folders that it lies in, its parts'.
+
+    A file whose partner was lost is a checkpoint by itself, and the manifest of both may bear the partner's name.
+    """
+    yield (own := manifest_place(checkpoint))
     top = top_of(checkpoint)
     yield top.parent / FILE
     yield top.parent.parent / FILE
+    if top.is_file():
+        yield from (path for path in listing(top.parent) if is_manifest(path.name) and path != own)
 
 
 def manifest_place(checkpoint: Checkpoint) -> Place:

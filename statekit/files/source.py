@@ -41,7 +41,17 @@ from statekit.errors import (
     nearest,
 )
 from statekit.files.ahead import ReadAhead
-from statekit.files.tree import STORES, AnyPlace, Facts, Place, StoredPlace, absolute, copying, local_path
+from statekit.files.tree import (
+    STORES,
+    AnyPlace,
+    Facts,
+    Place,
+    StoredPlace,
+    absolute,
+    copying,
+    local_path,
+    shown_address,
+)
 from statekit.pipeline import empty, working
 from statekit.tensors.tensor import Array
 from statekit.tensors.tree import going_over
@@ -786,7 +796,7 @@ def checkpoint_place(source: str | os.PathLike[str] | Place) -> Place:
         return in_hub(source)
     raise UsageError(
         "Checkpoints aren't read from there.",
-        place=source,
+        place=shown_address(source),
         expected="a path of this machine, or s3://, gs://, az:// or hf://",
-        remedy=f"copy it first: {copying(source)}",
+        remedy=f"copy it first: {copying(shown_address(source))}",
     )

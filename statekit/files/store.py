@@ -175,6 +175,8 @@ class ListedTree:
     def _note(self, entry: Any) -> None:
         """Notes a file, and the folders between the top and it."""
         facts = facts_of_entry(entry, self.place)
+        if not facts.name.startswith(f"{self._top}/" if self._top else ""):
+            return  # an object that stands for the top, as consoles of stores make them; or what nobody asked for
         folder, _, last = facts.name.rpartition("/")
         self._folders.setdefault(folder, {})[last] = facts
         while folder != self._top:

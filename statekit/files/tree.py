@@ -325,6 +325,18 @@ def address_of(text: str) -> tuple[str, str, str]:
     return scheme, bucket, name
 
 
+def shown_address(text: str) -> str:
+    """Returns an address of whatever kind as an error may show it: without a user, a password or a query.
+
+    Example:
+        >>> shown_address("https://user:word@host/run?token=1")
+        'https://host/run'
+    """
+    scheme, separator, rest = text.partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path.partition('?')[0].partition('#')[0]}"
+
+
 def local_path(source: str) -> Path:
     """Returns the path of this machine that a user names.
 
@@ -340,8 +352,8 @@ def local_path(source: str) -> Path:
     if separator and scheme != "file":
         raise UsageError(
             "This must be a path of this machine.",
-            place=source,
-            remedy=f"use a local folder, and copy from or to it: {copying(source)}",
+            place=shown_address(source),
+            remedy=f"use a local folder, and copy from or to it: {copying(shown_address(source))}",
         )
     return Path(rest if separator else source)
 

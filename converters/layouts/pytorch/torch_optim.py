@@ -582,6 +582,8 @@ def _unnamed(checkpoint: Checkpoint) -> Unnamed | None:
         faults = Faults()
         kind_of = {i: kind for kind, group in zip(kinds, parts.groups, strict=True) for i in group["params"]}
         counts = dict[str, int]()
+        if not parts.state.keys() <= kind_of.keys():  # slots of what stands in no group
+            return None
         for i, record in parts.state.items():
             counts |= _counted(kind_of[i], record, str(i), faults)
         if faults:
