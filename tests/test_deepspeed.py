@@ -320,6 +320,13 @@ def test_what_ranks_say_each_for_itself_is_kept(tmp_path: Path) -> None:
     assert tree["deepspeed"]["ranks"] == {1: {"seed": 1}, 2: {"seed": 2}}
 
 
+def test_a_run_of_the_trainer_without_deepspeed_is_none_of_ours(tmp_path: Path) -> None:
+    for step in (8, 16, 4):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        (tmp_path / f"checkpoint-{step}" / "trainer_state.json").write_text("{}")
+    assert DEEPSPEED.detect(tmp_path) is None
+
+
 def test_steps_of_a_run(tmp_path: Path) -> None:
     run = write(Made(some_groups([(4,)])), tmp_path / "run")
     shutil.copytree(run / TAG, run / "global_step20")

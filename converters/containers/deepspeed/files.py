@@ -172,10 +172,8 @@ def locate(path: Place, step: int | None = None, files: Files | None = None) -> 
 
 def _of_trainer(run: Place, step: int | None, files: Files | None) -> Located | None:
     """Finds the checkpoint in a run's folder of Transformers' Trainer, which has one in each step's folder."""
-    matches = ((_TRAINERS.fullmatch(entry.name), entry) for entry in listing(run))
-    folders = {
-        int(match[1]): entry for match, entry in sorted((m, e) for m, e in matches if m) if entry.is_dir()
-    }
+    matches = sorted((entry, match) for entry in listing(run) if (match := _TRAINERS.fullmatch(entry.name)))
+    folders = {int(match[1]): entry for entry, match in matches if entry.is_dir()}
     each = {number: _among(folder, None, files) for number, folder in sorted(folders.items())}
     steps = {number: located for number, located in each.items() if located is not None}
     if not steps or (step is not None and step not in steps):
