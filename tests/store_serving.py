@@ -26,9 +26,9 @@ class Served:
         files: Bytes by name.
         marks: Metadata by name, for those that have it.
         parts: Parts of uploads that aren't complete.
-        fault: `short`, `long`, `whole`, `denied`, `broken` or "": what a read gets. `busy`, `lost`, `unconditional`, `other`: each
-            write is first answered 503; is done, but the answer gets lost; is done whatever the condition; stores
-            other bytes.
+        fault: `short`, `long`, `whole`, `denied`, `broken` or "": what a read gets. `busy`,
+            `lost`, `unconditional`, `other`: each write is first answered 503; is done, but the answer gets lost; is
+            done whatever the condition; stores other bytes.
         commit: The commit that the Hub says each revision is.
         requests: Method and path of each request.
         on_write: Called before each request that writes, with its number.

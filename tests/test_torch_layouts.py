@@ -290,7 +290,7 @@ def test_states_that_make_no_sense_are_refused() -> None:
     ):
         with pytest.raises(StateError, match=match):
             TORCH_OPTIM.decode(tree_of(slots, params=[0]), Hints())
-        TORCH_OPTIM.contents(tree_of(slots, params=[0]))
+        TORCH_OPTIM.describe(tree_of(slots, params=[0]))
     strange = {"step": in_memory(np.float32(3) * np.ones(())), "exp_inf": in_memory(np.ones((2, 3)))}
     unknown = TORCH_OPTIM.decode(tree_of({0: strange}, params=[0]), Hints())
     assert unknown.optimizer.schema == "torch_native" and [*unknown.slots["w"]] == ["exp_inf"]

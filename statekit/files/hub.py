@@ -120,7 +120,7 @@ class HubTree:
                 before = max(before - len(block), 0)
                 if len(data) > len(into):
                     break
-        fill(into, data if is_part else data[: len(into)], start, f"{self.place}/{facts.name}")
+        fill(into, memoryview(data if is_part else data[: len(into)]), start, f"{self.place}/{facts.name}")
 
     def _facts(self, entry: Any) -> Facts:
         """Returns what the Hub's listing says of a file or folder.
