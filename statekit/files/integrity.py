@@ -185,12 +185,12 @@ def _places(checkpoint: Checkpoint) -> Iterator[Place]:
 
     A file whose partner was lost is a checkpoint by itself, and the manifest of both may bear the partner's name.
     """
-    yield (own := manifest_place(checkpoint))
+    yield (nearest := manifest_place(checkpoint))
     top = top_of(checkpoint)
     yield top.parent / FILE
     yield top.parent.parent / FILE
     if top.is_file():
-        yield from (path for path in listing(top.parent) if is_manifest(path.name) and path != own)
+        yield from (path for path in listing(top.parent) if is_manifest(path.name) and path != nearest)
 
 
 def manifest_place(checkpoint: Checkpoint) -> Place:
