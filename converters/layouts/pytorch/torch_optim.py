@@ -579,14 +579,9 @@ def _unnamed(checkpoint: Checkpoint) -> Unnamed | None:
         numbers = [[str(index) for index in group["params"]] for group in parts.groups]
         if len({number for group in numbers for number in group}) != sum(map(len, numbers)):
             return None
-        faults = Faults()
         kind_of = {i: kind for kind, group in zip(kinds, parts.groups, strict=True) for i in group["params"]}
-        counts = dict[str, int]()
-        if not parts.state.keys() <= kind_of.keys():  # slots of what stands in no group
-            return None
-        for i, record in parts.state.items():
-            counts |= _counted(kind_of[i], record, str(i), faults)
-        if faults:
+        counts = _counts(kind_of, parts.state)
+        if counts is None:
             return None
         groups = _clipped(_groups(kinds, parts, numbers, _decoupled(checkpoint, NO_HINTS)), parts, checkpoint)
     except StateError:
@@ -596,6 +591,18 @@ def _unnamed(checkpoint: Checkpoint) -> Unnamed | None:
     updates = max(counts.values(), default=0)
     optimizer = Optimizer.of(groups, [(kind.schema, kind.variant) for kind in kinds])
     return Unnamed(optimizer, Counts(updates, updates, says_schedule=False), extra)
+
+
+def _counts(
+    kind_of: Mapping[Any, TorchOptimizer], records: Mapping[Any, Mapping[str, Any]]
+) -> dict[str, int] | None:
+    """Returns the count of each parameter; None where one isn't told, or slots stand in no group."""
+    counts, faults = dict[str, int](), Faults()
+    if not records.keys() <= kind_of.keys():
+        return None
+    for index, record in records.items():
+        counts |= _counted(kind_of[index], record, str(index), faults)
+    return None if faults else counts
 
 
 def _incomplete(checkpoint: Checkpoint) -> StateError:
