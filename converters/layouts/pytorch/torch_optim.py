@@ -580,7 +580,7 @@ def _unnamed(checkpoint: Checkpoint) -> Unnamed | None:
         if len({number for group in numbers for number in group}) != sum(map(len, numbers)):
             return None
         kind_of = {i: kind for kind, group in zip(kinds, parts.groups, strict=True) for i in group["params"]}
-        counts = _counts(kind_of, parts.state)
+        counts = _updates_of(kind_of, parts.state)
         if counts is None:
             return None
         groups = _clipped(_groups(kinds, parts, numbers, _decoupled(checkpoint, NO_HINTS)), parts, checkpoint)
@@ -593,7 +593,7 @@ def _unnamed(checkpoint: Checkpoint) -> Unnamed | None:
     return Unnamed(optimizer, Counts(updates, updates, says_schedule=False), extra)
 
 
-def _counts(
+def _updates_of(
     kind_of: Mapping[Any, TorchOptimizer], records: Mapping[Any, Mapping[str, Any]]
 ) -> dict[str, int] | None:
     """Returns the count of each parameter; None where one isn't told, or slots stand in no group."""
