@@ -8,12 +8,14 @@ PIP_INSTALL := -m pip --disable-pip-version-check install -qq --no-compile --con
 
 export JAX_PLATFORMS := cpu
 
-.PHONY: help certificates demo docs test test-all living fuzz fuzz-atheris soak serve test-service check format package bench bench-gpu tables clean
+.PHONY: help certificates demo docs test test-all test-stores test-codebases living fuzz fuzz-atheris soak serve test-service check format package bench bench-gpu tables clean
 
 help:
 	@echo "make demo      take a T5 that T5X trained and go on in Transformers"
 	@echo "make test      run the tests, long sweeps as a sample"
 	@echo "make test-all  run all tests in full"
+	@echo "make test-stores  convert into and out of object stores and the Hub, servers of this machine, in full"
+	@echo "make test-codebases  let MaxText and Megatron-Core go on from what is written for them; installs both"
 	@echo "make living    hold our steps against the living originals, LIVING_CASES drawn runs; goes on where it was stopped, and writes docs/living.md"
 	@echo "make fuzz      give every reader changed samples, FUZZ_CASES each; what is no value and no error of ours is printed"
 	@echo "make fuzz-atheris  the same led by the lines that are run, ATHERIS_SECONDS each; installs atheris"
@@ -38,7 +40,7 @@ $(READY):
 	@$(PYTHON) -m pip --disable-pip-version-check --python $(BIN)/python install -qq pip
 	@rm -f $(VENV)/.ready-*
 	@$(BIN)/python $(PIP_INSTALL) torch
-	@$(BIN)/python $(PIP_INSTALL) --editable '.[torch,jax,tensorflow,dev]'
+	@$(BIN)/python $(PIP_INSTALL) --editable '.[torch,jax,tensorflow,remote,dev]'
 	@touch $@
 
 demo: $(READY)
@@ -61,6 +63,12 @@ test: $(READY) $(TRITON)
 
 test-all: $(READY) $(TRITON)
 	@$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
+
+test-stores: $(READY)
+	@$(BIN)/pytest -q tests/test_places.py tests/test_stores.py tests/test_remote_targets.py tests/test_tree_laws.py
+
+test-codebases: $(READY)
+	@bash tests/codebases.sh
 
 LIVING_CASES ?= 20000
 living: $(READY)
