@@ -107,19 +107,11 @@ def _check(path: Place, numbers: Sequence[int], ranks: Sequence[Tree]) -> None:
 
 def _joined(path: Place, ranks: Sequence[Mapping[str, Any]]) -> Tree:
     fqns, shapes = ranks[0]["fqns"], ranks[0]["shapes"]
-    if not _are_names(fqns) or not isinstance(shapes, list | tuple) or len(shapes) != len(fqns):
+    if not _are_names(fqns) or not _are_shapes(shapes) or len(shapes) != len(fqns):
         raise FormatError("Names and shapes of a flat parameter don't fit.", place=path)
     spans = list(_spans(fqns, [tuple(shape) for shape in shapes]))
-    groups = ranks[0]["optimizer"].get("param_groups")
-    records = [rank["optimizer"].get("state", {}).get(0) for rank in ranks]
-    if (
-        not isinstance(groups, list)
-        or len(groups) != 1
-        or not all(isinstance(record, Mapping) for record in records)
-    ):
-        raise FormatError(
-            "A rank's optimizer has more than one flat parameter.", place=path, found=len(groups or ())
-        )
+    group = _group(ranks[0], path)
+    records = [_record(rank, path) for rank in ranks]
     slots = {
         slot: [record.get(slot) for record in records]
         for slot, leaf in records[0].items()
@@ -128,7 +120,7 @@ def _joined(path: Place, ranks: Sequence[Mapping[str, Any]]) -> Tree:
     beside = {slot: leaf for slot, leaf in records[0].items() if slot not in slots}
     for number, (rank, record) in enumerate(zip(ranks, records, strict=True)):
         theirs = {slot: record.get(slot) for slot in beside}
-        if not _is_same(theirs, beside) or not _is_same(rank["optimizer"].get("param_groups"), groups):
+        if not _is_same(theirs, beside) or not _is_same(_group(rank, path), group):
             raise CorruptError(
                 "The files of ranks aren't of one step.",
                 place=path / f"rank{number}.pt",
@@ -142,8 +134,32 @@ def _joined(path: Place, ranks: Sequence[Mapping[str, Any]]) -> Tree:
     }
     return {
         "model": {name: _part(whole, at, shape, path) for name, at, shape in spans},
-        "optimizer": {"state": state, "param_groups": [{**groups[0], "params": list(fqns)}]},
+        "optimizer": {"state": state, "param_groups": [{**group, "params": list(fqns)}]},
     }
+
+
+def _group(rank: Mapping[str, Any], path: Place) -> Mapping[str, Any]:
+    """Returns the options of a rank's flat parameter."""
+    optimizer = rank["optimizer"]
+    groups = optimizer.get("param_groups") if isinstance(optimizer, Mapping) else None
+    if isinstance(groups, list) and len(groups) == 1 and isinstance(groups[0], Mapping):
+        return groups[0]
+    raise FormatError(
+        "A rank's optimizer isn't that of one flat parameter.",
+        place=path,
+        expected="one group",
+        found=f"{len(groups)} groups" if isinstance(groups, list) else type(groups).__name__,
+    )
+
+
+def _record(rank: Mapping[str, Any], path: Place) -> Mapping[str, Any]:
+    """Returns the slots of a rank's flat parameter."""
+    optimizer = rank["optimizer"]
+    states = optimizer.get("state") if isinstance(optimizer, Mapping) else None
+    record = states.get(0) if isinstance(states, Mapping) else None
+    if isinstance(record, Mapping):
+        return record
+    raise FormatError("A rank's optimizer has no state of the flat parameter.", place=path)
 
 
 def _is_same(one: Tree, other: Tree) -> bool:
@@ -161,6 +177,10 @@ def _are_names(fqns: Any) -> bool:
     return (
         isinstance(fqns, list) and all(isinstance(name, str) for name in fqns) and len(set(fqns)) == len(fqns)
     )
+
+
+def _are_shapes(shapes: Any) -> bool:
+    return isinstance(shapes, list | tuple) and all(isinstance(shape, list | tuple) for shape in shapes)
 
 
 def _spans(fqns: Sequence[str], shapes: Sequence[Shape]) -> Iterator[tuple[str, int, Shape]]:
