@@ -533,7 +533,7 @@ def test_a_scan_follows_what_was_written_and_no_clock(lab: Lab, monkeypatch: pyt
     def until(condition: Callable[[], bool]) -> None:
         start = looks[0]
         while not condition():
-            assert looks[0] < start + 1000
+            assert thread.is_alive() and looks[0] < start + 1000
             time.sleep(0.001)
 
     monkeypatch.setattr(lab.jobs, "written", look)

@@ -131,7 +131,9 @@ def serve(settings: Settings, announce: Callable[[str, Settings], object]) -> in
         server.asked = service.draining.set
         with _signals(server.handle_exit):
             workers = threading.Thread(target=_look_after_workers, args=(service, settings), name="workers")
-            scans = threading.Thread(target=_scan, args=(service, settings), name="scans", daemon=True)
+            scans = threading.Thread(
+                target=_scan, args=(service, settings.doctor_bytes), name="scans", daemon=True
+            )
             if not confinement.version():
                 _LOG.warning(
                     "this kernel has no Landlock: tasks have limits, but nothing keeps them to the roots"
@@ -282,7 +284,7 @@ def _look_after_workers(service: Service, settings: Settings) -> None:
     _tried("reap", service.jobs.reap)
 
 
-def _scan(service: Service, settings: Settings) -> None:
+def _scan(service: Service, doctor_bytes: int = 0) -> None:
     """Scans the roots: at once, from time to time, and after jobs that have written; asks doctor about new steps."""
     due, before = 0.0, (0, 0)
     while not service.draining.is_set():
@@ -293,7 +295,7 @@ def _scan(service: Service, settings: Settings) -> None:
             if made is not None and (made.new or made.changed or made.gone):
                 _LOG.info("scanned", **made.to_json())
             due = time.monotonic() + max(SCAN_SECONDS, SCAN_SHARE * (time.monotonic() - clock))
-        _tried("examine a new step", lambda: examine_next(service, settings.doctor_bytes))
+        _tried("examine a new step", lambda: examine_next(service, doctor_bytes))
         service.draining.wait(_LOOK_SECONDS)
 
 
