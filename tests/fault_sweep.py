@@ -36,7 +36,7 @@ from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.layouts.own.statekit_torch import LAYOUT as TORCH_LAYOUT
 from statekit.converters.layouts.t5x.layout import LAYOUT as T5X_LAYOUT
 from statekit.errors import StatekitError
-from statekit.files import durable, integrity, stage
+from statekit.files import durable, homes, integrity, stage
 from statekit.tensors.digest import tensor_digest
 
 CALLS = ("open", "write", "fsync", "mkdir", "rmdir", "unlink", "link", "rename")
@@ -194,11 +194,11 @@ def main(how: str, source: Path, parent: Path, name: str, options: list[str]) ->
     if "plain" in options:
         durable._renameat2 = lambda *_: False
     if "large" in options:
-        for module in (stage, integrity):
+        for module in (homes, stage, integrity):
             setattr(module, "SMALL_BYTES", 0)  # noqa: B010  # mypy refuses =, it is a constant
     if "careless" in options:
         for name_giver in ("rename_new", "rename_over_empty"):
-            setattr(stage, name_giver, carelessly)
+            setattr(homes, name_giver, carelessly)
     print(json.dumps(sweep(fault, source, parent, name, options)))
 
 

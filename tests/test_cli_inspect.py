@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -184,8 +185,13 @@ def test_showing_grows_with_the_number_of_tensors_only(
     ],
 )
 def test_errors_say_what_is_wrong(
-    arguments: list[str], code: int, words: str, capsys: pytest.CaptureFixture[str]
+    arguments: list[str],
+    code: int,
+    words: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setitem(sys.modules, "obstore", None)  # without it nothing reads stores
     place = arguments[0] if "://" in arguments[0] else str(GOLDEN / arguments[0])
     assert main(["inspect", place, *arguments[1:]]) == code
     captured = capsys.readouterr()

@@ -151,6 +151,7 @@ def test_no_verb_fails_untyped_without_stdout_or_working_directory(tmp_path: Pat
         ["diff", checkpoint, other], ["doctor", checkpoint], ["formats", "--matrix"], ["inspect", checkpoint],
         ["ls", str(tmp_path)], ["ls"], ["maps"], ["replay", "recordings"], ["resume", checkpoint], ["schemas"],
         ["seal", checkpoint], ["sweep", str(tmp_path)], ["verify", checkpoint, other],
+        ["work", "status", checkpoint],
     ]  # fmt: skip
     assert {line[0] for line in lines} == set(VERBS) - {"demo", "serve"}
     runs = ["|".join((stdout, *line)) for line in lines for stdout in ("closed", "nobody reads")]

@@ -147,7 +147,7 @@ def test_folders_are_listed_in_one_place() -> None:
         "statekit/conversion/registry.py": ["scandir"],  # a glance, which decides nothing
         "statekit/files/durable.py": ["iterdir", "iterdir", "listdir"],
         "statekit/files/source.py": ["listdir", "walk"],
-        "statekit/files/stage.py": ["iterdir"],  # of a target, which counts as full then
+        "statekit/files/homes.py": ["iterdir"],  # of a target, which counts as full then
     }
 
 

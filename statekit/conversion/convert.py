@@ -33,6 +33,7 @@ from statekit.files.homes import Entries, check_target, permissions
 from statekit.files.integrity import check_no_damage, prove_files, proving_files, value_fault
 from statekit.files.manifest import tensor_entry
 from statekit.files.sections import CutPoints
+from statekit.files.source import target_place
 from statekit.files.stage import OnProgress, Progress, Stage, silent, staged
 from statekit.files.tree import Place, StoredPlace, below
 from statekit.maps.links import StateMap
@@ -122,7 +123,9 @@ def plan(
         As `statekit.plan`.
     """
     ref = ref_of(source, hints, container=from_, step=step)
-    return prepare(Request(ref, target, to, layout, step_offset, require, like, maps, changes, said=said))
+    return prepare(
+        Request(ref, target_place(target), to, layout, step_offset, require, like, maps, changes, said=said)
+    )
 
 
 def convert(

@@ -28,6 +28,7 @@ from statekit.errors import (
     printable,
 )
 from statekit.files.checkpoint import Checkpoint
+from statekit.files.source import listing
 from statekit.files.tree import Place
 from statekit.state.run import run_of
 from statekit.state.schema import WEIGHTS
@@ -200,7 +201,9 @@ def chosen_container(ref: CheckpointRef) -> tuple[CheckpointRef, Container, Evid
         return ref, *registry.detect_container(ref.place)
     except UnknownFormatError:
         inside = registry.checkpoints_inside(ref.place) if ref.place.is_dir() else {}
-        if len(inside) != 1:
+        folders = {entry.name for entry in listing(ref.place) if entry.is_dir()} if inside else set()
+        # Another folder may hold further checkpoints below it.
+        if len(inside) != 1 or folders - inside.keys():
             raise
     only = ref.place / next(iter(inside))
     container, evidence = registry.detect_container(only)

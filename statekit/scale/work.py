@@ -53,10 +53,11 @@ def split(plan: Plan, place: str | os.PathLike[str], task_bytes: int = TASK_BYTE
 
     Example:
         >>> import statekit
-        >>> work = statekit.split(statekit.plan("t5x-ckpt", "run.statekit"), "run.work", task_bytes=2**20)
-        >>> [part.task for part in map(work.run, work.missing())], work.missing()
+        >>> planned = statekit.plan("t5x-ckpt", "run.statekit")  # doctest: +SKIP
+        >>> work = statekit.split(planned, "run.work", task_bytes=2**20)  # doctest: +SKIP
+        >>> [part.task for part in map(work.run, work.missing())], work.missing()  # doctest: +SKIP
         ([0], [])
-        >>> work.finish().verified
+        >>> work.finish().verified  # doctest: +SKIP
         22
     """
     folder = Path(os.path.abspath(place))
