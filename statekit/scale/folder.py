@@ -34,10 +34,9 @@ from statekit.files.integrity import check_no_damage
 from statekit.files.sections import CutPoints, Section
 from statekit.files.source import read_small
 from statekit.scale.fingerprint import check_fingerprint
-from statekit.scale.parts import PartRecord, read_part
+from statekit.scale.parts import PartRecord, check_own_digest, read_part
 from statekit.scale.request import RequestDocument, from_json
 from statekit.scale.tasks import Task, tasks_of
-from statekit.tensors.digest import json_digest
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import strict_json
 from statekit.tensors.typed import Name, Natural, typed
@@ -288,13 +287,6 @@ def read_document(folder: Path) -> WorkDocument:
         )
     document: Any = strict_json(read_small(place), place)
     fields = typed(document, WorkDocument, place, _BROKEN)
-    digest = json_digest({key: value for key, value in document.items() if key != "digest"})
-    if (fields["format"], fields["version"], fields["digest"]) != (FORMAT, VERSION, digest):
-        raise CorruptError(
-            f"{_BROKEN}: its own digest doesn't fit.",
-            place=place,
-            expected=digest,
-            found=fields["digest"],
-            remedy="drop the work (statekit work drop) and split it again",
-        )
+    remedy = "drop the work (statekit work drop) and split it again"
+    check_own_digest(document, (FORMAT, VERSION), place, _BROKEN, remedy)
     return fields

@@ -96,6 +96,25 @@ class PartRecord:
         return {**document, "digest": json_digest(document)}
 
 
+def check_own_digest(
+    document: Mapping[str, Any], version: tuple[str, int], place: Path, subject: str, remedy: str
+) -> None:
+    """Checks that a document has a format and version, and is what its own digest was made of.
+
+    Raises:
+        CorruptError: It was changed, or is torn.
+    """
+    digest = json_digest({key: value for key, value in document.items() if key != "digest"})
+    if (document["format"], document["version"], document["digest"]) != (*version, digest):
+        raise CorruptError(
+            f"{subject}: its own digest doesn't fit.",
+            place=place,
+            expected=digest,
+            found=document["digest"],
+            remedy=remedy,
+        )
+
+
 def read_part(place: Path) -> PartRecord:
     """Reads a part record and proves that it says what its writer wrote.
 
@@ -107,15 +126,7 @@ def read_part(place: Path) -> PartRecord:
     """
     document: Any = strict_json(read_small(place), place)
     fields = typed(document, PartDocument, place, _BROKEN)
-    digest = json_digest({key: value for key, value in document.items() if key != "digest"})
-    if (fields["format"], fields["version"], fields["digest"]) != (FORMAT, VERSION, digest):
-        raise CorruptError(
-            f"{_BROKEN}: its own digest doesn't fit.",
-            place=place,
-            expected=digest,
-            found=fields["digest"],
-            remedy="run the task again",
-        )
+    check_own_digest(document, (FORMAT, VERSION), place, _BROKEN, "run the task again")
     if not _ATTEMPT.fullmatch(fields["attempt"]) or not all(map(inside, fields["files"])):
         raise RefusedError(
             f"{_BROKEN}: it names files elsewhere.", place=place, found=repr(fields["attempt"])

@@ -135,7 +135,7 @@ def _item(files: FolderStore, index: Source | None, metadata: TreeMetadata | Non
     if variables:
         entries = tuple(_without_value(entry, variables) for entry in entries)
         where = "" if variables == ("",) else f" of {', '.join(variables)}"
-        said = f"every array{where} lies under {VALUE!r}, as flax.nnx.State has its variables; names are without it"
+        said = f"flax.nnx.State keeps every array{where} under {VALUE!r}; names leave that out"
         findings = (*findings, Finding(said, metadata.place))
     tree = tree_of(entries, leaves, metadata.place)
     return Item(tree, findings, _tops({p.prefix for p in places}), metadata.custom, variables)
