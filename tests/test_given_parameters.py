@@ -164,7 +164,7 @@ def test_jax_says_what_to_give_instead_of_what_holds_more(
 def keras_file(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     keras = pytest.importorskip("keras")
     layers = [keras.Input((4,)), keras.layers.Dense(3, name="a"), keras.layers.Dense(2, name="b")]
-    model = keras.Sequential(layers)
+    model = keras.Sequential(layers, name="sequential")
     model.compile(keras.optimizers.AdamW(1e-3), loss="mse")
     grads = [keras.ops.ones(v.shape) for v in model.trainable_variables]
     model.optimizer.apply(grads, model.trainable_variables)
