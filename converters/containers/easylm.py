@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from statekit.budget import Budget
-from statekit.conversion.contracts import Encoded, Evidence
+from statekit.conversion.contracts import Evidence, ReadOnly
 from statekit.converters.containers.flax_msgpack import with_tensors
 from statekit.converters.containers.step_folders import check_step
 from statekit.converters.formats.msgpack.reader import parse_stream
-from statekit.errors import FormatError, StatekitError, UsageError
+from statekit.errors import FormatError, StatekitError
 from statekit.files.checkpoint import EMPTY_LEFT_OUT, SEQUENCES_AS_MAPS, Checkpoint, Finding
 from statekit.files.source import first_bytes, opening
-from statekit.files.stage import Stage
 from statekit.files.tree import Place
 from statekit.tensors.tree import Path as Keys
 from statekit.tensors.tree import Tree, nested
@@ -35,13 +33,11 @@ _NUMBERED = re.compile(r"_(\d+)$")
 
 
 @dataclass(frozen=True)
-class EasyLM:
+class EasyLM(ReadOnly):
     """Streams of msgpack records."""
 
     name: str = "easylm"
     title: str = "EasyLM and EasyDeL: streaming_train_state, a msgpack record for each leaf"
-    suffixes: tuple[str, ...] = ()
-    target_kind: Literal["file", "folder"] | None = None
 
     def detect(self, path: Place) -> Evidence | None:
         """Looks at the first bytes."""
@@ -75,16 +71,6 @@ class EasyLM:
             meta = {"generation": "msgpack stream", SEQUENCES_AS_MAPS: True, EMPTY_LEFT_OUT: True}
             checkpoint = Checkpoint(self.name, path, nested(leaves), meta, number, on_close=files.close)
             return replace(checkpoint, findings=_rounded(checkpoint))
-
-    def write(self, encoded: Encoded, stage: Stage) -> None:
-        """Refuses: statekit writes no streams.
-
-        Raises:
-            UsageError: Always.
-        """
-        raise UsageError(
-            "statekit doesn't write EasyLM's streams.", place=stage.target, remedy="choose --to flax"
-        )
 
 
 def _rounded(checkpoint: Checkpoint) -> tuple[Finding, ...]:

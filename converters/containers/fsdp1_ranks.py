@@ -17,18 +17,17 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from statekit.budget import Budget
-from statekit.conversion.contracts import Encoded, Evidence
+from statekit.conversion.contracts import Evidence, ReadOnly
 from statekit.converters.containers.step_folders import files_beside
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.containers.torch_file import open_torch
 from statekit.converters.formats.pytorch.reader import named
-from statekit.errors import CorruptError, FormatError, NotFoundError, UsageError
+from statekit.errors import CorruptError, FormatError, NotFoundError
 from statekit.files.checkpoint import FILES_BESIDE, Checkpoint
 from statekit.files.source import listing, opening
-from statekit.files.stage import Stage
 from statekit.files.tree import Place
 from statekit.tensors.tensor import Shape, Tensor, same_values
 from statekit.tensors.tree import Tree, walk
@@ -39,13 +38,11 @@ _KEYS = {"optimizer", "flat_param_shard", "rank", "world_size", "fqns", "shapes"
 
 
 @dataclass(frozen=True)
-class FsdpRanks:
+class FsdpRanks(ReadOnly):
     """The files of all ranks, with the layout of their flat parameter."""
 
     name: str = "fsdp1-ranks"
     title: str = "FSDP1's flat states, a torch file rank<r>.pt for each rank, with names and shapes in it"
-    suffixes: tuple[str, ...] = ()
-    target_kind: Literal["file", "folder"] | None = None
 
     def detect(self, path: Place) -> Evidence | None:
         """Looks for a torch file of rank 0."""
@@ -74,10 +71,6 @@ class FsdpRanks:
         meta = {"ranks": len(ranks), FILES_BESIDE: beside}
         findings = tuple(finding for one in opened for finding in one.findings)
         return Checkpoint(self.name, path, tree, meta, findings=findings, on_close=files.close)
-
-    def write(self, encoded: Encoded, stage: Stage) -> None:
-        """Refuses: only FSDP itself knows how it cuts."""
-        raise UsageError("This container can only be read.", place="--to", found=self.name)
 
 
 def _number(file: Place) -> int:

@@ -18,14 +18,14 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
-from typing import Any, Literal
+from typing import Any
 
 from statekit.budget import Budget
-from statekit.conversion.contracts import Encoded, Evidence
+from statekit.conversion.contracts import Evidence, ReadOnly
 from statekit.converters.containers.step_folders import check_step
 from statekit.converters.formats.named_tuples import numbered_fields
 from statekit.converters.formats.npy import ANY_DTYPE, is_npz, npz_arrays
-from statekit.errors import FormatError, StatekitError, UnknownFormatError, UsageError
+from statekit.errors import FormatError, StatekitError, UnknownFormatError
 from statekit.files.checkpoint import (
     EMPTY_LEFT_OUT,
     SEQUENCES_AS_MAPS,
@@ -33,7 +33,6 @@ from statekit.files.checkpoint import (
     Finding,
 )
 from statekit.files.source import first_bytes, opening
-from statekit.files.stage import Stage
 from statekit.files.tree import Place
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Path as Keys
@@ -47,13 +46,11 @@ _KEYS = re.compile(f"(?:{_KEY})+")
 
 
 @dataclass(frozen=True)
-class Npz:
+class Npz(ReadOnly):
     """NumPy archives of a tree's leaves."""
 
     name: str = "npz"
     title: str = "NumPy's npz: the leaves of a tree by their keys, as big_vision saves them"
-    suffixes: tuple[str, ...] = ()
-    target_kind: Literal["file", "folder"] | None = None
 
     def detect(self, path: Place) -> Evidence | None:
         """Looks at the first bytes."""
@@ -84,14 +81,6 @@ class Npz:
             }
             checkpoint = Checkpoint(self.name, path, _with_fields(tree), meta, None, on_close=files.close)
             return replace(checkpoint, findings=tuple(_unread(arrays)))
-
-    def write(self, encoded: Encoded, stage: Stage) -> None:
-        """Refuses: statekit writes no archives of NumPy.
-
-        Raises:
-            UsageError: Always.
-        """
-        raise UsageError("statekit doesn't write npz.", place=stage.target, remedy="choose --to flax")
 
 
 def _placed(arrays: Mapping[str, Any], place: str) -> dict[tuple[str, ...], Any]:

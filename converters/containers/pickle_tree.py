@@ -14,18 +14,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from statekit.budget import Budget
-from statekit.conversion.contracts import Encoded, Evidence
+from statekit.conversion.contracts import Evidence, ReadOnly
 from statekit.converters.containers.step_folders import check_step
 from statekit.converters.formats.named_tuples import fields_of
 from statekit.converters.formats.pickle.names import built_array
 from statekit.converters.formats.pickle.reader import read_pickle
-from statekit.errors import StatekitError, UnknownFormatError, UsageError
+from statekit.errors import StatekitError, UnknownFormatError
 from statekit.files.checkpoint import SEQUENCES_AS_MAPS, Checkpoint
 from statekit.files.source import first_bytes, opening, read_small
-from statekit.files.stage import Stage
 from statekit.files.tree import Place
 from statekit.tensors.tensor import Stored
 from statekit.tensors.tree import Record, Tree
@@ -35,13 +34,11 @@ _EMPTY: Final = ("EmptyState", "MaskedNode")
 
 
 @dataclass(frozen=True)
-class PickledTree:
+class PickledTree(ReadOnly):
     """Pickled trees of JAX programs."""
 
     name: str = "pickle"
     title: str = "pickled trees of JAX programs (params, opt_state), read as data and never run"
-    suffixes: tuple[str, ...] = ()
-    target_kind: Literal["file", "folder"] | None = None
 
     def detect(self, path: Place) -> Evidence | None:
         """Looks at the name and the first bytes."""
@@ -73,14 +70,6 @@ class PickledTree:
                 )
             meta = {"generation": "pickle", SEQUENCES_AS_MAPS: True}
             return Checkpoint(self.name, path, tree, meta, None, on_close=files.close)
-
-    def write(self, encoded: Encoded, stage: Stage) -> None:
-        """Refuses: statekit writes no pickles.
-
-        Raises:
-            UsageError: Always.
-        """
-        raise UsageError("statekit doesn't write pickles.", place=stage.target, remedy="choose --to flax")
 
 
 def _calls(_: Callable[[str], None]) -> Mapping[str, Callable[[tuple[Any, ...]], Any]]:

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, runtime_checkable
 
 from statekit.budget import Budget
 from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.errors import UsageError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.files.sections import CutPoints, Section
 from statekit.files.stage import Stage
@@ -155,6 +156,26 @@ class Container(Protocol):
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes a tree below `stage.path`, passing every tensor through `stage.stream`."""
+
+
+class ReadOnly:
+    """What containers that statekit only reads have in common: no suffix, no target, and a `write` that refuses."""
+
+    name: str
+    suffixes: tuple[str, ...] = ()
+    target_kind: Literal["file", "folder"] | None = None
+
+    def write(self, encoded: Encoded, stage: Stage) -> None:
+        """Refuses.
+
+        Raises:
+            UsageError: Always.
+        """
+        raise UsageError(
+            f"statekit only reads {self.name}.",
+            place=stage.target,
+            remedy="choose another container with --to",
+        )
 
 
 @runtime_checkable

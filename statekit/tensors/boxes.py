@@ -15,7 +15,17 @@ import numpy as np
 
 from statekit.budget import Account
 from statekit.errors import CorruptError, UsageError
-from statekit.tensors.tensor import Array, DType, Index, Shape, Tensor, index_shape, normal_index
+from statekit.tensors.tensor import (
+    Array,
+    DType,
+    Index,
+    OfOne,
+    OfSeveral,
+    Shape,
+    Tensor,
+    index_shape,
+    normal_index,
+)
 
 Box: TypeAlias = tuple[Shape, Shape]
 """First index and size along each axis."""
@@ -150,7 +160,7 @@ class Joined:
 
 
 @dataclass(frozen=True)
-class Cut:
+class Cut(OfOne):
     """What a tensor has in a box; undoes `Joined`.
 
     Example:
@@ -166,11 +176,6 @@ class Cut:
     def shape(self) -> Shape:
         """The shape."""
         return index_shape(self.box)
-
-    @property
-    def dtype(self) -> DType:
-        """The dtype."""
-        return self.tensor.dtype
 
     @property
     def grain(self) -> Shape:
@@ -190,7 +195,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Agreed:
+class Agreed(OfSeveral):
     """A tensor that several ranks hold, each the same: reading it compares them.
 
     Attributes:
@@ -210,11 +215,6 @@ class Agreed:
     def shape(self) -> Shape:
         """The shape."""
         return self.tensors[0].shape
-
-    @property
-    def dtype(self) -> DType:
-        """The dtype."""
-        return self.tensors[0].dtype
 
     @property
     def grain(self) -> Shape:

@@ -16,14 +16,26 @@ import numpy as np
 import numpy.typing as npt
 
 from statekit.errors import UsageError
-from statekit.tensors.tensor import Array, DType, Index, Shape, Tensor, index_shape, normal_index, rounded
+from statekit.tensors.tensor import (
+    Array,
+    DType,
+    Index,
+    OfOne,
+    OfSeveral,
+    Shape,
+    Tensor,
+    index_shape,
+    normal_index,
+    rounded,
+)
+from statekit.tensors.views import EachElement
 
 _GAP = 8
 """Places that are read over rather than read around: the next read costs more."""
 _Places = npt.NDArray[np.int64]
 
 
-class _Along:
+class _Along(OfOne):
     """A tensor whose places along `axis` are some of another's."""
 
     tensor: Tensor
@@ -41,11 +53,6 @@ class _Along:
         """The shape."""
         sizes = self.tensor.shape
         return (*sizes[: self.axis], self._length, *sizes[self.axis + 1 :])
-
-    @property
-    def dtype(self) -> DType:
-        """The dtype."""
-        return self.tensor.dtype
 
     @property
     def grain(self) -> Shape:
@@ -168,7 +175,7 @@ class Picked(_Along):
 
 
 @dataclass(frozen=True)
-class Joined:
+class Joined(OfSeveral):
     """Tensors one after the other along an axis, in turns of a run of each.
 
     Raises:
@@ -201,11 +208,6 @@ class Joined:
         first = self.tensors[0].shape
         length = sum(tensor.shape[self.axis] for tensor in self.tensors)
         return (*first[: self.axis], length, *first[self.axis + 1 :])
-
-    @property
-    def dtype(self) -> DType:
-        """The dtype."""
-        return self.tensors[0].dtype
 
     @property
     def grain(self) -> Shape:
@@ -243,7 +245,7 @@ By: TypeAlias = Literal["mean", "root_mean_square", "sum"]
 
 
 @dataclass(frozen=True)
-class Combined:
+class Combined(OfSeveral):
     """Tensors of one shape as one, element by element, in float64 and rounded once to their dtype.
 
     Example:
@@ -261,11 +263,6 @@ class Combined:
     def shape(self) -> Shape:
         """The shape."""
         return self.tensors[0].shape
-
-    @property
-    def dtype(self) -> DType:
-        """The dtype."""
-        return self.tensors[0].dtype
 
     @property
     def grain(self) -> Shape:
@@ -293,7 +290,7 @@ class Combined:
 
 
 @dataclass(frozen=True)
-class Rescaled:
+class Rescaled(EachElement, OfOne):
     """A tensor times `part` / `whole`, which stand along some of its axes; where `whole` is 0, as it is.
 
     Example:
@@ -303,25 +300,9 @@ class Rescaled:
         [[2.0, 3.0], [8.0, 9.0]]
     """
 
-    tensor: Tensor
     part: Tensor
     whole: Tensor
     axes: tuple[int, ...]
-
-    @property
-    def shape(self) -> Shape:
-        """The shape."""
-        return self.tensor.shape
-
-    @property
-    def dtype(self) -> DType:
-        """The dtype."""
-        return self.tensor.dtype
-
-    @property
-    def grain(self) -> Shape:
-        """The cheapest block: the tensor's."""
-        return self.tensor.grain
 
     def read(self, index: Index | None = None) -> Array:
         """Reads a block, computed in float64 and rounded once."""
@@ -341,7 +322,7 @@ class Rescaled:
 
 
 @dataclass(frozen=True)
-class Repeated:
+class Repeated(OfOne):
     """A tensor `count` times along a new axis.
 
     Example:
@@ -360,11 +341,6 @@ class Repeated:
         return (*self.tensor.shape[: self.axis], self.count, *self.tensor.shape[self.axis :])
 
     @property
-    def dtype(self) -> DType:
-        """The dtype."""
-        return self.tensor.dtype
-
-    @property
     def grain(self) -> Shape:
         """The cheapest block: one of them."""
         return (*self.tensor.grain[: self.axis], 1, *self.tensor.grain[self.axis :])
@@ -381,7 +357,7 @@ class Repeated:
 
 
 @dataclass(frozen=True)
-class Padded:
+class Padded(OfOne):
     """A tensor with more places along an axis, behind those it has: each `new`, or zeros if that is None.
 
     Example:
@@ -399,11 +375,6 @@ class Padded:
     def shape(self) -> Shape:
         """The shape."""
         return (*self.tensor.shape[: self.axis], self.length, *self.tensor.shape[self.axis + 1 :])
-
-    @property
-    def dtype(self) -> DType:
-        """The dtype."""
-        return self.tensor.dtype
 
     @property
     def grain(self) -> Shape:

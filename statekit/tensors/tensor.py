@@ -310,6 +310,28 @@ def _joined(out: Array, values: Array) -> tuple[Array, Array]:
     )
 
 
+class OfOne:
+    """A tensor made of another one, in the dtype of that."""
+
+    tensor: Tensor
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype."""
+        return self.tensor.dtype
+
+
+class OfSeveral:
+    """A tensor made of several others, which have one dtype."""
+
+    tensors: Sequence[Tensor]
+
+    @property
+    def dtype(self) -> DType:
+        """The dtype."""
+        return self.tensors[0].dtype
+
+
 @dataclass(slots=True, unsafe_hash=True)
 class Stored:
     """A tensor that lies in a file. `fetch` gets a normal index and returns that block.

@@ -18,6 +18,8 @@ from statekit.tensors.tensor import (
     Cast,
     DType,
     Index,
+    OfOne,
+    OfSeveral,
     Shape,
     Tensor,
     fill,
@@ -32,7 +34,7 @@ from statekit.tensors.tensor import (
 
 
 @dataclass(frozen=True)
-class Squeezed:
+class Squeezed(OfOne):
     """The same values with axes of length 1 put in or taken out: shape (4, 1) as (4,), or the other way round.
 
     Raises:
@@ -52,11 +54,6 @@ class Squeezed:
             raise UsageError(
                 "Shapes differ in more than axes of length 1.", expected=self.tensor.shape, found=self.shape
             )
-
-    @property
-    def dtype(self) -> DType:
-        """The dtype."""
-        return self.tensor.dtype
 
     @property
     def grain(self) -> Shape:
@@ -93,7 +90,7 @@ class Squeezed:
 
 
 @dataclass(frozen=True)
-class _WithoutAxis:
+class _WithoutAxis(OfOne):
     """What a tensor becomes that loses one of its axes."""
 
     tensor: Tensor
@@ -103,11 +100,6 @@ class _WithoutAxis:
     def shape(self) -> Shape:
         """The shape."""
         return (*self.tensor.shape[: self.axis], *self.tensor.shape[self.axis + 1 :])
-
-    @property
-    def dtype(self) -> DType:
-        """The dtype."""
-        return self.tensor.dtype
 
     @property
     def grain(self) -> Shape:
@@ -176,7 +168,7 @@ class Copies(_WithoutAxis):
 
 
 @dataclass(frozen=True)
-class Stack:
+class Stack(OfSeveral):
     """Tensors of one shape and dtype along a new axis; undoes `Slice`."""
 
     tensors: Sequence[Tensor]
@@ -187,11 +179,6 @@ class Stack:
         """The shape."""
         inner = self.tensors[0].shape
         return (*inner[: self.axis], len(self.tensors), *inner[self.axis :])
-
-    @property
-    def dtype(self) -> DType:
-        """The dtype."""
-        return self.tensors[0].dtype
 
     @property
     def grain(self) -> Shape:
@@ -216,7 +203,7 @@ class Stack:
 
 
 @dataclass(frozen=True)
-class Permuted:
+class Permuted(OfOne):
     """A tensor with its axes in another order: the new axis i is the tensor's axis `order[i]`.
 
     Raises:
@@ -245,11 +232,6 @@ class Permuted:
         return tuple(self.tensor.shape[i] for i in self.order)
 
     @property
-    def dtype(self) -> DType:
-        """The dtype."""
-        return self.tensor.dtype
-
-    @property
     def grain(self) -> Shape:
         """The cheapest block, in the new order."""
         return tuple(self.tensor.grain[i] for i in self.order)
@@ -266,7 +248,7 @@ class Permuted:
 
 
 @dataclass(frozen=True)
-class Merged:
+class Merged(OfOne):
     """A tensor whose axes `axis` and `axis + 1` are one, the second running faster; undoes `Parted`.
 
     Example:
@@ -282,11 +264,6 @@ class Merged:
     def shape(self) -> Shape:
         """The shape."""
         return self._joined(self.tensor.shape)
-
-    @property
-    def dtype(self) -> DType:
-        """The dtype."""
-        return self.tensor.dtype
 
     @property
     def grain(self) -> Shape:
@@ -317,7 +294,7 @@ class Merged:
 
 
 @dataclass(frozen=True)
-class Parted:
+class Parted(OfOne):
     """A tensor whose axis `axis` is two, of which the first has the length `outer`; undoes `Merged`.
 
     Raises:
@@ -349,11 +326,6 @@ class Parted:
         """The shape."""
         sizes = self.tensor.shape
         return (*sizes[: self.axis], self.outer, self._run, *sizes[self.axis + 1 :])
-
-    @property
-    def dtype(self) -> DType:
-        """The dtype."""
-        return self.tensor.dtype
 
     @property
     def grain(self) -> Shape:
@@ -508,8 +480,8 @@ class Concatenated:
 
 
 @dataclass(frozen=True)
-class _EachElement:
-    """What a tensor becomes of which each element is computed by itself."""
+class EachElement:
+    """A tensor each element of which is computed from one element of another."""
 
     tensor: Tensor
 
@@ -525,7 +497,7 @@ class _EachElement:
 
 
 @dataclass(frozen=True)
-class EighthRoot(_EachElement):
+class EighthRoot(EachElement):
     """What an eighth power stands for: sign(b) |b|^(1/8) / 128 in float32, by three square roots as in the original.
 
     Source: tensorflow/tensor2tensor, utils/quantization.py, `EighthPowerEncoding.decode`.
@@ -553,7 +525,7 @@ class EighthRoot(_EachElement):
 
 
 @dataclass(frozen=True)
-class EighthPower(_EachElement):
+class EighthPower(EachElement):
     """A tensor as an eighth power in bfloat16, sign(w) (128 |w|)^8, rounded to nearest; undoes `EighthRoot` to the bit.
 
     Source: tensorflow/tensor2tensor, utils/quantization.py, `EighthPowerEncoding.encode`.
@@ -577,7 +549,7 @@ class EighthPower(_EachElement):
 
 
 @dataclass(frozen=True)
-class Narrowed(_EachElement):
+class Narrowed(EachElement):
     """A tensor in a dtype that doesn't hold all of its values, rounded to nearest; a wider one is a `Cast`."""
 
     dtype: DType
@@ -600,7 +572,7 @@ def cast(tensor: Tensor, dtype: DType) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Scaled(_EachElement):
+class Scaled(EachElement, OfOne):
     """A tensor times a number, rounded once to its own dtype.
 
     A power of two keeps every digit of what stays in the dtype's range.
@@ -612,11 +584,6 @@ class Scaled(_EachElement):
     """
 
     factor: float
-
-    @property
-    def dtype(self) -> DType:
-        """The tensor's own."""
-        return self.tensor.dtype
 
     def read(self, index: Index | None = None) -> Array:
         """Reads a block."""

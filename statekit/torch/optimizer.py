@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeAlias, final
+from typing import Any, ClassVar, TypeAlias, final
 
 import torch
 from torch._compile import _disable_dynamo
@@ -14,7 +14,7 @@ from statekit.dropin.options import refuse_options
 from statekit.errors import Faults, UnknownRuleError, UsageError
 from statekit.optim.run import steps_for
 from statekit.state.options import LOGICAL, offered, read_options
-from statekit.state.schema import OptimizerSchema
+from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.state.train_state import next_decay
 from statekit.torch.fast.batching import in_own_memory, laid_together
 from statekit.torch.groups import ParamGroup, check_named, rate_fault, read_group, settle_group
@@ -252,32 +252,29 @@ class SchemaOptimizer(GroupedOptimizer, ABC):
         UsageError: Parameters without names, of a rank that needs a rule and without one, or options that can't be.
     """
 
+    SCHEMA: ClassVar[str]
+    """The schema's name."""
+
     def __init__(
         self, params: Params, lr: Rate, variant: str, foreach: bool, options: Mapping[str, Any]
     ) -> None:
-        schema = self._schema()
-        steps_for(schema.name, variant)
-        stated = read_options(schema.name, variant, options, rate="lr")
+        steps_for(self.SCHEMA, variant)
+        stated = read_options(self.SCHEMA, variant, options, rate="lr")
         fault = rate_fault(lr)
         refuse_options([*stated.faults, *([(fault, "lr")] if fault else [])], stated.remedy)
-        usual = usual_options(schema.name, variant)
-        kept = {"lr": lr, "step": 0, "schema": schema.name, "variant": variant, "foreach": foreach}
+        usual = usual_options(self.SCHEMA, variant)
+        kept = {"lr": lr, "step": 0, "schema": self.SCHEMA, "variant": variant, "foreach": foreach}
         self._plans: dict[int, GroupPlan] = {}
         self._direct: dict[int, DirectUpdate] = {}
         super().__init__(params, {**kept, **usual, **stated.values})
 
-    @staticmethod
-    @abstractmethod
-    def _schema() -> OptimizerSchema:
-        """Returns the schema."""
-
     @final
     def _schemas(self) -> tuple[str, ...]:
-        return (self._schema().name,)
+        return (self.SCHEMA,)
 
     @final
     def _kind(self, group: ParamGroup) -> tuple[OptimizerSchema, str]:
-        return self._schema(), self.defaults["variant"]
+        return load_schema(self.SCHEMA), self.defaults["variant"]
 
 
 def usual_options(schema: str, variant: str) -> dict[str, Any]:

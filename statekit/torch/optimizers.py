@@ -17,7 +17,6 @@ from statekit.dropin.options import (
     ScaledAdamOptions,
     documented,
 )
-from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.torch.optimizer import Params, Rate, SchemaOptimizer
 
 
@@ -63,6 +62,8 @@ class Adafactor(SchemaOptimizer):
         1
     """
 
+    SCHEMA = "adafactor"
+
     def __init__(
         self,
         params: Params,
@@ -73,10 +74,6 @@ class Adafactor(SchemaOptimizer):
         **options: Unpack[AdafactorOptions],
     ) -> None:
         super().__init__(params, lr, variant, foreach, options)
-
-    @staticmethod
-    def _schema() -> OptimizerSchema:
-        return load_schema("adafactor")
 
 
 @documented("adamw", "torch")
@@ -114,6 +111,8 @@ class AdamW(SchemaOptimizer):
         ['m', 'v', 'v_max']
     """
 
+    SCHEMA = "adamw"
+
     def __init__(
         self,
         params: Params,
@@ -124,10 +123,6 @@ class AdamW(SchemaOptimizer):
         **options: Unpack[AdamWOptions],
     ) -> None:
         super().__init__(params, lr, variant, foreach, options)
-
-    @staticmethod
-    def _schema() -> OptimizerSchema:
-        return load_schema("adamw")
 
 
 @documented("lamb", "optax")
@@ -164,6 +159,8 @@ class LAMB(SchemaOptimizer):
         ['m', 'v']
     """
 
+    SCHEMA = "lamb"
+
     def __init__(
         self,
         params: Params,
@@ -174,10 +171,6 @@ class LAMB(SchemaOptimizer):
         **options: Unpack[LambOptions],
     ) -> None:
         super().__init__(params, lr, variant, foreach, options)
-
-    @staticmethod
-    def _schema() -> OptimizerSchema:
-        return load_schema("lamb")
 
 
 @documented("lans", "mxnet_fused")
@@ -217,6 +210,8 @@ class LANS(SchemaOptimizer):
         ['m', 'v']
     """
 
+    SCHEMA = "lans"
+
     def __init__(
         self,
         params: Params,
@@ -227,10 +222,6 @@ class LANS(SchemaOptimizer):
         **options: Unpack[LansOptions],
     ) -> None:
         super().__init__(params, lr, variant, foreach, options)
-
-    @staticmethod
-    def _schema() -> OptimizerSchema:
-        return load_schema("lans")
 
 
 @documented("muon", "torch")
@@ -271,6 +262,8 @@ class Muon(SchemaOptimizer):
         ['m']
     """
 
+    SCHEMA = "muon"
+
     def __init__(
         self,
         params: Params,
@@ -281,10 +274,6 @@ class Muon(SchemaOptimizer):
         **options: Unpack[MuonOptions],
     ) -> None:
         super().__init__(params, lr, variant, foreach, options)
-
-    @staticmethod
-    def _schema() -> OptimizerSchema:
-        return load_schema("muon")
 
 
 @documented("scaled_adam", "zip2025")
@@ -324,6 +313,8 @@ class ScaledAdam(SchemaOptimizer):
         ['model_norm_threshold', 'model_norms', 'num_clipped']
     """
 
+    SCHEMA = "scaled_adam"
+
     def __init__(
         self,
         params: Params,
@@ -334,7 +325,3 @@ class ScaledAdam(SchemaOptimizer):
         **options: Unpack[ScaledAdamOptions],
     ) -> None:
         super().__init__(params, lr, variant, foreach, options)
-
-    @staticmethod
-    def _schema() -> OptimizerSchema:
-        return load_schema("scaled_adam")
