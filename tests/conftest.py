@@ -7,8 +7,10 @@ import os
 import re
 import sys
 import tempfile
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
+from random import Random
 
 import pytest
 from hypothesis import settings
@@ -75,20 +77,41 @@ def _leave_out_listed(config: pytest.Config, items: list[pytest.Item]) -> None:
 
 
 def _leave_out_repeated(items: list[pytest.Item]) -> None:
-    """Marks as slow the cases of a sampled test whose words other cases have: each value of each axis stays."""
-    sampled = [item for item in items if item.get_closest_marker("sampled")]
-    words = {item: _words(item) for item in sampled if not item.get_closest_marker("slow")}
-    left = Counter(word for item in words for word in words[item])
-    for item, named in reversed(words.items()):  # a backend's cases stand after NumPy's, and cost more
-        if all(left[word] > 1 for word in named):
-            left.subtract(named)
+    """Marks as slow what a sampled test leaves out: cases whose words others have, or all beyond its number."""
+    tests: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        if item.get_closest_marker("sampled") and not item.get_closest_marker("slow"):
+            tests[item.nodeid.partition("[")[0]].append(item)
+    for cases in tests.values():
+        marker = cases[0].get_closest_marker("sampled")
+        assert marker is not None
+        for item in _drawn(cases, *marker.args) if marker.args else _repeated(cases):
             item.add_marker(pytest.mark.slow)
 
 
-def _words(item: pytest.Item) -> set[tuple[str, str]]:
-    """Returns the test and each word of its case's name."""
-    test, _, case = item.nodeid.partition("[")
-    return {(test, word) for word in re.split(r"[-,/]", case)}
+def _repeated(cases: list[pytest.Item]) -> Iterator[pytest.Item]:
+    """Yields the cases without which each value of each axis stays."""
+    left = Counter(word for case in cases for word in _words(case))
+    for case in reversed(cases):  # a backend's cases stand after NumPy's, and cost more
+        if all(left[word] > 1 for word in _words(case)):
+            left.subtract(_words(case))
+            yield case
+
+
+def _drawn(cases: list[pytest.Item], number: int) -> list[pytest.Item]:
+    """Returns the cases beyond a number: those that add the most new values of axes are drawn first."""
+    left = Random(0).sample(cases, len(cases))
+    seen: set[str] = set()
+    for _ in range(min(number, len(left))):
+        case = max(left, key=lambda case: len(_words(case) - seen))
+        seen |= _words(case)
+        left.remove(case)
+    return left
+
+
+def _words(item: pytest.Item) -> set[str]:
+    """Returns the words of a case's name."""
+    return {*re.split(r"[-,/]", item.nodeid.partition("[")[2])}
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,10 +14,12 @@ import pytest
 
 from goldens import GOLDEN
 from statekit.arrays.backend import Backend
+from statekit.errors import StatekitError
 from statekit.optim import adafactor
 from statekit.optim.adafactor import ParamConfig
 from statekit.optim.steps import Scene
-from statekit.state.train_state import Axis
+from statekit.state.schema import load_schema
+from statekit.state.train_state import Axis, TrainState
 from statekit.verify.recording import Recording, from_json, open_recording, to_json
 from statekit.verify.replay import Replay, Subject, replay
 
@@ -53,6 +56,21 @@ def marks(name: str, slow: bool = False) -> list[pytest.MarkDecorator]:
 def present(*cases: str) -> list[str]:
     """Those of some `<system>/<case>` that are here: of the compact choice only some."""
     return [case for case in cases if (GOLDEN / case / "trajectory.safetensors").is_file()]
+
+
+def first_state(recording: Recording) -> TrainState:
+    return recording.state(recording.first, recording.trajectories[0], recording.first + 1)
+
+
+@cache
+def stepped(folder: Path) -> bool:
+    """Tells whether a recording has a rule that statekit steps."""
+    try:
+        with open_recording(folder) as recording:
+            state = first_state(recording)
+    except (StatekitError, OSError, KeyError):
+        return False
+    return state.optimizer.variant in load_schema(state.optimizer.schema).stepped
 
 
 @contextmanager

@@ -13,13 +13,11 @@ import tensorflow as tf
 
 from statekit.arrays.backend import backend
 from statekit.arrays.intervals import IntervalBackend
-from statekit.errors import StatekitError
 from statekit.optim.run import load, mover
-from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 from statekit.tensorflow.from_checkpoint import built
 from statekit.tensors.tensor import DTYPES, Array
-from statekit.verify.recording import Recording, Trajectory, open_recording
+from statekit.verify.recording import Recording, Trajectory
 from statekit.verify.replay import named
 from statekit.verify.verdict import Row, compare
 
@@ -90,20 +88,6 @@ class Run:
 def spelled(said: Mapping[str, Any]) -> dict[str, Any]:
     """Returns hyperparameters with the encoding by its name; the object's was recorded."""
     return {**said, "parameter_encoding": "eighth_power"} if said.get("parameter_encoding") else dict(said)
-
-
-def first_state(recording: Recording) -> TrainState:
-    return recording.state(recording.first, recording.trajectories[0], recording.first + 1)
-
-
-def stepped(folder: Any) -> bool:
-    """Tells whether a recording can be driven."""
-    try:
-        with open_recording(folder) as recording:
-            state = first_state(recording)
-    except (StatekitError, OSError, KeyError):
-        return False
-    return state.optimizer.variant in load_schema(state.optimizer.schema).stepped
 
 
 def verdict(recording: Recording, last: int | None = None) -> Iterator[Row]:

@@ -80,6 +80,7 @@ def test_every_element_of_every_step_lies_in_the_bound(name: str, case: str) -> 
     )
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", [case for case in ALL if case != BF16])
 def test_the_float64_oracle_lies_in_the_bound_of_compiled_float32(case: str) -> None:
     recording = open_recording(GOLDEN / case)
@@ -92,6 +93,7 @@ def test_the_float64_oracle_lies_in_the_bound_of_compiled_float32(case: str) -> 
 SQUARES = present(SCHEDULED, FORLOOP, BF16, LIGHTNING, PLAIN)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "case"), everywhere(SQUARES, [], SQUARES[:2]))
 def test_swapped_rows_and_columns_of_a_square_leave_the_bound(name: str, case: str) -> None:
     xp = backend(name)
@@ -103,6 +105,7 @@ def test_swapped_rows_and_columns_of_a_square_leave_the_bound(name: str, case: s
 LATE = present(WARM, SCHEDULED, FORLOOP, FULL, LINKS, KERAS)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "case"), everywhere(LATE, [], LATE[:2]))
 def test_a_step_one_off_leaves_the_bound(name: str, case: str) -> None:
     xp = backend(name)
@@ -149,6 +152,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", ["numpy", pytest.param("torch", marks=marks("torch", slow=True))])
 @pytest.mark.parametrize("what", FAULTS)
 def test_another_rule_leaves_the_bound(what: str, name: str) -> None:

@@ -59,6 +59,7 @@ def test_every_element_of_every_step_lies_in_the_bound(name: str, case: str) -> 
     assert np.median(moments) < (3e-4 if case == QUANT8 else 5e-5), "a bound this wide proves nothing"
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", [case for case in ALL if case not in (BF16, ENCODED, MASTER)])
 def test_the_float64_oracle_lies_in_the_bound_of_compiled_float32(case: str) -> None:
     recording = open_recording(GOLDEN / case)
@@ -167,6 +168,7 @@ def test_swapped_rows_and_columns_of_a_square_leave_the_bound(name: str, case: s
 ONE_LATE = present(STACKED, QUANT8, ENCODED, EARLY, ADAM)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "case"), everywhere(ONE_LATE, ONE_LATE[:1]))
 def test_a_step_one_off_leaves_the_bound(name: str, case: str) -> None:
     xp = backend(name)
@@ -209,7 +211,7 @@ FAULTS = [what for what, fault in RULES.items() if present(fault[0])]
 ESSENTIAL = [what for what in FAULTS if what == "decay of the other type"]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("name", "fault"), everywhere(FAULTS, ESSENTIAL))
 def test_another_rule_leaves_the_bound(name: str, fault: str) -> None:
     case, constants, changes = RULES[fault]

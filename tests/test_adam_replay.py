@@ -184,6 +184,7 @@ HERE = {what: [fault for fault in faults if present(fault[0])] for what, faults 
 FAULTS = [f"{what} {number}" for what, faults in HERE.items() for number in range(len(faults))]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_another_rule_leaves_the_bound(fault: str) -> None:
     what, _, number = fault.rpartition(" ")

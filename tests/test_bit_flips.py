@@ -210,6 +210,7 @@ def judged(kind: str, name: str, count: int, work: Path, monkeypatch: pytest.Mon
     return seen
 
 
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_a_few_bits(kind: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     judged(kind, name, FEW, tmp_path, monkeypatch)

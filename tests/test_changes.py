@@ -653,6 +653,7 @@ def test_the_lines_say_which_loss_is_in_force(tmp_path: Path, capsys: pytest.Cap
     assert said in capsys.readouterr().out
 
 
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize("row", ROWS, ids=[f"{row.layout}:{row.name}" for row in ROWS])
 def test_of_every_sample_parameters_alone_come_without_a_slot(row: Row, tmp_path: Path) -> None:
     """Whatever its container and layout: each parameter is there, equal, and nothing of the optimizer."""

@@ -86,6 +86,7 @@ def test_maxtext_refuses_a_run_of_no_update(tmp_path: Path) -> None:
         plan(source, changes=Changes(schedule_step=3), **target)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize("layout", [name for name in PLACES if name != "maxtext"])
 def test_counts_and_frozen_parameters_are_done_or_refused_in_the_plan(layout: str, tmp_path: Path) -> None:
     home, place = registry.layout_card(layout).containers[0], PLACES[layout]

@@ -47,6 +47,7 @@ def through(source: Path, folder: Path, back: str) -> Report:
     return report
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", BUNDLES)
 def test_a_recorded_run_comes_back(tmp_path: Path, name: str) -> None:
     digests = set()
@@ -56,6 +57,7 @@ def test_a_recorded_run_comes_back(tmp_path: Path, name: str) -> None:
     assert len(digests) == 1  # both generations hold the same values
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_checkpoint_of_every_generation_comes_back(tmp_path: Path, name: str) -> None:
     through(GOLDEN / name, tmp_path, "t5x")

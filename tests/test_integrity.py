@@ -75,6 +75,7 @@ def bits(file: Path, count: int) -> list[int]:
     ]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("large", [False, True], ids=["small files", "large files"])
 @pytest.mark.parametrize("to", FOLDERS)
 def test_a_flipped_bit_in_any_file_stops_a_conversion(

@@ -52,6 +52,7 @@ def rates_of(call: str) -> Rates:
     return rates
 
 
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize("call", FORMS)
 def test_the_printed_schedule_of_keras_has_every_rate(call: str) -> None:
     import keras

@@ -134,6 +134,7 @@ RULES: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
 FAULTS = [what for what, fault in RULES.items() if present(fault[0])]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_another_rule_leaves_the_bound(fault: str) -> None:
     case, constants, changes, late = RULES[fault]

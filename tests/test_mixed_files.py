@@ -251,6 +251,7 @@ SAME = {"dcp: .metadata": "it says shapes and places, which are those of the oth
 """What makes no difference -> why."""
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", MIXES)
 def test_a_file_of_another_step_is_noticed(name: str, tmp_path: Path) -> None:
     make, part = MIXES[name]
@@ -273,6 +274,7 @@ def test_what_makes_no_difference_makes_none(name: str, tmp_path: Path) -> None:
     assert values[0] == values[1]
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("name", [name for name in MIXES if not name.startswith("lightning")])
 def test_files_of_one_step_are_passed_without_a_word(name: str, tmp_path: Path) -> None:
     assert noticed(MIXES[name][0](tmp_path / "sound", STEPS[1])) == ""

@@ -103,6 +103,7 @@ def assert_within(path: Path, start: Start, xp: Backend) -> None:
     assert sum(row.size for row in rows) > 1000
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("path", T5X)
 def test_the_orbax_generation_starts_the_same_run(path: Path) -> None:
     with open_recording(path) as recording:

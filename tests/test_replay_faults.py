@@ -112,6 +112,7 @@ CHANGES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("fault", CHANGES)
 def test_a_moved_hyperparameter_leaves_the_bound(fault: str) -> None:
     case, changes = CHANGES[fault]

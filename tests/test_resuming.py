@@ -16,8 +16,6 @@ PUBLISHED: list[dict[str, Any]] = json.loads(resuming_table.RESULTS.read_text(en
 SAMPLE = (
     "keras-h5/keras/functional",
     "tf-bundle/tf2-statekit/sequential",
-    "keras/statekit-keras/functional",
-    "torch/statekit-torch/groups, LambdaLR",
     "torch/torch-optim/lightning: tied and frozen",
     "torch/torch-optim/two of AdamW, two schedules",
     "accelerate/statekit-torch/two optimizers, one schedule",

@@ -248,6 +248,7 @@ FAULTS: dict[str, tuple[Path, Mistake]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_leaves_the_bound(fault: str) -> None:
     path, mistake = FAULTS[fault]
@@ -287,6 +288,7 @@ MOVED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("fault", MOVED)
 def test_a_moved_hyperparameter_leaves_the_bound(fault: str) -> None:
     case, changes = MOVED[fault]

@@ -100,7 +100,7 @@ def cases() -> list[Any]:
     return [pytest.param(*one, id=one[0]) for one in every]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(("name", "make", "arguments"), cases())
 def test_a_right_resume_passes_and_another_length_is_named(
     name: str, make: Make, arguments: dict[str, Any] | None, tmp_path: Path

@@ -332,7 +332,7 @@ def matrix() -> list[Any]:
     ]
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize(("name", "fault"), matrix())
 def test_every_backend_notices(name: str, fault: Fault) -> None:
     assert noticed(fault, backend(name))

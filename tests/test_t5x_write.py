@@ -48,7 +48,7 @@ def files(folder: Path) -> dict[str, bytes]:
     }
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("source", recorded(), ids=str)
 def test_t5x_to_canonical_to_t5x_is_identical(source: Recorded, tmp_path: Path) -> None:
     with source.open() as original:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from goldens import GOLDEN
-from replaying import present
+from replaying import present, stepped
 from statekit.errors import StateError, UnknownRuleError, UsageError
 from statekit.state.options import offered
 from statekit.state.train_state import TrainState
@@ -49,7 +49,7 @@ FOLDERS = {
 ALL = [
     pytest.param(path, id=name, marks=[] if name in QUICK else pytest.mark.slow)
     for name, path in FOLDERS.items()
-    if driving.stepped(path)
+    if stepped(path)
 ]
 
 

@@ -83,6 +83,7 @@ def test_training_goes_on_from_the_checkpoint(folder: Path) -> None:
         assert result.start == "checkpoint" and result.passed
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("folder", BUNDLES, ids=named)
 def test_exchanged_slots_are_noticed(folder: Path, tmp_path: Path) -> None:
     """Two tensors of one shape, exchanged under their names: the start isn't the recorded state."""

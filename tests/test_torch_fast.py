@@ -297,6 +297,7 @@ def test_it_does_not_matter_how_many_share_a_stack(
         assert not moved(tried(schema, variant, {}, update=update)).outside
 
 
+@pytest.mark.sampled(20)
 @by_every_way
 def test_a_fault_of_a_thousandth_is_noticed(
     schema: str, variant: str, changes: Mapping[str, Any], way: str

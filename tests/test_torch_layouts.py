@@ -111,6 +111,7 @@ def test_a_recorded_state_is_found_by_shape_and_written_again(folder: Path) -> N
         assert plain(layout.encode(state).tree) == plain(checkpoint.tree)
 
 
+@pytest.mark.sampled(9)
 @pytest.mark.parametrize(
     ("name", "folder"),
     [pytest.param(n, f, id=f"{n}-{named(f)}", marks=marks(n, n != "numpy")) for n in BACKENDS for f in FILES],
@@ -121,6 +122,7 @@ def test_training_goes_on_from_the_file(name: str, folder: Path) -> None:
         assert result.start == "checkpoint" and result.passed
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("folder", FILES, ids=named)
 def test_a_permuted_slot_is_noticed(folder: Path, tmp_path: Path) -> None:
     """A slot turned round in the file: the start isn't the recorded state."""

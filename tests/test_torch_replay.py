@@ -11,13 +11,13 @@ from torch_driving import (
     begin,
     differing,
     driven,
-    first_state,
     recordings,
     replayed,
     verdict,
 )
 
 from goldens import COMPACT, GOLDEN
+from replaying import first_state
 from statekit.verify.recording import Recording, open_recording
 
 pytestmark = pytest.mark.torch
@@ -52,7 +52,7 @@ def test_one_by_one_it_ends_where_replay_does_bit_for_bit(path: Any) -> None:
         assert differing(driven(recording, foreach=False), replayed(recording)) == []
 
 
-@pytest.mark.sampled
+@pytest.mark.sampled(45)
 @pytest.mark.parametrize("path", ALL)
 def test_moved_together_each_update_stays_within_the_bound(path: Any) -> None:
     with open_recording(path) as recording:

@@ -12,11 +12,10 @@ import numpy as np
 import torch
 
 from goldens import GOLDEN
-from replaying import present
+from replaying import first_state, present, stepped
 from statekit.arrays.backend import backend
 from statekit.arrays.intervals import IntervalBackend
 from statekit.conversion.registry import layout
-from statekit.errors import StatekitError
 from statekit.optim.run import load, mover, store
 from statekit.optim.steps import USUAL
 from statekit.state.constants import variant_constants
@@ -36,20 +35,8 @@ Place = Callable[[torch.Tensor], torch.Tensor]
 
 def recordings() -> dict[str, Path]:
     """Every recording that can be replayed, by `<system>/<case>`."""
-    folders = {}
-    for meta in sorted(GOLDEN.glob("*/*/meta.json")):
-        try:
-            with open_recording(meta.parent) as recording:
-                state = first_state(recording)
-        except (StatekitError, OSError, KeyError):
-            continue
-        if state.optimizer.variant in load_schema(state.optimizer.schema).stepped:
-            folders[recording.name] = meta.parent
-    return folders
-
-
-def first_state(recording: Recording) -> TrainState:
-    return recording.state(recording.first, recording.trajectories[0], recording.first + 1)
+    folders = (meta.parent for meta in sorted(GOLDEN.glob("*/*/meta.json")))
+    return {f"{folder.parent.name}/{folder.name}": folder for folder in folders if stepped(folder)}
 
 
 @dataclass
