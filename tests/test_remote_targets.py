@@ -218,6 +218,39 @@ def test_what_another_process_writes_is_neither_read_nor_written(
     assert store.files == {"runs/1/b": b"foreign"}
 
 
+CLAIM = {"mark": "m", "target": "runs/1", "entries": [FILE], "owner": {}, "begun": 0.0}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {**CLAIM, "target": "prod/1"},
+        {**CLAIM, "target": ""},
+        {**CLAIM, "begun": 1e15},
+        {**CLAIM, "begun": 10**400},
+        {**CLAIM, "begun": float("nan")},
+        {**CLAIM, "owner": [["pid", 1]]},
+        {**CLAIM, "mark": "\ud800"},
+        [],
+        "[" * 60_000,
+    ],
+    ids=lambda record: f"{record!r:.60}",
+)
+def test_a_forged_claim_removes_nothing_and_is_named(
+    store: Served, record: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    claim = f"runs/{WORK}1/claim-0001.json"
+    text = record if isinstance(record, str) else json.dumps(record)
+    store.files |= {"prod/1/x": b"precious", "runs/1/a": b"half", claim: text.encode()}
+    store.marks |= dict.fromkeys(store.files, "m")
+    before = dict(store.files)
+    assert main(["sweep", "s3://bucket/runs", "--idle-hours", "0"]) == DONE
+    assert "kept" in capsys.readouterr().out
+    with pytest.raises(TargetExistsError):
+        written("s3://bucket/runs/1", to="statekit")
+    assert store.files == before
+
+
 def test_the_hub_is_no_target() -> None:
     assert main(["convert", f"{T5X}", "hf://owner/name/run"]) != DONE
 

@@ -22,7 +22,14 @@ from statekit.cli.main import main
 from statekit.conversion.convert import convert
 from statekit.conversion.plan import Plan
 from statekit.engines.slurm import Slurm, ranges
-from statekit.errors import CommitError, CorruptError, NotFoundError, TargetExistsError, UsageError
+from statekit.errors import (
+    CommitError,
+    CorruptError,
+    FormatError,
+    NotFoundError,
+    TargetExistsError,
+    UsageError,
+)
 from statekit.scale import folder, running
 from statekit.scale.engine import Outcome, Pool, Processes, carry_out, shard
 from statekit.scale.work import Work, split
@@ -233,6 +240,43 @@ def test_a_forged_record_of_another_shape_is_refused(work: Work) -> None:
     work.part_place(0).write_text(json.dumps(_sealed(document)))
     with pytest.raises(UsageError, match="has other tensors than the task"):
         work.finish()
+
+
+@pytest.mark.parametrize("record", [None, [], "x", [[0, 1]] * 99, [[0, [1]]], [[-1, 2]], {"0": 1}])
+def test_a_forged_record_of_a_section_is_refused_before_it_is_joined(record: Any, tmp_path: Path) -> None:
+    with split(planned(tmp_path / "there", "dcp"), tmp_path / "work", CUT) as work:
+        _all_but_finish(work)
+        document = json.loads(work.part_place(0).read_text())
+        document["records"] = dict.fromkeys(document["records"], record)
+        work.part_place(0).write_text(json.dumps(_sealed(document)))
+        with pytest.raises(UsageError, match=r"records/__0_0\.distcp"):
+            work.finish()
+
+
+@pytest.mark.parametrize("fields", [{"asked": "x"}, {"asked": [], "values": 1}, {"values": -1}, {"other": 1}])
+def test_a_forged_measure_is_refused(fields: Any, work: Work) -> None:
+    _all_but_finish(work)
+    document = json.loads(work.part_place(0).read_text())
+    work.part_place(0).write_text(json.dumps(_sealed({**document, "measured": [fields]})))
+    with pytest.raises(UsageError, match="part record can't be trusted"):
+        work.finish()
+
+
+@pytest.mark.parametrize("task", [[], ["write", [], 1], ["write", 5], 7, ["write", -1, 1]])
+def test_a_forged_task_is_refused_by_every_verb(task: Any, work: Work) -> None:
+    place = work.place / folder.DOCUMENT
+    document = json.loads(place.read_text())
+    place.write_text(json.dumps(_sealed({**document, "tasks": [task, *document["tasks"][1:]]})))
+    with pytest.raises(FormatError, match="tasks/0"):
+        Work(work.place)
+
+
+def test_a_dropped_work_leaves_the_files_that_somebody_else_put_there(work: Work) -> None:
+    _all_but_finish(work)
+    (work.place / "notes.txt").write_text("mine")
+    with pytest.raises(CommitError, match="somebody put other files there") as error:
+        work.drop()
+    assert "notes.txt" in f"{error.value}" and files(work.place) == {"notes.txt": b"mine"}
 
 
 def test_bits_that_flip_after_the_proof_are_found_by_reading_again(work: Work) -> None:

@@ -19,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from fnmatch import fnmatch
-from typing import Any
+from typing import Annotated, Any, TypeAlias, TypedDict
 
 from blake3 import blake3
 
@@ -28,9 +28,25 @@ from statekit.files.durable import is_dead, owner_of
 from statekit.files.manifest import FILE, parse
 from statekit.files.objects import Objects
 from statekit.files.tree import WORK
+from statekit.tensors.tree import strict_json
+from statekit.tensors.typed import Limit, Name, typed
 
 _NUMBERED = re.compile(r"claim-(\d{4})\.json")
 _MOST_BYTES = 2**16
+_MOST_MANIFEST = 2**28
+
+
+_Moment: TypeAlias = Annotated[float, Limit("seconds since 1970", lambda seconds: 0 <= seconds < 2**37)]
+
+
+class ClaimDocument(TypedDict):
+    """The fields of a claim's record."""
+
+    mark: Name
+    target: Name
+    entries: list[Name]
+    owner: dict[str, Any]
+    begun: _Moment
 
 
 @dataclass(frozen=True)
@@ -64,20 +80,21 @@ class Claim:
         return json.dumps(document, sort_keys=True).encode("ascii")
 
     @classmethod
-    def of_bytes(cls, number: int, data: bytes | None) -> Claim | None:
-        """Returns the claim that a record says; None if it says none, or was removed meanwhile."""
+    def of_bytes(cls, number: int, target: str, data: bytes | None) -> Claim | None:
+        """Returns the claim that a record says; None if it says none of its target, or was removed meanwhile.
+
+        Args:
+            number: The number in its name.
+            target: The target that it lies beside: a claim of any other would have another's objects removed.
+            data: The record.
+        """
         try:
-            document = json.loads(data or b"")
-            return cls(
-                number,
-                str(document["mark"]),
-                str(document["target"]),
-                tuple(map(str, document["entries"])),
-                dict(document["owner"]),
-                float(document["begun"]),
-            )
-        except (ValueError, KeyError, TypeError):
+            says = typed(strict_json(data or b"", target), ClaimDocument, target)
+        except StatekitError:
             return None
+        if says["target"] != target:
+            return None
+        return cls(number, says["mark"], target, tuple(says["entries"]), says["owner"], float(says["begun"]))
 
     @property
     def is_dead(self) -> bool:
@@ -254,7 +271,7 @@ def ranks(entries: Sequence[str]) -> Callable[[str], int]:
 
 def is_complete(objects: Objects, target: str) -> bool:
     """Tells whether a folder is there with a manifest and all files that it names."""
-    data = objects.read(f"{target}/{FILE}", 2**30)
+    data = objects.read(f"{target}/{FILE}", _MOST_MANIFEST)
     try:
         manifest = parse(data or b"", target)
     except StatekitError:
@@ -276,7 +293,7 @@ def claims_of(objects: Objects, target: str) -> list[Claim]:
     for name in names:
         match = _NUMBERED.fullmatch(name.rpartition("/")[2])
         assert match is not None  # as is_claim has it
-        claim = Claim.of_bytes(int(match[1]), objects.read(name, _MOST_BYTES))
+        claim = Claim.of_bytes(int(match[1]), target, objects.read(name, _MOST_BYTES))
         if claim is not None:
             claims.append(claim)
     return claims

@@ -6,15 +6,17 @@ state and the cut alone, so that one process and many write the same files.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from typing import Any, TypeAlias, cast
 
 from statekit.files.safetensors import open_safetensors, save_safetensors
 from statekit.files.source import Files
 from statekit.files.stage import Stage
 from statekit.files.tree import Place
 from statekit.tensors.tensor import Tensor, nbytes
+from statekit.tensors.typed import Natural, misfits
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,10 @@ class CutPoints:
         return usual if self.bytes is None else self.bytes
 
 
+Rows: TypeAlias = list[tuple[Natural, Natural]]
+"""A section's record that is a pair of whole numbers for each of its entries."""
+
+
 @dataclass(frozen=True)
 class Section:
     """Files of a target that a process writes by itself.
@@ -43,6 +49,8 @@ class Section:
         write: Writes it into a stage; returns plain JSON that the container's `join` needs of it.
         read: Opens it below a path, by what `write` returned: its tensors by their names in the target.
         repeats: Whether writing it again gives the same files and bytes; of an OCDBT database it doesn't.
+        record: The type of what `write` returns.
+        rows: How long that is, if it is `Rows`.
     """
 
     name: str
@@ -50,11 +58,22 @@ class Section:
     write: Callable[[Stage], Any]
     read: Callable[[Place, Files, Any], Mapping[str, Tensor]]
     repeats: bool = True
+    record: Any = None.__class__
+    rows: int = 0
 
     @property
     def bytes(self) -> int:
         """Bytes of its tensors."""
         return sum(map(nbytes, self.tensors.values()))
+
+    def record_faults(self, record: object) -> list[tuple[str, str]]:
+        """Returns what in a record from another process isn't what `write` returns, and where."""
+        faults = [*islice(misfits(record, self.record, ("records", self.name)), 1)]
+        if not faults and self.record is Rows and len(cast(Sized, record)) != self.rows:
+            faults = [
+                (f"has {len(cast(Sized, record))} entries, expected {self.rows}", f"records/{self.name}")
+            ]
+        return faults
 
 
 def safetensors_section(
@@ -80,4 +99,5 @@ def safetensors_section(
         opened = open_safetensors(path / file, files)
         return {named(name): tensor for name, tensor in opened.tensors.items()}
 
-    return Section(file, {named(name): tensor for name, tensor in tensors.items()}, write, read)
+    held = {named(name): tensor for name, tensor in tensors.items()}
+    return Section(file, held, write, read, record=str)

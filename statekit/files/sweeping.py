@@ -66,7 +66,7 @@ def swept(objects: Objects, folder: str, idle_hours: float | None = None) -> lis
 def _swept(objects: Objects, target: str, idle_hours: float | None) -> list[Left]:
     claims = claims_of(objects, target)
     if not claims:
-        return []
+        return _unreadable(objects, target)
     there, last = objects.below(target), claims[-1]
     place = f"{objects.place}/{target}"
     if not last.is_dead and (idle_hours is None or _idle(last, there) < idle_hours):
@@ -81,6 +81,17 @@ def _swept(objects: Objects, target: str, idle_hours: float | None) -> list[Left
     release(objects, claim)
     why = f"{len(set(foreign))} objects that statekit didn't put stay" if foreign else ""
     return [Left(place, f"{last}", "removed", why, len(there) - len(set(foreign)))]
+
+
+def _unreadable(objects: Objects, target: str) -> list[Left]:
+    """Returns the claims beside a target that say nothing of it: nobody knows what they claim, so all stays."""
+    names = [*filter(is_claim, objects.below(work_of(target)))]
+    why = f"{', '.join(names)} isn't a claim of it: look who put it there, and delete it"
+    return (
+        [Left(f"{objects.place}/{target}", "unknown", "kept", why, len(objects.below(target)))]
+        if names
+        else []
+    )
 
 
 def _idle(claim: Claim, there: Mapping[str, Facts]) -> float:

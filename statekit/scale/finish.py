@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import shutil
@@ -93,14 +94,12 @@ def _digests(opened: Opened, parts: Sequence[PartRecord]) -> dict[str, str]:
     faults = Faults()
     for part in parts:
         task = opened.tasks[part.task]
-        names = [
-            name
-            for section in task.names
-            if task.kind == "write"
-            for name in opened.sections[section].tensors
-        ]
+        sections = [opened.sections[name] for name in task.names if task.kind == "write"]
+        names = [name for section in sections for name in section.tensors]
         if names != list(part.tensors):
             faults.add("has other tensors than the task", f"part record of task {part.task}")
+        for section in sections:
+            faults += section.record_faults(part.records.get(section.name))
     if rest.keys() != opened.rest.keys():
         faults.add("lack digests of the source's tensors, or have others", "part records")
     faults.check(UsageError, "Part records aren't those of this work's tasks", remedy="run the tasks again")
@@ -216,7 +215,7 @@ def _measured(parts: Sequence[PartRecord]) -> tuple[Measured, ...]:
     together: dict[str, Measured] = {}
     for part in parts:
         for fields in part.measured:
-            one = Measured(**fields)
+            one = Measured(**{field.name: fields[field.name] for field in dataclasses.fields(Measured)})
             before = together.get(one.asked, Measured(one.asked))
             together[one.asked] = Measured(
                 one.asked,

@@ -57,7 +57,7 @@ class WorkDocument(TypedDict):
     task_bytes: Natural
     source: dict[Name, list[Natural]]
     fingerprint: dict[Name, str]
-    tasks: list[list[Any]]
+    tasks: list[tuple[str, Natural, Natural]]
     digest: str
 
 
@@ -147,7 +147,7 @@ class WorkFolder:
                 remedy="drop the work (statekit work drop) and split it again",
             )
         opened = opened_of(plan, prepared, self.document["task_bytes"])
-        tasks = [task.to_json() for task in opened.tasks]
+        tasks: list[Any] = [task.to_json() for task in opened.tasks]
         if (plan.digest, tasks) != (self.document["plan"], self.document["tasks"]):
             raise CorruptError(
                 "The plan made here isn't the plan of the work.",

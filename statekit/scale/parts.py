@@ -16,7 +16,7 @@ from statekit.files.manifest import inside
 from statekit.files.source import read_small
 from statekit.tensors.digest import json_digest
 from statekit.tensors.tree import strict_json
-from statekit.tensors.typed import Name, Natural, typed
+from statekit.tensors.typed import Finite, Name, Natural, typed
 
 _ATTEMPT = re.compile(r"\d{5,}-[0-9a-f]{32}")
 FORMAT = "statekit-part"
@@ -40,6 +40,16 @@ class PartTensor(TypedDict):
     blake3: str
 
 
+class PartMeasured(TypedDict):
+    """How far what a task rounded is off, as in `statekit.conversion.rounded.Measured`."""
+
+    asked: str
+    values: Natural
+    rounded: Natural
+    largest: Finite
+    lost: Natural
+
+
 class PartDocument(TypedDict):
     """The fields of a part record."""
 
@@ -52,7 +62,7 @@ class PartDocument(TypedDict):
     tensors: dict[str, PartTensor]
     checked: dict[str, str]
     records: dict[str, Any]
-    measured: list[dict[str, Any]]
+    measured: list[PartMeasured]
     seconds: float | int
     digest: str
 

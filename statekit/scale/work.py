@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -12,7 +13,7 @@ from typing import Any
 from statekit.conversion.convert import Report, check_place
 from statekit.conversion.plan import Plan
 from statekit.conversion.prepared import carried_out
-from statekit.errors import TargetExistsError, UsageError
+from statekit.errors import CommitError, TargetExistsError, UsageError, some
 from statekit.files.durable import new_file, rename_new, sync_folder, writing
 from statekit.scale.fingerprint import fingerprint
 from statekit.scale.finish import finish as finish_work
@@ -130,15 +131,30 @@ class Work(WorkFolder):
         return finish_work(self, again)
 
     def drop(self) -> None:
-        """Removes the work's folder, whatever in it is done; a finished target stays.
+        """Removes the work's folder, whatever in it is done; a finished target stays, and so do others' files.
 
         Raises:
-            CommitError: It can't be removed.
+            CommitError: It can't be removed, or somebody put other files there.
         """
         self.close()
         with writing(self.place):
             (self.place / DOCUMENT).unlink(missing_ok=True)  # nobody begins a task any more
-            shutil.rmtree(self.place)
+            for name in (PARTS, ATTEMPTS):
+                if (folder := self.place / name).exists():
+                    shutil.rmtree(folder)
+            for draft in self.place.glob(f"{DOCUMENT}.*"):
+                draft.unlink()
+            try:
+                self.place.rmdir()
+            except OSError as error:
+                if error.errno != errno.ENOTEMPTY:
+                    raise
+                raise CommitError(
+                    "The work is gone, and its folder stays: somebody put other files there.",
+                    place=self.place,
+                    found=some(sorted(path.name for path in self.place.iterdir())),
+                    remedy="look at them, and remove the folder yourself",
+                ) from None
 
 
 def _check_asked(plan: Plan, folder: Path, task_bytes: int) -> None:

@@ -594,6 +594,40 @@ def _hdf5_sample(libver: str, more: int) -> bytes:
     return file.getvalue()
 
 
+@cache
+def _hdf5_pieces() -> list[bytes]:
+    """Returns files of one or two kilobytes, each with few kinds of structure: most of what is changed is read."""
+    chunked, values = {"chunks": (2, 2)}, np.ones((4, 4), np.float32)
+    return [
+        *(_hdf5_piece(libver, {"data": values}) for libver in ("earliest", "latest")),
+        *(
+            _hdf5_piece(libver, {"data": values, **chunked, "compression": "gzip"})
+            for libver in ("earliest", "latest")
+        ),
+        *(
+            _hdf5_piece("latest", {"data": values, **chunked, "maxshape": axes})
+            for axes in ((None, 4), (None, None))
+        ),
+        *(_hdf5_piece(libver, {"data": ["a", "bc"]}, attributes=10) for libver in ("earliest", "latest")),
+        *(_hdf5_piece(libver, {"data": np.int64(4)}, members=10) for libver in ("earliest", "latest")),
+    ]
+
+
+def _hdf5_piece(libver: str, stored: dict[str, Any], members: int = 1, attributes: int = 1) -> bytes:
+    import io
+
+    import h5py
+
+    file = io.BytesIO()
+    with h5py.File(file, "w", libver=libver) as h5:
+        group = h5.create_group("g") if members == 1 else h5
+        for number in range(members):
+            group.create_dataset(f"{number}", **stored)
+        for number in range(attributes):
+            group.attrs[f"a{number}"] = ["x"] if number % 2 else np.arange(2)
+    return file.getvalue()
+
+
 _STRUCTURE = (
     b"TREE",
     b"SNOD",
@@ -614,21 +648,28 @@ _INDICES = (b"FAHD", b"FADB", b"EAHD", b"EAIB", b"EASB", b"EADB")
 def _hdf5_structure_changed(data: bytes, random: Random) -> bytes:
     """Exchanges addresses, and changes counts and sizes behind the marks of structure."""
     raw = bytearray(data)
-    places = [m.start() for mark in (*_STRUCTURE, *_INDICES) for m in re.finditer(mark, data)]
-    known = {*places, 0, 96, 2**64 - 1}
-    words = [
-        at
-        for at in range(0, len(raw) - 8)
-        if int.from_bytes(raw[at : at + 8], "little") in known and any(raw[at : at + 8])
-    ]
+    places, known, words = _hdf5_addresses(data)
     for _ in range(random.choice((1, 1, 2, 3))):
         if random.random() < 0.6 and words:
             at = random.choice(words)
-            raw[at : at + 8] = random.choice([*known]).to_bytes(8, "little")
+            raw[at : at + 8] = random.choice(known).to_bytes(8, "little")
         else:
             at = random.choice(places) + random.randrange(4, 48)
             raw[at : at + 1] = bytes([random.choice((0, 1, 2, 5, 16, 64, 127, 255))])
     return bytes(raw)
+
+
+@cache
+def _hdf5_addresses(data: bytes) -> tuple[list[int], list[int], list[int]]:
+    """Returns where structure stands, which addresses there are, and where such stand."""
+    places = [m.start() for mark in (*_STRUCTURE, *_INDICES) for m in re.finditer(mark, data)]
+    known = {*places, 0, 96, 2**64 - 1}
+    words = [
+        at
+        for at in range(0, len(data) - 8)
+        if int.from_bytes(data[at : at + 8], "little") in known and any(data[at : at + 8])
+    ]
+    return places, sorted(known), words
 
 
 def _hdf5_changed(data: bytes, random: Random) -> bytes:
@@ -758,5 +799,11 @@ READERS = (
         _hdf5_samples,
         _read_hdf5,
         (_hdf5_changed, _hdf5_structure_changed, _hdf5_structure_changed, changed_bytes),
+    ),
+    Reader(
+        "hdf5 pieces",
+        _hdf5_pieces,
+        _read_hdf5,
+        (_hdf5_structure_changed, _hdf5_structure_changed, changed_bytes),
     ),
 )

@@ -16,7 +16,7 @@ from statekit.converters.formats.dcp.tree import flat_paths
 from statekit.converters.formats.dcp.values import read_values
 from statekit.converters.formats.pytorch.writer import Opcodes, write_archive
 from statekit.files.safetensors import sharded
-from statekit.files.sections import CutPoints, Section
+from statekit.files.sections import CutPoints, Rows, Section
 from statekit.files.source import Files
 from statekit.files.stage import Stage
 from statekit.files.tree import Place
@@ -109,7 +109,9 @@ class DcpFolder:
             values, _ = read_values(contents, folder, files)
             return self._tensors({key: (entries[key][0], value) for key, value in values.items()})
 
-        return Section(f"{self.below}{file}", self._tensors(entries), write, read)
+        return Section(
+            f"{self.below}{file}", self._tensors(entries), write, read, record=Rows, rows=len(entries)
+        )
 
     def _tensors(self, entries: _Entries) -> dict[str, Tensor]:
         return {

@@ -22,7 +22,7 @@ from statekit.converters.formats.tensor_bundle.entries import (
 from statekit.converters.formats.tensor_bundle.table import masked, write_table
 from statekit.errors import Faults, FormatError
 from statekit.files.safetensors import sharded
-from statekit.files.sections import CutPoints, Section
+from statekit.files.sections import CutPoints, Rows, Section
 from statekit.files.source import Files
 from statekit.files.stage import Stage
 from statekit.files.tree import Place
@@ -126,7 +126,7 @@ class Bundle:
             }
             return self.read(path, self._prefix, count, entries, files)
 
-        return Section(self._file(number, count), tensors, write, read)
+        return Section(self._file(number, count), tensors, write, read, record=Rows, rows=len(leaves))
 
 
 def _written(leaf: _Leaf, stage: Stage, output: BinaryIO) -> list[int]:
