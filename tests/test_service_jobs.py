@@ -418,13 +418,29 @@ def test_a_folder_with_a_file_that_its_manifest_does_not_name_is_not_thinned(lab
     assert (lab.root / "run" / "checkpoint_4" / "notes.txt").exists()
 
 
-def test_a_list_of_what_shall_go_names_nothing_elsewhere(tmp_path: Path) -> None:
+SAID = {"target": "/weights", "removed": [], "freed": 0}
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        (json.dumps({"tops": ["../victim"], "said": SAID}), "beside the list"),
+        (json.dumps({"tops": ["victim/../../victim"], "said": SAID}), "beside the list"),
+        (json.dumps({"tops": ["step"]}), "no list"),
+        (json.dumps({"tops": "step", "said": SAID}), "no list"),
+        (json.dumps({"tops": [1], "said": SAID}), "no list"),
+        (json.dumps({"tops": ["step"], "said": {}}), "no list"),
+        (json.dumps({"tops": ["step"], "said": {**SAID, "target": ["x"]}}), "no list"),
+        ("[]", "no list"),
+    ],
+)
+def test_a_list_of_what_shall_go_names_nothing_elsewhere(text: str, refused: str, tmp_path: Path) -> None:
     trash = tmp_path / "run" / ".statekit-thinned-step"
     trash.mkdir(parents=True)
     (tmp_path / "run" / "weights").mkdir()
     (tmp_path / "victim").write_text("kept")
-    (trash / "removed.json").write_text(json.dumps({"tops": ["../victim"], "said": {}}))
-    with pytest.raises(RefusedError, match="beside the list"):
+    (trash / "removed.json").write_text(text)
+    with pytest.raises(RefusedError, match=refused):
         thin(
             CheckpointRef(tmp_path / "run" / "step", container="torch"), tmp_path / "run" / "weights",
             to=None, dry_run=False, listener=Listener(io.StringIO()),

@@ -271,6 +271,13 @@ def test_a_forged_task_is_refused_by_every_verb(task: Any, work: Work) -> None:
         Work(work.place)
 
 
+def test_a_folder_that_was_there_becomes_its_owners_alone(tmp_path: Path) -> None:
+    (tmp_path / "work").mkdir()
+    (tmp_path / "work").chmod(0o755)
+    with split(planned(tmp_path / "there"), tmp_path / "work", CUT) as work:
+        assert work.place.stat().st_mode & 0o777 == 0o700
+
+
 def test_a_dropped_work_leaves_the_files_that_somebody_else_put_there(work: Work) -> None:
     _all_but_finish(work)
     (work.place / "notes.txt").write_text("mine")

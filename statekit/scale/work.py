@@ -212,6 +212,9 @@ def _make(folder: Path, document: Mapping[str, Any]) -> None:
                 "The work's folder exists, and no work is in it.", place=folder, remedy="name another folder"
             )
         folder.mkdir(mode=0o700, exist_ok=True)
+        folder.chmod(
+            0o700
+        )  # attempts hold the source's values, whoever may enter an empty folder that was there
         for name in (PARTS, ATTEMPTS):
             (folder / name).mkdir(exist_ok=True)
         draft = folder / f"{DOCUMENT}.{os.getpid()}"

@@ -11,7 +11,7 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from statekit.conversion import registry
 from statekit.conversion.changing.changes import Changes
@@ -28,9 +28,28 @@ from statekit.files.manifest import beside, inside
 from statekit.files.source import read_small
 from statekit.files.stage import Progress
 from statekit.service.tasks.listener import Listener
+from statekit.tensors.tree import strict_json
+from statekit.tensors.typed import Name, typed
 
 _REMOVED = ".statekit-thinned-"
 _LIST = "removed.json"
+
+
+class _Said(TypedDict):
+    """What is said of a thinning, as `thin` returns it."""
+
+    target: Name
+    removed: list[Name]
+    freed: int
+
+
+class _Removing(TypedDict):
+    """What is written down to go: the names beside the list, and what is said of it."""
+
+    tops: list[Name]
+    said: _Said
+
+
 NEUTRAL = "statekit"
 """The container that takes any weights."""
 
@@ -209,14 +228,16 @@ def _listed(trash: Path) -> dict[str, Any] | None:
     """Returns what is written down to go; None if nothing is.
 
     Raises:
-        RefusedError: Somebody else has written it, or it names what lies elsewhere.
+        RefusedError: Somebody else has written it, or it is no such list, or it names what lies elsewhere.
     """
     if not (trash / _LIST).is_file():
         return None
     # Whoever may write into the folder could leave a list there too.
     if trash.lstat().st_uid != os.geteuid() or trash.is_symlink():
         raise RefusedError("This list of what shall go was written by somebody else.", place=trash)
-    record: dict[str, Any] = json.loads(read_small(trash / _LIST))
+    place = trash / _LIST
+    record: dict[str, Any] = strict_json(read_small(place), place)
+    typed(record, _Removing, place, "This is no list of what shall go", RefusedError)
     if any(not inside(name) or "/" in name for name in record["tops"]):
         raise RefusedError("What shall go doesn't lie beside the list.", place=trash)
     return record
