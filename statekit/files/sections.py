@@ -99,5 +99,5 @@ def safetensors_section(
         opened = open_safetensors(path / file, files)
         return {named(name): tensor for name, tensor in opened.tensors.items()}
 
-    held = {named(name): tensor for name, tensor in tensors.items()}
-    return Section(file, held, write, read, record=str)
+    shown = {named(name): tensor for name, tensor in tensors.items()}
+    return Section(file, shown, write, read, record=str)
