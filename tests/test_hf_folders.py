@@ -187,6 +187,15 @@ def assert_paired(path: Path, hints: CheckpointRef | None = None) -> tuple[str, 
 DIFFERENT = {"w.a": (2, 3), "w.b": (4,), "c": (5, 1)}
 
 
+def test_a_folder_of_accelerate_without_its_model_is_none(tmp_path: Path) -> None:
+    source = save(tmp_path / "a.pt", made(DIFFERENT))
+    convert(plan(source, tmp_path / "run", to="accelerate"))
+    (tmp_path / "run/statekit.json").unlink()
+    assert registry.container("accelerate").detect(tmp_path / "run")
+    (tmp_path / "run/model.safetensors").unlink()
+    assert not registry.container("accelerate").detect(tmp_path / "run")
+
+
 @pytest.mark.parametrize("name", WRITTEN)
 def test_a_torch_file_becomes_a_folder_and_again_a_torch_file(name: str, tmp_path: Path) -> None:
     files = {"notes.txt": in_memory(np.frombuffer(b"hello", np.uint8).copy())}

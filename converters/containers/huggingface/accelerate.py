@@ -25,7 +25,7 @@ from statekit.files.tree import Place
 
 def _accelerate(folder: Place) -> str:
     model = find_model(folder) or model_below(folder)
-    if model is None or (folder / TRAINER_STATE).is_file():
+    if not model or (folder / TRAINER_STATE).is_file():
         return ""
     others = [
         "optimizer.bin",
