@@ -162,11 +162,11 @@ def maxtexts(run: Path, name: str) -> dict[str, float]:
     "name",
     [
         "maxtext_llama_scanned", "maxtext_llama31_unscanned_adam_pax", "maxtext_llama31_scanned_mu_bf16",
-        "maxtext_qwen2_scanned", "maxtext_qwen3_scanned",
+        "maxtext_qwen2_scanned", "maxtext_qwen3_scanned", "maxtext_llama_scanned_muon",
     ],
 )  # fmt: skip
 def test_maxtext_goes_on_from_its_runs_as_they_are_written_again(name: str, tmp_path: Path) -> None:
-    """Of adamw, adam_pax, and with a momentum in bfloat16; MaxText makes its random streams anew."""
+    """Of adamw, adam_pax, muon, and with a momentum in bfloat16; MaxText makes its random streams anew."""
     (tmp_path / "run").mkdir()
     variant: dict[str, Any] = {"variant": "maxtext_pax"} if "pax" in name else {}
     statekit.convert(

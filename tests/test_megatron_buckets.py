@@ -16,13 +16,14 @@ from statekit.attestation.doctor import doctor
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
 from statekit.converters.layouts.megatron.buckets import with_groups, without_buckets
-from statekit.errors import RefusedError, StateError, StatekitError
+from statekit.errors import NotFoundError, StateError, StatekitError
 from statekit.state.stored_params import as_params
 from statekit.tensors.tensor import Array, Index, Stored, in_memory
 
 pytestmark = pytest.mark.torch
 
 RECORDED = sorted((Path(__file__).parent / "cases" / "megatron_buckets").glob("*/*/iter_*"))
+GPT = Path(__file__).parent / "cases" / "megatron_gpt"
 LEGACY = next(folder for folder in RECORDED if folder.parts[-3:-1] == ("distributed_bf16", "legacy"))
 KEY = "optimizer.distributed.dp_group_idx_0"
 
@@ -74,13 +75,42 @@ def test_a_weight_that_is_not_its_masters_rounding_is_noticed(tmp_path: Path) ->
         open_state(tmp_path / "iter_0000003")
 
 
-def test_slices_of_the_format_torch_are_refused(tmp_path: Path) -> None:
+def test_a_rank_without_its_gathered_values_is_refused(tmp_path: Path) -> None:
     for rank in (0, 1):
         (tmp_path / f"mp_rank_{rank:02d}").mkdir()
         saved = {"model": {"w": torch.ones(3)}, "optimizer": {"optimizer": {"param_groups": []}}}
         torch.save(saved, tmp_path / f"mp_rank_{rank:02d}" / "model_optim_rng.pt")
-    with pytest.raises(RefusedError, match="mp_rank_01"):
+    with pytest.raises(NotFoundError, match="mp_rank_00"):
         open_state(tmp_path)
+
+
+def slots_of(folder: Path) -> dict[str, bytes]:
+    """Returns parameters and slots of a checkpoint, layer by layer."""
+    with open_state(next(folder.glob("iter_*"))) as opened:
+        state = as_params(opened.state)[0]
+        tensors = {path: param.read() for path, param in state.params.items()}
+        tensors |= {
+            f"{path}/{slot}": t.read() for path, slots in state.slots.items() for slot, t in slots.items()
+        }
+    each = {}
+    for path, values in tensors.items():
+        if "/layers/" in path and not path.partition("/layers/")[2][0].isdigit():
+            each |= {path.replace("/layers/", f"/layers/{n}/"): part for n, part in enumerate(values)}
+        else:
+            each[path] = values
+    return {path: values.tobytes() for path, values in each.items()}
+
+
+@pytest.mark.parametrize("form", ["dp_reshardable", "legacy"])
+def test_tensor_parallel_ranks_and_stacked_layers_are_what_megatron_gathered_itself(form: str) -> None:
+    """A GPTModel of two layers, on 2 tensor-parallel and 2 data-parallel ranks of megatron-core 0.16.1.
+
+    The keys of torch_dist hold all layers, and buckets each layer's own parameters; Megatron-Core saved the same state
+    as fully_reshardable.
+    """
+    expected = slots_of(GPT / "fully_reshardable")
+    assert len(expected) == 3 * (1 + 2 * 6 + 2)
+    assert slots_of(GPT / form) == expected
 
 
 def buckets(weights: dict[str, Array], order: list[str], slot: int = 1) -> dict[str, object]:
@@ -115,12 +145,19 @@ def test_equal_parameters_are_asked_for_unless_their_sizes_decide() -> None:
     assert np.array_equal(whole["optimizer.state.exp_avg.b"].read(), np.full(7, 2.0, np.float32))
 
 
-def test_buckets_of_model_parallel_ranks_are_refused() -> None:
-    weights = {"a": np.ones(5, np.float32)}
+def test_ranks_whose_pieces_nothing_tells_are_refused() -> None:
+    weights = {"a": np.ones(5, np.float32), "b": np.arange(3, dtype=np.float32)}
     first = buckets(weights, ["a"])
-    second = {key.replace("group_idx_0", "group_idx_1"): part for key, part in first.items()}
-    with pytest.raises(StateError, match="2 groups"):
-        without_buckets({**first, **second}, "here")
+    second = {
+        key.replace("group_idx_0", "group_idx_1"): part for key, part in buckets(weights, ["b"]).items()
+    }
+    whole, _ = without_buckets({**first, **second}, "here")  # two stages of a pipeline
+    assert whole["optimizer.state.exp_avg.b"].read().tolist() == [0, 2, 4]
+    broken = {
+        key: in_memory(part.read() + 1) if "group_idx_1" in key else part for key, part in second.items()
+    }
+    with pytest.raises(StateError, match="No parameter's values"):
+        without_buckets({**first, **broken}, "here")
 
 
 @pytest.mark.parametrize("kind", ["sharded", "gathered"])

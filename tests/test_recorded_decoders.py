@@ -380,3 +380,13 @@ def test_maxtexts_muon_goes_on_in_torch_with_the_recorded_losses(tmp_path: Path)
     going = Loop(model, optimizer, [group["lr"] for group in optimizer.param_groups])
     assert sorted(going.scales) == [1.0, 1.0, 4.0]
     assert max(going.losses(run)) <= LOSS
+    config = {"rope_type": "default", "layers": "scanned"}
+    report = statekit.convert(
+        tmp_path / "hf", tmp_path / "back", to="maxtext-orbax", map="hf-llama:maxtext-llama", config=config
+    )
+    assert report.plan.exactness is Exactness.BITWISE
+    before, after = (arrays(place, "orbax") for place in (run.path, tmp_path / "back"))
+    kept = {name for name in before if "nnx_aux" not in name}
+    assert {
+        name for name in kept if name not in after or not np.array_equal(before[name], after[name])
+    } == set()

@@ -8,8 +8,8 @@ It reads and writes an iteration: a folder of torch.distributed with two files b
                        .metadata, *.distcp     everything that is cut, as in `dcp`, under flat keys
 
 Out comes the tree {"common": ..., "sharded": {key: tensor or object}}. The folders of Megatron-LM's format `torch` are
-read as well. One with a distributed optimizer is of one rank, and its buckets lie in `sharded`. Any other has `ranks`,
-what each rank's file holds:
+read as well. The buckets of a distributed optimizer of one rank lie in `sharded`. Any other folder has `ranks`, what
+each rank's files hold:
 
     <run>/iter_0000004/mp_rank_00/model_optim_rng.pt    the model, the optimizer, counts, arguments
                                   distrib_optim.pt      a distributed optimizer's buckets, gathered by one rank
@@ -127,15 +127,18 @@ class Megatron:
                     raise FormatError("A file of Megatron-LM holds no model.", place=place / rank / _MODEL)
             _check_ranks(place, ranks, models[0].get("args"))
             others = {key: part for key, part in models[0].items() if key not in ("model", "optimizer")}
-            values = (place / _LEGACY).with_name(_GATHERED)
             findings = [finding for part in saved for finding in part.findings]
             if all(_has_state(tree.get("optimizer")) for tree in models):
                 tree = {COMMON: others, SHARDED: {}, _RANKS: dict(zip(ranks, models, strict=True))}
+            elif len(ranks) > 1:
+                whole = dict[str, Any]()
+                for rank, tree in zip(ranks, models, strict=True):
+                    gathered = read_object(files.source(_gathered_file(place / rank)))
+                    findings += gathered.findings
+                    whole[rank] = {**tree, "buckets": gathered.tree}
+                tree = {COMMON: others, SHARDED: {}, _RANKS: whole}
             else:
-                _refuse_ranks(place, ranks)
-                if not values.exists():
-                    raise _not_gathered(place / _LEGACY, values)
-                gathered = read_object(files.source(values))
+                gathered = read_object(files.source(_gathered_file(place / ranks[0])))
                 findings += gathered.findings
                 tree = {COMMON: {"optimizer": {}, **others}, SHARDED: _gathered(models[0], gathered.tree)}
             return Checkpoint(
@@ -228,16 +231,16 @@ def _check_ranks(place: Place, ranks: list[str], arguments: Any) -> None:
         )
 
 
-def _refuse_ranks(place: Place, ranks: list[str]) -> None:
-    """Refuses several ranks whose distributed optimizers lie in buckets of their own."""
-    if len(ranks) > 1:
-        raise RefusedError(
-            "Ranks of this run hold buckets of their own slices of the model, which statekit doesn't join.",
-            place=place,
-            expected="mp_rank_00 alone",
-            found=", ".join(ranks[1:4]),
-            remedy="save it with --ckpt-format torch_dist",
-        )
+def _gathered_file(rank: Place) -> Place:
+    """Returns the file with the values of a rank's distributed optimizer.
+
+    Raises:
+        NotFoundError: It isn't there.
+    """
+    values = rank / _GATHERED
+    if not values.exists():
+        raise _not_gathered(rank / _MODEL, values)
+    return values
 
 
 def _has_state(optimizer: Any) -> bool:

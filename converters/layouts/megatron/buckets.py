@@ -1,13 +1,14 @@
 """Buckets of Megatron-Core's DistributedOptimizer: flat vectors of many parameters, as `dp_reshardable` keeps them.
 
-    sharded  optimizer.distributed.dp_group_idx_0.optimizer/shard_0_1      the groups
+    sharded  optimizer.distributed.dp_group_idx_D.optimizer/shard_0_1      the groups of a model-parallel rank
              ....gbuf_idx_G.dtype_(D).bucket_idx_B.{param, exp_avg, ...}   a bucket without the padding at its end
              ....param_state/shard_0_1                                     or all of it, one bucket after the other
 
 Which parameter lies where is in no file. Parameters stand in reverse order, each begins at a multiple of 64 elements of
 its bucket, and a bucket ends with its last one. `param` is the float32 master, whose rounding is the model's weight: so
 the first values of each parameter are looked for, and all of them are compared when they are read. What lies between
-parameters is never read. Out comes the form of `fully_reshardable`, with whole parameters.
+parameters is never read. A layer has parameters of its own there, also where the model's keys hold all layers in one;
+a model-parallel rank has its own pieces of them. Out comes the form of `fully_reshardable`, with whole parameters.
 Source: NVIDIA/Megatron-LM megatron/core/distributed/param_and_grad_buffer.py, `_ParamAndGradBuffer`;
 core/optimizer/distrib_optimizer.py, `sharded_param_state_dp_reshardable`, `get_parameter_state_dp_zero`.
 """
@@ -22,14 +23,17 @@ from typing import Any, TypeGuard
 
 import numpy as np
 
-from statekit.errors import StateError
+from statekit.converters.layouts.megatron.slices import is_gated, joined, key_of, piece_of
+from statekit.errors import RefusedError, StateError
 from statekit.tensors.tensor import DType, Index, Shape, Tensor, dtype_name
 from statekit.tensors.tree import Record
-from statekit.tensors.views import Concatenated, Segment
+from statekit.tensors.views import Concatenated, Segment, Slice, Stack
 
 _PREFIX = "optimizer.distributed.dp_group_idx_"
 _BUCKET = re.compile(r"(\d+)\.gbuf_idx_(\d{1,9})\.dtype_\(torch\.(\w+), [^)]*\)\.bucket_idx_(\d{1,9})\.(\w+)")
 _OBJECT = re.compile(r"(\d+)\.(\w+)/shard_\d+_\d+")
+_STACK = re.compile(r"(^|\.)layers\.(?!\d+\.)")
+"""What the key of a parameter has that holds all layers along its first axis."""
 _SHARDING, _CONTENT, _WHOLE = "param_state_sharding_type", "content_metadata", "fully_reshardable"
 _MASTER, _STATE, _GROUPS, _COALESCED = "param", "param_state", "optimizer", "buckets_coalesced"
 _ALIGNED = 64
@@ -92,14 +96,12 @@ def without_buckets(
     Raises:
         StateError: Parameters aren't found, or can't be told apart.
     """
-    _refuse_groups(sharded, place)
     model = {key: part for key, part in sharded.items() if not key.startswith(_PREFIX)}
-    weights = {key: part for key, part in model.items() if isinstance(part, Tensor) and 0 not in part.shape}
-    order = [name for name in reversed(list(names or weights)) if name in weights]
-    slots = dict[str, Tensor]()
-    for buffer in _buffers(sharded, place):
-        lacking = {name: weights[name] for name in order if _slot(_MASTER, name) not in slots}
-        slots |= _whole(buffer, lacking, names is not None, place)
+    whole = {key: part for key, part in model.items() if isinstance(part, Tensor) and 0 not in part.shape}
+    weights = dict(_each_layer(whole))
+    ordered = _ordered(names, weights)
+    groups = _groups(sharded)
+    slots = _joined_slots(groups, weights, ordered, place)
     if not slots:
         raise StateError(
             "The optimizer's tensors are of another form than a parameter's own, and none of its buckets is whole.",
@@ -108,19 +110,151 @@ def without_buckets(
             found=", ".join(key for key in sharded if key.startswith(_PREFIX)),
             remedy="save it with --dist-ckpt-optim-fully-reshardable, which keeps whole parameters instead of buckets",
         )
-    return {**model, **slots}, (_WHERE,)
+    return {**model, **dict(_stacked(slots, whole))}, (_WHERE,)
+
+
+def gathered_slots(
+    weights: Mapping[str, Tensor], values: Any, place: object, names: Sequence[str] | None = None
+) -> dict[str, dict[str, Tensor]]:
+    """Returns the slots of a rank's parameters, by slot and parameter, from what it has gathered in its buckets.
+
+    Args:
+        weights: The rank's pieces of the model's parameters, layer by layer.
+        values: Its file `distrib_optim.pt`.
+        place: The checkpoint, for messages.
+        names: The parameters in the model's order, where a user gives it.
+
+    Raises:
+        StateError: Parameters aren't found, or can't be told apart.
+    """
+    state = {f"{_PREFIX}0.{_STATE}/shard_0_1": [values]}
+    return _of_group(state, weights, _ordered(names, weights), place)
+
+
+def _ordered(names: Sequence[str] | None, weights: Mapping[str, Tensor]) -> list[str] | None:
+    """Returns the names that a user gave of parameters, in the form that the model's have."""
+    given = None if names is None else [name if name in weights else key_of(name) for name in names]
+    return None if given is None else [name for name in given if name in weights]
+
+
+def _each_layer(weights: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yields parameters as modules have them: of a key that holds all layers, one for each."""
+    for key, weight in weights.items():
+        if _STACK.search(key):
+            for layer in range(weight.shape[0]):
+                yield _STACK.sub(rf"\g<0>{layer}.", key), Slice(weight, 0, layer)
+        else:
+            yield key, weight
+
+
+def _stacked(
+    slots: Mapping[str, Mapping[str, Tensor]], weights: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """Yields slots under the model's keys; undoes `_each_layer`. What some layers lack is left out.
+
+    Args:
+        slots: By slot and parameter.
+        weights: The model's, by their keys.
+    """
+    for slot, of_param in slots.items():
+        for key, weight in weights.items():
+            layers = [of_param.get(name) for name, _ in _each_layer({key: weight})]
+            tensors = [tensor for tensor in layers if tensor is not None]
+            if len(tensors) == len(layers):
+                yield _slot(slot, key), Stack(tensors, 0) if _STACK.search(key) else tensors[0]
+
+
+def _groups(sharded: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns the keys of each group of data-parallel ranks, in the order of model-parallel ranks."""
+    groups: dict[int, dict[str, Any]] = {}
+    for key, part in sharded.items():
+        number = key.removeprefix(_PREFIX).partition(".")[0]
+        if key.startswith(_PREFIX) and number.isdecimal():
+            groups.setdefault(int(number), {})[key] = part
+    return [groups[number] for number in sorted(groups)]
+
+
+def _joined_slots(
+    groups: Sequence[Mapping[str, Any]],
+    weights: Mapping[str, Tensor],
+    ordered: Sequence[str] | None,
+    place: object,
+) -> dict[str, dict[str, Tensor]]:
+    """Returns whole slots by slot and parameter, of what the groups of model-parallel ranks hold.
+
+    Tensor-parallel ranks count up first, then stages of a pipeline: how many of each there are is tried.
+    Source: megatron-core 0.16.1, core/optimizer/__init__.py, `get_megatron_optimizer`: the rank in the model group.
+
+    Raises:
+        StateError: Parameters aren't found, or can't be told apart.
+    """
+    error: StateError | None = None
+    for count in sorted((n for n in range(1, len(groups) + 1) if len(groups) % n == 0), reverse=True):
+        try:
+            found = [
+                _of_group(group, _cut_for(rank % count, count, weights), ordered, place)
+                for rank, group in enumerate(groups)
+            ]
+        except (StateError, RefusedError) as refused:
+            error = error or (refused if isinstance(refused, StateError) else None)
+            continue
+        return _of_all(found, count, weights, place)
+    raise error or StateError("The optimizer has no group of ranks.", place=place)
+
+
+def _cut_for(rank: int, count: int, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the pieces of a tensor-parallel rank."""
+    gated = is_gated(weights)
+    return {name: piece_of(name, weight, rank, count, gated) for name, weight in weights.items()}
+
+
+def _of_group(
+    sharded: Mapping[str, Any], weights: Mapping[str, Tensor], ordered: Sequence[str] | None, place: object
+) -> dict[str, dict[str, Tensor]]:
+    """Returns the slots of the parameters that lie in the buckets of a group of ranks, by slot and parameter."""
+    slots: dict[str, dict[str, Tensor]] = {}
+    order = list(reversed(list(ordered if ordered is not None else weights)))
+    for buffer in _buffers(sharded, place):
+        lacking = {name: weights[name] for name in order if name not in slots.get(_MASTER, {})}
+        for key, of_param in _whole(buffer, lacking, ordered is not None, place).items():
+            slots.setdefault(key, {}).update(of_param)
+    return slots
+
+
+def _of_all(
+    found: Sequence[Mapping[str, Mapping[str, Tensor]]],
+    count: int,
+    weights: Mapping[str, Tensor],
+    place: object,
+) -> dict[str, dict[str, Tensor]]:
+    """Returns the slots of all groups, with the pieces of tensor-parallel ranks joined."""
+    gated = is_gated(weights)
+    pieces: dict[str, dict[str, dict[int, Tensor]]] = {}
+    for number, slots in enumerate(found):
+        for key, of_param in slots.items():
+            for name, tensor in of_param.items():  # a tied embedding lies in the first stage and in the last
+                pieces.setdefault(key, {}).setdefault(name, {}).setdefault(number % count, tensor)
+    return {
+        key: {
+            name: joined(_slot(key, name), name, [of_rank[rank] for rank in range(count)], gated, place)
+            for name, of_rank in by_name.items()
+            if len(of_rank) == count
+        }
+        for key, by_name in pieces.items()
+    }
 
 
 def _whole(
     buffer: _Buffer, weights: Mapping[str, Tensor], is_ordered: bool, place: object
-) -> dict[str, Tensor]:
-    """Returns the slots of the parameters that lie in a buffer, by their keys."""
+) -> dict[str, dict[str, Tensor]]:
+    """Returns the slots of the parameters that lie in a buffer, by slot and parameter."""
     of_dtype = {name: part for name, part in weights.items() if dtype_name(part.dtype) == buffer.dtype}
-    slots = dict[str, Tensor]()
+    slots: dict[str, dict[str, Tensor]] = {}
     for name, at in _Search(buffer, of_dtype, is_ordered, place).places():
         shape = weights[name].shape
         for key, vector in buffer.buckets[at.bucket].items():
-            slots[_slot(key, name)] = Concatenated((Segment(vector, at.start, math.prod(shape)),), shape)
+            run = Segment(vector, at.start, math.prod(shape))
+            slots.setdefault(key, {})[name] = Concatenated((run,), shape)
     return slots
 
 
@@ -243,18 +377,6 @@ def _objects(sharded: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
         match = _OBJECT.fullmatch(key.removeprefix(_PREFIX)) if key.startswith(_PREFIX) else None
         if match:
             yield match[2], part[0] if isinstance(part, list) and part else part
-
-
-def _refuse_groups(sharded: Mapping[str, Any], place: object) -> None:
-    groups = {key.removeprefix(_PREFIX).partition(".")[0] for key in sharded if key.startswith(_PREFIX)}
-    if len(groups) != 1:
-        raise StateError(
-            "Ranks of a model-parallel run have buckets of their own slices, which statekit doesn't join.",
-            place=place,
-            expected="one group of data-parallel ranks",
-            found=f"{len(groups)} groups",
-            remedy="save it with --dist-ckpt-optim-fully-reshardable",
-        )
 
 
 def _buffers(sharded: Mapping[str, Any], place: object) -> Iterator[_Buffer]:

@@ -29,8 +29,9 @@ from statekit.converters.layouts.hyperparameters import require_optimizer
 from statekit.converters.layouts.megatron.buckets import has_buckets, with_groups, without_buckets
 from statekit.converters.layouts.megatron.groups import with_params, without_params
 from statekit.converters.layouts.megatron.lines import megatron_lines
-from statekit.converters.layouts.megatron.ranks import RANKS, has_ranks, key_of, without_ranks
+from statekit.converters.layouts.megatron.ranks import BUCKETS, RANKS, has_ranks, without_ranks
 from statekit.converters.layouts.megatron.schedule import KEY, constant_schedule
+from statekit.converters.layouts.megatron.slices import key_of
 from statekit.converters.layouts.pytorch.parts import (
     PLACES,
     is_plain,
@@ -327,7 +328,9 @@ class MegatronAdam:
 def _common(tree: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns what no rank cuts, with the optimizer's groups wherever they lie."""
     if has_ranks(tree):
-        return {**tree[COMMON], "optimizer": next(iter(tree[RANKS].values()))["optimizer"]}
+        first = next(iter(tree[RANKS].values()))
+        common = {**tree[COMMON], "optimizer": first["optimizer"]}
+        return with_groups(common, {}) if BUCKETS in first else common
     return with_groups(tree[COMMON], tree[SHARDED]) if has_buckets(tree[SHARDED]) else tree[COMMON]
 
 
@@ -336,7 +339,7 @@ def _without_buckets(
 ) -> tuple[Mapping[str, Any], Mapping[str, Any], tuple[str, ...]]:
     """Returns a checkpoint's parts with whole parameters, and how they were found where they lay in buckets."""
     if has_ranks(whole):
-        return without_ranks(whole, checkpoint.path)
+        return without_ranks(whole, checkpoint.path, hints.param_names)
     common, sharded = whole["common"], whole["sharded"]
     if not has_buckets(sharded):
         return common, sharded, ()

@@ -3,50 +3,32 @@
     ranks  model      <name>: a rank's piece of a parameter; a layer's names count on
            optimizer  state/<number>/{step, exp_avg, exp_avg_sq}, param_groups; below `optimizer` beside masters
                       fp32_from_fp16_params/<group>: float32 masters of what has less
+           buckets    or a distributed optimizer's slots of the rank's pieces, see buckets.py
 
 In go the ranks in the order of `mp_rank_`. Out comes the form that torch_dist has, with a key for each layer: whole
 tensors under flat keys, groups without parameters, and one count. Norms of a local spec have the names of torch_dist.
-Which axis ranks cut is a fact of Megatron-Core's modules. A gated linear_fc1 is a gate and an up on each rank.
-Source: NVIDIA/Megatron-LM megatron/training/checkpointing.py, `generate_state_dict`; megatron/core/tensor_parallel/
-layers.py; core/transformer/mlp.py; core/optimizer/optimizer.py, `Float16OptimizerWithFloat16Params.state_dict`.
+Source: NVIDIA/Megatron-LM megatron/training/checkpointing.py, `generate_state_dict`;
+megatron/core/optimizer/optimizer.py, `Float16OptimizerWithFloat16Params.state_dict`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from statekit.converters.layouts.megatron.buckets import gathered_slots, with_groups
 from statekit.converters.layouts.megatron.groups import params_of_groups
-from statekit.errors import CorruptError, Faults, RefusedError, StateError
-from statekit.tensors.boxes import Agreed, Cut, Joined
+from statekit.converters.layouts.megatron.slices import is_gated, joined, key_of
+from statekit.errors import CorruptError, Faults, StateError
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Tree
 
 RANKS, COMMON, SHARDED = "ranks", "common", "sharded"
 _MASTERS = "fp32_from_fp16_params"
-_FIRST = re.compile(
-    r"(^|\.)((embedding\.word_embeddings|output_layer|linear_qkv|linear_fc1)\.weight|(linear_qkv|linear_fc1|output_layer)\.bias)$"
-)
-"""Parameters that ranks cut along the first axis."""
-_SECOND = re.compile(r"(^|\.)(linear_proj|linear_fc2)\.weight$")
-_WHOLE = re.compile(r"(norm_?\w*|linear_proj|linear_fc2|position_embeddings)[._](weight|bias)$")
-"""Parameters that each rank has whole."""
-_HALVES = re.compile(r"(^|\.)linear_fc1\.(weight|bias)$")
 _COUNTED = "No file says how many tensor-parallel ranks the run had: those here are taken for all ({})."
-_LOCAL = {
-    "input_layernorm.": "self_attention.linear_qkv.layer_norm_",
-    "pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_",
-}
-_IN_LAYER = re.compile(rf"(decoder\.layers\.(?:\d+\.)?)({'|'.join(map(re.escape, _LOCAL))})")
-"""Norms of a local spec's modules, and what Megatron-Core calls them in torch_dist.
-
-Source: megatron-core 0.16.1, core/models/gpt/gpt_layer_specs.py, `sharded_state_dict_keys_map`.
-"""
 _RANDOM = "Random states of ranks other than the first stay behind."
-_DRIFTED = (
-    "resume the run once in Megatron-LM, which sums these gradients over ranks, or save it with torch_dist"
-)
+BUCKETS, _STATE = "buckets", "optimizer.state."
+"""Where a rank has the buckets of a distributed optimizer; what the key of a slot begins with."""
 
 
 def has_ranks(tree: Tree) -> bool:
@@ -55,9 +37,14 @@ def has_ranks(tree: Tree) -> bool:
 
 
 def without_ranks(
-    tree: Mapping[str, Any], place: object
+    tree: Mapping[str, Any], place: object, names: Sequence[str] | None = None
 ) -> tuple[dict[str, Any], dict[str, Tree], tuple[str, ...]]:
     """Returns what is cut by no rank, what ranks hold as one, and what stays behind.
+
+    Args:
+        tree: The ranks, and what they have in common.
+        place: The checkpoint, for messages.
+        names: The parameters in the model's order, where a user gives it.
 
     Raises:
         StateError: Numbers don't fit the model's parameters.
@@ -66,18 +53,19 @@ def without_ranks(
     """
     ranks = list(tree[RANKS].values())
     _check_alike(ranks, place)
-    slots = [_by_name(rank, place) for rank in ranks]
+    slots = [_by_name(rank, place, names) for rank in ranks]
     models = [_params(rank["model"]) for rank in ranks]
-    gated = _is_gated(models[0])
+    gated = is_gated(models[0])
     sharded: dict[str, Tree] = {
-        key_of(name): _joined(name, name, [model[name] for model in models], gated, place)
+        key_of(name): joined(name, name, [model[name] for model in models], gated, place)
         for name in models[0]
     }
     for key, (name, _) in slots[0].items():
-        sharded[key_of(key)] = _joined(key, name, [of_rank[key][1] for of_rank in slots], gated, place)
+        sharded[key_of(key)] = joined(key, name, [of_rank[key][1] for of_rank in slots], gated, place)
     optimizer, outer = _inner(ranks[0]["optimizer"]), ranks[0]["optimizer"]
+    step = _step(optimizer, place)
     whole = {
-        "state": {"common_step": _step(optimizer, place)},
+        **({} if step is None else {"state": {"common_step": step}}),
         "param_groups": [
             {k: v for k, v in group.items() if k != "params"} for group in optimizer["param_groups"]
         ],
@@ -85,7 +73,8 @@ def without_ranks(
     if optimizer is not outer:
         rest = {key: part for key, part in outer.items() if key not in ("optimizer", _MASTERS)}
         whole = {**rest, "optimizer": whole}
-    return {**tree[COMMON], "optimizer": whole}, sharded, _notes(tree)
+    common = {**tree[COMMON], "optimizer": whole}
+    return with_groups(common, {}) if BUCKETS in ranks[0] else common, sharded, _notes(tree)
 
 
 def _notes(tree: Mapping[str, Any]) -> tuple[str, ...]:
@@ -93,11 +82,6 @@ def _notes(tree: Mapping[str, Any]) -> tuple[str, ...]:
     random = (_RANDOM,) if len(tree[RANKS]) > 1 and "rng_state" in tree[COMMON] else ()
     counted = (_COUNTED.format(", ".join(tree[RANKS])),) if tree[COMMON].get("args") is None else ()
     return (*random, *counted)
-
-
-def key_of(name: str) -> str:
-    """Returns the key of torch_dist for a tensor, or for a slot of one, whatever spec its module is of."""
-    return _IN_LAYER.sub(lambda match: match[1] + _LOCAL[match[2]], name)
 
 
 def _params(model: Mapping[str, Any]) -> dict[str, Tensor]:
@@ -125,13 +109,18 @@ def _check_alike(ranks: Sequence[Mapping[str, Any]], place: object) -> None:
             )
 
 
-def _by_name(rank: Mapping[str, Any], place: object) -> dict[str, tuple[str, Tensor]]:
+def _by_name(
+    rank: Mapping[str, Any], place: object, order: Sequence[str] | None
+) -> dict[str, tuple[str, Tensor]]:
     """Returns a rank's slots by the flat keys of torch_dist, each with its parameter.
 
     Raises:
         StateError: Groups have other numbers, or slots other shapes, than the model's parameters.
     """
     model, optimizer = _params(rank["model"]), _inner(rank["optimizer"])
+    if BUCKETS in rank:
+        found = gathered_slots(model, rank[BUCKETS], place, order)
+        return {f"{_STATE}{slot}.{name}": (name, t) for slot, of in found.items() for name, t in of.items()}
     groups, state = optimizer.get("param_groups"), optimizer.get("state")
     if not isinstance(groups, list) or not isinstance(state, Mapping):
         raise StateError("The optimizer of a rank has no groups or no state.", place=place)
@@ -146,9 +135,9 @@ def _by_name(rank: Mapping[str, Any], place: object) -> dict[str, tuple[str, Ten
             continue
         for number, name in zip(numbers, named, strict=True):
             for key, tensor in _tensors(state.get(number)):
-                slots[f"optimizer.state.{key}.{name}"] = name, tensor
+                slots[f"{_STATE}{key}.{name}"] = name, tensor
     for name, tensor in _masters(rank["optimizer"], names, model):
-        slots[f"optimizer.state.fp32_param.{name}"] = name, tensor
+        slots[f"{_STATE}fp32_param.{name}"] = name, tensor
     faults += [
         (f"has shape {tensor.shape}, and its parameter {model[name].shape}", key)
         for key, (name, tensor) in slots.items()
@@ -181,7 +170,7 @@ def _step(optimizer: Mapping[str, Any], place: object) -> Any:
     Raises:
         StateError: They have several.
     """
-    records = [record for record in optimizer["state"].values() if isinstance(record, Mapping)]
+    records = [record for record in optimizer.get("state", {}).values() if isinstance(record, Mapping)]
     steps = [record["step"] for record in records if "step" in record]
     counts = {float(step.read()) if isinstance(step, Tensor) else float(step) for step in steps}
     if len(counts) > 1:
@@ -191,56 +180,3 @@ def _step(optimizer: Mapping[str, Any], place: object) -> Any:
             found=", ".join(f"{count:g}" for count in sorted(counts)[:5]),
         )
     return steps[0] if steps else next((g["step"] for g in optimizer["param_groups"] if "step" in g), None)
-
-
-def _is_gated(model: Mapping[str, Tensor]) -> bool:
-    """Tells whether linear_fc1 has a gate: twice the rows that linear_fc2 has columns."""
-    return any(
-        (second := model.get(name.replace("linear_fc1", "linear_fc2"))) is not None
-        and tensor.shape[0] == 2 * second.shape[-1]
-        for name, tensor in model.items()
-        if name.endswith("linear_fc1.weight")
-    )
-
-
-def _joined(key: str, name: str, pieces: Sequence[Tensor], gated: bool, place: object) -> Tensor:
-    """Returns a parameter, or a slot of one, of the pieces that ranks hold.
-
-    Raises:
-        RefusedError: Nothing says how they join.
-    """
-    if len(pieces) == 1:
-        return pieces[0]
-    if len({piece.shape for piece in pieces}) != 1:
-        raise CorruptError("Ranks hold pieces of several shapes.", place=f"{key} in {place}")
-    if _SECOND.search(name):
-        return _along(1, pieces)
-    if _FIRST.search(name):
-        return _halves(pieces) if gated and _HALVES.search(name) else _along(0, pieces)
-    if _WHOLE.search(name):
-        return Agreed(tuple(pieces), key, _DRIFTED)
-    raise RefusedError(
-        "Nothing says how ranks cut a parameter.",
-        place=place,
-        expected="parameters of Megatron-Core's GPTModel",
-        found=name,
-        remedy="load the run with Megatron-LM and save it with --ckpt-format torch_dist",
-    )
-
-
-def _along(axis: int, pieces: Sequence[Tensor]) -> Tensor:
-    """Returns pieces of one shape, one after the other along an axis."""
-    shape = list(pieces[0].shape)
-    boxes = {
-        tuple(rank * shape[axis] if at == axis else 0 for at in range(len(shape))): piece
-        for rank, piece in enumerate(pieces)
-    }
-    shape[axis] *= len(pieces)
-    return Joined(boxes, tuple(shape))
-
-
-def _halves(pieces: Sequence[Tensor]) -> Tensor:
-    """Returns the first halves of all pieces, then the second ones."""
-    rows, rest = pieces[0].shape[0] // 2, tuple(slice(0, n) for n in pieces[0].shape[1:])
-    cuts = [Cut(piece, (slice(at, at + rows), *rest)) for at in (0, rows) for piece in pieces]
-    return _along(0, cuts)

@@ -42,6 +42,7 @@ from statekit.converters.layouts.optax.skeleton import (
     count_faults,
     counted,
     in_own_form,
+    names_of_others,
     own_form,
     placed,
     slot_paths,
@@ -78,7 +79,8 @@ def encoded(state: TrainState) -> Encoded:
             "Gradients that wait for their update (acc_grads) don't follow parameters under other names or axes",
             remedy="save the run after an update, and convert from optax without MultiSteps around it",
         )
-        return counted(in_own_form(state, VARIANT, _with_given(form, state), _contents(state)), state)
+        if not names_of_others(form, state.params):
+            return counted(in_own_form(state, VARIANT, _with_given(form, state), _contents(state)), state)
     faults = Faults(_faults(state))
     faults.check(InexactError, "Optax can't hold the state")
     return counted(placed(state, VARIANT, _opt_state(state), _contents(state), dict(_inexact(state))), state)
@@ -380,6 +382,7 @@ def _link(state: TrainState, chain: _Chain, *natives: str) -> Tree:
 
 def _turned(state: TrainState, path: str) -> dict[str, Tensor]:
     fields, rule = _slots(state, path), state.rules.get(path)
-    if rule is not None and rule.factored and _as_usual(rule, state.params[path].shape):
+    is_turned = rule is not None and "v_row" in fields and _as_usual(rule, state.params[path].shape)
+    if is_turned:
         fields = {**fields, "v_row": fields["v_col"], "v_col": fields["v_row"]}
     return fields

@@ -77,7 +77,7 @@ def inferred(
     elif schema.name == "muon":
         hyperparameters, unknown = _muon(core, hyperparameters)
     else:
-        hyperparameters, unknown = _adam(core, recognised, hyperparameters)
+        hyperparameters, unknown = _adam(core, recognised, hyperparameters, usual)
     if any(one.kind in ("stateless", "masked") for one in core.before):
         unknown["Links stand before it whose settings aren't stored: clipping, if they clip."] = _CLIPS
     if core.masked and not _decays_nothing(specified):
@@ -116,9 +116,12 @@ def _values(injected: Mapping[str, Tensor], schema: OptimizerSchema) -> Iterator
 
 
 def _adam(
-    core: CoreLink, recognised: Recognised, hyperparameters: Hyperparameters
+    core: CoreLink, recognised: Recognised, hyperparameters: Hyperparameters, usual: str
 ) -> tuple[Hyperparameters, dict[str, tuple[str, ...]]]:
-    """Reads an Adam-like link: whether it has a maximum, how it stores the first moment, and what decays."""
+    """Reads an Adam-like link: whether it has a maximum, how it stores the first moment, and what decays.
+
+    A program with a variant of its own has one chain, whatever it wraps around it.
+    """
     unknown: dict[str, tuple[str, ...]] = {}
     offered = hyperparameters.values
     if "amsgrad" in offered:
@@ -132,6 +135,7 @@ def _adam(
         unknown["The weight decay follows a schedule; a step needs its next value."] = _RATE
     elif (
         recognised.alias.variant is None
+        and usual == VARIANT
         and _RATE[0] not in settings
         and not (recognised.exact and recognised.settled and _is_whole(core))
     ):

@@ -3,6 +3,7 @@
     params/params/...              parameters, in names of Flax
     opt_state/0/{count, mu, nu}    opt_type=adamw: Adam, weight decay (None), the count of the rate's schedule
     opt_state/{count, mu, nu}      opt_type=adam_pax, whose moments are corrected
+    opt_state/inner_states/{adam, muon}/inner_state    opt_type=muon, whose moments have no `params` above their names
     step                           updates done
     nnx_aux/...                    streams of random numbers; MaxText makes those anew that a checkpoint lacks
 
@@ -26,7 +27,7 @@ from statekit.converters.layouts.hyperparameters import require_optimizer
 from statekit.converters.layouts.optax.layout import Optax
 from statekit.converters.layouts.optax.links import links
 from statekit.converters.layouts.optax.maxtext_lines import maxtext_lines
-from statekit.converters.layouts.optax.skeleton import own_form
+from statekit.converters.layouts.optax.skeleton import names_of_others, own_form
 from statekit.errors import Faults, InexactError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.lines.printing import SavedRun, State
@@ -64,11 +65,14 @@ _ATTENTION = {
     **dict.fromkeys(("query", "key", "value"), (Axis.COLUMN, Axis.ROW, Axis.ROW)),
     "out": (Axis.COLUMN, Axis.COLUMN, Axis.ROW),
 }
+_MOMENTS = ("mu", "nu")
 _DENSE = (Axis.COLUMN, Axis.ROW)
 """The axes of a kernel without that of layers, which is the second: inputs (COLUMN) and outputs (ROW) of Muon's matrix.
 
 Source: AI-Hypercomputer/maxtext 0.2.5 utils/muon_utils.py, `transform_logic`.
 """
+_OF_ADAM = ("nesterov", "amsgrad", "clipvalue", "clipnorm")
+"""What Optax' Adam can do; MaxText's adamw has none of it, and the Adam beside its Muon the first."""
 _STRANGE = (
     "MaxText finds parameters below params/ alone, and these have other names: a map makes them MaxText's."
 )
@@ -78,12 +82,15 @@ _BY_MASK = ("weight_decay_rate", "exclude_from_weight_decay")
 
 @dataclass(frozen=True)
 class MaxText:
-    """A run of MaxText with adamw or adam_pax."""
+    """A run of MaxText with adamw, adam_pax or muon."""
 
     name: str = "maxtext"
     title: str = "MaxText: params/params, opt_state, step and nnx_aux in the item `items`"
-    variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"adamw": (ADAMW, PAX)})
+    variants: Mapping[str, tuple[str, ...]] = field(
+        default_factory=lambda: {"adamw": (ADAMW, PAX, _OPTAX.name), "muon": (_OPTAX.name,)}
+    )
     containers: tuple[str, ...] = ("orbax",)
+    holds_several: bool = True
     schedule_in: str = "apart"
     only_if_asked: bool = True
 
@@ -118,8 +125,10 @@ class MaxText:
         hints = replace(hints, optimizer=hints.optimizer or _NAMES.get(str(config.get("opt_type"))))
         layout = _OPTAX
         if any(link.kind == "muon" for link in links(checkpoint.tree)):
-            layout, checkpoint = _MUON, replace(checkpoint, tree=_below_params(checkpoint.tree))
+            layout = _MUON
             named = {meant: value for name, value in named.items() for meant in _OF_MUON.get(name, (name,))}
+        if _is_wrapped(at(checkpoint.tree, ("opt_state",))):
+            checkpoint = replace(checkpoint, tree=_below_params(checkpoint.tree))
         state = _numbered(_clipped(layout.decode(checkpoint, replace(hints, hparams=named))))
         state = replace(state, rules={**state.rules, **dict(_matrices(state))})
         return _masked(_configured(state, config, from_file))
@@ -134,12 +143,11 @@ class MaxText:
         Raises:
             InexactError: MaxText can't go on with the state; lists every reason.
         """
-        require_optimizer(state, ("adamw",), self.name)
+        require_optimizer(state, ("adamw", "muon"), self.name)
         Faults(_faults(state)).check(InexactError, "MaxText can't go on with the state")
+        state = _in_one_group(state)
         form = own_form(state, _OPTAX.name)
-        is_foreign = form is not None and not (
-            isinstance(form, Mapping) and {"opt_state", "step"} <= form.keys()
-        )
+        is_foreign = form is not None and not _is_of(form, state)
         # A tree that another codebase keeps is no tree of MaxText: it goes, and each of its records is named.
         kept = {key: part for key, part in state.extra.items() if key != _OPTAX.name or not is_foreign}
         encoded = _OPTAX.encode(replace(state, extra=kept))
@@ -148,6 +156,8 @@ class MaxText:
         if "step" not in tree:
             chain = _chain(state, tree["opt_state"])
             tree = {**tree, "opt_state": chain, "step": in_memory(np.asarray(updates, np.int32), "step")}
+        if _is_wrapped(tree["opt_state"]):
+            tree = {**tree, "opt_state": _above_params(tree["opt_state"])}
         scans = "layers" in (at(tree, ("params", "params", "decoder")) or ())
         custom = {"scan_layers": scans}
         strange = [_STRANGE] if any(not path.startswith("params/") for path in state.params) else []
@@ -166,15 +176,55 @@ class MaxText:
         return maxtext_lines(state, saved)
 
 
+def _is_wrapped(opt_state: Tree) -> bool:
+    """Tells whether MaxText's optimizer is several, or one in a wrapper: moments have no `params` above their names."""
+    return isinstance(opt_state, Mapping) and not opt_state.keys() >= {*_MOMENTS}
+
+
 def _below_params(tree: Tree) -> Tree:
-    """Returns a tree in which moments stand below `params`, as parameters do: those of Muon's run do not."""
+    """Returns a tree in which moments stand below `params`, as parameters do; undone by `_above_params`."""
     if not isinstance(tree, Mapping):
         return tree
-    moments = {name: tree[name] for name in ("mu", "nu") if name in tree}
+    moments = {name: tree[name] for name in _MOMENTS if name in tree}
     return {
         key: {"params": part} if key in moments else part if key == "params" else _below_params(part)
         for key, part in tree.items()
     }
+
+
+def _above_params(tree: Tree) -> Tree:
+    """Returns a tree whose moments have no `params` above their names; undoes `_below_params`."""
+    if isinstance(tree, list):
+        return [_above_params(part) for part in tree]
+    if not isinstance(tree, Mapping):
+        return tree
+    return {
+        key: part["params"] if key in _MOMENTS and isinstance(part, Mapping) else _above_params(part)
+        for key, part in tree.items()
+    }
+
+
+def _has_muon(state: TrainState) -> bool:
+    return "muon" in state.optimizer.schemas
+
+
+def _is_of(form: Tree, state: TrainState) -> bool:
+    """Tells whether a form is MaxText's, of a state's parameters, and of its rule: adam_pax alone has no chain."""
+    if not isinstance(form, Mapping) or not {"opt_state", "step"} <= form.keys():
+        return False
+    is_flat = isinstance(form["opt_state"], Mapping) and form["opt_state"].keys() >= {*_MOMENTS}
+    return is_flat is (state.optimizer.variant == PAX) and not names_of_others(form, state.params)
+
+
+def _in_one_group(state: TrainState) -> TrainState:
+    """Returns a state of MaxText's Muon whose optimizers have one group each, as no option of theirs differs."""
+    if not _has_muon(state):
+        return state
+    of: dict[str | None, Group] = {}
+    for group in state.optimizer.groups:
+        before = of.get(group.schema)
+        of[group.schema] = group if before is None else replace(before, paths=(*before.paths, *group.paths))
+    return replace(state, optimizer=replace(state.optimizer, groups=tuple(of.values())))
 
 
 def _matrices(state: TrainState) -> Iterator[tuple[str, Rule]]:
@@ -306,21 +356,59 @@ def _faults(state: TrainState) -> Iterator[tuple[str, str]]:
     """Yields why MaxText can't go on with a state."""
     if state.counts.updates < 1:
         yield "has made no update: MaxText names a folder by the last one", "counts/updates"
-    settings = [group.hyperparameters for group in state.optimizer.groups if group.paths]
-    for name in sorted({name for values in settings for name in values} - {*_BY_MASK}):
+    for schema in state.optimizer.schemas:
+        groups = [g for g in state.optimizer.groups if g.paths and state.optimizer.kind(g)[0] == schema]
+        yield from _of_one_optimizer([group.hyperparameters for group in groups], _has_muon(state))
+    if _has_muon(state):
+        yield from _otherwise_cut(state)
+
+
+def _of_one_optimizer(settings: Sequence[Mapping[str, Any]], beside_muon: bool) -> Iterator[tuple[str, str]]:
+    """Yields what MaxText can't do of the settings of an optimizer's groups: each optimizer has one for all.
+
+    Source: AI-Hypercomputer/maxtext 0.2.5 optimizers/optimizers.py, `get_optimizer`: its Muon has no mask of decay, and
+    moves the rest by Adam as Optax' Muon does, with nesterov.
+    """
+    spared = () if beside_muon else _BY_MASK
+    for name in sorted({name for values in settings for name in values} - {*spared}):
         if len({repr(values.get(name)) for values in settings}) > 1:
             yield "differs between groups, and MaxText has one for all parameters", name
-    if len({values.get("weight_decay_rate") for values in settings} - {0, None}) > 1:
+    if not beside_muon and len({values.get("weight_decay_rate") for values in settings} - {0, None}) > 1:
         yield "differs between groups that decay, and MaxText has one for all parameters", "weight_decay_rate"
+    yield from _without_option(settings[0] if settings else {}, beside_muon)
+
+
+def _without_option(settings: Mapping[str, Any], beside_muon: bool) -> Iterator[tuple[str, str]]:
+    """Yields the settings of an optimizer that no option of MaxText makes."""
+    if beside_muon and not settings.get("nesterov"):
+        yield "is off, and MaxText's run with Muon has it on for both of its optimizers", "nesterov"
+    for name in _OF_ADAM[1 if beside_muon else 0 :]:
+        if settings.get(name):
+            yield f"is {settings[name]!r:.40}, which MaxText has no option for", name
+
+
+def _otherwise_cut(state: TrainState) -> Iterator[tuple[str, str]]:
+    """Yields the parameters of Muon that MaxText moves by Adam, and those in which it sees another matrix."""
+    expected = dict(_matrices(state))
+    for path in (path for group in state.optimizer.groups if group.schema == "muon" for path in group.paths):
+        known = state.rules.get(path)
+        is_kernel = path.endswith("/kernel") and "logits_dense" not in path
+        if not is_kernel or path not in expected:
+            yield "is moved by Muon, and MaxText moves it by Adam", path
+        elif known is not None and known.axes != expected[path].axes:
+            yield f"is a matrix along {[axis.value for axis in known.axes]}, and another for MaxText", path
 
 
 def _chain(state: TrainState, opt_state: Tree) -> Tree:
     """Returns the state of MaxText's optimizer: Optax' chain, whose rate is a schedule and whose mask keeps nothing."""
-    core = opt_state[0] if isinstance(opt_state, list) else opt_state
-    if state.optimizer.variant == PAX:
-        return core
     counted: dict[str, Any] = {"count": in_memory(np.asarray(state.counts.schedule, np.int32), "count")}
-    return [core, None, counted]
+    if _has_muon(state):
+        parts = at(opt_state, ("inner_states",)) or {}
+        return {"inner_states": {
+            label: {"inner_state": [*part["inner_state"][:-1], counted]} for label, part in parts.items()
+        }}  # fmt: skip
+    core = opt_state[0] if isinstance(opt_state, list) else opt_state
+    return core if state.optimizer.variant == PAX else [core, None, counted]
 
 
 LAYOUT = MaxText()

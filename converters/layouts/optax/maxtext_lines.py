@@ -22,7 +22,9 @@ _DECAY, _MASK, _CLIP, _RATE = (
     "global_norm_clip_threshold",
     "learning_rate",
 )
-_PAX, _THRESHOLD = "maxtext_pax", "gradient_clipping_threshold"
+_THRESHOLD = "gradient_clipping_threshold"
+_TYPES = {"maxtext": "adamw", "maxtext_pax": "adam_pax"}
+"""Variant -> MaxText's opt_type."""
 _OPTIONS = ("beta1", "beta2", "epsilon", "epsilon_root", _DECAY, _MASK, "dtype_momentum", _CLIP)
 
 
@@ -51,9 +53,16 @@ def maxtext_lines(state: State, saved: SavedRun) -> list[str]:
 
 def _options(state: State) -> Iterator[str]:
     """Yields the options of the run's optimizer."""
+    of_muon = next((g["hyperparameters"] for g in state["groups"] if g.get("schema") == "muon"), None)
     settings = _settings(state)
-    schema, variant = load_schema("adamw"), state["variant"] or "maxtext"
-    yield f"opt_type={'adam_pax' if variant == _PAX else 'adamw'}"
+    schema, variant = load_schema("adamw"), state["variant"] if of_muon is None else "maxtext"
+    variant = variant if variant in _TYPES else "maxtext"
+    yield f"opt_type={_TYPES[variant] if of_muon is None else 'muon'}"
+    if of_muon is not None:
+        scaled = of_muon.get("shape_scale") == "match_rms"
+        yield f"muon_beta={of_muon.get('momentum', UNKNOWN)}"
+        yield f"muon_weight_decay={of_muon.get('weight_decay_rate', UNKNOWN)}"
+        yield f"muon_consistent_rms={of_muon.get('scale_factor', UNKNOWN) if scaled else ''}"
     usual = schema.variant(variant)["defaults"]
     for name in _OPTIONS:
         if name not in usual and name != _CLIP:
@@ -68,7 +77,7 @@ def _options(state: State) -> Iterator[str]:
 
 def _settings(state: State) -> dict[str, Any]:
     """Returns the hyperparameters of all groups; those that differ by name are a mask."""
-    groups = [group for group in state["groups"] if group["paths"]]
+    groups = [group for group in state["groups"] if group["paths"] and group.get("schema") != "muon"]
     decaying = [group for group in groups if group["hyperparameters"].get(_DECAY)]
     settings = dict((decaying or groups)[0]["hyperparameters"])
     spared = [path for group in groups if not group["hyperparameters"].get(_DECAY) for path in group["paths"]]

@@ -300,6 +300,17 @@ FORMS = {"optax": "Optax", "jax": "statekit.jax"}
 _ITEMS = "{step}/{item}"
 
 
+def names_of_others(form: Tree, params: Collection[str]) -> bool:
+    """Tells whether a form names parameters that a state doesn't have, as behind a map: masks name each."""
+    for _, mark in leaves(form):
+        of_its_own = mark[-1] if isinstance(mark, tuple) and mark[:1] in ((PARAMS,), (SLOT,)) else None
+        if isinstance(of_its_own, Mapping | list):
+            forms = leaves(_unpacked(of_its_own))
+            if any(isinstance(leaf, At) and leaf.path not in params for _, leaf in forms):
+                return True
+    return False
+
+
 def own_form(state: TrainState, key: str) -> Tree:
     """Returns the form that a layout kept, or None.
 
