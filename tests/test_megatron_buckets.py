@@ -92,7 +92,7 @@ def slots_of(folder: Path) -> dict[str, bytes]:
         tensors |= {
             f"{path}/{slot}": t.read() for path, slots in state.slots.items() for slot, t in slots.items()
         }
-    each = {}
+    each = dict[str, Array]()
     for path, values in tensors.items():
         if "/layers/" in path and not path.partition("/layers/")[2][0].isdigit():
             each |= {path.replace("/layers/", f"/layers/{n}/"): part for n, part in enumerate(values)}
@@ -113,7 +113,7 @@ def test_tensor_parallel_ranks_and_stacked_layers_are_what_megatron_gathered_its
     assert slots_of(GPT / form) == expected
 
 
-def buckets(weights: dict[str, Array], order: list[str], slot: int = 1) -> dict[str, object]:
+def buckets(weights: dict[str, Array], order: list[str], slot: int = 1) -> dict[str, Any]:
     """Returns keys of a checkpoint with one bucket, whose padding is garbage."""
     vector = np.full(0, np.nan, np.float32)
     for name in order:

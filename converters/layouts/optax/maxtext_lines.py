@@ -58,11 +58,7 @@ def _options(state: State) -> Iterator[str]:
     schema, variant = load_schema("adamw"), state["variant"] if of_muon is None else "maxtext"
     variant = variant if variant in _TYPES else "maxtext"
     yield f"opt_type={_TYPES[variant] if of_muon is None else 'muon'}"
-    if of_muon is not None:
-        scaled = of_muon.get("shape_scale") == "match_rms"
-        yield f"muon_beta={of_muon.get('momentum', UNKNOWN)}"
-        yield f"muon_weight_decay={of_muon.get('weight_decay_rate', UNKNOWN)}"
-        yield f"muon_consistent_rms={of_muon.get('scale_factor', UNKNOWN) if scaled else ''}"
+    yield from _of_muon(of_muon) if of_muon is not None else ()
     usual = schema.variant(variant)["defaults"]
     for name in _OPTIONS:
         if name not in usual and name != _CLIP:
@@ -73,6 +69,14 @@ def _options(state: State) -> Iterator[str]:
         if value is None and known:
             value = {_MASK: [], _CLIP: 0.0}.get(name, "")
         yield shlex.quote(f"{argument}={value if known else UNKNOWN}")
+
+
+def _of_muon(settings: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the options of Muon's own rule."""
+    is_rms = settings.get("shape_scale") == "match_rms"
+    yield f"muon_beta={settings.get('momentum', UNKNOWN)}"
+    yield f"muon_weight_decay={settings.get('weight_decay_rate', UNKNOWN)}"
+    yield f"muon_consistent_rms={settings.get('scale_factor', UNKNOWN) if is_rms else None}"
 
 
 def _settings(state: State) -> dict[str, Any]:
