@@ -191,14 +191,14 @@ def _joined_slots(
     error: StateError | None = None
     for count in sorted((n for n in range(1, len(groups) + 1) if len(groups) % n == 0), reverse=True):
         try:
-            found = [
+            by_group = [
                 _of_group(group, _cut_for(rank % count, count, weights), ordered, place)
                 for rank, group in enumerate(groups)
             ]
         except (StateError, RefusedError) as refused:
             error = error or (refused if isinstance(refused, StateError) else None)
             continue
-        return _of_all(found, count, weights, place)
+        return _of_all(by_group, count, weights, place)
     raise error or StateError("The optimizer has no group of ranks.", place=place)
 
 
@@ -222,7 +222,7 @@ def _of_group(
 
 
 def _of_all(
-    found: Sequence[Mapping[str, Mapping[str, Tensor]]],
+    by_group: Sequence[Mapping[str, Mapping[str, Tensor]]],
     count: int,
     weights: Mapping[str, Tensor],
     place: object,
@@ -230,7 +230,7 @@ def _of_all(
     """Returns the slots of all groups, with the pieces of tensor-parallel ranks joined."""
     gated = is_gated(weights)
     pieces: dict[str, dict[str, dict[int, Tensor]]] = {}
-    for number, slots in enumerate(found):
+    for number, slots in enumerate(by_group):
         for key, of_param in slots.items():
             for name, tensor in of_param.items():  # a tied embedding lies in the first stage and in the last
                 pieces.setdefault(key, {}).setdefault(name, {}).setdefault(number % count, tensor)

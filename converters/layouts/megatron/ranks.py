@@ -119,8 +119,10 @@ def _by_name(
     """
     model, optimizer = _params(rank["model"]), _inner(rank["optimizer"])
     if BUCKETS in rank:
-        found = gathered_slots(model, rank[BUCKETS], place, order)
-        return {f"{_STATE}{slot}.{name}": (name, t) for slot, of in found.items() for name, t in of.items()}
+        gathered = gathered_slots(model, rank[BUCKETS], place, order)
+        return {
+            f"{_STATE}{slot}.{name}": (name, t) for slot, of in gathered.items() for name, t in of.items()
+        }
     groups, state = optimizer.get("param_groups"), optimizer.get("state")
     if not isinstance(groups, list) or not isinstance(state, Mapping):
         raise StateError("The optimizer of a rank has no groups or no state.", place=place)

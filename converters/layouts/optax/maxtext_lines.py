@@ -79,9 +79,14 @@ def _of_muon(settings: Mapping[str, Any]) -> Iterator[str]:
     yield f"muon_consistent_rms={settings.get('scale_factor', UNKNOWN) if is_rms else None}"
 
 
+def _of_adam(state: State) -> Iterator[Mapping[str, Any]]:
+    """Yields the groups that Adam moves."""
+    return (group for group in state["groups"] if group["paths"] and group.get("schema") != "muon")
+
+
 def _settings(state: State) -> dict[str, Any]:
     """Returns the hyperparameters of all groups; those that differ by name are a mask."""
-    groups = [group for group in state["groups"] if group["paths"] and group.get("schema") != "muon"]
+    groups = list(_of_adam(state))
     decaying = [group for group in groups if group["hyperparameters"].get(_DECAY)]
     settings = dict((decaying or groups)[0]["hyperparameters"])
     spared = [path for group in groups if not group["hyperparameters"].get(_DECAY) for path in group["paths"]]
