@@ -99,7 +99,10 @@ def test_reads_in_a_row_become_few_requests() -> None:
     assert len(counting.reads) <= 8 and sum(count for _, _, count in counting.reads) == 2**23
 
 
-@pytest.mark.parametrize("address", ["s3://key:secret@bucket/run", "s3://bucket/run?X-Amz-Signature=secret"])
+@pytest.mark.parametrize(
+    "address",
+    ["s3://key:secret@bucket/run", "s3://bucket/run?X-Amz-Signature=secret", "gs://bucket/run#secret"],
+)
 def test_an_address_with_a_password_or_a_query_is_refused_and_not_shown(address: str) -> None:
     with pytest.raises(UsageError, match="no password and no query") as caught:
         checkpoint_place(address)
@@ -107,7 +110,18 @@ def test_an_address_with_a_password_or_a_query_is_refused_and_not_shown(address:
 
 
 @pytest.mark.parametrize(
-    "address", ["s3://", "s3:///run", "s3://bucket/a/../b", "s3://bucket/a//b", "ftp://host/run"]
+    "address",
+    [
+        "s3://",
+        "s3:///run",
+        "s3://bucket/a/../b",
+        "s3://bucket/a//b",
+        "ftp://host/run",
+        "s3://b\x1b[31m/run",
+        "az://b ucket/run",
+        "s3://bucket/\x01",
+        "gs://[::1]/run",
+    ],
 )
 def test_an_address_that_names_nothing_is_refused(address: str) -> None:
     with pytest.raises(UsageError):

@@ -13,6 +13,7 @@ since is an error, never a mix of two states.
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import stat
 from collections.abc import Iterator, Sequence
@@ -304,23 +305,31 @@ def stat_of(place: Place) -> Facts | None:
     return Facts(f"{place}", kind, facts.st_size, identity, facts.st_mtime_ns)
 
 
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,254}")
+"""What may name a bucket, a container, or an owner on the Hub, in any of the services."""
+
+
 def address_of(text: str) -> tuple[str, str, str]:
     """Returns the scheme of an address, its bucket, and the name there, without slashes around it.
 
     Raises:
-        UsageError: It names no bucket, or has a password, a query or a name that leads elsewhere. None of it is shown.
+        UsageError: It names no bucket, or has a password, a query, a fragment or a name that leads elsewhere. None of
+            it is shown.
     """
     scheme, _, rest = text.partition("://")
     bucket, _, name = rest.partition("/")
     name = name.strip("/")
-    if "@" in bucket or ":" in bucket or "?" in text:
+    if "@" in bucket or ":" in bucket or {*text} & {*"?#"}:
         raise UsageError(
             "An address has no password and no query.",
             place=f"{scheme}://",
             expected=f"{scheme}://BUCKET/NAME",
             remedy="leave them out: credentials are taken from the environment",
         )
-    if not bucket or any(part in ("", ".", "..") for part in name.split("/")[: None if name else 0]):
+    is_unusable = (
+        not _BUCKET.fullmatch(bucket) or not name.isprintable()
+    )  # obstore ends the process at some of these
+    if is_unusable or any(part in ("", ".", "..") for part in name.split("/")[: None if name else 0]):
         raise UsageError("This address names nothing.", place=text, expected=f"{scheme}://BUCKET/NAME")
     return scheme, bucket, name
 
