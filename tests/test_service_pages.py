@@ -106,6 +106,21 @@ def test_every_kind_of_job_was_asked_for() -> None:
     assert ASKED.keys() == KINDS.keys() and "done" in ENDED
 
 
+@pytest.mark.parametrize("text", ["{}", "{}: whatever/is-there.pt", "checkpoint_4"])
+def test_a_checkpoint_to_compare_is_chosen_by_number_or_by_what_fits_it_alone(
+    text: str, served: Served
+) -> None:
+    one = number(served, "checkpoint_4")
+    page = served.client.get("/diff", params={"a": text.format(one)}, headers=PAGE).text
+    assert f'value="{one}: ' in page.partition("<datalist")[0]
+    assert (
+        'value="'
+        not in served.client.get("/diff?a=c", headers=PAGE)
+        .text.partition("<datalist")[0]
+        .partition("<form")[2]
+    )
+
+
 def test_a_region_has_a_page_and_what_lies_outside_is_refused(served: Served) -> None:
     one = number(served, "checkpoint_4")
     ended(served, "inspect", ("checkpoint_4",), {})

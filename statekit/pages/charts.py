@@ -473,56 +473,62 @@ def sparkline(binned: Mapping[str, Any] | None, axis: tuple[int, int] | None = N
     )
 
 
+_ROW, _BOX, _LANE, _BESIDE = 74, 300, 14, 340
+"""Of a lineage in pixels: from row to row, a box' width, from lane to lane, and all that stands beside the lanes."""
+
+
 def lineage(
     nodes: Mapping[str, tuple[str, str, str]], edges: Iterable[tuple[str, str, str]], now: str | None = None
 ) -> Markup:
-    """Draws what was made of what, from left to right.
+    """Draws what was made of what, from top to bottom: a row for each checkpoint, an arc from each to what it became.
 
     Args:
-        nodes: Of each by its key: what it is called, what stands below that, and where a click leads.
+        nodes: Of each by its key: what it is called, what stands below that, and where a click leads. Their order is
+            that of the rows.
         edges: From a node to a node, and what was done.
         now: The node that the page is of.
     """
-    links = [edge for edge in edges if edge[0] in nodes and edge[1] in nodes]
-    depth = dict.fromkeys(nodes, 0)
-    for _ in nodes:  # as often as the longest way may be; a circle ends there
-        for start, end, _said in links:
-            depth[end] = min(max(depth[end], depth[start] + 1), len(nodes))
-    by_depth: dict[int, list[str]] = {}
-    for node in nodes:
-        by_depth.setdefault(depth[node], []).append(node)
-    columns = sorted(by_depth)
-    wide, high, gap = 210, 46, 150
-    place = {
-        node: (10 + x * (wide + gap), 10 + y * (high + 30))
-        for x, column in enumerate(columns)
-        for y, node in enumerate(by_depth[column])
-    }
-    width = 20 + len(columns) * wide + max(len(columns) - 1, 0) * gap
-    height = 10 + max(map(len, by_depth.values()), default=0) * (high + 30)
+    row = {node: number for number, node in enumerate(nodes)}
+    links = [(start, end, how) for start, end, how in edges if {start, end} <= row.keys() and start != end]
+    lanes = _lanes([(row[start], row[end]) for start, end, _how in links])
+    left = 16 + (max(lanes, default=-1) + 1) * _LANE
     drawn = []
-    for start, end, said in links:
-        (ax, ay), (bx, by) = place[start], place[end]
-        a, b, c, d = ax + wide, ay + high / 2, bx, by + high / 2
-        middle = (a + c) / 2
+    for (start, end, _how), lane in zip(links, lanes, strict=True):
+        above, below, x = 26 + row[start] * _ROW, 26 + row[end] * _ROW, left - 10 - lane * _LANE
         drawn.append(
-            f'<path class="edge" fill="none" stroke="{_INK}" d="M{a} {b}C{middle} {b} {middle} {d} {c} {d}"/>'
-            f'<path class="bar" fill="{_INK}" d="M{c} {d}l-8 -4v8z"/>'
+            f'<path class="edge" fill="none" stroke="{_INK}" d="M{left} {above}H{x}V{below}H{left - 8}"/>'
+            f'<path class="bar" fill="{_INK}" d="M{left} {below}l-8 -4v8z"/>'
         )
-        drawn.append(_text(middle, (b + d) / 2 - 6, _short(said, 22), "middle"))
     for node, (name, below, href) in nodes.items():
-        x, y = place[node]
+        y = 4 + row[node] * _ROW
         kind = "node now" if node == now else "node"
+        ways = ", ".join(f"{how} of {nodes[start][0]}" for start, end, how in links if end == node)
         drawn.append(
-            f'<a href="{escape(href)}"><rect class="{kind}" x="{x}" y="{y}" width="{wide}" height="{high}" rx="5" '
-            f'fill="{_PAPER}" stroke="{_INK}"/>{_text(x + 10, y + 19, _short(name, 28))}'
-            f"{_text(x + 10, y + 36, _short(below, 30))}<title>{_safe(name)}: {_safe(below)}</title></a>"
+            f'<a href="{escape(href)}"><rect class="{kind}" x="{left}" y="{y}" width="{_BOX}" height="44" rx="5" '
+            f'fill="{_PAPER}" stroke="{_INK}"/>{_text(left + 10, y + 18, _short(name, 40))}'
+            f"{_text(left + 10, y + 35, _short(below, 46))}<title>{_safe(name)}: {_safe(below)}</title></a>"
         )
+        drawn.append(_text(left + 10, y - 6, _short(ways, 46)) if ways else "")
+    width, height = left + _BESIDE - 30, 10 + len(nodes) * _ROW - 24
     return Markup(
         f'<svg class="lineage" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
         f'height="{height}" role="group" aria-label="{len(nodes)} checkpoints and what was made of them">'
         f"{''.join(drawn)}</svg>"
     )
+
+
+def _lanes(spans: Sequence[tuple[int, int]]) -> list[int]:
+    """Returns a lane for each arc between two rows: arcs that share rows have lanes of their own, short ones inside."""
+    taken: list[list[tuple[int, int]]] = []
+    lanes = [0] * len(spans)
+    for number in sorted(range(len(spans)), key=lambda number: abs(spans[number][1] - spans[number][0])):
+        first, last = sorted(spans[number])
+        free = (i for i, lane in enumerate(taken) if all(last <= a or b <= first for a, b in lane))
+        lanes[number] = next(free, len(taken))
+        if lanes[number] == len(taken):
+            taken.append([])
+        taken[lanes[number]].append((first, last))
+    return lanes
 
 
 def of_lineage(

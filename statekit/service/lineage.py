@@ -182,15 +182,19 @@ def _edge(source: str, target: Row[Any], job: _Writer | None) -> Edge:
 
 
 def _in_order(nodes: list[Node], edges: list[Edge]) -> Iterator[Node]:
-    """Yields sources before what was made of them; whatever is in a circle as it comes."""
-    left = {node.id: node for node in nodes}
+    """Yields sources before what was made of them, and by time; whatever is in a circle as it comes."""
+    left = {node.id: node for node in sorted(nodes, key=_written_at)}
     sources: dict[str, set[str]] = {node.id: set() for node in nodes}
     for edge in edges:
         sources[edge.target].add(edge.source)
     while left:
-        ready = [i for i in left if not (sources[i] - {i}) & left.keys()]
-        for i in ready or list(left)[:1]:
-            yield left.pop(i)
+        ready = (i for i in left if not (sources[i] - {i}) & left.keys())
+        yield left.pop(next(ready, next(iter(left))))
+
+
+def _written_at(node: Node) -> float:
+    """Returns when a node was written, in seconds since 1970; 0 if the catalogue does not know it."""
+    return 0.0 if node.checkpoint is None else node.checkpoint.modified.timestamp()
 
 
 @dataclass(frozen=True)

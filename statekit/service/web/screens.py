@@ -16,6 +16,7 @@ from statekit.pages.environment import script, stylesheet
 from statekit.pages.listing import listing
 from statekit.service.records import Checkpoint, Job, Query
 from statekit.service.service import Service
+from statekit.service.web.addresses import record_number
 from statekit.service.web.branches import tree_of
 from statekit.service.web.forms import options
 
@@ -58,6 +59,18 @@ class Screens:
         self.static["statekit.js"] = (script().encode(), _TYPES[".js"])
         # A job that has ended stays as it is, and the tree of a large checkpoint takes a while.
         self._read = lru_cache(maxsize=4)(lambda job: ScreenContents(self.jobs.result(job)))
+
+    def chosen(self, text: str) -> Checkpoint | None:
+        """Returns the checkpoint that a text names: `12`, `12: run/step.pt`, or words that fit one alone; else None.
+
+        Raises:
+            NotFoundError: There is no checkpoint of that number.
+        """
+        number = record_number(text.partition(":")[0])
+        if number is not None:
+            return self.catalogue.checkpoint(number)
+        fitting = self.catalogue.checkpoints(Query(text=text, readable=True), None, 2).items if text else ()
+        return fitting[0] if len(fitting) == 1 else None
 
     def latest(self, number: int) -> dict[str, Job]:
         """Returns the youngest job of each kind about a checkpoint."""

@@ -322,13 +322,12 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
         """Shows in what two checkpoints differ; `path` and `slot`: in one tensor; `run`: over its steps instead."""
         if path and (run_number := record_number(run)) is not None:
             return over_run(request, of, run_number, path, slot)
-        numbers = record_number(a), record_number(b)
-        first, second = (None if number is None else of.catalogue.checkpoint(number) for number in numbers)
+        first, second = of.chosen(a), of.chosen(b)
         job = None
         if first is not None and second is not None:
             job = of.compared((first.id, second.id), (path, slot))
         result = of.result_of(job)
-        whole = urlencode({"a": a, "b": b})
+        both = {"a": first.id if first else "", "b": second.id if second else ""}
         tensor = {name: value for name, value in (("path", path), ("slot", slot)) if value}
         said = {
             "first": first,
@@ -338,10 +337,10 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
             "verdict": result and not path and VERDICTS["diff"](result),
             "path": path,
             "slot": slot,
-            "whole_url": f"/diff?{whole}",
+            "whole_url": f"/diff?{urlencode(both)}",
             "run_url": _over_run(first, second, path, slot),
             "choices": of.catalogue.checkpoints(Query(sort="path", readable=True), None, MOST_CHOICES).items,
-            "here_url": f"/diff?{urlencode({'a': a, 'b': b, **tensor})}",
+            "here_url": f"/diff?{urlencode({**both, **tensor})}",
         }
         return drawn(request, "compare.html", said)
 
@@ -364,7 +363,8 @@ def _of_node(node: Node) -> tuple[str, str, str]:
     if one is None:
         said = ", ".join(str(node.said[name]) for name in ("container", "layout") if node.said.get(name))
         return "not in the catalogue", said, ""
-    return one.name, ", ".join(filter(None, [one.layout, one.seal])), f"/checkpoints/{one.id}"
+    written = f"{one.modified:%Y-%m-%d %H:%M}"
+    return one.name, ", ".join(filter(None, [written, one.layout, one.seal])), f"/checkpoints/{one.id}"
 
 
 def _targets(checkpoint: Checkpoint, layout: str | None) -> dict[str, Any]:
