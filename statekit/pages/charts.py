@@ -494,10 +494,10 @@ def lineage(
     left = 16 + (max(lanes, default=-1) + 1) * _LANE
     drawn = []
     for (start, end, _how), lane in zip(links, lanes, strict=True):
-        above, below, x = 26 + row[start] * _ROW, 26 + row[end] * _ROW, left - 10 - lane * _LANE
+        top, bottom, x = 26 + row[start] * _ROW, 26 + row[end] * _ROW, left - 10 - lane * _LANE
         drawn.append(
-            f'<path class="edge" fill="none" stroke="{_INK}" d="M{left} {above}H{x}V{below}H{left - 8}"/>'
-            f'<path class="bar" fill="{_INK}" d="M{left} {below}l-8 -4v8z"/>'
+            f'<path class="edge" fill="none" stroke="{_INK}" d="M{left} {top}H{x}V{bottom}H{left - 8}"/>'
+            f'<path class="bar" fill="{_INK}" d="M{left} {bottom}l-8 -4v8z"/>'
         )
     for node, (name, below, href) in nodes.items():
         y = 4 + row[node] * _ROW

@@ -15,9 +15,11 @@ from statekit.statistics.change import FIGURES
 
 
 def of_tensor(name: str, tensor: Mapping[str, Any]) -> list[Plot]:
-    """Returns the plots of a parameter's values or of one of its slots."""
+    """Returns the plots of a parameter's values or of one of its slots: of a small vector one, with every value."""
     called = _called(name)
-    plots = []
+    cells, plots = _cells(called, f"|{called}|", tensor), []
+    if tensor.get("bars", {}).get("each") == 1:
+        return cells
     span = tensor["linear"]
     if span is not None:
         edges = _edges(span["low"], span["high"], len(span["counts"]))
@@ -29,7 +31,7 @@ def of_tensor(name: str, tensor: Mapping[str, Any]) -> list[Plot]:
                 f"Magnitudes of {called}", f"|{called}|, every finite value", tensor["stats"]["magnitudes"]
             )
         )
-    return plots + _cells(called, f"|{called}|", tensor)
+    return plots + cells
 
 
 def _edges(low: float, high: float, count: int) -> list[float]:
