@@ -39,6 +39,7 @@ def test_each_save_is_sealed_and_examined_beside_the_run(tmp_path: Path) -> None
     bad, removed = seals.saves
     assert reported == [bad, removed] and not bad.passed and not removed.passed
     assert "moments-zero" in bad.findings and bad.manifest is not None and bad.manifest.is_file()
+    assert bad.digest is not None and len(bad.digest) == 64 and removed.digest is None
     assert removed.manifest is None and "no such file" in str(removed)
     assert statekit.check(tmp_path / "bad.pt").passed
 

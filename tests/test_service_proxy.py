@@ -87,6 +87,8 @@ def test_jobs_bear_the_name_that_a_proxy_of_ours_sends_and_no_other(
     headers = [*BEARER.items(), *(("x-forwarded-user", name) for name in names)]
     made = asking.post("/api/v1/jobs", json={"kind": "check", "subjects": [1]}, headers=headers).json()
     assert made["requested_by"] == by
+    noted = asking.put("/api/v1/checkpoints/1/note", json={"note": "keep"}, headers=headers).json()
+    assert noted["note_by"] == ("" if by == "api" else by)
     assert ("ignored a header" in capsys.readouterr().out) == (bool(names) and by == "api")
 
 

@@ -30,6 +30,11 @@ class Save:
     problem: str | None
 
     @property
+    def digest(self) -> str | None:
+        """BLAKE3 of the manifest, which names every byte of the checkpoint; None if it wasn't sealed."""
+        return None if self.manifest is None else str(json.loads(self.manifest.read_bytes())["digest"])
+
+    @property
     def passed(self) -> bool:
         """Whether it is sealed, and doctor found nothing."""
         return self.problem is None and not self.findings

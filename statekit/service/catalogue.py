@@ -330,8 +330,8 @@ class Catalogue:
             connection.execute(TAGS.delete().where(TAGS.c.checkpoint == number, TAGS.c.tag == tag))
             return checkpoint_of(connection, number)
 
-    def note(self, number: int, text: str) -> Checkpoint:
-        """Writes down what somebody says of a checkpoint, in the place of what was said before.
+    def note(self, number: int, text: str, by: str = "") -> Checkpoint:
+        """Writes down what somebody says of a checkpoint, and who, in the place of what was there before.
 
         Raises:
             NotFoundError: There is no such checkpoint.
@@ -345,7 +345,7 @@ class Catalogue:
             connection.execute(
                 update(CHECKPOINTS)
                 .where(CHECKPOINTS.c.id == number)
-                .values(note=printable(text, keep="\n\t"))
+                .values(note=printable(text, keep="\n\t"), note_by=by if text else "")
             )
             return checkpoint_of(connection, number)
 
@@ -488,6 +488,7 @@ def _records(connection: Connection, rows: Sequence[Row[Any]]) -> tuple[Checkpoi
             replaced_by=row.replaced_by,
             tags=tuple(tags.get(row.id, ())),
             note=row.note,
+            note_by=row.note_by,
             first_seen=utc(row.first_seen),
             seen=utc(row.seen),
         )

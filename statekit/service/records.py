@@ -90,6 +90,7 @@ class Checkpoint(_Record):
         replaced_by: The number of the one that is there now, of one that has changed.
         tags: Words that somebody gave it.
         note: What somebody wrote of it.
+        note_by: Who wrote that: a user that the proxy names; else empty.
         first_seen: When a scan saw it first, in UTC.
         seen: When one saw it last.
     """
@@ -118,6 +119,7 @@ class Checkpoint(_Record):
     replaced_by: int | None
     tags: tuple[str, ...]
     note: str
+    note_by: str
     first_seen: datetime
     seen: datetime
 

@@ -70,6 +70,7 @@ CHECKPOINTS = Table(
     Column("status", String(16), nullable=False),
     Column("replaced_by", Integer, ForeignKey("checkpoints.id")),
     Column("note", Text, nullable=False, server_default=""),
+    Column("note_by", Text, nullable=False, server_default=""),
     Column("first_seen", Float, nullable=False),
     Column("seen", Float, nullable=False),
     Index("checkpoints_place", "root", "place"),

@@ -18,6 +18,7 @@ from statekit.service.catalogue import MOST_ITEMS, NOTE_LENGTH, TAG_LENGTH, Cata
 from statekit.service.records import SORTS, Checkpoint, Page, Root, Run, Scanning
 from statekit.service.records import Query as Wanted
 from statekit.service.web.problems import MEDIA_TYPE
+from statekit.service.web.proxies import user_of
 
 PREFIX = "/api/v1"
 MOST_NUMBER = 2**63 - 1
@@ -206,9 +207,9 @@ def catalogue_routes(catalogue: Catalogue) -> APIRouter:
         return catalogue.untag(number, tag)
 
     @routes.put("/checkpoints/{number}/note")
-    def write_note(number: Id, body: NoteBody) -> Checkpoint:
-        """Writes down what somebody says of a checkpoint, in the place of what was said before."""
-        return catalogue.note(number, body.note)
+    def write_note(request: Request, number: Id, body: NoteBody) -> Checkpoint:
+        """Writes down what somebody says of a checkpoint, and who, in the place of what was there before."""
+        return catalogue.note(number, body.note, user_of(request, ""))
 
     @routes.get("/runs")
     def list_runs(cursor: Cursor = None, limit: Limit = 50) -> Page[Run]:

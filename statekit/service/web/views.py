@@ -247,7 +247,8 @@ def _checkpoint(routes: APIRouter, of: Screens) -> None:
     @routes.post("/checkpoints/{number}/note")
     async def change_note(request: Request, number: Id) -> Response:
         note = (await request.form()).get("note")
-        await run_in_threadpool(of.catalogue.note, number, note if isinstance(note, str) else "")
+        text = note if isinstance(note, str) else ""
+        await run_in_threadpool(of.catalogue.note, number, text, user_of(request, ""))
         return _next(f"/checkpoints/{number}")
 
     @routes.get("/lineage/{number}")
