@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any, ClassVar, TypeAlias, final
 
 import torch
@@ -19,7 +20,7 @@ from statekit.state.train_state import next_decay
 from statekit.torch.fast.batching import in_own_memory, laid_together
 from statekit.torch.groups import ParamGroup, check_named, rate_fault, read_group, settle_group
 from statekit.torch.kernels.direct import DirectUpdate, refuse_capture
-from statekit.torch.slots import Slots, first_group_slots, first_slots
+from statekit.torch.slots import Changes, Slots, WatchedSlots, first_group_slots, first_slots
 from statekit.torch.state_matching import match, taken_over
 from statekit.torch.step import move
 from statekit.torch.update_plan import GroupPlan, plan_group
@@ -33,6 +34,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
 
     _plans: dict[int, GroupPlan]
     _direct: dict[int, DirectUpdate]
+    _changes: Changes
 
     @abstractmethod
     def _schemas(self) -> tuple[str, ...]:
@@ -50,7 +52,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes over what a copy or a pickle holds."""
         super().__setstate__(state)
-        self._plans, self._direct = {}, {}
+        self._plans, self._direct, self._changes = {}, {}, Changes()
         self._hold([*self.state], [*self.state.values()])
 
     def add_param_group(self, param_group: ParamGroup) -> None:
@@ -139,7 +141,8 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
             after(self)
 
     def _hold(self, params: Sequence[torch.Tensor], slots: Sequence[Slots]) -> None:
-        self.state.update(zip(params, laid_together(slots), strict=True))
+        watched = (WatchedSlots(arrays, self._changes) for arrays in laid_together(slots))
+        self.state.update(zip(params, watched, strict=True))
 
     @_disable_dynamo  # a compiled caller runs it as it is: the fast paths leave nothing to fuse
     def _update(self) -> None:
@@ -150,6 +153,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         if not self._unscaled():
             return
         plans = [self._plan_of(i, group) for i, group in enumerate(self.param_groups)]
+        self._watch()
         self._check_ready(plans)
         for group, plan in zip(self.param_groups, plans, strict=True):
             move(group, plan, self.state)
@@ -161,7 +165,7 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
 
     def _directly(self) -> bool:
         """Has kernels move all groups as they did before; tells whether they have."""
-        if len(self._direct) < len(self.param_groups):
+        if len(self._direct) < len(self.param_groups) or not self._keeps_slots():
             return False
         for i, group in enumerate(self.param_groups):
             rated = group["lr"] is not None or not self._direct[i].plan.rate_needed
@@ -172,6 +176,19 @@ class GroupedOptimizer(torch.optim.Optimizer, ABC):
         for i, group in enumerate(self.param_groups):
             self._direct[i].run(group, scale, overflow)
         return True
+
+    def _watch(self) -> None:
+        """Notices from now on who replaces slots."""
+        for param, slots in self.state.items():
+            if type(slots) is not WatchedSlots:  # somebody has put them there
+                self.state[param] = WatchedSlots(slots, self._changes)
+        self._watched = self._changes.count, [*self.state.values()]
+
+    def _keeps_slots(self) -> bool:
+        """Tells whether every parameter has the very slots that it had."""
+        count, slots = self._watched
+        same = self._changes.count == count and len(self.state) == len(slots)
+        return same and all(map(is_, self.state.values(), slots))
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -264,8 +281,7 @@ class SchemaOptimizer(GroupedOptimizer, ABC):
         refuse_options([*stated.faults, *([(fault, "lr")] if fault else [])], stated.remedy)
         usual = usual_options(self.SCHEMA, variant)
         kept = {"lr": lr, "step": 0, "schema": self.SCHEMA, "variant": variant, "foreach": foreach}
-        self._plans: dict[int, GroupPlan] = {}
-        self._direct: dict[int, DirectUpdate] = {}
+        self._plans, self._direct, self._changes = {}, {}, Changes()
         super().__init__(params, {**kept, **usual, **stated.values})
 
     @final

@@ -11,6 +11,7 @@ from statekit.state.options import CLASSES
 from statekit.state.schema import OptimizerSchema, load_schema
 from statekit.torch.groups import ParamGroup
 from statekit.torch.optimizer import GroupedOptimizer, Rate
+from statekit.torch.slots import Changes
 
 
 @final
@@ -48,7 +49,7 @@ class Partition(GroupedOptimizer):
     """
 
     def __init__(self, params: Iterable[dict[str, Any]], lr: Rate = None, *, foreach: bool = True) -> None:
-        self._plans, self._direct = {}, {}
+        self._plans, self._direct, self._changes = {}, {}, Changes()
         super().__init__(params, {"lr": lr, "step": 0, "foreach": foreach})
 
     def _schemas(self) -> tuple[str, ...]:

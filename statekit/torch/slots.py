@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -18,6 +18,42 @@ from statekit.torch.groups import ParamGroup, canonical, rules_of
 Slots: TypeAlias = dict[str, torch.Tensor]
 Source: TypeAlias = torch.Tensor | Tensor
 """Where values come from: memory, or a file that is read block by block."""
+
+
+@dataclass
+class Changes:
+    """How often slots of an optimizer were replaced."""
+
+    count: int = 0
+
+
+def _counted(method: Callable[..., Any]) -> Any:
+    def change(self: WatchedSlots, *args: Any, **named: Any) -> Any:
+        self.changes.count += 1
+        return method(self, *args, **named)
+
+    return change
+
+
+class WatchedSlots(dict[str, torch.Tensor]):
+    """A parameter's slots; who replaces one is counted, so that an update need not ask every tensor who it is.
+
+    A copy or a pickle of it is a plain dict.
+    """
+
+    __slots__ = ("changes",)
+
+    def __init__(self, slots: Mapping[str, torch.Tensor], changes: Changes) -> None:
+        super().__init__(slots)
+        self.changes = changes
+
+    def __reduce__(self) -> Any:
+        return dict, (dict(self),)
+
+    __setitem__, __delitem__, __ior__ = map(_counted, (dict.__setitem__, dict.__delitem__, dict.__ior__))
+    update, setdefault, pop, popitem, clear = map(
+        _counted, (dict.update, dict.setdefault, dict.pop, dict.popitem, dict.clear)
+    )
 
 
 def first_slots(group: ParamGroup) -> Iterator[Slots]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -31,42 +30,40 @@ class DirectBatch:
     Attributes:
         launches: Those.
         params: The parameters.
-        shapes: Their shapes.
-        holders: The parameters' slots, where the optimizer keeps them.
-        slots: Slot -> tensors, as the launches take them.
+        slots: Slot -> tensors, as the launches take them. Who replaces one is noticed by `WatchedSlots`.
     """
 
     launches: Launches
     params: Sequence[torch.Tensor]
-    shapes: list[torch.Size]
-    holders: Sequence[Slots]
     slots: Mapping[str, Sequence[torch.Tensor]]
 
     def __post_init__(self) -> None:
+        self.shapes = list(map(_SHAPE, self.params))
         self.dtypes = {(param.dtype, param.device) for param in self.params}
         self.grad_dtype = self.params[0].grad.dtype if self.params[0].grad is not None else None
-        self.addresses: list[int] = []
-        self.all_slots = [*chain.from_iterable(map(dict.values, self.holders))]
+        self.param_addresses: list[int] = []
+        self.grad_addresses: list[int] = []
+        self.slot_addresses = self._first_slots()
 
     def ready(self) -> bool:
         """Tells whether all tensors are as they were, but for where they lie, which the launches then know."""
         grads = list(map(_GRAD, self.params))
         try:
-            addresses = [*map(_ADDRESS, self.params), *map(_ADDRESS, grads)]
+            grad_addresses = list(map(_ADDRESS, grads))
         except TypeError:  # a gradient is None
             return False
-        kept = self._keeps_slots()
-        if not kept or addresses == self.addresses:
-            return kept
+        param_addresses = list(map(_ADDRESS, self.params))
+        stays = param_addresses == self.param_addresses
+        if self._first_slots() != self.slot_addresses or not (stays or self._keeps_params()):
+            return False
+        if stays and grad_addresses == self.grad_addresses:
+            return True
         # A gradient has its parameter's shape and device: torch takes no other.
-        fits = (
-            all(map(torch.Tensor.is_contiguous, grads))
-            and set(map(_DTYPE, grads)) == {self.grad_dtype}
-            and (addresses[: len(grads)] == self.addresses[: len(grads)] or self._keeps_params())
-        )
+        fits = all(map(torch.Tensor.is_contiguous, grads)) and set(map(_DTYPE, grads)) == {self.grad_dtype}
         if fits:
+            addresses = {"param": param_addresses, "grad": grad_addresses}
             self.launches.place({"param": self.params, "grad": grads, **self.slots}, addresses)
-            self.addresses = addresses
+            self.param_addresses, self.grad_addresses = param_addresses, grad_addresses
         return fits
 
     def _keeps_params(self) -> bool:
@@ -77,10 +74,9 @@ class DirectBatch:
             and {(param.dtype, param.device) for param in self.params} == self.dtypes
         )
 
-    def _keeps_slots(self) -> bool:
-        """Tells whether every parameter has the very slots that it had."""
-        now = list(chain.from_iterable(map(dict.values, self.holders)))
-        return len(now) == len(self.all_slots) and all(map(is_, now, self.all_slots))
+    def _first_slots(self) -> list[int]:
+        """Returns where the first parameter's slots lie: who moves the memory of slots moves that of all."""
+        return [tensors[0].data_ptr() for tensors in self.slots.values()]
 
 
 class DirectUpdate:
@@ -174,7 +170,7 @@ def _direct_batch(
     named = {name: [arrays[name] for arrays in slots] for name in slots[0]}
     scene = DeviceScene(_XP, group["variant"], group["lr"], group["step"])
     launches = move.launched(scene, {"param": params, "grad": grads, **named}, None)
-    return DirectBatch(launches, params, list(map(_SHAPE, params)), slots, named)
+    return DirectBatch(launches, params, named)
 
 
 def is_capturing(group: ParamGroup) -> bool:

@@ -221,18 +221,22 @@ class Launches:
         self.launch(scene, common)
 
     def place(
-        self, arrays: Mapping[str, Sequence[torch.Tensor]], addresses: Sequence[int] | None = None
+        self,
+        arrays: Mapping[str, Sequence[torch.Tensor]],
+        addresses: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """Tells the device where tensors lie, if it doesn't know.
 
         Args:
-            arrays: As for `run`, parameters and gradients first.
-            addresses: Where those two lie, if all others lie where they did.
+            arrays: As for `run`.
+            addresses: Where those of some names lie, if all others lie where they did.
         """
         count = len(arrays["param"])
         if addresses is not None and self.table.shape == (len(arrays), count):
             table = self.table.copy()
-            table[:2] = np.array(addresses, np.int64).reshape(2, count)
+            for row, name in enumerate(arrays):
+                if name in addresses:
+                    table[row] = addresses[name]
         else:
             whole = list(map(torch.Tensor.data_ptr, chain.from_iterable(arrays.values())))
             table = np.array(whole, np.int64).reshape(len(arrays), count)
