@@ -15,6 +15,7 @@ from statekit.optim.keras_averages import follow_average
 from statekit.optim.run import behind_after, counts_apart, moves, steps_for
 from statekit.optim.steps import Scene, Steps
 from statekit.state.schema import load_schema
+from statekit.torch.fast.dispatch import takes_any_gradient
 from statekit.torch.groups import ParamGroup
 from statekit.torch.sharding import readable, write
 from statekit.torch.slots import Slots
@@ -40,22 +41,24 @@ def move(group: ParamGroup, plan: GroupPlan, state: Mapping[torch.Tensor, Slots]
         _follow(params, slots, born, [p for p in grads if not behind.get(p, group["step"])])
     scene = Scene(_XP, group["variant"], group["lr"], group["step"])
     here = Arrays(params, slots, grads)
-    read = here.readable() if plan.sharded else here
+    read = here.readable() if plan.reads_sharded else here
     reached, whole, common = steps.prepare(
         scene, known, read.params, read.grads, read.slots, group.get("slots", {})
     )
-    read = replace(read, grads=reached)
+    read, here = replace(read, grads=reached), replace(here, grads=reached)
     for batch in plan.batches:
         present = [path for path in batch.paths if path in reached]
         if batch.fast is None:
             _by_text(steps, scene, plan, present, read, here, common, behind)
             continue
-        apart = {path for path in present if reached[path].dtype is not params[path].dtype}
+        apart = set[str]()
+        if not takes_any_gradient(batch.fast):
+            apart = {path for path in present if reached[path].dtype is not params[path].dtype}
         for path in sorted(apart):  # whose `grad_dtype` is set
             _by_text(steps, scene, plan, [path], read, here, common, behind)
         alike = [path for path in present if path not in apart] if apart else present
         for count, paths in _by_count(alike, behind, group["step"]):
-            batch.fast(replace(scene, step=count), *read.listed(paths), common)
+            batch.fast(replace(scene, step=count), *here.listed(paths), common)
     _follow_averages(here, plan, group["step"])
     if whole:
         group["slots"] = dict(whole)

@@ -19,7 +19,7 @@ from statekit.state.options import RATE_NAMES, rate_needed
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Filled
-from statekit.torch.fast.dispatch import FastMove, fast_path
+from statekit.torch.fast.dispatch import FastMove, fast_path, is_mixed
 from statekit.torch.groups import ParamGroup, canonical, rules_of
 from statekit.torch.sharding import is_sharded
 from statekit.torch.slots import Slots
@@ -28,6 +28,8 @@ STACK = 2**22
 """The most elements that the reference text updates in one stack."""
 _OTHERS = ("param_names", "schema", "variant", "rules", "foreach")
 """What of a group, beside its hyperparameters, decides how it is moved."""
+_OF_ALL = ("global_norm_clip_threshold", "clipnorm", "clipvalue", "loss_scale_factor", "clipping_scale")
+"""Options with which the gradients of a group are changed together, before tensors are moved."""
 _MISSING = object()
 
 
@@ -66,6 +68,17 @@ class GroupPlan:
     batches: tuple[Batch, ...]
     rate_needed: bool
     sharded: bool
+
+    @property
+    def acts_on_all(self) -> bool:
+        """Whether gradients of the group are changed together before tensors are moved."""
+        hyper = self.group.hyperparameters
+        return any(hyper.get(name) is not None for name in _OF_ALL)
+
+    @property
+    def reads_sharded(self) -> bool:
+        """Whether the reference text reads tensors of which processes hold parts."""
+        return self.sharded and (self.acts_on_all or any(batch.fast is None for batch in self.batches))
 
     def holds(self, group: ParamGroup) -> bool:
         """Tells whether the group is still as it was."""
@@ -144,7 +157,7 @@ def plan_group(group: ParamGroup, slots: Mapping[torch.Tensor, Slots]) -> GroupP
         canonical_group,
         configs,
         faults,
-        tuple(_batches(group, params, configs)),
+        tuple(_batches(group, params, configs, slots)),
         rate_needed(group["schema"], variant, group),
         any(map(is_sharded, params.values())),
     )
@@ -190,16 +203,21 @@ def _described(value: torch.Tensor) -> Filled:
 
 
 def _batches(
-    group: ParamGroup, params: Mapping[str, torch.Tensor], configs: Mapping[str, Hashable]
+    group: ParamGroup,
+    params: Mapping[str, torch.Tensor],
+    configs: Mapping[str, Hashable],
+    slots: Mapping[torch.Tensor, Slots],
 ) -> Iterator[Batch]:
     batches: dict[Hashable, tuple[FastMove | None, int, list[str]]] = {}
     for path, config in configs.items():
         param = params[path]
-        together = (
-            group["foreach"] and type(param) in (torch.Tensor, torch.nn.Parameter) and param.numel() > 0
-        )
-        fast = fast_path(group["schema"], group["variant"], config, param) if together else None
-        kind = (fast or config, param.shape, param.dtype, param.device) if together else path
+        fast = None
+        if group["foreach"]:
+            fast = fast_path(group["schema"], group["variant"], config, param, slots[param])
+        usual = type(param) in (torch.Tensor, torch.nn.Parameter) and param.numel() > 0
+        together = group["foreach"] and (usual or fast is not None)
+        shape = None if is_mixed(fast) else param.shape
+        kind = (fast or config, shape, param.dtype, param.device) if together else path
         most = 1 if not together else len(params) if fast else max(1, STACK // param.numel())
         batches.setdefault(kind, (fast, most, []))[2].append(path)
     for fast, most, paths in batches.values():

@@ -17,8 +17,6 @@ from statekit.torch.slots import Slots
 from statekit.torch.update_plan import GroupPlan
 
 _XP = TorchBackend()
-_OF_ALL = ("global_norm_clip_threshold", "clipnorm", "clipvalue", "loss_scale_factor", "clipping_scale")
-"""Options with which the gradients of a group are changed together, before tensors are moved."""
 _GRAD, _SHAPE, _DTYPE = attrgetter("grad"), attrgetter("shape"), attrgetter("dtype")
 _ADDRESS = torch.Tensor.data_ptr
 
@@ -102,7 +100,7 @@ class DirectUpdate:
         """Returns the update of a group; None where anything has to be done for single tensors."""
         hyper = plan.group.hyperparameters
         whole = not plan.sharded and not plan.faults and not group.get("behind") and group["step"] > 0
-        if not whole or any(hyper.get(name) is not None for name in _OF_ALL) or hyper.get("use_ema"):
+        if not whole or plan.acts_on_all or hyper.get("use_ema"):
             return None
         params = dict(zip(plan.group.paths, group["params"], strict=True))
         batches = []

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import linecache
 import math
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.util import find_spec
 from itertools import chain
@@ -22,6 +23,7 @@ from statekit.optim.steps import Scene
 from statekit.state.constants import variant_constants
 from statekit.state.train_state import Axis, Rule
 from statekit.torch.fast.adafactor import item_of
+from statekit.torch.kernels.joining import Region, Split, join
 from statekit.torch.kernels.source import Program, is_interpreted
 from statekit.torch.kernels.staging import FULL, SIDE
 from statekit.torch.kernels.traced import CannotTraceError
@@ -36,6 +38,8 @@ TILES = {2: (8, 512), 4: (8, 256)}
 SHORTEST = 2
 """Elements that a block has along each axis at least: numbers are rounded to bfloat16 two by two."""
 SIDE_BLOCK = 64
+MIXED = (4096, 65536)
+"""Vectors up to these lengths go in one launch, whatever their lengths: norms and biases are many and small."""
 WARPS = 4
 """Threads hold few elements: roundings by the rule, above all of quotients and roots, take registers."""
 
@@ -77,7 +81,10 @@ class GroupedMove:
         variant: Whose rule.
         config: What `settle` returned.
         sides: The slots along a matrix's rows and columns; none for a vector.
-        shape: Rows and columns of a matrix, BATCH axes aside, or the length of a vector.
+        shape: Rows and columns of a matrix, BATCH axes aside, or the length of a vector; of MIXED vectors, which may
+            have any length, the most.
+        split: How processes share each tensor; None where this one has the whole.
+        is_mixed: Whether vectors have lengths of their own.
         launches: What the device holds for tensors that were moved before, by kind.
     """
 
@@ -86,6 +93,8 @@ class GroupedMove:
     config: Any
     sides: tuple[str, ...]
     shape: tuple[int, ...]
+    split: Split | None = None
+    is_mixed: bool = False
     launches: dict[Hashable, Launches] = field(default_factory=dict, compare=False, repr=False)
 
     def __call__(
@@ -118,13 +127,13 @@ class GroupedMove:
         key = (item, rate, common is None)
         if key not in self.launches:
             program = traced(self.schema, self.variant, self.config, item, rate, common is not None)
-            self.launches[key] = Launches(program, self.shape)
+            self.launches[key] = Launches(program, self.shape, self.split, self.is_mixed)
         return self.launches[key]
 
     def item(self, arrays: Mapping[str, torch.Tensor]) -> Item:
         """Returns what is traced, of the arrays of one tensor."""
         whole = ("R", "C") if self.sides else ("N",)
-        lengths = dict(zip(whole, self.shape, strict=True))
+        lengths = dict(zip(whole, self.split.shape if self.split else self.shape, strict=True))
         if "scale_grads" in arrays:
             lengths["H"] = arrays["scale_grads"].shape[0]
         rule = None
@@ -138,9 +147,19 @@ class GroupedMove:
         )
 
 
-def grouped_move(schema: str, variant: str, config: Any, param: torch.Tensor) -> GroupedMove | None:
-    """Returns the grouped move of a parameter; None where kernels don't run, or not by its rule."""
-    if not runs_on(param.device) or not _is_dense(param):
+def grouped_move(
+    schema: str, variant: str, config: Any, param: torch.Tensor, split: Split | None = None
+) -> GroupedMove | None:
+    """Returns the grouped move of a parameter; None where kernels don't run, or not by its rule.
+
+    Args:
+        schema: The optimizer.
+        variant: Whose rule.
+        config: What its `settle` returned.
+        param: The parameter, or what this process has of it.
+        split: How processes share it, if they do.
+    """
+    if not runs_on(param.device) or not _is_dense(param, may_be_empty=split is not None):
         return None
     sides: tuple[str, ...] = ()
     shape: tuple[int, ...] = (param.numel(),)
@@ -149,16 +168,22 @@ def grouped_move(schema: str, variant: str, config: Any, param: torch.Tensor) ->
         if kind is None or config.place is not None or not _is_apart(variant, config.rule):
             return None
         shape, sides = kind
-    move = GroupedMove(schema, variant, config, sides, shape)
-    return move if _is_traceable(move, param.dtype) else None
+    move = GroupedMove(schema, variant, config, sides, shape, split)
+    if not _is_traceable(move, param.dtype):
+        return None
+    # One element is another kind of parameter to some rules.
+    alone = sides or split or shape != (param.numel(),) or not 1 < shape[0] <= MIXED[-1]
+    if alone or not _is_any_length(move, param.dtype):
+        return move
+    return replace(move, shape=(next(most for most in MIXED if shape <= (most,)),), is_mixed=True)
 
 
-def _is_dense(param: torch.Tensor) -> bool:
+def _is_dense(param: torch.Tensor, may_be_empty: bool) -> bool:
     return (
         type(param) in (torch.Tensor, torch.nn.Parameter)
         and param.layout == torch.strided
         and param.is_contiguous()
-        and param.numel() > 0
+        and (param.numel() > 0 or may_be_empty)
         and param.dtype in (torch.float32, torch.bfloat16, torch.float16)
     )
 
@@ -171,19 +196,30 @@ def _is_apart(variant: str, rule: Rule) -> bool:
 
 @cache
 def _is_traceable(move: GroupedMove, dtype: torch.dtype) -> bool:
-    param = torch.empty(move.shape, dtype=dtype)
+    try:
+        _program(move, dtype)
+    except CannotTraceError:
+        return False
+    return True
+
+
+@cache
+def _is_any_length(move: GroupedMove, dtype: torch.dtype) -> bool:
+    """Tells whether vectors of any length have the same update."""
+    others = [replace(move, shape=(length,)) for length in (3, 5)]
+    return _program(others[0], dtype) == _program(others[1], dtype)
+
+
+def _program(move: GroupedMove, dtype: torch.dtype) -> Program:
     config = move.config
     if isinstance(config, ParamConfig):
         config = ParamConfig(config.hyper, matrix_rule(move.sides[0]) if move.sides else vector_rule())
+    param = torch.empty(move.split.shape if move.split else move.shape, dtype=dtype, device="meta")
     slots = steps_for(move.schema, move.variant).init(_XP, param, config, move.variant)
     slots.pop("average", None)
     item = move.item({"param": param, "grad": param, **slots})
     clips = getattr(config, "clipping_scale", None) is not None
-    try:
-        traced(move.schema, move.variant, move.config, item, "float64", clips)
-    except CannotTraceError:
-        return False
-    return True
+    return traced(move.schema, move.variant, move.config, item, "float64", clips)
 
 
 @cache
@@ -199,8 +235,10 @@ def _compiled(text: str) -> Mapping[str, Any]:
 class Launches:
     """The launches that move tensors of one kind, and what the device keeps for them."""
 
-    def __init__(self, program: Program, shape: tuple[int, ...]) -> None:
-        self.program, self.shape = program, shape
+    def __init__(
+        self, program: Program, shape: tuple[int, ...], split: Split | None = None, is_mixed: bool = False
+    ) -> None:
+        self.program, self.shape, self.split, self.is_mixed = program, shape, split, is_mixed
         functions = _compiled(program.text)
         self.numbers = functions["numbers"]
         self.stages = [functions[f"stage_{i}"] for i in range(len(program.spans))]
@@ -245,35 +283,33 @@ class Launches:
 
     def launch(self, scene: Scene, common: Value | None) -> None:
         """Moves the tensors that were placed last."""
-        scaled = self._share(scene, common)
-        for function, span in zip(self.stages, self.program.spans, strict=True):
+        scaled, split = self._share(scene, common), self.split
+        if split:
+            self.work.zero_()
+        for function, span, parts in zip(self.stages, self.program.spans, self.program.parts, strict=True):
             blocks = {FULL: self.blocks, SIDE: self.side_blocks}.get(span, 1)
             function[(blocks * self.items,)](
-                self.pointers, self.scalars, self.work, self.lengths, self.items, *self.extent, self.width,
-                SCALED=scaled, ALIGNED=self.aligned, FILLED=self.filled, BR=self.tile[0], BC=self.tile[1],
-                BV=SIDE_BLOCK, num_warps=WARPS, enable_fp_fusion=False,
+                self.pointers, self.scalars, self.work, self.lengths, self.items, *self.extent, self.side_blocks,
+                self.width, SCALED=scaled, ALIGNED=self.aligned, FILLED=self.filled, SPLIT=split is not None,
+                BR=self.tile[0], BC=self.tile[1], BV=SIDE_BLOCK, num_warps=WARPS, enable_fp_fusion=False,
             )  # fmt: skip
+            if split and span == FULL and parts:
+                join(self.work.view(self.items, self.width), self._regions(parts), split.group)
+
+    def _regions(self, parts: Sequence[tuple[int, str]]) -> Iterator[Region]:
+        """Yields where in the working memory of each item the parts of sums stand."""
+        lengths = [[self.counts[name] for name in room] for room in self.program.room]
+        for place, op in parts:
+            start = sum(map(math.prod, lengths[:place]))
+            is_side = lengths[place][1:] and self.program.room[place][1] in ("R", "C")
+            length = lengths[place][1] if is_side else 1
+            yield Region(start, math.prod(lengths[place]) // length, length, op)
 
     def for_graph(self) -> Launches:
         """Returns launches with memory of their own: a graph finds in it what was there when it was captured."""
-        apart = Launches(self.program, self.shape)
-        apart.items, apart.tile, apart.blocks, apart.side_blocks = (
-            self.items,
-            self.tile,
-            self.blocks,
-            self.side_blocks,
-        )
-        apart.extent, apart.width, apart.lengths, apart.constants = (
-            self.extent,
-            self.width,
-            self.lengths,
-            self.constants,
-        )
-        apart.ones, apart.zeros, apart.table = self.ones, self.zeros, self.table
-        apart.aligned, apart.filled = self.aligned, self.filled
+        apart = copy.copy(self)
         apart.scalars, apart.work = self.scalars.clone(), torch.empty_like(self.work)
-        apart.begun = self.scalars
-        apart.pointers, self.is_frozen = self.pointers, True
+        apart.begun, self.is_frozen = self.scalars, True
         return apart
 
     def _share(self, scene: Scene, common: Value | None) -> bool:
@@ -297,15 +333,17 @@ class Launches:
 
     def _place(self, arrays: Mapping[str, Sequence[torch.Tensor]], addresses: Table) -> None:
         """Tells the device where tensors lie."""
-        params = arrays["param"]
-        device, count = params[0].device, params[0].numel() // math.prod(self.shape)
-        if not self.table.size or self.items != len(params) * count or self.scalars.device != device:
-            self._prepare(len(params) * count, device)
+        params, shape = arrays["param"], self.split.shape if self.split else self.shape
+        device, numbers = params[0].device, [param.numel() for param in params]
+        count = 1 if self.split or self.is_mixed else numbers[0] // math.prod(shape)
+        lengths = numbers if self.is_mixed else [self.shape[0]] * (len(params) * count)
+        if not self.table.size or self.lengths_placed != lengths or self.scalars.device != device:
+            self._prepare(lengths, device)
         table = addresses[:, :, None]
         if count > 1:
             strides = [tensors[0].numel() * tensors[0].itemsize // count for tensors in arrays.values()]
             table = table + np.array(strides, np.int64).reshape(-1, 1, 1) * np.arange(count, dtype=np.int64)
-        self.aligned = not (table % 16).any() and self.shape[-1] % 16 == 0
+        self.aligned = not (table % 16).any() and not any(length % 16 for length in self.contiguous)
         staged = torch.from_numpy(np.ascontiguousarray(table.reshape(-1)))
         self.staged = staged.pin_memory() if device.type == "cuda" else staged
         if self.is_frozen:
@@ -313,29 +351,46 @@ class Launches:
         self.pointers.copy_(self.staged, non_blocking=True)
         self.table, self.built = addresses, self.built + 1
 
-    def _prepare(self, items: int, device: torch.device) -> None:
-        """Takes the memory that stays as long as as many tensors are moved."""
-        program, shape = self.program, self.shape
-        self.items = items
+    def _prepare(self, lengths: list[int], device: torch.device) -> None:
+        """Takes the memory that stays as long as as many tensors are moved.
+
+        Args:
+            lengths: Those of vectors, or the rows of matrices.
+            device: Where.
+        """
+        program, items, shape = self.program, len(lengths), self.shape
+        self.items, self.lengths_placed = items, lengths
+        whole = self.split.shape if self.split else shape
         if program.matrix:
             rows, most = TILES[program.width]
             columns = min(most, max(SHORTEST, _power(shape[1])))
             self.tile = (min(rows * most // columns, max(SHORTEST, _power(shape[0]))), columns)
-            self.filled = shape[0] % self.tile[0] == shape[1] % self.tile[1] == 0
-            counts = {"R": shape[0], "C": shape[1], "n_S": -(-max(shape) // SIDE_BLOCK)}
-            counts |= {"n_rt": -(-shape[0] // self.tile[0]), "n_ct": -(-shape[1] // self.tile[1])}
+            self.filled = math.prod(shape) > 0 and not (shape[0] % self.tile[0] or shape[1] % self.tile[1])
+            counts = {"R": whole[0], "C": whole[1], "n_S": -(-max(whole) // SIDE_BLOCK)}
+            counts |= {
+                f"n_{side}t": max(1, -(-n // block))
+                for side, n, block in zip("rc", shape, self.tile, strict=True)
+            }
             self.blocks, self.side_blocks = counts["n_rt"] * counts["n_ct"], counts["n_S"]
-            self.extent = shape
+            self.extent, self.contiguous = shape, {shape[1]}
+            sizes = [*whole, *(self.split.first if self.split else (0, 0))]
         else:
-            block = min(BLOCKS.values()) if len(program.spans) == 1 else BLOCKS[program.width]
-            self.tile = (1, min(block, max(SHORTEST, _power(shape[0]))))
-            self.filled = shape[0] % self.tile[1] == 0
-            self.blocks = -(-shape[0] // self.tile[1])
+            longest, block = (
+                max(lengths),
+                min(BLOCKS.values()) if len(program.spans) == 1 else BLOCKS[program.width],
+            )
+            self.tile = (1, min(block, max(SHORTEST, _power(longest))))
+            self.contiguous = set(lengths)
+            self.filled = longest > 0 and not any(length % self.tile[1] for length in self.contiguous)
+            self.filled = self.filled and len(self.contiguous) == 1
+            self.blocks = max(1, -(-longest // self.tile[1]))
             counts, self.side_blocks, self.extent = {"n_rt": self.blocks}, 1, (self.blocks, 1)
+            sizes = [*lengths, *(whole * items if self.split else lengths)]
+        self.counts = counts
         self.width = sum(math.prod(counts[name] for name in room) for room in program.room)
         self.work = torch.empty(max(1, self.width * items), dtype=torch.float32, device=device)
         self.pointers = torch.empty(len(program.arrays) * items, dtype=torch.int64, device=device)
-        self.lengths = torch.full((items,), shape[0], dtype=torch.int64, device=device)
+        self.lengths = torch.tensor(sizes, dtype=torch.int64, device=device)
         self.ones, self.zeros = (torch.full((), x, dtype=torch.float32, device=device) for x in (1.0, 0.0))
         self.constants = torch.tensor(program.constants or (0.0,), dtype=torch.float64, device=device)
         scalars = [1.0, 1.0, *(0.0 if value is None else value for value in program.scalars)]

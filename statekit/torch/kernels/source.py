@@ -47,9 +47,9 @@ def rounded_to_bfloat16(x):
     return tl.where(x != x, bits, nearest).to(tl.float32, bitcast=True)
 """
 """Rounding to nearest even. Triton's interpreter cuts digits off where a GPU rounds; so it is told bit by bit."""
-ARGUMENTS = "pointers, scalars, work, sizes, items, rows, cols, width"
+ARGUMENTS = "pointers, scalars, work, sizes, items, rows, cols, sides, width"
 CONSTANTS = (
-    "SCALED: tl.constexpr, ALIGNED: tl.constexpr, FILLED: tl.constexpr, "
+    "SCALED: tl.constexpr, ALIGNED: tl.constexpr, FILLED: tl.constexpr, SPLIT: tl.constexpr, "
     "BR: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr"
 )
 
@@ -101,6 +101,7 @@ class Program:
         constants: The numbers of the text that `numbers` takes, float64.
         scalars: The numbers behind the first SCALARS that stages take, where the text itself has them; else None.
         room: How many numbers each tensor needs of the working memory, value by value: factors that `Sizes` has.
+        parts: The sums of which each stage leaves parts: where in `room`, and whether it is a sum or a maximum.
         matrix: Whether tensors are matrices; else vectors.
     """
 
@@ -110,6 +111,7 @@ class Program:
     constants: tuple[float, ...]
     scalars: tuple[float | None, ...]
     room: tuple[Room, ...]
+    parts: tuple[tuple[tuple[int, str], ...], ...]
     matrix: bool
 
     @property
@@ -146,8 +148,16 @@ class _Writer:
             "\n\n".join((HEADER, _rounding(), numbers, *bodies)),
             tuple(stage.time % 3 for stage in stages),
             {name: value.dtype for name, value in self.arrays.items()}, tuple(constants), scalars,
-            tuple(self.room.values()), self.matrix,
+            tuple(self.room.values()),
+            tuple(
+                tuple((self.place("part", part), part.op) for part in stage.parts) for stage in stages
+            ),
+            self.matrix,
         )  # fmt: skip
+
+    def place(self, kind: str, value: Traced) -> int:
+        """Returns where in the working memory a value stands."""
+        return [*self.room].index((kind, value.number))
 
     def scalar(self, value: Traced) -> int:
         """Returns the place of a number that all tensors share."""
@@ -161,6 +171,11 @@ def _part_room(part: Traced) -> Room:
             part.space, ("n_rt", "n_ct")
         )
     return ("n_rt",) if part.args[0].space == frozenset("N") else ("n_S",)
+
+
+def _whole(length: str) -> str:
+    """Returns the name of a length, of the whole tensor where processes share it."""
+    return f"W_{length}" if length in ("R", "C", "N") else length
 
 
 @dataclass
@@ -178,25 +193,41 @@ class _StageWriter:
         body = {FULL: self._full, SIDE: self._side, SINGLE: self._single}[kind]
         body()
         head = [
-            "@triton.jit(do_not_specialize=['items', 'rows', 'cols', 'width'])",
+            "@triton.jit(do_not_specialize=['items', 'rows', 'cols', 'sides', 'width'])",
             f"def stage_{number}({ARGUMENTS}, {CONSTANTS}):",
         ]
         return "\n".join(head + ["    " + line for line in self.lines])
 
     def _start(self, blocks: str) -> None:
+        """Writes where a block is.
+
+        Of a tensor that processes share, a stage over all elements sees this one's part, R x C or N. The others see
+        the whole, W_R x W_C, of which `join` has summed what the processes left: one block's worth.
+        """
         self._add("pid = tl.program_id(0)")
         if self.whole.matrix:
-            self._add("R = rows", "C = cols", "n_rt = tl.cdiv(R, BR)", "n_ct = tl.cdiv(C, BC)")
-            self._add("n_S = tl.maximum(tl.cdiv(R, BV), tl.cdiv(C, BV))")
-            self._add("if ALIGNED:", "    C = C // 16 * 16")
+            self._add("R = rows", "C = cols", "n_rt = tl.maximum(tl.cdiv(R, BR), 1)")
+            self._add("n_ct = tl.maximum(tl.cdiv(C, BC), 1)", "if ALIGNED:", "    C = C // 16 * 16")
         else:
             self._add("n_rt = rows")
-        self._add(f"blocks = {blocks}", "item = (pid // blocks).to(tl.int64)", "block = pid % blocks")
-        if not self.whole.matrix:
-            self._add("N = tl.load(sizes + item)", "if ALIGNED:", "    N = N // 16 * 16")
+        self._add("n_S = sides", f"blocks = {blocks}", "item = (pid // blocks).to(tl.int64)")
+        self._add("block = pid % blocks")
+        if self.whole.matrix:
+            self._add("W_R = R", "W_C = C", "sum_rt = n_rt", "sum_ct = n_ct", "if SPLIT:")
+            self._add(
+                "    W_R = tl.load(sizes)", "    W_C = tl.load(sizes + 1)", "    sum_rt = 1", "    sum_ct = 1"
+            )
+        else:
+            self._add("N = tl.load(sizes + item)", "W_N = N", "sum_rt = n_rt", "if ALIGNED:")
+            self._add(
+                "    N = N // 16 * 16",
+                "if SPLIT:",
+                "    W_N = tl.load(sizes + items + item)",
+                "    sum_rt = 1",
+            )
         self._add("one = tl.full((), 1.0, tl.float32)", "room_0 = work + item * width")
         for i, length in enumerate(list(self.whole.room.values())[:-1]):
-            self._add(f"room_{i + 1} = room_{i} + {' * '.join(length) or '1'}")
+            self._add(f"room_{i + 1} = room_{i} + {' * '.join(map(_whole, length)) or '1'}")
         self._add("alive = one", "if SCALED:", "    alive = tl.load(scalars + 1)")
 
     def _full(self) -> None:
@@ -208,6 +239,7 @@ class _StageWriter:
             self._add("    in_r = tl.full([BR, 1], 1, tl.int1)", "    in_c = tl.full([1, BC], 1, tl.int1)")
             self._add("inside = in_r & in_c")
             self._add("at = r.to(tl.int64)[:, None] * C + c[None, :]", "r = r[:, None]", "c = c[None, :]")
+            self._add("if SPLIT:", "    r += tl.load(sizes + 2)", "    c += tl.load(sizes + 3)")
         else:
             self._start("n_rt")
             self._add("at = block.to(tl.int64) * BC + tl.arange(0, BC)", "inside = at < N")
@@ -218,7 +250,7 @@ class _StageWriter:
         self._start("n_S")
         self._add("at = block * BV + tl.arange(0, BV)")
         for side in "RC":
-            self._add(f"inside_{side} = at < {side}")
+            self._add(f"inside_{side} = at < W_{side}")
             self._write(side)
 
     def _single(self) -> None:
@@ -256,9 +288,9 @@ class _StageWriter:
         if arg.space != frozenset("RC"):
             self._add(f"tl.store({room} + block, {total}({masked}, 0))")
         elif part.space == frozenset("R"):
-            self._add(f"tl.store({room} + block_c * R + r, {total}({masked}, 1)[:, None], mask=in_r)")
+            self._add(f"tl.store({room} + block_c * W_R + r, {total}({masked}, 1)[:, None], mask=in_r)")
         elif part.space == frozenset("C"):
-            self._add(f"tl.store({room} + block_r * C + c, {total}({masked}, 0)[None, :], mask=in_c)")
+            self._add(f"tl.store({room} + block_r * W_C + c, {total}({masked}, 0)[None, :], mask=in_c)")
         else:
             self._add(f"tl.store({room} + block, {total}({masked}))")
 
@@ -310,7 +342,7 @@ class _StageWriter:
 
     def _computed(self, value: Traced, side: str) -> str:
         if value.op == "size":
-            return "*".join(value.note) + " * one"
+            return " * ".join(("one", *map(_whole, value.note)))
         if value.op == "place":
             return "h.to(tl.float32)"
         if value.op == "div" and span(value) == FULL and not value.args[1].space:
@@ -364,11 +396,14 @@ class _StageWriter:
         """Writes the sum of what the blocks have left."""
         room, number = self._room("part", part), len(self.names)
         join = "{} + {}" if part.op == "sum" else "tl.maximum({}, {})"
-        total, count = f"total_{number}", " * ".join(_part_room(part))
+        total = f"total_{number}"
+        count = " * ".join(
+            length.replace("n_rt", "sum_rt").replace("n_ct", "sum_ct") for length in _part_room(part)
+        )
         if span(part) == SIDE:
-            blocks = "n_ct" if side == "R" else "n_rt"
+            blocks = "sum_ct" if side == "R" else "sum_rt"
             part_text = (
-                f"tl.{part.op}(tl.load({room} + j[:, None] * {side} + at[None, :], "
+                f"tl.{part.op}(tl.load({room} + j[:, None] * W_{side} + at[None, :], "
                 f"mask=(j < {blocks})[:, None] & inside_{side}[None, :], other=0.0), 0)"
             )
             self._add(f"{total} = tl.zeros([BV], tl.float32)", f"for start in range(0, {blocks}, 32):")
@@ -412,7 +447,7 @@ class _StageWriter:
         return f"at_{name}" if span(self.whole.arrays[name]) == FULL else f"to_{name} + {place}"
 
     def _room(self, kind: str, value: Traced) -> str:
-        return f"room_{[*self.whole.room].index((kind, value.number))}"
+        return f"room_{self.whole.place(kind, value)}"
 
     def _add(self, *lines: str) -> None:
         self.lines.extend(lines)
