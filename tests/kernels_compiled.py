@@ -34,7 +34,7 @@ ARGUMENTS = {"pointers": "*i64", "scalars": "*fp32", "work": "*fp32", "sizes": "
 def compile_stages(launches: grouped.Launches, *update: Any) -> None:
     """Compiles the stages that `Launches.launch` would launch."""
     constants = {
-        "SCALED": False, "ALIGNED": launches.aligned, "FILLED": launches.filled,
+        "SCALED": False, "ALIGNED": launches.aligned, "FILLED": launches.filled, "SPLIT": False,
         "BR": launches.tile[0], "BC": launches.tile[1], "BV": grouped.SIDE_BLOCK,
     }  # fmt: skip
     for stage in launches.stages:

@@ -51,6 +51,18 @@ def test_kernels_do_through_the_interpreter_what_the_text_says(cases: str) -> No
 
 
 @needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_processes_that_share_tensors_move_them_by_the_rule_of_the_whole(world: int) -> None:
+    environment = {**environment_with_triton(), "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-W", "ignore", str(ROOT / "tests" / "kernels_sharded.py"), str(world)],
+        env=environment, cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stdout[-400:] + ended.stderr[-4000:]
+
+
+@needs_triton
 def test_kernels_in_bfloat16_compile_for_a_gpu(tmp_path: Path) -> None:
     environment = {**environment_with_triton(), "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)

@@ -45,17 +45,19 @@ CASES: tuple[tuple[str, str, dict[str, Any]], ...] = (
 )
 
 
-def run_sharded(work: Callable[..., None], folder: Path, *arguments: Any) -> None:
-    """Runs a function in two processes that hold parts of everything: work(mesh, rank, folder, ...)."""
-    processes.spawn(_begin, (work, folder, arguments), nprocs=2)  # type: ignore[attr-defined, no-untyped-call]  # untyped in PyTorch
+def run_sharded(work: Callable[..., None], folder: Path, *arguments: Any, world: int = 2) -> None:
+    """Runs a function in processes that hold parts of everything: work(mesh, rank, folder, ...)."""
+    processes.spawn(_begin, (work, folder, arguments, world), nprocs=world)  # type: ignore[attr-defined, no-untyped-call]  # untyped in PyTorch
 
 
-def _begin(rank: int, work: Callable[..., None], folder: Path, arguments: tuple[Any, ...]) -> None:
+def _begin(
+    rank: int, work: Callable[..., None], folder: Path, arguments: tuple[Any, ...], world: int
+) -> None:
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=world)
     try:
-        work(dist.device_mesh.init_device_mesh("cpu", (2,)), rank, folder, *arguments)
+        work(dist.device_mesh.init_device_mesh("cpu", (world,)), rank, folder, *arguments)
         dist.barrier()
     except BaseException:
         dist.destroy_process_group()
@@ -84,12 +86,12 @@ def updates_stay_within_the_bound(
     for schema, variant, changes in (CASES[i] for i in cases):
         run = case(schema, variant, full=True, **changes)
         for update in updates:
-            faults += [f"{schema} {variant} {row}" for row in _judged(run, update, place)]
+            faults += [f"{schema} {variant} {row}" for row in judged_sharded(run, update, place)]
     if faults:
         raise AssertionError("\n".join(faults))
 
 
-def _judged(run: Case, update: int, place: Callable[[torch.Tensor], torch.Tensor]) -> list[str]:
+def judged_sharded(run: Case, update: int, place: Callable[[torch.Tensor], torch.Tensor]) -> list[str]:
     """Names what leaves the bound after one update of sharded parameters."""
     before = run.before(update)
     sharded = resume(before, place=place)
