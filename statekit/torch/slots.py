@@ -50,10 +50,9 @@ class WatchedSlots(dict[str, torch.Tensor]):
     def __reduce__(self) -> Any:
         return dict, (dict(self),)
 
-    __setitem__, __delitem__, __ior__ = map(_counted, (dict.__setitem__, dict.__delitem__, dict.__ior__))
-    update, setdefault, pop, popitem, clear = map(
-        _counted, (dict.update, dict.setdefault, dict.pop, dict.popitem, dict.clear)
-    )
+    __setitem__, __delitem__ = _counted(dict.__setitem__), _counted(dict.__delitem__)
+    __ior__, update, setdefault = _counted(dict.__ior__), _counted(dict.update), _counted(dict.setdefault)
+    pop, popitem, clear = _counted(dict.pop), _counted(dict.popitem), _counted(dict.clear)
 
 
 def first_slots(group: ParamGroup) -> Iterator[Slots]:

@@ -358,34 +358,9 @@ class Launches:
             lengths: Those of vectors, or the rows of matrices.
             device: Where.
         """
-        program, items, shape = self.program, len(lengths), self.shape
+        program, items = self.program, len(lengths)
         self.items, self.lengths_placed = items, lengths
-        whole = self.split.shape if self.split else shape
-        if program.matrix:
-            rows, most = TILES[program.width]
-            columns = min(most, max(SHORTEST, _power(shape[1])))
-            self.tile = (min(rows * most // columns, max(SHORTEST, _power(shape[0]))), columns)
-            self.filled = math.prod(shape) > 0 and not (shape[0] % self.tile[0] or shape[1] % self.tile[1])
-            counts = {"R": whole[0], "C": whole[1], "n_S": -(-max(whole) // SIDE_BLOCK)}
-            counts |= {
-                f"n_{side}t": max(1, -(-n // block))
-                for side, n, block in zip("rc", shape, self.tile, strict=True)
-            }
-            self.blocks, self.side_blocks = counts["n_rt"] * counts["n_ct"], counts["n_S"]
-            self.extent, self.contiguous = shape, {shape[1]}
-            sizes = [*whole, *(self.split.first if self.split else (0, 0))]
-        else:
-            longest, block = (
-                max(lengths),
-                min(BLOCKS.values()) if len(program.spans) == 1 else BLOCKS[program.width],
-            )
-            self.tile = (1, min(block, max(SHORTEST, _power(longest))))
-            self.contiguous = set(lengths)
-            self.filled = longest > 0 and not any(length % self.tile[1] for length in self.contiguous)
-            self.filled = self.filled and len(self.contiguous) == 1
-            self.blocks = max(1, -(-longest // self.tile[1]))
-            counts, self.side_blocks, self.extent = {"n_rt": self.blocks}, 1, (self.blocks, 1)
-            sizes = [*lengths, *(whole * items if self.split else lengths)]
+        counts, sizes = self._matrix_blocks() if program.matrix else self._vector_blocks(lengths)
         self.counts = counts
         self.width = sum(math.prod(counts[name] for name in room) for room in program.room)
         self.work = torch.empty(max(1, self.width * items), dtype=torch.float32, device=device)
@@ -395,6 +370,33 @@ class Launches:
         self.constants = torch.tensor(program.constants or (0.0,), dtype=torch.float64, device=device)
         scalars = [1.0, 1.0, *(0.0 if value is None else value for value in program.scalars)]
         self.scalars = torch.tensor(scalars, dtype=torch.float64, device=device).to(torch.float32)
+
+    def _matrix_blocks(self) -> tuple[dict[str, int], list[int]]:
+        """Cuts matrices into blocks; returns the counts that rooms are made of, and the sizes that kernels read."""
+        shape, whole = self.shape, self.split.shape if self.split else self.shape
+        rows, most = TILES[self.program.width]
+        columns = min(most, max(SHORTEST, _power(shape[1])))
+        self.tile = (min(rows * most // columns, max(SHORTEST, _power(shape[0]))), columns)
+        self.filled = math.prod(shape) > 0 and not (shape[0] % self.tile[0] or shape[1] % self.tile[1])
+        down, across = (max(1, -(-n // block)) for n, block in zip(shape, self.tile, strict=True))
+        self.blocks, self.side_blocks = down * across, -(-max(whole) // SIDE_BLOCK)
+        self.extent, self.contiguous = shape, {shape[1]}
+        counts = {"R": whole[0], "C": whole[1], "n_S": self.side_blocks, "n_rt": down, "n_ct": across}
+        return counts, [*whole, *(self.split.first if self.split else (0, 0))]
+
+    def _vector_blocks(self, lengths: list[int]) -> tuple[dict[str, int], list[int]]:
+        """Does the same with vectors."""
+        longest, only_pass = max(lengths), len(self.program.spans) == 1
+        block = min(BLOCKS.values()) if only_pass else BLOCKS[self.program.width]
+        self.tile = (1, min(block, max(SHORTEST, _power(longest))))
+        self.contiguous = set(lengths)
+        self.filled = self.contiguous == {longest} and longest > 0 and not longest % self.tile[1]
+        self.blocks, self.side_blocks = max(1, -(-longest // self.tile[1])), 1
+        self.extent = (self.blocks, 1)
+        return {"n_rt": self.blocks}, [
+            *lengths,
+            *(self.split.shape * len(lengths) if self.split else lengths),
+        ]
 
 
 _CPU = torch.device("cpu")

@@ -56,15 +56,15 @@ def join(work: torch.Tensor, regions: Iterable[Region], group: Any) -> None:
         if alike:
             totals = torch.cat([reduce(_blocks(work, region), 1) for region in alike], 1)
             _exchange(totals, op, group)
-            for region, total in zip(
-                alike, totals.split([region.length for region in alike], 1), strict=True
-            ):
-                _blocks(work, region)[:, 0] = total
+            start = 0
+            for region in alike:
+                _blocks(work, region)[:, 0] = totals[:, start : start + region.length]
+                start += region.length
 
 
 def _blocks(work: torch.Tensor, region: Region) -> torch.Tensor:
     part = work[:, region.start : region.start + region.blocks * region.length]
-    return part.unflatten(1, (region.blocks, region.length))
+    return part.view(len(work), region.blocks, region.length)
 
 
 def _exchange(totals: torch.Tensor, op: str, group: Any) -> None:
