@@ -15,7 +15,7 @@ from statekit.optim.keras_averages import follow_average
 from statekit.optim.run import behind_after, counts_apart, moves, steps_for
 from statekit.optim.steps import Scene, Steps
 from statekit.state.schema import load_schema
-from statekit.torch.fast.dispatch import takes_any_gradient
+from statekit.torch.fast.dispatch import FastMove, takes_any_gradient
 from statekit.torch.groups import ParamGroup
 from statekit.torch.sharding import readable, write
 from statekit.torch.slots import Slots
@@ -48,21 +48,26 @@ def move(group: ParamGroup, plan: GroupPlan, state: Mapping[torch.Tensor, Slots]
     read, here = replace(read, grads=reached), replace(here, grads=reached)
     for batch in plan.batches:
         present = [path for path in batch.paths if path in reached]
-        if batch.fast is None:
-            _by_text(steps, scene, plan, present, read, here, common, behind)
-            continue
-        apart = set[str]()
-        if not takes_any_gradient(batch.fast):
-            apart = {path for path in present if reached[path].dtype is not params[path].dtype}
-        for path in sorted(apart):  # whose `grad_dtype` is set
-            _by_text(steps, scene, plan, [path], read, here, common, behind)
-        alike = [path for path in present if path not in apart] if apart else present
-        for count, paths in _by_count(alike, behind, group["step"]):
-            batch.fast(replace(scene, step=count), *here.listed(paths), common)
+        by_text = _left_to_text(batch.fast, present, here)
+        if by_text:
+            _by_text(steps, scene, plan, by_text, read, here, common, behind)
+        if batch.fast is not None:
+            by_fast = [path for path in present if path not in by_text] if by_text else present
+            for count, paths in _by_count(by_fast, behind, group["step"]):
+                batch.fast(replace(scene, step=count), *here.listed(paths), common)
     _follow_averages(here, plan, group["step"])
     if whole:
         group["slots"] = dict(whole)
     _count(group, [path for path in known.paths if path not in grads], behind)
+
+
+def _left_to_text(fast: FastMove | None, paths: Sequence[str], here: Arrays) -> Sequence[str]:
+    """Returns the parameters of a batch that its fast path doesn't move: gradients may be of another dtype."""
+    if fast is None:
+        return paths
+    if takes_any_gradient(fast):
+        return []
+    return sorted(path for path in paths if here.grads[path].dtype is not here.params[path].dtype)
 
 
 def _by_text(
