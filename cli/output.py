@@ -86,14 +86,18 @@ class Table:
         for row in [*head, *self.rows]:
             folded = [folds(row[i].text, widths[at]) for at, i in enumerate(kept)]
             for n in range(max(map(len, folded), default=0)):
-                line = []
-                for at, i in enumerate(kept):
-                    text = folded[at][n] if n < len(folded[at]) else ""
-                    space = " " * (widths[at] - _width(text))
-                    last = at == len(kept) - 1
-                    text = space + text if self.columns[i] in self.right else text + ("" if last else space)
-                    line.append(row[i]._replace(text=text + ("" if last else " " * GAP)))
-                yield line
+                texts = [lines[n] if n < len(lines) else "" for lines in folded]
+                yield [
+                    row[i]._replace(text=self._filled(i, text, width, is_last=i == kept[-1]))
+                    for i, text, width in zip(kept, texts, widths, strict=True)
+                ]
+
+    def _filled(self, column: int, text: str, width: int, *, is_last: bool) -> str:
+        """Returns a cell's text as wide as its column, with the gap behind it; the last column ends with its text."""
+        space = " " * (width - _width(text))
+        if self.columns[column] in self.right:
+            text, space = space + text, ""
+        return text if is_last else text + space + " " * GAP
 
     def _paragraphs(self, width: int) -> Iterator[list[Styled]]:
         """Yields the first title, then each row as its first cell, and below it the others with their titles."""
@@ -227,11 +231,20 @@ def folds(text: str, width: int, hang: int | None = None, names: bool = True) ->
             if not empty:
                 lines.append(line)
             line, empty = " " * (hang if lines else start) + part, False
-            while names and _width(line) > width > hang + 1:  # one part alone is longer than a line
-                fits = next(n for n in range(len(line), 0, -1) if _width(line[:n]) <= width)
-                lines.append(line[:fits])
-                line = " " * hang + line[fits:]
+            if names:
+                full, line = _cut(line, width, hang)
+                lines += full
     return [*lines, line]
+
+
+def _cut(line: str, width: int, hang: int) -> tuple[list[str], str]:
+    """Returns full lines of a width, and the rest, of a line whose one part alone is longer than the width."""
+    full = []
+    while _width(line) > width > hang + 1:
+        fits = next(n for n in range(len(line), 0, -1) if _width(line[:n]) <= width)
+        full.append(line[:fits])
+        line = " " * hang + line[fits:]
+    return full, line
 
 
 def _parts(word: str) -> list[str]:

@@ -68,8 +68,14 @@ def picture(panels: Sequence[Panel], mark: int, caption: str) -> str:
     )
 
 
+def _heights(panel: Panel) -> list[float]:
+    """Returns the heights of all points that a panel shows."""
+    values = [value for curve in panel.curves for value in curve.points.values() if value > 0]
+    return [log10(value) for value in values] if panel.powers else values
+
+
 def _panel(panel: Panel, left: float, width: float, mark: int, caption: str) -> Iterator[str]:
-    values = [log10(v) if panel.powers else v for c in panel.curves for v in c.points.values() if v > 0]
+    values = _heights(panel)
     updates = [n for c in panel.curves for n in c.points]
     low = floor(min(values, default=0))
     high = max(ceil(max(values, default=0)), low + 1)

@@ -64,12 +64,12 @@ class FsdpRanks(ReadOnly):
         entries = sorted((entry for entry in listing(path) if _RANK.fullmatch(entry.name)), key=_number)
         with opening(path, budget) as files:
             opened = [open_torch(file, files) for file in entries]
-            ranks = [one.tree for one in opened]
+            ranks = [checkpoint.tree for checkpoint in opened]
             _check(path, [_number(file) for file in entries], ranks)
             tree = named(_joined(path, ranks))
             beside = files_beside(path, {file.name for file in entries}, files)
         meta = {"ranks": len(ranks), FILES_BESIDE: beside}
-        findings = tuple(finding for one in opened for finding in one.findings)
+        findings = tuple(finding for checkpoint in opened for finding in checkpoint.findings)
         return Checkpoint(self.name, path, tree, meta, findings=findings, on_close=files.close)
 
 
@@ -112,14 +112,8 @@ def _joined(path: Place, ranks: Sequence[Mapping[str, Any]]) -> Tree:
     }
     beside = {slot: leaf for slot, leaf in records[0].items() if slot not in slots}
     for number, (rank, record) in enumerate(zip(ranks, records, strict=True)):
-        theirs = {slot: record.get(slot) for slot in beside}
-        if not _is_same(theirs, beside) or not _is_same(_group(rank, path), group):
-            raise CorruptError(
-                "The files of ranks aren't of one step.",
-                place=path / f"rank{number}.pt",
-                expected="the count and the options of rank 0's optimizer",
-                remedy="put the files of one save into a folder of their own",
-            )
+        options = {slot: record.get(slot) for slot in beside}, _group(rank, path)
+        _check_step(path / f"rank{number}.pt", options, (beside, group))
     whole = [rank["flat_param_shard"] for rank in ranks]
     state = {
         name: {**beside, **{slot: _part(pieces, at, shape, path) for slot, pieces in slots.items()}}
@@ -129,6 +123,21 @@ def _joined(path: Place, ranks: Sequence[Mapping[str, Any]]) -> Tree:
         "model": {name: _part(whole, at, shape, path) for name, at, shape in spans},
         "optimizer": {"state": state, "param_groups": [{**group, "params": list(fqns)}]},
     }
+
+
+def _check_step(file: Place, options: tuple[Tree, Tree], of_first: tuple[Tree, Tree]) -> None:
+    """Refuses a rank whose count and options aren't those of rank 0.
+
+    Raises:
+        CorruptError: They are of another step.
+    """
+    if not all(map(_is_same, options, of_first)):
+        raise CorruptError(
+            "The files of ranks aren't of one step.",
+            place=file,
+            expected="the count and the options of rank 0's optimizer",
+            remedy="put the files of one save into a folder of their own",
+        )
 
 
 def _group(rank: Mapping[str, Any], path: Place) -> Mapping[str, Any]:
@@ -155,14 +164,14 @@ def _record(rank: Mapping[str, Any], path: Place) -> Mapping[str, Any]:
     raise FormatError("A rank's optimizer has no state of the flat parameter.", place=path)
 
 
-def _is_same(one: Tree, other: Tree) -> bool:
+def _is_same(left: Tree, right: Tree) -> bool:
     """Tells whether two records hold the same, tensors by their values."""
-    mine, theirs = list(walk(one)), list(walk(other))
-    if [path for path, _ in mine] != [path for path, _ in theirs]:
+    leaves, twins = list(walk(left)), list(walk(right))
+    if [path for path, _ in leaves] != [path for path, _ in twins]:
         return False
     return all(
         same_values(leaf, twin) if isinstance(leaf, Tensor) and isinstance(twin, Tensor) else leaf == twin
-        for (_, leaf), (_, twin) in zip(mine, theirs, strict=True)
+        for (_, leaf), (_, twin) in zip(leaves, twins, strict=True)
     )
 
 

@@ -134,6 +134,24 @@ def _is_there(path: Place) -> bool:
     return path.exists()
 
 
+def _of_step(numbered: Mapping[int, Place], step: int, folder: Place) -> Pair:
+    """Returns the files of one step.
+
+    Raises:
+        NotFoundError: There is no such step.
+    """
+    if step not in numbered:
+        raise NotFoundError(
+            "There is no such step in the folder.",
+            place=folder,
+            expected=f"<name>{step}{STATES} beside {PARAMS}",
+            found=", ".join(map(str, sorted(numbered))) or "none",
+        )
+    states = numbered[step]
+    params = _without_rank(states).with_suffix(PARAMS)
+    return Pair(states, params, _same_name(states), step, tuple(sorted(numbered)))
+
+
 def _in_folder(folder: Place, step: int | None) -> Pair:
     states, params = _found(folder, STATES, is_states_file), _found(folder, PARAMS, is_params_file)
     if params and not states:  # one that is damaged is an error, not absent
@@ -143,17 +161,7 @@ def _in_folder(folder: Place, step: int | None) -> Pair:
     pairs = [state for state in states if _without_rank(state).stem in stems]
     numbered = {number: pair for pair in pairs if (number := step_of(_without_rank(pair))) is not None}
     if step is not None or (numbered and len(numbered) == len(pairs)):
-        wanted = max(numbered) if step is None else step
-        if wanted not in numbered:
-            raise NotFoundError(
-                "There is no such step in the folder.",
-                place=folder,
-                expected=f"<name>{wanted}{STATES} beside {PARAMS}",
-                found=", ".join(map(str, sorted(numbered))) or "none",
-            )
-        one = numbered[wanted]
-        steps = tuple(sorted(numbered))
-        return Pair(one, _without_rank(one).with_suffix(PARAMS), _same_name(one), wanted, steps)
+        return _of_step(numbered, max(numbered) if step is None else step, folder)
     if not states and not params:
         raise NotFoundError("There are no files of MXNet in the folder.", place=folder, expected=f"*{STATES}")
     if not states:

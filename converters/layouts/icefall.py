@@ -136,9 +136,14 @@ class Icefall:
         native: dict[int, dict[str, Any]] = {}
         groups = []
         for group in state.optimizer.groups:
-            options = {n: tuple(v) if isinstance(v, list) else v for n, v in group.hyperparameters.items()}
-            by_name = {"param_names": [names[path] for path in group.paths]} if named else {}
-            groups.append({**options, **by_name, "params": [index[path] for path in group.paths]})
+            names_of_group = [names[path] for path in group.paths]
+            groups.append(
+                {
+                    **_native_options(group),
+                    **({"param_names": names_of_group} if named else {}),
+                    "params": [index[path] for path in group.paths],
+                }
+            )
             order = _batches(state.params, group)
             for batch in order if begun else ():
                 native[index[batch[0]]] = _batch_record(state, batch)
@@ -289,6 +294,12 @@ def _found_order(parts: Parts, is_sorted: bool, hints: CheckpointRef) -> Order:
             raise
         said = f"The optimizer names no parameters; they are taken in the order of {OWN_MODEL}."
         return Order((tuple(known),), (said,), ORDERS[OWN_MODEL])
+
+
+def _native_options(group: Group) -> dict[str, Any]:
+    """Returns a group's hyperparameters as icefall stores them: pairs are tuples."""
+    values = group.hyperparameters
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
 def _batch_record(state: TrainState, batch: Sequence[str]) -> dict[str, Any]:

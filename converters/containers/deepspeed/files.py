@@ -181,11 +181,17 @@ def _of_trainer(run: Place, step: int | None, files: Files | None) -> Located | 
     return Located(steps[max(steps) if step is None else step].tag, tuple(steps))
 
 
-def _among(run: Place, step: int | None, files: Files | None) -> Located | None:
+def _numbered(run: Place) -> dict[int, Place]:
+    """Returns the folder of each step; where a universal copy lies beside the ranks' own files, theirs."""
     matches = sorted((int(m[1]), bool(m[2]), e) for e in listing(run) if (m := _TAG.fullmatch(e.name)))
     folders: dict[int, Place] = {}
-    for number, _, entry in matches:  # the ranks' own files come before the universal copy of them
-        folders.setdefault(number, entry)
+    for step, _, folder in matches:
+        folders.setdefault(step, folder)
+    return folders
+
+
+def _among(run: Place, step: int | None, files: Files | None) -> Located | None:
+    folders = _numbered(run)
     steps = tuple(folders)
     if step is not None:
         tag = tag_of(folders[step]) if step in folders else None
@@ -194,8 +200,8 @@ def _among(run: Place, step: int | None, files: Files | None) -> Located | None:
                 "There is no such step.", place=run, expected=step, found=", ".join(map(str, steps))
             )
         return None if tag is None else Located(tag, steps)
-    named_ = next((name for file in LATEST if (name := _latest(run / file, bool(steps), files))), None)
-    newest = [run / named_] if named_ else [folders[n] for n in sorted(folders, reverse=True)]
+    latest = next((name for file in LATEST if (name := _latest(run / file, bool(steps), files))), None)
+    newest = [run / latest] if latest else [folders[n] for n in sorted(folders, reverse=True)]
     tag = next((tag for folder in newest if (tag := tag_of(folder)) is not None), None)
     return None if tag is None else Located(tag, steps)
 

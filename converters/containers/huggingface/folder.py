@@ -491,24 +491,20 @@ class HuggingFaceFolder:
         if self.paced:
             encoded = _paced(encoded)
         carried = encoded.tree.get(FILES) or {}
-        made = {
-            key: one
-            for key, one in self.needed(encoded).items()
+        supplied = {
+            key: need
+            for key, need in self.needed(encoded).items()
             if key not in encoded.tree and self.parts[key] not in carried
         }
-        tree = {**{key: one.part for key, one in made.items()}, **encoded.tree}
+        tree = {**{key: need.part for key, need in supplied.items()}, **encoded.tree}
         pretrained = _pretrained(tree)
         again = [name for name in pretrained if name in carried]
         if pretrained:
             tree[FILES] = {**carried, **{name: _json_bytes(part) for name, part in pretrained.items()}}
-        model = tree.get("model")
-        if isinstance(model, Mapping) and (
-            ties := ties_of(model, model)
-        ):  # safetensors has no shared tensors
-            tree |= {"model": {name: one for name, one in model.items() if name not in ties}, TIES: ties}
-        said = [*encoded.assumptions, *(one.said for one in made.values())]
-        said += [f"{name} is the one that the map made; another lay beside the source." for name in again]
-        return replace(encoded, tree=tree, assumptions=tuple(said))
+        tree |= _untied(tree.get("model"))
+        notes = [*encoded.assumptions, *(need.said for need in supplied.values())]
+        notes += [f"{name} is the one that the map made; another lay beside the source." for name in again]
+        return replace(encoded, tree=tree, assumptions=tuple(notes))
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes a folder that the library loads: the model as safetensors, all else as torch files and JSON.
@@ -666,6 +662,14 @@ def _pretrained(tree: Tree) -> Mapping[str, Any]:
 def _json_bytes(part: Mapping[str, Any]) -> Tensor:
     text = json.dumps(part, indent=2, sort_keys=True) + "\n"
     return in_memory(np.frombuffer(text.encode("ascii"), np.uint8), "the map")
+
+
+def _untied(model: Any) -> dict[str, Any]:
+    """Returns a model with each tensor under one name, and the other names; safetensors has no shared tensors."""
+    ties = ties_of(model, model) if isinstance(model, Mapping) else {}
+    if not ties:
+        return {}
+    return {"model": {name: tensor for name, tensor in model.items() if name not in ties}, TIES: ties}
 
 
 def _model_alone(encoded: Encoded) -> Encoded:

@@ -207,6 +207,11 @@ def open_model(folder: Place, name: str, files: Files) -> Model:
     if not name.endswith(INDEX):
         tensors, metadata, findings = _open_file(folder / name, files)
         return Model(tensors, (name,), False, metadata, findings)
+    return _open_by_index(folder, name, files)
+
+
+def _open_by_index(folder: Place, name: str, files: Files) -> Model:
+    """Opens the shards that an index names; arguments and errors are those of `open_model`."""
     place = folder / name
     document = strict_json(read_small(place, files), place, files.account)
     index = typed(document, Index, place, "An index of shards has no map from names to files")
@@ -218,7 +223,7 @@ def open_model(folder: Place, name: str, files: Files) -> Model:
     foreign.check(FormatError, "An index names files elsewhere", place=place)
     opened = {file: _open_file(folder / file, files) for file in names}
     shards = {file: tensors for file, (tensors, _, _) in opened.items()}
-    faults = Faults((f"isn't in {file}", one) for one, file in weights.items() if one not in shards[file])
+    faults = Faults((f"isn't in {file}", key) for key, file in weights.items() if key not in shards[file])
     faults += [
         (f"is in {file}, not by the index", tensor)
         for file, tensors in shards.items()
@@ -226,7 +231,7 @@ def open_model(folder: Place, name: str, files: Files) -> Model:
         if weights.get(tensor) != file
     ]
     faults.check(CorruptError, "Index and shards contradict each other", place=place)
-    whole = {one: shards[file][one] for one, file in weights.items()}
+    whole = {key: shards[file][key] for key, file in weights.items()}
     all_metadata: dict[str, Any] = {}
     for _, of_file, _ in opened.values():
         all_metadata |= of_file

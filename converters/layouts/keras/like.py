@@ -36,14 +36,7 @@ def laid_out_like(state: TrainState, model: Checkpoint) -> TrainState:
     """
     tree = model.tree
     config = config_of(tree) if isinstance(tree, Mapping) else None
-    every = variables(tree, config) if isinstance(tree, Mapping) else []
-    floats = [variable for variable in every if variable.tensor.dtype.kind in "fV"]
-    if not floats:
-        raise StateError(
-            "The file of the model has no parameters.",
-            place=model.path,
-            expected="a .keras or .weights.h5 file of the built model",
-        )
+    floats = _parameters(model, config)
     moved = order_of(state)
     names = [*moved, *(path for path in state.params if path not in {*moved})]
     shapes = [state.params[name].shape for name in names]
@@ -65,6 +58,23 @@ def laid_out_like(state: TrainState, model: Checkpoint) -> TrainState:
         extra={**state.extra, HOME: {**home_in(state), **home}},
         assumptions=(*state.assumptions, *([note] if begun else ())),
     )
+
+
+def _parameters(model: Checkpoint, config: Any) -> list[Variable]:
+    """Returns the variables of floats that the model's file has.
+
+    Raises:
+        StateError: It has none.
+    """
+    every = variables(model.tree, config) if isinstance(model.tree, Mapping) else []
+    floats = [variable for variable in every if variable.tensor.dtype.kind in "fV"]
+    if not floats:
+        raise StateError(
+            "The file of the model has no parameters.",
+            place=model.path,
+            expected="a .keras or .weights.h5 file of the built model",
+        )
+    return floats
 
 
 def _moved_otherwise(placed: Mapping[str, Variable], moved: set[str]) -> Faults:

@@ -403,6 +403,13 @@ def _first_rate(groups: Sequence[Group]) -> float | None:
     return float(rate) if isinstance(rate, (int, float)) else None
 
 
+def _settings_before(before: Own, rate: Any) -> dict[str, Any]:
+    """Returns the name, the compilation and the rate that the file had; a known `rate` goes first."""
+    config = before.config or {}
+    settings = {name: before.said(name) for name in ("name", "jit_compile") if name in config}
+    return {**settings, RATE: before.said(RATE) if rate is None else rate}
+
+
 def arguments(state: TrainState, before: Own | None) -> dict[str, Any]:
     """Returns the arguments of the class that goes on with a state.
 
@@ -426,9 +433,7 @@ def arguments(state: TrainState, before: Own | None) -> dict[str, Any]:
     base, common = _parted(common, names, _clips_in_base_class(optimizer.schema, optimizer.variant))
     settings = {"name": Own(kind).usual_name, RATE: rate, **base, "jit_compile": False}
     if same is not None:
-        config = same.config or {}
-        settings |= {name: same.said(name) for name in ("name", "jit_compile") if name in config}
-        settings[RATE] = same.said(RATE) if rate is None else rate
+        settings |= _settings_before(same, rate)
     settings |= {"variant": optimizer.variant, **common}
     if len(groups) > 1:
         settings[GROUPS] = [

@@ -240,6 +240,15 @@ def _mark_filled(node: Mapping[str, Any], filled: set[int]) -> bool:
     return any(below)
 
 
+def _as_written(moved: Sequence[Variable], shapes: Sequence[Shape], by_config: bool) -> Order:
+    """Returns the variables in the order in which they were written; arguments and errors are those of `in_order`."""
+    if [variable.tensor.shape for variable in moved] != list(shapes):
+        raise _unknown(moved, shapes)
+    alike = sum(list(shapes).count(shape) > 1 for shape in shapes)
+    note = f"The optimizer numbers its variables; {alike} of equal shapes are taken in the order of writing."
+    return Order({variable.name: variable for variable in moved}, () if by_config or not alike else (note,))
+
+
 def in_order(every: Sequence[Variable], shapes: Sequence[Shape], by_config: bool) -> Order:
     """Finds the variables that an optimizer's slots of these shapes belong to, where nobody names them.
 
@@ -248,12 +257,7 @@ def in_order(every: Sequence[Variable], shapes: Sequence[Shape], by_config: bool
     """
     moved = [variable for variable in every if variable.trained]
     if all(variable.ordered for variable in moved):
-        if [variable.tensor.shape for variable in moved] == list(shapes):
-            alike = sum(list(shapes).count(shape) > 1 for shape in shapes)
-            said = f"The optimizer numbers its variables; {alike} of equal shapes are taken in the order of writing."
-            notes = () if by_config or not alike else (said,)
-            return Order({variable.name: variable for variable in moved}, notes)
-        raise _unknown(moved, shapes)
+        return _as_written(moved, shapes, by_config)
     by_shape: dict[Shape, list[Variable]] = {}
     for variable in moved:
         by_shape.setdefault(variable.tensor.shape, []).append(variable)
@@ -275,6 +279,25 @@ def _unknown(moved: Sequence[Variable], shapes: Sequence[Shape]) -> StateError:
         found=f"{len(shapes)}: {list(shapes)[:_SHOWN]}",
         remedy=REMEDY,
     )
+
+
+def _paired(names: Sequence[str], variables: Sequence[Variable]) -> dict[str, Variable] | None:
+    """Returns a layer's variables by these paths: by their own names, else in their order; None if it has too few."""
+    own_names = {variable.name.rpartition("/")[2]: variable for variable in variables}
+    if all(name.rpartition("/")[2] in own_names for name in names):
+        return {name: own_names[name.rpartition("/")[2]] for name in names}
+    if len(names) <= len(variables):  # trained ones come first, in the order in which they were made
+        return dict(zip(names, variables, strict=False))
+    return None
+
+
+def _shape_faults(
+    moved: Mapping[str, Variable], shapes: Iterable[tuple[str, Shape]]
+) -> Iterator[tuple[str, str]]:
+    """Yields the variables that have another shape than their slots."""
+    for name, shape in shapes:
+        if name in moved and moved[name].tensor.shape != shape:
+            yield f"has shape {moved[name].tensor.shape}, its slots {shape}", name
 
 
 def by_names(every: Sequence[Variable], names: Sequence[str], shapes: Sequence[Shape] | None = None) -> Order:
@@ -302,19 +325,15 @@ def by_names(every: Sequence[Variable], names: Sequence[str], shapes: Sequence[S
         if scope not in same:
             faults += [("has no layer of its name in the file", name) for name in scope_names]
             continue
-        here = inside[same[scope]]
-        known = {variable.name.rpartition("/")[2]: variable for variable in here}
-        if all(name.rpartition("/")[2] in known for name in scope_names):
-            moved |= {name: known[name.rpartition("/")[2]] for name in scope_names}
-        elif len(scope_names) <= len(here):  # trained ones come first, in the order in which they were made
-            moved |= dict(zip(scope_names, here, strict=False))
-        else:
+        pairs = _paired(scope_names, inside[same[scope]])
+        if pairs is None:
             faults += [
                 ("is one of more variables than the layer has in the file", name) for name in scope_names
             ]
-    for name, shape in zip(names, shapes or (), strict=False):
-        if name in moved and moved[name].tensor.shape != shape:
-            faults.add(f"has shape {moved[name].tensor.shape}, its slots {shape}", name)
+        else:
+            moved |= pairs
+    if shapes is not None:
+        faults += _shape_faults(moved, zip(names, shapes, strict=True))
     if len({v.place for v in moved.values()}) != len(moved):
         faults.add("name a variable twice", "names")
     faults.check(StateError, "The names aren't those of the variables", remedy=REMEDY)

@@ -94,19 +94,27 @@ def shared_value(
         >>> shared_value({"w": 0.1, "b": 0.0}, {})
         (0.1, {'b': 0.0})
     """
-    known = {path: value for path, value in values.items() if value is not None}
-    if len(known) != len(values):
-        return None if known else (None, {})
-    plain = [value for path, value in known.items() if path not in read_factors]
-    undone = [value / read_factors[path] for path, value in known.items() if read_factors.get(path)]
-    for base in dict.fromkeys([*plain, *undone, *known.values(), 0.0]):
-        factors = {path: read_factors[path] for path in read_factors if path in known}
-        for path, value in known.items():
-            if base * factors.get(path, 1.0) != value:
-                factors[path] = value / base if base else 1.0
-        if all(base * factors.get(path, 1.0) == value for path, value in known.items()):
+    numbers = {path: value for path, value in values.items() if value is not None}
+    if len(numbers) != len(values):
+        return None if numbers else (None, {})
+    plain = [value for path, value in numbers.items() if path not in read_factors]
+    undone = [value / read_factors[path] for path, value in numbers.items() if read_factors.get(path)]
+    for base in dict.fromkeys([*plain, *undone, *numbers.values(), 0.0]):
+        factors = _factors(base, numbers, read_factors)
+        if all(base * factors.get(path, 1.0) == value for path, value in numbers.items()):
             return base, factors
     return None
+
+
+def _factors(
+    base: float, numbers: Mapping[str, float], read_factors: Mapping[str, float]
+) -> dict[str, float]:
+    """Returns by which factor each parameter's number differs from `base`: as it was read where that holds."""
+    factors = {path: factor for path, factor in read_factors.items() if path in numbers}
+    for path, number in numbers.items():
+        if base * factors.get(path, 1.0) != number:
+            factors[path] = number / base if base else 1.0
+    return factors
 
 
 def read_counts(attributes: Mapping[str, Any]) -> Counted:

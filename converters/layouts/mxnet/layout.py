@@ -299,20 +299,23 @@ class MXNetReading:
         low = [path for index, path in self.paths.items() if MASTER in (self.states.get(index) or {})]
         return {path: self.params[path].dtype.name for path in low}
 
-    def _home(self) -> dict[str, Any]:
+    def _other_attributes(self) -> dict[str, Any]:
+        """Returns the attributes that no hyperparameter and no count is read from; a scheduled rate is one."""
         taken = {*self.offered, *MULTIPLIERS, BY_DEVICE, CURRENT, "num_update", "use_fused_step"}
         scheduled = self.attributes.get("lr_scheduler") is not None
-        rest = {
+        return {
             name: value
             for name, value in self.attributes.items()
             if ARGUMENTS.get(name, name) not in taken or (name == "lr" and scheduled)
         }
+
+    def _home(self) -> dict[str, Any]:
         order = list(self.counted.counts)
         index = {path: i for i, path in self.paths.items()}
         usual = usual_index(self.native)
         home: dict[str, Any] = {
             "optimizer": self.cls,
-            "attributes": rest,
+            "attributes": self._other_attributes(),
             "factors": {}
             if self._has_multipliers
             else {n: factor for n, factor in self.factors.items() if factor},
@@ -343,6 +346,11 @@ class MXNetReading:
             yield "Multipliers of a Trainer's parameters are in no file of MXNet; 1 is assumed."
         if any(counts for counts in self.counted.apart.values()):
             yield "Devices have counted different updates; those of the first are taken."
+
+
+def _multipliers(groups: Sequence[Group], name: str) -> dict[str, float]:
+    """Returns by which factor each parameter's rate or decay is multiplied, where the groups say one."""
+    return {path: f for group in groups for path, f in group.hyperparameters.get(name, {}).items()}
 
 
 class Writing:
@@ -453,7 +461,7 @@ class Writing:
         arguments = dict(settings[0]) if settings else {}
         for name, of in apart.items():
             values = {path: g.hyperparameters.get(of) for g in groups for path in g.paths}
-            by_param = {p: f for g in groups for p, f in g.hyperparameters.get(name, {}).items()}
+            by_param = _multipliers(groups, name)
             shared = shared_value(values, self.home.get("factors", {}).get(name, {}))
             if shared is None:
                 self.faults.add(f"have values of {of} that no multipliers make of one", "groups")
