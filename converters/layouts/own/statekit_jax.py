@@ -115,28 +115,20 @@ class StatekitJax:
         schemas = [_schema_of(link) for link in core_links]
         slots = [slots_of([link]) for link in core_links]
         updates = updates_of(core_links, slots, faults)
-        faults += [
-            (f"has the state of {part.name}, for {some(list(part.slots))}", part.place)
-            for part in foreign(tree, slots)
-        ]
-        known = stated(checkpoint, schemas, slots)
-        hints_of, recorded = hints.of(schemas), dict(known.kinds if known else ())
+        faults += _foreign_faults(tree, slots)
+        manifest = stated(checkpoint, schemas, slots)
+        hints_of, recorded = hints.of(schemas), dict(manifest.kinds if manifest else ())
         kinds = [(schema, hints_of[schema].variant or recorded.get(schema)) for schema in schemas]
         rules: dict[str, Rule] = {}
         for (schema, variant), part in zip(kinds, slots, strict=True):
             if "v_row" in load_schema(schema).slots:
                 rules.update(_rules(tree, part, variant, hints_of[schema].hyperparameters, faults))
         faults.check(StateError, "The checkpoint isn't a state of statekit.jax", place=checkpoint.path)
-        if known is not None:
-            groups = _with_slots(groups_of(known, {}), core_links, slots)
-            kinds = [(schema, hints_of[schema].variant or variant) for schema, variant in known.kinds]
-            rules, notes = rules_of(known, rules), list(known.assumptions)
+        if manifest is not None:
+            groups, rules, notes = groups_of(manifest, {}), rules_of(manifest, rules), [*manifest.assumptions]
+            kinds = [(schema, hints_of[schema].variant or variant) for schema, variant in manifest.kinds]
         else:
-            settings = [_settings(kind, part) for kind, part in zip(kinds, slots, strict=True)]
-            notes = list(dict.fromkeys(note for _, open_points in settings for note in open_points))
-            pairs = zip(slots, settings, strict=True)
-            groups = [group_of(tuple(part), hyperparameters) for part, (hyperparameters, _) in pairs]
-            groups = _with_slots(groups, core_links, slots)
+            groups, notes = _groups(kinds, slots)
             notes += _rule_notes(rules)
         notes += tree.notes
         params, buffers = tree.split(slots)
@@ -144,7 +136,7 @@ class StatekitJax:
         state = TrainState(
             params,
             {path: param_slots for part in slots for path, param_slots in part.items()},
-            Optimizer.of(groups, kinds),
+            Optimizer.of(_with_slots(groups, core_links, slots), kinds),
             Counts(updates, tree.schedule(updates), says_schedule=tree.has_schedule),
             rules,
             {**tree.extra(_KEY, {link.path for link in core_links}, updates, together), **buffers},
@@ -173,6 +165,24 @@ class StatekitJax:
 
 def _schema_of(link: Link) -> str:
     return link.kind.partition(".")[2]
+
+
+def _foreign_faults(tree: Opened, slots: Sequence[Slots]) -> list[tuple[str, str]]:
+    """Returns the states of other optimizers that move some of the parameters."""
+    return [
+        (f"has the state of {part.name}, for {some(list(part.slots))}", part.place)
+        for part in foreign(tree, slots)
+    ]
+
+
+def _groups(kinds: Sequence[Kind], slots: Sequence[Slots]) -> tuple[list[Group], list[str]]:
+    """Returns a group for each state, by its variant's defaults, and what is open."""
+    settings = [_settings(kind, part) for kind, part in zip(kinds, slots, strict=True)]
+    groups = [
+        group_of(tuple(part), hyperparameters)
+        for part, (hyperparameters, _) in zip(slots, settings, strict=True)
+    ]
+    return groups, list(dict.fromkeys(note for _, open_points in settings for note in open_points))
 
 
 def _with_slots(groups: Sequence[Group], core_links: Sequence[Link], slots: Sequence[Slots]) -> list[Group]:

@@ -228,20 +228,26 @@ def decode_groups(
     slots = _slots(optimizer.get("state"), parts, paths, faults)
     rules = {path: rule for part in parts for path, rule in part.rules(paths, faults)}
     updates = max(part.step for part in parts)
-    notes = [
-        f"Parameter group {i} has made {part.step} of {updates} updates; its step_offset is counted from there."
-        for i, part in enumerate(parts)
-        if part.step != updates and part.maker.counts_offset
-    ]
+    others = tuple(part.others() for part in parts)
     return DecodedGroups(
         tuple(part.decoded(paths, updates, faults) for part in parts),
         slots,
         rules,
         updates,
         {path: count for part in parts for path, count in part.behind(paths, updates, faults)},
-        tuple(part.others() for part in parts) if any(part.others() for part in parts) else (),
-        tuple(notes),
+        others if any(others) else (),
+        tuple(_offset_notes(parts, updates)),
     )
+
+
+def _offset_notes(parts: Sequence[_Part], updates: int) -> Iterator[str]:
+    """Says which groups began later than the run."""
+    for number, part in enumerate(parts):
+        if part.step != updates and part.maker.counts_offset:
+            yield (
+                f"Parameter group {number} has made {part.step} of {updates} updates; its step_offset is counted from "
+                "there."
+            )
 
 
 @dataclass(frozen=True)
@@ -256,6 +262,15 @@ class OptimizerVariant:
         """Whether a group that began later is told by its `step_offset`; else by its parameters' counts."""
         known = load_schema(self.schema)
         return self.variant is not None and "step_offset" in known.variant(self.variant)["defaults"]
+
+
+def _numbering_fault(params: Any, names: Any) -> str | None:
+    """Returns what is wrong with the numbers and the names of a group's parameters."""
+    if not isinstance(names, list) or not isinstance(params, list) or len(names) != len(params):
+        return "params and param_names aren't lists of one length"
+    if not all(isinstance(name, str) for name in names) or not all(isinstance(i, int) for i in params):
+        return "params and param_names aren't numbers and names"
+    return None
 
 
 @dataclass(frozen=True)
@@ -275,12 +290,9 @@ class _Part:
         return integer(self.values["step"]) or 0
 
     def check(self, paths: Names, faults: Faults) -> None:
-        names, params = self.values["param_names"], self.values["params"]
-        if not isinstance(names, list) or not isinstance(params, list) or len(names) != len(params):
-            faults.add("params and param_names aren't lists of one length", self.place)
-            return
-        if not all(isinstance(name, str) for name in names) or not all(isinstance(i, int) for i in params):
-            faults.add("params and param_names aren't numbers and names", self.place)
+        names = self.values["param_names"]
+        if fault := _numbering_fault(self.values["params"], names):
+            faults.add(fault, self.place)
             return
         faults += [("isn't in model", f"{self.place}/{name}") for name in names if name not in paths]
         count = integer(self.values["step"])
@@ -318,9 +330,9 @@ class _Part:
             else:
                 yield paths[name], count
 
-    def decoded(self, paths: Names, updates: int, faults: Faults) -> Group:
+    def _hyperparameters(self, paths: Names, faults: Faults) -> dict[str, Any]:
+        """Returns the group's hyperparameters as the file has them, by the state's paths."""
         schema = load_schema(self.maker.schema)
-        known = self.values.get("known_from", {})
         values = {
             name: _scalar(self.values[name])
             for name in schema.hyperparameters
@@ -328,7 +340,7 @@ class _Part:
         }
         own_rate = next(name for name in RATE_NAMES if name in schema.hyperparameters)
         rate = _scalar(self.values.get("lr"))
-        if rate is not None or own_rate in known:
+        if rate is not None or own_rate in self.values.get("known_from", {}):
             values[own_rate] = rate
         faults += [
             (f"is {value!r:.80}, {fault}", f"{self.place}/{name}")
@@ -336,11 +348,16 @@ class _Part:
             if not (name == SCALE and isinstance(value, Mapping)) and (fault := schema.fault(name, value))
         ]
         faults += self._map_faults(values, paths)
-        values = by_other_names(values, paths)
+        return by_other_names(values, paths)
+
+    def decoded(self, paths: Names, updates: int, faults: Faults) -> Group:
+        schema = load_schema(self.maker.schema)
+        values = self._hyperparameters(paths, faults)
         offset = values.get("step_offset")
         if self.step != updates and self.maker.counts_offset and isinstance(offset, int):
             values["step_offset"] = offset + updates - self.step
-        sources: dict[str, KnownFrom] = {name: known.get(name, "file") for name in values}
+        stated: Mapping[str, KnownFrom] = self.values.get("known_from", {})
+        sources = {name: stated.get(name, "file") for name in values}
         faults += [
             (f"known_from is {source!r:.80}", f"{self.place}/known_from/{name}")
             for name, source in sources.items()
@@ -528,8 +545,7 @@ def _decoded(tree: Any, faults: Faults) -> TrainState | None:
     if faults:
         return None
     paths = _paths(model, optimizer, entries.get("paths", {}))
-    faults += [("is no tensor", f"model/{name}") for name in paths if not isinstance(model[name], Tensor)]
-    faults += _collisions(paths)
+    faults += _model_faults(model, paths)
     makers = list(_makers(optimizer["param_groups"], entries, faults))
     decoded = decode_groups(optimizer, makers, paths, faults) if not faults else DecodedGroups()
     if faults:
@@ -608,6 +624,12 @@ def _makers(
         if variants.setdefault(schema, variant) != variant:
             faults.add(f"is of {schema}, variant {variant}, unlike the file", place)
         yield OptimizerVariant(schema, variant)
+
+
+def _model_faults(model: Mapping[str, Any], paths: Names) -> Iterator[tuple[str, str]]:
+    """Yields the parameters that are no tensors, and those that share a path."""
+    yield from (("is no tensor", f"model/{name}") for name in paths if not isinstance(model[name], Tensor))
+    yield from _collisions(paths)
 
 
 def _collisions(paths: Mapping[str, str]) -> list[tuple[str, str]]:

@@ -65,6 +65,23 @@ class Order:
         return (ordered(self.assumed),) if self.assumed else ()
 
 
+def _order_by_shapes(
+    shapes: Sequence[Sequence[Shape | None]],
+    model_shapes: Mapping[str, Shape],
+    is_sorted: bool,
+    own_model: Iterable[str],
+    remedy: str,
+) -> Order:
+    """Returns the order that shapes alone tell, else that of the caller's model; arguments are as in `found_order`."""
+    try:
+        return _by_shapes(shapes, model_shapes, is_sorted, remedy)
+    except StateError:
+        names = dict.fromkeys(name for name in as_named(own_model, model_shapes) if name in model_shapes)
+        if not names:
+            raise
+        return shaped_order(shapes, {name: model_shapes[name] for name in names}, OWN_MODEL, remedy=remedy)
+
+
 def found_order(
     groups: Sequence[Mapping[str, Any]],
     shapes: Sequence[Sequence[Shape | None]],
@@ -97,16 +114,7 @@ def found_order(
     statistics = set(running_statistics(model))
     model_shapes = {name: tensor.shape for name, tensor in apart(model).items() if name not in statistics}
     if given is None:
-        try:
-            return _by_shapes(shapes, model_shapes, is_sorted, remedy)
-        except StateError:
-            dotted = as_named(own_model or (), model_shapes)
-            known = dict.fromkeys(name for name in dotted if name in model_shapes)
-            if not known:
-                raise
-            return shaped_order(
-                shapes, {name: model_shapes[name] for name in known}, OWN_MODEL, remedy=remedy
-            )
+        return _order_by_shapes(shapes, model_shapes, is_sorted, own_model or (), remedy)
     names = _known(given, model)
     flat = [shape for group in shapes for shape in group]
     listed = len(names) == len(flat) and all(

@@ -362,6 +362,15 @@ def _wrapper_of(tree: Tree, optimizer_at: Path) -> Mapping[str, Any]:
     return {**around, **added}
 
 
+def _ties_and_rest(parts: Parts, moved: Sequence[str]) -> tuple[dict[str, str], Tree]:
+    """Returns the other names of moved parameters, by shared memory and as the file states them, and the rest of it."""
+    taken = set(moved)
+    ties = {name: param for name, param in ties_of(parts.model, moved).items() if name not in taken}
+    if isinstance(parts.rest, Mapping) and are_ties(parts.rest.get(TIES), parts.model):
+        return {**parts.rest[TIES], **ties}, without(parts.rest, (TIES,))
+    return ties, parts.rest
+
+
 def extra_of(parts: Parts, params: Iterable[str], options: Iterable[str]) -> dict[str, Tree]:
     """Returns what a checkpoint holds beside parameters, slots and hyperparameters.
 
@@ -370,16 +379,14 @@ def extra_of(parts: Parts, params: Iterable[str], options: Iterable[str]) -> dic
         params: Names of the parameters: what else the model has are buffers, or frozen.
         options: Keys of the groups that became hyperparameters.
     """
-    taken, known = set(params), {*options, "params", "param_names"}
-    rest, moved = parts.rest, [name for name in parts.model if name in taken]
-    ties = {name: one for name, one in ties_of(parts.model, moved).items() if name not in taken}
-    if isinstance(rest, Mapping) and are_ties(rest.get(TIES), parts.model):
-        ties, rest = {**rest[TIES], **ties}, without(rest, (TIES,))
+    taken, read = set(params), {*options, "params", "param_names"}
+    moved = [name for name in parts.model if name in taken]
+    ties, rest = _ties_and_rest(parts, moved)
     extra: dict[str, Any] = {
         BUFFERS: {name: leaf for name, leaf in parts.model.items() if name not in taken and name not in ties},
         TIES: {path_of(name): path_of(tie) for name, tie in ties.items()},
         NAMES: stated_names([*moved, *ties]),
-        GROUPS: [{key: value for key, value in group.items() if key not in known} for group in parts.groups],
+        GROUPS: [{key: value for key, value in group.items() if key not in read} for group in parts.groups],
         BESIDE: rest,
         PLACES: [list(place) for place in parts.places],
     }

@@ -13,7 +13,7 @@ Source: Lightning-AI/pytorch-lightning, src/lightning/pytorch/trainer/connectors
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from statekit.conversion.contracts import Encoded
@@ -22,7 +22,6 @@ from statekit.converters.layouts.pytorch.parts import (
     MODELS,
     OPTIMIZERS,
     PLACES,
-    Form,
     Parts,
     beside_optimizers,
     is_model,
@@ -73,31 +72,45 @@ def side_by_side(checkpoint: Checkpoint, own_model: Mapping[str, Tensor] | None 
     model_at = _model_place(tree, places, model_key)
     if model_at is None and own_model is None:
         return None
-    rest = _rest(tree, places)
-    if model_at is None:
-        model: Mapping[str, Tensor] = own_model or {}
-    elif model_at:
-        model, rest = at(tree, model_at), without(rest, model_at)
-    else:
-        model = loose(tree)
-        rest = {key: part for key, part in rest.items() if key not in model}
-    placed = (MODELS[0] if model_at is None else model_at, OPTIMIZERS[0])
-    each, groups, state, first = [], list[Mapping[str, Any]](), dict[Any, Mapping[str, Any]](), 0
+    model, rest = _model_and_rest(tree, model_at, _rest(tree, places), own_model or {})
+    whole = Parts(
+        (MODELS[0] if model_at is None else model_at, OPTIMIZERS[0]), dict(model), [], {}, "index", rest
+    )
+    parts, first = list[Parts](), 0
     for place in places:
         optimizer = at(tree, place)
-        numbered = {i: first + i if isinstance(i, int) else i for i in _params(optimizer)}
-        first += max((i for i in numbered if isinstance(i, int)), default=-1) + 1
-        through = [
-            {**one, "params": [numbered[i] for i in one["params"]]} for one in optimizer["param_groups"]
-        ]
-        records = {numbered[i]: record for i, record in optimizer["state"].items() if i in numbered}
-        form: Form = "name" if any(isinstance(i, str) for i in numbered) else "index"
-        common = of_no_parameter(optimizer["state"])
-        each.append(Parts(placed, dict(model), through, records, form, rest, common))
-        groups += through
-        state |= records
+        parts.append(_renumbered(whole, optimizer, first))
+        first += max((i for i in _params(optimizer) if isinstance(i, int)), default=-1) + 1
+    groups = [group for part in parts for group in part.groups]
+    state = {i: record for part in parts for i, record in part.state.items()}
     return SideBySide(
-        tuple(places), tuple(each), Parts(placed, dict(model), groups, state, each[0].form, rest)
+        tuple(places), tuple(parts), replace(whole, groups=groups, state=state, form=parts[0].form)
+    )
+
+
+def _model_and_rest(
+    tree: Mapping[str, Any], model_at: Path | None, rest: Mapping[str, Any], own_model: Mapping[str, Tensor]
+) -> tuple[Mapping[str, Tensor], Mapping[str, Any]]:
+    """Returns the model, and the rest of a tree without it; `own_model` where the tree has none."""
+    if model_at is None:
+        return own_model, rest
+    if model_at:
+        return at(tree, model_at), without(rest, model_at)
+    model = loose(tree)
+    return model, {key: part for key, part in rest.items() if key not in model}
+
+
+def _renumbered(whole: Parts, optimizer: Mapping[str, Any], first: int) -> Parts:
+    """Returns one optimizer beside the model, its parameters numbered from `first` on, where it numbers them."""
+    numbers = {i: first + i if isinstance(i, int) else i for i in _params(optimizer)}
+    return replace(
+        whole,
+        groups=[
+            {**group, "params": [numbers[i] for i in group["params"]]} for group in optimizer["param_groups"]
+        ],
+        state={numbers[i]: record for i, record in optimizer["state"].items() if i in numbers},
+        form="name" if any(isinstance(i, str) for i in numbers) else "index",
+        common=of_no_parameter(optimizer["state"]),
     )
 
 

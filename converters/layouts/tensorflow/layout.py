@@ -51,6 +51,19 @@ _DTYPES = {"m": ("momentum_dtype", "first_moment_dtype"), "v": ("moment_dtype",)
 """By slot, the constants of a variant that say its dtype."""
 
 
+def _powers(
+    state: TrainState, tree: Mapping[str, Any], home: Mapping[str, Any], scope: str, faults: Faults
+) -> dict[str, Tensor]:
+    """Returns the powers of the betas that a tree lacks, or has of another count: they are the count."""
+    updates = state.counts.updates
+    stored = [name for name in tree if name.rpartition("/")[2] in POWERS]
+    if stored and home.get("updates", updates) == updates:
+        return {}
+    powers = dict(new_powers(state.optimizer.groups, updates, faults))
+    names = stored or [f"{scope}{name}" for name in powers]
+    return {name: powers[last] for name in names if (last := name.rpartition("/")[2]) in powers}
+
+
 @dataclass(frozen=True)
 class TensorFlow1:
     """One optimizer's layout.
@@ -178,12 +191,7 @@ class TensorFlow1:
             put("", path, AVERAGE, tensor)
         tree |= {name: value for name, value in home.get("others", {}).items() if name not in tree}
         if self.powers:
-            groups, updates = state.optimizer.groups, state.counts.updates
-            there = [name for name in tree if name.rpartition("/")[2] in POWERS]
-            if not there or home.get("updates", updates) != updates:  # the powers are the count
-                made = dict(new_powers(groups, updates, faults))
-                names = there or [f"{scope}{name}" for name in made]
-                tree |= {name: made[last] for name in names if (last := name.rpartition("/")[2]) in made}
+            tree |= _powers(state, tree, home, scope, faults)
         tree[home.get("step", GLOBAL_STEP)] = in_memory(
             np.asarray(state.counts.updates, np.int64), GLOBAL_STEP
         )

@@ -66,6 +66,25 @@ Variable: TypeAlias = Tensor | bytes | list[bytes] | dict[Name, Tensor]
 """What stands under a name: an array, strings, or a partitioned variable's slices."""
 
 
+def _params_among(
+    left: Mapping[str, Any], params: Mapping[str, Tensor], of_variables: Sequence[str]
+) -> list[str]:
+    """Returns the names that are parameters among those that are no slots: variables that are kept of no other."""
+    return [
+        name
+        for name, value in left.items()
+        if name in params or (_is_variable(value) and name not in of_variables)
+    ]
+
+
+def _slot_of(
+    name: str, pattern: re.Pattern[str], tensors: Mapping[str, Tensor]
+) -> tuple[re.Match[str] | None, str | None]:
+    """Returns how a tensor's name is that of a slot, and the variable whose slot it is; None where it isn't."""
+    match = pattern.fullmatch(name) if name in tensors else None
+    return match, None if match is None else _variable(match["base"], tensors)
+
+
 def sorted_names(tree: Any, pattern: re.Pattern[str], place: object) -> Named:
     """Sorts a flat checkpoint's tensors.
 
@@ -87,8 +106,7 @@ def sorted_names(tree: Any, pattern: re.Pattern[str], place: object) -> Named:
     left: dict[str, Any] = {}
     orphans = []
     for name, value in flat.items():
-        match = pattern.fullmatch(name) if name in tensors else None
-        base = _variable(match["base"], tensors) if match else None
+        match, base = _slot_of(name, pattern, tensors)
         if match and base is not None:
             params[base] = tensors[base]
             slots.setdefault(base, {})[match["slot"]] = value
@@ -99,9 +117,9 @@ def sorted_names(tree: Any, pattern: re.Pattern[str], place: object) -> Named:
             averages[name.removesuffix(AVERAGE)] = value
         else:
             left[name] = value
-    kept_of = [n for n, value in left.items() if _is_variable(value) and _is_kept_of(n, tensors)]
-    foreign = tuple(name for name in kept_of if not name.endswith(AVERAGE))
-    for name in [n for n, value in left.items() if n in params or (_is_variable(value) and n not in kept_of)]:
+    of_variables = [n for n, value in left.items() if _is_variable(value) and _is_kept_of(n, tensors)]
+    foreign = tuple(name for name in of_variables if not name.endswith(AVERAGE))
+    for name in _params_among(left, params, of_variables):
         params[name] = left.pop(name)
     ordered = {name: params[name] for name in flat if name in params}
     return Named(ordered, slots, ", ".join(sorted(scopes)), averages, left, parts, tuple(orphans), foreign)

@@ -88,20 +88,23 @@ def contradicting_powers(checkpoint: Checkpoint, state: TrainState) -> Iterator[
         if beta is None or tensor.shape != () or tensor.dtype != np.float32:
             continue
         power = float(tensor.read())
-        values = {group.hyperparameters.get(beta) for group in state.optimizer.groups}
-        (value,) = values if len(values) == 1 else (None,)
-        if isinstance(value, (int, float)):
-            due = float(power_after(value, updates))
-            agrees = abs(power - due) <= (updates + 2) * 2.0**-23 * due or not power
-            said = f"{beta} {value:g} after {updates} updates makes {due:g}"
-            inferred = all(group.known_from.get(beta) == "file" for group in state.optimizer.groups)
-            if agrees and inferred and round(value, _USUAL) != value:
-                agrees, said = False, f"after {updates} updates it would be of a {beta} of {value}"
-        else:
-            agrees = not power or len(values) > 1
-            said = f"it is of no {beta} after {updates} updates"
-        if not agrees:
-            yield Finding(f"is {power:g}: {said}", name, kind="powers-disagree")
+        if contradiction := _contradiction(power, beta, updates, state.optimizer.groups):
+            yield Finding(f"is {power:g}: {contradiction}", name, kind="powers-disagree")
+
+
+def _contradiction(power: float, beta: str, updates: int, groups: Sequence[Group]) -> str | None:
+    """Returns why a power isn't that of the groups' beta after the updates done; None if it may be."""
+    values = {group.hyperparameters.get(beta) for group in groups}
+    (value,) = values if len(values) == 1 else (None,)
+    if not isinstance(value, (int, float)):
+        return f"it is of no {beta} after {updates} updates" if power and len(values) <= 1 else None
+    due = float(power_after(value, updates))
+    if power and not abs(power - due) <= (updates + 2) * 2.0**-23 * due:
+        return f"{beta} {value:g} after {updates} updates makes {due:g}"
+    inferred = all(group.known_from.get(beta) == "file" for group in groups)
+    if inferred and round(value, _USUAL) != value:
+        return f"after {updates} updates it would be of a {beta} of {value}"
+    return None
 
 
 def new_powers(groups: Sequence[Group], updates: int, faults: Faults) -> Iterator[tuple[str, Tensor]]:
