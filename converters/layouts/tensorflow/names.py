@@ -14,7 +14,7 @@ python/training/optimizer.py; tensorflow/mesh mesh_tensorflow/optimize.py.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, TypeAlias
