@@ -61,6 +61,13 @@ def part_labels(schemas: Sequence[str | None]) -> Mapping[str, str]:
     return OF_MUON if sorted(map(str, schemas)) == sorted(OF_MUON) else {}
 
 
+def _form(groups: Sequence[Mapping[str, Any]], frozen: bool) -> Form:
+    """Returns what groups become that lie in no partition of their own; arguments are those of `form_of_groups`."""
+    settings = [group["hyperparameters"] for group in groups]
+    schemas = [group.get("schema") for group in groups]
+    return form_of_groups(settings, frozen or len({*schemas}) > 1, schemas)
+
+
 def construction(
     groups: Sequence[Mapping[str, Any]],
     names: Collection[str],
@@ -79,14 +86,10 @@ def construction(
         reading: Lines that make `groups`.
         mask: The argument for the mask of weight decay; "" if there is none, and groups are always parts.
     """
-    settings = [group["hyperparameters"] for group in groups]
-    schemas = [group.get("schema") for group in groups]
     moved = {path for group in groups for path in group["paths"]}
     frozen = any(name.startswith("params/") and name.removeprefix("params/") not in moved for name in names)
     partition = _partition(groups, names, empty)
-    form = (
-        "parts" if partition else form_of_groups(settings, frozen or not mask or len({*schemas}) > 1, schemas)
-    )
+    form = "parts" if partition else _form(groups, frozen or not mask)
     groups, frozen_label = (partition.groups, partition.frozen) if partition else (groups, FROZEN)
     place = _place(names, moved)
     inner = f"{place}/{INNER}" if frozen else place
@@ -94,18 +97,15 @@ def construction(
         group["label"]: f"{place}/{PARTS}/{group['label']}/{INNER}" if form == "parts" else inner
         for group in groups
     }
+    # A rate that doesn't count is a number.
+    or_number = partition is not None or bool(names and mask and form != "parts")
     rates = {
         group["label"]: _rate(names, places[group["label"]], _ending(group) if form == "parts" else "")
+        or (_number(group) if or_number else {})
         for group in groups
     }
-    if partition or (names and mask and form != "parts"):  # a rate that doesn't count is a number
-        rates = {group["label"]: rates[group["label"]] or _number(group) for group in groups}
-    used: dict[str, list[Mapping[str, Any]]] = {}
-    for group in groups:
-        for rate in rates[group["label"]].values():
-            used.setdefault(rate, []).append(group)
     return [
-        *(line for rate, own_groups in used.items() if rate != "..." for line in _schedule(rate, own_groups)),
+        *_schedule_lines(groups, rates),
         *_lines(
             form,
             frozen_label if frozen else None,
@@ -211,6 +211,15 @@ def _chain(number: int, place: str, names: Collection[str], empty: Collection[st
     call = f"optax.chain({', '.join(codes)})"
     other = "  # ...: another link of the run's, often optax.clip_by_global_norm(1.0)"
     return f"{call}{other}" if "..." in codes else call
+
+
+def _schedule_lines(groups: Sequence[Mapping[str, Any]], rates: Mapping[str, Mapping[str, str]]) -> list[str]:
+    """Returns the lines that make the schedules, each once for all groups that it moves."""
+    moved: dict[str, list[Mapping[str, Any]]] = {}
+    for group in groups:
+        for rate in rates[group["label"]].values():
+            moved.setdefault(rate, []).append(group)
+    return [line for rate, of_rate in moved.items() if rate != "..." for line in _schedule(rate, of_rate)]
 
 
 def _schedule(name: str, groups: Sequence[Mapping[str, Any]]) -> list[str]:

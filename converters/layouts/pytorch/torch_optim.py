@@ -281,28 +281,18 @@ class TorchOptim:
         parts, kinds, said_of_groups, sides = _parts_and_kinds(checkpoint, hints)
         parts, said_of_vector = unflattened(parts, hints.param_names)
         _refuse_merged(parts.model, hints.model, checkpoint)
-        faults = Faults()
-        shapes = [
-            [_shape_of(kind, parts.state.get(i, {}), parts.model) for i in group["params"]]
-            for kind, group in zip(kinds, parts.groups, strict=True)
-        ]
-        is_sorted = bool(checkpoint.meta.get(SORTED))
-        given, said_by = _given_names(checkpoint, hints, shapes, parts)
-        remedy = f"{BY_CONFIG}; or: {REMEDY}" if has_config(checkpoint) else REMEDY
-        order = found_order(parts.groups, shapes, parts.model, given, is_sorted, hints.model, remedy)
+        order, note_of_names = _order(parts, kinds, checkpoint, hints)
         moved = {name: None for names in order.groups for name in names}
         params = {path_of(name): tensor for name, tensor in parts.model.items() if name in moved}
-        faults += [("isn't in the model part", name) for name in moved if name not in parts.model]
-        faults += shared_paths(moved)
-        meant = {index for group in parts.groups for index in group["params"]}
-        faults += [("has slots, and stands in no group", f"state/{i}") for i in parts.state if i not in meant]
         kind_of = {path_of(n): kind for kind, names in zip(kinds, order.groups, strict=True) for n in names}
-        rules = {path: kind_of[path].rule(p.shape) for path, p in params.items()}
-        slots, counts, beside = {}, dict[str, int](), dict[str, Any]()
+        faults = Faults(_misplaced(parts, moved))
         said = (_BARE,) if _says_no_options(parts) else _FORM_NOTES.get(parts.form, ())
         said = (*said, *_of_gradients(checkpoint))
-        of_names = filter(None, (said_by, said_of_vector))
+        of_names = filter(None, (note_of_names, said_of_vector))
         notes = dict.fromkeys((*order.notes, *of_names, *said, *said_of_groups))
+        groups = _groups(kinds, parts, order.groups, _decoupled(checkpoint, hints))
+        rules = {path: kind_of[path].rule(p.shape) for path, p in params.items()}
+        slots, counts, unread = {}, dict[str, int](), dict[str, Any]()
         records, bare = _records(parts, order, kind_of)
         for path, record in records.items():
             kind = kind_of[path]
@@ -311,24 +301,18 @@ class TorchOptim:
                 notes[_PIECES] = None
             slots[path] = dict(_slots(kind, record, rules[path], params[path].shape, path, faults))
             counts |= _counted(kind, record, path, faults)
-            left = {key: record[key] for key in (*kind.notes, *kind.beside) if key in record}
-            beside |= {path: left} if left else {}
+            unread |= _unread(kind, record, path)
         faults.check(StateError, "The state doesn't fit the parameters", place=checkpoint.path)
         counting = _counting(kind_of, bare)
         done = 0 if counting else native.stated_updates(parts.groups, parts.rest, checkpoint)
-        by_name = any(isinstance(index, str) for index in (*parts.state, *meant))
-        extra = {**_extra(parts, moved, kinds), **bare.extra}
-        ways = ((_INFORMATION, beside), (_BY_NAME, by_name), (SIDE_BY_SIDE, sides))
-        extra |= {key: part for key, part in ways if part}
+        ways = ((_INFORMATION, unread), (_BY_NAME, _is_by_name(parts)), (SIDE_BY_SIDE, sides))
+        extra = {**_extra(parts, moved, kinds), **bare.extra, **{key: part for key, part in ways if part}}
         state = hints.applied(
             TrainState(
                 params,
                 {**slots, **bare.slots},
                 Optimizer.of(
-                    _clipped(
-                        _groups(kinds, parts, order.groups, _decoupled(checkpoint, hints)), parts, checkpoint
-                    ),
-                    [(kind.schema, kind.variant) for kind in kinds],
+                    _clipped(groups, parts, checkpoint), [(kind.schema, kind.variant) for kind in kinds]
                 ),
                 _counts({**counts, **bare.counts}, counting, done),
                 {path: rule for path, rule in rules.items() if kind_of[path].schema == "adafactor"},
@@ -645,6 +629,48 @@ def _incomplete(checkpoint: Checkpoint) -> StateError:
         if averages
         else ALONE,
     )
+
+
+def _order(
+    parts: Parts, kinds: Sequence[TorchOptimizer], checkpoint: Checkpoint, hints: CheckpointRef
+) -> tuple[Order, str]:
+    """Returns the names of each group's parameters, and a note on their source.
+
+    Raises:
+        StateError: Nothing tells which parameters are meant, or names were given that don't fit.
+    """
+    shapes = [
+        [_shape_of(kind, parts.state.get(i, {}), parts.model) for i in group["params"]]
+        for kind, group in zip(kinds, parts.groups, strict=True)
+    ]
+    given, note = _given_names(checkpoint, hints, shapes, parts)
+    remedy = f"{BY_CONFIG}; or: {REMEDY}" if has_config(checkpoint) else REMEDY
+    is_sorted = bool(checkpoint.meta.get(SORTED))
+    return found_order(parts.groups, shapes, parts.model, given, is_sorted, hints.model, remedy), note
+
+
+def _numbers_of(parts: Parts) -> set[Any]:
+    """Returns what the groups call their parameters: numbers, or names."""
+    return {index for group in parts.groups for index in group["params"]}
+
+
+def _is_by_name(parts: Parts) -> bool:
+    """Tells whether a parameter stands under a name in the state or in a group."""
+    return any(isinstance(index, str) for index in (*parts.state, *_numbers_of(parts)))
+
+
+def _misplaced(parts: Parts, moved: Collection[str]) -> Iterator[tuple[str, str]]:
+    """Yields moved parameters that the model lacks or that share a path, and slots of no group."""
+    yield from (("isn't in the model part", name) for name in moved if name not in parts.model)
+    yield from shared_paths(moved)
+    numbers = _numbers_of(parts)
+    yield from (("has slots, and stands in no group", f"state/{i}") for i in parts.state if i not in numbers)
+
+
+def _unread(kind: TorchOptimizer, record: Mapping[str, Any], path: str) -> dict[str, Any]:
+    """Returns the entries of a parameter's state that no update reads, by its path; nothing where there are none."""
+    entries = {key: record[key] for key in (*kind.notes, *kind.beside) if key in record}
+    return {path: entries} if entries else {}
 
 
 def _given_names(

@@ -13,13 +13,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.hyperparameters import (
     Hyperparameters,
     ManifestRecord,
@@ -27,13 +27,14 @@ from statekit.converters.layouts.hyperparameters import (
     manifest_state,
     with_minimum,
 )
+from statekit.converters.layouts.t5x.encode import SLOTS, as_t5x, encoded
 from statekit.converters.layouts.t5x.lines import gin_lines
-from statekit.errors import Faults, InexactError, StateError, UsageError, some
+from statekit.converters.layouts.t5x.traversals import TRAVERSALS, traversed
+from statekit.errors import Faults, StateError, some
 from statekit.files.checkpoint import FILES_BESIDE, Checkpoint
 from statekit.lines.printing import SavedRun, State
 from statekit.state.factoring import (
     GivenRules,
-    by_size,
     effective,
     first_entry,
     from_slots,
@@ -46,13 +47,11 @@ from statekit.state.factoring import (
 from statekit.state.options import checked_hparams, read_hparams
 from statekit.state.schedules.called import KEY as CALLED
 from statekit.state.schema import load_schema
-from statekit.state.stored_slots import PLACEHOLDER, with_placeholders
+from statekit.state.stored_slots import PLACEHOLDER
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
-from statekit.tensors.tensor import DTYPES, DType, Shape, Tensor, in_memory
-from statekit.tensors.tree import Tree, nested, walk
+from statekit.tensors.tensor import DType, Shape, Tensor
+from statekit.tensors.tree import Tree, walk
 from statekit.tensors.typed import Natural, fits, shown
-
-SLOTS = ("v_row", "v_col", "v", "m")
 
 
 @dataclass(frozen=True)
@@ -136,7 +135,7 @@ def read_native(checkpoint: Checkpoint) -> Native:
             params["/".join(map(str, path))] = leaf
         elif leaf not in (None, {}):
             faults.add(f"is no tensor but {type(leaf).__name__}", "/".join(map(str, ("target", *path))))
-    slots = dict(_slots(state.get("param_states"), faults))
+    slots = dict(_stored_slots(state.get("param_states"), faults))
     slots_by_path: dict[str, NativeSlots | None] = {}
     for name, param_slots in slots.items():
         if name not in params:
@@ -157,7 +156,7 @@ def read_native(checkpoint: Checkpoint) -> Native:
     return Native(params, slots_by_path, step, _rest(tree, checkpoint.meta))
 
 
-def _slots(states: Any, faults: Faults) -> Iterator[tuple[str, dict[str, Tensor] | None]]:
+def _stored_slots(states: Any, faults: Faults) -> Iterator[tuple[str, dict[str, Tensor] | None]]:
     by_param: dict[str, dict[str, Tensor]] = {}
     if states and not isinstance(states, Mapping):
         faults.add(f"is {shown(states)}, expected slots by parameter", "state/param_states")
@@ -234,7 +233,6 @@ STANDARD = {
 
 _STANDARD = "standard_logical_factor_rules()"
 _NAMED_STANDARD = re.compile(r"@?(\w+\.)*standard_logical_factor_rules(\(\))?")
-_TRAVERSALS = "traversals_and_optimizers"
 
 
 def defaults() -> dict[str, Any]:
@@ -245,7 +243,7 @@ def defaults() -> dict[str, Any]:
 def members(
     checkpoint: Checkpoint,
     hints: CheckpointRef,
-    known: ManifestRecord | None,
+    manifest: ManifestRecord | None,
     slots_by_path: Mapping[str, NativeSlots | None],
 ) -> tuple[list[OptimizerSpec], list[str]]:
     """Sorts the moved parameters by optimizer: as traversals or the manifest say, else by whether they have momentum.
@@ -257,32 +255,40 @@ def members(
         UsageError: The user's hyperparameters can't be, or the traversals don't select exactly the parameters that
             have slots; lists every one.
     """
-    given = checked_hparams(*_T5X, hints.hyperparameters, only=defaults(), unchecked=(*RULES, _TRAVERSALS))
+    given = checked_hparams(*_T5X, hints.hyperparameters, only=defaults(), unchecked=(*RULES, TRAVERSALS))
     gin, notes = _from_gin(checkpoint)
-    if _TRAVERSALS in given:
-        traversals = given.pop(_TRAVERSALS)
-        return _traversed(traversals, gin.over(given, "given"), slots_by_path), notes
-    if known is not None:
-        moved = [
-            replace(g, paths=tuple(p for p in g.paths if slots_by_path.get(p) is not None))
-            for g in known.groups
-        ]
+    if TRAVERSALS in given:
+        traversals = given.pop(TRAVERSALS)
+        read = partial(checked_hparams, *_T5X, only=defaults(), unchecked=RULES)
+        return traversed(traversals, gin.over(given, "given"), slots_by_path, read), notes
+    if manifest is not None:
         return [
-            replace(g, hyperparameters=gin.under(g.hyperparameters).over(given, "given")) for g in moved
+            replace(
+                group,
+                paths=tuple(path for path in group.paths if slots_by_path.get(path) is not None),
+                hyperparameters=gin.under(group.hyperparameters).over(given, "given"),
+            )
+            for group in manifest.groups
         ], notes
     specified = gin.over(given, "given")
+    parts, note = _by_momentum(slots_by_path)
+    return [OptimizerSpec(paths, specified) for paths in parts if paths], [*notes, *note]
+
+
+def _by_momentum(
+    slots_by_path: Mapping[str, NativeSlots | None],
+) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
+    """Returns the moved parameters by optimizer, as their momentum shows it, and what is assumed with that."""
     momentum = {path: slots.momentum for path, slots in slots_by_path.items() if slots is not None}
-    parts = [tuple(momentum)]
     if {True, False} <= set(momentum.values()):
         parts = [tuple(p for p in momentum if momentum[p]), tuple(p for p in momentum if not momentum[p])]
-        notes.append(
-            "Some parameters have momentum and others don't: they are taken for two optimizers' parameters."
+        return parts, (
+            "Some parameters have momentum and others don't: they are taken for two optimizers' parameters.",
         )
-    elif None in slots_by_path.values():
-        notes.append(
-            "Which optimizer moved a parameter isn't stored; all that have slots are taken to share one."
-        )
-    return [OptimizerSpec(paths, specified) for paths in parts if paths], notes
+    if None in slots_by_path.values():
+        note = "Which optimizer moved a parameter isn't stored; all that have slots are taken to share one."
+        return [tuple(momentum)], (note,)
+    return [tuple(momentum)], ()
 
 
 def _from_gin(checkpoint: Checkpoint) -> tuple[Hyperparameters, list[str]]:
@@ -304,55 +310,6 @@ def logical_rules(value: Any) -> Any:
     return STANDARD if isinstance(value, str) and _NAMED_STANDARD.fullmatch(value) else value
 
 
-def _traversed(
-    traversals: Any, specified: Hyperparameters, slots_by_path: Mapping[str, NativeSlots | None]
-) -> list[OptimizerSpec]:
-    entries = list(_entries(traversals))
-    owners = {
-        path: [i for i, (regex, _) in enumerate(entries) if re.search(regex, path)] for path in slots_by_path
-    }
-    faults = [f"{path} is selected {len(owning)} times" for path, owning in owners.items() if len(owning) > 1]
-    faults += [
-        f"{path} is selected but has no slots"
-        for path, owning in owners.items()
-        if owning and slots_by_path[path] is None
-    ]
-    faults += [
-        f"{path} has slots but isn't selected"
-        for path, owning in owners.items()
-        if not owning and slots_by_path[path]
-    ]
-    if faults:
-        raise UsageError(f"{_TRAVERSALS} doesn't fit the checkpoint.", found="; ".join(faults)[:2000])
-    return [
-        OptimizerSpec(
-            tuple(path for path, owning in owners.items() if owning == [i]), specified.over(values, "given")
-        )
-        for i, (_, values) in enumerate(entries)
-    ]
-
-
-def _entries(traversals: Any) -> Iterator[tuple[str, dict[str, Any]]]:
-    for entry in traversals if isinstance(traversals, Sequence) else [traversals]:
-        fields: Mapping[str, Any] = entry if isinstance(entry, Mapping) else {}
-        regex, values = fields.get("path_regex_search"), fields.get("hyperparameters", {})
-        try:
-            if not isinstance(regex, str):
-                raise TypeError
-            re.compile(regex)
-        except (re.error, TypeError, RecursionError) as error:
-            raise UsageError(
-                f"{_TRAVERSALS} has another form.",
-                expected='[{"path_regex_search": "kernel$", "hyperparameters": {...}}, ...]',
-                found=repr(entry)[:200],
-            ) from error
-        if not isinstance(values, dict):
-            raise UsageError(
-                f"{_TRAVERSALS} has hyperparameters that aren't a map.", found=repr(values)[:200]
-            )
-        yield regex, checked_hparams(*_T5X, values, only=defaults(), unchecked=RULES)
-
-
 def inferred(
     all_slots: Sequence[NativeSlots], by_size: Sequence[NativeSlots], specified: Hyperparameters
 ) -> tuple[Hyperparameters, list[str]]:
@@ -364,16 +321,14 @@ def inferred(
         specified: What is known already.
     """
     notes = []
-    hyperparameters = Hyperparameters().over(defaults(), "assumed")
-    full = [slots for slots in all_slots if slots.momentum]
-    if full:
-        hyperparameters = hyperparameters.over({"dtype_momentum": full[0].momentum_dtype.name}, "file")
-    elif any(slots.momentum is False for slots in all_slots):
-        hyperparameters = hyperparameters.over({"beta1": None}, "file")
-    if any(slots.factored for slots in all_slots):
-        hyperparameters = hyperparameters.over({"factored": True}, "file")
-    elif not any(map(specified.is_known, RULES)) and any(
-        _factors(slots.shape, hyperparameters.values) for slots in all_slots
+    proven = _proven(all_slots)
+    hyperparameters = Hyperparameters().over(defaults(), "assumed").over(proven, "file")
+    by_rules = any(map(specified.is_known, RULES))
+    # T5X's defaults would have factored one of these, had they been the run's.
+    if (
+        "factored" not in proven
+        and not by_rules
+        and any(_factors(slots.shape, hyperparameters.values) for slots in all_slots)
     ):
         hyperparameters = hyperparameters.over({"factored": False}, "assumed")
     if hyperparameters.values["factored"] and not specified.is_known("min_dim_size_to_factor"):
@@ -383,9 +338,22 @@ def inferred(
         )
         notes += note
     values = dict(hyperparameters.values)
-    if full:
+    if "dtype_momentum" in proven:  # there was momentum, with a beta1 that no slot shows
         del values["beta1"]
     return Hyperparameters(values, {name: hyperparameters.known_from[name] for name in values}), notes
+
+
+def _proven(all_slots: Sequence[NativeSlots]) -> dict[str, Any]:
+    """Returns the hyperparameters that the slots of an optimizer's parameters prove."""
+    proven: dict[str, Any] = {}
+    momenta = [slots.momentum_dtype.name for slots in all_slots if slots.momentum]
+    if momenta:
+        proven["dtype_momentum"] = momenta[0]
+    elif any(slots.momentum is False for slots in all_slots):
+        proven["beta1"] = None
+    if any(slots.factored for slots in all_slots):
+        proven["factored"] = True
+    return proven
 
 
 def _factors(shape: Shape, values: Mapping[str, Any]) -> bool:
@@ -406,10 +374,6 @@ def scale_by_path(value: Any, paths: Sequence[str], faults: Faults) -> Any:
         else:
             scales[path] = entry.value
     return scales
-
-
-_EXTRA = ("flax_mutables", "t5x")
-_PLACE = "checkpoint_{step}/state"
 
 
 @dataclass(frozen=True)
@@ -438,42 +402,20 @@ class T5XAdafactor:
             UsageError: A hint has a name or value that T5X's Adafactor doesn't take.
         """
         native = read_native(checkpoint)
-        known = manifest_state(checkpoint, "adafactor")
-        sorted_members, notes = members(checkpoint, hints, known, native.slots)
-        faults = Faults()
-        groups, rules = [], {}
-        stated = {} if known is None or hints.hyperparameters.keys() & set(RULES) else known.rules
-        for member in sorted_members:
-            slots_by_path = {
-                path: native_slots
-                for path in member.paths
-                if (native_slots := native.slots[path]) is not None
-            }
-            group, own_rules = _group(member, slots_by_path, stated, faults, notes)
-            groups.append(group)
-            rules.update(own_rules)
-        faults.check(
-            StateError,
-            "What is told about the run contradicts its checkpoint",
-            place=checkpoint.path,
-            remedy="check the hyperparameters against the run's gin file",
+        manifest = manifest_state(checkpoint, "adafactor")
+        groups, rules, notes = _groups_and_rules(checkpoint, hints, manifest, native)
+        if manifest is not None and not hints.hyperparameters:
+            notes = manifest.assumptions
+        variant = hints.variant or (manifest.variant if manifest else "t5x")
+        return TrainState(
+            native.params,
+            _slots(native, groups),
+            Optimizer("adafactor", variant, groups),
+            Counts(native.step, manifest.schedule if manifest else native.step),
+            rules,
+            _extra(native, checkpoint),
+            notes,
         )
-        if not native.slots:
-            notes.append("The checkpoint holds no optimizer state, only parameters.")
-            groups = [Group(tuple(native.params))]
-        momentum = _with_momentum(native, groups)
-        slots = {
-            path: _canonical(param_slots, path in momentum)
-            for path, param_slots in native.slots.items()
-            if param_slots
-        }
-        variant = hints.variant or (known.variant if known else "t5x")
-        counts = Counts(native.step, known.schedule if known else native.step)
-        said = (*notes, *_rule_notes(rules)) if known is None or hints.hyperparameters else known.assumptions
-        optimizer = Optimizer("adafactor", variant, tuple(groups))
-        called = (checkpoint.meta.get("gin") or {}).get(CALLED)
-        extra = {**native.extra, **({CALLED: called} if called else {})}
-        return TrainState(native.params, slots, optimizer, counts, rules, extra, said)
 
     def encode(self, state: TrainState) -> Encoded:
         """Returns T5X's tree.
@@ -481,47 +423,44 @@ class T5XAdafactor:
         Raises:
             InexactError: T5X has no place for the optimizer, or for a slot; lists every one.
         """
-        if state.optimizer.schema != "adafactor":
-            raise InexactError(
-                "The layout t5x holds Adafactor's state only.",
-                expected="adafactor",
-                found=state.optimizer.schema,
-            )
-        faults = Faults()
-        moved = {path for group in state.optimizer.groups for path in group.paths}
-        states: dict[tuple[str, ...], Any] = {}
-        for path, param in state.params.items() if state.slots else ():
-            slots = state.slots.get(path, {})
-            node = (
-                None
-                if not slots and path not in moved
-                else _placed(path, param, slots, state.rules.get(path), faults)
-            )
-            states[tuple(path.split("/"))] = node
-        if not 0 <= state.counts.updates < 2**31:
-            faults.add(f"{state.counts.updates} updates don't fit int32", "state/step")
-        faults.check(InexactError, "T5X can't hold the state")
-        extra = {name: state.extra[name] for name in _EXTRA if name in state.extra}
-        beyond = extra.pop("t5x", {})
-        tree = {
-            "state": {
-                "param_states": nested(states),
-                "step": in_memory(np.asarray(state.counts.updates, np.int32), "state/step"),
-                **beyond.get("state", {}),
-            },
-            "target": nested({tuple(path.split("/")): param for path, param in state.params.items()}),
-            **extra,
-            **{key: value for key, value in beyond.items() if key != "state"},
-        }
-        return Encoded(tree, state.counts.updates, dropped=_dropped(state), place=_PLACE)
+        return encoded(state)
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the lines that go on in T5X, as gin."""
         return gin_lines(state, saved)
 
 
+def _groups_and_rules(
+    checkpoint: Checkpoint, hints: CheckpointRef, manifest: ManifestRecord | None, native: Native
+) -> tuple[tuple[Group, ...], dict[str, Rule], tuple[str, ...]]:
+    """Returns a group for each optimizer, the rule of each parameter, and what is open or assumed.
+
+    Raises:
+        StateError: What is told about the run contradicts its slots; lists every fault.
+        UsageError: A hint has a name or value that T5X's Adafactor doesn't take.
+    """
+    specs, notes = members(checkpoint, hints, manifest, native.slots)
+    stated = {} if manifest is None or hints.hyperparameters.keys() & set(RULES) else manifest.rules
+    faults, groups, rules = Faults(), list[Group](), dict[str, Rule]()
+    for spec in specs:
+        slots_by_path = {path: slots for path in spec.paths if (slots := native.slots[path]) is not None}
+        group, own_rules = _group(spec, slots_by_path, stated, faults, notes)
+        groups.append(group)
+        rules.update(own_rules)
+    faults.check(
+        StateError,
+        "What is told about the run contradicts its checkpoint",
+        place=checkpoint.path,
+        remedy="check the hyperparameters against the run's gin file",
+    )
+    if not native.slots:
+        notes.append("The checkpoint holds no optimizer state, only parameters.")
+        groups = [Group(tuple(native.params))]
+    return tuple(groups), rules, (*notes, *_rule_notes(rules))
+
+
 def _group(
-    member: OptimizerSpec,
+    spec: OptimizerSpec,
     slots_by_path: Mapping[str, NativeSlots],
     stated: Mapping[str, Any],
     faults: Faults,
@@ -530,53 +469,78 @@ def _group(
     """Settles hyperparameters and rules of the parameters that one optimizer moves.
 
     Args:
-        member: The parameters, and what was told about their optimizer.
+        spec: The parameters, and what was told about their optimizer.
         slots_by_path: Their slots.
         stated: Rules that a manifest states.
         faults: Where what was told and what the slots show contradict each other; added to.
         notes: What is open or assumed; added to.
     """
-    specified = member.hyperparameters
-    rules = _specified_rules(specified)
+    given = _specified_rules(spec.hyperparameters)
+    settled, open_points = _hyperparameters(spec, slots_by_path, given)
+    faults += _contradictions(slots_by_path, spec.hyperparameters)
+    rules = _rules(slots_by_path, stated, given, settled, faults)
+    values = {name: value for name, value in settled.values.items() if name not in RULES}
+    if values.get("learning_rate") is None:
+        values.pop("learning_rate", None)
+    if (scale := values.get("multiply_by_parameter_scale")) is not None:
+        values["multiply_by_parameter_scale"] = scale_by_path(scale, spec.paths, faults)
+    if "beta1" not in values and any(slots.momentum for slots in slots_by_path.values()):
+        notes.append("beta1 isn't stored: m is in use, so momentum was on; a step needs its value.")
+    notes += [*_default_notes(values, settled), *open_points]
+    return Group(spec.paths, values, {name: settled.known_from[name] for name in values}), rules
+
+
+def _hyperparameters(
+    spec: OptimizerSpec, slots_by_path: Mapping[str, NativeSlots], given: GivenRules
+) -> tuple[Hyperparameters, list[str]]:
+    """Returns what is told, over what the slots prove and T5X's defaults; and what is open."""
+    if spec.settled:
+        return Hyperparameters().under(spec.hyperparameters), []
     by_shape = [
         slots
         for path, slots in slots_by_path.items()
-        if len(slots.shape) == 2 and not _has_batch(rules.find(path)[1])
+        if len(slots.shape) == 2 and not _has_batch(given.find(path)[1])
     ]
-    if member.settled:
-        hyperparameters, open_points = Hyperparameters(), list[str]()
-    else:
-        hyperparameters, open_points = inferred(list(slots_by_path.values()), by_shape, specified)
-    settled = hyperparameters.under(specified)
-    faults += _contradictions(slots_by_path, specified)
-    own_rules = {}
+    hyperparameters, open_points = inferred(list(slots_by_path.values()), by_shape, spec.hyperparameters)
+    return hyperparameters.under(spec.hyperparameters), open_points
+
+
+def _rules(
+    slots_by_path: Mapping[str, NativeSlots],
+    stated: Mapping[str, Any],
+    given: GivenRules,
+    settled: Hyperparameters,
+    faults: Faults,
+) -> dict[str, Rule]:
+    """Returns how each parameter is factored: as a manifest states it, else as told, else as its slots show."""
+    rules = {}
     for path, slots in slots_by_path.items():
-        known = _as_t5x(Rule.from_json(stated[path]), slots.shape) if path in stated else None
-        rule = known or _rule(path, slots, rules, settled)
+        by_manifest = as_t5x(Rule.from_json(stated[path]), slots.shape) if path in stated else None
+        rule = by_manifest or _rule(path, slots, given, settled)
         if (fault := _rule_fault(rule, slots)) is not None:
             faults.add(fault, path)
         elif rule is not None:
-            own_rules[path] = rule
-    kept = {name: value for name, value in settled.values.items() if name not in RULES}
-    if kept.get("learning_rate") is None:
-        kept.pop("learning_rate", None)
-    if (scale := kept.get("multiply_by_parameter_scale")) is not None:
-        kept["multiply_by_parameter_scale"] = scale_by_path(scale, member.paths, faults)
-    if "beta1" not in kept and any(slots.momentum for slots in slots_by_path.values()):
-        notes.append("beta1 isn't stored: m is in use, so momentum was on; a step needs its value.")
-    notes += [*_default_notes(kept, settled), *open_points]
-    return Group(member.paths, kept, {name: settled.known_from[name] for name in kept}), own_rules
+            rules[path] = rule
+    return rules
+
+
+def _slots(native: Native, groups: Sequence[Group]) -> dict[str, dict[str, Tensor]]:
+    """Returns the slots that are in use."""
+    momentum = _with_momentum(native, groups)
+    return {
+        path: _canonical(slots, path in momentum) for path, slots in native.slots.items() if slots is not None
+    }
+
+
+def _extra(native: Native, checkpoint: Checkpoint) -> dict[str, Tree]:
+    """Returns what the file holds besides, and the schedule that the run's gin file calls."""
+    schedule = (checkpoint.meta.get("gin") or {}).get(CALLED)
+    return {**native.extra, **({CALLED: schedule} if schedule else {})}
 
 
 def _specified_rules(specified: Hyperparameters) -> GivenRules:
     factor_map, by_axis, axes = (specified.values.get(name) for name in RULES)
     return given_rules(factor_map, logical_rules(by_axis), axes)
-
-
-def _as_t5x(rule: Rule, shape: Shape) -> Rule:
-    """Returns a rule with T5X's labels: it reads a matrix by its size, whatever another system called row."""
-    other_way = rule.factored and len(rule.axes) == 2 and rule.axes == by_size(shape)[::-1]
-    return Rule(by_size(shape), rule.known_from) if other_way else rule
 
 
 def _has_batch(labels: tuple[Axis, ...] | None) -> bool:
@@ -681,29 +645,6 @@ def _rule_notes(rules: Mapping[str, Rule]) -> Iterator[str]:
         )
     if flat:
         yield f"Unfactored matrices are taken to have no BATCH axis ({some(flat)})."
-
-
-def _placed(
-    path: str, param: Tensor, slots: Mapping[str, Tensor], rule: Rule | None, faults: Faults
-) -> dict[str, Tensor]:
-    """Returns the four slots of a parameter; placeholders where one isn't in use."""
-    if not ({"v"} <= slots.keys() or {"v_row", "v_col"} <= slots.keys()):
-        faults.add("has no second moment", path)
-    faults += [(f"has slot {name}, for which T5X has no place", path) for name in slots if name not in SLOTS]
-    if rule is not None and rule.factored and len(rule.axes) == 2 and Axis.BATCH not in rule.axes:
-        if _as_t5x(rule, param.shape) != rule:
-            slots = {**slots, "v_row": slots["v_col"], "v_col": slots["v_row"]}
-        elif rule.axes != by_size(param.shape):
-            faults.add("is a matrix that is factored along one axis only", path)
-    filled = with_placeholders("t5x", slots, SLOTS, DTYPES["float32"])
-    return {name: filled[name] for name in sorted(SLOTS)}
-
-
-def _dropped(state: TrainState) -> dict[str, str]:
-    dropped = dropped_from(state.extra, _EXTRA, "T5X")
-    if state.counts.schedule != state.counts.updates:
-        dropped["counts/schedule"] = "T5X has one step for both, and the optimizer's is kept"
-    return dropped
 
 
 LAYOUT = T5XAdafactor()
