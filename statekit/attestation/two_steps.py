@@ -172,6 +172,18 @@ def _resting(state: TrainState) -> bool:
     return 0 in rates or any(param.dtype.itemsize < 4 for param in state.params.values())
 
 
+def _are_crossed(path: str, earlier: Step, later: Step) -> bool:
+    """Tells whether the values of each factor clearly go on from those of the other one."""
+    tensors = [step.read.tensors.get((path, name)) for step in (earlier, later) for name in FACTORED]
+    sketches = [tensor.sketch for tensor in tensors if tensor is not None and tensor.sketch is not None]
+    if len(sketches) < len(tensors) or len(sketches[0]) < _LEAST_SKETCH:
+        return False
+    row, column, next_row, next_column = sketches
+    straight = _apart(row, next_row) + _apart(column, next_column)
+    across = _apart(row, next_column) + _apart(column, next_row)
+    return across < _CLEARLY * straight
+
+
 def _exchanged(earlier: Step, later: Step) -> Iterator[Finding]:
     """Yields factored parameters whose v_row goes on where v_col stood a step before, and the other way round."""
     exchanged = []
@@ -180,25 +192,7 @@ def _exchanged(earlier: Step, later: Step) -> Iterator[Finding]:
         if before is not None and before.factored and rule.factored and before.axes != rule.axes:
             exchanged.append(path)
             continue
-        sketches = [
-            [
-                None if (one := step.read.tensors.get((path, name))) is None else one.sketch
-                for name in FACTORED
-            ]
-            for step in (earlier, later)
-        ]
-        (row, column), (next_row, next_column) = sketches
-        if (
-            row is None
-            or column is None
-            or next_row is None
-            or next_column is None
-            or len(row) < _LEAST_SKETCH
-        ):
-            continue
-        straight = _apart(row, next_row) + _apart(column, next_column)
-        across = _apart(row, next_column) + _apart(column, next_row)
-        if across < _CLEARLY * straight:
+        if _are_crossed(path, earlier, later):
             exchanged.append(path)
     if exchanged:
         where = [place((path, name)) for path in exchanged for name in FACTORED]

@@ -247,18 +247,23 @@ def _differ(name: str, right: Mapping[str, object], live: Mapping[str, object]) 
     return bool(values[0] != values[1])
 
 
+def _moved_by_one(right: Mapping[str, object], live: Mapping[str, object]) -> Iterator[Finding]:
+    """Yields the parameters that the checkpoint alone moves, or the live run alone."""
+    if paths := [path for path in {**right, **live} if (path in right) != (path in live)]:
+        yield fault("frozen", [f"groups/{path}" for path in paths], "moved by both or none", "by one alone")
+
+
 def _options(
     right: Mapping[str, Mapping[str, object]], live: Mapping[str, Mapping[str, object]]
 ) -> Iterator[Finding]:
     """Yields options of parameters that aren't the checkpoint's, and parameters that only one of both moves."""
-    moved = [path for path in {**right, **live} if (path in right) != (path in live)]
-    if moved and right and live:
-        yield fault("frozen", [f"groups/{path}" for path in moved], "moved by both or none", "by one alone")
+    if right and live:
+        yield from _moved_by_one(right, live)
     both = [path for path in right if path in live]
     for name in dict.fromkeys(name for path in both for name in {**right[path], **live[path]}):
         where = [path for path in both if _differ(name, right[path], live[path])]
         if where:
-            values = [f"{name} {to_json(each[where[0]].get(name))!r}" for each in (right, live)]
+            values = [f"{name} {to_json(options[where[0]].get(name))!r}" for options in (right, live)]
             kind = {"lr": "learning-rate", "state/step": "step"}.get(name, "hyperparameter")
             yield fault(kind, [f"groups/{path}/{name}" for path in where], *values)
 

@@ -163,6 +163,11 @@ def _same(place: object, path: Place) -> bool:
     return spelled(place) == spelled(path)
 
 
+def _places_of_tensors(checkpoint: Checkpoint) -> set[str]:
+    """Returns the files that hold values of tensors."""
+    return {stored.place for tensor in checkpoint.tensors.values() for stored in stored_in(tensor)}
+
+
 def _proven(checkpoint: Checkpoint, budget: Budget, tell: OnProgress) -> CheckedCheckpoint:
     proof = checkpoint.proof
     faults = [(finding.what, finding.place) for finding in checkpoint.findings if finding.damage]
@@ -171,21 +176,19 @@ def _proven(checkpoint: Checkpoint, budget: Budget, tell: OnProgress) -> Checked
         checkpoint, budget, lambda name, done, total: tell(Progress("check", name, done, total))
     )
     files = files_of(checkpoint)
-    named = {} if proof is None else proof.files
-    wrong = {place: what for what, place in faults}
+    by_manifest = {} if proof is None else proof.files
+    fault_at = {place: fault for fault, place in faults}
     base = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
     items = [
-        Proven("file", _relative(path, base), entry["bytes"], MANIFEST, wrong.get(f"{path}", ""))
-        for path, entry in named.items()
+        Proven("file", _relative(path, base), entry["bytes"], MANIFEST, fault_at.get(f"{path}", ""))
+        for path, entry in by_manifest.items()
     ]
-    if not set(files) <= named.keys():
-        read = list(_read_tensors(checkpoint, tell))
-        items += read
-        faults += [(item.fault, item.name) for item in read if item.fault]
-        places = {stored.place for tensor in checkpoint.tensors.values() for stored in stored_in(tensor)}
-        rest = list(_read_files([path for path in files if path not in named], places, checkpoint, budget))
-        items += rest
-        faults += [(item.fault, f"{base / item.name}") for item in rest if item.fault]
+    if others := [path for path in files if path not in by_manifest]:
+        tensors = list(_read_tensors(checkpoint, tell))
+        beside = list(_read_files(others, _places_of_tensors(checkpoint), checkpoint, budget))
+        items += [*tensors, *beside]
+        faults += [(item.fault, item.name) for item in tensors if item.fault]
+        faults += [(item.fault, f"{base / item.name}") for item in beside if item.fault]
     return CheckedCheckpoint(
         checkpoint.path,
         checkpoint.container,

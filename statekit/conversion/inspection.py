@@ -356,21 +356,30 @@ def _with_unnamed(seen: Inspection, unnamed: Unnamed | None) -> Inspection:
     )
 
 
-def _canonical(
-    opened: Inspection, state: TrainState, request: Request, on_progress: OnProgress
-) -> Inspection:
-    params = {path: t for path, t in state.params.items() if request.matches(path)}
-    of_groups = {
+def _of_groups(state: TrainState) -> dict[str, Tensor]:
+    """Returns the slots of groups as wholes, by name."""
+    return {
         f"groups/{i}/{name}": tensor
         for i, group in enumerate(state.optimizer.groups)
         for name, tensor in group.slots.items()
     }
-    rest = {**of_groups, **tensor_names(dict(state.extra))}
+
+
+def _group_of(state: TrainState) -> dict[str, int]:
+    """Returns the number of each moved parameter's group."""
+    return {path: i for i, group in enumerate(state.optimizer.groups) for path in group.paths}
+
+
+def _canonical(
+    opened: Inspection, state: TrainState, request: Request, on_progress: OnProgress
+) -> Inspection:
+    params = {path: t for path, t in state.params.items() if request.matches(path)}
+    rest = {**_of_groups(state), **tensor_names(dict(state.extra))}
     extra = {name: tensor for name, tensor in rest.items() if request.matches(name)}
     slots = {path: state.slots.get(path, {}) for path in params}
     read = [*params.values(), *(t for named in slots.values() for t in named.values()), *extra.values()]
     describe = _describer(read, request.stats, on_progress)
-    groups = {path: i for i, group in enumerate(state.optimizer.groups) for path in group.paths}
+    groups = _group_of(state)
     parameters = tuple(
         ParameterSummary(
             describe(path, tensor),

@@ -68,7 +68,7 @@ from statekit.state.options import RATE_NAMES, stored_rate
 from statekit.state.run import BESIDE, Schedule, run_of
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.stored_params import MASTER, as_params, check_known, decoded
-from statekit.state.train_state import StepOffset, TrainState
+from statekit.state.train_state import Counts, StepOffset, TrainState
 from statekit.tensors.tree import going_over
 
 if TYPE_CHECKING:  # entered only where something is asked for
@@ -551,6 +551,24 @@ def _without_model(
     return encoded, (*changes, left), Hints(model=model)
 
 
+def _apart_error(target: str, place: str | None, counts: Counts) -> InexactError:
+    """Returns why a target can't set schedule and updates apart: it counts both in one number, or has no place."""
+    if place is not None:
+        return InexactError(
+            "The target counts updates and the schedule's steps in one number.",
+            place=target,
+            expected=f"as many of both: {place} is both",
+            found=f"{counts.updates} updates, the schedule at {counts.schedule}",
+            remedy="shift the schedule itself in the program, or choose another layout",
+        )
+    return InexactError(
+        "The target has no place for where a schedule stands.",
+        place=target,
+        found=f"asked for {counts.schedule}",
+        remedy="leave --schedule-step out and begin the schedule there in the program, or choose another layout",
+    )
+
+
 def _with_schedule(
     encoded: Encoded, cards: tuple[LayoutCard, ContainerCard], opened: OpenState, state: TrainState
 ) -> Encoded:
@@ -563,29 +581,16 @@ def _with_schedule(
     target = f"layout {layout.name}, container {container.name}"
     apart = state.counts.schedule - state.counts.updates
     as_in_source = apart == opened.state.counts.schedule - opened.state.counts.updates
-    place = next((one.schedule_in for one in cards if one.schedule_in not in (None, APART)), None)
+    place = next((card.schedule_in for card in cards if card.schedule_in not in (None, APART)), None)
     if not apart or (place is None and layout.schedule_in == APART and SCHEDULE not in encoded.dropped):
         return encoded
-    if place is not None and not as_in_source:
-        raise InexactError(
-            "The target counts updates and the schedule's steps in one number.",
-            place=target,
-            expected=f"as many of both: {place} is both",
-            found=f"{state.counts.updates} updates, the schedule at {state.counts.schedule}",
-            remedy="shift the schedule itself in the program, or choose another layout",
-        )
     moved = state.counts.schedule != opened.state.counts.schedule
-    if moved and not as_in_source:
-        raise InexactError(
-            "The target has no place for where a schedule stands.",
-            place=target,
-            found=f"asked for {state.counts.schedule}",
-            remedy="leave --schedule-step out and begin the schedule there in the program, or choose another layout",
-        )
+    if not as_in_source and (place is not None or moved):
+        raise _apart_error(target, place, state.counts)
     if place is not None and place == registry.layout_card(opened.layout).schedule_in:
         return encoded  # it was kept there before
-    records = [one.place for one in run_of(state.extra).schedules if one.at is not None]
-    if any(not _is_lost(one, encoded.dropped) for one in records):
+    records = [schedule.place for schedule in run_of(state.extra).schedules if schedule.at is not None]
+    if any(not _is_lost(record, encoded.dropped) for record in records):
         return encoded  # the schedule's own record goes along
     why = f"{place} counts updates" if place is not None else "its files don't say it"
     return _without(encoded, {SCHEDULE: f"{why}; begin the schedule at {state.counts.schedule} yourself"})

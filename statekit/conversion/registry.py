@@ -572,6 +572,28 @@ def contents(checkpoint: Checkpoint, names: Sequence[str] | None = None) -> Cont
     return None
 
 
+def _check_hints(layout: Layout, hints: CheckpointRef) -> None:
+    """Refuses a variant that no schema of the layout has, and names from where the layout doesn't look.
+
+    Raises:
+        UsageError: A hint is one of these.
+    """
+    if hints.variant is not None:
+        variants = [variant for schema in layout.variants for variant in load_schema(schema).variants]
+        for variant in hints.variants.values():
+            check_name("variant", variant, variants, "--variant")
+    ways = layout.names_from if isinstance(layout, FindsNames) else ()
+    if hints.names_from is not None and hints.names_from not in ways:
+        raise UsageError(
+            "The checkpoint's names don't come from there.",
+            place="--names-from",
+            expected=", ".join(ways) or f"nothing: {layout.title} has them by itself",
+            found=hints.names_from,
+            remedy="leave it out; of two checkpoints say it of the one that numbers its parameters: "
+            f"--left-names-from {hints.names_from}",
+        )
+
+
 def decoded(layout: Layout, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
     """Decodes a checkpoint by a layout, which may be one that somebody named for names that aren't its own.
 
@@ -583,21 +605,7 @@ def decoded(layout: Layout, checkpoint: Checkpoint, hints: CheckpointRef) -> Tra
         UsageError: A hint that no schema of the layout knows, a variant that the checkpoint itself speaks against, or a
             schedule that isn't the run's.
     """
-    if hints.variant is not None:
-        known = [variant for schema in layout.variants for variant in load_schema(schema).variants]
-        for said in hints.variants.values():
-            check_name("variant", said, known, "--variant")
-    if hints.names_from is not None:
-        ways = layout.names_from if isinstance(layout, FindsNames) else ()
-        if hints.names_from not in ways:
-            raise UsageError(
-                "The checkpoint's names don't come from there.",
-                place="--names-from",
-                expected=", ".join(ways) or f"nothing: {layout.title} has them by itself",
-                found=hints.names_from,
-                remedy="leave it out; of two checkpoints say it of the one that numbers its parameters: "
-                f"--left-names-from {hints.names_from}",
-            )
+    _check_hints(layout, hints)
     # What is said may be said of the one optimizer by its name: adafactor/decay_rate=0.8.
     if len(layout.variants) == 1 and WEIGHTS not in layout.variants:
         ((_, hints),) = hints.of(layout.variants).items()

@@ -283,6 +283,22 @@ class _Side:
     shift: int
 
 
+def _pattern_of(
+    spared: Collection[str], paths: Sequence[str], called: Callable[[str], str]
+) -> tuple[str, bool]:
+    """Returns a regular expression for the names of spared parameters that no other has, and whether that is all.
+
+    Args:
+        spared: Their paths.
+        paths: Those of the whole group.
+        called: Gives the name by path that the expression is held against.
+    """
+    others = {called(path) for path in paths if path not in spared}
+    names = sorted({called(path) for path in spared} - others)
+    pattern = rf"\A(?:{'|'.join(map(re.escape, names))})\Z" if names else ""
+    return pattern, all(called(path) in names for path in spared)
+
+
 @dataclass(frozen=True)
 class Bridge:
     """From one variant to another, for states that have certain things."""
@@ -525,15 +541,13 @@ class Bridge:
             return {path: path in spared for path in group.paths}, ()
         if not isinstance(value, Mapping) and {p for p in group.paths if is_there(p, value)} == spared:
             return value, ()
-        called: Callable[[str], str] = last_name if there == "last_name_regex" else str
-        others = {called(path) for path in group.paths if path not in spared}
-        names = sorted({called(path) for path in spared} - others)
+        pattern, is_exact = _pattern_of(spared, group.paths, last_name if there == "last_name_regex" else str)
         none = self._spelt(_EXCLUDED, None, self.schema.variant(self.target)["defaults"][_EXCLUDED])
-        said = [rf"\A(?:{'|'.join(map(re.escape, names))})\Z"] if names else none
+        names = [pattern] if pattern else none
         spec = self.schema.hyperparameters[_EXCLUDED]
-        if all(called(path) in names for path in spared) or not self._matters(spec, settings):
-            return said, ()
-        return said, (Difference(_EXCLUDED, value, said, EFFECTS[spec["effect"]]),)
+        if is_exact or not self._matters(spec, settings):
+            return names, ()
+        return names, (Difference(_EXCLUDED, value, names, EFFECTS[spec["effect"]]),)
 
     def _exclusions(self) -> tuple[str, str]:
         """Returns in which form source and target keep parameters from weight decay."""

@@ -119,10 +119,7 @@ class StatekitJax:
         manifest = stated(checkpoint, schemas, slots)
         hints_of, recorded = hints.of(schemas), dict(manifest.kinds if manifest else ())
         kinds = [(schema, hints_of[schema].variant or recorded.get(schema)) for schema in schemas]
-        rules: dict[str, Rule] = {}
-        for (schema, variant), part in zip(kinds, slots, strict=True):
-            if "v_row" in load_schema(schema).slots:
-                rules.update(_rules(tree, part, variant, hints_of[schema].hyperparameters, faults))
+        rules = _all_rules(tree, kinds, slots, hints_of, faults)
         faults.check(StateError, "The checkpoint isn't a state of statekit.jax", place=checkpoint.path)
         if manifest is not None:
             groups, rules, notes = groups_of(manifest, {}), rules_of(manifest, rules), [*manifest.assumptions]
@@ -214,6 +211,21 @@ def _settings(kind: Kind, slots: Slots) -> tuple[Hyperparameters, list[str]]:
     return hyperparameters, [
         f"The state holds no hyperparameters; assumed are the defaults of {variant}: {shown}."
     ]
+
+
+def _all_rules(
+    tree: Opened,
+    kinds: Sequence[Kind],
+    slots: Sequence[Slots],
+    hints_of: Mapping[str, CheckpointRef],
+    faults: Faults,
+) -> dict[str, Rule]:
+    """Returns the rule of each parameter of the states that factor theirs."""
+    rules: dict[str, Rule] = {}
+    for (schema, variant), part in zip(kinds, slots, strict=True):
+        if "v_row" in load_schema(schema).slots:
+            rules |= _rules(tree, part, variant, hints_of[schema].hyperparameters, faults)
+    return rules
 
 
 def _rules(

@@ -17,7 +17,7 @@ from statekit.conversion.contracts import Encoded
 from statekit.conversion.resume import needs_weights
 from statekit.errors import Faults, UsageError, meant, some
 from statekit.state.exactness import Exactness
-from statekit.state.run import BESIDE, BUFFERS, GRADIENTS, SIDE_BY_SIDE, run_of
+from statekit.state.run import BESIDE, BUFFERS, GRADIENTS, SIDE_BY_SIDE, RunState, run_of
 from statekit.state.schedules.called import KEY as CALLED
 from statekit.state.schema import WEIGHTS, OptimizerSchema, load_schema
 from statekit.state.stored_params import MASTER, check_known, decoded
@@ -470,18 +470,26 @@ def _extra_rescaled(state: TrainState, scale: float, done: list[Change], faults:
     tensors = {"/".join(map(str, ("extra", *path))): (path, leaf) for path, leaf in paths.items()}
     forms = {name: form for name in tensors for form in GRADIENTS if fnmatchcase(name, form)}
     powers = {name: GRADIENTS[form] for name, form in forms.items()}
-    made = {
+    rescaled = {
         tensors[name][0]: _times(tensors[name][1], scale, power, name, faults)
         for name, power in powers.items()
     }
     done += _scalings(powers, scale, {name: form.strip("*/") for name, form in forms.items()})
-    kept = (f"extra/{BUFFERS}/", *(f"{part.place}/" for part in run_of(state.extra).parts))
-    others = [name for name in tensors if name not in powers and not f"{name}/".startswith(kept)]
-    strange = tuple(name for name in others if _may_be_gradients(tensors[name][1]))
-    if strange:
-        said = "as it was: nobody knows whether the scale of the loss is in it"
-        done.append(Change(option("loss_scale"), said, strange, Exactness.LOSSY))
-    return with_leaves(state.extra, made)
+    others = {name: leaf for name, (_, leaf) in tensors.items() if name not in powers}
+    if doubtful := _doubtful(others, run_of(state.extra)):
+        reason = "as it was: nobody knows whether the scale of the loss is in it"
+        done.append(Change(option("loss_scale"), reason, doubtful, Exactness.LOSSY))
+    return with_leaves(state.extra, rescaled)
+
+
+def _doubtful(tensors: Mapping[str, Tensor], run: RunState) -> tuple[str, ...]:
+    """Returns the tensors that may be gradients, and that no known part of a run explains."""
+    explained = (f"extra/{BUFFERS}/", *(f"{part.place}/" for part in run.parts))
+    return tuple(
+        name
+        for name, tensor in tensors.items()
+        if not f"{name}/".startswith(explained) and _may_be_gradients(tensor)
+    )
 
 
 def _may_be_gradients(tensor: Tensor) -> bool:

@@ -277,24 +277,31 @@ def _first_said(trials: Sequence[Trial], changes: Changes | None) -> list[str]:
     reset = [name for name in slots if _way(policy, name) == "reset"]
     if not reset or policy.get(COUNT) == "reset":
         return []
-    times = [one.first_update(reset) for one in trials]
-    said = []
-    if max(abs(one - 1) for one in times) > OFF_BY:
-        said.append(f"with {', '.join(reset)} begun anew the first update is {_times(times)} a settled run's")
-    limited = [one for one in trials if one.group.hyperparameters.get("clipping_threshold") is not None]
-    if limited:
-        unlimited = [_unlimited(one).first_update(reset) for one in limited]
-        if abs(max(unlimited) - max(times)) > OFF_BY * max(times):
-            said.append(
-                f"with {', '.join(reset)} begun anew the first update is {_times(unlimited)} a settled run's before "
-                f"clipping_threshold limits it: the decay counts {trial.updates} updates, which it hasn't seen"
-            )
-    if said:
+    times = [trial_run.first_update(reset) for trial_run in trials]
+    notes = []
+    if max(abs(factor - 1) for factor in times) > OFF_BY:
+        notes.append(
+            f"with {', '.join(reset)} begun anew the first update is {_times(times)} a settled run's"
+        )
+    notes += _limited_note(trials, reset, max(times))
+    if notes:
         counts = (
             "step_offset" in trial.schema.hyperparameters and "step_offset" in trial.group.hyperparameters
         )
-        said.append(f"{'--step-offset reset' if counts else '--slot-policy reset:count'} counts anew")
-    return said
+        notes.append(f"{'--step-offset reset' if counts else '--slot-policy reset:count'} counts anew")
+    return notes
+
+
+def _limited_note(trials: Sequence[Trial], reset: Sequence[str], largest: float) -> list[str]:
+    """Returns what the first update is before a threshold limits it, where that is another than `largest`."""
+    limited = [trial for trial in trials if trial.group.hyperparameters.get("clipping_threshold") is not None]
+    unlimited = [_unlimited(trial).first_update(reset) for trial in limited]
+    if not unlimited or abs(max(unlimited) - largest) <= OFF_BY * largest:
+        return []
+    return [
+        f"with {', '.join(reset)} begun anew the first update is {_times(unlimited)} a settled run's before "
+        f"clipping_threshold limits it: the decay counts {trials[0].updates} updates, which it hasn't seen"
+    ]
 
 
 def _unlimited(trial: Trial) -> Trial:
