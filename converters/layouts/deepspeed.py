@@ -192,7 +192,7 @@ def _refuse_uneven(state: TrainState) -> None:
         InexactError: Names them.
     """
     uneven = [f"{path}: {count}" for path, count in state.counts.behind.items()]
-    moved = [path for group in state.optimizer.groups for path in group.paths]
+    moved = list(state.optimizer.paths)
     uneven += [
         f"{path}: no slots" for path in moved if not state.slots.get(path) and path not in state.counts.behind
     ]

@@ -127,7 +127,7 @@ class Icefall:
                 expected=SCHEMA,
                 found=state.optimizer.schema,
             )
-        index = {path: i for i, path in enumerate(p for g in state.optimizer.groups for p in g.paths)}
+        index = {path: i for i, path in enumerate(state.optimizer.paths)}
         # Shapes alone don't tell which parameters an index means: of several groups, beside frozen ones, without slots.
         named = len(state.optimizer.groups) > 1 or len(index) < len(state.params) or not state.counts.updates
         names = names_of(state.extra, state.params)

@@ -315,7 +315,7 @@ def _under_rule_of(right: TrainState, live: TrainState) -> tuple[TrainState, lis
 
 
 def _trained(state: TrainState) -> list[str]:
-    return [path for group in state.optimizer.groups for path in group.paths]
+    return list(state.optimizer.paths)
 
 
 def _is_one_sided(difference: Difference, needed: Container[str], shows_schedule: bool) -> bool:

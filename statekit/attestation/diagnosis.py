@@ -170,7 +170,7 @@ class _Diagnosis:
     def _are_exchanged(self, options: Sequence[Difference]) -> bool:
         """Tells whether every parameter with other options has those of another of the checkpoint's groups."""
         groups = self._right.optimizer.groups
-        live = {path: group for group in self._live.optimizer.groups for path in group.paths}
+        live = self._live.optimizer.group_of
         paths = {option.path for option in options}
         return bool(paths) and all(
             any(path not in group.paths and self._has_options_of(live[path], group) for group in groups)

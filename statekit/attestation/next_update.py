@@ -70,7 +70,7 @@ class NextUpdate:
         self._made: Attestation | None = None
         self._chosen = Chosen({}, ("the update: the live state can't be read",))
         if sides is not None and sides.live is not None:
-            paths = [path for group in sides.right.optimizer.groups for path in group.paths]
+            paths = list(sides.right.optimizer.paths)
             self._chosen = chosen_blocks(sides.right, sides.live, sampled(paths, sample, seed), unstepped)
 
     @property

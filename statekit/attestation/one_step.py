@@ -89,7 +89,7 @@ def _odd_counts_and_groups(opened: OpenState) -> Iterator[str]:
     for part in state.parts() if _is_converted(opened) else ():
         for narrow in _narrow(part) if part.optimizer.schema != WEIGHTS else ():
             yield f"{some(narrow.where)}: {narrow.found} beside {narrow.expected} parameters, as the source had them"
-    moved = {path for group in state.optimizer.groups for path in group.paths}
+    moved = set(state.optimizer.paths)
     if moved and (still := [path for path in state.params if path not in moved]):
         yield f"{some(still)}: in no group and without slots, so taken as frozen"
 
@@ -318,7 +318,7 @@ def _parts(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
     for path in state.params:
         if match := _PART.fullmatch(path):
             parts.setdefault(match[1], {})[int(match[2])] = path
-    moved = {path for group in state.optimizer.groups for path in group.paths}
+    moved = set(state.optimizer.paths)
     for name, numbered in parts.items():
         gone = [f"params/{name}/part_{i}" for i in range(max(numbered)) if i not in numbered]
         if gone:

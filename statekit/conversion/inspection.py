@@ -365,11 +365,6 @@ def _of_groups(state: TrainState) -> dict[str, Tensor]:
     }
 
 
-def _group_of(state: TrainState) -> dict[str, int]:
-    """Returns the number of each moved parameter's group."""
-    return {path: i for i, group in enumerate(state.optimizer.groups) for path in group.paths}
-
-
 def _canonical(
     opened: Inspection, state: TrainState, request: Request, on_progress: OnProgress
 ) -> Inspection:
@@ -379,7 +374,7 @@ def _canonical(
     slots = {path: state.slots.get(path, {}) for path in params}
     read = [*params.values(), *(t for named in slots.values() for t in named.values()), *extra.values()]
     describe = _describer(read, request.stats, on_progress)
-    groups = _group_of(state)
+    groups = state.optimizer.group_numbers
     parameters = tuple(
         ParameterSummary(
             describe(path, tensor),

@@ -268,7 +268,7 @@ def _dtypes(state: TrainState, group: Group, values: Mapping[str, Any], target: 
 def _has(state: TrainState) -> Mapping[str, bool]:
     """Returns what the keys `needs` of the schema ask of a state."""
     batch = any(Axis.BATCH in rule.axes for rule in state.rules.values())
-    high = any(len(state.params[path].shape) > 2 for group in state.optimizer.groups for path in group.paths)
+    high = any(len(state.params[path].shape) > 2 for path in state.optimizer.paths)
     return {"batch_axes": batch, "rank_above_two": high, "behind": bool(state.counts.behind)}
 
 

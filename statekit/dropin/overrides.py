@@ -183,7 +183,7 @@ def _factors_otherwise(state: TrainState, group: Group, change: Mapping[str, Any
 
 def _by_path(state: TrainState, variant: str, changes: Mapping[str, Any], faults: Faults) -> dict[str, Any]:
     """Returns changes with what they say by name said by path, for all groups together."""
-    paths = [path for group in state.optimizer.groups for path in group.paths]
+    paths = list(state.optimizer.paths)
     by_name_or_all = {
         name: value
         for name, value in changes.items()

@@ -94,7 +94,7 @@ def _targets_of(links: Iterable[Link]) -> dict[str, list[str]]:
 
 def _pieces(state: TrainState, links: Iterable[Link], faults: Faults, refused: Faults) -> dict[str, Piece]:
     """Returns what each link makes, by target; adds why one doesn't fit, or isn't exact."""
-    group_of = {path: group for group in state.optimizer.groups for path in group.paths}
+    group_of = state.optimizer.group_of
     pieces: dict[str, Piece] = {}
     for link in links:
         try:
@@ -357,7 +357,7 @@ def _of_targets(
 
 def _split_groups(state: TrainState, links: Iterable[Link]) -> Iterator[tuple[str, str]]:
     """Yields the parameters that would be made of some of several groups, or of some that no group moves."""
-    group_of = {path: i for i, group in enumerate(state.optimizer.groups) for path in group.paths}
+    group_of = state.optimizer.group_numbers
     for link in links:
         if len({group_of.get(path) for path in link.sources}) > 1:
             yield "is made of parameters of several groups", link.target

@@ -252,7 +252,7 @@ class _States:
                 yield _differing("rule", f"rules/{path}", labels, path)
 
     def _options(self) -> Iterator[Difference]:
-        groups = [_groups_by_path(one) for one in (self._right, self._other)]
+        groups = self._right.optimizer.group_of, self._other.optimizer.group_of
         for path in self._right.params:
             theirs, mine = (group.get(path) for group in groups)
             if theirs is None and mine is None:
@@ -382,7 +382,7 @@ class _States:
         if theirs.at is None or theirs.at != mine.at:
             return
         self._unsaid[_CALLED] = None
-        numbers = {path: i for i, group in enumerate(self._right.optimizer.groups) for path in group.paths}
+        numbers = self._right.optimizer.group_numbers
         for number, group in enumerate(self._other.optimizer.groups):
             path = next((path for path in group.paths if path in numbers), None)
             rate = None if path is None else theirs.last_of(numbers[path])
@@ -431,7 +431,7 @@ def with_still(state: TrainState, like: TrainState) -> TrainState:
     """
     kept = state.extra.get(BUFFERS)
     buffers: Mapping[str, Any] = kept if isinstance(kept, Mapping) else {}
-    others = {path for group in like.optimizer.groups for path in group.paths} | state.params.keys()
+    others = set(like.optimizer.paths) | state.params.keys()
     still = {
         path: name
         for name in buffers
@@ -514,10 +514,7 @@ def _forms(
     kinds = [[schedule.kind for schedule in run.schedules] for run in runs]
     if not all(kinds) or (kinds[0] == kinds[1] and not rates):
         return {}
-    groups = [
-        {path: i for i, group in enumerate(state.optimizer.groups) for path in group.paths}
-        for state in (right, other)
-    ]
+    groups = [state.optimizer.group_numbers for state in (right, other)]
     forms: dict[str, _Form] = {}
     by_groups: dict[tuple[int, int], _Form] = {}
     for path in [path for path in groups[0] if path in groups[1]]:
@@ -665,10 +662,6 @@ def _numbered(parts: Iterable[RunPart]) -> dict[tuple[str, int], RunPart]:
 def _both(right: Iterable[Any], other: Iterable[Any]) -> list[Any]:
     """Returns the keys of both, in the order of the right one, each once."""
     return list(dict.fromkeys([*right, *other]))
-
-
-def _groups_by_path(state: TrainState) -> dict[str, Group]:
-    return {path: group for group in state.optimizer.groups for path in group.paths}
 
 
 def _value(value: Any, path: str) -> Any:

@@ -231,6 +231,21 @@ class Optimizer:
         return tuple(schema for schema, _ in self.kinds)
 
     @property
+    def paths(self) -> tuple[str, ...]:
+        """The moved parameters, in the order of the groups."""
+        return tuple(path for group in self.groups for path in group.paths)
+
+    @property
+    def group_of(self) -> dict[str, Group]:
+        """The group of each moved parameter."""
+        return {path: group for group in self.groups for path in group.paths}
+
+    @property
+    def group_numbers(self) -> dict[str, int]:
+        """The number of each moved parameter's group."""
+        return {path: number for number, group in enumerate(self.groups) for path in group.paths}
+
+    @property
     def several(self) -> bool:
         """Whether the run has several optimizers."""
         return any(group.schema is not None for group in self.groups)
@@ -453,7 +468,7 @@ class TrainState:
 
     def _optimizer_of(self, parts: Sequence[TrainState]) -> Optimizer:
         """Returns the optimizer of all parts, its groups in the order in which the state has their parameters."""
-        place = {path: i for i, group in enumerate(self.optimizer.groups) for path in group.paths}
+        place = self.optimizer.group_numbers
         groups = [(group, part.optimizer.kind(group)) for part in parts for group in part.optimizer.groups]
         groups.sort(key=lambda pair: place[pair[0].paths[0]] if pair[0].paths else len(place))
         return Optimizer.of([group for group, _ in groups], [kind for _, kind in groups])

@@ -240,7 +240,7 @@ def _moved(
     given = _trainable(variables)
     stored = {normal(path): path for path in state.params}
     shapes = {normal(path): tensor.shape for path, tensor in state.params.items()}
-    moved = {normal(path): path for group in state.optimizer.groups for path in group.paths}
+    moved = {normal(path): path for path in state.optimizer.paths}
     wanted = {path_of(v): normal(renamed_path(path_of(v), names)) for v in given}
     mine = {wanted[path_of(v)]: v for v in given}
     several = "stands twice among the variables: give each a name of its own"

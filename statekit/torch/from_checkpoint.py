@@ -371,7 +371,7 @@ def _grouped(
     given = {path_of(name): param for name, param in pairs}
     mine = {path_of(n): Given(n, tuple(p.shape), p.requires_grad) for n, p in pairs}
     stored = {path_of(path): tensor.shape for path, tensor in state.params.items()}
-    moved = [path_of(path) for group in state.optimizer.groups for path in group.paths]
+    moved = [path_of(path) for path in state.optimizer.paths]
     faults = [
         ("stands twice among the parameters", n)
         for n, p in pairs
@@ -395,6 +395,6 @@ def _rules_completed(state: TrainState) -> TrainState:
     """Returns a state in which every moved parameter has a rule; one that nobody knows is assumed to be NONE."""
     if "v_row" not in load_schema(state.optimizer.schema).slots:
         return state
-    moved = [path for group in state.optimizer.groups for path in group.paths]
+    moved = list(state.optimizer.paths)
     assumed = {path: Rule((Axis.NONE,) * len(state.params[path].shape), "assumed") for path in moved}
     return replace(state, rules={**assumed, **state.rules})

@@ -89,7 +89,7 @@ def sampled(state: TrainState, seed: int = 0, everything: bool = False) -> Sampl
     """
     if seed < 0:
         raise UsageError("A seed is a number from 0.", place="--seed", found=seed)
-    moved = {path: i for i, group in enumerate(state.optimizer.groups) for path in group.paths}
+    moved = state.optimizer.group_numbers
     paths = [path for path in state.params if path in moved and 0 not in state.params[path].shape]
     if everything:
         return Sample(tuple(paths), seed=seed)

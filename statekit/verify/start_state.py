@@ -32,7 +32,7 @@ def native_state(path: Path, stated: TrainState, hints: CheckpointRef | None = N
     """
     with _opened(path, stated, hints or CheckpointRef()) as opened:
         state = _moved(_renamed(opened.state, stated), stated)
-        moved = {path for group in state.optimizer.groups for path in group.paths}
+        moved = set(state.optimizer.paths)
         params = {
             name: _widened(tensor, stated.params.get(name))
             for name, tensor in state.params.items()

@@ -557,7 +557,7 @@ def _beside(differences: Sequence[Difference], plan: Plan) -> tuple[list[Differe
 
 def _completed(actual: TrainState, expected: TrainState) -> tuple[TrainState, list[str]]:
     """Returns a target's state in which what its file doesn't say is as it should be, and what that is."""
-    by_path = {path: group for group in expected.optimizer.groups for path in group.paths}
+    by_path = expected.optimizer.group_of
     notes: dict[str, None] = {}
     groups = []
     for group in actual.optimizer.groups:
@@ -615,7 +615,7 @@ def _without_step(*states: TrainState) -> str:
 
 def _without_slots(*states: TrainState) -> list[str]:
     """Returns the parameters for which no state has slots: those that never had a gradient."""
-    moved = [path for group in states[0].optimizer.groups for path in group.paths]
+    moved = list(states[0].optimizer.paths)
     return [path for path in moved if not any(state.slots.get(path) for state in states)]
 
 

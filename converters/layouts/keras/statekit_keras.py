@@ -465,7 +465,7 @@ def _parted(
 
 def _by_parameter(state: TrainState, before: Own | None) -> dict[str, Any]:
     """Returns what the class keeps of single parameters: rules, other names, and updates that they have missed."""
-    paths = {path for group in state.optimizer.groups for path in group.paths}
+    paths = set(state.optimizer.paths)
     names = before.said("names", {}) if before else {}
     parts = {
         "rules": {path: rule.to_json() for path, rule in state.rules.items() if state.group_of(path)},

@@ -100,7 +100,7 @@ def _strayed(form: Tree, state: TrainState) -> Iterator[tuple[str, str]]:
 def _foreign(state: TrainState) -> Iterator[str]:
     """Yields what a state never has that was read from Optax: then the form it carries is of an earlier conversion."""
     yield from state.counts.behind
-    yield from (path for group in state.optimizer.groups for path in group.paths if path not in state.slots)
+    yield from (path for path in state.optimizer.paths if path not in state.slots)
     for path, slots in state.slots.items():
         rule = state.rules.get(path)
         if "v_row" in slots and rule is not None and _as_usual(rule, state.params[path].shape) is not False:
@@ -168,7 +168,7 @@ def _faults(state: TrainState) -> Iterator[tuple[str, str]]:
     yield from count_faults(state)
     for path, updates in state.counts.behind.items():
         yield f"has made {updates} of {state.counts.updates} updates; Optax counts them together", path
-    for path in (path for group in state.optimizer.groups for path in group.paths):
+    for path in state.optimizer.paths:
         if path not in state.slots:
             yield "has no slots yet; Optax makes them all at once", path
     for part in state.parts():

@@ -175,9 +175,9 @@ def encode_groups(state: TrainState, names: Names, others: Sequence[Mapping[str,
         InexactError: A group as a whole has slots that its schema doesn't know.
     """
     optimizer = state.optimizer
-    moved = {path for group in optimizer.groups for path in group.paths}
+    moved = set(optimizer.paths)
     frozen = [names[path] for path in state.params if path not in moved]
-    index = {path: i for i, path in enumerate(p for group in optimizer.groups for p in group.paths)}
+    index = {path: i for i, path in enumerate(optimizer.paths)}
     groups = []
     for i, group in enumerate(optimizer.groups):
         record = _encoded_group(state, group, names, () if i else frozen)

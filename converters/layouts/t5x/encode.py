@@ -37,7 +37,7 @@ def encoded(state: TrainState) -> Encoded:
             found=state.optimizer.schema,
         )
     faults = Faults()
-    moved = {path for group in state.optimizer.groups for path in group.paths}
+    moved = set(state.optimizer.paths)
     states: dict[tuple[str, ...], Any] = {}
     for path, param in state.params.items() if state.slots else ():
         slots = state.slots.get(path, {})

@@ -119,7 +119,7 @@ def _params_only(state: TrainState, done: list[Change]) -> TrainState:
 
 
 def _frozen(state: TrainState, patterns: Iterable[str], done: list[Change]) -> TrainState:
-    moved = [path for group in state.optimizer.groups for path in group.paths]
+    moved = list(state.optimizer.paths)
     gone: dict[str, None] = {}
     for pattern in patterns:
         fitting = [path for path in moved if fnmatchcase(path, pattern)]

@@ -86,7 +86,7 @@ class ScaledAdam:
         """Returns the tensors of a state under the trajectory's names, through icefall's layout."""
         native: Any = layout("icefall").encode(state).tree
         named = {f"param/{path}": tensor for path, tensor in state.params.items()}
-        paths = [path for group in state.optimizer.groups for path in group.paths]
+        paths = list(state.optimizer.paths)
         for index, slots in native["optimizer"]["state"].items():
             for slot, value in slots.items():
                 name = f"slot/{paths[index]}/{slot}"
