@@ -10,11 +10,11 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
-from itertools import pairwise, product
+from itertools import chain, pairwise, product
 from pathlib import Path
 from typing import Any, overload
 
@@ -137,6 +137,27 @@ class Entry:
     def joined(self) -> tuple[str, ...]:
         """The fields by which several sources become one target, the first joined first."""
         return self._over(*_JOINING)
+
+    @property
+    def copying(self) -> list[Mapping[str, Any]]:
+        """The operations that make a counted number of copies, or keep one of them."""
+        return [
+            operation
+            for operation in self.operations
+            if operation["op"] in ("replicate", "keep_first") and "over" in operation
+        ]
+
+    def unstacked_length(self, shape: Shape) -> tuple[int, int]:
+        """Returns the axis along which a source is unstacked, and its length; 0 where the source lacks it."""
+        axis: int = next(operation["axis"] for operation in self.operations if operation["op"] == "unstack")
+        return axis, shape[axis] if axis < len(shape) else 0
+
+    def ranges(self, counts: Mapping[str, int]) -> dict[str, Sequence[str | int]]:
+        """Returns what each field goes through: numbers as far as `counts` says, or words."""
+        return {
+            name: range(counts[name]) if name in counts else tuple(self.source.words[name])
+            for name in (*self.source.fields, *self.apart)
+        }
 
     def _over(self, *kinds: str) -> tuple[str, ...]:
         return tuple(
@@ -395,24 +416,23 @@ class ModelMap:
             unnamed = [alternative for alternative in alternatives if alternative not in named]
             shown = next(iter(seen), (unnamed or list(alternatives))[0])
             open_ones = (*seen,) if len(seen) > 1 else (shown,) if named else alternatives
-            said, asked = self.known.get(choice), self.asked.get(choice)
-            if said is not None and said not in open_ones:
-                faults.add(
-                    f"is said to be {said!r:.80}, and the names show {' or '.join(seen) or shown}"
-                    if named
-                    else f"is said to be {said!r:.80}, expected {' or '.join(alternatives)}",
-                    choice,
-                )
-            elif said is None and asked is not None and len(open_ones) > 1:
+            given, asked = self.known.get(choice), self.asked.get(choice)
+            # What was said counts where the names leave it open; else it contradicts them.
+            if given is not None and given not in open_ones:
+                expected = f"and the names show {' or '.join(seen) or shown}"
+                if not named:
+                    expected = f"expected {' or '.join(alternatives)}"
+                faults.add(f"is said to be {given!r:.80}, {expected}", choice)
+            elif given is None and asked is not None and len(open_ones) > 1:
                 if "assumed" in asked:
                     taken.append(f"Nothing says {choice} of the model; it has {shown}: {asked['assumed']}.")
                 elif _holds(asked.get("when"), chosen):
                     missing.add(f"is {' or '.join(open_ones)}: {asked['what']}", choice)
-            elif said is None and len(seen) > 1:
+            elif given is None and len(seen) > 1:
                 taken.append(
                     f"Nothing says {choice} of the target; it has {shown}: --config {choice}=... says others."
                 )
-            chosen[choice] = str(said) if said in open_ones else shown
+            chosen[choice] = str(given) if given in open_ones else shown
         if faults:  # names that the map doesn't know come first
             return chosen
         missing.check(
@@ -457,18 +477,14 @@ class ModelMap:
                     else:
                         counts[name] = max(counts.get(name, 0), number + 1)
                 if (over := entry.unstacked) is not None:
-                    axis = next(
-                        operation["axis"] for operation in entry.operations if operation["op"] == "unstack"
-                    )
-                    length = shapes[path][axis] if axis < len(shapes[path]) else 0
+                    axis, length = entry.unstacked_length(shapes[path])
                     if counts.setdefault(over, length) != length:
                         faults.add(f"has {length} along axis {axis}, others have {counts[over]}", path)
         for entry in entries:
-            for one in entry.operations if bound[entry] else ():
-                if one["op"] in ("replicate", "keep_first") and "over" in one:
-                    copies = self._size(one["count"])
-                    if counts.setdefault(one["over"], copies) != copies:
-                        faults.add(f"has {counts[one['over']]} copies, not {copies}", entry.source.text)
+            for operation in entry.copying if bound[entry] else ():
+                copies = self._size(operation["count"])
+                if counts.setdefault(operation["over"], copies) != copies:
+                    faults.add(f"has {counts[operation['over']]} copies, not {copies}", entry.source.text)
         return counts
 
     def _of_entry(
@@ -478,10 +494,7 @@ class ModelMap:
             if not counts.get(name):
                 faults.add("is missing in the checkpoint, in every number", entry.source.text)
                 return
-        ranges: dict[str, Sequence[str | int]] = {
-            name: range(counts[name]) if name in counts else tuple(entry.source.words[name])
-            for name in (*entry.source.fields, *entry.apart)
-        }
+        ranges = entry.ranges(counts)
         # What is joined first stands together.
         fields = [*(name for name in entry.source.fields if name not in entry.joined), *entry.joined[::-1]]
         self._draw(entry, fields, ranges)
@@ -498,10 +511,10 @@ class ModelMap:
             places = {name: ranges[name].index(value) for name, value in part.items()}
             lengths = {name: len(ranges[name]) for name in (*entry.joined, *entry.apart)}
             operations = tuple(self._operation(operation, places, lengths) for operation in entry.operations)
-            made: dict[str, list[str]] = {}
+            sources_of: dict[str, list[str]] = {}
             for path, binding in paths.items():
-                made.setdefault(entry.target.path({**binding, **part}), []).append(path)
-            for target, sources in made.items():
+                sources_of.setdefault(entry.target.path({**binding, **part}), []).append(path)
+            for target, sources in sources_of.items():
                 yield Link(tuple(sources), target, operations)
 
     def _draw(self, entry: Entry, fields: Sequence[str], ranges: Mapping[str, Sequence[str | int]]) -> None:
@@ -752,16 +765,23 @@ def _unmade(data: Mapping[str, Any], files: Mapping[str, Mapping[str, Rule]]) ->
     choices, counted, before = data.get("choices", {}), _counted(data), set[str]()
     for file, key, rule in ((file, *item) for file, rules in files.items() for item in rules.items()):
         place = f"{file}/{key}"
-        if "choice" in rule and rule["choice"] not in choices:
-            yield f"is by {rule['choice']}, which isn't among the choices", place
-        elif "choice" in rule and (lacking := [o for o in choices[rule["choice"]] if o not in rule["of"]]):
-            yield f"has no value for {rule['choice']} {', '.join(lacking)}", place
+        if "choice" in rule and (fault := _choice_fault(rule, choices)):
+            yield fault, place
         if "count" in rule and rule["count"] not in counted:
             yield f"counts {rule['count']}, which no parameter has", place
         for other in (rule[word] for word in ("same", "per") if word in rule):
             if other not in before:
                 yield f"is by the key {other}, which doesn't stand before it", place
         before.add(key)
+
+
+def _choice_fault(rule: Rule, choices: Mapping[str, Sequence[str]]) -> str | None:
+    """Returns what is wrong with the choice by which a rule goes."""
+    choice = rule["choice"]
+    if choice not in choices:
+        return f"is by {choice}, which isn't among the choices"
+    lacking = [alternative for alternative in choices[choice] if alternative not in rule["of"]]
+    return f"has no value for {choice} {', '.join(lacking)}" if lacking else None
 
 
 def _counted(data: Mapping[str, Any]) -> set[str]:
@@ -779,6 +799,13 @@ def pretrained_class(name: str) -> Pretrained | None:
     """Returns what builds a class of a library, by its name; None if no map is of it."""
     made = (pretrained_of(name) for name in map_names())
     return next((one for one in made if one is not None and one.class_name == name), None)
+
+
+def _given_values(values: Mapping[str, Any], keys: Collection[str] | None) -> dict[str, Any]:
+    """Returns the values that a configuration gives, of some keys; of all if that is None."""
+    return {
+        key: value for key, value in values.items() if value is not None and (keys is None or key in keys)
+    }
 
 
 def _no_lengths(values: Mapping[str, Any], needed: Iterable[str]) -> Iterator[tuple[str, str]]:
@@ -826,13 +853,10 @@ def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str,
     pretrained = Pretrained.read(data[target].get("pretrained"))
     settings = settings_of(data[source].get("settings"), data[target].get("settings"))
     faults = Faults()
-    said = {
-        key: value
-        for key, value in settings.translated(config, faults).items()
-        if value is not None and (key in needed or key in of_modules or key in choices or pretrained)
-    }
-    faults += _no_lengths(said, needed)
-    faults += said_faults(said) if modules else ()
+    keys = None if pretrained else {*needed, *of_modules, *choices}
+    values = _given_values(settings.translated(config, faults), keys)
+    faults += _no_lengths(values, needed)
+    faults += said_faults(values) if modules else ()
     faults.check(UsageError, f"The map {name} can't take its configuration", place="--config")
     refused, refused_where = _refusals(data, source, tables[source], bool(modules))
     return ModelMap(
@@ -848,7 +872,7 @@ def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str,
         tuple((note["when"], str(note["says"])) for note in data.get("notes", ())),
         data[target].get("one_rule", ""),
         needed,
-        said,
+        values,
         {},
         "",
         settings,
@@ -857,9 +881,9 @@ def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str,
             of_modules,
             choices,
             *(
-                one.keys
+                built.keys
                 for side in (source, target)
-                if (one := Pretrained.read(data[side].get("pretrained")))
+                if (built := Pretrained.read(data[side].get("pretrained")))
             ),
         ),
         modules,
@@ -890,8 +914,8 @@ class Renaming:
         """
         buffers: Mapping[str, Tree] = state.extra.get(BUFFERS) or {}
         ties: Mapping[str, str] = state.extra.get(TIES) or {}
-        kept = {place: dict(walk(part)) for place in _STATISTICS if (part := at(state.extra, place))}
-        beside = [*map(_path_of, buffers), *(_joined(keys) for part in kept.values() for keys in part)]
+        kept = _statistics(state)
+        beside = [*map(_path_of, buffers), *map(_joined, chain(*kept.values()))]
         faults = Faults()
         names = self._renamed((*state.params, *ties, *beside))
         moved = {name: names[_path_of(name)] for name in buffers}
@@ -902,10 +926,7 @@ class Renaming:
         )
         extra: Any = dict(state.extra)
         if buffers:
-            extra[BUFFERS] = {
-                name if path == _path_of(name) else path.replace("/", "."): buffers[name]
-                for name, path in moved.items()
-            }
+            extra[BUFFERS] = _renamed_buffers(buffers, moved)
         for place, part in kept.items():
             faults += twice(names[_joined(keys)] for keys in part)
             extra = put(extra, place, nested({tuple(names[_joined(k)].split("/")): part[k] for k in part}))
@@ -931,6 +952,19 @@ class Renaming:
             names = after
         faults.check(UsageError, "The names can't be changed so", place="--rename")
         return names
+
+
+def _statistics(state: TrainState) -> dict[tuple[str, ...], dict[Any, Tree]]:
+    """Returns the statistics of a state's norms: leaf by keys, by where they lie."""
+    return {place: dict(walk(part)) for place in _STATISTICS if (part := at(state.extra, place))}
+
+
+def _renamed_buffers(buffers: Mapping[str, Tree], paths: Mapping[str, str]) -> dict[str, Tree]:
+    """Returns buffers under the names of their new paths, with dots as buffers have them."""
+    return {
+        name if path == _path_of(name) else path.replace("/", "."): buffers[name]
+        for name, path in paths.items()
+    }
 
 
 def _joined(keys: Sequence[Any]) -> str:

@@ -206,10 +206,7 @@ class Modules:
                 links.append(self._link(path, shape, kind, config, faults))
             elif _said(config.get(KINDS, {}), path, name) == SAME:
                 links.append(Link((path,), path))
-        if not images or (model is not None and model.classes):
-            return links, ()
-        few = ", ".join(_few(images))
-        return links, (f"Names don't tell convolutions from transposed ones; taken for convolutions: {few}.",)
+        return links, _convolution_notes(images, model)
 
     def _link(self, path: str, shape: Shape, kind: Kind, config: Mapping[str, Any], faults: Faults) -> Link:
         """Returns what becomes of one parameter of a module of a kind."""
@@ -316,20 +313,24 @@ class Modules:
 
         Queries and keys have heads of one size, and the last module reads what the others make: shapes prove it.
         """
-        of_heads = [kind for kind in self.kinds if kind.members]
+        count = sum(len(kind.members) for kind in self.kinds)
         for around in dict.fromkeys(name.rpartition("/")[0] for name in modules):
             at = f"{around}/" if around else ""
-            parts = {
-                member: (kind, kernel)
-                for kind in of_heads
-                for member in kind.members
-                if kind.fits({leaf: len(shape) for leaf, shape in modules.get(at + member, {}).items()})
-                for kernel in [max(modules[at + member].values(), key=len)]
-            }
-            if len(parts) == sum(len(kind.members) for kind in of_heads) == 4:
+            parts = {name: (kind, kernel) for name, kind, kernel in self._members(at, modules)}
+            if len(parts) == count == 4:
                 query, key, value, out = (kernel for _, kernel in parts.values())
                 if query[2] == key[2] and key[1] == value[1] and out[:2] == (query[1], value[2]):
-                    yield from ((at + one, kind) for one, (kind, _) in parts.items())
+                    yield from ((at + name, kind) for name, (kind, _) in parts.items())
+
+    def _members(
+        self, at: str, modules: Mapping[str, Mapping[str, Shape]]
+    ) -> Iterator[tuple[str, Kind, Shape]]:
+        """Yields the modules below a place that may be an attention's, each with its kind and its kernel's shape."""
+        for kind in self.kinds:
+            for name in kind.members:
+                shapes = modules.get(at + name, {})
+                if kind.fits({leaf: len(shape) for leaf, shape in shapes.items()}):
+                    yield name, kind, max(shapes.values(), key=len)
 
     def _heads_of(self, name: str, config: Mapping[str, Any]) -> int:
         if HEADS not in config:
@@ -435,6 +436,14 @@ def _module(path: str) -> str:
 
 def _leaf(path: str) -> str:
     return path.rpartition("/")[2]
+
+
+def _convolution_notes(images: Sequence[str], model: TargetModel | None) -> tuple[str, ...]:
+    """Returns which modules are taken for convolutions, where the target's model doesn't tell."""
+    if not images or (model is not None and model.classes):
+        return ()
+    few = ", ".join(_few(images))
+    return (f"Names don't tell convolutions from transposed ones; taken for convolutions: {few}.",)
 
 
 def _few(names: Sequence[str]) -> list[str]:

@@ -223,15 +223,19 @@ def _never(value: object) -> bool:
     return False
 
 
+def _fitting(rule: Rule, shapes: Mapping[str, Shape]) -> list[tuple[str, int, Shape]]:
+    """Returns the parameters that a rule's patterns fit, each with the axis that is meant and its shape."""
+    return [
+        (path, place["axis"], shape)
+        for place in (rule, *rule.get("also", ()))
+        for path, shape in shapes.items()
+        if fnmatchcase(path, place["length"])
+    ]
+
+
 def _length(rule: Rule, shapes: Mapping[str, Shape], values: Mapping[str, Any]) -> int | None:
     """Returns the length of an axis that parameters have in common, or of what it is a multiple of."""
-    places = [(rule["length"], rule["axis"]), *((one["length"], one["axis"]) for one in rule.get("also", ()))]
-    fitting = [
-        (path, axis, shape)
-        for pattern, axis in places
-        for path, shape in shapes.items()
-        if fnmatchcase(path, pattern)
-    ]
+    fitting = _fitting(rule, shapes)
     if short := [f"{axis} of {path} {list(shape)}" for path, axis, shape in fitting if len(shape) <= axis]:
         raise StateError(f"can't be told: there is no axis {', '.join(short)}")
     lengths: dict[int, list[str]] = {}

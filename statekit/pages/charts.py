@@ -264,6 +264,15 @@ def bars(
     return _plot(title, formula, (across, up), [_path("".join(drawn))], summary, (index, unit), rows)
 
 
+def _ends(curves: Mapping[str, Sequence[float | None]]) -> str:
+    """Says the first and the last number of each curve."""
+    return "; ".join(
+        f"{name}: {number(values[0])} first, {number(values[-1])} last"
+        for name, values in curves.items()
+        if values
+    )
+
+
 def lines(
     title: str,
     formula: str,
@@ -293,18 +302,13 @@ def lines(
     levels = {name: _height(value, powers) for name, value in (guides or {}).items()}
     low, high = _range([*heights.values(), list(levels.values())], powers)
     whole = all(isinstance(step, int) for step in steps)
-    if powers and any(value == 0 for values in curves.values() for value in values):
+    if powers and any(0 in values for values in curves.values()):
         note = f"{note}; zeros aren't drawn" if note else "zeros aren't drawn"
     across = Axis(index, min(steps, default=0), max(steps, default=1), _LEFT, WIDTH - _RIGHT, whole=whole)
     up = Axis(unit, low, high, HEIGHT - _BOTTOM, _TOP, 10 if powers else None)
     drawn = _drawn(heights, levels, steps, across, up)
     rows = tuple((step, *(values[i] for values in curves.values())) for i, step in enumerate(steps))
-    ends = "; ".join(
-        f"{name}: {number(values[0])} first, {number(values[-1])} last"
-        for name, values in curves.items()
-        if values
-    )
-    plot = _plot(title, formula, (across, up), drawn, ends, (index, *curves), rows, note)
+    plot = _plot(title, formula, (across, up), drawn, _ends(curves), (index, *curves), rows, note)
     again = {
         "index": index, "unit": unit, "powers": powers, "whole": whole, "at": list(steps),
         "curves": {
@@ -373,6 +377,13 @@ def _legend(name: str, number_of_curve: int) -> list[str]:
     return [dot, _text(_LEFT + 22, row, name)]
 
 
+def _table(cells: Sequence[Sequence[float | None]]) -> Array:
+    """Returns cells as a matrix with NaN where there is no value; one such cell if there are none."""
+    rows = [[math.nan if value is None else value for value in row] for row in cells]
+    table = np.array(rows, np.float64)
+    return table if table.size else np.full((1, 1), math.nan)
+
+
 def heat_map(
     title: str,
     formula: str,
@@ -396,9 +407,7 @@ def heat_map(
         axes: What these are.
         powers: Whether colours count powers of ten of magnitudes; zeros then have the colour of the least.
     """
-    table = np.array([[math.nan if value is None else value for value in row] for row in cells], np.float64)
-    if not table.size:
-        table = np.full((1, 1), math.nan)
+    table = _table(cells)
     with np.errstate(divide="ignore"):
         heights = np.log10(np.abs(table)) if powers else table
     heights[~np.isfinite(heights) & ~np.isnan(heights)] = -math.inf

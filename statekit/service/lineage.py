@@ -226,6 +226,19 @@ def spare_by(database: Database, run: int, rule: Rule) -> list[Spare]:
     return spare
 
 
+def _has_later(connection: Connection, checkpoint: Checkpoint) -> bool:
+    """Tells whether a run can be resumed from a later step than a checkpoint's."""
+    if checkpoint.run is None:
+        return False
+    table = CHECKPOINTS.c
+    others = checkpoints_of(connection, and_(table.run == checkpoint.run, table.status == "present"))
+    return any(
+        other.resumable and other.unreadable is None and other.verdict != "findings"
+        and other.seal not in ("damaged", "changed") and (other.step or 0) > (checkpoint.step or 0)
+        for other in others
+    )  # fmt: skip
+
+
 def check_thinning(connection: Connection, number: int, job: int | None = None) -> None:
     """Refuses to thin what is needed, or what isn't proven to be sound.
 
@@ -238,40 +251,29 @@ def check_thinning(connection: Connection, number: int, job: int | None = None) 
         RefusedError: It isn't sealed, has no slots, is the last step of its run from which it can be resumed, something
             was made of it, or a job is about it.
     """
-    one = checkpoint_of(connection, number)
-    table = CHECKPOINTS.c
+    checkpoint = checkpoint_of(connection, number)
 
-    def refuse(why: str, remedy: str, place: object = one.path) -> None:
+    def refuse(why: str, remedy: str, place: object = checkpoint.path) -> None:
         raise RefusedError(f"The checkpoint isn't thinned: {why}.", place=place, remedy=remedy)
 
-    if one.unreadable is not None or not one.resumable:
+    if checkpoint.unreadable is not None or not checkpoint.resumable:
         refuse("it has no optimizer's state that could be removed", "choose one that has")
-    if one.seal != "sealed":
+    if checkpoint.seal != "sealed":
         refuse(
-            f"it is {one.seal}, and only what is sealed is proven to be what was written",
+            f"it is {checkpoint.seal}, and only what is sealed is proven to be what was written",
             "seal it, when you are sure of it",
         )
-    others = (
-        ()
-        if one.run is None
-        else checkpoints_of(connection, and_(table.run == one.run, table.status == "present"))
-    )
-    later = [
-        other for other in others
-        if other.id != one.id and other.resumable and other.unreadable is None and other.verdict != "findings"
-        and other.seal not in ("damaged", "changed") and (other.step or 0) > (one.step or 0)
-    ]  # fmt: skip
-    if not later:
+    if not _has_later(connection, checkpoint):
         refuse(
             "it is the last step of its run from which it can be resumed",
             "keep it, or thin it once there is a later one",
         )
-    for made in _made_of(connection, one):
+    for made in _made_of(connection, checkpoint):
         if made.status == "present":
             refuse(
                 "another was made of it, which nobody could hold against its source any more",
                 "remove what was made of it, or keep both",
-                f"{one.path}, of which {made.path} was made",
+                f"{checkpoint.path}, of which {made.path} was made",
             )
     about = select(SUBJECTS.c.job).where(SUBJECTS.c.checkpoint == number)
     waiting = and_(JOBS.c.id.in_(about), or_(JOBS.c.state == "queued", JOBS.c.state == "running"))

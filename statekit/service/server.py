@@ -273,6 +273,12 @@ def _look_after_workers(service: Service, settings: Settings) -> None:
                 None, [_tried("start a worker", lambda: _start_worker(service)) for _ in missing]
             )
         service.draining.wait(_LOOK_SECONDS)
+    _end(workers)
+    _tried("reap", service.jobs.reap)
+
+
+def _end(workers: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Asks workers to end, and ends those that go on for too long."""
     for worker in workers:
         worker.terminate()
     until = time.monotonic() + DRAIN_SECONDS
@@ -281,7 +287,6 @@ def _look_after_workers(service: Service, settings: Settings) -> None:
             worker.wait(max(until - time.monotonic(), 0.01))
         worker.kill()
         worker.wait()
-    _tried("reap", service.jobs.reap)
 
 
 def _scan(service: Service, doctor_bytes: int = 0) -> None:

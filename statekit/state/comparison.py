@@ -143,6 +143,12 @@ class _Read:
     size: int = 0
 
 
+def _value_of(schedule: Schedule, item: str) -> Any:
+    """Returns what a schedule says of an item; without its kind, nothing tells that it has no parameters."""
+    value = plain(getattr(schedule, item))
+    return value or None if item == "parameters" and schedule.kind is None else value
+
+
 class _States:
     """Two states that are compared."""
 
@@ -266,16 +272,21 @@ class _States:
                 if not all(has):
                     self._unsaid[f"{name}: {self._sides[int(has[0])]} doesn't say it"] = None
                     continue
-                values = [_value(one.hyperparameters[name], path) for one in (theirs, mine)]
-                how = alike(specs.get(name, {}), *values)
-                if how == "off" and self._is_on(path, specs[name]):
-                    how = None
-                if how is None and self._is_of_one_function(path, name, values):
-                    self._normalised[_OTHER_FORM] = None
-                elif how is None:
+                values = [_value(group.hyperparameters[name], path) for group in (theirs, mine)]
+                if self._is_other_option(path, name, values, specs.get(name, {})):
                     yield _differing("option", f"groups/{path}/{name}", values, path, name)
-                elif how != "equal":
-                    self._normalised[f"{name}: {values[0]!r} and {values[1]!r} {_SAID[how]}"] = None
+
+    def _is_other_option(self, path: str, name: str, values: Sequence[Any], spec: Mapping[str, Any]) -> bool:
+        """Tells whether an option's values differ; notes where only their forms do."""
+        how = alike(spec, *values)
+        if how == "off" and self._is_on(path, spec):
+            how = None
+        if how is None and self._is_of_one_function(path, name, values):
+            self._normalised[_OTHER_FORM] = None
+            return False
+        if how not in (None, "equal"):
+            self._normalised[f"{name}: {values[0]!r} and {values[1]!r} {_SAID[how]}"] = None
+        return how is None
 
     def _is_of_one_function(self, path: str, name: str, values: Sequence[Any]) -> bool:
         """Tells whether learning rates are what one function gives in the two forms of a schedule."""
@@ -292,14 +303,19 @@ class _States:
         for name in _both(theirs, mine):
             yield from self._pair(f"{BUFFERS}/{name}", name, "", theirs.get(name), mine.get(name))
 
+    def _is_random(self, name: str) -> bool:
+        """Tells whether a tensor is part of a random generator."""
+        return any(
+            part.what == "random" and _is_below(name, part.place) for run in self._runs for part in run.parts
+        )
+
     def _beside(self) -> Iterator[Difference]:
         """Yields in what tensors differ that are no parameters and no slots: averages, statistics, summed gradients."""
         theirs, mine = (
             dict(_tensors({key: part for key, part in one.extra.items() if key != BUFFERS}, "extra"))
             for one in (self._right, self._other)
         )
-        random = [part.place for run in self._runs for part in run.parts if part.what == "random"]
-        for name in [one for one in _both(theirs, mine) if any(_is_below(one, place) for place in random)]:
+        for name in filter(self._is_random, list(_both(theirs, mine))):
             theirs.pop(name, None)  # the parts of a run say of these that they aren't compared
             mine.pop(name, None)
         for name in _both(theirs, mine):
@@ -353,12 +369,7 @@ class _States:
                 yield from self._unpaired(theirs, mine, place)
                 continue
             for item in ("kind", "at", "last", "parameters"):
-                values = [plain(getattr(one, item)) for one in (theirs, mine)]
-                if item == "parameters":  # where nothing tells the kind, nothing tells these
-                    values = [
-                        value or None if one.kind is None else value
-                        for value, one in zip(values, (theirs, mine), strict=True)
-                    ]
+                values = [_value_of(schedule, item) for schedule in (theirs, mine)]
                 if None in values and values != [None, None]:
                     silent = self._sides[values.index(None)]
                     self._unsaid[f"the schedule's {item}: {silent} doesn't say it"] = None
@@ -384,14 +395,14 @@ class _States:
         self._unsaid[_CALLED] = None
         numbers = self._right.optimizer.group_numbers
         for number, group in enumerate(self._other.optimizer.groups):
-            path = next((path for path in group.paths if path in numbers), None)
-            rate = None if path is None else theirs.last_of(numbers[path])
-            if path is None or rate is None or number not in self._rates:
+            shared = [path for path in group.paths if path in numbers]
+            rate = theirs.last_of(numbers[shared[0]]) if shared else None
+            if rate is None or number not in self._rates:
                 continue
             form = _Form((_always(rate), self._rates[number]), (theirs.at, mine.at))
             if form.is_told() and not form.is_same(rate, actual := form.rates[1](theirs.at)):
                 item = f"rate after {theirs.at} updates"
-                apart = _differing("later", f"schedule/{path}/rate", (rate, actual), path, item)
+                apart = _differing("later", f"schedule/{shared[0]}/rate", (rate, actual), shared[0], item)
                 yield self._with_lengths(apart)
                 return
 

@@ -102,6 +102,12 @@ def by_other_names(values: Mapping[str, Any], names: Mapping[str, str]) -> dict[
     }
 
 
+def _faulty_value(value: Any, canonical: str, place: str, fault: str) -> str:
+    """Says what is wrong with a value, and by which canonical name it was read."""
+    also = "" if place == canonical else f", as {canonical}"
+    return f"is {value!r}{also}, {fault}"
+
+
 def read_options(
     schema: str,
     variant: str,
@@ -149,11 +155,15 @@ def read_options(
                 faults.append((f"is said twice: as {places[canonical]} and as {place}", canonical))
                 continue
             values[canonical], places[canonical] = spelling.canonical(value), place
-    for canonical, value in [*values.items()]:
-        if not unchecked(value) and (fault := _fault(rules, variant, canonical, value)):
-            del values[canonical]
-            also = "" if places[canonical] == canonical else f", as {canonical}"
-            faults.append((f"is {value!r}{also}, {fault}", places[canonical]))
+    faulty = {
+        canonical: fault
+        for canonical, value in values.items()
+        if not unchecked(value) and (fault := _fault(rules, variant, canonical, value))
+    }
+    for canonical, fault in faulty.items():
+        faults.append(
+            (_faulty_value(values.pop(canonical), canonical, places[canonical], fault), places[canonical])
+        )
     return Options(values, tuple(faults), "; ".join(remedy for remedy in remedies if remedy))
 
 
@@ -218,6 +228,15 @@ def _is_regex(value: Any) -> bool:
         return False
 
 
+def _only_native(
+    values: Mapping[str, Any], natives: Collection[str], rules: OptimizerSchema
+) -> dict[str, Any]:
+    """Returns the values under names of the variant's own that the schema hasn't."""
+    return {
+        name: value for name, value in values.items() if name in natives and name not in rules.hyperparameters
+    }
+
+
 def read_hparams(
     schema: str,
     variant: str | None,
@@ -239,9 +258,7 @@ def read_hparams(
     """
     rules = load_schema(schema)
     natives = native_options(schema, variant) if variant is not None else {}
-    native = {
-        name: value for name, value in said.items() if name in natives and name not in rules.hyperparameters
-    }
+    native = _only_native(said, natives, rules)
     read = read_options(schema, str(variant), native) if native else Options({})
     values, faults, remedies = dict(read.values), [*read.faults], {read.remedy: None}
     meant_names = (*(only or rules.hyperparameters), *natives, *also, *unchecked)

@@ -434,6 +434,10 @@ class TrainState:
             counts=replace(self.counts, behind=_without(self.counts.behind, gone)),
         )
 
+    def _in_order(self, by_path: Mapping[str, Value]) -> dict[str, Value]:
+        """Returns what parameters have in the order of the parameters."""
+        return {path: by_path[path] for path in self.params if path in by_path}
+
     def of_parts(self, parts: Sequence[TrainState]) -> TrainState:
         """Returns the state with its parts as they have become; their parameters are the same.
 
@@ -441,8 +445,8 @@ class TrainState:
             StateError: Their counts aren't the same any more.
         """
         if not self.optimizer.several:
-            (one,) = parts
-            return one
+            (part,) = parts
+            return part
         counts = {(part.counts.updates, part.counts.schedule) for part in parts}
         if len(counts) > 1:
             raise StateError(
@@ -458,10 +462,10 @@ class TrainState:
         slots, rules = _joined([part.slots for part in parts]), _joined([part.rules for part in parts])
         return TrainState(
             {path: params.get(path, param) for path, param in self.params.items()},
-            {path: slots[path] for path in self.params if path in slots},
+            self._in_order(slots),
             self._optimizer_of(parts),
             replace(parts[0].counts, behind=behind),
-            {path: rules[path] for path in self.params if path in rules},
+            self._in_order(rules),
             _joined([part.extra for part in parts]),
             tuple(dict.fromkeys([*self.assumptions, *(text for part in parts for text in part.assumptions)])),
         )

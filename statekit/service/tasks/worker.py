@@ -10,7 +10,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -20,7 +20,7 @@ from statekit.service.catalogue import Catalogue, checkpoint_of
 from statekit.service.database import Database
 from statekit.service.jobs import LEASE_SECONDS, MOST_LOGS, Jobs, Lease, Lost
 from statekit.service.lineage import check_thinning
-from statekit.service.records import Checkpoint, State
+from statekit.service.records import Checkpoint, Job, State
 from statekit.service.tasks.child import LINE_LENGTH, Answer, Child, Died, Zygote
 from statekit.service.tasks.confinement import Reach
 from statekit.service.tasks.failures import crash, problem_of
@@ -177,6 +177,20 @@ class Worker:
                 lease, "crashed", problem=crash("it took longer than its files explain, and was ended")
             )
 
+    def _subjects(self, job: Job) -> list[Checkpoint]:
+        """Returns the checkpoints that a job is about; one that is thinned for the first time must be fit for it."""
+        with self._database.reading() as connection:
+            subjects = [checkpoint_of(connection, number) for number in job.subjects]
+            if job.kind == "thin" and job.attempts == 1:
+                check_thinning(connection, job.subjects[0], job.id)
+        return subjects
+
+    def _written_beside(self, kind: str, paths: Sequence[Path]) -> list[tuple[str, str]]:
+        """Returns the folders in which a job about these checkpoints writes beside them."""
+        if kind == "thin":
+            return [self._catalogue.folder_of(path) for path in paths]
+        return [self._beside(path) for path in paths] if kind == "seal" else []
+
     def _request(self, lease: Lease) -> dict[str, Any]:
         """Returns what the task is asked.
 
@@ -186,10 +200,7 @@ class Worker:
         """
         job = lease.job
         options = {name: value for name, value in job.options.items() if name not in ("target", *_FILES)}
-        with self._database.reading() as connection:
-            subjects = [checkpoint_of(connection, number) for number in job.subjects]
-            if job.kind == "thin" and job.attempts == 1:
-                check_thinning(connection, job.subjects[0], job.id)
+        subjects = self._subjects(job)
         paths = [self._path(subject, job.kind == "thin" and job.attempts > 1) for subject in subjects]
         files = {
             name: str(self._catalogue.path_of(job.options[name])) for name in _FILES if name in job.options
@@ -206,11 +217,12 @@ class Worker:
             "seconds": WALL_SECONDS + size / BYTES_A_SECOND,
             "limits": _limits(job.kind, size, options.get("budget", 0), options.get("verify", False)),
         }
-        writes = [self._catalogue.folder_of(path) for path in paths if job.kind == "thin"]
-        writes += [self._beside(path) for path in paths if job.kind == "seal"]
+        writes = self._written_beside(job.kind, paths)
         if job.kind in ("convert", "thin"):
-            said = job.options.get("target")
-            target = self._catalogue.target(said["root"], said["path"]) if said else beside_source(paths[0])
+            place = job.options.get("target")
+            target = (
+                self._catalogue.target(place["root"], place["path"]) if place else beside_source(paths[0])
+            )
             request["target"] = str(target)
             writes.append(self._catalogue.folder_of(target))
         reads = sorted(

@@ -373,13 +373,10 @@ def _targets(checkpoint: Checkpoint, layout: str | None) -> dict[str, Any]:
     containers = [registry.container_card(name) for name in registry.container_names()]
     layouts = [registry.layout_card(name) for name in registry.layout_names()]
     schema = (checkpoint.optimizer or "").partition("/")[0]
-    chosen = next((one for one in layouts if one.name == layout), None)
+    chosen = next((card for card in layouts if card.name == layout), None)
     writable = [container for container in containers if container.target_kind]
-    usual = (
-        next((name for name in chosen.containers if name in {one.name for one in writable}), "")
-        if chosen
-        else ""
-    )
+    names = [container.name for container in writable]
+    usual = next((name for name in (chosen.containers if chosen else ()) if name in names), "")
     return {
         "containers": writable,
         "layouts": [layout for layout in layouts if not schema or layout.holds(schema.split("+"))],

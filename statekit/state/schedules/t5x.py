@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 from statekit.state.rates import Piece, Rates, Told, piece, product
@@ -56,9 +57,7 @@ def _read(arguments: Mapping[str, Any], base: float | None) -> Told:
     names = [name.strip() for name in factors.split("*")]
     if unknown := [name for name in names if name not in _NEEDS]:
         return f"the factor {', '.join(map(repr, unknown))} isn't one of T5X's that is known here"
-    needed = dict.fromkeys(
-        [*(need for name in names for need in _NEEDS[name]), "step_offset", "min_learning_rate"]
-    )
+    needed = dict.fromkeys([*chain(*map(_NEEDS.__getitem__, names)), "step_offset", "min_learning_rate"])
     counts = [name for name in _COUNTS if name in needed]
     if why := fault(arguments, needed, counts, ["step_offset"]):
         return why
