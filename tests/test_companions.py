@@ -181,3 +181,18 @@ def test_a_half_in_a_folder_beside_the_models_is_named(tmp_path: Path) -> None:
     for opened_path in (tmp_path / "model", tmp_path / "model" / path.name):
         with statekit.open(opened_path) as opened:
             assert "optim looks like an optimizer" in repr(opened)
+
+
+def test_loaders_of_one_checkpoint_warn_once(tmp_path: Path) -> None:
+    """Seen red: printed lines call two loaders, and each said the same."""
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    run = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(run, tmp_path / "run.pt")
+    torch.save(model.state_dict(), tmp_path / "run_ema.pt")
+    with pytest.warns(UserWarning, match="looks like an average") as warned:
+        statekit.torch.load_params(tmp_path / "run.pt", model)
+        statekit.torch.load_optimizer(tmp_path / "run.pt", model.named_parameters())
+    assert len(warned) == 1 and warned[0].filename == __file__

@@ -154,12 +154,14 @@ def test_a_config_says_order_and_hyperparameters_and_weights_alone_say_what_is_a
         said = meta_of(case)["hyperparameters"]
         groups = opened.state.optimizer.groups
         assert not any("order" in note for note in opened.state.assumptions)
+        assert not groups[0].facts
         settings = load_schema(opened.state.optimizer.schema).native("keras", groups[0].hyperparameters)
         assert {name: said[name] for name in settings if name in said} == {
             name: value for name, value in settings.items() if name in said
         }
     with open_state(case / "checkpoint" / FORMS[0], hints=hints_of(case, FORMS[0], named=False)) as bare:
         assert any("order of writing" in note for note in bare.state.assumptions)
+        assert {fact.name for fact in bare.state.optimizer.groups[0].facts} == {"order"}
         assert any("no config" in note for note in bare.state.assumptions)
         first = [variable.read() for variable in bare.state.params.values()]
     with open_state(case / "checkpoint" / FORMS[0], hints=hints_of(case, FORMS[0])) as named:

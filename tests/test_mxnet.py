@@ -25,6 +25,7 @@ from statekit.conversion.resume import of_checkpoint, resume_lines
 from statekit.converters.containers.mxnet import CONTAINER
 from statekit.converters.layouts.mxnet.layout import MXNetOptim
 from statekit.converters.layouts.mxnet.mxnet_lans import LAYOUT as LANS
+from statekit.converters.layouts.mxnet.order import numbered
 from statekit.errors import (
     InexactError,
     NotFoundError,
@@ -588,3 +589,11 @@ def test_states_without_a_number_go_with_the_latest_of_numbered_parameters(tmp_p
     shutil.copy(params, tmp_path / "other.params")
     with pytest.raises(NotFoundError, match="nothing tells which is meant"):
         CONTAINER.open(tmp_path / "trainer.states")
+
+
+def test_an_order_that_neither_names_nor_shapes_prove_is_a_fact() -> None:
+    params = {"b": (2,), "a": (2,)}
+    taken = numbered({0: (2,), 1: (2,)}, params, {}, None, is_first_release=False)
+    assert [fact.value for fact in taken.facts] == ["the order of their names"] and taken.names[0] == "a"
+    proven = numbered({0: (3,), 1: (2,)}, {"b": (2,), "a": (3,)}, {}, None, is_first_release=False)
+    assert not proven.facts and not numbered({0: (2,), 1: (2,)}, params, {}, ["b", "a"], False).facts

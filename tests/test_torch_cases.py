@@ -18,9 +18,10 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import statekit
 from statekit.cli.main import main
-from statekit.conversion.convert import plan
-from statekit.errors import StateError, UnknownFormatError
+from statekit.conversion.convert import convert, plan
+from statekit.errors import NamesError, StateError, UnknownFormatError
 from statekit.torch import attest, load_optimizer, load_params
+from statekit.verify.verification import verify
 
 pytestmark = pytest.mark.torch
 CASES = Path(__file__).parent / "cases"
@@ -889,3 +890,181 @@ def test_what_has_no_slots_rests_on_no_order(tmp_path: Path) -> None:
     optimizer.step()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
     assert "in the model's order" not in plan(tmp_path / "run.pt", tmp_path / "kept", to="statekit").headline
+
+
+def two_networks(folder: Path, shared: int = 8) -> tuple[Path, dict[str, torch.Tensor]]:
+    """Saves a model of two networks, as Lightning has it, and returns the first moment of each parameter."""
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict(
+        {
+            "generator": torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)),
+            "critic": torch.nn.Sequential(torch.nn.Linear(3, shared), torch.nn.Linear(shared, 3)),
+        }
+    )
+    optimizers = [torch.optim.Adam(network.parameters(), lr=0.01) for network in model.values()]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = torch.randn_like(param)
+        optimizer.step()
+    moments = {
+        name.replace(".", "/"): optimizer.state[param]["exp_avg"]
+        for name, param in model.named_parameters()
+        for optimizer in optimizers
+        if param in optimizer.state
+    }
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    run = {"pytorch-lightning_version": "2.5.0", "state_dict": model.state_dict(), "optimizer_states": states}
+    torch.save({**run, "global_step": 1, "lr_schedulers": []}, folder / "run.ckpt")
+    return folder / "run.ckpt", moments
+
+
+def test_optimizers_of_one_model_go_with_the_modules_of_their_shapes(tmp_path: Path) -> None:
+    """Seen red: a bias of one length in both networks made each of them unknown."""
+    path, moments = two_networks(tmp_path)
+    with statekit.open(path) as opened:
+        slots = {name: np.asarray(slots["m"].read()) for name, slots in opened.slots.items()}
+        assert "the shapes of one module" in " ".join(opened.state.assumptions)
+        assert {fact.name for group in opened.groups for fact in group.facts} == {"order"}
+    assert slots.keys() == moments.keys()
+    assert all(np.array_equal(slots[name], moments[name]) for name in moments)
+
+
+def test_optimizers_whose_shapes_fit_several_modules_are_asked_for(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4) for name in ("first", "second")})
+    optimizers = [torch.optim.Adam(network.parameters(), lr=0.01) for network in model.values()]
+    for optimizer, network in zip(optimizers, model.values(), strict=True):
+        network(torch.ones(2, 4)).sum().backward()
+        optimizer.step()
+    states = [optimizer.state_dict() for optimizer in optimizers]
+    torch.save({"model": model.state_dict(), "optimizers": states}, tmp_path / "run.pt")
+    with pytest.raises(NamesError, match="Shapes don't tell"), statekit.open(tmp_path / "run.pt"):
+        pass
+
+
+def test_an_optimizer_that_lies_deep_is_not_lost_beside_another(tmp_path: Path) -> None:
+    """Seen red: one of two networks' optimizers was read, and doctor found nothing."""
+    path, _ = two_networks(tmp_path)
+    saved = torch.load(path, weights_only=True)
+    first, second = saved["optimizer_states"]
+    optimizers = {"generator": {"_model_opt": {"_opt": first}}, "critic": {"_opt": second}}
+    torch.save({"agent": saved["state_dict"], "optims_state_dict": optimizers}, tmp_path / "latest.pt")
+    assert main(["doctor", str(tmp_path / "latest.pt")]) == 1
+    with statekit.open(tmp_path / "latest.pt") as opened:
+        named = " ".join(finding.what for finding in opened.checkpoint.findings)
+    assert "generator/_model_opt/_opt looks like an optimizer" in named
+    assert "critic/_opt looks like an optimizer" in named
+
+
+@pytest.mark.slow
+def test_a_rule_that_makes_its_rate_itself_is_proven_with_the_rate_that_its_target_gets(
+    tmp_path: Path,
+) -> None:
+    """Seen red: verify refuted it, as it gave the target another rate than the one that the plan asks for."""
+    from transformers.optimization import Adafactor
+
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 3)
+    optimizer = Adafactor(model.parameters(), relative_step=True, warmup_init=True, lr=None)
+    for _ in range(2):
+        model(torch.randn(8, 4)).square().sum().backward()
+        optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    convert(plan(tmp_path / "run.pt", tmp_path / "run", to="orbax", layout="optax"))
+    proof = verify(tmp_path / "run.pt", tmp_path / "run").data
+    assert proof["verdict"]["whole"] == "within the rounding bound"
+    assert any("both sides are given the target's" in note for note in proof["replay"]["notes"])
+
+
+def test_the_files_of_skorch_are_one_checkpoint(tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    torch.save(model.state_dict(), tmp_path / "params.pt")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.pt")
+    torch.save({}, tmp_path / "criterion.pt")
+    with statekit.open(tmp_path) as opened:
+        assert {*opened.slots} == {"weight", "bias"} and not opened.checkpoint.findings
+
+
+def stepped(names: int = 3) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Returns a model of layers of different shapes and its optimizer after two updates."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(size + 2, size + 3) for size in range(names)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for _ in range(2):
+        model(torch.randn(4, 2)).square().sum().backward()
+        optimizer.step()
+    return model, optimizer
+
+
+def save_sharded(model: torch.nn.Module, folder: Path, name: str) -> None:
+    """Saves a model in one shard with an index."""
+    folder.mkdir(parents=True)
+    weights = model.state_dict()
+    if name.endswith(".bin"):
+        torch.save(weights, folder / f"{name[:-4]}-00001.bin")
+        written = f"{name[:-4]}-00001.bin"
+    else:
+        written = "model-00001-of-00001.safetensors"
+        save_file(weights, folder / written)
+    index = {"metadata": {}, "weight_map": dict.fromkeys(weights, written)}
+    (folder / f"{name}.index.json").write_text(json.dumps(index))
+
+
+def of_torchtune(folder: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model, optimizer = stepped()
+    save_sharded(model, folder / "epoch_0", "model.safetensors")
+    (folder / "recipe_state").mkdir()
+    recipe = {"seed": 1, "epochs_run": 1, "total_epochs": 3, "optimizer": optimizer.state_dict()}
+    torch.save(recipe, folder / "recipe_state" / "recipe_state.pt")
+    return model, optimizer
+
+
+def of_colossalai(folder: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """Saves as its booster does with `shard=True`, the optimizer in two files."""
+    model, optimizer = stepped()
+    save_sharded(model, folder / "model", "pytorch_model.bin")
+    (folder / "optimizer").mkdir()
+    state = optimizer.state_dict()
+    torch.save(state["param_groups"], folder / "optimizer" / "pytorch_optim_group.bin")
+    places = {number: f"pytorch_optim-0000{1 + number % 2}.bin" for number in state["state"]}
+    for name in {*places.values()}:
+        part = {number: state["state"][number] for number, place in places.items() if place == name}
+        torch.save(part, folder / "optimizer" / name)
+    index = {"metadata": {"param_groups": "pytorch_optim_group.bin"}, "weight_map": places}
+    (folder / "optimizer" / "pytorch_optim.bin.index.json").write_text(json.dumps(index))
+    torch.save({"last_epoch": 2, "base_lrs": [0.01]}, folder / "lr_scheduler")
+    return model, optimizer
+
+
+def of_colossalai_in_files(folder: Path) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model, optimizer = stepped()
+    torch.save(model.state_dict(), folder / "model")
+    torch.save(optimizer.state_dict(), folder / "optimizer")
+    return model, optimizer
+
+
+@pytest.mark.parametrize("saved_by", [of_torchtune, of_colossalai, of_colossalai_in_files])
+def test_halves_in_folders_of_their_own_are_one_checkpoint(
+    saved_by: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: the model's folder was read as weights, and its optimizer was only named."""
+    model, optimizer = saved_by(tmp_path)
+    with statekit.open(tmp_path) as opened:
+        assert not opened.checkpoint.findings
+    assert attest(optimizer, model, tmp_path).passed
+    assert main(["resume", str(tmp_path)]) == 0
+    lines = capsys.readouterr().out.partition("\n\n")[0]
+    fresh, _ = stepped()
+    scope: dict[str, Any] = {"model": fresh, "torch": torch}
+    exec(
+        lines.replace("scheduler = ...", "scheduler = torch.optim.lr_scheduler.ConstantLR(optimizer)"), scope
+    )
+    moments = {name: scope["optimizer"].state[param] for name, param in fresh.named_parameters()}
+    first = moments["0.weight"]
+    assert torch.equal(
+        first.get("exp_avg", first.get("m")), optimizer.state[model.get_parameter("0.weight")]["exp_avg"]
+    )

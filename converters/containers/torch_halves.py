@@ -2,6 +2,8 @@
 
     model.pt, optim.pt, train.pt, config.yaml      OLMo's unsharded folder
     model.ckpt, optimizer.ckpt                     SpeechBrain's
+    params.pt, optimizer.pt, criterion.pt          skorch's
+    model, optimizer, lr_scheduler                 ColossalAI's, where each is a file
     model000500.pt, opt000500.pt                   guided-diffusion's, a pair for each step, and ema_0.9999_000500.pt
     model_state_e1_b0.th, training_state_e1_b0.th  AllenNLP's, a pair for each epoch and batch
     policy.pth, policy.optimizer.pth, ...          PPO, A2C, DQN of Stable-Baselines3, members of a zip
@@ -11,7 +13,9 @@ Of an archive, the algorithm's arguments are pickled code in part and aren't rea
 optimizer moves, stand by themselves.
 
 Source: allenai/OLMo, olmo/checkpoint.py, `FullCheckpointer.save_checkpoint`; speechbrain/speechbrain,
-utils/checkpoints.py, `Checkpointer.save_checkpoint`; openai/guided-diffusion, train_util.py, `TrainLoop.save`;
+utils/checkpoints.py, `Checkpointer.save_checkpoint`; skorch-dev/skorch,
+skorch/callbacks/training.py, `Checkpoint`; hpcaitech/ColossalAI, colossalai/booster/booster.py, `save_model`;
+openai/guided-diffusion, train_util.py, `TrainLoop.save`;
 allenai/allennlp, allennlp/training/checkpointer.py, `Checkpointer.save_checkpoint`; DLR-RM/stable-baselines3,
 stable_baselines3/common/save_util.py, `save_to_zip_file`; common/base_class.py, `BaseAlgorithm.set_parameters`.
 """
@@ -30,9 +34,11 @@ from statekit.files.source import Part, Source, bytes_at, listing
 from statekit.files.tree import Place
 from statekit.tensors.tree import Tree
 
-_HALF = re.compile(r"(model|net|optim(?:izer)?|opt)[-_.]?(\d{1,18})?\.(?:pt|pth|ckpt|th)")
+_HALF = re.compile(r"(model|net|params|optim(?:izer)?|opt)[-_.]?(\d{1,18})?\.(?:pt|pth|ckpt|th)")
 _AVERAGE = re.compile(r"(ema(?:_[0-9.]+)?)_(\d{1,18})\.(?:pt|pth|ckpt|th)")
-_MODELS = ("model", "net", "model_state")
+_MODELS = ("model", "net", "params", "model_state")
+_BARE = ("model", "optimizer")
+"""Names of ColossalAI's files where each half is one."""
 _TRAINING = "training_state"
 """What AllenNLP calls an optimizer with all that it keeps beside it."""
 _OF_ALLENNLP = re.compile(r"(model_state|training_state)_(?:epoch_|e)(\d{1,9})(?:_b(\d{1,9}))?\.th")
@@ -42,6 +48,8 @@ _TARGETS, _REST = "targets", "policy_rest"
 """Keys of target networks, and of what of a policy no optimizer moves."""
 BESIDE = (
     "train.pt",
+    "criterion.pt",
+    "lr_scheduler",
     "scheduler.pt",
     "scaler.pt",
     "scheduler.pth",
@@ -101,6 +109,8 @@ def _whole(folder: Place) -> dict[tuple[int, ...], dict[str, str]]:
 
 def _half(name: str) -> tuple[str, tuple[int, ...]] | None:
     """Returns which part a file is, and the numbers in its name; None of one that is no half."""
+    if name in _BARE:
+        return name, ()
     match = _HALF.fullmatch(name) or _OF_ALLENNLP.fullmatch(name)
     if match is None:
         return None

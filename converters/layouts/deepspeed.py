@@ -12,7 +12,7 @@ Source: deepspeedai/DeepSpeed deepspeed/runtime/zero/stage_1_and_2.py, `step`, `
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
@@ -20,12 +20,14 @@ from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.hyperparameters import require_optimizer
 from statekit.converters.layouts.pytorch.lines import deepspeed_lines
+from statekit.converters.layouts.pytorch.param_order import MODEL_PART, ORDERS
 from statekit.converters.layouts.pytorch.parts import find_parts, names_of, path_of
 from statekit.converters.layouts.pytorch.torch_fqn import LAYOUT as BY_NAME
 from statekit.converters.layouts.pytorch.torch_optim import LAYOUT as TORCH_OPTIM
 from statekit.errors import Faults, InexactError, StateError, some
 from statekit.files.checkpoint import Checkpoint
 from statekit.lines.printing import SavedRun, State
+from statekit.state.evidence import Fact, ordered
 from statekit.state.schema import load_schema
 from statekit.state.stored_params import MASTER, Proven, in_full, is_low, said_of_masters
 from statekit.state.train_state import Axis, Counts, Rule, TrainState
@@ -99,6 +101,13 @@ def _with_masters(
     }
 
 
+def _taken_order(checkpoint: Checkpoint, state: TrainState) -> Iterator[Fact]:
+    """Yields in which order the numbers of a run without ZeRO were taken, where shapes don't prove it."""
+    shapes = [tensor.shape for tensor in state.params.values()]
+    if checkpoint.meta.get("zero_stage") == 0 and len({*shapes}) < len(shapes):
+        yield ordered(ORDERS[MODEL_PART])
+
+
 @dataclass(frozen=True)
 class DeepSpeed:
     """The optimizers of PyTorch under ZeRO."""
@@ -143,7 +152,7 @@ class DeepSpeed:
         slots = _whole(state, checkpoint.tree) if flat else state.slots
         ahead = at(checkpoint.tree, ("deepspeed", "first_steps")) or 0
         return replace(
-            state,
+            state.with_facts(lambda facts: [*facts, *_taken_order(checkpoint, state)]),
             counts=_counts_behind(state.counts, ahead),
             params={
                 path: stored_params.get(path) or _proven(weights[path], copies.get(path), path)

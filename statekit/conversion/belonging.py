@@ -77,7 +77,7 @@ CARRIED = "files"
 _MODEL_FOLDERS = frozenset({"model", "models", "module", "net", "network", "weights"})
 _SLOTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "v_row", "v_col"})
 """Last names of slots, which no model's parameter has."""
-_LEVELS = 4
+_LEVELS = 6
 """Levels of a state's extra that are looked at."""
 _RECORD = frozenset({"state", "param_groups"})
 """Keys of an optimizer's state_dict. Source: pytorch/pytorch torch/optim/optimizer.py, `Optimizer.state_dict`."""
@@ -273,7 +273,7 @@ def _slots_among(state: TrainState) -> Iterator[str]:
 
 
 def _nodes(extra: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields what stands up to three levels deep in a state's extra, by its name."""
+    """Yields what stands up to `_LEVELS` levels deep in a state's extra, by its name."""
     level: list[tuple[str, Any]] = [("extra", extra)]
     for _ in range(_LEVELS):
         level = [(f"{name}/{key}", child) for name, node in level for key, child in _children(node)]

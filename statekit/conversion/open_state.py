@@ -407,13 +407,24 @@ def state_to_load(
         new = opened.checkpoint.findings[len(checkpoint.findings) :]
         doubts = [finding.what for finding in new]
         if doubts:  # to whoever called load_...
-            warnings.warn(printable(f"{'; '.join(doubts)} @ {checkpoint.path}"), stacklevel=5)
+            _warn_once(printable(f"{'; '.join(doubts)} @ {checkpoint.path}"))
         yield opened
         used.finish()
         damage = [finding for finding in checkpoint.findings if finding.damage] + used.damage
         if damage:
             listed = "; ".join(f"{finding.what} @ {finding.place}" for finding in damage)
             warnings.warn(printable(f"loaded as it is, though damaged: {listed}"), stacklevel=5)
+
+
+_WARNED: set[str] = set()
+"""What loaders have warned of in this process."""
+
+
+def _warn_once(text: str) -> None:
+    """Warns whoever called a loader, once: parameters and optimizer of one checkpoint are loaded by two calls."""
+    if text not in _WARNED:
+        warnings.warn(text, stacklevel=6)
+        _WARNED.add(text)
 
 
 @contextmanager

@@ -35,6 +35,7 @@ from statekit.verify.stepping import (
     Rules,
     Side,
     arrays,
+    at_rates,
     bounds,
     rates_of,
     rules,
@@ -179,7 +180,8 @@ class SideBySide:
         sample = sampled(self._states[1], seed, everything)
         before, right, there = (sample.of(state) for state in self._states)
         rates, said = rates_of(right)
-        self._notes += said
+        before, of_source = at_rates(before, rates)
+        self._notes += [*said, *of_source]
         sides = self._as_in_their_files(
             self._side(before, self._layouts[0], rates, is_source=True),
             self._side(there, self._layouts[1], rates),

@@ -20,6 +20,7 @@ from statekit.arrays.intervals import Interval, IntervalBackend
 from statekit.arrays.numpy_backend import ORACLE
 from statekit.optim.run import Live, load, mover, store
 from statekit.state.options import rate_needed, stored_rate
+from statekit.state.schema import load_schema
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import Array
 from statekit.verify.natives import Native, Rates, Updates
@@ -130,6 +131,28 @@ def rates_of(state: TrainState) -> tuple[Rates, tuple[str, ...]]:
                 f"group {i} is stepped with a learning rate of 0.01, as neither side says one to go on with"
             )
     return tuple(rates), tuple(said)
+
+
+def at_rates(state: TrainState, rates: Rates) -> tuple[TrainState, tuple[str, ...]]:
+    """Returns a source's state with the rates that its target is stepped with, and what is said of that.
+
+    Where a rule makes its rate itself and the target's takes one, a rule change says which rate to give. So both sides
+    have the same one, whatever it is.
+    """
+    if len(rates) != len(state.optimizer.groups):
+        return state, ()
+    groups, said = list[Group](), list[str]()
+    for i, (group, rate) in enumerate(zip(state.optimizer.groups, rates, strict=True)):
+        is_own = rate is not None and group.hyperparameters.get("relative_step")
+        if not is_own or _needs_rate(state, group):
+            groups.append(group)
+            continue
+        given = {"relative_step": False, "warmup_init": False, "learning_rate": rate}
+        names = {*load_schema(state.optimizer.kind(group)[0]).hyperparameters}
+        values = {name: value for name, value in given.items() if name in names}
+        groups.append(replace(group, hyperparameters={**group.hyperparameters, **values}))
+        said.append(f"group {i} of the source makes its rate itself; here both sides are given the target's")
+    return replace(state, optimizer=replace(state.optimizer, groups=tuple(groups))), tuple(said)
 
 
 def _needs_rate(state: TrainState, group: Group) -> bool:

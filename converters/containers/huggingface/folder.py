@@ -26,17 +26,21 @@ from statekit.converters.containers.huggingface.model import (
     ADAPTER_CONFIG,
     SHARD_BYTES,
     SHARDED_OPTIMIZER,
+    Apart,
     Model,
     adapted_name,
     find_model,
     metadata_of,
+    model_apart,
     model_below,
     model_sections,
     open_adapters,
     open_alone,
     open_averages,
     open_model,
+    open_optimizer_apart,
     open_sharded,
+    optimizer_apart,
     save_index,
     sharded_part,
     ties_in,
@@ -58,7 +62,7 @@ from statekit.errors import (
     StatekitError,
     UsageError,
 )
-from statekit.files.checkpoint import PRETRAINED, SORTED, STEPS, Checkpoint, Finding
+from statekit.files.checkpoint import HALVES, PRETRAINED, SORTED, STEPS, Checkpoint, Finding
 from statekit.files.checksums import ZIP
 from statekit.files.manifest import inside, is_manifest
 from statekit.files.safetensors import save_safetensors
@@ -81,11 +85,11 @@ REST = "statekit.pt"
 """The file for what a conversion brings and these libraries have no file for."""
 PARTS: Mapping[str, tuple[str, ...]] = {
     "optimizer": ("optimizer.pt", "optimizer.bin"),
-    "scheduler": ("scheduler.pt", "scheduler.bin"),
+    "scheduler": ("scheduler.pt", "scheduler.bin", "lr_scheduler"),
     "scaler": ("scaler.pt",),
     "trainer_state": ("trainer_state.json",),
 }
-"""Key -> the files that may hold it: Trainer's name, then Accelerate's.
+"""Key -> the files that may hold it: Trainer's name, then Accelerate's, then ColossalAI's.
 
 Source: huggingface/transformers, trainer.py; huggingface/accelerate, utils/constants.py.
 """
@@ -132,15 +136,10 @@ def open_beside(folder: Place, taken: Collection[str], files: Files) -> Beside:
             read |= {name, *several}
             passed |= {*names} - {name}
     if not {"optimizer", "optimizers"} & {*tree}:
-        apart = _optimizers_apart(folder)
-        if len(apart) > 1:
-            tree["optimizers"] = {name: _open_part(file, files)[0] for name, file in sorted(apart.items())}
-            read |= {file.name for file in apart.values()}
-    shards = "" if "optimizer" in tree else sharded_part(folder, SHARDED_OPTIMIZER)
-    if shards:
-        tree["optimizer"], notes = open_sharded(folder / shards, "optimizer", files)
-        odd += notes
-        read.add(shards)
+        elsewhere = _optimizer_elsewhere(folder, files)
+        tree |= elsewhere.parts
+        odd += elsewhere.findings
+        read |= {*elsewhere.read}
     if (folder / REST).is_file():
         rest, notes = _open_rest(folder, files)
         tree = {**rest, **tree}
@@ -168,6 +167,18 @@ def _optimizers_apart(folder: Place) -> dict[str, Place]:
     """Returns the files of several optimizers by their number."""
     matches = ((entry, _APART.fullmatch(entry.name)) for entry in listing(folder))
     return {match[1]: entry for entry, match in matches if match and entry.is_file()}
+
+
+def _optimizer_elsewhere(folder: Place, files: Files) -> Apart:
+    """Opens optimizers in files of their names, or one in shards, or one in a folder beside the model's."""
+    apart = _optimizers_apart(folder)
+    if len(apart) > 1:
+        each = {name: _open_part(file, files)[0] for name, file in sorted(apart.items())}
+        return Apart({"optimizers": each}, tuple(file.name for file in apart.values()))
+    if shards := sharded_part(folder, SHARDED_OPTIMIZER):
+        part, notes = open_sharded(folder / shards, "optimizer", files)
+        return Apart({"optimizer": part}, (shards,), notes)
+    return open_optimizer_apart(folder, files)
 
 
 def _open_rest(folder: Place, files: Files) -> tuple[Mapping[str, Any], Sequence[Finding]]:
@@ -718,11 +729,14 @@ def _opened(path: Place, files: Files) -> tuple[Tree, dict[str, Any], tuple[Find
             each = [open_model(path, one, files) for one in further]
             tree["models"] = [tree.pop("model"), *(dict(one.tensors) for one in each)]
         meta = _meta_of(model)
-    elif name := model_below(path):
+    elif name := model_below(path) or model_apart(path):
         place, averages = path / name, open_averages(path, files)
         model = open_model(place.parent, place.name, files)
         tree, taken, odd = {**averages, **_tree_of(model)}, (place.parent.name, *averages), model.findings
         meta = _meta_of(model)
+        meta |= (
+            {HALVES: {"model": name, "optimizer": optimizer}} if (optimizer := optimizer_apart(path)) else {}
+        )
     beside = open_beside(path, taken, files)
     models, optimizers = tree.get("models", []), beside.tree.get("optimizers", [])
     if models and len(optimizers) != len(models):

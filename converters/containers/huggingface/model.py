@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
 from statekit.converters.containers.dcp import open_folder
@@ -42,6 +42,13 @@ _AVERAGE = re.compile(r"(^|_)ema(_|$)")
 _OF_ADAPTER = re.compile(r"(?<=\.)(lora|ia3|vera|hada|oft|trainable_tokens)_\w+")
 """The part of a name behind which PEFT's model has the adapter's name, and its file hasn't."""
 ADAPTER_CONFIG = "adapter_config.json"
+RECIPE_STATE = "recipe_state/recipe_state.pt"
+"""The file in which torchtune keeps an optimizer, and how far the recipe is."""
+SHARDS_OF_OPTIMIZER = "optimizer/pytorch_optim.bin.index.json"
+"""ColossalAI's index of an optimizer's files."""
+_EPOCH = re.compile(r"epoch_(\d{1,9})")
+_ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+"""Files of what alone a recipe moves, where they are there."""
 SHARDED_MODEL, SHARDED_OPTIMIZER = "pytorch_model_fsdp", "optimizer"
 """What the folders are called, before a number, in which FSDP keeps the shards of a part."""
 _NO_MODEL = "A model's shards aren't tensors by name"
@@ -77,6 +84,21 @@ class Model:
     findings: tuple[Finding, ...] = ()
 
 
+@dataclass(frozen=True)
+class Apart:
+    """An optimizer that lies in a folder of its own, beside its model's.
+
+    Attributes:
+        parts: It, and what lies beside it, by key.
+        read: Names of the entries that were read.
+        findings: What was odd about them.
+    """
+
+    parts: Mapping[str, Tree] = field(default_factory=dict)
+    read: tuple[str, ...] = ()
+    findings: tuple[Finding, ...] = ()
+
+
 def find_model(folder: Place) -> str | None:
     """Returns the name of the file or index of a folder's model, as Transformers chooses among several.
 
@@ -107,6 +129,31 @@ def model_below(folder: Place) -> str:
         f"{entry.name}/{name}" for entry, name in _models_below(folder) if not _AVERAGE.search(entry.name)
     ]
     return models[0] if len(models) == 1 else ""
+
+
+def model_apart(folder: Place) -> str:
+    """Returns the path of a model whose optimizer lies in another folder beside its own; "" if there is none.
+
+    Source: pytorch/torchtune, torchtune/training/checkpointing/_checkpointer.py, `save_checkpoint`: `epoch_<n>` beside
+    `recipe_state`, which is the newest one's; hpcaitech/ColossalAI, colossalai/booster/booster.py, `save_optimizer`, as
+    applications/Colossal-LLaMA/colossal_llama/utils/ckpt_io.py, `save_checkpoint`, calls it.
+    """
+    if (folder / RECIPE_STATE).is_file():
+        epochs = [
+            (int(match[1]), entry) for entry in listing(folder) if (match := _EPOCH.fullmatch(entry.name))
+        ]
+        for _, entry in sorted(epochs, reverse=True)[:1]:
+            adapter = next((name for name in _ADAPTERS if (entry / name).is_file()), None)
+            if name := adapter or find_model(entry):
+                return f"{entry.name}/{name}"
+    if (folder / SHARDS_OF_OPTIMIZER).is_file() and (name := find_model(folder / "model")):
+        return f"model/{name}"
+    return ""
+
+
+def optimizer_apart(folder: Place) -> str:
+    """Returns the path of the file, or the index, of the optimizer of `model_apart`; "" if there is none."""
+    return next((name for name in (RECIPE_STATE, SHARDS_OF_OPTIMIZER) if (folder / name).is_file()), "")
 
 
 def adapted_name(name: str, adapter: str) -> str:
@@ -185,6 +232,52 @@ def open_sharded(folder: Place, key: str, files: Files) -> tuple[Tree, tuple[Fin
     if not isinstance(part, Mapping):
         raise FormatError("A folder of shards doesn't hold its part.", place=folder, expected=key)
     return part, opened.findings
+
+
+def open_optimizer_apart(folder: Place, files: Files) -> Apart:
+    """Opens the optimizer of `model_apart`, with what its library keeps beside it; nothing where it isn't there.
+
+    Args:
+        folder: The folder around both.
+        files: The checkpoint's open files.
+
+    Raises:
+        FormatError: A file can't be trusted, or isn't what its library writes.
+    """
+    name = optimizer_apart(folder)
+    if not name:
+        return Apart()
+    place, read = folder / name, (name.partition("/")[0],)
+    if name != RECIPE_STATE:
+        optimizer, findings = _indexed_optimizer(place, files)
+        return Apart({"optimizer": optimizer}, read, findings)
+    opened = open_torch(place, files)
+    state = typed(opened.tree, dict[Name, Any], place, "A recipe's state isn't a dict")
+    beside = {key: part for key, part in state.items() if key != "optimizer"}
+    return Apart({"optimizer": state.get("optimizer"), "recipe_state": beside}, read, opened.findings)
+
+
+def _indexed_optimizer(place: Place, files: Files) -> tuple[Tree, tuple[Finding, ...]]:
+    """Returns an optimizer whose index says in which files its state and its groups lie, and what was odd."""
+    document = strict_json(read_small(place, files), place, files.account)
+    index = typed(document, Index, place, "An index of shards has no map from numbers to files")
+    of_groups = str(index.get("metadata", {}).get("param_groups"))
+    names = sorted({*index["weight_map"].values(), of_groups})
+    foreign = Faults(
+        ("isn't a file of the folder", name) for name in names if not inside(name) or "/" in name
+    )
+    foreign.check(FormatError, "An index names files elsewhere", place=place)
+    opened = {name: open_torch(place.parent / name, files) for name in names}
+    state: dict[Any, Any] = {}
+    for name in names:
+        if name == of_groups:
+            continue
+        shard = opened[name].tree
+        if not isinstance(shard, Mapping):
+            raise FormatError("A shard isn't an optimizer's state.", place=place.parent / name)
+        state |= shard
+    findings = tuple(finding for part in opened.values() for finding in part.findings)
+    return {"state": state, "param_groups": opened[of_groups].tree}, findings
 
 
 def open_model(folder: Place, name: str, files: Files) -> Model:

@@ -3,6 +3,8 @@
 It reads and writes the folders of libraries that are neither Trainer nor Accelerate. In goes a file or a folder:
 
     model.safetensors, or model-00001-of-00002.safetensors ... and model.safetensors.index.json
+    epoch_1/ and recipe_state/recipe_state.pt       torchtune's, read
+    model/, optimizer/ and lr_scheduler             ColossalAI's, read
 
 Out comes the tree {model, optimizer, scheduler, scaler, files}, of which a file alone gives the model. A target named
 `.safetensors` is such a file, and takes weights without an optimizer.
@@ -11,13 +13,13 @@ Out comes the tree {model, optimizer, scheduler, scaler, files}, of which a file
 from __future__ import annotations
 
 from statekit.converters.containers.huggingface.folder import HuggingFaceFolder
-from statekit.converters.containers.huggingface.model import find_model
+from statekit.converters.containers.huggingface.model import find_model, model_apart
 from statekit.files.tree import Place
 
 
 def _plain(folder: Place) -> str:
     model = find_model(folder) or ""
-    return model if ".safetensors" in model else ""
+    return model if ".safetensors" in model else model_apart(folder)
 
 
 CONTAINER = HuggingFaceFolder(

@@ -150,7 +150,8 @@ class Keras:
             order.notes,
             home_of(tree, {**order.moved, **frozen}),
         )
-        return state_of(parts, HOME, known, hints)
+        state = state_of(parts, HOME, known, hints)
+        return state.with_facts(lambda facts: [*facts, *order.facts])
 
     def like(self, state: TrainState, model: Checkpoint) -> TrainState:
         """Returns the state as a file of the same model lays it out."""
@@ -236,7 +237,7 @@ def _native_state(
     )
     if len(owners) != len(rows):
         raise StateError("The file names other variables of its optimizer than it has.", place=SAYINGS)
-    return native.native_state(
+    state = native.native_state(
         signature,
         [(path, what, tensor) for (path, what), tensor in zip(owners, rows, strict=True)],
         {path: variable.tensor for path, variable in order.moved.items()},
@@ -246,6 +247,7 @@ def _native_state(
         hints,
         (*order.notes, *getattr(told_apart, "notes", ())),
     )
+    return state.with_facts(lambda facts: [*facts, *order.facts])
 
 
 _ORBAX = "orbax"

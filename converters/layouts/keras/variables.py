@@ -20,6 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from statekit.errors import Faults, StateError
 from statekit.files.checkpoint import ATTRIBUTES
+from statekit.state.evidence import Fact, ordered
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.typed import Name, fits, misfits
 
@@ -34,6 +35,7 @@ VERSIONS = "metadata.json"
 """Attribute of a whole file: who wrote it."""
 REMEDY = "name them in the order of model.trainable_variables: --param-names FILE, or read the .keras file"
 _SHOWN = 20
+_WRITTEN = "the order in which its layers were written"
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,17 @@ class Order:
     Attributes:
         moved: They, with the names that they go by.
         notes: What was assumed, a sentence each.
+        assumed: Whether variables of one shape were taken in an order that nothing proves.
     """
 
     moved: Mapping[str, Variable]
     notes: tuple[str, ...] = ()
+    assumed: bool = False
+
+    @property
+    def facts(self) -> tuple[Fact, ...]:
+        """What the names of the variables rest on, where nothing proves them."""
+        return (ordered(_WRITTEN),) if self.assumed else ()
 
 
 @cache
@@ -246,7 +255,8 @@ def _as_written(moved: Sequence[Variable], shapes: Sequence[Shape], by_config: b
         raise _unknown(moved, shapes)
     alike = sum(list(shapes).count(shape) > 1 for shape in shapes)
     note = f"The optimizer numbers its variables; {alike} of equal shapes are taken in the order of writing."
-    return Order({variable.name: variable for variable in moved}, () if by_config or not alike else (note,))
+    notes = () if by_config or not alike else (note,)
+    return Order({variable.name: variable for variable in moved}, notes, bool(notes))
 
 
 def in_order(every: Sequence[Variable], shapes: Sequence[Shape], by_config: bool) -> Order:

@@ -218,16 +218,15 @@ class MXNetReading:
         counts, hints = self._counts()
         # Before its first update an optimizer has no states; from then on who has none is frozen.
         moved = list(slots) if slots else list(dict.fromkeys(self.paths.values()))
-        return hints.applied(
-            TrainState(
-                self.params,
-                slots,
-                Optimizer(self.kind.schema, self.variant, tuple(self._groups(moved))),
-                counts,
-                extra={HOME: self._home()},
-                assumptions=tuple(self._assumptions()),
-            )
+        state = TrainState(
+            self.params,
+            slots,
+            Optimizer(self.kind.schema, self.variant, tuple(self._groups(moved))),
+            counts,
+            extra={HOME: self._home()},
+            assumptions=tuple(self._assumptions()),
         )
+        return hints.applied(state.with_facts(lambda facts: [*facts, *self.order.facts]))
 
     def _counts(self) -> tuple[Counts, CheckpointRef]:
         hints, begin = self.hints, self.attributes.get(COUNT, 0)

@@ -13,7 +13,12 @@ from typing import Any
 
 from statekit.converters.layouts.pytorch.param_order import REMEDY
 from statekit.errors import Faults, StateError
+from statekit.state.evidence import Fact, ordered
 from statekit.tensors.tensor import Shape
+
+_BY_NAME = "sorted by name", "the order of their names"
+_IN_FILE = "in the order of the .params file", "the order of the .params file"
+"""How parameters may be taken, and whose order that is."""
 
 
 @dataclass(frozen=True)
@@ -23,10 +28,17 @@ class Numbered:
     Attributes:
         names: Index -> name, of every index that is known.
         note: What was assumed, a sentence; "" if nothing was.
+        assumed: The order in which parameters were taken; "" where names or shapes prove it.
     """
 
     names: Mapping[Any, str]
     note: str = ""
+    assumed: str = ""
+
+    @property
+    def facts(self) -> tuple[Fact, ...]:
+        """What the names of the parameters rest on, where nothing proves them."""
+        return (ordered(self.assumed),) if self.assumed else ()
 
 
 def numbered(
@@ -59,13 +71,17 @@ def numbered(
     ]
     if not fitting:
         return _checked(dict(enumerate(orders[0])), shapes, params)
-    how = (
-        "sorted by name"
-        if list(fitting[0].values()) == sorted(params)
-        else "in the order of the .params file"
-    )
+    return _taken(fitting[0], shapes, sorted(params))
+
+
+def _taken(names: Mapping[Any, str], shapes: Mapping[Any, Shape | None], by_name: Sequence[str]) -> Numbered:
+    """Returns names that were taken in some order, and in which, unless shapes prove it."""
+    is_sorted = [*names.values()] == by_name
+    how, whose = _BY_NAME if is_sorted else _IN_FILE
     note = f"The optimizer names no parameters; they are taken {how}, as a Trainer of all parameters numbers them."
-    return Numbered(fitting[0], note)
+    known = [shape for shape in shapes.values() if shape is not None]
+    is_proven = len({*known}) == len(shapes)
+    return Numbered(names, note, "" if is_proven else whose)
 
 
 def _checked(

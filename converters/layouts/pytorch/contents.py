@@ -27,7 +27,7 @@ from statekit.converters.layouts.pytorch.parts import (
     possible_models,
 )
 from statekit.converters.layouts.pytorch.side_by_side import SideBySide, side_by_side
-from statekit.errors import StateError
+from statekit.errors import StateError, some
 from statekit.files.checkpoint import MODEL_KEY, SORTED, Checkpoint
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Path, at, loose, tensor_names
@@ -111,7 +111,7 @@ def contents_of(checkpoint: Checkpoint, names: Sequence[str] | None = None) -> C
         return _networks(checkpoint, pairs) if len(pairs) > 1 else _weights(checkpoint)
     slots = sorted({slot for record in parts.state.values() for slot, _ in _tensors(record)})
     said = signature_of(parts)
-    name = said.name if said else _UNKNOWN
+    name = said.name if said else _unknown(parts)
     listed = f"its slots by parameter: {', '.join(slots) or 'none'}"
     if not parts.model:
         return _without_weights(checkpoint, parts, name, listed)
@@ -127,6 +127,11 @@ def contents_of(checkpoint: Checkpoint, names: Sequence[str] | None = None) -> C
     taken |= {id(tensor) for tensors in slots_of.values() for tensor in tensors.values()}
     others = {key: tensor for key, tensor in checkpoint.tensors.items() if id(tensor) not in taken}
     return Contents(what, params, slots_of, others, {path: options for path, _, options in each})
+
+
+def _unknown(parts: Parts) -> str:
+    """Returns what an optimizer is called that no signature fits: one that wraps another has parts of its own."""
+    return f"{_UNKNOWN}, with {some([*parts.common])} beside its slots" if parts.common else _UNKNOWN
 
 
 def _without_weights(checkpoint: Checkpoint, parts: Parts, name: str, listed: str) -> Contents:

@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 from statekit.converters.layouts.pytorch.parts import is_average
@@ -136,8 +136,9 @@ def _by_shapes(
     try:
         return shaped_order(shapes, model, MODEL_PART, is_sorted, remedy)
     except StateError:
-        ways = _without_averages(shapes, model, is_sorted), _in_turn(shapes, model, is_sorted)
-        if order := next(filter(None, ways), None):
+        ways = (_without_averages, _in_turn, _by_modules)
+        orders = (way(shapes, model, is_sorted) for way in ways)
+        if order := next(filter(None, orders), None):
             return order
         raise
 
@@ -189,6 +190,37 @@ def _first_fitting(shapes: Sequence[Shape | None], model: Sequence[tuple[str, Sh
     left = iter(model)
     names = (next((name for name, other in left if other == shape), None) for shape in shapes)
     return [name for name in names if name is not None]
+
+
+def _by_modules(
+    shapes: Sequence[Sequence[Shape | None]], model: Mapping[str, Shape], is_sorted: bool
+) -> Order | None:
+    """Returns the order of groups of which each moves one module; None where shapes name another or none for some.
+
+    Such are the optimizers of a generator and of a discriminator that stand in one model. Each group has the shapes of
+    one module alone, and together they are the whole model.
+    """
+    if is_sorted or len(shapes) < 2:
+        return None
+    modules = dict.fromkeys(_modules_in(model))
+    fitting = [
+        [names for names in modules if [model[name] for name in names] == [*group]] for group in shapes
+    ]
+    moved = [name for names in fitting if len(names) == 1 for name in names[0]]
+    if len(moved) != len(model) or len({*moved}) != len(moved):
+        return None
+    said = f"Each of {len(shapes)} groups has the shapes of one module of the model, and of no other."
+    order = _taken(tuple(names[0] for names in fitting), len(moved), MODEL_PART)
+    return replace(order, notes=(said, *order.notes))
+
+
+def _modules_in(names: Iterable[str]) -> Iterator[tuple[str, ...]]:
+    """Yields the names of the parameters in each module."""
+    inside: dict[str, list[str]] = {}
+    for name in names:
+        for module in accumulate(name.split(".")[:-1], "{}.{}".format):
+            inside.setdefault(module, []).append(name)
+    yield from map(tuple, inside.values())
 
 
 def running_statistics(names: Iterable[str]) -> Iterator[str]:

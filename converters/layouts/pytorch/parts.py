@@ -71,7 +71,7 @@ _AVERAGES_COUNT = frozenset({"n_averaged", "initted"})
 
 Source: pytorch/pytorch torch/optim/swa_utils.py, `AveragedModel`; lucidrains/ema-pytorch, ema_pytorch.py, `EMA`.
 """
-DEEPEST, MOST_PARTS = 3, 100
+DEEPEST, MOST_PARTS = 4, 100
 """How deep below the top other places are looked for, and the longest list that is looked through."""
 BUFFERS, GROUPS = "buffers", "param_groups"
 """Parts of `extra` that lie elsewhere in the file: in `model`, and in the groups; as `BESIDE` does at the top."""

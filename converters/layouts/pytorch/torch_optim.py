@@ -69,7 +69,7 @@ from statekit.converters.layouts.pytorch.side_by_side import (
 )
 from statekit.errors import Faults, InexactError, NamesError, StateError
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, OPTIMIZER_NAME, SORTED, Checkpoint
-from statekit.lines.printing import SavedRun, State
+from statekit.lines.printing import SavedRun, State, torch_lines
 from statekit.state.constants import variant_constants
 from statekit.state.evidence import Fact, KnownFrom, beyond, fits_several, of_class
 from statekit.state.factoring import by_shape, matrix_rule, turned_matrices
@@ -345,6 +345,8 @@ class TorchOptim:
                 return lines.trainer_lines(state, saved)
             case "accelerate":
                 return lines.accelerate_lines(state, saved)
+            case "safetensors" if saved.halves:  # no call of their library loads both
+                return torch_lines(state, saved)
             case "safetensors":
                 return lines.pretrained_lines(state, saved)
             case "dcp":
