@@ -118,7 +118,8 @@ def test_a_cell(row: Row, target: str, tmp_path: Path) -> None:
 def kept(layout: Layout, state: TrainState) -> TrainState:
     """Returns a state as the layout holds it: masters are the parameters where they have no other place."""
     state = state if isinstance(layout, KeepsMasters) else as_params(state)[0]
-    if layout.name == "deepspeed":  # whose optimizer has a float32 master for each parameter of less
+    if layout.name in ("deepspeed", "megatron-distributed", "megatron-float16"):
+        # Their optimizers have a float32 master for each parameter of less.
         state = replace(state, slots={path: _with_master(state, path) for path in state.slots})
     return encoded(state) if keeps_encoding(layout) else state
 

@@ -59,6 +59,24 @@ def test_codes_go_there_and_back_as_they_are(name: str, tmp_path: Path) -> None:
                     assert tensor.scale.read().tobytes() == again.scale.read().tobytes()
 
 
+@pytest.mark.parametrize("name", [BNB, LION, "ao_adamw4bit"])
+def test_codes_go_there_and_back_through_a_folder_of_torch_distributed(name: str, tmp_path: Path) -> None:
+    hints: dict[str, Any] = {"optimizer": "adamw"} if name in TORCHAO else {}
+    assert (
+        statekit.convert(checkpoint(name), tmp_path / "dcp", to="dcp", **hints).plan.exactness.name
+        == "BITWISE"
+    )
+    assert statekit.convert(tmp_path / "dcp", tmp_path / "back.pt", **hints).plan.exactness.name == "BITWISE"
+    with statekit.open(checkpoint(name), **hints) as old, statekit.open(tmp_path / "back.pt", **hints) as new:
+        for path, slots in old.state.slots.items():
+            for slot, tensor in slots.items():
+                again = new.state.slots[path][slot]
+                assert tensor.read().tobytes() == again.read().tobytes()
+                if isinstance(tensor, Quantized):
+                    assert isinstance(again, Quantized)
+                    assert tensor.codes.read().tobytes() == again.codes.read().tobytes()
+
+
 def test_bitsandbytes_and_torchao_have_the_same_codes(tmp_path: Path) -> None:
     source, target = checkpoint(BNB), tmp_path / "torchao.pt"
     assert statekit.convert(source, target, layout="torchao-8bit").plan.exactness.name == "BITWISE"

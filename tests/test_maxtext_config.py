@@ -14,6 +14,7 @@ import statekit
 from statekit.cli.main import main
 from statekit.conversion.resume import of_plan, resume_lines
 from statekit.errors import UsageError
+from statekit.maps.model_map import maps_of
 
 pytestmark = pytest.mark.torch
 CASE = Path(__file__).parent / "cases/train/maxtext_llama_scanned/3"
@@ -110,3 +111,16 @@ def test_a_model_that_the_map_has_no_word_for_is_refused(tmp_path: Path) -> None
     config.write_text(config.read_text().replace("rope_type: default", "rope_type: yarn"))
     with pytest.raises(UsageError, match="no word for"):
         statekit.convert(run, tmp_path / "hf", to="hf-trainer", map=MAP)
+
+
+@pytest.mark.parametrize(
+    "name", ["maxtext-gemma:hf-gemma", "hf-mixtral:megatron-mixtral", "maxtext-deepseek3:hf-llama"]
+)
+def test_models_without_a_map_are_refused_by_name_with_the_reason(name: str) -> None:
+    with pytest.raises(UsageError, match=r"examined|none of it was run"):
+        maps_of(name)
+
+
+def test_a_block_without_a_map_is_no_word_that_is_missing() -> None:
+    with pytest.raises(UsageError, match="experts"):
+        maps_of("maxtext-llama:hf-llama", {"decoder_block": "mixtral"}, builds=False)

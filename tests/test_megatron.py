@@ -34,6 +34,9 @@ from statekit.errors import (
     UsageError,
 )
 from statekit.files.checkpoint import Checkpoint
+from statekit.lines.printing import SavedRun
+from statekit.state.rates import Piece, Rates, piece
+from statekit.state.run import RunState, Schedule
 from statekit.state.train_state import Counts, TrainState
 from statekit.tensors.tensor import DTYPES, Cast, Filled, in_memory, same_values
 
@@ -206,6 +209,29 @@ def test_a_schedule_that_is_not_constant_is_not_written_as_one() -> None:
     assert any("StepLR" in note for note in encoded.assumptions)
     encoded = LAYOUT.encode(of_torch(adam(), adam(0.0, lr=0.3)))
     assert "opt_param_scheduler" not in encoded.tree["common"]
+
+
+def test_the_lines_make_megatrons_own_schedule_of_updates() -> None:
+    """OptimizerParamScheduler of megatron-core 0.16.1 gave 0.0075, 0.005, 0.0025 after these lines."""
+    warmup = piece("linear", start=0.0, end=0.01, steps=2)
+    cosine = piece("cosine", 2, 2, start=0.01, end=0.0, steps=6)
+    state = of_torch(adam(), adam(0.0)).to_json()
+
+    def lines(*pieces: Piece) -> list[str]:
+        schedule = Schedule("LambdaLR", {}, 3, "extra/torch/scheduler", (Rates(pieces),))
+        return LAYOUT.lines(
+            state, SavedRun("megatron", "megatron", Path("x"), 3, run=RunState((schedule,)), converted=True)
+        )
+
+    printed = lines(warmup, cosine)
+    (made,) = (line for line in printed if "OptimizerParamScheduler(" in line)
+    shape = (
+        "init_lr=0.0, max_lr=0.01, min_lr=0.0, lr_warmup_steps=2, lr_decay_steps=8, lr_decay_style='cosine'"
+    )
+    assert shape in made and "scheduler.step(3)" in printed
+    later = piece("cosine", 4, 4, start=0.01, end=0.0, steps=6)
+    for other in ((warmup, later), (piece("rsqrt", 0, start=0.1, shift=1, floor=0.0),)):
+        assert not any("OptimizerParamScheduler(" in line for line in lines(*other))
 
 
 def test_of_two_counts_the_one_that_moved_is_meant() -> None:

@@ -29,7 +29,7 @@ from statekit.maps.modules import FLATTEN, HEADS, KINDS, Modules, TargetModel, k
 from statekit.maps.operations import Merge, Operation, Part, Permute, Stack, Unstack
 from statekit.maps.pretrained import Model, Pretrained, Rule
 from statekit.maps.scale import Scale
-from statekit.maps.settings import Settings, known_settings, settings_of
+from statekit.maps.settings import Settings, known_settings, settings_of, why_unmapped
 from statekit.maps.sizes import Factor, KeepFirst, Recast, Replicate, Resize, Unfactor
 from statekit.state.run import BESIDE, BUFFERS
 from statekit.state.train_state import Axis, TrainState
@@ -674,7 +674,7 @@ def data_of(name: str, files: Files | None = None) -> tuple[Mapping[str, Any], b
     path = name.removesuffix(BACK)
     if path.endswith(".json"):
         return _users(Path(path), files), path != name
-    check_name("map", name, map_names(), "--map")
+    check_name("map", name, map_names(), "--map", why_unmapped)
     a, b = name.split(":")
     turned = f"{a}.{b}.json" not in _files()
     file = f"{b}.{a}.json" if turned else f"{a}.{b}.json"

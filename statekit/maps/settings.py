@@ -86,7 +86,9 @@ class Settings:
                 continue
             key, setting = self.key(name) or name, self._value(name, value)
             if setting is _UNKNOWN:
-                faults.add(f"is {value!r:.80}, which the map has no word for; say {key}", name)
+                why = why_unmapped(str(value))
+                because = f": {why}" if why else f", which the map has no word for; say {key}"
+                faults.add(f"is {value!r:.80}{because}", name)
             elif canonical.setdefault(key, setting) != setting:
                 faults.add(f"is {value!r:.80}, and {key} is said to be {canonical[key]!r:.80}", name)
         return canonical
@@ -131,6 +133,12 @@ class Settings:
 _UNKNOWN = object()
 
 
+def why_unmapped(name: str) -> str:
+    """Returns why there is no map of a model or map that somebody names; "" of one that nothing is known of."""
+    reasons = _data()["unmapped"]
+    return next((str(reasons[word]) for word in reasons if word in name.lower()), "")
+
+
 def settings_of(*names: str | None) -> Settings:
     """Returns how codebases say what their models are: the first in its checkpoints too, all of them by `--config`."""
     each = [Settings() if name is None else _known()[name] for name in names]
@@ -152,8 +160,13 @@ def known_settings() -> Iterator[str]:
 
 
 @cache
-def _known() -> dict[str, Settings]:
+def _data() -> dict[str, Any]:
     text = resources.files("statekit.converters").joinpath("settings.json").read_text(encoding="utf-8")
+    return dict(json.loads(text))
+
+
+@cache
+def _known() -> dict[str, Settings]:
     return {
         name: Settings(
             record["keys"],
@@ -161,6 +174,6 @@ def _known() -> dict[str, Settings]:
             tuple(record.get("places", ())),
             record.get("beside", False),
         )
-        for name, record in json.loads(text).items()
-        if name != "facts"
+        for name, record in _data().items()
+        if name not in ("facts", "unmapped")
     }

@@ -33,7 +33,7 @@ MOMENTS = {"m": "exp_avg", "v": "exp_avg_sq"}
 """The slots that may lie in few bits, and PyTorch's names of them."""
 _SMALLEST = 4096
 """Elements from which on both libraries keep a parameter's moments in few bits."""
-_CONTAINERS = ("torch", "hf-trainer", "accelerate", "safetensors")
+_CONTAINERS = ("torch", "hf-trainer", "accelerate", "safetensors", "dcp")
 _OPTIONS = ("lr", "betas", "eps", "weight_decay")
 """Arguments of the libraries' optimizers."""
 _OFF = ("amsgrad", "maximize")
