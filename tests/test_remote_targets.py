@@ -15,7 +15,7 @@ import pytest
 from store_serving import SECRET, Served, serving
 
 import statekit
-from statekit.cli.main import DONE, FAILED, main
+from statekit.cli.main import DONE, main
 from statekit.conversion import registry
 from statekit.conversion.contracts import HasEntries
 from statekit.errors import (
@@ -249,19 +249,6 @@ def test_a_forged_claim_removes_nothing_and_is_named(
     with pytest.raises(TargetExistsError):
         written("s3://bucket/runs/1", to="statekit")
     assert store.files == before
-
-
-def test_a_name_that_no_store_is_asked_for_is_an_error_of_ours(
-    store: Served, capsys: pytest.CaptureFixture[str]
-) -> None:
-    name = "runs/1/\x01"
-    claim = f"runs/{WORK}1/claim-0001.json"
-    store.files |= {name: b"half", claim: json.dumps(CLAIM).encode()}
-    store.marks |= dict.fromkeys(store.files, "m")
-    before = dict(store.files)
-    assert main(["sweep", "s3://bucket/runs", "--idle-hours", "0", "--json"]) == FAILED
-    assert "can't be read" in capsys.readouterr().err
-    assert name in store.files and store.files.keys() >= before.keys()
 
 
 def test_the_hub_is_no_target() -> None:

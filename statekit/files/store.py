@@ -273,8 +273,7 @@ def asking(root: str, name: str, passing: tuple[type[Exception], ...] = ()) -> I
         raise NotFoundError("There is no such file or bucket.", place=place) from None
     except (of.PermissionDeniedError, of.UnauthenticatedError):
         raise _denied(place) from None
-    except (of.BaseError, OSError, ValueError) as error:
-        # ValueError is of a name that obstore asks no store for.
+    except (of.BaseError, OSError) as error:
         status = _STATUS.search(f"{error}")
         if status and status[0][:3] in ("401", "403"):  # of a listing, which has no error of its own
             raise _denied(place) from None
