@@ -496,6 +496,14 @@ def _sparse(folder: Path) -> Path:
     return path
 
 
+@bomb("TensorFlow: a name of 50 MB in the text file of a folder", quick=True)
+def _newest(folder: Path) -> Path:
+    for number in (1, 2):
+        (folder / f"model.ckpt-{number}.index").write_bytes(b"")
+    (folder / "checkpoint").write_bytes(b'model_checkpoint_path: "' + b"x" * 50_000_000 + b'"')
+    return folder
+
+
 # msgpack: of Flax, T5X and old Orbax.
 
 
