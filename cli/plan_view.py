@@ -168,8 +168,8 @@ def _mapped(plan: Plan, each: bool) -> Iterator[str]:
             how = ", ".join((*one.operations, *one.slots))
             yield f"{', '.join(one.sources)} -> {one.target}" + (f" ({how})" if how else "")
     elif plan.mapped:
-        sources = {path for one in plan.mapped for path in one.sources}
-        slots = sum(len(one.slots) for one in plan.mapped)
+        sources = {path for mapping in plan.mapped for path in mapping.sources}
+        slots = sum(len(mapping.slots) for mapping in plan.mapped)
         yield f"all {len(sources)} parameters, to {len(plan.mapped)} with {slots} slots; --dry-run --json lists them"
 
 

@@ -147,7 +147,7 @@ def _laid(encoded: Encoded) -> tuple[dict[str, Tensor], Collection[str]]:
         FormatError: A parameter has a name of theirs.
     """
     model, optimizer = encoded.tree["model"], encoded.tree["optimizer"]
-    slots = {f"{PREFIX}{key}": one for key, one in optimizer.items() if isinstance(one, Tensor)}
+    slots = {f"{PREFIX}{key}": slot for key, slot in optimizer.items() if isinstance(slot, Tensor)}
     clash = next((name for name in model if name.startswith(PREFIX)), None)
     if clash is not None:
         raise FormatError(f"A parameter's name begins with {PREFIX}", place=clash)

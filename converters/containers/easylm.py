@@ -82,8 +82,8 @@ def _rounded(checkpoint: Checkpoint) -> tuple[Finding, ...]:
     names = [name for name, tensor in tensors if tensor.dtype.name == "bfloat16"]
     if not names or any(tensor.dtype.name == "float32" for _, tensor in tensors):
         return ()
-    what = "all floats, parameters too, are bfloat16, to which EasyLM rounds them unless float_dtype says otherwise"
-    return (Finding(what, names[0], kind="slots-narrow"),)
+    note = "all floats, parameters too, are bfloat16, to which EasyLM rounds them unless float_dtype says otherwise"
+    return (Finding(note, names[0], kind="slots-narrow"),)
 
 
 CONTAINER = EasyLM()

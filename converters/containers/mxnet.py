@@ -194,7 +194,11 @@ def _params_beside(states: Place) -> tuple[Place | None, str]:
     """Returns the parameters that belong to a file of states of another name, and how they were found."""
     folder = states.parent
     every = [p for p in _found(folder, PARAMS, _is_there) if not p.with_suffix(STATES).is_file()]
-    folders = [one for one in (folder, *listing(folder)) if one.is_dir() and is_params_folder(one)]
+    folders = [
+        candidate
+        for candidate in (folder, *listing(folder))
+        if candidate.is_dir() and is_params_folder(candidate)
+    ]
     # One that is damaged is an error, not absent.
     candidates = [*(p for p in every if is_params_file(p)), *folders] or every
     if not candidates:

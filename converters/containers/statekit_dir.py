@@ -65,7 +65,7 @@ class StatekitFolder:
             check_step(step, number, path)
             tensors, faults = _open_shards(path, manifest, files)
             tree = _restore(manifest, tensors, path / FILE)
-        findings = tuple(Finding(what, place, True) for what, place in (*damage, *faults))
+        findings = tuple(Finding(fault, place, True) for fault, place in (*damage, *faults))
         entries = {path / name: entry for name, entry in manifest["files"].items()}
         proof = Proof(path / FILE, manifest, entries, manifest["tensors"])
         meta = {

@@ -316,7 +316,8 @@ def _of_model(text: str, path: Place, account: Account) -> dict[str, Any]:
 
     bound = {name: read_gin(text, path, name, account) for name in gin_configurables()}
     return {
-        name: {"values": dict(one.values), "references": dict(one.references)} for name, one in bound.items()
+        name: {"values": dict(bindings.values), "references": dict(bindings.references)}
+        for name, bindings in bound.items()
     }
 
 

@@ -89,8 +89,8 @@ class T5XFolder:
                 Finding(f"the index also holds {key!r}, which isn't read", str(index)) for key in unread
             )
             meta = {"generation": "legacy", "version": version}
-            known = {INDEX} | {prefix.partition("/")[0] for prefix in prefixes}
-            return step_checkpoint(self.name, step_folder, tree, meta, known, findings, files)
+            read = {INDEX} | {prefix.partition("/")[0] for prefix in prefixes}
+            return step_checkpoint(self.name, step_folder, tree, meta, read, findings, files)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes `checkpoint_<step>/`, arrays first and the index last.
@@ -105,7 +105,7 @@ class T5XFolder:
         """Returns runs of arrays, each array a folder."""
         prefix = step_prefix(target, encoded.step, FOLDER)
         folders, partitioned = array_names(encoded.tree), _partitioned(encoded.tree)
-        arrays = {name: one for name, one in tensor_names(encoded.tree).items() if name in partitioned}
+        arrays = {name: tensor for name, tensor in tensor_names(encoded.tree).items() if name in partitioned}
         parts = sharded(arrays, cut.limit(_SECTION_BYTES))
         return [_arrays_section(f"arrays-{i:05}", prefix, folders, part) for i, part in enumerate(parts)]
 

@@ -180,8 +180,8 @@ def _open_halves(folder: Place, halves: Halves, files: Files) -> Checkpoint:
         meta |= {OPTIMIZER_NAME: match[1]} if match else {}
     if classes := [part.meta[CLASSES] for part in opened.values() if CLASSES in part.meta]:
         meta[CLASSES] = ", ".join(dict.fromkeys(classes))
-    findings = tuple(finding for one in opened.values() for finding in one.findings)
-    tree = named({part: one.tree for part, one in opened.items()})
+    findings = tuple(finding for side in opened.values() for finding in side.findings)
+    tree = named({part: half.tree for part, half in opened.items()})
     return Checkpoint(CONTAINER.name, folder, tree, meta, halves.step, findings)
 
 
@@ -230,13 +230,13 @@ def _as_lightning(encoded: Encoded) -> Encoded:
         "optimizer_states": [optimizer],
         "lr_schedulers": schedule,
     }
-    said = (
+    note = (
         f"The source isn't a run of Lightning: the file says {encoded.step} updates of one batch each in epoch 0, "
         "which begins its data anew; its Trainer takes an optimizer with these groups in this order."
     )
     parts = {**places, "model": _STATE_DICT, "optimizer": _OPTIMIZER}
     return replace(
-        encoded, tree=tree, exactness=exactness, parts=parts, assumptions=(*encoded.assumptions, said)
+        encoded, tree=tree, exactness=exactness, parts=parts, assumptions=(*encoded.assumptions, note)
     )
 
 
@@ -396,7 +396,7 @@ def _scheduler(state: Mapping[str, Tree]) -> dict[str, Tree]:
     """Returns the state_dict of a scheduler, which has no functions, and of other callables what they keep."""
     kept = {key: part for key, part in state.items() if key != _INNER}
     if isinstance(functions := kept.get(_LAMBDAS), list):
-        kept[_LAMBDAS] = [one.state if isinstance(one, Record) else None for one in functions]
+        kept[_LAMBDAS] = [function.state if isinstance(function, Record) else None for function in functions]
     return kept
 
 

@@ -245,7 +245,7 @@ def read_gin_call(
     lines = _lines(text, place, account)
     values = (tokens for selector, tokens in lines.bindings if selector.rpartition(".")[2] == parameter)
     bound = {lines.expanded(tokens).replace(" ", "") for tokens in values}
-    names = {match[2]: match[1] or "" for one in bound if (match := _CALL.fullmatch(one))}
+    names = {match[2]: match[1] or "" for binding in bound if (match := _CALL.fullmatch(binding))}
     if len(bound) > 1 or (bound and not names):
         return Call(" or ".join(sorted(bound)), whole=False)
     named, scope = next(iter(names.items()), (function, ""))

@@ -76,18 +76,18 @@ class Storage:
         Raises:
             BudgetError: It shows the same stored values so often that they are more than the job may hold.
         """
-        made = Stored(shape, part.dtype, part, self.name, self.place, None, "", self.checksum)
+        tensor = Stored(shape, part.dtype, part, self.name, self.place, None, "", self.checksum)
         if self._first is None:
-            self._first = made
+            self._first = tensor
         else:
             self._windows = self._windows or {_key(self._first): self._first}
-            known = self._windows.setdefault(_key(made), made)
-            if known is not made:
-                return known
+            first_window = self._windows.setdefault(_key(tensor), tensor)
+            if first_window is not tensor:
+                return first_window
         more = math.prod(shape) * part.dtype.itemsize - self.nbytes
         if more > 0 and self.account:
             self.account.hold(more, _EXPANDED, f"{self.name} in {self.place}")
-        return made
+        return tensor
 
 
 @dataclass(slots=True, eq=False)

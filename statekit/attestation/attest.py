@@ -262,13 +262,13 @@ def _opened(path: Place, run: LiveRun) -> Iterator[tuple[OpenState, tuple[str, .
     tries = [(run.hints, ""), *run.instead]
     for i, (hints, sentence) in enumerate(tries):
         try:
-            opened, said = open_state(hints.at(path)), (sentence,) if sentence else ()
+            opened, notes = open_state(hints.at(path)), (sentence,) if sentence else ()
             break
         except StateError:
             if i + 1 == len(tries):
                 raise
     with opened:
-        yield opened, said
+        yield opened, notes
 
 
 def _by_path(state: TrainState) -> TrainState:
@@ -310,7 +310,13 @@ def _under_rule_of(right: TrainState, live: TrainState) -> tuple[TrainState, lis
     change = change_rule(right, theirs, mine)
     worse = [difference for difference in change.differences if difference.exactness > Exactness.ROUNDING]
     return change.state, [
-        fault("rule", [one.what], f"{one.source} ({theirs})", f"{one.target} ({mine})") for one in worse
+        fault(
+            "rule",
+            [rule_difference.what],
+            f"{rule_difference.source} ({theirs})",
+            f"{rule_difference.target} ({mine})",
+        )
+        for rule_difference in worse
     ]
 
 

@@ -102,13 +102,13 @@ class Attestation:
         Args:
             findings: Those of each process, in their order.
         """
-        every = list(dict.fromkeys(one for finding in findings for one in finding))
-        ranks = {one: [i for i, finding in enumerate(findings) if one in finding] for one in every}
+        every = list(dict.fromkeys(item for finding in findings for item in finding))
+        ranks = {item: [i for i, finding in enumerate(findings) if item in finding] for item in every}
         merged = tuple(
-            one
-            if len(ranks[one]) == len(findings)
-            else replace(one, where=tuple(f"{place} on rank {ranks[one][0]}" for place in one.where))
-            for one in every
+            item
+            if len(ranks[item]) == len(findings)
+            else replace(item, where=tuple(f"{place} on rank {ranks[item][0]}" for place in item.where))
+            for item in every
         )
         return replace(self, findings=merged)
 
@@ -162,7 +162,7 @@ class Attestation:
         rows = [printable(f"{self.headline}. {compared}{updates}")]
         rows += [str(finding) for finding in self.findings]
         rows += [printable(f"Warning: {warning}.") for warning in self.warnings]
-        rows += [printable(f"Not compared: {one}.") for one in self.unchecked]
+        rows += [printable(f"Not compared: {omission}.") for omission in self.unchecked]
         rows += [printable(f"Assumed: {assumption}") for assumption in self.assumptions]
         return "\n".join(rows)
 

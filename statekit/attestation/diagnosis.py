@@ -49,9 +49,9 @@ class _Diagnosis:
         empty = self._is_empty()
         if empty:
             missing = self._of("missing", slots=True)
-            steps = {one.path: one for one in self._of("updates")}
+            steps = {update.path: update for update in self._of("updates")}
             done = max((int(step.expected) for step in steps.values()), default=0)
-            where = dict.fromkeys([*(one.path for one in missing), *steps])
+            where = dict.fromkeys([*(difference.path for difference in missing), *steps])
             count = sum(len(self._right.slots.get(path, {})) for path in where)
             yield fault("optimizer-empty", where, f"{count} slots after {done} updates", "a new optimizer's")
         yield from self._of_params()
@@ -77,10 +77,12 @@ class _Diagnosis:
 
     def _of_beside(self) -> Iterator[Finding]:
         """Yields what differs of tensors that are no parameters and no slots."""
-        each = [one for one in self._all if one.place.startswith("extra/")]
-        yield from _values("beside-differs", [one for one in each if one.what == "values"])
+        differing = [difference for difference in self._all if difference.place.startswith("extra/")]
+        yield from _values(
+            "beside-differs", [difference for difference in differing if difference.what == "values"]
+        )
         for what in ("shape", "dtype"):
-            yield from _gathered(what, [one for one in each if one.what == what])
+            yield from _gathered(what, [difference for difference in differing if difference.what == what])
 
     def _is_empty(self) -> bool:
         """Tells whether the live optimizer has nothing that an update leaves behind."""
@@ -88,8 +90,8 @@ class _Diagnosis:
         return lacks and is_new(self._live)
 
     def _of_rule(self) -> Iterator[Finding]:
-        for one in self._of("rule"):
-            yield fault("rule", [one.place], one.expected, one.actual)
+        for difference in self._of("rule"):
+            yield fault("rule", [difference.place], difference.expected, difference.actual)
 
     def _of_params(self) -> Iterator[Finding]:
         yield from _gathered("parameter-missing", self._of("missing", slots=False))
@@ -139,19 +141,20 @@ class _Diagnosis:
         """Returns the slots that are those of another parameter, with its path."""
         candidates: dict[tuple[object, ...], dict[str, str]] = {}
         pairs = []
-        for one in differing:
-            if not one.path or parts_of(self._slot(self._live, one)) is not None:
+        for difference in differing:
+            if not difference.path or parts_of(self._slot(self._live, difference)) is not None:
                 continue
-            live = self._slot(self._live, one)
-            key = (one.item, live.shape, live.dtype.name)
+            live = self._slot(self._live, difference)
+            key = (difference.item, live.shape, live.dtype.name)
             if key not in candidates:
                 candidates[key] = {
-                    tensor_digest(slots[one.item]): path
+                    tensor_digest(slots[difference.item]): path
                     for path, slots in self._right.slots.items()
-                    if one.item in slots and (slots[one.item].shape, slots[one.item].dtype.name) == key[1:]
+                    if difference.item in slots
+                    and (slots[difference.item].shape, slots[difference.item].dtype.name) == key[1:]
                 }
             if (path := candidates[key].get(tensor_digest(live))) is not None:
-                pairs.append((one, path))
+                pairs.append((difference, path))
         return pairs
 
     def _of_options(self) -> Iterator[Finding]:
@@ -185,11 +188,21 @@ class _Diagnosis:
         )
 
     def _of_run(self) -> Iterator[Finding]:
-        for one in (*self._of("schedule"), *self._of("later")):
-            yield fault("schedule", [one.place], f"{one.item} {one.expected!r}", f"{one.item} {one.actual!r}")
-        for one in self._of("part"):
-            name = "scaler" if one.item == "scaler" else "broken"
-            yield fault(name, [one.place], one.expected or "none in the checkpoint", one.actual or "none")
+        for difference in (*self._of("schedule"), *self._of("later")):
+            yield fault(
+                "schedule",
+                [difference.place],
+                f"{difference.item} {difference.expected!r}",
+                f"{difference.item} {difference.actual!r}",
+            )
+        for difference in self._of("part"):
+            name = "scaler" if difference.item == "scaler" else "broken"
+            yield fault(
+                name,
+                [difference.place],
+                difference.expected or "none in the checkpoint",
+                difference.actual or "none",
+            )
 
 
 def _gathered(
@@ -198,7 +211,7 @@ def _gathered(
     """Yields one finding for differences of one kind; what is expected and there is said of the first."""
     if differences:
         first = differences[0]
-        values = [shown(one) if one is not None else "nothing" for one in (first.expected, first.actual)]
+        values = [shown(side) if side is not None else "nothing" for side in (first.expected, first.actual)]
         yield fault(name, [difference.place for difference in differences], *values)
 
 

@@ -105,7 +105,7 @@ def doctor(
     refs = [ref_of(source, hints, container=container, step=step) for source in sources]
     places = [place for ref in refs for place in checkpoints_at(ref)]
     is_step_asked = any(ref.step is not None for ref in refs)
-    each = list[Examination]()
+    examinations = list[Examination]()
     are_named = _numbers_in_names(places) is not None
     with ExitStack() as stack:
         before: tuple[Step, ExitStack, int | None] | None = None
@@ -114,15 +114,15 @@ def doctor(
             try:
                 opened = inner.enter_context(open_state(place.ref))
             except NamesError as error:
-                each.append(_of_no_names(place, error, on_tensor))
+                examinations.append(_of_no_names(place, error, on_tensor))
                 continue
             except UnknownFormatError as error:
-                each.append(_of_unknown(place, error, on_tensor))
+                examinations.append(_of_unknown(place, error, on_tensor))
                 continue
             except (StateError, FormatError, NotFoundError) as error:
                 if is_step_asked and isinstance(error, NotFoundError):
                     raise
-                each.append(Examination(place.path, None, _of_no_state(place, error), ()))
+                examinations.append(Examination(place.path, None, _of_no_state(place, error), ()))
                 continue
             now = Step(opened.state, readings(opened.state, on_tensor))
             findings = list(of_one_step(opened, now.read))
@@ -132,8 +132,8 @@ def doctor(
                 findings += _since(earlier, now, findings, is_later, are_named)
                 files.close()
             before = now, inner, _number(opened)
-            each.append(_examined(opened, findings, now, ignored))
-    return tuple(each)
+            examinations.append(_examined(opened, findings, now, ignored))
+    return tuple(examinations)
 
 
 def _faults_of(names: Collection[str]) -> frozenset[str]:

@@ -80,7 +80,9 @@ def _is_apart(part: TrainState, group: Group, path: str, later: TrainState) -> b
     alone = replace(group, paths=(path,))
     state = replace(part.only([path]), optimizer=replace(part.optimizer, groups=(alone,)))
     rates = {
-        scalar(stored_rate(one.hyperparameters)) for one in (group, later.group_of(path)) if one is not None
+        scalar(stored_rate(moved_group.hyperparameters))
+        for moved_group in (group, later.group_of(path))
+        if moved_group is not None
     }
     try:
         ends = [_stepped(state, path, _gradient(state, alone, old, new), rate) for rate in rates - {None}]

@@ -108,19 +108,21 @@ class NextUpdate:
         """
         assert self._sides is not None
         chosen, before = self._chosen, self._sides.result
-        each, said, tensors = list[Finding](), list[str](), 0
+        findings, notes, tensors = list[Finding](), list[str](), 0
         try:
             after = self._sides.decode()
         except StatekitError as error:
-            each = broken(error) if self._sides.live is not None else []  # else it was before, which is said
+            findings = (
+                broken(error) if self._sides.live is not None else []
+            )  # else it was before, which is said
         else:
-            each, said, tensors = update_findings(
+            findings, notes, tensors = update_findings(
                 self._sides.right, after, chosen, grads, moved, sqrt_units, self._rate, execution
             )
         self._made = replace(
             before,
-            findings=tuple(each),
-            unchecked=(*before.unchecked, *chosen.unchecked, *said),
+            findings=tuple(findings),
+            unchecked=(*before.unchecked, *chosen.unchecked, *notes),
             assumptions=(*before.assumptions, *assumptions),
             tensors=before.tensors + tensors,
             stepped=len(chosen.blocks) if tensors else 0,

@@ -83,8 +83,8 @@ class Readings:
 
     def digest(self, path: str, slot: str = "") -> str | None:
         """Returns the digest of a tensor; None if there is none."""
-        one = self.tensors.get((path, slot))
-        return None if one is None else one.digest
+        reading = self.tensors.get((path, slot))
+        return None if reading is None else reading.digest
 
 
 def place(key: Key) -> str:
@@ -109,13 +109,13 @@ def readings(state: TrainState, on_tensor: OnTensor = lambda name, size: None) -
         for key, tensor in zip(keys, together, strict=True):
             on_tensor(place(key), nbytes(tensor))
             total += nbytes(tensor)
-        each = [_begun(state, key, tensor) for key, tensor in zip(keys, together, strict=True)]
+        begun = [_begun(state, key, tensor) for key, tensor in zip(keys, together, strict=True)]
         try:
-            _read(state, keys, together, each)
+            _read(state, keys, together, begun)
         except (FormatError, NotFoundError) as error:
             damaged.update(dict.fromkeys(keys, error))
             continue
-        tensors.update(zip(keys, each, strict=True))
+        tensors.update(zip(keys, begun, strict=True))
     return Readings(tensors, damaged, total)
 
 
@@ -141,15 +141,15 @@ def _tensors(state: TrainState) -> Iterator[tuple[tuple[Key, ...], tuple[Tensor,
 
 def _begun(state: TrainState, key: Key, tensor: Tensor) -> Reading:
     """Returns the reading of a tensor before its first block, with what will be asked of it."""
-    (path, slot), one = key, Reading()
+    (path, slot), reading = key, Reading()
     if "param_rms" in state.slots.get(path, {}) and slot in ("", "delta", "param_rms", "scale_grads"):
-        one.squares = 0.0
+        reading.squares = 0.0
     rule = state.rules.get(path)
     if slot in FACTORED and rule is not None and len(rule.kept(slot)) == len(tensor.shape):
-        one.means = np.zeros([tensor.shape[i] for i in _along(rule, slot)])
+        reading.means = np.zeros([tensor.shape[i] for i in _along(rule, slot)])
         if {*FACTORED} <= state.slots[path].keys() and is_ambiguous(rule, state.params[path].shape):
-            one.sketch = np.zeros(0)
-    return one
+            reading.sketch = np.zeros(0)
+    return reading
 
 
 def is_ambiguous(rule: Rule, shape: Sequence[int]) -> bool:
@@ -162,7 +162,9 @@ def _along(rule: Rule, slot: str) -> list[int]:
     return [i for i, axis in enumerate(rule.kept(slot)) if rule.axes[axis] in (Axis.BATCH, Axis.NONE)]
 
 
-def _read(state: TrainState, keys: Sequence[Key], tensors: Sequence[Tensor], each: Sequence[Reading]) -> None:
+def _read(
+    state: TrainState, keys: Sequence[Key], tensors: Sequence[Tensor], readings_of: Sequence[Reading]
+) -> None:
     """Reads tensors of one shape, block by block."""
     hashers = [blake3() for _ in tensors]
     widest = max(tensors, key=lambda tensor: tensor.dtype.itemsize)
@@ -173,7 +175,7 @@ def _read(state: TrainState, keys: Sequence[Key], tensors: Sequence[Tensor], eac
 
     pieces = passed(read())
     for index, parts in ahead(pieces) if nbytes(widest) > BLOCK_BYTES else pieces:
-        for key, part, reading, hasher in zip(keys, parts, each, hashers, strict=True):
+        for key, part, reading, hasher in zip(keys, parts, readings_of, hashers, strict=True):
             hasher.update(little_endian(part))
             reading.add(part)
             if reading.means is not None:
@@ -182,8 +184,8 @@ def _read(state: TrainState, keys: Sequence[Key], tensors: Sequence[Tensor], eac
                 reading.sketch = np.append(reading.sketch, part.astype(np.float64).ravel()[:SKETCH])[:SKETCH]
         if len(parts) == 2:
             param, master = parts
-            each[1].unrounded += _unequal(rounded(master, param.dtype), param)
-    for key, tensor, reading, hasher in zip(keys, tensors, each, hashers, strict=True):
+            readings_of[1].unrounded += _unequal(rounded(master, param.dtype), param)
+    for key, tensor, reading, hasher in zip(keys, tensors, readings_of, hashers, strict=True):
         reading.digest = hasher.hexdigest()
         if reading.means is not None and reading.size:
             kept = _along(state.rules[key[0]], key[1])

@@ -42,8 +42,8 @@ class Step:
 
 def are_of_one_run(earlier: TrainState, later: TrainState) -> bool:
     """Tells whether two states may be steps of one run: of one optimizer, and of mostly the same parameters."""
-    shapes = [{(path, param.shape) for path, param in one.params.items()} for one in (earlier, later)]
-    schemas = [{schema for schema, _ in one.optimizer.kinds} for one in (earlier, later)]
+    shapes = [{(path, param.shape) for path, param in side.params.items()} for side in (earlier, later)]
+    schemas = [{schema for schema, _ in side.optimizer.kinds} for side in (earlier, later)]
     common = shapes[0] & shapes[1]
     return 2 * len(common) > max(map(len, shapes)) and schemas[0] == schemas[1] != {WEIGHTS}
 
@@ -149,7 +149,7 @@ def _mixed(earlier: Step, later: Step, changes: _Changes) -> list[str]:
 
 def _same(earlier: Step, later: Step, path: str, name: str) -> bool | None:
     """Tells whether a tensor has the bits of the step before; None where that can't be said, or is chance."""
-    digests = [one.read.digest(path, name) for one in (earlier, later)]
+    digests = [side.read.digest(path, name) for side in (earlier, later)]
     tensor = later.state.slots[path][name] if name else later.state.params[path]
     if None in digests or nbytes(tensor) < SMALL:
         return None

@@ -64,8 +64,8 @@ def _of_this_process(
 ) -> Attestation:
     try:
         with attesting(path, run, sample, seed) as sides:
-            known, has_rule = sides.result, not any(map(is_native, sides.right.optimizer.schemas))
-        return known if has_rule else _by_names(run, ref_of(path).place, sample, seed) or known
+            attestation, has_rule = sides.result, not any(map(is_native, sides.right.optimizer.schemas))
+        return attestation if has_rule else _by_names(run, ref_of(path).place, sample, seed) or attestation
     except UnknownFormatError:
         result = _by_names(run, ref_of(path).place, sample, seed)
         if result is None:
@@ -79,9 +79,9 @@ def _by_names(run: LiveRun, path: Place, sample: int | None, seed: int) -> Attes
         return None
     running, hints = run.checkpoint(), run.hints
     with registry.opened(registry.detect_container(path)[0], path, hints.step, hints) as checkpoint:
-        right, said = registry.contents(checkpoint, hints.param_names), ""
+        right, note = registry.contents(checkpoint, hints.param_names), ""
         if right is not None and right.params and not right.slots and run.instead:
-            order, said = run.instead[0]
+            order, note = run.instead[0]
             right = registry.contents(checkpoint, order.param_names)
         live = registry.contents(running)
         if right is None or live is None or not right.params or not (right.slots or live.slots):
@@ -91,7 +91,7 @@ def _by_names(run: LiveRun, path: Place, sample: int | None, seed: int) -> Attes
             (running, live),
             findings=list(run.findings),
             elsewhere=run.elsewhere,
-            assumptions=[said] if said else [],
+            assumptions=[note] if note else [],
             sample=sample,
             seed=seed,
         )
@@ -124,16 +124,18 @@ def attest_by_names(
     expected = _without(expected, {*gone, *lacking})
     chosen = sampled([*expected.params], sample, seed)
     compared = _Compared(lambda path: path in chosen)
-    each = [*findings]
-    each += compared.findings("parameter", _named("params", expected.params), _named("params", actual.params))
-    each += compared.findings("slot", _slots(expected), _slots(actual))
-    each += _options(expected.options, actual.options)
-    said = [_RULE.format(what=expected.what.partition(";")[0]), *_unsaid(expected.options, actual.options)]
-    said += [f"the params/{path}: the checkpoint has it, and none was given" for path in lacking]
+    all_findings = [*findings]
+    all_findings += compared.findings(
+        "parameter", _named("params", expected.params), _named("params", actual.params)
+    )
+    all_findings += compared.findings("slot", _slots(expected), _slots(actual))
+    all_findings += _options(expected.options, actual.options)
+    notes = [_RULE.format(what=expected.what.partition(";")[0]), *_unsaid(expected.options, actual.options)]
+    notes += [f"the params/{path}: the checkpoint has it, and none was given" for path in lacking]
     if expected.others:
-        said.append(f"{some(sorted(expected.others))}: no parameters and no slots")
+        notes.append(f"{some(sorted(expected.others))}: no parameters and no slots")
     if sample is not None:
-        said.append(
+        notes.append(
             f"values of {len(expected.params) - len(chosen)} of {len(expected.params)} parameters (sample={sample})"
         )
     for name in _ROWS:
@@ -141,15 +143,15 @@ def attest_by_names(
             tree.get(name) if isinstance(tree := one.tree, Mapping) else None for one in (checkpoint, running)
         ]
         if None in rows:
-            said += [f"the {name}: one has none"] * (rows != [None, None])
+            notes += [f"the {name}: one has none"] * (rows != [None, None])
         elif to_json(rows[0]) != to_json(rows[1]):
             kind = "schedule" if name == "scheduler" else name
-            each.append(fault(kind, [name], *map(to_json, rows)))
+            all_findings.append(fault(kind, [name], *map(to_json, rows)))
     return Attestation(
         str(checkpoint.path),
         None,
-        tuple(each),
-        tuple(said),
+        tuple(all_findings),
+        tuple(notes),
         tuple(assumptions),
         len(expected.params),
         compared.tensors,
@@ -159,7 +161,7 @@ def attest_by_names(
 
 def _without(contents: Contents, paths: Collection[str]) -> Contents:
     def kept(part: Mapping[str, Any]) -> dict[str, Any]:
-        return {path: one for path, one in part.items() if path not in paths}
+        return {path: value for path, value in part.items() if path not in paths}
 
     return replace(
         contents, params=kept(contents.params), slots=kept(contents.slots), options=kept(contents.options)

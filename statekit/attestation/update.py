@@ -93,14 +93,14 @@ def chosen_blocks(
         UnknownRuleError: A rule needs a hyperparameter that the checkpoint doesn't say.
     """
     asked = {*paths}
-    said: list[str] = []
+    notes: list[str] = []
     blocks: dict[str, Index] = {}
     for group in right.optimizer.groups:
         wanted = [path for path in group.paths if path in asked and path in live.params]
         if not wanted:
             continue
         if why := _unstepped(right, group, wanted):
-            said.append(f"the update of {why}")
+            notes.append(f"the update of {why}")
             continue
         schema, variant = right.optimizer.kind(group)
         together = _acts_together(schema, str(variant), group)
@@ -110,12 +110,12 @@ def chosen_blocks(
         for path in due:
             index, why = (None, unstepped[path]) if path in unstepped else _block(live.params[path], alone)
             if index is None:
-                said.append(f"the update of {path}: {why}")
+                notes.append(f"the update of {path}: {why}")
             else:
                 stepped[path] = index
         if not together or len(stepped) == len(due):
             blocks.update(stepped)
-    return Chosen(blocks, tuple(said))
+    return Chosen(blocks, tuple(notes))
 
 
 def _unstepped(right: TrainState, group: Group, wanted: Sequence[str]) -> str:
@@ -200,7 +200,7 @@ def update_findings(
         execution: How the live run rounds: a name of `statekit.state.executions`; None: as the rule usually runs.
     """
     try:
-        before, rates, said = _restricted(right, after, chosen.blocks, rate)
+        before, rates, notes = _restricted(right, after, chosen.blocks, rate)
         bounds = IntervalBackend(True, sqrt_units=sqrt_units)
         given = {path: _interval(bounds, grads[path]) for path in before.params if path in grads}
         bound = mover(bounds, before, execution)(load(bounds, before), given, rates)
@@ -212,22 +212,22 @@ def update_findings(
     ]
     rows += [row for path in before.params for row in _slots(path, before, after, bound.slots[path], chosen)]
     wrong = sorted((row for row in rows if row.count), key=lambda row: row.farthest, reverse=True)
-    each = []
+    findings = []
     if wrong:
         first = wrong[0]
         apart = f"{first.count} of {first.size} elements outside, {first.example}"
-        each.append(
+        findings.append(
             fault("update-differs", [row.place for row in wrong], "within the rule's rounding", apart)
         )
-    each += _steps(right, after, moved)
-    return each, said, len(rows)
+    findings += _steps(right, after, moved)
+    return findings, notes, len(rows)
 
 
 def _restricted(
     right: TrainState, after: TrainState, blocks: Mapping[str, Index], rate: Callable[[Group], Any]
 ) -> tuple[TrainState, tuple[Any, ...], list[str]]:
     """Returns the checkpoint's state of what is stepped, each group's rate, and what was taken from the live run."""
-    groups, rates, said = _stepped_groups(right, after, blocks, rate)
+    groups, rates, notes = _stepped_groups(right, after, blocks, rate)
     moved = [path for group in groups for path in group.paths]
     params = {path: _read(right.params[path], blocks[path]) for path in moved}
     slots = {path: _slots_in(blocks[path], right, path) for path in moved}
@@ -238,7 +238,7 @@ def _restricted(
     elif unmade := [path for path in moved if not slots[path] and not right.counts.behind.get(path, 1)]:
         begun = initial(state).slots  # what had no gradient yet gets its slots with its first update
         state = replace(state, slots={**slots, **{path: begun[path] for path in unmade}})
-    return state, tuple(rates), list(dict.fromkeys(said))
+    return state, tuple(rates), list(dict.fromkeys(notes))
 
 
 def _slots_in(block: Index, state: TrainState, path: str) -> dict[str, Tensor]:
@@ -254,7 +254,7 @@ def _stepped_groups(
     right: TrainState, after: TrainState, blocks: Mapping[str, Index], rate: Callable[[Group], Any]
 ) -> tuple[list[Group], list[Any], list[str]]:
     """Returns the groups of what is stepped, the rate of each, and what was taken from the live run."""
-    groups, rates, said = [], [], list[str]()
+    groups, rates, notes = [], [], list[str]()
     for group in right.optimizer.groups:
         paths = tuple(path for path in group.paths if path in blocks)
         if not paths:
@@ -266,11 +266,11 @@ def _stepped_groups(
         taken += [name for name in hyper if hyper[name] != group.hyperparameters.get(name)]
         if taken:
             names = ", ".join(taken)
-            said.append(f"{names} of the update: the checkpoint doesn't say it, the live one is taken")
+            notes.append(f"{names} of the update: the checkpoint doesn't say it, the live one is taken")
         # What waits for an update is part of the gradient that is given.
         hyper |= dict.fromkeys(hyper.keys() & {ACCUMULATED})
         groups.append(replace(group, paths=paths, hyperparameters=hyper))
-    return groups, rates, said
+    return groups, rates, notes
 
 
 def _rate_of(group: Group, live: Group | None, rate: Callable[[Group], Any]) -> tuple[Any, list[str]]:
@@ -366,7 +366,7 @@ def _steps(right: TrainState, after: TrainState, moved: Container[str]) -> Itera
         for path in group.paths:
             if path not in after.params:
                 continue
-            due, done = (one.counts.behind.get(path, one.counts.updates) for one in (right, after))
+            due, done = (side.counts.behind.get(path, side.counts.updates) for side in (right, after))
             due += path in moved or not apart
             if due != done:
                 wrong.append((f"updates/{path}", due, done))

@@ -77,8 +77,8 @@ class CheckedCheckpoint(OneReport):
             "sealed": self.is_sealed,
             "passed": not self.faults,
             "items": [vars(item) for item in self.items],
-            "faults": [{"what": what, "place": place} for what, place in self.faults],
-            "notes": [{"what": what, "place": place} for what, place in self.notes],
+            "faults": [{"what": fault, "place": place} for fault, place in self.faults],
+            "notes": [{"what": fault, "place": place} for fault, place in self.notes],
         }
 
 
@@ -89,10 +89,10 @@ class CheckReport(PathReport[CheckedCheckpoint]):
     @property
     def passed(self) -> bool:
         """Whether nothing contradicts a manifest or a checksum."""
-        return not any(one.faults for one in self.checkpoints)
+        return not any(checkpoint.faults for checkpoint in self.checkpoints)
 
     def __repr__(self) -> str:
-        count = sum(len(one.faults) for one in self.checkpoints)
+        count = sum(len(checkpoint.faults) for checkpoint in self.checkpoints)
         return printable(f"<CheckReport {self.path}: {len(self.checkpoints)} checkpoints, {count} faults>")
 
     def to_json(self) -> dict[str, Any]:

@@ -76,8 +76,8 @@ def region(
         tensor = _tensor(opened, name, slot)
         seen = pictures.region(tensor, (top, bottom), (left, right), on_read)
     shape = list(pictures.shape_of_matrix(tensor.shape))
-    made = {"path": name, "slot": slot, "shape": shape, "region": [top, bottom, left, right], **seen}
-    return dict(to_json(made))
+    view = {"path": name, "slot": slot, "shape": shape, "region": [top, bottom, left, right], **seen}
+    return dict(to_json(view))
 
 
 def over_steps(
@@ -116,19 +116,21 @@ def over_steps(
         on_step(len(steps) + i, 2 * len(steps))
         apart.append(_changed(earlier, later, name))
     curves, infinite = _curves(records)
-    unsaid = [*(said for record in records for said in record["unsaid"]), *infinite]
-    made = {
+    unsaid = [*(reason for record in records for reason in record["unsaid"]), *infinite]
+    view = {
         "path": name,
         "updates": [record["updates"] for record in records],
         "curves": curves,
         "changes": {
-            slot: {figure: [each.get(slot, nothing)[figure] for each in apart] for figure in FIGURES}
+            slot: {
+                figure: [figures_at.get(slot, nothing)[figure] for figures_at in apart] for figure in FIGURES
+            }
             for slot in slots
         },
         "guide": GUIDE,
         "unsaid": list(dict.fromkeys(unsaid)),
     }
-    return dict(to_json(made))
+    return dict(to_json(view))
 
 
 def _curves(records: Sequence[Mapping[str, Any]]) -> tuple[dict[str, list[Any]], list[str]]:
@@ -145,10 +147,10 @@ def _curves(records: Sequence[Mapping[str, Any]]) -> tuple[dict[str, list[Any]],
 
 def _changed(earlier: CheckpointRef, later: CheckpointRef, name: str) -> dict[str, dict[str, float | None]]:
     """Returns how far a parameter and each of its slots are from the step before, where that has them so shaped."""
-    with open_state(earlier) as one, open_state(later) as other:
+    with open_state(earlier) as first, open_state(later) as other:
         before, after = (
             {"values": opened.state.params[name], **opened.state.slots.get(name, {})}
-            for opened in (one, other)
+            for opened in (first, other)
         )
         return {
             slot: change(before[slot], tensor)
@@ -173,8 +175,8 @@ def difference(
         NotFoundError: One of them lacks it.
         StateError: It has another shape there.
     """
-    with open_state(ref_of(left)) as one, open_state(ref_of(right)) as other:
-        a, b = _tensor(one, name, slot), _tensor(other, name, slot)
+    with open_state(ref_of(left)) as first, open_state(ref_of(right)) as other:
+        a, b = _tensor(first, name, slot), _tensor(other, name, slot)
         if a.shape != b.shape:
             raise NotFoundError(
                 "It has another shape there.",
@@ -188,8 +190,8 @@ def difference(
                 apart = np.abs(np.asarray(a.read(index), np.float64) - np.asarray(b.read(index), np.float64))
             stats += measure(in_memory(apart))
             grid.take(apart)
-    made = {"path": name, "slot": slot, "shape": list(a.shape), "stats": stats.to_json(), **grid.done()}
-    return dict(to_json(made))
+    view = {"path": name, "slot": slot, "shape": list(a.shape), "stats": stats.to_json(), **grid.done()}
+    return dict(to_json(view))
 
 
 def _tensor(opened: OpenState, name: str, slot: str | None) -> Tensor:

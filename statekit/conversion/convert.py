@@ -92,7 +92,7 @@ class Report:
             "source_digest": self.source_digest,
             "source_proven": self.source_proven,
             **({"uncounted": list(self.plan.uncounted)} if self.plan.uncounted else {}),
-            **({"measured": [vars(one) for one in self.measured]} if self.measured else {}),
+            **({"measured": [vars(measure) for measure in self.measured]} if self.measured else {}),
         }
 
 
@@ -258,11 +258,11 @@ def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgres
             ) as stage,
         ):
             try:
-                for one in prepared.beside:
-                    wrong, entry = proven_beside(one, tell)
+                for neighbour in prepared.beside:
+                    wrong, entry = proven_beside(neighbour, tell)
                     lineage.append(entry)
                     if not plan.request.ref.accept_damaged:
-                        check_no_damage(wrong, one.checkpoint.path)
+                        check_no_damage(wrong, neighbour.checkpoint.path)
                     known += wrong
                 rest.update(digests_of(rest_of(checkpoint, passed), tell))
                 judge(changed(checkpoint, rest))
@@ -409,9 +409,9 @@ def manifest_fields(plan: Plan, digest: str | None, files: Iterable[str]) -> Map
         "dropped": dict(plan.dropped),
         "inexact": {
             **{
-                one.target: {"exactness": one.exactness.name.lower(), "reason": one.reason}
-                for one in plan.mapped
-                if one.exactness > Exactness.BITWISE
+                mapping.target: {"exactness": mapping.exactness.name.lower(), "reason": mapping.reason}
+                for mapping in plan.mapped
+                if mapping.exactness > Exactness.BITWISE
             },
             **{
                 entry.name: {"exactness": entry.exactness.name.lower(), "reason": entry.reason}
@@ -434,10 +434,10 @@ def taken(checkpoint: Checkpoint, damage: Faults, changed: Faults) -> dict[str, 
     """
     folder = checkpoint.path.parent if checkpoint.proof is None else checkpoint.proof.place.parent
     named = [
-        (what, below(place, folder) if os.path.isabs(place) or "://" in place else place)
-        for what, place in damage
+        (fault, below(place, folder) if os.path.isabs(place) or "://" in place else place)
+        for fault, place in damage
     ]
-    lines = [f"{what} @ {place}" for what, place in (*named, *changed)]
+    lines = [f"{fault} @ {place}" for fault, place in (*named, *changed)]
     return {"damage": lines} if lines else {}
 
 
@@ -484,7 +484,7 @@ def changed(checkpoint: Checkpoint, digests: Mapping[str, str]) -> Faults:
         (value_fault(checkpoint.tensors[name], entries.get(name), digest), name)
         for name, digest in digests.items()
     )
-    return Faults((what, name) for what, name in faults if what)
+    return Faults((fault, name) for fault, name in faults if fault)
 
 
 def content_digest(checkpoint: Checkpoint, digests: Mapping[str, str]) -> str | None:

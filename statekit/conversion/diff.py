@@ -116,8 +116,8 @@ def diff(
         FormatError, StateError: One of them can't be read, or has no canonical form.
         UsageError: Two runs have no step in common.
     """
-    each = (hints, hints) if isinstance(hints, CheckpointRef) else hints
-    refs = ref_of(left, each[0], step=step), ref_of(right, each[1], step=step)
+    hints_of_sides = (hints, hints) if isinstance(hints, CheckpointRef) else hints
+    refs = ref_of(left, hints_of_sides[0], step=step), ref_of(right, hints_of_sides[1], step=step)
     places = [_steps(ref) for ref in refs]
     if all(len(steps) > 1 for steps in places):
         common = [number for number in places[0] if number in places[1]]
@@ -132,10 +132,10 @@ def diff(
         return _compared(refs, (map, config), on_tensor, ())
     for i, number in enumerate(common):
         both = refs[0].at(refs[0].place, step=number), refs[1].at(refs[1].place, step=number)
-        made = _compared(both, (map, config), on_tensor, tuple(common[:i]))
-        if not made.equal:
+        comparison = _compared(both, (map, config), on_tensor, tuple(common[:i]))
+        if not comparison.equal:
             break
-    return made
+    return comparison
 
 
 def _steps(ref: CheckpointRef) -> dict[int, CheckpointAt]:
@@ -159,14 +159,14 @@ def _compared(
             if name is not None or config:
                 raise
             return _by_own_names(refs, on_tensor, done)
-        first, second = (as_params(one.state)[0] for one in opened)
+        first, second = (as_params(side.state)[0] for side in opened)
         if name is not None or config:
             first = carried_through(
                 first, with_beside(maps_of(name, config, budget=refs[0].job_budget()), opened[0])
             )[0]
         compared = compare_states(first, second, on_tensor=on_tensor)
-        same = [one.checkpoint.path for one in opened]
-        has_steps = any(one.checkpoint.meta.get(STEPS) for one in opened)
+        same = [side.checkpoint.path for side in opened]
+        has_steps = any(side.checkpoint.meta.get(STEPS) for side in opened)
     return Diff(
         same[0],
         same[1],
@@ -201,8 +201,10 @@ def _by_own_names(refs: Sequence[CheckpointRef], on_tensor: OnTensor, done: tupl
                 remedy="`statekit inspect` lists their tensors",
             )
         states = [
-            TrainState(dict(one.tensors), {}, Optimizer(WEIGHTS, None, ()), Counts(0, 0, says_schedule=False))
-            for one in opened
+            TrainState(
+                dict(side.tensors), {}, Optimizer(WEIGHTS, None, ()), Counts(0, 0, says_schedule=False)
+            )
+            for side in opened
         ]
         compared = compare_states(*states, on_tensor=on_tensor)
     unsaid = (_OWN_NAMES, *compared.unsaid)
@@ -220,5 +222,5 @@ def _by_own_names(refs: Sequence[CheckpointRef], on_tensor: OnTensor, done: tupl
 
 
 def _number(opened: list[OpenState]) -> int | None:
-    numbers = {one.checkpoint.step for one in opened}
+    numbers = {side.checkpoint.step for side in opened}
     return numbers.pop() if len(numbers) == 1 else None

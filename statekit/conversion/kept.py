@@ -219,4 +219,6 @@ def _joined(kept: Tree, stored: Tree) -> Tree:
         both = {key: _joined(kept[key], part) if key in kept else part for key, part in stored.items()}
         return {**both, **{key: part for key, part in kept.items() if key not in stored}}
     same = isinstance(kept, list) and isinstance(stored, list) and len(kept) == len(stored)
-    return [_joined(one, other) for one, other in zip(kept, stored, strict=True)] if same else stored
+    return (
+        [_joined(kept_part, other) for kept_part, other in zip(kept, stored, strict=True)] if same else stored
+    )

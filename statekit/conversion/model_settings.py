@@ -32,11 +32,14 @@ def with_beside(maps: Iterable[StateMap], opened: OpenState) -> tuple[StateMap, 
         FormatError: They can't be read.
     """
     maps = tuple(maps)
-    first = next((one for one in maps if isinstance(one, ModelMap)), None)
+    first = next((model_map for model_map in maps if isinstance(model_map, ModelMap)), None)
     if first is None:
         return maps
     values, file = _beside(first, opened)
-    return tuple(one.with_beside(values, file) if isinstance(one, ModelMap) else one for one in maps)
+    return tuple(
+        model_map.with_beside(values, file) if isinstance(model_map, ModelMap) else model_map
+        for model_map in maps
+    )
 
 
 def _beside(first: ModelMap, opened: OpenState) -> tuple[dict[str, Any], str]:
@@ -50,7 +53,7 @@ def _beside(first: ModelMap, opened: OpenState) -> tuple[dict[str, Any], str]:
     for place in () if values else settings.places:
         keys = place.split("/")
         record = settings.holding(_record(_at(opened.state.extra, keys), place, Account(opened.budget)))
-        asked = {name: one for name, one in record.items() if settings.key(name) not in first.config}
+        asked = {name: setting for name, setting in record.items() if settings.key(name) not in first.config}
         values, where = settings.translated(asked, faults), keys[-1]
         if values:
             break

@@ -169,9 +169,13 @@ class Plan:
         """How exact the conversion is, and the weakest facts that this rests on, in one line."""
         line = headline(self.exactness.name, self.facts)
         reasons = {entry.reason for entry in self.entries}
-        said = [text for reason, text in IN_FEW_BITS.items() if reason in reasons]
-        worse = (one.reason for one in self.mapped if one.exactness is self.exactness >= Exactness.STATISTICS)
-        return "; ".join([line, *said, *islice(dict.fromkeys(worse), MOST_NAMED)])
+        reasons_in_words = [text for reason, text in IN_FEW_BITS.items() if reason in reasons]
+        worse = (
+            mapping.reason
+            for mapping in self.mapped
+            if mapping.exactness is self.exactness >= Exactness.STATISTICS
+        )
+        return "; ".join([line, *reasons_in_words, *islice(dict.fromkeys(worse), MOST_NAMED)])
 
     @property
     def bytes(self) -> int:
@@ -184,8 +188,8 @@ class Plan:
         whole = [Exactness.LOSSY for _ in _lost(self.dropped)]
         if self.rule_change is not None:
             whole.append(self.rule_change.exactness)
-        whole += [one.exactness for one in self.mapped]
-        whole += [one.exactness for one in self.changed]
+        whole += [mapping.exactness for mapping in self.mapped]
+        whole += [change.exactness for change in self.changed]
         return max([Exactness.BITWISE, *whole, *(entry.exactness for entry in self.entries)])
 
     @cached_property
@@ -212,8 +216,8 @@ class Plan:
             "state": dict(self.state),
             "crossing": self.rule_change.to_json() if self.rule_change is not None else None,  # a stored key
             "tensors": [entry.to_json() for entry in self.entries],
-            **({"mapped": [one.to_json() for one in self.mapped]} if self.mapped else {}),
-            **({"changed": [one.to_json() for one in self.changed]} if self.changed else {}),
+            **({"mapped": [mapping.to_json() for mapping in self.mapped]} if self.mapped else {}),
+            **({"changed": [change.to_json() for change in self.changed]} if self.changed else {}),
         }
 
     def __repr__(self) -> str:

@@ -269,23 +269,25 @@ def next_update(state: State, schedules: Sequence[Schedule] = ()) -> list[dict[s
     counts = state["counts"]
     rows = []
     for number, group in enumerate(state["groups"]):
-        known, kind = group["hyperparameters"], kind_of(state, group)
+        hyperparameters, kind = group["hyperparameters"], kind_of(state, group)
         row: dict[str, Any] = {
             **({"schema": kind["schema"]} if "schema" in group else {}),
             "parameters": len(group["paths"]),
-            "learning_rate": RatesOf(schedules, state).next(number) if schedules else stored_rate(known),
+            "learning_rate": RatesOf(schedules, state).next(number)
+            if schedules
+            else stored_rate(hyperparameters),
             "update": counts["updates"],
             "schedule": counts["schedule"],
         }
         if kind["schema"] == "adafactor":
-            row["step_offset"] = known.get("step_offset")
-            row["decay"] = _decay(kind["variant"], counts["updates"], known)
+            row["step_offset"] = hyperparameters.get("step_offset")
+            row["decay"] = _decay(kind["variant"], counts["updates"], hyperparameters)
         rows.append(row)
     return rows
 
 
-def _decay(variant: str | None, updates: int, known: Mapping[str, Any]) -> float | None:
-    offset, rate = known.get("step_offset"), known.get("decay_rate")
+def _decay(variant: str | None, updates: int, hyperparameters: Mapping[str, Any]) -> float | None:
+    offset, rate = hyperparameters.get("step_offset"), hyperparameters.get("decay_rate")
     if variant != "t5x" or offset is None or rate is None or updates < offset:
         return None
     return next_decay(updates, offset, rate)

@@ -121,12 +121,12 @@ def resume_code(opened: OpenState) -> dict[str, tuple[str, ...]]:
     What nobody has told how to go on from, or can't take its optimizers, is left out.
     """
     state, place = to_json(opened.state.to_json()), of_checkpoint(opened)
-    made = {}
+    code = {}
     for framework in ("", *frameworks()):
         try:
             lines = resume_lines(place, state, framework or None)
         except StateError:  # a framework that has no place for several optimizers
             continue
         if lines:
-            made[framework] = tuple(lines)
-    return made
+            code[framework] = tuple(lines)
+    return code

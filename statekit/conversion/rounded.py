@@ -32,10 +32,10 @@ class Measured:
     lost: int = 0
 
     def __str__(self) -> str:
-        said = f"{self.asked}: {self.rounded} of {self.values} values are other numbers"
+        sentence = f"{self.asked}: {self.rounded} of {self.values} values are other numbers"
         whose = "their block's largest" if self.asked == "quantized" else "themselves"
         largest = f", by up to {self.largest:.3g} of {whose}" if self.largest else ""
-        return f"{said}{largest}{f'; {self.lost} became infinite or 0' if self.lost else ''}"
+        return f"{sentence}{largest}{f'; {self.lost} became infinite or 0' if self.lost else ''}"
 
     def and_block(self, block: Any, exact: Any) -> Measured:
         """Returns it with a block of values beside what they would be exactly, in float64."""
@@ -66,18 +66,18 @@ class Measured:
 
 def measured_in(tensors: Iterable[Tensor]) -> tuple[Measured, ...]:
     """Reads what changes rounded in some tensors, and returns how far it is off; nothing else is read."""
-    made: dict[str, Measured] = {}
+    measures: dict[str, Measured] = {}
     for one in {id(one): one for tensor in tensors for one in _rounded_in(tensor)}.values():
         if isinstance(one, Codes):
-            made["quantized"] = made.get("quantized", Measured("quantized")).and_quantized(one)
+            measures["quantized"] = measures.get("quantized", Measured("quantized")).and_quantized(one)
             continue
         name, factor = ("scaled", one.factor) if isinstance(one, Scaled) else ("narrowed", 1.0)
-        so_far = made.get(name, Measured(name))
+        so_far = measures.get(name, Measured(name))
         for index in blocks(one):
             exact = one.tensor.read(index).astype(np.float64) * factor
             so_far = so_far.and_block(one.read(index), exact)
-        made[name] = so_far
-    return tuple(made.values())
+        measures[name] = so_far
+    return tuple(measures.values())
 
 
 def _rounded_in(tensor: Any) -> Iterator[Narrowed | Scaled | Codes]:

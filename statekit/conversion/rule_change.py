@@ -66,8 +66,8 @@ class Difference:
     measured: str = ""
 
     def __str__(self) -> str:
-        said = f"{self.what} is {self.source} in the source, {self.target} in the target"
-        return f"{said} ({self.measured})" if self.measured else said
+        sentence = f"{self.what} is {self.source} in the source, {self.target} in the target"
+        return f"{sentence} ({self.measured})" if self.measured else sentence
 
     def to_json(self) -> dict[str, Any]:
         """Returns the difference as it stands in a plan."""
@@ -120,7 +120,7 @@ class RuleChange:
     @property
     def exactness(self) -> Exactness:
         """How exactly the run goes on."""
-        return max([Exactness.BITWISE, *(one.exactness for one in self.differences)])
+        return max([Exactness.BITWISE, *(difference.exactness for difference in self.differences)])
 
     def check(self, allowed: Exactness, nearest: Callable[[], Iterable[str]]) -> None:
         """Refuses to go on less exactly than was required.
@@ -132,9 +132,9 @@ class RuleChange:
         Raises:
             InexactError: Lists every difference that is less exact.
         """
-        worse = [one for one in self.differences if one.exactness > allowed]
+        worse = [difference for difference in self.differences if difference.exactness > allowed]
         if worse:
-            raise Faults((str(one), one.exactness.name.lower()) for one in worse).error(
+            raise Faults((str(difference), difference.exactness.name.lower()) for difference in worse).error(
                 InexactError,
                 "The target's rule would make other updates than the run's.",
                 place=f"{' and '.join(self.state.optimizer.schemas)}, {self.source} to {self.target}",
@@ -149,7 +149,7 @@ class RuleChange:
             "from": self.source,
             "to": self.target,
             "exactness": self.exactness.name.lower(),
-            "differences": [one.to_json() for one in self.differences],
+            "differences": [difference.to_json() for difference in self.differences],
             "made_up": list(self.compensated_by),
         }
 
@@ -180,9 +180,9 @@ def joined_rule_change(state: TrainState, ways: Sequence[RuleChange | None]) -> 
         tuple(
             sorted(
                 (
-                    replace(one, what=f"{schema}'s {one.what}")
+                    replace(difference, what=f"{schema}'s {difference.what}")
                     for schema, way in changes
-                    for one in way.differences
+                    for difference in way.differences
                 ),
                 key=lambda one: -one.exactness,
             )
@@ -207,7 +207,7 @@ def change_rule(state: TrainState, source: str, target: str) -> RuleChange:
     groups, differences, compensated_by, shifts = [], {}, {}, set[int]()
     for group in state.optimizer.groups:
         side = bridge.over(group, state.switched_on(group))
-        differences.update({one.what: one for one in side.differences})
+        differences.update({difference.what: difference for difference in side.differences})
         compensated_by.update(dict.fromkeys(side.compensated_by))
         if group.paths:
             shifts.add(side.shift)
@@ -235,8 +235,8 @@ def change_rule(state: TrainState, source: str, target: str) -> RuleChange:
         compensated_by.pop(_OFF_COUNT, None)
     optimizer = replace(state.optimizer, variant=target, groups=tuple(groups))
     counts = replace(state.counts, updates=state.counts.updates - shift)
-    said = (*state.assumptions, *bridge.assumed(state))
-    taken = replace(state, optimizer=optimizer, counts=counts, assumptions=said)
+    notes = (*state.assumptions, *bridge.assumed(state))
+    taken = replace(state, optimizer=optimizer, counts=counts, assumptions=notes)
     moved, refactored = _refactored(entered(taken, source), target)
     moved = _relabelled(moved, target)
     moved, recast = _recast(moved, source, target)
@@ -258,8 +258,8 @@ def _dtypes(state: TrainState, group: Group, values: Mapping[str, Any], target: 
         there = {
             slot.dtype.name
             for path in group.paths
-            for known, slot in state.slots.get(path, {}).items()
-            if known in slots
+            for slot_dtype, slot in state.slots.get(path, {}).items()
+            if slot_dtype in slots
         }
         dtypes[name] = there.pop() if len(there) == 1 else schema.variant(target)["defaults"][name]
     return dtypes
@@ -317,10 +317,12 @@ class Bridge:
         """
         settings = self._settings(group, on)
         bridges = self._bridges(settings)
-        covered = {key for one in bridges for key in one["covers"]}
+        covered = {key for bridge in bridges for key in bridge["covers"]}
         carried = self._carried(settings)
         settable = self.schema.variant(self.target)["defaults"]
-        bridged = {key: value for one in bridges for key, value in one["set"].items() if key in settable}
+        bridged = {
+            key: value for bridge in bridges for key, value in bridge["set"].items() if key in settable
+        }
         values = self._by_update({**carried, **bridged}, settings)
         spared: tuple[Difference, ...] = ()
         if _EXCLUDED in values:
@@ -337,7 +339,7 @@ class Bridge:
             known,
             (*self._forms(settings, covered), *missed, *spared),
             (
-                *(one["because"] for one in bridges),
+                *(bridge["because"] for bridge in bridges),
                 *((_OFF_COUNT,) if shift else ()),
             ),
             shift,
@@ -366,8 +368,8 @@ class Bridge:
         """
         side, settings = self.over(group, on), self._settings(group, on)
         bridges = self._bridges(settings)
-        because = {key: one["because"] for one in bridges for key in one["covers"]}
-        worse = {one.what: one for one in side.differences}
+        because = {key: bridge["because"] for bridge in bridges for key in bridge["covers"]}
+        worse = {difference.what: difference for difference in side.differences}
         here, there = (variant_constants(self.schema.name, one) for one in (self.source, self.target))
         for key, spec in self.schema.data["differences"].items():
             fate, why = self._fate(key, spec, (here[key], there[key]), worse, because, settings)
@@ -482,7 +484,7 @@ class Bridge:
         return value if not same_kind else None if usual is None else type(usual)(same_kind[0])
 
     def _forms(self, settings: Mapping[str, Any], covered: set[str]) -> Iterator[Difference]:
-        here, there = (variant_constants(self.schema.name, one) for one in (self.source, self.target))
+        here, there = (variant_constants(self.schema.name, side) for side in (self.source, self.target))
         for key, spec in self.schema.data["differences"].items():
             alike = any({here[key], there[key]} <= set(some) for some in spec.get("alike", ()))
             if here[key] != there[key] and not alike and key not in covered and self._matters(spec, settings):
@@ -552,7 +554,8 @@ class Bridge:
     def _exclusions(self) -> tuple[str, str]:
         """Returns in which form source and target keep parameters from weight decay."""
         forms = (
-            variant_constants(self.schema.name, one)["decay_exclusions"] for one in (self.source, self.target)
+            variant_constants(self.schema.name, side)["decay_exclusions"]
+            for side in (self.source, self.target)
         )
         here, there = forms
         return here, there
@@ -595,13 +598,13 @@ def _refactored(state: TrainState, target: str) -> tuple[TrainState, list[Differ
         return state, []
     slots, rules, done = {**state.slots}, {**state.rules}, []
     usual = load_schema(state.optimizer.schema).settings(target)["factored"]
-    said = {
+    sentences = {
         path: group.hyperparameters.get("factored", usual)
         for group in state.optimizer.groups
         for path in group.paths
     }
     for path, tensors in state.slots.items():
-        factored = said.get(path, usual)
+        factored = sentences.get(path, usual)
         axes = by_shape(form, state.params[path].shape, factored)
         rule = Rule(axes, "assumed")
         if not rule.factored or "v" not in tensors or "v_row" in tensors:
@@ -611,8 +614,10 @@ def _refactored(state: TrainState, target: str) -> tuple[TrainState, list[Differ
         slots[path] = {**averages, **{name: slot for name, slot in tensors.items() if name != "v"}}
         rules[path] = rule
         done.append(path)
-    what = f"v of {len(done)} parameters ({', '.join(done[:3])}{', ...' if len(done) > 3 else ''})"
-    lost = [Difference(what, "full", "averaged into v_row and v_col", Exactness.STATISTICS)] if done else []
+    subject = f"v of {len(done)} parameters ({', '.join(done[:3])}{', ...' if len(done) > 3 else ''})"
+    lost = (
+        [Difference(subject, "full", "averaged into v_row and v_col", Exactness.STATISTICS)] if done else []
+    )
     return replace(state, slots=slots, rules=rules), lost
 
 
@@ -653,7 +658,7 @@ def _recast(state: TrainState, source: str, target: str) -> tuple[TrainState, di
 
     Only where every group's decays are known; else the difference stays as it is.
     """
-    here, there = (variant_constants(state.optimizer.schema, one) for one in (source, target))
+    here, there = (variant_constants(state.optimizer.schema, side) for side in (source, target))
     settings = [group.hyperparameters for group in state.optimizer.groups]
     slots, done = {path: dict(tensors) for path, tensors in state.slots.items()}, {}
     for recast in RECASTS:
@@ -682,9 +687,9 @@ def _oriented(state: TrainState, source: str) -> tuple[TrainState, dict[str, Dif
         return state, {}
     schema, target = state.optimizer.schema, str(state.optimizer.variant)
     here, there = (variant_constants(schema, variant)[_ORIENTATION] for variant in (source, target))
-    what = f"{_ORIENTATION} of {some(turned)}"
+    subject = f"{_ORIENTATION} of {some(turned)}"
     unsaid = replace(state, rules={path: rule for path, rule in state.rules.items() if path not in turned})
-    return unsaid, {what: Difference(what, here, there, Exactness.STATISTICS)}
+    return unsaid, {subject: Difference(subject, here, there, Exactness.STATISTICS)}
 
 
 def _relabelled(state: TrainState, target: str) -> TrainState:

@@ -123,21 +123,21 @@ def _check_names(places: Iterable[CheckpointAt], renew: Collection[str]) -> None
     Raises:
         UsageError: Lists them.
     """
-    known: set[str] = set()
+    names: set[str] = set()
     for place in places:
         with place.opened() as checkpoint:
             proof = checkpoint.proof
             base = (manifest_place(checkpoint) if proof is None else proof.place).parent
             damaged = [checkpoint_place(finding.place) for finding in checkpoint.findings if finding.damage]
             paths = [*files_of(checkpoint), *(() if proof is None else proof.files), *damaged]
-            known.update(name for path in paths for name in _names(path, base))
-    Faults(("is no file of the checkpoint", name) for name in renew if not _is_one(name, known)).check(
+            names.update(name for path in paths for name in _names(path, base))
+    Faults(("is no file of the checkpoint", name) for name in renew if not _is_one(name, names)).check(
         UsageError, "There is nothing to take as it is now", place="--renew"
     )
 
 
-def _is_one(name: str, known: Collection[str]) -> bool:
-    return name in known or os.path.abspath(name) in known
+def _is_one(name: str, names: Collection[str]) -> bool:
+    return name in names or os.path.abspath(name) in names
 
 
 def _names(path: Place, base: Place) -> tuple[str, str, str]:
@@ -207,14 +207,14 @@ def _changed_inside(checkpoint: Checkpoint, proof: Proof, budget: Budget) -> lis
     faults = [(finding.what, finding.place) for finding in checkpoint.findings if finding.damage]
     with proving_files(checkpoint, budget) as rest:
         for name, tensor in checkpoint.tensors.items():
-            if what := value_fault(tensor, proof.tensors.get(name), tensor_digest(tensor)):
-                faults.append((what, name))
+            if fault := value_fault(tensor, proof.tensors.get(name), tensor_digest(tensor)):
+                faults.append((fault, name))
         faults += rest()
     if not faults:
         return []
     has_checksums = all(map(of_tensor, checkpoint.tensors.values()))
     change = Change.REWRITTEN if has_checksums else Change.UNTOLD
-    return [FileFault(checkpoint.path, change, f"{what} @ {place}") for what, place in faults[:1]]
+    return [FileFault(checkpoint.path, change, f"{fault} @ {place}") for fault, place in faults[:1]]
 
 
 def _check_renewed(checkpoint: Checkpoint, changed: Sequence[FileFault], renew: Collection[str]) -> None:
@@ -250,8 +250,8 @@ def _facts(paths: Sequence[Place]) -> dict[Place, tuple[int, int, int]]:
     facts = {}
     for path in paths:
         with reading(path):
-            one = Path(path).stat()
-        facts[path] = one.st_size, one.st_mtime_ns, one.st_ino
+            status = Path(path).stat()
+        facts[path] = status.st_size, status.st_mtime_ns, status.st_ino
     return facts
 
 

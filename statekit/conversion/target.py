@@ -120,16 +120,16 @@ def layouts_for(
         UsageError: No such layout, or none that holds the optimizers.
     """
     schemas = list(map(itemgetter(0), kinds))
-    what = named_kinds(kinds)
+    kinds_in_words = named_kinds(kinds)
     layouts = _layouts_of(schemas)
     if name is not None:
         card = registry.layout_card(name)
         if not card.holds(schemas, container.name):
             alone = len(schemas) > 1 and all(schema in card.variants for schema in schemas)
             raise UsageError(
-                f"The layout {name} can't hold the state of {what}{_SEVERAL if alone else ''}.",
+                f"The layout {name} can't hold the state of {kinds_in_words}{_SEVERAL if alone else ''}.",
                 place="--layout",
-                expected=f"a layout of {what}: {_names(layouts, len(schemas) > 1)}",
+                expected=f"a layout of {kinds_in_words}: {_names(layouts, len(schemas) > 1)}",
                 found=f"{name}{f' in {container.name}' if alone else ''}, which holds {', '.join(card.variants)}",
             )
         return [card]
@@ -143,10 +143,10 @@ def layouts_for(
         )
     if not homes:
         raise UsageError(
-            f"No layout of the container {container.name} holds the state of {what}"
+            f"No layout of the container {container.name} holds the state of {kinds_in_words}"
             f"{_SEVERAL if len(schemas) > 1 else ''}.",
             place="--to",
-            expected=f"a layout of {what}: {_names(layouts, len(schemas) > 1)}",
+            expected=f"a layout of {kinds_in_words}: {_names(layouts, len(schemas) > 1)}",
             remedy="name one with --layout, or choose another container with --to",
         )
     return sorted(homes, key=lambda card: (card.name != source, card.containers.index(container.name)))
@@ -357,7 +357,7 @@ def command_naming(request: Request, optimizer: str) -> list[str]:
         "--require": None if request.require == Exactness.ROUNDING else request.require.name.lower(),
     }
     pairs = [(flag, str(value)) for flag, value in asked.items() if value is not None]
-    pairs += [pair for one in request.maps for pair in _said_of_map(one.to_json())]
+    pairs += [pair for model_map in request.maps for pair in _said_of_map(model_map.to_json())]
     changed = request.changes.words() if request.changes is not None else []
     return [*words, *(word for pair in pairs for word in pair), *changed]
 
@@ -378,12 +378,12 @@ def unsaid(state: TrainState, there: TrainState, hints: CheckpointRef) -> list[F
         there: The state as the target's rule goes on with it.
         hints: What the user says.
     """
-    known = {fact.name: fact for fact in facts_of(state)}
+    facts_by_name = {fact.name: fact for fact in facts_of(state)}
     needed = {fact.name: fact for fact in facts_of(there)}
     # Groups say which parameters are decayed: a mask that nobody knows would be filled in by them.
-    needed |= {name: fact for name, fact in known.items() if name.rpartition("/")[2] == MASK}
+    needed |= {name: fact for name, fact in facts_by_name.items() if name.rpartition("/")[2] == MASK}
     # A target names its parameters; in which order the source numbers them is its own matter, and in the headline.
-    facts = [known.get(n, fact) for n, fact in needed.items() if fact.source in _WEAK and n != ORDER]
+    facts = [facts_by_name.get(n, fact) for n, fact in needed.items() if fact.source in _WEAK and n != ORDER]
     accepted = ("assumed",) if hints.assume_defaults else ()
     return [fact for fact in facts if fact.source in _WEAK and fact.source not in accepted]
 
@@ -403,8 +403,8 @@ def check_said(facts: Sequence[Fact], place: object, layout: str) -> None:
         return
     assumed = [fact for fact in facts if fact.source == "assumed"]
     unknown = [fact for fact in facts if fact.source == "unknown"]
-    said = [f"{fact.name} ({fact.because})" for fact in unknown]
-    said += [
+    unstated = [f"{fact.name} ({fact.because})" for fact in unknown]
+    unstated += [
         f"{fact.name} ({'none' if fact.value is None else fact.value} is {fact.because})" for fact in assumed
     ]
     options = " ".join(f"--hparams {fact.name}=..." for fact in (unknown if assumed else facts))
@@ -413,6 +413,6 @@ def check_said(facts: Sequence[Fact], place: object, layout: str) -> None:
         f"The layout {layout} stores what no file says and nobody gave.",
         place=place,
         expected=", ".join(fact.name for fact in facts),
-        found="; ".join(said),
+        found="; ".join(unstated),
         remedy=f"say it: {' '.join(part for part in (options, accept) if part)}",
     )

@@ -281,8 +281,8 @@ def native_arguments(
         value = groups[0].get(name, default) if groups else default
         argument = f"{name}={value!r}" if len(values) == 1 else f"{name}={UNKNOWN}"
         if name in (RATE, "lr"):
-            known = len(values) == 1 and any(RATE in group["hyperparameters"] for group in state["groups"])
-            arguments.append(argument if known and value is not None else f"{name}={open_rate}")
+            has_rate = len(values) == 1 and any(RATE in group["hyperparameters"] for group in state["groups"])
+            arguments.append(argument if has_rate and value is not None else f"{name}={open_rate}")
         elif len(values) > 1 or alike({}, value, default) != "equal":
             (others if name in outside else arguments).append(argument)
     return arguments + _needed(state), others
@@ -307,13 +307,13 @@ def _needed(state: State) -> list[str]:
 
 def missing_of(state: State, group: Mapping[str, Any]) -> Iterator[str]:
     """Yields the names of what a step of a group needs and nobody has told."""
-    known, kind = group["hyperparameters"], kind_of(state, group)
-    if known.get(RATE) is None and not known.get("relative_step"):
+    hyperparameters, kind = group["hyperparameters"], kind_of(state, group)
+    if hyperparameters.get(RATE) is None and not hyperparameters.get("relative_step"):
         yield RATE
     needed = _NEEDED.get(kind["schema"], ())
     if needed and kind["variant"]:
         defaults = load_schema(kind["schema"]).variant(kind["variant"])["defaults"]
-        yield from (name for name in defaults if name in needed and name not in known)
+        yield from (name for name in defaults if name in needed and name not in hyperparameters)
 
 
 def missing_arguments(state: State, rate: str | None) -> str:

@@ -54,11 +54,11 @@ def _keras_own(rates: Rates) -> str | None:
     return _keras_cosine(rates)
 
 
-def _keras_decay(one: Piece) -> str:
+def _keras_decay(rate_piece: Piece) -> str:
     """Returns the call of Keras' class that is a piece which decays by a factor."""
-    n = one.numbers
-    name = "InverseTimeDecay" if one.kind == "inverse" else "ExponentialDecay"
-    stairs = ", staircase=True" if one.kind == "step" or n.get("stairs") else ""
+    n = rate_piece.numbers
+    name = "InverseTimeDecay" if rate_piece.kind == "inverse" else "ExponentialDecay"
+    stairs = ", staircase=True" if rate_piece.kind == "step" or n.get("stairs") else ""
     return f"{name}({float(n['start'])!r}, {n['every']!r}, {n['factor']!r}{stairs})"
 
 
@@ -85,10 +85,10 @@ def _changes(rates: Rates) -> Iterator[tuple[int, float]]:
     """Yields for a schedule of constants how many updates are done when each begins, and its rate; from 0 on."""
     ends = [piece.begins for piece in rates.pieces[1:]]
     last: float | None = None
-    for one, end in zip(rates.pieces, [*ends, math.inf], strict=True):
-        inner = [one.origin + at for at in one.numbers.get("at", ())]
-        for at in sorted({one.begins, *(at for at in inner if one.begins < at < end)}):
-            if (rate := one.rate(at)) != last:
+    for rate_piece, end in zip(rates.pieces, [*ends, math.inf], strict=True):
+        inner = [rate_piece.origin + at for at in rate_piece.numbers.get("at", ())]
+        for at in sorted({rate_piece.begins, *(at for at in inner if rate_piece.begins < at < end)}):
+            if (rate := rate_piece.rate(at)) != last:
                 yield at, rate
             last = rate
 
@@ -115,14 +115,14 @@ def mxnet_lines(rates: Rates) -> list[str]:
 
 def _mxnet_own(pieces: tuple[Piece, ...]) -> str | None:
     """Returns the call of MXNet's own class that is exactly a schedule of one piece; None if none is."""
-    (one,) = pieces if len(pieces) == 1 else (None,)
-    if one is None or one.origin != 0:
+    (rate_piece,) = pieces if len(pieces) == 1 else (None,)
+    if rate_piece is None or rate_piece.origin != 0:
         return None
-    n = one.numbers
-    if one.kind == "step" and type(n["every"]) is int and n["every"] > 0 and 0 < n["factor"] <= 1:
+    n = rate_piece.numbers
+    if rate_piece.kind == "step" and type(n["every"]) is int and n["every"] > 0 and 0 < n["factor"] <= 1:
         floor = f"stop_factor_lr={n.get('floor', 0)!r}"
         return f"FactorScheduler({n['every']!r}, {n['factor']!r}, {floor}, base_lr={n['start']!r})"
     rising = all(at < other for at, other in zip([0, *n.get("at", ())], n.get("at", ()), strict=False))
-    if one.kind == "multistep" and "floor" not in n and rising and n["factor"] <= 1:
+    if rate_piece.kind == "multistep" and "floor" not in n and rising and n["factor"] <= 1:
         return f"MultiFactorScheduler({list(n['at'])!r}, {n['factor']!r}, base_lr={n['start']!r})"
     return None

@@ -28,39 +28,41 @@ def optax_code(rates: Rates) -> str:
     return f"optax.join_schedules([{', '.join(parts)}], {bounds!r})"
 
 
-def _optax(one: Piece, begins: int) -> str:
+def _optax(rate_piece: Piece, begins: int) -> str:
     """Returns the schedule that a piece is, asked for the updates done after a number of them."""
-    if one.origin == begins and (one.numbers.get("floor") is None or _takes_floor(one)):
-        named = _optax_named(one)
+    if rate_piece.origin == begins and (rate_piece.numbers.get("floor") is None or _takes_floor(rate_piece)):
+        named = _optax_named(rate_piece)
         if named is not None:
             return named
-    return f"lambda count: {_optax_value(one, begins)}"
+    return f"lambda count: {_optax_value(rate_piece, begins)}"
 
 
-def _takes_floor(one: Piece) -> bool:
+def _takes_floor(rate_piece: Piece) -> bool:
     """Tells whether Optax' own function of a piece takes its floor: to a rate that doesn't fall it is the most."""
-    return one.kind in ("exponential", "step") and 0 < one.numbers["factor"] < 1
+    return rate_piece.kind in ("exponential", "step") and 0 < rate_piece.numbers["factor"] < 1
 
 
-def _optax_value(one: Piece, begins: int) -> str:
+def _optax_value(rate_piece: Piece, begins: int) -> str:
     """Returns the rate that a piece is, of `count`, the updates done after a number of them."""
-    n, shift = one.numbers, begins - one.origin
+    n, shift = rate_piece.numbers, begins - rate_piece.origin
     count = f"count + {shift}" if shift else "count"
-    if one.kind == "product":
+    if rate_piece.kind == "product":
         code = " * ".join(f"({_optax_value(part, begins)})" for part in n["of"])
-    elif (named := _optax_named(one)) is not None:
+    elif (named := _optax_named(rate_piece)) is not None:
         code = f"{named}({count})"
     else:
-        code = _formula(one, f"({count})" if shift else count, _JAX)
+        code = _formula(rate_piece, f"({count})" if shift else count, _JAX)
     return (
-        code if n.get("floor") is None or _takes_floor(one) else f"{JAX_NUMPY}maximum({code}, {n['floor']!r})"
+        code
+        if n.get("floor") is None or _takes_floor(rate_piece)
+        else f"{JAX_NUMPY}maximum({code}, {n['floor']!r})"
     )
 
 
-def _optax_named(one: Piece) -> str | None:
+def _optax_named(rate_piece: Piece) -> str | None:
     """Returns Optax' own function of a piece, of its own count; None if it has none."""
-    n = one.numbers
-    match one.kind:
+    n = rate_piece.numbers
+    match rate_piece.kind:
         case "constant":
             return f"optax.constant_schedule({n['rate']!r})"
         case "linear":
@@ -68,11 +70,11 @@ def _optax_named(one: Piece) -> str | None:
         case "polynomial":
             return f"optax.polynomial_schedule({n['start']!r}, {n['end']!r}, {n['power']!r}, {n['steps']!r})"
         case "exponential" | "step" if not n["factor"]:  # which Optax takes for a rate that stays
-            scales = {n["every"] if one.kind == "step" else 1: 0.0}
+            scales = {n["every"] if rate_piece.kind == "step" else 1: 0.0}
             return f"optax.piecewise_constant_schedule({n['start']!r}, {scales!r})"
         case "exponential" | "step":
-            stairs = ", staircase=True" if one.kind == "step" else ""
-            floor = f", end_value={n['floor']!r}" if n.get("floor") and _takes_floor(one) else ""
+            stairs = ", staircase=True" if rate_piece.kind == "step" else ""
+            floor = f", end_value={n['floor']!r}" if n.get("floor") and _takes_floor(rate_piece) else ""
             return f"optax.exponential_decay({n['start']!r}, {n['every']!r}, {n['factor']!r}{stairs}{floor})"
         case "multistep":
             scales = {at: n["factor"] ** count for at, count in Counter(n["at"]).items()}
@@ -127,32 +129,32 @@ KERAS = Dialect(
 def expression(rates: Rates, dialect: Dialect) -> str:
     """Returns the learning rate as an expression of `step`, the updates done."""
     code = _value(rates.pieces[-1], dialect)
-    for one, following in reversed(list(zip(rates.pieces, rates.pieces[1:], strict=False))):
-        then = _value(one, dialect)
+    for rate_piece, following in reversed(list(zip(rates.pieces, rates.pieces[1:], strict=False))):
+        then = _value(rate_piece, dialect)
         code = dialect.choice.format(if_=f"step < {following.begins}", then=then, other=code)
     return code
 
 
-def _value(one: Piece, dialect: Dialect) -> str:
-    n, origin = one.numbers, one.origin
+def _value(rate_piece: Piece, dialect: Dialect) -> str:
+    n, origin = rate_piece.numbers, rate_piece.origin
     step = "step" if not origin else f"(step {'-' if origin > 0 else '+'} {abs(origin)})"
-    if one.kind == "product":
+    if rate_piece.kind == "product":
         code = " * ".join(f"({_value(part, dialect)})" for part in n["of"])
     else:
-        code = _formula(one, step, dialect)
+        code = _formula(rate_piece, step, dialect)
     return code if n.get("floor") is None else dialect.most.format(a=code, b=repr(n["floor"]))
 
 
-def _formula(one: Piece, step: str, dialect: Dialect) -> str:
+def _formula(rate_piece: Piece, step: str, dialect: Dialect) -> str:
     """Returns a piece's formula without its floor.
 
     Args:
-        one: The piece.
+        rate_piece: The piece.
         step: Code for its own count.
         dialect: How operations are written.
     """
-    n = one.numbers
-    match one.kind:
+    n = rate_piece.numbers
+    match rate_piece.kind:
         case "constant":
             return f"{n['rate']!r}"
         case "linear":
@@ -169,7 +171,7 @@ def _formula(one: Piece, step: str, dialect: Dialect) -> str:
             past = dialect.truth.format(a=f"{step} >= at")
             return f"{n['start']!r} * {n['factor']!r} ** sum({past} for at in {list(n['at'])!r})"
         case "cosine" | "restarts":
-            part = step if one.kind == "cosine" else f"({step} % {n['steps']!r})"
+            part = step if rate_piece.kind == "cosine" else f"({step} % {n['steps']!r})"
             turn = dialect.function.format(name="cos", of=f"{math.pi!r} * {part} / {n['steps']!r}")
             return f"{n['end']!r} + {n['start'] - n['end']!r} * (1 + {turn}) / 2"
         case "rsqrt":

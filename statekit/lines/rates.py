@@ -70,20 +70,21 @@ class RatesOf:
 
     def of(self, number: int) -> Told:
         """Returns the rate of a group as a function of the updates done, or why nobody knows one; "" if it has none."""
-        moving = [schedule for schedule in self.schedules if schedule.moves(number)]
-        if len(moving) != 1:
-            return "the run has several schedules, and nothing tells what each moves" if moving else ""
-        (one,) = moving
+        candidates = [schedule for schedule in self.schedules if schedule.moves(number)]
+        if len(candidates) != 1:
+            return "the run has several schedules, and nothing tells what each moves" if candidates else ""
+        (moving,) = candidates
         groups = len(self.state["groups"])
-        if not one.groups and 0 < len(one.bases) < groups:
-            return f"{one.kind} moves {len(one.bases)} of the {groups} groups, and nothing tells which"
-        rates = _of_scaled(one, number, self.state["groups"][number])
+        if not moving.groups and 0 < len(moving.bases) < groups:
+            return f"{moving.kind} moves {len(moving.bases)} of the {groups} groups, and nothing tells which"
+        rates = _of_scaled(moving, number, self.state["groups"][number])
         # What a schedule of PyTorch has counted is its argument; MXNet's gets the number of updates.
-        if isinstance(rates, Rates) and one.place.startswith("extra/torch/") and one.at != self.done:
-            return f"{one.kind} stands at {one.at} after {self.done} updates: it counts something else, such as epochs"
+        if isinstance(rates, Rates) and moving.place.startswith("extra/torch/") and moving.at != self.done:
+            counted = f"{moving.kind} stands at {moving.at} after {self.done} updates"
+            return f"{counted}: it counts something else, such as epochs"
         if (
             isinstance(rates, Rates)
-            and one.place == KERAS_SCHEDULE
+            and moving.place == KERAS_SCHEDULE
             and self.state["counts"]["updates"] != self.done
         ):
             return "Keras counts the calls of its optimizer, of which several make an update"
@@ -100,8 +101,8 @@ class RatesOf:
     def _each(self) -> list[Rates]:
         """Returns the rates of all groups; none if one isn't known."""
         groups = [self._of_one(number) for number in range(len(self.state["groups"]))]
-        known = [rates for rates in groups if isinstance(rates, Rates)]
-        return known if len(known) == len(groups) else []
+        known_rates = [rates for rates in groups if isinstance(rates, Rates)]
+        return known_rates if len(known_rates) == len(groups) else []
 
     def _of_one(self, number: int) -> Told:
         """Returns the rate of a group, a constant one where the run's schedules move others alone."""
@@ -111,8 +112,8 @@ class RatesOf:
 
     def _same(self) -> Rates | None:
         """Returns the rates that all groups have; None if they differ, one isn't known, or the run has no schedule."""
-        each = self._each() if self.schedules else []
-        return each[0] if len({json.dumps(rates.to_json()) for rates in each}) == 1 else None
+        calls = self._each() if self.schedules else []
+        return calls[0] if len({json.dumps(rates.to_json()) for rates in calls}) == 1 else None
 
     def in_optax(self, number: int) -> dict[str, Any]:
         """Returns the code for a group's schedule in Optax, `schedule`, or why there is none, `unscheduled`."""
@@ -123,8 +124,8 @@ class RatesOf:
 
     def _why(self, reason: str, number: int) -> str:
         rate = self._stored(number)
-        known = f"the next update's is {rate!r}" if type(rate) in (int, float) and reason else ""
-        return "; ".join(one for one in (reason, known) if one)
+        next_rate = f"the next update's is {rate!r}" if type(rate) in (int, float) and reason else ""
+        return "; ".join(reason_given for reason_given in (reason, next_rate) if reason_given)
 
     def comment(self) -> list[str]:
         """Returns a line that says why the lines beside it don't make the run's schedule; none if it has none."""
@@ -178,10 +179,10 @@ class RatesOf:
 
     def torch_lines(self) -> list[str]:
         """Returns the lines that make the schedule of an `optimizer` of PyTorch; none if nobody knows it."""
-        each = self._each() if self.schedules else []
-        if not each:
+        calls = self._each() if self.schedules else []
+        if not calls:
             return []
-        codes = [python_code(rates) for rates in each]
+        codes = [python_code(rates) for rates in calls]
         code = codes[0] if len({*codes}) == 1 else f"[{', '.join(codes)}]"
         return [
             *(["import math"] if MATH in code else []),
@@ -197,12 +198,12 @@ class RatesOf:
         Args:
             sides: Numbers of each optimizer's groups.
         """
-        each = self._each() if self.schedules else []
-        if not each:
+        calls = self._each() if self.schedules else []
+        if not calls:
             return []
         codes = []
         for side in sides:
-            of_side = [python_code(each[number]) for number in side]
+            of_side = [python_code(calls[number]) for number in side]
             codes.append(of_side[0] if len({*of_side}) == 1 else f"[{', '.join(of_side)}]")
         return [
             *(["import math"] if any(MATH in code for code in codes) else []),
@@ -238,10 +239,10 @@ class RatesOf:
         """Returns the call of icefall's own schedule, `...` for what nobody said; None if the run has another."""
         if len(self.schedules) != 1 or self.schedules[0].kind not in FUNCTIONS:
             return None
-        (one,) = self.schedules
-        names = [name for name in FUNCTIONS[str(one.kind)].parameters if name in SETTINGS]
-        said = ", ".join(f"{name}={one.parameters.get(name, ...)!r}" for name in names)
-        return f"{one.kind}(optimizer, {said})".replace("Ellipsis", "...")
+        (schedule,) = self.schedules
+        names = [name for name in FUNCTIONS[str(schedule.kind)].parameters if name in SETTINGS]
+        arguments = ", ".join(f"{name}={schedule.parameters.get(name, ...)!r}" for name in names)
+        return f"{schedule.kind}(optimizer, {arguments})".replace("Ellipsis", "...")
 
     def jax_lines(self) -> list[str]:
         """Returns the lines that make the schedule of Optax, `schedule`; none if nobody knows one for all groups."""
@@ -276,9 +277,9 @@ class RatesOf:
 
     def lambdas(self) -> str | None:
         """Returns the functions of a LambdaLR that multiply the rates which its state has, where they are known."""
-        (one,) = self.schedules
-        bases = one.parameters.get("base_lrs") or ()
-        of_groups = [one.of_group(number) for number in range(len(bases))]
+        (schedule,) = self.schedules
+        bases = schedule.parameters.get("base_lrs") or ()
+        of_groups = [schedule.of_group(number) for number in range(len(bases))]
         codes = [
             python_code(rates, base)
             for rates, base in zip(of_groups, bases, strict=True)
@@ -303,18 +304,18 @@ def _made(kind: str | None, state: Mapping[str, Any], optimizer: str) -> str:
     if kind is None:
         return "..."
     if kind == "LambdaLR":
-        said = "lr_lambda"
+        arguments = "lr_lambda"
     elif kind in _ARGUMENTS and set(_ARGUMENTS[kind]) <= state.keys():
-        said = ", ".join(f"{name}={state[name]!r}" for name in _ARGUMENTS[kind])
+        arguments = ", ".join(f"{name}={state[name]!r}" for name in _ARGUMENTS[kind])
     elif kind == "SequentialLR" and isinstance(parts, (list, tuple)) and all(map(_is_record, parts)):
-        each = ", ".join(_made(torch_kind(part), part, optimizer) for part in parts)
-        said = f"[{each}], milestones={state.get('_milestones')!r}"
+        parts_code = ", ".join(_made(torch_kind(part), part, optimizer) for part in parts)
+        arguments = f"[{parts_code}], milestones={state.get('_milestones')!r}"
     elif kind == "MultiStepLR" and says(state, STATES[kind]):
         each_at = [at for at, times in state["milestones"].items() for _ in range(times)]
-        said = f"milestones={each_at!r}, gamma={state['gamma']!r}"
+        arguments = f"milestones={each_at!r}, gamma={state['gamma']!r}"
     else:
-        said = "..."
-    return f"torch.optim.lr_scheduler.{kind}({optimizer}, {said})"
+        arguments = "..."
+    return f"torch.optim.lr_scheduler.{kind}({optimizer}, {arguments})"
 
 
 def _is_record(part: Any) -> bool:

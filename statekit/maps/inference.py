@@ -79,7 +79,7 @@ class Proposal:
             new: What the new one is called.
         """
         words: dict[str, dict[str, str]] = {}
-        parameters = [dict(entry) for entry in _folded([_entry(one, words) for one in self.inferred])]
+        parameters = [dict(entry) for entry in _folded([_entry(link, words) for link in self.inferred])]
         facts = ["names and shapes of both checkpoints, by statekit maps --infer"]
         whole = {
             "title": f"{old} and {new}",
@@ -109,7 +109,7 @@ class _Pool:
     def fitting(self, target: str) -> dict[str, list[Mapping[str, Any]]]:
         """Returns the old parameters whose shapes and numbers fit, each with what becomes of its axes."""
         steps = {path: _steps(shape, self.new[target]) for path, shape in self.old.items()}
-        return {p: one for p, one in steps.items() if one is not None and _numbers(p) == _numbers(target)}
+        return {p: step for p, step in steps.items() if step is not None and _numbers(p) == _numbers(target)}
 
 
 def infer(old: Mapping[str, Shape], new: Mapping[str, Shape], pairs: Sequence[str] = ()) -> Proposal:
@@ -196,8 +196,8 @@ def _settled_by_name(pool: _Pool) -> bool:
     fits = {target: pool.fitting(target) for target in pool.new}
     scores = {(target, path): _alike(target, path) for target, fitting in fits.items() for path in fitting}
     for (target, path), score in sorted(scores.items(), key=lambda entry: -entry[1]):
-        others = {pair: one for pair, one in scores.items() if pair != (target, path)}
-        rivals = [one for pair, one in others.items() if pair[0] == target or pair[1] == path]
+        others = {pair: likeness for pair, likeness in scores.items() if pair != (target, path)}
+        rivals = [likeness for pair, likeness in others.items() if pair[0] == target or pair[1] == path]
         if score > max(rivals, default=0) and not _joins(pool, target):
             pool.settle(target, [path], fits[target][path], "no other name is as near")
             return True
@@ -302,7 +302,8 @@ def _entry(inferred: Inferred, words: dict[str, dict[str, str]]) -> dict[str, An
         source, parts = template
         meaning = {part: part for part in parts}
         name = next(
-            (name for name, known in words.items() if list(known) == list(meaning)), f"part{len(words) or ''}"
+            (name for name, meaning_of in words.items() if list(meaning_of) == list(meaning)),
+            f"part{len(words) or ''}",
         )
         words[name] = meaning
         source = source.replace("{part}", f"{{{name}}}")

@@ -63,21 +63,21 @@ def faults(value: Any, schema: Schema, root: Schema | None = None, place: str = 
 
 
 def _of_object(value: Mapping[str, Any], schema: Schema, root: Schema, place: str) -> Faulty:
-    known, others = schema.get("properties", {}), schema.get("additionalProperties", True)
+    properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
     for name in schema.get("required", ()):
         if name not in value:
             yield "is missing", _below(place, name)
-    for name, one in value.items():
+    for name, child in value.items():
         yield from faults(name, schema.get("propertyNames", {}), root, _below(place, name))
-        if name in known:
-            one_schema = known[name]
+        if name in properties:
+            one_schema = properties[name]
         elif others is False:
             yield "isn't known here", _below(place, name)
             continue
         else:
             one_schema = others
         if isinstance(one_schema, Mapping):
-            yield from faults(one, one_schema, root, _below(place, name))
+            yield from faults(child, one_schema, root, _below(place, name))
     if not schema.get("minProperties", 0) <= len(value) <= schema.get("maxProperties", len(value)):
         yield f"has {len(value)} entries", place
 
@@ -88,10 +88,10 @@ def _of_array(value: list[Any], schema: Schema, root: Schema, place: str) -> Fau
         return
     if len(value) < schema.get("minItems", 0):
         yield f"has {len(value)} entries, expected {schema['minItems']} or more", place
-    if schema.get("uniqueItems") and any(one in value[:i] for i, one in enumerate(value)):
+    if schema.get("uniqueItems") and any(item in value[:i] for i, item in enumerate(value)):
         yield "has an entry twice", place
-    for i, one in enumerate(value):
-        yield from faults(one, schema.get("items", {}), root, _below(place, i))
+    for i, item in enumerate(value):
+        yield from faults(item, schema.get("items", {}), root, _below(place, i))
 
 
 def _below(place: str, name: object) -> str:

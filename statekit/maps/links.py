@@ -182,14 +182,14 @@ def _followed(
     if not scales:
         return groups, []
     parts = _parts_of(state, groups, scales)
-    made = joined([part for part, _ in parts], list(pieces))
-    apart = [(part, kind) for part, kind in parts if part.paths[0] in scales and part in made]
+    joined_group = joined([part for part, _ in parts], list(pieces))
+    apart = [(part, kind) for part, kind in parts if part.paths[0] in scales and part in joined_group]
     for part, kind in apart:
         if reasons := _otherwise(part, kind, scales[part.paths[0]], one_rule):
             pieces |= {path: pieces[path].labelled(Exactness.STATISTICS, *reasons) for path in part.paths}
     if one_rule and apart:
         return groups, []
-    return made, [sentence(part, scales[part.paths[0]]) for part, _ in apart]
+    return joined_group, [sentence(part, scales[part.paths[0]]) for part, _ in apart]
 
 
 def _parts_of(
@@ -228,17 +228,17 @@ class StateMap(Protocol):
 def carried_through(state: TrainState, maps: Iterable[StateMap]) -> tuple[TrainState, tuple[Mapped, ...]]:
     """Returns what maps make of a state, one after the other, and of every parameter by the names of the source."""
     mapped: tuple[Mapped, ...] = ()
-    for one in maps:
-        result = one.apply(state)
+    for model_map in maps:
+        result = model_map.apply(state)
         state, mapped = result.state, _after(mapped, result.mapped)
     return state, mapped
 
 
 def inexact(mapped: Iterable[Mapped], allowed: Exactness) -> Iterator[tuple[str, str]]:
     """Yields what became less exact than is allowed, with how and why, and its path."""
-    for one in mapped:
-        if one.exactness > allowed:
-            yield f"{one.exactness.name.lower()}: {one.reason}", one.target
+    for mapping in mapped:
+        if mapping.exactness > allowed:
+            yield f"{mapping.exactness.name.lower()}: {mapping.reason}", mapping.target
 
 
 def carried_to_load(
@@ -261,7 +261,7 @@ def carried_to_load(
     if maps and not slots:
         state = replace(state, slots={})
     after, mapped = carried_through(state, maps)
-    worst = max((one.exactness for one in mapped), default=Exactness.BITWISE)
+    worst = max((mapping.exactness for mapping in mapped), default=Exactness.BITWISE)
     Faults(inexact(mapped, least)).check(
         InexactError,
         "The map would load parameters less exactly than required",
@@ -275,11 +275,13 @@ def _after(before: Sequence[Mapped], mapped: Sequence[Mapped]) -> tuple[Mapped, 
     """Returns what became of every parameter in both of two maps."""
     if not before:
         return tuple(mapped)
-    made = {one.target: one for one in before}
+    by_target = {one.target: one for one in before}
     joined = []
     for one in mapped:
         # What a map takes from beside the parameters is in no account of the map before it.
-        parts = [made.get(path, Mapped(path, (path,), (), (), Exactness.BITWISE, "")) for path in one.sources]
+        parts = [
+            by_target.get(path, Mapped(path, (path,), (), (), Exactness.BITWISE, "")) for path in one.sources
+        ]
         worst = max([one, *parts], key=lambda part: part.exactness)
         words = dict.fromkeys(word for part in parts for word in part.operations)
         joined.append(
@@ -317,8 +319,10 @@ def _piece(state: TrainState, group: Group | None, path: str) -> Piece:
     if rule is None and variant is not None:
         piece = replace(piece, rule=matrix_rule(variant_constants(name, variant), len(param.shape)))
     usual = {} if variant is None else schema.settings(variant)
-    said = {key: _of_path(value, path) for key, value in group.hyperparameters.items() if key in BY_NAME}
-    over = schema.over_tensor(variant, {**usual, **group.hyperparameters, **said})
+    values_by_path = {
+        key: _of_path(value, path) for key, value in group.hyperparameters.items() if key in BY_NAME
+    }
+    over = schema.over_tensor(variant, {**usual, **group.hyperparameters, **values_by_path})
     return replace(piece, schema=name, over=over)
 
 
@@ -330,29 +334,29 @@ def _of_path(value: Any, path: str) -> Any:
 def _group(group: Group, links: Sequence[Link], faults: Faults) -> Group:
     moved = set(group.paths)
     links = [link for link in links if moved.issuperset(link.sources)]
-    said = dict(group.hyperparameters)
-    for name, value in said.items():
+    values = dict(group.hyperparameters)
+    for name, value in values.items():
         if name in BY_NAME and isinstance(value, Mapping):
-            said[name] = _of_targets(value, links, name, faults)
+            values[name] = _of_targets(value, links, name, faults)
         elif name in (*_BY_PATTERN, *BY_NAME) and value and not isinstance(value, bool):
             faults.add("is said of names that fit a pattern, and the map changes names", name)
     order = {path: i for i, path in enumerate(group.paths)}
     links.sort(key=lambda link: order[link.sources[0]])
-    return replace(group, paths=tuple(link.target for link in links), hyperparameters=said)
+    return replace(group, paths=tuple(link.target for link in links), hyperparameters=values)
 
 
 def _of_targets(
     values: Mapping[str, Value], links: Iterable[Link], what: str, faults: Faults
 ) -> dict[str, Value]:
     """Returns what was said of some parameters, of those that they have become."""
-    said: dict[str, Value] = {}
+    joined_values: dict[str, Value] = {}
     for link in links:
-        known = [values[path] for path in link.sources if path in values]
-        if known and (len(known) < len(link.sources) or any(one != known[0] for one in known)):
+        present = [values[path] for path in link.sources if path in values]
+        if present and (len(present) < len(link.sources) or any(one != present[0] for one in present)):
             faults.add(f"is made of parameters with different {what}", link.target)
-        elif known:
-            said[link.target] = known[0]
-    return said
+        elif present:
+            joined_values[link.target] = present[0]
+    return joined_values
 
 
 def _split_groups(state: TrainState, links: Iterable[Link]) -> Iterator[tuple[str, str]]:

@@ -33,8 +33,8 @@ def flat(tree: Tree) -> tuple[dict[str, Any], Callable[[Mapping[str, Any]], dict
         name = "/".join(path)
         name = name if is_nested else name.replace(".", "/")
         if name in arrays or not hasattr(array, "shape"):
-            what = "stands there twice" if name in arrays else "is no array"
-            raise UsageError(f"A tree can't be mapped: {name} {what}.", found=type(array).__name__)
+            fault = "stands there twice" if name in arrays else "is no array"
+            raise UsageError(f"A tree can't be mapped: {name} {fault}.", found=type(array).__name__)
         arrays[name] = _unwrapped(array)
 
     def named(others: Mapping[str, Any]) -> dict[str, Any]:

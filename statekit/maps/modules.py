@@ -71,9 +71,9 @@ class Kind:
 
     def fits(self, ranks: Mapping[str, int]) -> bool:
         """Tells whether a module of these tensors, name -> rank, may be of this kind."""
-        known = {leaf.source: leaf.rank for leaf in self.leaves}
+        ranks_by_leaf = {leaf.source: leaf.rank for leaf in self.leaves}
         needed = {leaf.source for leaf in self.leaves if not leaf.optional}
-        return needed <= ranks.keys() and all(known.get(name) == rank for name, rank in ranks.items())
+        return needed <= ranks.keys() and all(ranks_by_leaf.get(name) == rank for name, rank in ranks.items())
 
     def is_called(self, name: str) -> bool:
         """Tells whether a module's name is one by which this kind is told from others."""
@@ -141,8 +141,8 @@ class Modules:
         return cls(
             tuple(kinds),
             tuple(data[source].get("beside", ())),
-            {one[source]: one["because"] for one in data.get("left", ()) if source in one},
-            tuple((one[source], one["because"]) for one in data.get("refused", ()) if source in one),
+            {entry[source]: entry["because"] for entry in data.get("left", ()) if source in entry},
+            tuple((entry[source], entry["because"]) for entry in data.get("refused", ()) if source in entry),
         )
 
     def gathered(self, state: TrainState) -> TrainState:
@@ -154,10 +154,10 @@ class Modules:
         gone: dict[str, list[str]] = {}
         for place in self.beside:
             part = _taken(extra, place.split("/"))
-            for path, one in _tensors(part):
+            for path, tensor in _tensors(part):
                 if path in params:
                     gone.setdefault("a parameter has its name", []).append(f"{place}/{path}")
-                params.setdefault(path, one)
+                params.setdefault(path, tensor)
             for keys, leaf in walk(part):
                 if _is_other(leaf):
                     gone.setdefault("no tensor of a module", []).append("/".join(map(str, (place, *keys))))
@@ -469,7 +469,7 @@ def _is_other(leaf: Any) -> bool:
 
 def _tensors(tree: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Tensor]]:
     if isinstance(tree, Mapping):
-        for key, one in tree.items():
-            yield from _tensors(one, (*path, *str(key).split(".")))
+        for key, part in tree.items():
+            yield from _tensors(part, (*path, *str(key).split(".")))
     elif isinstance(tree, Tensor):
         yield "/".join(path), tree

@@ -97,11 +97,15 @@ class Piece:
             schema = load_schema(self.schema)
             reference = schema.data["reference"]
             over = schema.over_tensor(reference, schema.settings(reference))
-        over = tuple(one for one in over if not (along_batch and one.but_for_batch))
+        over = tuple(change for change in over if not (along_batch and change.but_for_batch))
         if not self.slots or not over:
             return self
-        entered = [f"{one.what}, in {slot}" for one in over for slot in one.enters if slot in self.slots]
-        reason = f"{', '.join(one.what for one in over)}: so far over {before}, from now on over {after}"
+        entered = [
+            f"{change.what}, in {slot}" for change in over for slot in change.enters if slot in self.slots
+        ]
+        reason = (
+            f"{', '.join(change.what for change in over)}: so far over {before}, from now on over {after}"
+        )
         if entered:
             return self.labelled(Exactness.ESTIMATE, reason, f"what was over {before}: {', '.join(entered)}")
         return self.labelled(Exactness.STATISTICS, reason)

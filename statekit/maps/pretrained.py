@@ -212,10 +212,10 @@ def _case(rule: Rule, chosen: Mapping[str, str]) -> Any:
 def _is_of(said: object, rule: Rule, chosen: str) -> bool:
     """Tells whether a value may be that of an alternative, and of no other."""
     choices: Mapping[str, object] = rule["of"]
-    others = [value for one, value in choices.items() if one != chosen]
+    others = [value for alternative, value in choices.items() if alternative != chosen]
     like: Mapping[str, str] = rule.get("like", {})
     return said not in others and all(
-        fnmatchcase(str(said), pattern) is (one == chosen) for one, pattern in like.items()
+        fnmatchcase(str(said), pattern) is (alternative == chosen) for alternative, pattern in like.items()
     )
 
 

@@ -138,15 +138,15 @@ def _settings(schema: OptimizerSchema, variant: str | None, values: Mapping[str,
 def joined(groups: Sequence[Group], order: Sequence[str]) -> list[Group]:
     """Returns groups of which those that are moved alike are one, their paths in some order."""
     places = {path: i for i, path in enumerate(order)}
-    made: list[Group] = []
+    joined_groups: list[Group] = []
     for group in groups:
-        alike = next((i for i, other in enumerate(made) if _alike(group, other)), None)
+        alike = next((i for i, other in enumerate(joined_groups) if _alike(group, other)), None)
         if alike is None:
-            made.append(group)
+            joined_groups.append(group)
         else:
-            paths = sorted((*made[alike].paths, *group.paths), key=lambda path: places[path])
-            made[alike] = replace(made[alike], paths=tuple(paths))
-    return made
+            paths = sorted((*joined_groups[alike].paths, *group.paths), key=lambda path: places[path])
+            joined_groups[alike] = replace(joined_groups[alike], paths=tuple(paths))
+    return joined_groups
 
 
 def _alike(group: Group, other: Group) -> bool:

@@ -255,8 +255,8 @@ class Factor(OfEach):
 
     def _check(self, piece: Piece) -> None:
         factors = "v_row" in load_schema(piece.schema).slots
-        known = piece.rule is not None and not piece.rule.factored
-        if (piece.slots and not (factors and known)) or len(self.axes) != len(piece.param.shape):
+        is_unfactored = piece.rule is not None and not piece.rule.factored
+        if (piece.slots and not (factors and is_unfactored)) or len(self.axes) != len(piece.param.shape):
             raise StateError(f"has rank {len(piece.param.shape)}, and {_factors(piece)}; it shall be {self}")
 
     def _labelled(self, piece: Piece) -> Piece:

@@ -73,8 +73,8 @@ class Plot:
 
     def files(self) -> dict[str, bytes]:
         """Returns what it may be taken along as, by the name of the file."""
-        made = {f"{self.name}.csv": self.csv().encode(), f"{self.name}.svg": str(self.picture).encode()}
-        return made if self.image is None else {**made, f"{self.name}.png": self.image}
+        contents = {f"{self.name}.csv": self.csv().encode(), f"{self.name}.svg": str(self.picture).encode()}
+        return contents if self.image is None else {**contents, f"{self.name}.png": self.image}
 
     def links(self) -> dict[str, str]:
         """Returns links that hold those files themselves, by their names."""
@@ -429,8 +429,8 @@ def heat_map(
         drawn.append(_text(beside + 16, legend.at(value) + 4, _short_number(10**value) if powers else called))
     drawn.append(_text(WIDTH - _RIGHT, HEIGHT - _BOTTOM + 34, unit, "end"))
     numbers = tuple((i, *row) for i, row in enumerate(cells))
-    said = tuple(str(i) for i in range(len(cells[0]) if cells else 0))
-    summary = f"{len(cells)} by {len(said)} cells of a {rows} by {columns} matrix"
+    column_labels = tuple(str(i) for i in range(len(cells[0]) if cells else 0))
+    summary = f"{len(cells)} by {len(column_labels)} cells of a {rows} by {columns} matrix"
     if good.size:
         ends = (10**low, 10**high) if powers else (low, high)
         summary += f", {unit} from {number(ends[0])} to {number(ends[1])}"
@@ -440,7 +440,7 @@ def heat_map(
         (across, down),
         drawn,
         summary,
-        ("row of cells", *said),
+        ("row of cells", *column_labels),
         numbers,
         image=image,
         grid=False,
@@ -463,11 +463,11 @@ def sparkline(binned: Mapping[str, Any] | None, axis: tuple[int, int] | None = N
         return Markup("")
     first, wide, counts = binned["from"], binned["octaves"], binned["counts"]
     low, high = axis or (first, first + wide * len(counts))
-    each = max(1, -(-(high - low) // _BINS))
+    per_bin = max(1, -(-(high - low) // _BINS))
     shown = [0.0] * _BINS
     for i, count in enumerate(counts):
         for n in range(wide):
-            at = (first + i * wide + n - low) // each
+            at = (first + i * wide + n - low) // per_bin
             shown[min(max(at, 0), _BINS - 1)] += count / wide
     most = max(shown) or 1.0
     path = "".join(
@@ -546,7 +546,7 @@ def of_lineage(
     """Returns what was made of what as a plot, with a row for each edge; its arguments are those of `lineage`."""
     called = {key: name for key, (name, _below, _href) in nodes.items()}
     rows = tuple(
-        (called[end], called[start], said) for start, end, said in edges if {start, end} <= {*called}
+        (called[end], called[start], label) for start, end, label in edges if {start, end} <= {*called}
     )
     summary = f"{len(nodes)} checkpoints and what was made of them"
     return Plot(

@@ -57,7 +57,7 @@ def environment(*folders: Path, shared: Mapping[str, Any] | None = None) -> Envi
         folders: Further templates, looked for first.
         shared: Names that all templates know, beside those of this room.
     """
-    made = Environment(
+    templates = Environment(
         loader=ChoiceLoader([FileSystemLoader(folders), PackageLoader(PACKAGE)]),
         autoescape=True,
         finalize=_shown,
@@ -65,7 +65,7 @@ def environment(*folders: Path, shared: Mapping[str, Any] | None = None) -> Envi
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    made.filters.update(
+    templates.filters.update(
         wrapped=wrapped,
         size=size,
         number=number,
@@ -74,7 +74,7 @@ def environment(*folders: Path, shared: Mapping[str, Any] | None = None) -> Envi
         e=_escaped,
         escape=_escaped,
     )
-    made.globals.update(
+    templates.globals.update(
         shown=shown,
         some=some,
         sparkline=charts.sparkline,
@@ -89,8 +89,8 @@ def environment(*folders: Path, shared: Mapping[str, Any] | None = None) -> Envi
         by_layer=by_layer,
         plots_of_difference=parameter.of_difference,
     )
-    made.globals.update(shared or {})
-    return made
+    templates.globals.update(shared or {})
+    return templates
 
 
 @cache

@@ -44,7 +44,7 @@ class Layers:
         Args:
             measure: One of `MEASURES`.
         """
-        made = []
+        plots = []
         for name, stacks in self.curves.items():
             layers = sorted({layer for stack in stacks.values() for layer in stack})
             heights = {
@@ -52,19 +52,19 @@ class Layers:
                 for stack, by_layer in stacks.items()
             }
             called = "Parameters" if name == "values" else f"Slot {name}"
-            made.append(
+            plots.append(
                 charts.lines(
                     f"{called} by layer", f"{MEASURES[measure]}, of all values x in a layer", measure, heights,
                     layers, index="layer", powers=True,
                 )
             )  # fmt: skip
-        return made
+        return plots
 
     def to_json(self, measure: str = "norm") -> dict[str, Any]:
         """Returns what the plots show as plain data: for each tensor and stack a number by layer."""
         return {
             name: {
-                stack: {str(layer): _height(one, measure) for layer, one in sorted(by_layer.items())}
+                stack: {str(layer): _height(cell, measure) for layer, cell in sorted(by_layer.items())}
                 for stack, by_layer in stacks.items()
             }
             for name, stacks in self.curves.items()
@@ -94,13 +94,13 @@ def by_layer(parameters: Sequence[Mapping[str, Any]], part: str = "") -> Layers:
         layers.setdefault(stack, set()).add(layer)
     curves: dict[str, dict[str, dict[int, tuple[float, int]]]] = {}
     parts: dict[str, None] = {}
-    for (stack, layer, inner), one in placed:
+    for (stack, layer, inner), placed_parameter in placed:
         if not 2 <= len(layers[stack]) <= MOST_LAYERS:
             continue
         parts[inner] = None
         if part and inner != part:
             continue
-        for name, tensor in (("values", one), *one["slots"].items()):
+        for name, tensor in (("values", placed_parameter), *placed_parameter["slots"].items()):
             stats = tensor["stats"]
             count = math.prod(tensor["shape"]) - stats["nan"] - stats["inf"]
             norm = stats["norm"]
@@ -121,7 +121,7 @@ def _place(path: str) -> tuple[str, int, str] | None:
     return None
 
 
-def _height(one: tuple[float, int] | None, measure: str) -> float | None:
-    if one is None or not math.isfinite(one[0]) or not one[1]:
+def _height(cell: tuple[float, int] | None, measure: str) -> float | None:
+    if cell is None or not math.isfinite(cell[0]) or not cell[1]:
         return None
-    return math.sqrt(one[0] / one[1] if measure == "rms" else one[0])
+    return math.sqrt(cell[0] / cell[1] if measure == "rms" else cell[0])

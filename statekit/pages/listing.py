@@ -75,9 +75,13 @@ def all_numbers(parameters: Sequence[Mapping[str, Any]]) -> str:
 
 def inside(module: Module[Mapping[str, Any]]) -> dict[str, int]:
     """Returns the number of parameters in and below a module, and the bytes of them and of their slots."""
-    each = list(module.everything())
-    slots = sum(slot["bytes"] for one in each for slot in one["slots"].values())
-    return {"count": len(each), "bytes": sum(one["bytes"] for one in each), "slot_bytes": slots}
+    parameters = list(module.everything())
+    slots = sum(slot["bytes"] for parameter in parameters for slot in parameter["slots"].values())
+    return {
+        "count": len(parameters),
+        "bytes": sum(parameter["bytes"] for parameter in parameters),
+        "slot_bytes": slots,
+    }
 
 
 def total_magnitudes(parameters: Sequence[Mapping[str, Any]]) -> list[charts.Plot]:

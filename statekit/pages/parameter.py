@@ -49,18 +49,22 @@ def _cells(
         tall, wide = tiles["each"]
         rows, columns = tiles["shape"]
         mean = f"mean {unit} of each {tall} by {wide} values" if tall * wide > 1 else unit
-        made = f"{formula}; {mean}" if formula else mean
+        caption = f"{formula}; {mean}" if formula else mean
         return [
             charts.heat_map(
-                f"Where {called} is large", made, unit, tiles["cells"], (rows, columns), first=first
+                f"Where {called} is large", caption, unit, tiles["cells"], (rows, columns), first=first
             )
         ]
-    each, values = record["bars"]["each"], record["bars"]["values"]
+    per_bar, values = record["bars"]["each"], record["bars"]["values"]
     unit = called if unit == f"|{called}|" else unit
-    mean = f"mean of each {each} values" if each > 1 else unit
-    made = f"{formula}; {mean}" if formula else mean
+    mean = f"mean of each {per_bar} values" if per_bar > 1 else unit
+    caption = f"{formula}; {mean}" if formula else mean
     return (
-        [charts.bars(f"{called}, value by value", made, unit, "index", values, each=each, first=first[1])]
+        [
+            charts.bars(
+                f"{called}, value by value", caption, unit, "index", values, each=per_bar, first=first[1]
+            )
+        ]
         if len(values) > 1
         else []
     )
@@ -101,22 +105,22 @@ def of_run(record: Mapping[str, Any], tensor: str = "") -> list[Plot]:
     others = {name: values for name, values in curves.items() if name not in updates}
     plots = []
     if updates and not tensor:
-        said = {"update_at_zero": "g = 0", "update_at_scale": "g = sqrt(v̂)"}
+        titles = {"update_at_zero": "g = 0", "update_at_scale": "g = sqrt(v̂)"}
         plots.append(
             charts.lines(
                 "Update over parameter",
                 "rms(u) / rms(p), u the next update by the state's own rule",
                 "rms(u) / rms(p)",
-                {said.get(name, name): values for name, values in updates.items()},
+                {titles.get(name, name): values for name, values in updates.items()},
                 steps,
                 powers=True,
                 guides={number(record["guide"]): record["guide"]},
             )
         )
-    changes = {name: one for name, one in record["changes"].items() if tensor in ("", name)}
+    changes = {name: changed_part for name, changed_part in record["changes"].items() if tensor in ("", name)}
     for figure, (title, powers) in _CHANGES.items() if len(steps) > 1 else ():
-        each = {_called(name): change[figure] for name, change in changes.items()}
-        plots.append(charts.lines(title, FIGURES[figure], figure, each, steps, powers=powers))
+        curve = {_called(name): change[figure] for name, change in changes.items()}
+        plots.append(charts.lines(title, FIGURES[figure], figure, curve, steps, powers=powers))
     plots += [
         charts.lines(name, name, name, {name: values}, steps, powers=True)
         for name, values in others.items()

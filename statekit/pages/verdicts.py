@@ -45,13 +45,13 @@ def of_inspect(result: Mapping[str, Any]) -> Verdict:
 
 def of_doctor(result: Mapping[str, Any]) -> Verdict:
     """Judges what `doctor` found."""
-    each = result["checkpoints"]
-    bad = [one for one in each if one["findings"]]
-    looked = plural(len(each), "checkpoint")
+    checkpoints = result["checkpoints"]
+    bad = [checkpoint for checkpoint in checkpoints if checkpoint["findings"]]
+    looked = plural(len(checkpoints), "checkpoint")
     if not bad:
         return Verdict("good", "Nothing found", f"{looked}, every value read once")
-    named = some([f"{one['path']}" for one in bad])
-    count = plural(sum(len(one["findings"]) for one in bad), "finding")
+    named = some([f"{checkpoint['path']}" for checkpoint in bad])
+    count = plural(sum(len(checkpoint["findings"]) for checkpoint in bad), "finding")
     return Verdict("bad", f"{count} in {len(bad)} of {looked}", named)
 
 

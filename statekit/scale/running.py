@@ -88,7 +88,7 @@ def _write(opened: Opened, task: Task, folder: Path, attempt: Attempt) -> dict[s
         "tensors": dict(stage.tensors),
         "checked": {},
         "records": records,
-        "measured": tuple(vars(one) for one in measured),
+        "measured": tuple(vars(measure) for measure in measured),
     }
 
 

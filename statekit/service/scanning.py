@@ -62,7 +62,7 @@ class Folder:
 
     def count(self) -> int:
         """Returns how many files and folders lie below."""
-        return sum(1 + one.count() for one in (self.inside or {}).values())
+        return sum(1 + child.count() for child in (self.inside or {}).values())
 
     def child(self, relative: str) -> Folder | None:
         """Returns what lies below, by names joined by `/`."""
@@ -173,10 +173,10 @@ def _file(path: str, facts: tuple[int, int, int]) -> Folder:
 
 
 def _digest(pairs: Any) -> str:
-    made = blake2b(digest_size=16)
-    for name, what in pairs:
-        made.update(f"{len(name)}:{name}:{what};".encode("utf-8", "surrogateescape"))
-    return made.hexdigest()
+    digest = blake2b(digest_size=16)
+    for name, fact in pairs:
+        digest.update(f"{len(name)}:{name}:{fact};".encode("utf-8", "surrogateescape"))
+    return digest.hexdigest()
 
 
 @dataclass(frozen=True)
@@ -292,40 +292,40 @@ class Scanner:
 
     def _visit(self, node: Folder, top: Folder) -> Iterator[Seen]:
         answer = self._look({"kind": "places", "path": node.path}, (node.print, node.proof))
-        each: list[Seen] = []
+        seen_below: list[Seen] = []
         covered: set[str] = set()
         if "unreadable" in answer:
-            said = {"container": answer.get("container"), **_unread(answer["unreadable"])}
-            each.append(self._seen(node, [node], top, said))
+            facts = {"container": answer.get("container"), **_unread(answer["unreadable"])}
+            seen_below.append(self._seen(node, [node], top, facts))
             covered.add(node.path)
         for place in answer.get("places", ()):
             seen, parts = self._described(answer["container"], place, node, top)
             covered |= parts
-            each += [] if seen is None else [seen]
+            seen_below += [] if seen is None else [seen]
         if node.path not in covered:
-            yield from each
+            yield from seen_below
             yield from self._below(node, top, covered, answer.get("recording", False))
             return
-        if node.inside is not None and all(_is_unread(one) for one in each):
+        if node.inside is not None and all(_is_unread(record) for record in seen_below):
             below = list(self._below(node, top, set()))
-            broken = {seen.columns["unreadable"] for seen in each}
+            broken = {seen.columns["unreadable"] for seen in seen_below}
             is_part = any(seen.columns.get("unreadable") in broken for seen in below)
             if not is_part and not all(map(_is_unread, below)):  # the folder is no checkpoint: it holds some
-                each = below
-        yield from each
+                seen_below = below
+        yield from seen_below
 
     def _below(self, node: Folder, top: Folder, covered: set[str], folders: bool = False) -> Iterator[Seen]:
         """Yields what lies in a folder beside the checkpoints that it is itself; of folders alone if so asked."""
-        for one in (node.inside or {}).values():
-            if one.path in covered:
+        for child in (node.inside or {}).values():
+            if child.path in covered:
                 continue
-            if one.inside is None:
-                if not folders and not is_manifest(os.path.basename(one.path)):
-                    yield from self._visit(one, top)
+            if child.inside is None:
+                if not folders and not is_manifest(os.path.basename(child.path)):
+                    yield from self._visit(child, top)
             elif not any(
-                path.startswith(f"{one.path}/") for path in covered
+                path.startswith(f"{child.path}/") for path in covered
             ):  # else it holds parts of a checkpoint
-                yield from self._visit(one, top)
+                yield from self._visit(child, top)
 
     def _described(
         self, container: str, place: Mapping[str, Any], node: Folder, top: Folder
@@ -343,7 +343,9 @@ class Scanner:
         if nodes is None:  # it can't be opened: it is where it was looked for
             step = place["step"]
             guess = [
-                one for one in (node.inside or {}).values() if step is not None and _numbered(one.path, step)
+                child
+                for child in (node.inside or {}).values()
+                if step is not None and _numbered(child.path, step)
             ]
             nodes = guess[:1] or [top.child(self._relative(place["path"])) or node]
             answer = {
@@ -382,11 +384,11 @@ class Scanner:
         )
 
     def _seen(self, node: Folder, nodes: list[Folder], top: Folder, columns: Mapping[str, Any]) -> Seen:
-        made, proof = self._stamp(nodes, top)
+        stamp, proof = self._stamp(nodes, top)
         modified = max(node.modified for node in nodes) / 1e9
         size = sum(node.size for node in nodes)
         place = os.fsencode(self._relative(node.path))
-        return Seen(place, made, proof, size, min(max(modified, 0.0), 2.0**36), columns)
+        return Seen(place, stamp, proof, size, min(max(modified, 0.0), 2.0**36), columns)
 
     def _look(self, request: Mapping[str, Any], stamp: tuple[str, str]) -> Mapping[str, Any]:
         key = _key(request)
@@ -426,8 +428,8 @@ class Scanner:
         if answer.kind == "problem":
             parts = [str(answer.data[name]) for name in ("subject", "found") if answer.data.get(name)]
             return {"unreadable": " ".join(parts)}
-        made: Mapping[str, Any] = answer.data
-        return made
+        facts: Mapping[str, Any] = answer.data
+        return facts
 
 
 def _key(request: Mapping[str, Any]) -> tuple[Any, ...]:

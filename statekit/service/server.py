@@ -240,9 +240,9 @@ def _allow_files() -> None:
 
 def _start_worker(service: Service) -> subprocess.Popen[bytes]:
     roots = [root.id for root in service.catalogue.roots()]
-    said = {"parent": os.getpid(), "data": str(service.data), "roots": roots}
+    request = {"parent": os.getpid(), "data": str(service.data), "roots": roots}
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", "statekit.service.tasks.worker", json.dumps(said)],
+        [sys.executable, "-P", "-m", "statekit.service.tasks.worker", json.dumps(request)],
         stdin=subprocess.DEVNULL,
     )
 
@@ -296,9 +296,9 @@ def _scan(service: Service, doctor_bytes: int = 0) -> None:
         written = _tried("look for what was written", service.jobs.written) or before
         if time.monotonic() >= due or written != before:
             before, clock = written, time.monotonic()
-            made = _tried("scan", service.catalogue.scan)
-            if made is not None and (made.new or made.changed or made.gone):
-                _LOG.info("scanned", **made.to_json())
+            scanned = _tried("scan", service.catalogue.scan)
+            if scanned is not None and (scanned.new or scanned.changed or scanned.gone):
+                _LOG.info("scanned", **scanned.to_json())
             due = time.monotonic() + max(SCAN_SECONDS, SCAN_SHARE * (time.monotonic() - clock))
         _tried("examine a new step", lambda: examine_next(service, doctor_bytes))
         service.draining.wait(_LOOK_SECONDS)

@@ -182,8 +182,10 @@ def is_of_plan(target: Path, planned: Plan) -> bool:
         return False
 
 
-def _refuse_damage(each: Sequence[Mapping[str, Any]], place: Path) -> None:
-    faults = Faults((fault["what"], fault["place"]) for one in each for fault in one["faults"])
+def _refuse_damage(checkpoints: Sequence[Mapping[str, Any]], place: Path) -> None:
+    faults = Faults(
+        (fault["what"], fault["place"]) for checkpoint in checkpoints for fault in checkpoint["faults"]
+    )
     faults.check(
         CorruptError,
         "The checkpoint isn't what was written",
@@ -192,9 +194,9 @@ def _refuse_damage(each: Sequence[Mapping[str, Any]], place: Path) -> None:
     )
 
 
-def _tell(listener: Listener, one: Progress, begin: float, end: float) -> None:
-    done = one.done / one.total if one.total else 0.0
-    listener.progress(begin + (end - begin) * min(done, 1.0), f"{one.phase}: {one.name}")
+def _tell(listener: Listener, progress: Progress, begin: float, end: float) -> None:
+    done = progress.done / progress.total if progress.total else 0.0
+    listener.progress(begin + (end - begin) * min(done, 1.0), f"{progress.phase}: {progress.name}")
 
 
 def _facts(files: Sequence[Path]) -> list[tuple[int, int, int]]:
@@ -203,14 +205,14 @@ def _facts(files: Sequence[Path]) -> list[tuple[int, int, int]]:
 
 def _allocated(places: Sequence[Path]) -> int:
     """Returns how many bytes of the disk files and folders take; what has another name too isn't theirs to give."""
-    each = [file for place in places for file in (place, *(place.rglob("*") if place.is_dir() else ()))]
-    facts = [file.lstat() for file in each if file.is_file()]
+    files = [file for place in places for file in (place, *(place.rglob("*") if place.is_dir() else ()))]
+    facts = [file.lstat() for file in files if file.is_file()]
     return sum(fact.st_blocks * 512 for fact in facts if fact.st_nlink == 1)
 
 
-def _remove(trash: Path, tops: Sequence[Path], said: Mapping[str, Any]) -> dict[str, Any]:
+def _remove(trash: Path, tops: Sequence[Path], outcome: Mapping[str, Any]) -> dict[str, Any]:
     """Writes down what shall go, and returns that."""
-    record = {"tops": [top.name for top in tops], "said": dict(said)}
+    record = {"tops": [top.name for top in tops], "said": dict(outcome)}
     with writing(trash):
         shutil.rmtree(trash, ignore_errors=True)
         trash.mkdir()
@@ -245,7 +247,7 @@ def _listed(trash: Path) -> dict[str, Any] | None:
 
 def _go_on(trash: Path, record: Mapping[str, Any], listener: Listener) -> dict[str, Any]:
     """Removes what is written down to go, from wherever an earlier attempt has come to."""
-    said: dict[str, Any] = record["said"]
+    outcome: dict[str, Any] = record["said"]
     with writing(trash):
         for name in record["tops"]:
             if os.path.lexists(trash.parent / name):
@@ -261,7 +263,7 @@ def _go_on(trash: Path, record: Mapping[str, Any], listener: Listener) -> dict[s
         shutil.rmtree(trash)
         sync_folder(trash.parent)
     listener.log(
-        f"removed {some(said['removed'])}; {said['freed']} bytes are free now; the weights are in "
-        f"{Path(said['target']).name}"
+        f"removed {some(outcome['removed'])}; {outcome['freed']} bytes are free now; the weights are in "
+        f"{Path(outcome['target']).name}"
     )
-    return {**said, "dry_run": False}
+    return {**outcome, "dry_run": False}

@@ -45,22 +45,22 @@ def _ref(request: Mapping[str, Any], index: int = 0) -> CheckpointRef:
 
     `layout` is the target's where the job writes one.
     """
-    known = {option.name for option in OPTIONS} - ({"layout"} if "target" in request else set())
-    said = {name: value for name, value in request["options"].items() if name in known}
+    names = {option.name for option in OPTIONS} - ({"layout"} if "target" in request else set())
+    given = {name: value for name, value in request["options"].items() if name in names}
     container = request.get("container") if index == 0 else None
-    return CheckpointRef(_path(request, index), **{"container": container, **said})
+    return CheckpointRef(_path(request, index), **{"container": container, **given})
 
 
 @contextmanager
 def _map(options: Mapping[str, Any]) -> Iterator[str | None]:
     """Gives the name of the map that a job names, or of the file of the map that it brings."""
-    said = options.get("map")
-    if not isinstance(said, Mapping):
-        yield said
+    given = options.get("map")
+    if not isinstance(given, Mapping):
+        yield given
         return
     with tempfile.TemporaryDirectory(prefix="statekit-map-") as folder:
         file = Path(folder) / "map.json"
-        file.write_text(json.dumps(said), encoding="utf-8")
+        file.write_text(json.dumps(given), encoding="utf-8")
         yield str(file)
 
 
@@ -79,7 +79,7 @@ def _going_on(request: Mapping[str, Any]) -> dict[str, Any]:
     try:
         with open_state(_ref(request)) as opened:
             return {
-                "resumes": [one.to_json() for one in resumes_in(opened)],
+                "resumes": [resumption.to_json() for resumption in resumes_in(opened)],
                 "resume_code": {name: list(lines) for name, lines in resume_code(opened).items()},
             }
     except (UnknownFormatError, StateError):
@@ -144,22 +144,22 @@ def _doctor(request: Mapping[str, Any], listener: Listener) -> Any:
         done += size
 
     refs = [_ref(request, i) for i in range(len(paths))]
-    each = doctor(*refs, ignore=options.get("ignore", ()), on_tensor=tell)
+    examinations = doctor(*refs, ignore=options.get("ignore", ()), on_tensor=tell)
     return {
-        "passed": all(one.passed for one in each),
-        "checkpoints": [one.to_json() for one in each],
-        "by_subject": [_of(path, each) for path in paths],
+        "passed": all(examination.passed for examination in examinations),
+        "checkpoints": [examination.to_json() for examination in examinations],
+        "by_subject": [_of(path, examinations) for path in paths],
     }
 
 
-def _of(path: str, each: Sequence[Examination]) -> dict[str, Any]:
+def _of(path: str, examinations: Sequence[Examination]) -> dict[str, Any]:
     """Returns which checkpoints are at a path, which may be one of their files, and how many findings they have."""
     at = [
         i
-        for i, one in enumerate(each)
-        if f"{one.path}" == path or path.startswith((f"{one.path}.", f"{one.path}/"))
+        for i, examination in enumerate(examinations)
+        if f"{examination.path}" == path or path.startswith((f"{examination.path}.", f"{examination.path}/"))
     ]
-    findings = [finding for i in at for finding in each[i].findings]
+    findings = [finding for i in at for finding in examinations[i].findings]
     return {
         "findings": len(findings),
         "names": sorted({finding.name for finding in findings}),
@@ -190,22 +190,22 @@ def _verify(request: Mapping[str, Any], listener: Listener) -> Any:
     if "require" in options:
         asked["require"] = Exactness.asked(options["require"])
     with _map(options) as name:
-        made = verify(
+        certificate = verify(
             _ref(request),
             _path(request, 1),
             on_progress=lambda phase, what, size: listener.progress(None, f"{phase} {what}"),
             map=name,
             **asked,
         )
-    return _verdict(made)
+    return _verdict(certificate)
 
 
-def _verdict(made: Certificate) -> dict[str, Any]:
+def _verdict(certificate: Certificate) -> dict[str, Any]:
     return {
-        "verdict": made.verdict,
-        "passed": made.passed,
-        "digest": made.digest,
-        "certificate": made.to_json(),
+        "verdict": certificate.verdict,
+        "passed": certificate.passed,
+        "digest": certificate.digest,
+        "certificate": certificate.to_json(),
     }
 
 
@@ -259,7 +259,7 @@ def _proven(
 
     asked = planned.request
     try:
-        made = verify(
+        certificate = verify(
             asked.ref,
             asked.target,
             on_progress=lambda phase, what, size: listener.progress(None, f"{phase} {what}"),
@@ -269,10 +269,10 @@ def _proven(
             step_offset=asked.step_offset,
         )
     except StatekitError as error:  # the target is written, and stays
-        said = f"not proven: {error.line}"
-        listener.log(said)
-        return {"verdict": said, "passed": False, "digest": None, "certificate": None}
-    return _verdict(made)
+        reason = f"not proven: {error.line}"
+        listener.log(reason)
+        return {"verdict": reason, "passed": False, "digest": None, "certificate": None}
+    return _verdict(certificate)
 
 
 def _is_written(target: Path, planned: Plan) -> bool:

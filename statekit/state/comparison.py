@@ -338,7 +338,7 @@ class _States:
             self._unsaid[f"the schedule's count: {silent} doesn't say it"] = None
 
     def _group_slots(self) -> Iterator[Difference]:
-        theirs, mine = (one.optimizer.groups for one in (self._right, self._other))
+        theirs, mine = (side.optimizer.groups for side in (self._right, self._other))
         by_paths = {frozenset(group.paths): group for group in mine}
         if len(theirs) == len(mine) and {frozenset(group.paths) for group in theirs} == by_paths.keys():
             mine = tuple(by_paths[frozenset(group.paths)] for group in theirs)  # in whatever order they are
@@ -407,13 +407,13 @@ class _States:
                 return
 
     def _parts(self, right: RunState, other: RunState) -> Iterator[Difference]:
-        parts = [_numbered(one.parts) for one in (right, other)]
+        parts = [_numbered(side.parts) for side in (right, other)]
         for what, i in _both(*parts):
             sides = [part.get((what, i)) for part in parts]
             if what not in _PARTS:
                 self._unsaid[uncompared(what)] = None
                 continue
-            values = [None if one is None else plain(one.value) for one in sides]
+            values = [None if side is None else plain(side.value) for side in sides]
             if values[0] != values[1]:
                 yield _differing("part", what, values, item=what)
 
@@ -477,7 +477,7 @@ class _Form:
     @property
     def counts(self) -> list[int]:
         """Numbers of updates done at which they are held against each other, in this order."""
-        here = {one for one in self.at if one is not None}
+        here = {step for step in self.at if step is not None}
         last = None if self.end is None else max(self.end, *here)
         first = {count for count in _COUNTS if last is None or count <= last} | here
         later = {count for count in _BETWEEN | self.turns if last is None or count <= last}
@@ -507,7 +507,7 @@ class _Form:
         """
         if not isinstance(right, float) or not isinstance(other, float):
             return bool(right == other)
-        done = max(one or 0 for one in self.at)
+        done = max(step or 0 for step in self.at)
         roundings = 16 + 4 * done + 4 * self.turned(done if count is None else count)
         return (
             alike({}, right, other) is not None or abs(right - other) <= roundings * 2.0**-53 * self._highest

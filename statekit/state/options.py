@@ -133,18 +133,24 @@ def read_options(
         >>> read_options("adamw", "torch", {"betas": (0.9, 0.98), "epsilon": 1e-6}).values
         {'beta1': 0.9, 'beta2': 0.98, 'epsilon': 1e-06}
     """
-    rules, known, natives = load_schema(schema), taken(schema, variant), native_options(schema, variant)
+    rules, canonical_names, natives = (
+        load_schema(schema),
+        taken(schema, variant),
+        native_options(schema, variant),
+    )
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
     faults: list[tuple[str, str]] = []
     remedies: dict[str, None] = {}
     for name, value in _whole(rules, variant, natives, said).items():
-        parts = _meanings(name, value, known, natives)
+        parts = _meanings(name, value, canonical_names, natives)
         if not parts:
             elsewhere = _elsewhere(rules, variant, name, rate)
             faults.append((elsewhere or f"isn't an option of variant {variant}", name))
             remedies[
-                "" if elsewhere or name in rules.hyperparameters else meant(name, (*known, *natives, rate))
+                ""
+                if elsewhere or name in rules.hyperparameters
+                else meant(name, (*canonical_names, *natives, rate))
             ] = None
         for canonical, spelling in parts.items():
             if fault := spelling.fault(value):
@@ -333,11 +339,11 @@ def native_options(schema: str, variant: str) -> dict[str, dict[str, Spelling]]:
 
 
 def _meanings(
-    name: str, value: Any, known: Sequence[str], natives: Mapping[str, Mapping[str, Spelling]]
+    name: str, value: Any, canonical_names: Sequence[str], natives: Mapping[str, Mapping[str, Spelling]]
 ) -> Mapping[str, Spelling]:
     """Returns which hyperparameters a name stands for, each with how; none if it is unknown."""
     is_turned = name in natives and isinstance(value, (int, float)) and value < 0
-    if name in known and not is_turned:
+    if name in canonical_names and not is_turned:
         return {name: Spelling(name, None, 0, False)}
     return natives.get(name, {})
 

@@ -180,22 +180,22 @@ class Rates:
         return [part.to_json() for part in self.pieces]
 
 
-def _argument(one: Piece, updates: int) -> float:
-    done = abs(updates - one.origin)
-    if one.kind in ("cosine", "restarts"):
-        return float(math.pi * done / one.numbers["steps"])
-    if one.kind in ("exponential", "step") and one.numbers["factor"] > 0:
-        return float(abs(math.log(one.numbers["factor"])) * done / one.numbers["every"])
-    return max((_argument(part, updates) for part in one.numbers.get("of", ())), default=0.0)
+def _argument(piece_of_rate: Piece, updates: int) -> float:
+    done = abs(updates - piece_of_rate.origin)
+    if piece_of_rate.kind in ("cosine", "restarts"):
+        return float(math.pi * done / piece_of_rate.numbers["steps"])
+    if piece_of_rate.kind in ("exponential", "step") and piece_of_rate.numbers["factor"] > 0:
+        return float(abs(math.log(piece_of_rate.numbers["factor"])) * done / piece_of_rate.numbers["every"])
+    return max((_argument(part, updates) for part in piece_of_rate.numbers.get("of", ())), default=0.0)
 
 
-def _ends(one: Piece) -> Iterator[float]:
-    yield one.begins
+def _ends(piece_of_rate: Piece) -> Iterator[float]:
+    yield piece_of_rate.begins
     for name in ("steps", "every"):
-        if name in one.numbers:
-            yield one.origin + one.numbers[name]
-    yield from (one.origin + count for count in one.numbers.get("at", ()))
-    for part in one.numbers.get("of", ()):
+        if name in piece_of_rate.numbers:
+            yield piece_of_rate.origin + piece_of_rate.numbers[name]
+    yield from (piece_of_rate.origin + count for count in piece_of_rate.numbers.get("at", ()))
+    for part in piece_of_rate.numbers.get("of", ()):
         yield from _ends(part)
 
 
@@ -212,20 +212,22 @@ def joined(parts: Sequence[Rates], bounds: Sequence[int]) -> Rates:
     """
     pieces: list[Piece] = []
     for rates, begins, ends in zip(parts, [0, *bounds], [*bounds, math.inf], strict=True):
-        pieces += [one for one in (each.moved(begins) for each in rates.pieces) if one.begins < ends]
+        pieces += [
+            one for one in (moved_rates.moved(begins) for moved_rates in rates.pieces) if one.begins < ends
+        ]
     return Rates(tuple(pieces))
 
 
 def product(*factors: Rates) -> Rates:
     """Returns the product of schedules; a piece for each stretch in which none of them changes its formula."""
     pieces: list[Piece] = []
-    for begins in sorted({one.begins for rates in factors for one in rates.pieces}):
+    for begins in sorted({rates_at.begins for rates in factors for rates_at in rates.pieces}):
         scale, others = 1.0, list[Piece]()
-        for one in (rates.at(begins) for rates in factors):
-            if one.kind == "constant" and "floor" not in one.numbers:
-                scale *= one.numbers["rate"]
+        for rates_at in (rates.at(begins) for rates in factors):
+            if rates_at.kind == "constant" and "floor" not in rates_at.numbers:
+                scale *= rates_at.numbers["rate"]
             else:
-                others.append(replace(one, begins=begins))
+                others.append(replace(rates_at, begins=begins))
         if not others:
             pieces.append(piece("constant", begins, begins, rate=scale))
         elif len(others) == 1:

@@ -266,8 +266,8 @@ def run_of(extra: Mapping[str, Tree]) -> RunState:
             schedules.append(schedule)
         elif why := _has_only_a_count(node, path):
             counts.append(Schedule(None, {}, None, name, (why,)))
-        elif (what := _what(name)) is not None:
-            parts.append(RunPart(what, name, _value(node, what)))
+        elif (kind := _what(name)) is not None:
+            parts.append(RunPart(kind, name, _value(node, kind)))
     ties = extra.get(TIES)
     # A LambdaLR without its bases isn't one that was saved: folders of Trainer need it to say where a run stands.
     schedules = [schedule for schedule in schedules if schedule.bases or schedule.kind != "LambdaLR"]
@@ -304,14 +304,18 @@ def _with_groups(schedules: list[Schedule], bases: Sequence[float | None]) -> li
     Source: pytorch/pytorch torch/optim/lr_scheduler.py, `LRScheduler.__init__`.
     """
     moved = [number for number, base in enumerate(bases) if base is not None]
-    each = [schedule.bases for schedule in schedules]
+    bases_by_schedule = [schedule.bases for schedule in schedules]
     alone = len(schedules) == 1 and len(moved) == len(bases)
-    if alone or not all(each) or [base for rates in each for base in rates] != [bases[i] for i in moved]:
+    if (
+        alone
+        or not all(bases_by_schedule)
+        or [base for rates in bases_by_schedule for base in rates] != [bases[i] for i in moved]
+    ):
         return schedules
-    ends = list(accumulate(map(len, each)))
+    ends = list(accumulate(map(len, bases_by_schedule)))
     return [
         replace(schedule, groups=tuple(moved[end - len(rates) : end]))
-        for schedule, rates, end in zip(schedules, each, ends, strict=True)
+        for schedule, rates, end in zip(schedules, bases_by_schedule, ends, strict=True)
     ]
 
 

@@ -205,11 +205,13 @@ class Optimizer:
     def of(groups: Iterable[Group], kinds: Iterable[Kind]) -> Optimizer:
         """Returns what moves groups, of which each has its kind: one optimizer, if they are alike."""
         pairs = list(zip(groups, kinds, strict=True))
-        each = list(dict.fromkeys(kind for _, kind in pairs))
-        if len(each) == 1:
-            return Optimizer(*each[0], tuple(replace(group, schema=None, variant=None) for group, _ in pairs))
+        distinct = list(dict.fromkeys(kind for _, kind in pairs))
+        if len(distinct) == 1:
+            return Optimizer(
+                *distinct[0], tuple(replace(group, schema=None, variant=None) for group, _ in pairs)
+            )
         own_groups = tuple(replace(group, schema=kind[0], variant=kind[1]) for group, kind in pairs)
-        return Optimizer("+".join(schema for schema, _ in each), None, own_groups)
+        return Optimizer("+".join(schema for schema, _ in distinct), None, own_groups)
 
     def kind(self, group: Group) -> Kind:
         """Returns whose rule moves a group."""

@@ -111,20 +111,25 @@ def live_run(
     """Returns a run as it is held against a checkpoint; arguments are those of `attest`."""
     variables, keys = variables_of(variables), names_in(variables)
     given = _floating(variables)
-    Faults(("is the path of several variables", one) for one in twice(path_of(v) for v in given)).check(
-        UsageError, "The variables can't be told apart", remedy="give layers names of their own"
-    )
+    Faults(
+        ("is the path of several variables", given_variable)
+        for given_variable in twice(path_of(v) for v in given)
+    ).check(UsageError, "The variables can't be told apart", remedy="give layers names of their own")
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     call = Call.of(path, options).alone()
     call = replace(call, names=call.names or keys)
     names, remembered = call.names, {} if call.names else canonical_names(optimizer)
     hints = hints_of(call, variables)
 
-    said = _periods(call.path, hints, optimizer)
-    if said:
-        hints = replace(hints, hparams={**hints.hparams, _PERIODS: said})
+    note = _periods(call.path, hints, optimizer)
+    if note:
+        hints = replace(hints, hparams={**hints.hparams, _PERIODS: note})
 
-    order = [{**remembered, **names}.get(path_of(one), path_of(one)) for one in given if one.trainable]
+    order = [
+        {**remembered, **names}.get(path_of(given_variable), path_of(given_variable))
+        for given_variable in given
+        if given_variable.trainable
+    ]
 
     named: dict[str, Any] = {}
 
@@ -132,7 +137,12 @@ def live_run(
         # The optimizer remembers the names of what it moves; batch statistics aren't among that.
         here = {} if names or call.map else renumbered(opened, given)
         here = {path: name for path, name in here.items() if path not in remembered}
-        named.update({here.get(path_of(one), path_of(one)): one for one in given})
+        named.update(
+            {
+                here.get(path_of(given_variable), path_of(given_variable)): given_variable
+                for given_variable in given
+            }
+        )
         return live_state(named, optimizer)
 
     by_path = {path_of(variable): variable for variable in given}
@@ -140,7 +150,7 @@ def live_run(
         live=live,
         findings=_strangers(optimizer, given),
         generators=partial(_generators, variables) if generators else None,
-        unchecked=[f"{_PERIODS}: the checkpoint doesn't say it"] if said else (),
+        unchecked=[f"{_PERIODS}: the checkpoint doesn't say it"] if note else (),
         names=names,
         remembered=remembered,
         maps=maps_of(call.map, call.config, builds=False, model=model_of(given, {**remembered, **names})),
@@ -254,14 +264,14 @@ def _otherwise(
     config = optimizer.get_config()
     kept = {name: config[name] for name in _KEPT if config.get(name)}
     names = hints.param_names if hints.param_names is not None else tuple(order)
-    known = {**kept, **hints.hyperparameters}
-    return [*tries, (replace(hints, hparams=known, param_names=names), _NUMBERED)]
+    values = {**kept, **hints.hyperparameters}
+    return [*tries, (replace(hints, hparams=values, param_names=names), _NUMBERED)]
 
 
 def _floating(variables: Variables) -> list[Any]:
     """Returns what is compared: of a model its weights, without the seeds of random generators."""
     every = variables.weights if isinstance(variables, keras.Model) else list(variables)
-    return [one for one in every if "float" in str(getattr(one.dtype, "name", one.dtype))]
+    return [variable for variable in every if "float" in str(getattr(variable.dtype, "name", variable.dtype))]
 
 
 def _generators(variables: Variables, opened: OpenState) -> tuple[list[Finding], list[str]]:
@@ -279,8 +289,10 @@ def _generators(variables: Variables, opened: OpenState) -> tuple[list[Finding],
 
 
 def _strangers(optimizer: Any, variables: Sequence[Any]) -> list[Finding]:
-    known = {id(variable) for variable in variables}
-    strange = [path_of(variable) for variable in optimizer._trainable_variables if id(variable) not in known]
+    identities = {id(variable) for variable in variables}
+    strange = [
+        path_of(variable) for variable in optimizer._trainable_variables if id(variable) not in identities
+    ]
     if not strange:
         return []
     return [fault("optimizer-elsewhere", strange, "the model's variables", f"{len(strange)} others")]

@@ -69,22 +69,31 @@ def live_checkpoint(variables: Mapping[str, Any], optimizer: Any) -> Checkpoint:
 
 def _checkpoint(variables: Mapping[str, Any], optimizer: Any, built: Any) -> Checkpoint:
     moved, name_of = built._trainable_variables, _names(variables, built)
-    ids = {id(one) for one in moved}
+    ids = {id(moved_variable) for moved_variable in moved}
     rest = [variable for variable in variables.values() if id(variable) not in ids]
-    ordered = [one for one in [*moved, *rest] if id(one) in name_of]
+    ordered = [moved_variable for moved_variable in [*moved, *rest] if id(moved_variable) in name_of]
     places = [(str(i), "vars", "0") for i in range(len(ordered))]
-    said = [
-        [list(place), name_of[id(one)], id(one) in ids] for place, one in zip(places, ordered, strict=True)
+    named = [
+        [list(place), name_of[id(moved_variable)], id(moved_variable) in ids]
+        for place, moved_variable in zip(places, ordered, strict=True)
     ]
-    made = keras.saving.serialize_keras_object(optimizer)
+    config = keras.saving.serialize_keras_object(optimizer)
     attributes = {
-        "config.json": {"compile_config": {"optimizer": made}},
-        "statekit_keras": {"variables": said},
+        "config.json": {"compile_config": {"optimizer": config}},
+        "statekit_keras": {"variables": named},
     }
     tree = {
         ATTRIBUTES: attributes,
-        **{str(i): {"vars": {"0": LiveVariable(one, name_of[id(one)])}} for i, one in enumerate(ordered)},
-        "optimizer": {"vars": {key: LiveVariable(one, key) for key, one in _kept(optimizer, built).items()}},
+        **{
+            str(i): {"vars": {"0": LiveVariable(moved_variable, name_of[id(moved_variable)])}}
+            for i, moved_variable in enumerate(ordered)
+        },
+        "optimizer": {
+            "vars": {
+                key: LiveVariable(moved_variable, key)
+                for key, moved_variable in _kept(optimizer, built).items()
+            }
+        },
     }
     return Checkpoint("keras", LIVE, tree)
 
@@ -123,7 +132,11 @@ def _names(variables: Mapping[str, Any], built: Any) -> dict[int, str]:
     """Returns the name of each variable by its `id`: that which an optimizer of statekit has for it, or the given."""
     names, moved = canonical_names(built), built._trainable_variables
     given = {id(variable): name for name, variable in variables.items()}
-    return given | {id(one): names[path_of(one)] for one in moved if path_of(one) in names}
+    return given | {
+        id(moved_variable): names[path_of(moved_variable)]
+        for moved_variable in moved
+        if path_of(moved_variable) in names
+    }
 
 
 def canonical_names(optimizer: Any) -> dict[str, str]:
@@ -143,7 +156,8 @@ def _kept(optimizer: Any, built: Any) -> dict[str, Any]:
         return {**built._by_name(), **optimizer._by_name()}
     rows = list(optimizer.variables)
     return {
-        str(i): one for i, one in enumerate(rows if built is optimizer else [*rows, *built.variables[2:]])
+        str(i): variable
+        for i, variable in enumerate(rows if built is optimizer else [*rows, *built.variables[2:]])
     }
 
 

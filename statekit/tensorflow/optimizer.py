@@ -242,8 +242,8 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
         config = super().get_config()
         del config["weight_decay"]
         rate = config["learning_rate"] if self._rate_given else None
-        said = replace(self.spec, names=self._paths.by_name).to_json()
-        return {**config, "learning_rate": rate, "jit_compile": self.jit_compile, **said}
+        spec = replace(self.spec, names=self._paths.by_name).to_json()
+        return {**config, "learning_rate": rate, "jit_compile": self.jit_compile, **spec}
 
     def save_own_variables(self, store: Any) -> None:
         """Saves all variables by their names."""
@@ -287,7 +287,7 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
         }
         slots = {path: dict(by_slot) for path, by_slot in self.slots().items()}
         kept = (self.averages(), self._kept_by_keras("gradient_accumulator", "_accumulated_gradients"))
-        for path, by_slot in (item for each in kept for item in each.items()):
+        for path, by_slot in (item for kept_slots in kept for item in kept_slots.items()):
             slots.setdefault(path, {}).update(by_slot)
         return variables | {
             _key(path, slot): v for path, by_slot in slots.items() for slot, v in by_slot.items()

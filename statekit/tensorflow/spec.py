@@ -70,7 +70,9 @@ def read_spec(spec: OptimizerSpec, faults: Sequence[tuple[str, str]]) -> Optimiz
         all_faults += [*options.faults, *_group_faults(spec, group, options)]
     if spec.missed and not counts_apart(spec.schema, spec.variant):
         all_faults.append((f"variant {spec.variant} counts all parameters together", "missed"))
-    remedies = dict.fromkeys(each.remedy for each in (common, *read) if each.remedy)
+    remedies = dict.fromkeys(
+        read_options_of.remedy for read_options_of in (common, *read) if read_options_of.remedy
+    )
     refuse_options(all_faults, "; ".join(remedies))
     groups = [
         {**{key: group[key] for key in _OWN_KEYS if key in group}, **options.values}
@@ -160,10 +162,10 @@ def _group_spec(
     faults: Faults,
 ) -> GroupSpec:
     schema = load_schema(spec.schema)
-    said = typed(spec.rules, dict[Name, RuleRecord], "rules", "These aren't factor rules", UsageError)
-    known = {path: Rule.from_json(said[path]) for path in paths if path in said}
-    open_shapes = {path: shapes[path] for path in paths if path not in known}
-    rules = known | factor_rules(schema, spec.variant, options, open_shapes, faults)
+    records = typed(spec.rules, dict[Name, RuleRecord], "rules", "These aren't factor rules", UsageError)
+    given_rules = {path: Rule.from_json(records[path]) for path in paths if path in records}
+    open_shapes = {path: shapes[path] for path in paths if path not in given_rules}
+    rules = given_rules | factor_rules(schema, spec.variant, options, open_shapes, faults)
     values = _said(options)
     for key in MULTIPLIERS:
         if key in values:

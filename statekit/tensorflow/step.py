@@ -70,9 +70,9 @@ class VariableStep:
             UsageError: A group multiplies a rate that is the rule's own; or a gradient is missing, and the variant
                 counts the updates of each parameter by itself.
         """
-        said = self.spec
+        spec = self.spec
         if not rate_given and any(
-            rate_needed(said.schema, said.variant, group.spec.group.hyperparameters) for group in self.groups
+            rate_needed(spec.schema, spec.variant, group.spec.group.hyperparameters) for group in self.groups
         ):
             raise UnknownRuleError(
                 "The optimizer has no learning rate.",
@@ -87,10 +87,10 @@ class VariableStep:
                 remedy=f"give a learning rate, or leave out {FACTOR}",
             )
         missing = {path for group in self.groups for path in group.params} - set(paths)
-        if missing and counts_apart(said.schema, said.variant):
+        if missing and counts_apart(spec.schema, spec.variant):
             raise Faults(("has no gradient", path) for path in sorted(missing)).error(
                 UsageError,
-                f"Variant {said.variant} counts the updates of each parameter by itself; here all count together.",
+                f"Variant {spec.variant} counts the updates of each parameter by itself; here all count together.",
                 remedy="set trainable = False on what stays as it is before the optimizer is built",
             )
 
@@ -199,8 +199,8 @@ class VariableStep:
             stacked = tf.nest.map_structure(lambda *values: tf.stack(values), *part)
             param, moved = kernel(*there, stacked)
             split = {name: tf.unstack(value) for name, value in moved.items()}
-            for i, one in enumerate(tf.unstack(param)):
-                yield one, {name: values[i] for name, values in split.items()}
+            for i, part_of_param in enumerate(tf.unstack(param)):
+                yield part_of_param, {name: values[i] for name, values in split.items()}
 
     def _kernel(self, steps: Steps, config: Hashable, argument: Any, together: bool) -> Callable[..., Any]:
         """Returns the update of one kind of parameters, compiled; of a stack of them if `together`."""

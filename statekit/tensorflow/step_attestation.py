@@ -84,8 +84,8 @@ def attested_step(
             return {canonical(name): why for name in run.named}
         return {
             canonical(name): "its constraint moves it too"
-            for name, one in run.named.items()
-            if getattr(one, "constraint", None) is not None
+            for name, variable in run.named.items()
+            if getattr(variable, "constraint", None) is not None
         }
 
     watch = _Watch(run)
@@ -135,8 +135,8 @@ class _Watch:
                 return None
             number = next((i for i, one in enumerate(live) if group.paths[0] in one.paths), 0)
             calls = tf.constant(self._calls_before + int(self._calls) - 1, tf.int64)
-            each = [float(one(calls)) for one in (schedule, tf.function(schedule, jit_compile=True))]
-            return enclosed_rate([one * rate_factor(self._optimizer, number) for one in each])
+            rates = [float(one(calls)) for one in (schedule, tf.function(schedule, jit_compile=True))]
+            return enclosed_rate([one * rate_factor(self._optimizer, number) for one in rates])
 
         return rate
 
@@ -229,15 +229,15 @@ class _Watch:
             return
         steps = self._optimizer.gradient_accumulation_steps or 1
         calls = self._calls_before + int(self._calls)
-        made = calls // steps - self._calls_before // steps
-        if not made:
+        updates = calls // steps - self._calls_before // steps
+        if not updates:
             return
-        if made > 1:
+        if updates > 1:
             raise UsageError(
                 "Several updates were made before the first could be looked at.",
                 place=_PLACE,
                 expected="1",
-                found=made,
+                found=updates,
                 remedy="compile the model with steps_per_execution=1; call a tf.function of your own once",
             )
         grads = {}

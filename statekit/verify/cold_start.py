@@ -162,7 +162,7 @@ def cold_start(
                 found=f"{plural(len(state.params), 'parameter')}, none of them such a one",
             )
         warm = chosen.of(state)
-        rates, said = rates_of(warm)
+        rates, notes = rates_of(warm)
         (probe, *_) = [one for one in drawn(warm, ("random",), updates, seed) if one.name == USUAL]
         sides = [_updates(one, probe.updates, rates, on_update) for one in (warm, cold(warm, warm))]
         count: dict[str, int] = {}
@@ -171,7 +171,7 @@ def cold_start(
         layers = [_layer(p, [s[p] for s in sides], count.get(p, 0)) for p in chosen.paths]
         layers.sort(key=lambda one: -one.apart[0])
         place = opened.checkpoint.path
-    return ColdStart(place, state.counts.updates, tuple(layers), chosen.to_json(), said)
+    return ColdStart(place, state.counts.updates, tuple(layers), chosen.to_json(), notes)
 
 
 def _updates(
@@ -181,8 +181,8 @@ def _updates(
     xp = NumpyBackend()
     move, live = mover(xp, state), load(xp, state)
     changes: dict[str, list[Array]] = {path: [] for path in state.params}
-    for i, one in enumerate(grads):
-        after = move(live, {path: xp.asarray(grad) for path, grad in one.items()}, rates)
+    for i, grads_of_update in enumerate(grads):
+        after = move(live, {path: xp.asarray(grad) for path, grad in grads_of_update.items()}, rates)
         for path, old in live.params.items():
             changes[path].append(after.params[path].astype(np.float64) - old.astype(np.float64))
         live = after

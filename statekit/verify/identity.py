@@ -159,11 +159,11 @@ def compared(expected: TrainState, actual: TrainState, plan: Plan, reader: Reade
     """
     right, other = tensors_of(expected), tensors_of(actual)
     exactness = {entry.name: (entry.exactness, entry.reason) for entry in plan.entries}
-    by_map = {one.target: (one.exactness, one.reason) for one in plan.mapped}
+    by_map = {mapping.target: (mapping.exactness, mapping.reason) for mapping in plan.mapped}
     rows = []
     for name in dict.fromkeys([*right, *other]):
-        made, there = right.get(name), other.get(name)
-        sources, operations = _origin(made)
+        expected_tensor, there = right.get(name), other.get(name)
+        sources, operations = _origin(expected_tensor)
         targets, stored_by = _origin(there)
         levels = [exactness[target] for target in targets if target in exactness]
         levels += [
@@ -173,17 +173,19 @@ def compared(expected: TrainState, actual: TrainState, plan: Plan, reader: Reade
         ]
         level, reason = max(levels, default=(Exactness.BITWISE, ""), key=lambda pair: pair[0])
         row = Row(name, sources, operations, targets, stored_by, level, reason, "refuted")
-        if made is None or there is None:
+        if expected_tensor is None or there is None:
             rows.append(
-                replace(row, reason="only the target has it" if made is None else "the target lacks it")
+                replace(
+                    row, reason="only the target has it" if expected_tensor is None else "the target lacks it"
+                )
             )
-        elif made.shape != there.shape or made.dtype != there.dtype:
-            forms = [f"{dtype_name(one.dtype)} {list(one.shape)}" for one in (made, there)]
+        elif expected_tensor.shape != there.shape or expected_tensor.dtype != there.dtype:
+            forms = [f"{dtype_name(side.dtype)} {list(side.shape)}" for side in (expected_tensor, there)]
             rows.append(replace(row, reason=f"is {forms[1]}, should be {forms[0]}"))
-        elif reader.digest(made, name) == reader.digest(there, name):
+        elif reader.digest(expected_tensor, name) == reader.digest(there, name):
             rows.append(replace(row, verdict=_OF_EXACTNESS.get(level, "semantic difference")))
         else:
-            apart = distance(made, there)
+            apart = distance(expected_tensor, there)
             rows.append(replace(row, reason=f"other values than the source: {apart}", distance=apart))
     return rows
 
@@ -192,14 +194,14 @@ def bijection(rows: list[Row], expected: TrainState, source: Checkpoint, target:
     """Tells whether every element of what the state is made of is used once."""
     tensors = tensors_of(expected)
     used = _used(tensors.values())
-    made = {name for row in rows for name in row.targets}
+    targets = {name for row in rows for name in row.targets}
     faults = [
         *_uses_not_once(used, rows, source),
         *(f"{row.name}: {row.reason}" for row in rows if _has_no_end(row)),
     ]
     elements = sum(math.prod(tensor.shape) for tensor in tensors.values())
     unused = tuple(name for name in source.tensors if name not in used)
-    unmade = tuple(name for name in target.tensors if name not in made)
+    unmade = tuple(name for name in target.tensors if name not in targets)
     return Bijection(elements, unused, unmade, tuple(dict.fromkeys(faults)))
 
 

@@ -181,7 +181,10 @@ class Recorder:
 def _check_named(params: Mapping[str, Array], given: Mapping[str, Mapping[str, object]]) -> None:
     """Refuses what is of no parameter, which no name in a recording could stand for."""
     faults = Faults(
-        (f"{what} of no parameter", p) for what, paths in given.items() for p in paths if p not in params
+        (f"{subject} of no parameter", p)
+        for subject, paths in given.items()
+        for p in paths
+        if p not in params
     )
     faults.check(
         UsageError, "What is recorded isn't of the parameters", remedy="use the paths of the parameters"
@@ -191,9 +194,9 @@ def _check_named(params: Mapping[str, Array], given: Mapping[str, Mapping[str, o
 def _usual(hyperparameters: Mapping[str, Any]) -> Execution:
     """Returns how the original that a recording names usually runs; compiled if it doesn't name a variant."""
     groups = [{**hyperparameters, **group} for group in hyperparameters.get("groups", [{}])]
-    if not all({"schema", "variant"} <= one.keys() for one in groups):
+    if not all({"schema", "variant"} <= spec.keys() for spec in groups):
         return "compiled"
-    constants = (variant_constants(str(one["schema"]), str(one["variant"])) for one in groups)
+    constants = (variant_constants(str(spec["schema"]), str(spec["variant"])) for spec in groups)
     usual = {USUAL.get(constant.get("compute_dtype", ""), "compiled") for constant in constants}
     return usual.pop() if len(usual) == 1 else "compiled"
 

@@ -93,10 +93,10 @@ def repeated(
 def differences(old: Certificate, again: Certificate) -> Iterator[str]:
     """Yields what speaks against a certificate that was made again: other content, or another verdict."""
     for side in _PLACES:
-        one, other = (each.data["identity"][side]["root"] for each in (old, again))
+        one, other = (paper.data["identity"][side]["root"] for paper in (old, again))
         if one != other:
             yield f"the {side}'s content has the digest {other}, {one} in the certificate"
-    given, now = (each.data["replay"].get("gradients_file") for each in (old, again))
+    given, now = (paper.data["replay"].get("gradients_file") for paper in (old, again))
     if given is not None and now is not None and given["digest"] != now["digest"]:
         yield f"the gradients' file has the digest {now['digest']}, {given['digest']} in the certificate"
     if not _is_same(old.verdict, again.verdict):
@@ -106,7 +106,7 @@ def differences(old: Certificate, again: Certificate) -> Iterator[str]:
         if not _is_same(before.get(name), after.get(name)):
             yield f"{name}: {after.get(name)}, {before.get(name)} in the certificate"
     detected = [
-        {control["name"]: control["detected"] for control in each.data["controls"]} for each in (old, again)
+        {control["name"]: control["detected"] for control in paper.data["controls"]} for paper in (old, again)
     ]
     for name in {**detected[0], **detected[1]}:
         if detected[0].get(name) and not detected[1].get(name):
@@ -134,10 +134,10 @@ def _notes(old: Certificate, again: Certificate) -> Iterator[str]:
 
 def _notes_of_runs(old: Mapping[str, Any], again: Mapping[str, Any]) -> Iterator[str]:
     for name in {**old["versions"], **again["versions"]}:
-        one, other = old["versions"].get(name), again["versions"].get(name)
-        if one != other:
-            yield f"{name} {other}, {one} in the certificate"
+        before, other = old["versions"].get(name), again["versions"].get(name)
+        if before != other:
+            yield f"{name} {other}, {before} in the certificate"
     probes = zip(old["replay"].get("probes", ()), again["replay"].get("probes", ()), strict=False)
-    for one, other in probes:
-        if one != other:
-            yield f"on gradients {one['name']}: up to {other['ulps']} ULP, {one['ulps']} in the certificate"
+    for before, other in probes:
+        if before != other:
+            yield f"on gradients {before['name']}: up to {other['ulps']} ULP, {before['ulps']} in the certificate"

@@ -328,7 +328,7 @@ class _Verification:
             },
             "rule": {
                 **self._rule(),
-                "settings": [one.to_json() for one in beside],
+                "settings": [neighbour.to_json() for neighbour in beside],
             },
             "replay": dict(replayed.data),
             "controls": list(replayed.controls),
@@ -404,7 +404,7 @@ class _Verification:
             return _unstepped(why)
         carried, notes = _decided(_settled(self._carried, self._plan.rule_change))
         self._said += notes
-        expected, actual = (_as_decided(one, carried) for one in (self._expected, self._actual))
+        expected, actual = (_as_decided(side, carried) for side in (self._expected, self._actual))
         if why := _without_step(carried, self._expected):
             return _unstepped(why)
         asked = self._asked

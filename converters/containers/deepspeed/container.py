@@ -359,7 +359,10 @@ def _shapes(node: Any, place: str) -> Shapes:
     if isinstance(node, dict):  # an early DeepSpeed, with one group
         node = [node]
     return [
-        {str(name): _shape(one, place) for name, one in require(group, dict, "shapes by name", place).items()}
+        {
+            str(name): _shape(shape, place)
+            for name, shape in require(group, dict, "shapes by name", place).items()
+        }
         for group in require(node, list, "param_shapes", place)
     ]
 
@@ -447,7 +450,7 @@ def _weight(tensor: Tensor, master: Tensor, shape: Shape, place: str) -> Tensor:
 
 def _frozen(models: list[dict[str, Any]], name: str, shape: Shape, place: str) -> Tensor:
     """Returns a parameter that isn't trained, of which each rank keeps a part."""
-    fragments = [(one.get("frozen_param_fragments") or {}).get(name) for one in models]
+    fragments = [(model.get("frozen_param_fragments") or {}).get(name) for model in models]
     parts = [part for part in fragments if isinstance(part, Tensor) and len(part.shape) == 1]
     length, count = -(-math.prod(shape) // len(models)), math.prod(shape)
     left = [min(length, max(0, count - rank * length)) for rank in range(len(models))]
@@ -458,7 +461,7 @@ def _frozen(models: list[dict[str, Any]], name: str, shape: Shape, place: str) -
 
 def _apart(models: list[dict[str, Any]]) -> dict[str, Tree]:
     """Returns what other ranks say otherwise than the first, beside the model."""
-    views = [{k: to_json(v) for k, v in one.items() if k not in TAKEN} for one in models]
+    views = [{k: to_json(v) for k, v in model.items() if k not in TAKEN} for model in models]
     apart = {
         rank: {key: models[rank][key] for key, view in view_here.items() if view != views[0].get(key)}
         for rank, view_here in enumerate(views)

@@ -174,8 +174,8 @@ def _of_trainer(run: Place, step: int | None, files: Files | None) -> Located | 
     """Finds the checkpoint in a run's folder of Transformers' Trainer, which has one in each step's folder."""
     matches = sorted((entry, match) for entry in listing(run) if (match := _TRAINERS.fullmatch(entry.name)))
     folders = {int(match[1]): entry for entry, match in matches if entry.is_dir()}
-    each = {number: _among(folder, None, files) for number, folder in sorted(folders.items())}
-    steps = {number: located for number, located in each.items() if located is not None}
+    folders_of_steps = {number: _among(folder, None, files) for number, folder in sorted(folders.items())}
+    steps = {number: located for number, located in folders_of_steps.items() if located is not None}
     if not steps or (step is not None and step not in steps):
         return None
     return Located(steps[max(steps) if step is None else step].tag, tuple(steps))

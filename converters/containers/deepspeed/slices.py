@@ -84,11 +84,11 @@ def _of_ranks(slices: Sequence[Sliced], buffers: set[str], joins: Joins) -> Slic
     for other in slices[1:]:
         if [list(names) for names in other.names] != [list(names) for names in first.names]:
             raise CorruptError("Tensor-parallel ranks hold other parameters.", place=joins.place)
-    state = {name: _slots(name, [one.state[name] for one in slices], joins) for name in first.state}
+    state = {name: _slots(name, [rank.state[name] for rank in slices], joins) for name in first.state}
     model = {
-        name: tensor if name in buffers else joins.whole(name, [one.model[name] for one in slices])
+        name: tensor if name in buffers else joins.whole(name, [rank.model[name] for rank in slices])
         for name, tensor in first.model.items()
-        if all(name in one.model for one in slices) or name in buffers
+        if all(name in rank.model for rank in slices) or name in buffers
     }
     return Sliced(model, state, first.groups, first.names, first.engine)
 

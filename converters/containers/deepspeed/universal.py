@@ -69,8 +69,8 @@ def universal_state(
 
 
 def _check_folders(folder: Place, wanted: Mapping[str, Shape], findings: list[Finding]) -> None:
-    known = {entry.name for entry in listing(folder) if entry.is_dir()}
-    if missing := [name for name in wanted if name not in known]:
+    names = {entry.name for entry in listing(folder) if entry.is_dir()}
+    if missing := [name for name in wanted if name not in names]:
         raise CorruptError(
             "A universal checkpoint lacks the folders of parameters.",
             place=folder,
@@ -78,7 +78,7 @@ def _check_folders(folder: Place, wanted: Mapping[str, Shape], findings: list[Fi
         )
     findings += [
         Finding("belongs to no parameter, passed over", str(folder / name))
-        for name in sorted(known - wanted.keys())
+        for name in sorted(names - wanted.keys())
     ]
 
 

@@ -95,8 +95,8 @@ def _spans(node: Any, place: str) -> list[dict[str, tuple[int, int]]] | None:
         return None
     return [
         {
-            str(name): _address(one, place)
-            for name, one in require(group, dict, "slices by name", place).items()
+            str(name): _address(span, place)
+            for name, span in require(group, dict, "slices by name", place).items()
         }
         for group in require(node, list, "a list of slices", place)
     ]

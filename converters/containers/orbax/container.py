@@ -135,8 +135,8 @@ def _item(files: FolderStore, index: Source | None, metadata: TreeMetadata | Non
     if variables:
         entries = tuple(_without_value(entry, variables) for entry in entries)
         where = "" if variables == ("",) else f" of {', '.join(variables)}"
-        said = f"flax.nnx.State keeps every array{where} under {VALUE!r}; names leave that out"
-        findings = (*findings, Finding(said, metadata.place))
+        note = f"flax.nnx.State keeps every array{where} under {VALUE!r}; names leave that out"
+        findings = (*findings, Finding(note, metadata.place))
     tree = tree_of(entries, leaves, metadata.place)
     return Item(tree, findings, _tops({p.prefix for p in places}), metadata.custom, variables)
 
@@ -162,8 +162,8 @@ def _without_value(entry: LeafMetadata, variables: Sequence[str]) -> LeafMetadat
 
 def _are_variables(entries: Sequence[LeafMetadata]) -> bool:
     """Tells whether every array is the value of a variable of Flax' nnx, and nothing else lies beside it."""
-    arrays = [one.path for one in entries if one.is_array]
-    around = {one.path[:i] for one in entries for i in range(len(one.path) - 1)}
+    arrays = [entry.path for entry in entries if entry.is_array]
+    around = {entry.path[:i] for entry in entries for i in range(len(entry.path) - 1)}
     return bool(arrays) and all(
         len(path) > 1 and path[-1] == VALUE and path[:-1] not in around for path in arrays
     )
@@ -267,14 +267,14 @@ class OrbaxFolder:
             _require_all(step_folder.path, {folder.name for folder in folders}, files)
             trees: dict[str, Tree] = {folder.name: item.tree for folder, item in opened.items()}
             tree = trees[folders[0].name] if len(folders) == 1 else trees
-            known = set(_OWN_FILES) | {
+            read = set(_OWN_FILES) | {
                 e.name for e in listing(step_folder.path) if e.name.startswith("ocdbt.process_")
             }
             for folder, item in opened.items():
-                known |= item.names if folder == step_folder.path else {folder.name}
+                read |= item.names if folder == step_folder.path else {folder.name}
             meta = _meta(opened)
             findings = tuple(finding for item in opened.values() for finding in item.findings)
-            return step_checkpoint(self.name, step_folder, tree, meta, known, findings, files)
+            return step_checkpoint(self.name, step_folder, tree, meta, read, findings, files)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes the items of a step as Orbax does today: each an OCDBT database with its tree as JSON.

@@ -120,7 +120,13 @@ class ItemWriter:
                 for leaf, tensor in part.items()
             }
 
-        return Section(folder, {f"{self.name}{leaf}": one for leaf, one in part.items()}, write, read, False)
+        return Section(
+            folder,
+            {f"{self.name}{leaf}": leaf_tensor for leaf, leaf_tensor in part.items()},
+            write,
+            read,
+            False,
+        )
 
 
 def _merge(stage: Stage, folder: str, parts: Sequence[str]) -> None:

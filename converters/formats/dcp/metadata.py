@@ -146,7 +146,11 @@ def _whole(record: Any, place: str) -> Mapping[str, Any]:
     if not isinstance(record, Record) or record.name != _MEGATRON or not isinstance(record.state, dict):
         return _fields(record, "Metadata", place)
     megatron_data = record.state.get("mcore_data")
-    flattened = [key for key, one in megatron_data.items() if one] if isinstance(megatron_data, dict) else []
+    flattened = (
+        [key for key, is_flattened in megatron_data.items() if is_flattened]
+        if isinstance(megatron_data, dict)
+        else []
+    )
     if flattened:
         raise RefusedError(
             "Tensors were flattened before they were cut, as Megatron-Core did before 0.16.",

@@ -63,17 +63,17 @@ def read_values(
     """
     sources = read_sources(contents, folder, files)
     _bring_small(contents, sources)
-    known: dict[bytes, Opened] = {}
-    objects = {key: _object(_part(sources, piece), known) for key, piece in contents.objects.items()}
+    files_read: dict[bytes, Opened] = {}
+    objects = {key: _object(_part(sources, piece), files_read) for key, piece in contents.objects.items()}
     # Tensors' pieces aren't looked into yet; who saved them computes checksums for all pieces or for none.
-    checksum = ZIP if all(one.is_checked for one in objects.values()) else ""
+    checksum = ZIP if all(file.is_checked for file in objects.values()) else ""
     values: dict[str, Tree] = {}
     for key in contents.paths:
         if key in objects:
             values[key] = objects[key].tree
         else:
             values[key] = _tensor(contents.tensors[key], sources, f"{folder}", checksum)
-    return values, tuple(dict.fromkeys(finding for one in objects.values() for finding in one.findings))
+    return values, tuple(dict.fromkeys(finding for file in objects.values() for finding in file.findings))
 
 
 def _bring_small(contents: StoredContents, sources: Mapping[str, File]) -> None:
@@ -91,13 +91,13 @@ def _part(sources: Mapping[str, File], piece: StoredPiece) -> Part:
     return Part(sources[piece.file], piece.start, piece.size)
 
 
-def _object(part: Part, known: dict[bytes, Opened]) -> Opened:
+def _object(part: Part, files_read: dict[bytes, Opened]) -> Opened:
     if part.size > _REPEATED:
         return read_object(part)
     raw = bytes_at(part, 0, part.size)
-    if raw not in known:
-        known[raw] = read_object(part)
-    return known[raw]
+    if raw not in files_read:
+        files_read[raw] = read_object(part)
+    return files_read[raw]
 
 
 def _tensor(entry: Entry, sources: Mapping[str, File], place: str, checksum: str) -> Stored:

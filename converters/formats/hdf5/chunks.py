@@ -102,8 +102,8 @@ class Chunks:
         """Returns where each chunk lies, and the mask of filters that were left out."""
         account = self.source.account
         with self._listing:  # blocks that are read side by side have one list
-            known: dict[tuple[int, ...], tuple[Part, int]] | None = account.kept((self, "places"))
-            places = self._listed() if known is None else known
+            kept_places: dict[tuple[int, ...], tuple[Part, int]] | None = account.kept((self, "places"))
+            places = self._listed() if kept_places is None else kept_places
             account.keep((self, "places"), places, 2 * NODE_BYTES * len(places))
         return places
 

@@ -514,7 +514,7 @@ def _record(archive: Archive, name: str, missing: str) -> str:
     return raw.decode("ascii", "replace").strip()
 
 
-def _storage(archive: Archive, root: str, swapped: bool, known: dict[str, Storage], saved: Any) -> Storage:
+def _storage(archive: Archive, root: str, swapped: bool, storages: dict[str, Storage], saved: Any) -> Storage:
     place = archive.source.place
     dtype, key, count, _ = storage_id(saved, place)
     name = f"{root}/data/{key}"
@@ -529,11 +529,11 @@ def _storage(archive: Archive, root: str, swapped: bool, known: dict[str, Storag
             expected=f"{count} elements of {dtype}",
             found=f"{size} bytes",
         )
-    storage = known.get(key)
+    storage = storages.get(key)
     if storage is None:
         fetch, checksum = partial(archive.read, name), ZIP if member.crc else ""
         storage = Storage(f"data/{key}", place, dtype, size, fetch, swapped, checksum, archive.source.account)
-        known[key] = storage
+        storages[key] = storage
     elif storage.dtype != dtype:
         raise FormatError("A storage is described in two ways.", place=f"{name} in {place}")
     return storage

@@ -105,15 +105,15 @@ class Opcodes:
         self._once(_name_opcodes(f"{module}.{name}"))
 
     def _once(self, opcodes: bytes) -> None:
-        known = self._memo.get(opcodes)
-        if known is None:
+        memo_number = self._memo.get(opcodes)
+        if memo_number is None:
             index = len(self._memo)
             get, put = (b"h", b"q") if index < 256 else (b"j", b"r")
             number = struct.pack("<B" if index < 256 else "<I", index)
             self._memo[opcodes] = get + number
             self.out += opcodes + put + number
         else:
-            self.out += known
+            self.out += memo_number
 
 
 class _Writer(Opcodes):
@@ -214,8 +214,8 @@ class _Writer(Opcodes):
         elif isinstance(node, Tensor):
             self._tensor(self.slots["/".join(map(str, path))])
         else:
-            what = f"an object of {node.name}" if isinstance(node, Record) else type(node).__name__
-            self.faults.add(what, "/".join(map(str, path)))
+            subject = f"an object of {node.name}" if isinstance(node, Record) else type(node).__name__
+            self.faults.add(subject, "/".join(map(str, path)))
 
     def _tensor(self, slot: Placement) -> None:
         # Source: torch/_tensor.py, `_reduce_ex_internal`: types without a storage class of their own are windows of

@@ -254,7 +254,7 @@ def string_bytes(strings: bytes | list[bytes]) -> tuple[bytes, int]:
     flat = [strings] if isinstance(strings, bytes) else strings
     lengths = struct.pack("<I", masked(_length_crc(map(len, flat))))
     body = lengths + b"".join(flat)
-    return b"".join(to_varint(len(one)) for one in flat) + body, crc32c(body, _length_crc(map(len, flat)))
+    return b"".join(to_varint(len(text)) for text in flat) + body, crc32c(body, _length_crc(map(len, flat)))
 
 
 def _length_crc(lengths: Iterable[int]) -> int:

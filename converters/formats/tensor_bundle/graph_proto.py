@@ -31,13 +31,13 @@ def parse_graph(data: Any, place: object, account: Account | None = None) -> Gra
     """
     taken = account or Account()
     nodes = [_node(body, place, taken) for number, body in fields_of(data, place) if number == 1]
-    known = range(len(nodes))
+    numbers = range(len(nodes))
     ends = (
         number
         for node in nodes
         for number in (*node.children.values(), *(n for s in node.slots for n in (s.variable, s.node)))
     )
-    if not nodes or any(end not in known for end in ends):
+    if not nodes or any(end not in numbers for end in ends):
         raise FormatError(
             "An object graph speaks of objects that there aren't.", place=place, found=len(nodes)
         )

@@ -162,7 +162,7 @@ def _leaves(tree: Tree) -> Iterator[_Leaf]:
             faults.add("can't be a name", repr(label))
         elif isinstance(value, bytes):
             leaves.append(_Leaf(name, value, label, STRING, ()))
-        elif isinstance(value, list) and all(isinstance(one, bytes) for one in value):
+        elif isinstance(value, list) and all(isinstance(text, bytes) for text in value):
             leaves.append(_Leaf(name, value, label, STRING, (len(value),)))
         elif isinstance(value, Mapping):
             leaves += _slices(label, value, faults)

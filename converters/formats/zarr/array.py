@@ -482,7 +482,7 @@ class _Reader:
     def __call__(self, index: Index) -> Array:
         out: Array | None = None
         values: dict[tuple[int, ...], Source | None] = {}
-        place, what = f"{self._store.place}/{self._prefix}", "Reading an array in chunks"
+        place, subject = f"{self._store.place}/{self._prefix}", "Reading an array in chunks"
         touched = touched_chunks(self._header.chunks, index)
         count = min(_AT_ONCE, max(_LEAST_AT_ONCE, AHEAD // self._header.chunk_bytes()))
         while parts := list(itertools.islice(touched, count)):
@@ -499,8 +499,8 @@ class _Reader:
                 ]
                 if any(tiny):  # what is stored once may have several names
                     named = f"{self._name} in {place}"
-                    self._store.account.chunks(math.prod(self._header.grid()), what, named)
-                self._store.account.step(CHUNK_STEPS * tiny.count(False), what, place)
+                    self._store.account.chunks(math.prod(self._header.grid()), subject, named)
+                self._store.account.step(CHUNK_STEPS * tiny.count(False), subject, place)
             jobs = [
                 (position, inner, _view(out, outer), value)
                 for (position, inner, outer), value in zip(parts, stored, strict=True)

@@ -381,8 +381,8 @@ class Arrays:
                 faults.add(f"{file} is missing, and nothing else says shape and dtype", place.prefix)
                 continue
             if data is None:
-                what = f"{file} is missing; shape, dtype and chunks are taken from the index"
-                findings.append(Finding(what, where, kind="absent"))
+                note = f"{file} is missing; shape, dtype and chunks are taken from the index"
+                findings.append(Finding(note, where, kind="absent"))
                 header = self._reread(header)
             stated = place.header.shape if place.header is not None else place.written
             whole = place.header is not None or stated is None

@@ -263,7 +263,7 @@ def _groups(
 ) -> tuple[tuple[Group, ...], list[str]]:
     """Returns the groups in the order in which the optimizer has them."""
     if known is not None and known.groups and known.variant == variant:
-        return tuple(one.group() for one in known.groups), list(known.assumptions)
+        return tuple(group.group() for group in known.groups), list(known.assumptions)
     value = None if rate is None else float(rate.read())
     if variant is None:
         rates: Mapping[str, Any] = {} if value is None else {RATE: value}

@@ -296,7 +296,7 @@ def _chains(state: TrainState) -> list[_Chain]:
             for number, group in groups
         ]
     place = (INNER,) if frozen else ()
-    decayed = [one for one in settings if one.get(DECAY)]
+    decayed = [setting for setting in settings if setting.get(DECAY)]
     return [_Chain(place, state, tuple(state.slots), next(iter([*decayed, *settings]), {}), form == "mask")]
 
 

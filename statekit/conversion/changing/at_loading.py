@@ -55,8 +55,8 @@ def changed_at_loading(
             stacklevel=3,
         )
     rest = {name: value for name, value in overrides.items() if name not in (*AT_LOADING, INIT_MISSING)}
-    said = {name: value for name, value in overrides.items() if name in AT_LOADING}
-    if (asked := Changes.of(said)) is not None:
+    given = {name: value for name, value in overrides.items() if name in AT_LOADING}
+    if (asked := Changes.of(given)) is not None:
         asked = replace(asked, drop_slots_of=tuple(map(_as_path, asked.drop_slots_of)))
         state, _ = changed(state, asked, makers)
     if begins := patterns(INIT_MISSING, overrides.get(INIT_MISSING)):
@@ -135,7 +135,7 @@ def begun_from(state: TrainState, model: TrainState) -> tuple[TrainState, Change
         UsageError: The model has nothing that is missing, or nothing says how it would be moved; or it has buffers
             that the run lacks, or has in other shapes.
     """
-    buffers = {_as_path(name): one for name, one in (state.extra.get("buffers") or {}).items()}
+    buffers = {_as_path(name): leaf for name, leaf in (state.extra.get("buffers") or {}).items()}
     has, faults = dict[str, tuple[Shape, DType]](), Faults()
     for path, param in model.params.items():
         buffer = buffers.get(_as_path(path))
@@ -155,11 +155,11 @@ def begun_from(state: TrainState, model: TrainState) -> tuple[TrainState, Change
     paths = {_as_path(path): path for path in state.params}
     values = {paths[_as_path(name)]: model.params[name] for name in named}
     counted = "" if state.counts.behind else f", at a count of {state.counts.updates} updates"
-    said = f"{len(named)} parameters are the model's own, and their slots begin anew{counted}"
+    reason = f"{len(named)} parameters are the model's own, and their slots begin anew{counted}"
     if buffers:
-        said += f"; all {len(buffers)} buffers stay the run's"
-    made = Change(option(INIT_MISSING), said, tuple(values), Exactness.LOSSY)
-    return replace(state, params={**state.params, **values}), made
+        reason += f"; all {len(buffers)} buffers stay the run's"
+    change = Change(option(INIT_MISSING), reason, tuple(values), Exactness.LOSSY)
+    return replace(state, params={**state.params, **values}), change
 
 
 def _begun(state: TrainState, old: Group, path: str, shape: Shape, dtype: DType) -> TrainState:
@@ -168,8 +168,8 @@ def _begun(state: TrainState, old: Group, path: str, shape: Shape, dtype: DType)
     group = _with_path(state.optimizer.groups, old.paths[0], path)
     rule = Rule((Axis.NONE,) * len(shape), "given")
     if schema_name == "adafactor":
-        known = group.hyperparameters.get(FACTOR_MAP)
-        entries = () if known is None else map_entries(known, FACTOR_MAP)
+        factor_map = group.hyperparameters.get(FACTOR_MAP)
+        entries = () if factor_map is None else map_entries(factor_map, FACTOR_MAP)
         labels, why = rule_of(path, shape, str(variant), group.hyperparameters, entries)
         if labels is None:
             raise UsageError("Nobody can say how a new parameter is factored.", place=path, found=why)
@@ -252,8 +252,8 @@ def with_first_slots(state: TrainState) -> TrainState:
 def _with_path(groups: Iterable[Group], first: str, path: str) -> Group:
     """Returns a group with one more parameter, of which all is said that is the same of the others by path."""
     group = next(group for group in groups if first in group.paths)
-    said = dict(group.hyperparameters)
-    for name, value in said.items():
+    settings = dict(group.hyperparameters)
+    for name, value in settings.items():
         if not isinstance(value, Mapping) or name not in BY_NAME or path in value:
             continue
         values = list(value.values())
@@ -264,6 +264,6 @@ def _with_path(groups: Iterable[Group], first: str, path: str) -> Group:
                 found=f"{name}, {path}",
                 remedy=f"say it of all: {name}={{...}}",
             )
-        said[name] = {**value, **({path: values[0]} if values else {})}
+        settings[name] = {**value, **({path: values[0]} if values else {})}
     paths = group.paths if path in group.paths else (*group.paths, path)
-    return replace(group, paths=paths, hyperparameters=said)
+    return replace(group, paths=paths, hyperparameters=settings)

@@ -92,11 +92,11 @@ def without_model(encoded: Encoded, target: tuple[str, str], state: TrainState) 
         parts = {name: keys for name, keys in form.parts.items() if name != "model"}
         return replace(form, tree=without(form.tree, form.parts["model"]), parts=parts)
 
-    said = f"{len(state.params)} parameters are left behind: the model has them from elsewhere"
-    made = Change(
-        option("state_only"), said, tuple(f"params/{path}" for path in state.params), Exactness.LOSSY
+    reason = f"{len(state.params)} parameters are left behind: the model has them from elsewhere"
+    change = Change(
+        option("state_only"), reason, tuple(f"params/{path}" for path in state.params), Exactness.LOSSY
     )
-    return alone(encoded), made
+    return alone(encoded), change
 
 
 def _params_only(state: TrainState, done: list[Change]) -> TrainState:
@@ -174,8 +174,8 @@ def _forms_that_stay(state: TrainState, slots: Sequence[str], reset: Collection[
     forms = [name for name in slots if _decided(state, name)]
     kept = [name for name in forms if name not in reset]
     if kept and len(kept) < len(forms):
-        said = f"{', '.join(kept)} stay: 'reset:v*' means all second moments"
-        yield Change(option("slot_policy"), said, (), Exactness.BITWISE)
+        reason = f"{', '.join(kept)} stay: 'reset:v*' means all second moments"
+        yield Change(option("slot_policy"), reason, (), Exactness.BITWISE)
 
 
 def _ways(slots: Sequence[str], policy: Mapping[str, Policy]) -> dict[str, Policy]:
@@ -237,8 +237,8 @@ def _some_anew(state: TrainState, pattern: str, where: str, way: Policy, done: l
     for name in names:
         state = state.each(partial(_reset, name=name, done=done, only=paths))
     if counts:
-        said = f"the updates done by {len(paths)} parameters are 0 instead of {state.counts.updates}"
-        done.append(Change(option("slot_policy"), said, tuple(paths), Exactness.LOSSY))
+        reason = f"the updates done by {len(paths)} parameters are 0 instead of {state.counts.updates}"
+        done.append(Change(option("slot_policy"), reason, tuple(paths), Exactness.LOSSY))
         behind = {**state.counts.behind, **dict.fromkeys(paths, 0)}
         state = replace(state, counts=replace(state.counts, behind=behind))
     return state
@@ -257,8 +257,8 @@ def _slots_of(state: TrainState) -> tuple[str, ...]:
 def _decided(state: TrainState, slot: str) -> bool:
     """Tells whether a slot is one of several forms of the same thing, by how its parameter is factored."""
     schemas = [load_schema(schema) for schema, _ in state.optimizer.kinds]
-    decides = [spec.get("decides", {}) for one in schemas for spec in one.hyperparameters.values()]
-    return any(slot in one.get("factoring", ()) for one in decides)
+    decides = [spec.get("decides", {}) for decision in schemas for spec in decision.hyperparameters.values()]
+    return any(slot in decision.get("factoring", ()) for decision in decides)
 
 
 def _dropped(state: TrainState, names: Collection[str], done: list[Change]) -> TrainState:
@@ -375,8 +375,8 @@ def _slots_anew(tensors: Mapping[str, Tensor], name: str, init: float) -> dict[s
 
 def _masters_reset(state: TrainState, reached: Sequence[str], done: list[Change]) -> TrainState:
     touched = [path for path in reached if MASTER in state.slots[path]]
-    said = "masters are the parameters, widened: the digits that only masters had are lost"
-    done.append(Change(option("slot_policy"), said, tuple(touched), Exactness.LOSSY))
+    reason = "masters are the parameters, widened: the digits that only masters had are lost"
+    done.append(Change(option("slot_policy"), reason, tuple(touched), Exactness.LOSSY))
     return replace(state, slots={**state.slots, **{path: _remastered(state, path) for path in reached}})
 
 
@@ -409,7 +409,9 @@ def _at_schedule(state: TrainState, asked: StepOffset, done: list[Change]) -> Tr
         return state
     at = 0 if asked == "reset" else asked
     stored = [
-        one for one in run_of(state.extra).schedules if one.at is not None and one.place != f"extra/{CALLED}"
+        schedule
+        for schedule in run_of(state.extra).schedules
+        if schedule.at is not None and schedule.place != f"extra/{CALLED}"
     ]
     if stored:
         raise UsageError(
@@ -458,8 +460,8 @@ def _part_rescaled(state: TrainState, scale: float, done: list[Change], faults: 
         )
     done += _scalings(powers, scale, {name: name.rpartition("/")[2] for name in powers})
     if any(powers.values()) and (beside := _beside_gradients(state, schema)):
-        said = f"stays as it is, though it stands beside gradients {scale:g} times as large: {beside}"
-        done.append(Change(option("loss_scale"), said, (), Exactness.BITWISE))
+        reason = f"stays as it is, though it stands beside gradients {scale:g} times as large: {beside}"
+        done.append(Change(option("loss_scale"), reason, (), Exactness.BITWISE))
     optimizer = replace(state.optimizer, groups=tuple(groups))
     return replace(state, slots=slots, optimizer=optimizer)
 
@@ -515,12 +517,12 @@ def _scalings(powers: Mapping[str, int], scale: float, called: Mapping[str, str]
         names = tuple(name for name in powers if powers[name] == power)
         kinds = ", ".join(dict.fromkeys(called[name] for name in names))
         if power:
-            said = f"times {_power_of(scale, power):g}, the loss's scale to the power {power} ({how})"
+            reason = f"times {_power_of(scale, power):g}, the loss's scale to the power {power} ({how})"
             exactness = Exactness.BITWISE if exact else Exactness.ROUNDING
-            yield Change(option("loss_scale"), f"{kinds} {said}", names, exactness)
+            yield Change(option("loss_scale"), f"{kinds} {reason}", names, exactness)
         else:
-            said = "as they are: the scale of the loss is not in them"
-            yield Change(option("loss_scale"), f"{kinds} {said}", (), Exactness.BITWISE)
+            reason = "as they are: the scale of the loss is not in them"
+            yield Change(option("loss_scale"), f"{kinds} {reason}", (), Exactness.BITWISE)
 
 
 def _power_of(scale: float, power: int) -> float:
@@ -567,8 +569,10 @@ def _slots_cast(state: TrainState, asked: Mapping[str, str], done: list[Change])
         for path, tensors in state.slots.items()
     }
     for name, dtype in dtypes.items():
-        each = {f"{path}/{name}": tensors[name] for path, tensors in state.slots.items() if name in tensors}
-        done += _cast_changes("slot_dtype", name, each, dtype)
+        cast_slots = {
+            f"{path}/{name}": tensors[name] for path, tensors in state.slots.items() if name in tensors
+        }
+        done += _cast_changes("slot_dtype", name, cast_slots, dtype)
     changed_state = replace(state, slots=slots)
     return changed_state.each(lambda part: _told_dtypes(part, dtypes))
 
@@ -614,14 +618,16 @@ def _told_dtypes(state: TrainState, dtypes: Mapping[str, DType]) -> TrainState:
 def _params_cast(state: TrainState, dtype: DType, done: list[Change]) -> TrainState:
     floats = {path: param for path, param in state.params.items() if param.dtype.name in FLOATS}
     done += _cast_changes("param_dtype", "parameters", floats, dtype)
-    return replace(state, params={**state.params, **{p: cast(one, dtype) for p, one in floats.items()}})
+    return replace(
+        state, params={**state.params, **{p: cast(floating, dtype) for p, floating in floats.items()}}
+    )
 
 
 def _cast_changes(name: str, what: str, tensors: Mapping[str, Tensor], target: DType) -> Iterator[Change]:
     """Yields what a cast does to tensors, one change for each dtype that they come from."""
     half = float(float_info(target).eps) / 2
     sources = dict.fromkeys(tensor.dtype for tensor in tensors.values())
-    for source in (one for one in sources if one != target):
+    for source in (source_dtype for source_dtype in sources if source_dtype != target):
         if widens(source, target):
             does, exactness = "every value stays", Exactness.BITWISE
         else:

@@ -76,17 +76,17 @@ class Changes:
         faults = Faults()
         values = {name: READ[name](name, value, faults) for name, value in said.items()}
         faults.check(UsageError, "What shall be changed of the run can't be read")
-        made = cls(**values)
-        if made == cls():
+        changes = cls(**values)
+        if changes == cls():
             return None
-        if made.params_only and (others := [name for name in made.options if name not in _OF_PARAMS]):
+        if changes.params_only and (others := [name for name in changes.options if name not in _OF_PARAMS]):
             raise UsageError(
                 "Without its slots nothing can be changed of an optimizer.",
                 place="--params-only",
                 found=", ".join(map(option, others)),
                 remedy="leave it out",
             )
-        return made
+        return changes
 
     @property
     def options(self) -> list[str]:
@@ -111,7 +111,7 @@ class Changes:
             else:
                 pairs = [*value] if isinstance(value, tuple) else [str(value)]
             words += (
-                [option(name)] if value is True else [word for one in pairs for word in (option(name), one)]
+                [option(name)] if value is True else [word for pair in pairs for word in (option(name), pair)]
             )
         return words
 
@@ -199,22 +199,22 @@ def _policies(name: str, value: Any, faults: Faults) -> dict[str, Policy]:
 def _slot_dtypes(name: str, value: Any, faults: Faults) -> dict[str, str]:
     dtypes = {}
     for slot, dtype in _pairs(name, value, "=", faults):
-        if (known := _dtype(name, dtype, faults)) is not None:
-            dtypes[slot or "*"] = known
+        if (slot_dtype := _dtype(name, dtype, faults)) is not None:
+            dtypes[slot or "*"] = slot_dtype
     return dtypes
 
 
 def _pairs(name: str, value: Any, between: str, faults: Faults) -> Iterator[tuple[str | None, Any]]:
     """Yields slot and what is said of it; of all slots, None."""
     if isinstance(value, Mapping):
-        yield from ((str(slot), said) for slot, said in value.items())
+        yield from ((str(slot), word) for slot, word in value.items())
         return
     for part in (one for text in _listed(name, value, faults) for one in str(text).split(",")):
-        first, said, second = part.strip().partition(between)
+        first, word, second = part.strip().partition(between)
         if between == ":":
-            yield (second, first) if said else (None, first)
+            yield (second, first) if word else (None, first)
         else:
-            yield (first, second) if said else (None, first)
+            yield (first, second) if word else (None, first)
 
 
 def _listed(name: str, value: Any, faults: Faults) -> list[Any]:
@@ -241,17 +241,17 @@ def _flag(name: str, value: Any, faults: Faults) -> bool:
 
 
 def _patterns(name: str, value: Any, faults: Faults) -> tuple[str, ...]:
-    each = _listed(name, value, faults)
-    if not all(isinstance(one, str) and one for one in each):
+    listed = _listed(name, value, faults)
+    if not all(isinstance(pattern, str) and pattern for pattern in listed):
         faults.add("expected patterns of names", option(name))
-    return tuple(map(str, each))
+    return tuple(map(str, listed))
 
 
 def _scale(name: str, value: Any, faults: Faults) -> float | None:
     if value is None:
         return None
-    known = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not known or not 0 < value <= sys.float_info.max:
+    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not is_number or not 0 < value <= sys.float_info.max:
         faults.add(f"is {value!r:.80}, expected a number above 0", option(name))
         return None
     return float(value)

@@ -107,10 +107,12 @@ class Trial:
             ArithmeticError: Such a run doesn't move.
         """
         begun = self.begun()[1][self.path]
-        known = self.schema.data["slots"]
+        slot_specs = self.schema.data["slots"]
         # What holds gradients of 1, or is made of a parameter of 1, is 1 from then on; momentum comes to rest.
         at_one = {
-            n for n in begun if known[n]["gradient_power"]["power"] or isinstance(known[n]["init"], str)
+            n
+            for n in begun
+            if slot_specs[n]["gradient_power"]["power"] or isinstance(slot_specs[n]["init"], str)
         }
         settled = {name: np.ones_like(slot) if name in at_one else slot for name, slot in begun.items()}
         at_rest = max(self.updates, SETTLED)
@@ -150,27 +152,29 @@ def measured(
     rows = next_update(state, schedules)
     for row, group in zip(rows, state["groups"], strict=True):
         whose = group if "schema" in group else state
-        known = group["hyperparameters"]
+        hyperparameters = group["hyperparameters"]
         row["decay"] = row["discarded"] = row["unknown"] = None
         row["begun_anew"] = False
-        row["counted"] = row["update"] + 1 - (known.get("step_offset") or 0)
-        row["notes"] = [*_offset_said(whose, known, rule_change)]
+        row["counted"] = row["update"] + 1 - (hyperparameters.get("step_offset") or 0)
+        row["notes"] = [*_offset_said(whose, hyperparameters, rule_change)]
         if not group["paths"]:
             row["unknown"] = "moves nothing"
             continue
         try:
             trials = _trials(state, whose, group)
             decays = {trial.decay() for trial in trials}
-            said = _first_said(trials, changes)
+            notes = _first_said(trials, changes)
         except (StatekitError, ArithmeticError) as error:
             row["unknown"] = _reason(error)
             continue
         if len(decays) > 1:
-            row["unknown"] = f"depends on {', '.join(_unsaid(trials[0].schema, trials[0].variant, known))}"
+            row["unknown"] = (
+                f"depends on {', '.join(_unsaid(trials[0].schema, trials[0].variant, hyperparameters))}"
+            )
         else:
             (row["decay"],) = decays
             row["discarded"] = None if row["decay"] is None else row["decay"] == 0
-        row["notes"] += said
+        row["notes"] += notes
         moment = trials[0].second_moment()
         row["begun_anew"] = bool(changes and moment and _way(changes.slot_policy, moment) == "reset")
     return rows
@@ -229,19 +233,25 @@ def _trials(state: State, whose: Mapping[str, Any], group: Mapping[str, Any]) ->
     path = next(iter([*factored, *rules]), group["paths"][0])
     record = rules.get(path)
     rule = Rule((Axis.NONE, Axis.NONE), "given") if record is None else Rule.from_json(record)
-    made = Group((path,), dict(group["hyperparameters"]))
+    group_of_one = Group((path,), dict(group["hyperparameters"]))
     updates = int(state["counts"]["updates"])
     if variant and counts_apart(whose["schema"], variant):
         updates = int(state["counts"].get("behind", {}).get(path, updates))
-    unsaid = _unsaid(schema, variant, made.hyperparameters)
+    unsaid = _unsaid(schema, variant, group_of_one.hyperparameters)
     filled = [
         replace(
-            made,
-            hyperparameters={**{name: _trial(schema, name, n) for name in unsaid}, **made.hyperparameters},
+            group_of_one,
+            hyperparameters={
+                **{name: _trial(schema, name, n) for name in unsaid},
+                **group_of_one.hyperparameters,
+            },
         )
         for n in (range(len(TRIALS)) if unsaid else range(1))
     ]
-    return [Trial(schema, variant, steps, one, replace(rule, known_from="given"), updates) for one in filled]
+    return [
+        Trial(schema, variant, steps, trial_state, replace(rule, known_from="given"), updates)
+        for trial_state in filled
+    ]
 
 
 def _unsaid(schema: OptimizerSchema, variant: str, known: Mapping[str, Any]) -> list[str]:

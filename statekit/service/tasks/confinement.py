@@ -70,8 +70,8 @@ def version() -> int:
     """Returns the version of Landlock that the kernel has; 0 of none."""
     if sys.platform != "linux" or platform.machine() not in ("x86_64", "aarch64"):
         return 0
-    made = int(_libc().syscall(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
-    return max(made, 0)
+    number = int(_libc().syscall(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint32(1)))
+    return max(number, 0)
 
 
 @cache
@@ -109,14 +109,14 @@ def confine(reach: Reach, scratch: Path) -> bool:
 
 def _ruleset(reach: Reach, writes: Sequence[int], scratch: Path) -> int:
     """Returns the open rules of what may be read and written: `writes` are the folders to write to, open."""
-    known = version()
-    files = max(bits for since, bits in _ALL_FILES.items() if since <= known)
+    abi = version()
+    files = max(bits for since, bits in _ALL_FILES.items() if since <= abi)
     rules = _Rules(
         files,
-        _ALL_NETWORK if known >= _NETWORK_SINCE else 0,
-        _ALL_SCOPES if known >= _SCOPES_SINCE else 0,
+        _ALL_NETWORK if abi >= _NETWORK_SINCE else 0,
+        _ALL_SCOPES if abi >= _SCOPES_SINCE else 0,
     )
-    size = 8 if known < _NETWORK_SINCE else 16 if known < _SCOPES_SINCE else 24
+    size = 8 if abi < _NETWORK_SINCE else 16 if abi < _SCOPES_SINCE else 24
     ruleset = _called(_CREATE, ctypes.byref(rules), ctypes.c_size_t(size), ctypes.c_uint32(0))
     try:
         for path, allowed in _readable(reach):
@@ -157,7 +157,7 @@ def _libraries() -> tuple[str, ...]:
     }
     outer: list[str] = []
     for path in sorted(map(os.path.realpath, folders)):
-        if not any(Path(path).is_relative_to(one) for one in outer):
+        if not any(Path(path).is_relative_to(folder) for folder in outer):
             outer.append(path)
     return tuple(outer)
 
@@ -186,7 +186,7 @@ def _allow(ruleset: int, node: int, allowed: int) -> None:
 
 
 def _called(number: int, *arguments: object) -> int:
-    made = _libc().syscall(ctypes.c_long(number), *arguments)
-    if made < 0:
+    result = _libc().syscall(ctypes.c_long(number), *arguments)
+    if result < 0:
         raise OSError(ctypes.get_errno(), f"Landlock: {os.strerror(ctypes.get_errno())}")
-    return int(made)
+    return int(result)

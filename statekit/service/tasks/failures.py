@@ -14,10 +14,10 @@ _BOUNDED = "do it by the command line, where no service bounds it: what a job ta
 def problem_of(error: BaseException) -> dict[str, Any]:
     """Returns an error as plain data: its kind, its parts, and its faults one by one."""
     if not isinstance(error, StatekitError):
-        said = "There is not enough memory for this job." if isinstance(error, MemoryError) else str(error)
+        detail = "There is not enough memory for this job." if isinstance(error, MemoryError) else str(error)
         expected = isinstance(error, OSError | MemoryError)
         subject = (
-            said if expected and said else f"statekit itself has failed: {type(error).__name__}: {error}"
+            detail if expected and detail else f"statekit itself has failed: {type(error).__name__}: {error}"
         )
         error_kind = "MemoryError" if isinstance(error, MemoryError) else "StatekitError"
         remedy = _BOUNDED if isinstance(error, MemoryError) or _is_too_large(error) else None
@@ -29,7 +29,7 @@ def problem_of(error: BaseException) -> dict[str, Any]:
     return {
         "kind": error.kind,
         **{name: None if value in (None, "") else _text(value) for name, value in parts.items()},
-        "faults": [{"what": _text(what), "place": _text(place)} for what, place in error.faults[:1000]],
+        "faults": [{"what": _text(fault), "place": _text(place)} for fault, place in error.faults[:1000]],
     }
 
 

@@ -91,7 +91,7 @@ def refuse_calls() -> bool:
     calls = CALLS.get(platform.machine()) if sys.platform == "linux" else None
     if calls is None:
         return False
-    code = b"".join(struct.pack("=HBBI", *one) for one in program(calls))
+    code = b"".join(struct.pack("=HBBI", *instruction) for instruction in program(calls))
     kept = ctypes.create_string_buffer(code, len(code))
     filter_ = _Program(len(code) // 8, ctypes.cast(kept, ctypes.c_void_p))
     libc = ctypes.CDLL(None, use_errno=True)
@@ -128,8 +128,8 @@ def program(calls: Calls) -> Sequence[_Instruction]:
         (_RETURN, 0, 0, _REFUSE),
     ]
     refused = [
-        one
+        instruction
         for number in calls.refused.values()
-        for one in ((_EQUALS, 0, 1, number), (_RETURN, 0, 0, _REFUSE))
+        for instruction in ((_EQUALS, 0, 1, number), (_RETURN, 0, 0, _REFUSE))
     ]
     return [*begin, *pair, *send, *refused, (_RETURN, 0, 0, _ALLOW)]

@@ -237,12 +237,12 @@ class Worker:
         root = self._catalogue.root_above(path)
         return (str(root), "") if path == root else self._catalogue.folder_of(path)
 
-    def _path(self, one: Checkpoint, may_be_gone: bool) -> Path:
+    def _path(self, checkpoint: Checkpoint, may_be_gone: bool) -> Path:
         try:
-            return self._catalogue.path_of(one.id)
+            return self._catalogue.path_of(checkpoint.id)
         except NotFoundError:
             if may_be_gone:
-                return self._catalogue.place_of(one.id)
+                return self._catalogue.place_of(checkpoint.id)
             raise
 
 
@@ -275,13 +275,13 @@ def _limits(kind: str, size: int, budget: int, proves: bool) -> dict[str, int]:
 
 def main() -> int:
     """Works for a server: its number, the data folder and the numbers of the roots are said as JSON."""
-    said = json.loads(sys.argv[1])
-    end_with(said["parent"])
-    database = Database(Path(said["data"]))
-    worker = Worker(database, Catalogue(database, said["roots"]), Jobs(database))
+    request = json.loads(sys.argv[1])
+    end_with(request["parent"])
+    database = Database(Path(request["data"]))
+    worker = Worker(database, Catalogue(database, request["roots"]), Jobs(database))
     signal.signal(signal.SIGTERM, worker.stop)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the server says what follows
-    if os.getppid() != said["parent"]:
+    if os.getppid() != request["parent"]:
         return 1
     worker.work()
     database.close()

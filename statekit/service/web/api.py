@@ -78,18 +78,18 @@ _SORT = f"^-?({'|'.join(SORTS)})$"
 
 async def _said_once(request: Request) -> None:
     """Refuses parameters that there aren't, and those said twice: a misspelt filter would choose everything."""
-    known = _parameters(request.scope["route"].dependant)
+    parameters = _parameters(request.scope["route"].dependant)
     faults = Faults()
     for name, count in Counter(name for name, _ in request.query_params.multi_items()).items():
-        if name not in known:
-            faults.add(" ".join(["is no parameter of this", meant(name, known)]).strip(), name[:100])
+        if name not in parameters:
+            faults.add(" ".join(["is no parameter of this", meant(name, parameters)]).strip(), name[:100])
         elif count > 1:
             faults.add("is said more than once", name)
     faults.check(
         UsageError,
         "The parameters can't be taken",
         place="query",
-        expected=", ".join(known) or "no parameters",
+        expected=", ".join(parameters) or "no parameters",
     )
 
 

@@ -96,10 +96,12 @@ def branch(tree: Tree, at: str = "", after: int = 0, limit: int = MOST_ROWS) -> 
 
 def _row(at: str, label: str, item: tuple[int, Parameter] | None, module: Tree | None) -> BranchRow:
     members = [item] if item is not None else list(module.everything()) if module is not None else []
-    each = [one for _, one in members]
-    size = sum(one["bytes"] + sum(slot["bytes"] for slot in one["slots"].values()) for one in each)
-    norms = [one["stats"]["norm"] for one in each if one.get("stats")]
-    norm = math.hypot(*norms) if len(norms) == len(each) else None
+    parameters = [member for _, member in members]
+    size = sum(
+        member["bytes"] + sum(slot["bytes"] for slot in member["slots"].values()) for member in parameters
+    )
+    norms = [member["stats"]["norm"] for member in parameters if member.get("stats")]
+    norm = math.hypot(*norms) if len(norms) == len(parameters) else None
     path = f"{at}/{label}" if at else label
     index, parameter = item if item is not None else (None, None)
-    return BranchRow(label, path, len(each), index, parameter, size, norm)
+    return BranchRow(label, path, len(parameters), index, parameter, size, norm)

@@ -77,7 +77,7 @@ def _run(routes: APIRouter, of: Screens) -> None:
         page = of.catalogue.checkpoints(Query(run=number, sort="step"), None, MOST_OF_RUN)
         readable = tuple(item.id for item in page.items if item.resumable)
         job = _doctor_of(of, readable)
-        said = {
+        context = {
             "run": run,
             "page": page,
             "readable": readable,
@@ -86,7 +86,7 @@ def _run(routes: APIRouter, of: Screens) -> None:
             "examined": of.result_of(job) is not None,
             "here_url": f"/runs/{number}",
         }
-        return drawn(request, "run.html", said)
+        return drawn(request, "run.html", context)
 
     @routes.get("/runs/{number}/thin")
     def show_spare(request: Request, number: Id, last: Last = 3, every: After = 0) -> Response:
@@ -115,17 +115,17 @@ def _doctor_of(of: Screens, steps: tuple[int, ...]) -> Job | None:
 def _steps(checkpoints: tuple[Checkpoint, ...], readable: tuple[int, ...], result: Any) -> list[Step]:
     examined: dict[int, tuple[dict[str, Any], ...]] = {}
     if result is not None:
-        for number, one in zip(readable, result["by_subject"], strict=False):
-            places = (result["checkpoints"][i] for i in one.get("checkpoints", ()))
+        for number, checkpoint in zip(readable, result["by_subject"], strict=False):
+            places = (result["checkpoints"][i] for i in checkpoint.get("checkpoints", ()))
             examined[number] = tuple(finding for place in places for finding in place["findings"])
     steps, before = [], None
-    for one in checkpoints:
-        findings = examined.get(one.id, ())
+    for checkpoint in checkpoints:
+        findings = examined.get(checkpoint.id, ())
         stale = tuple(
             (finding["name"], tuple(finding["where"])) for finding in findings if finding["name"] in STALE
         )
-        steps.append(Step(one, before, findings, stale))
-        before = one.id if one.resumable else before
+        steps.append(Step(checkpoint, before, findings, stale))
+        before = checkpoint.id if checkpoint.resumable else before
     return steps
 
 
@@ -143,7 +143,7 @@ def over_run(request: Request, of: Screens, number: int, path: str, slot: str) -
     job = of.about_parameter(subjects, path)
     record = of.result_of(job)
     chosen = {"run": number, "path": path, "slot": slot}
-    said = {
+    context = {
         "run": run,
         "path": path,
         "slot": slot,
@@ -155,7 +155,7 @@ def over_run(request: Request, of: Screens, number: int, path: str, slot: str) -
         "data_url": f"/diff.json?{urlencode(chosen)}",
         "other": partial(_other, number, path),
     }
-    return drawn(request, "over_run.html", said)
+    return drawn(request, "over_run.html", context)
 
 
 def _other(run: int, path: str, slot: str) -> str:
@@ -212,7 +212,7 @@ def _layers(routes: APIRouter, of: Screens) -> None:
             by_layer(contents.result["parameters"], part) if contents and measured and part else everything
         )
         chosen = {"part": part, "measure": _measure(measure)}
-        said = {
+        context = {
             **of.about(number),
             "here_url": f"/checkpoints/{number}/layers?{urlencode(chosen)}",
             "data_url": f"/checkpoints/{number}/layers.json?{urlencode(chosen)}",
@@ -224,7 +224,7 @@ def _layers(routes: APIRouter, of: Screens) -> None:
             "measure": _measure(measure),
             "plots": layers.plots(_measure(measure)),
         }
-        return drawn(request, "layers.html", said)
+        return drawn(request, "layers.html", context)
 
 
 def _measure(name: str) -> str:
@@ -235,16 +235,16 @@ def _parameter(routes: APIRouter, of: Screens) -> None:
     @routes.get("/checkpoints/{number}/parameters/{index}")
     def show_parameter(request: Request, number: Id, index: Place, over: str = "") -> Response:
         """Shows a parameter with its slots or, `over=run`, what they were over the steps of its run."""
-        known, parameters = of.about(number), of.parameters(number, index)
-        one, checkpoint = parameters[index], known["checkpoint"]
+        about, parameters = of.about(number), of.parameters(number, index)
+        parameter, checkpoint = parameters[index], about["checkpoint"]
         subjects = of.followed(checkpoint, over)
-        job = of.about_parameter(subjects, one["path"])
+        job = of.about_parameter(subjects, parameter["path"])
         address = f"/checkpoints/{number}/parameters/{index}"
-        said = {
-            **known,
+        context = {
+            **about,
             "here_url": f"{address}{'?over=run' if len(subjects) > 1 else ''}",
             "index": index,
-            "one": one,
+            "one": parameter,
             "neighbours": [i for i in (index - 1, index + 1) if 0 <= i < len(parameters)],
             "parameters": parameters,
             "subjects": subjects,
@@ -252,9 +252,9 @@ def _parameter(routes: APIRouter, of: Screens) -> None:
             "job": job,
             "record": of.result_of(job),
             "region_url": f"{address}/region",
-            "over_run": partial(_other, checkpoint.run, one["path"]),
+            "over_run": partial(_other, checkpoint.run, parameter["path"]),
         }
-        return drawn(request, "slots.html", said)
+        return drawn(request, "slots.html", context)
 
 
 def _region(routes: APIRouter, of: Screens) -> None:
@@ -263,25 +263,25 @@ def _region(routes: APIRouter, of: Screens) -> None:
         request: Request, number: Id, index: Place, slot: str = "", rows: str = "", columns: str = ""
     ) -> Response:
         """Shows a region of a parameter or slot as closely as a picture can be, with the way further in and out."""
-        known, parameters = of.about(number), of.parameters(number, index)
-        one = parameters[index]
-        if slot and slot not in one["slots"]:
+        about, parameters = of.about(number), of.parameters(number, index)
+        parameter = parameters[index]
+        if slot and slot not in parameter["slots"]:
             raise NotFoundError(
                 "There is no such slot.",
-                place=one["path"],
-                expected=", ".join(one["slots"]),
+                place=parameter["path"],
+                expected=", ".join(parameter["slots"]),
                 found=slot[:200],
             )
-        shape = shape_of_matrix(tuple((one["slots"][slot] if slot else one)["shape"]))
+        shape = shape_of_matrix(tuple((parameter["slots"][slot] if slot else parameter)["shape"]))
         region = (*_range("rows", rows, shape[0]), *_range("columns", columns, shape[1]))
         more: dict[str, Any] = {"region": list(region), **({"slot": slot} if slot else {})}
-        job = of.about_parameter((number,), one["path"], **more)
+        job = of.about_parameter((number,), parameter["path"], **more)
         address = partial(_address, number, index, slot)
-        said = {
-            **known,
+        context = {
+            **about,
             "here_url": address(region),
             "parameter_url": f"/checkpoints/{number}/parameters/{index}",
-            "one": one,
+            "one": parameter,
             "slot": slot,
             "shape": shape,
             "region": region,
@@ -290,7 +290,7 @@ def _region(routes: APIRouter, of: Screens) -> None:
             "ways": [(name, address(to)) for name, to in _ways(region, shape)],
             "grid": charts.zoom_grid(parts, region, address) if (parts := _inner(region)) else "",
         }
-        return drawn(request, "region.html", said)
+        return drawn(request, "region.html", context)
 
 
 Region = tuple[int, int, int, int]
@@ -299,23 +299,23 @@ Region = tuple[int, int, int, int]
 
 def _address(number: int, index: int, slot: str, region: Region) -> str:
     top, bottom, left, right = region
-    said = {"slot": slot, "rows": f"{top}:{bottom}", "columns": f"{left}:{right}"}
-    return f"/checkpoints/{number}/parameters/{index}/region?{urlencode(said)}"
+    query = {"slot": slot, "rows": f"{top}:{bottom}", "columns": f"{left}:{right}"}
+    return f"/checkpoints/{number}/parameters/{index}/region?{urlencode(query)}"
 
 
-def _range(name: str, said: str, count: int) -> tuple[int, int]:
+def _range(name: str, text: str, count: int) -> tuple[int, int]:
     """Returns what an address says of rows or columns: all, if it says nothing.
 
     Raises:
         UsageError: It is no range of these.
     """
-    if not said:
+    if not text:
         return 0, count
-    matched = _RANGE.fullmatch(said)
+    matched = _RANGE.fullmatch(text)
     first, end = (int(matched[1]), int(matched[2])) if matched else (0, 0)
     if not 0 <= first < end <= count:
         raise UsageError(
-            f"There are no such {name}.", place=name, expected=f"FIRST:END, from 0:{count}", found=said[:100]
+            f"There are no such {name}.", place=name, expected=f"FIRST:END, from 0:{count}", found=text[:100]
         )
     return first, end
 

@@ -37,7 +37,7 @@ class Lobby:
     def enter(self, connection: PunctualProtocol, address: str) -> None:
         """Takes a new connection in; where there are too many, the oldest idle one is closed."""
         self._addresses[connection] = address
-        neighbours = [one for one, its in self._addresses.items() if its == address]
+        neighbours = [neighbour for neighbour, its in self._addresses.items() if its == address]
         if len(neighbours) > self._most_of_address:
             self._close_one(neighbours)
         elif len(self._addresses) > self._most:
@@ -48,7 +48,7 @@ class Lobby:
         self._addresses.pop(connection, None)
 
     def _close_one(self, connections: list[PunctualProtocol]) -> None:
-        closed = next((one for one in connections if one.is_idle), connections[-1])
+        closed = next((connection for connection in connections if connection.is_idle), connections[-1])
         self.leave(closed)
         closed.transport.abort()
 
@@ -128,5 +128,5 @@ def uvicorn_settings(keys: Keys) -> Mapping[str, Any]:
     Args:
         keys: What tells those who signed in from strangers.
     """
-    known = {"lobby": Lobby(), "admits": staticmethod(keys.admits)}
-    return {**UVICORN, "http": type("ServiceProtocol", (PunctualProtocol,), known)}
+    shared = {"lobby": Lobby(), "admits": staticmethod(keys.admits)}
+    return {**UVICORN, "http": type("ServiceProtocol", (PunctualProtocol,), shared)}

@@ -82,8 +82,8 @@ def contents_routes(service: Service) -> APIRouter:
     def read_destinations(number: Id) -> Response:
         """Where the run goes on from a checkpoint, how exactly, and by which lines."""
         job, result = looked(number)
-        made = Going(job=job, resumes=result.get("resumes", []), resume_code=result.get("resume_code", {}))
-        return data(vars(made))
+        going = Going(job=job, resumes=result.get("resumes", []), resume_code=result.get("resume_code", {}))
+        return data(vars(going))
 
     @routes.get("/checkpoints/{number}/parameters", response_model=Parameters)
     def list_parameters(
@@ -94,7 +94,7 @@ def contents_routes(service: Service) -> APIRouter:
     ) -> Response:
         """The parameters of a checkpoint with their slots, all or those below a module."""
         job, result = looked(number)
-        inside = [one for one in result["parameters"] if _is_under(one["path"], under)]
+        inside = [parameter for parameter in result["parameters"] if _is_under(parameter["path"], under)]
         further = after + limit if after + limit < len(inside) else None
         shown = inside[after : after + limit]
         return data(vars(Parameters(job=job, items=shown, next_after=further, total=len(inside))))

@@ -41,8 +41,8 @@ def drawn(request: Request, name: str, said: Mapping[str, Any], status: int = HT
         status: With which status.
     """
     theme = request.cookies.get("theme")
-    known = {"theme": theme if theme in {"light", "dark"} else None, "here": request.scope["path"]}
-    return HTMLResponse(_pages().get_template(name).render({**known, **said}), status, _HEADERS)
+    shared = {"theme": theme if theme in {"light", "dark"} else None, "here": request.scope["path"]}
+    return HTMLResponse(_pages().get_template(name).render({**shared, **said}), status, _HEADERS)
 
 
 def answered(problem: Problem, request: Request) -> Response:

@@ -22,19 +22,19 @@ def options(form: FormData) -> dict[str, Any]:
     Raises:
         UsageError: A line that should be `name=value` isn't, or a root's number is none.
     """
-    said: dict[str, Any] = {name: text for name in _TEXTS if (text := _text(form, name))}
-    said |= {name: True for name in _TICKS if _text(form, name)}
-    said |= {name: pairs for name in _PAIRS if (pairs := _pairs(_text(form, name), name))}
+    given: dict[str, Any] = {name: text for name in _TEXTS if (text := _text(form, name))}
+    given |= {name: True for name in _TICKS if _text(form, name)}
+    given |= {name: pairs for name in _PAIRS if (pairs := _pairs(_text(form, name), name))}
     region = [_text(form, name) for name in ("top", "bottom", "left", "right")]
     if any(region):
-        said["region"] = [one if (number := record_number(one)) is None else number for one in region]
+        given["region"] = [edge if (number := record_number(edge)) is None else number for edge in region]
     root, path = _text(form, "target_root"), _text(form, "target_path")
     if root or path:
         number = record_number(root)
         if number is None:
             raise UsageError("That is no root's number.", place="target_root", found=root[:100])
-        said["target"] = {"root": number, "path": path}
-    return said
+        given["target"] = {"root": number, "path": path}
+    return given
 
 
 def subjects_of(form: FormData) -> tuple[int, ...]:
@@ -43,11 +43,11 @@ def subjects_of(form: FormData) -> tuple[int, ...]:
     Raises:
         UsageError: One is none.
     """
-    said = form.getlist("subject")
-    numbers = [record_number(one) if isinstance(one, str) else None for one in said]
-    for one, number in zip(said, numbers, strict=True):
+    texts = form.getlist("subject")
+    numbers = [record_number(text) if isinstance(text, str) else None for text in texts]
+    for text, number in zip(texts, numbers, strict=True):
         if number is None:
-            raise UsageError("That is no checkpoint's number.", place="subject", found=f"{one}"[:100])
+            raise UsageError("That is no checkpoint's number.", place="subject", found=f"{text}"[:100])
     return tuple(number for number in numbers if number is not None)
 
 

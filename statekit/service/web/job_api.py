@@ -41,13 +41,13 @@ def _by_kind(schema: dict[str, Any]) -> None:
     forms = []
     for kind, (least, most) in KINDS.items():
         subjects = {**numbers, "minItems": least, "maxItems": most or MOST_SUBJECTS, "uniqueItems": True}
-        said = {"kind": {"const": kind}, "subjects": subjects, "options": options_schema(kind)}
-        needed = ["kind", "subjects", *(["options"] if said["options"]["required"] else [])]
+        request = {"kind": {"const": kind}, "subjects": subjects, "options": options_schema(kind)}
+        needed = ["kind", "subjects", *(["options"] if request["options"]["required"] else [])]
         forms.append(
             {
                 "title": kind,
                 "type": "object",
-                "properties": said,
+                "properties": request,
                 "required": needed,
                 "additionalProperties": False,
             }

@@ -138,9 +138,9 @@ class Keys:
 
     def admits(self, headers: Headers) -> Literal["bearer", "cookie"] | None:
         """Returns by what a request is let in; None if by nothing. A wrong token isn't made good by a cookie."""
-        said = headers.get("authorization")
-        if said is not None:
-            scheme, _, token = said.partition(" ")
+        header = headers.get("authorization")
+        if header is not None:
+            scheme, _, token = header.partition(" ")
             return "bearer" if scheme.lower() == "bearer" and self.is_token(token.strip()) else None
         return "cookie" if any(map(self.is_session, self._cookies(headers))) else None
 

@@ -74,8 +74,8 @@ def _said(scope: Scope) -> dict[str, Any]:
 
 
 def _method(scope: Scope) -> str:
-    known = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE")
-    return scope["method"] if scope["method"] in known else "other"
+    methods = ("GET", "HEAD", "OPTIONS", "POST", "PUT", "PATCH", "DELETE")
+    return scope["method"] if scope["method"] in methods else "other"
 
 
 def _route(scope: Scope) -> str:

@@ -39,7 +39,7 @@ class ScreenContents:
         self.result = result
         self.tree = tree_of(result["parameters"])
         self.axes = listing(result["parameters"]).axes
-        self.measured = any("stats" in one for one in result["parameters"])
+        self.measured = any("stats" in parameter for parameter in result["parameters"])
 
 
 class Screens:
@@ -120,17 +120,17 @@ class Screens:
         if not subjects:
             return None
         options = {"path": path, **more}
-        known = self.jobs.known("parameter", subjects, options)
-        if known is not None:
-            return known
+        result = self.jobs.known("parameter", subjects, options)
+        if result is not None:
+            return result
         recent = self.jobs.jobs(subject=subjects[0], kind="parameter", limit=MOST_RECENT).items
         return next((job for job in recent if job.subjects == subjects and job.options == options), None)
 
     def compared(self, subjects: tuple[int, int], tensor: tuple[str, str]) -> Job | None:
         """Returns the youngest job that compares two checkpoints, as a whole or in one tensor."""
         recent = self.jobs.jobs(subject=subjects[0], kind="diff", limit=MOST_RECENT).items
-        alike = (one for one in recent if one.subjects == subjects)
-        return next((one for one in alike if tensor_of(one) == tensor), None)
+        alike = (job for job in recent if job.subjects == subjects)
+        return next((job for job in alike if tensor_of(job) == tensor), None)
 
     def parameters(self, number: int, index: int) -> list[dict[str, Any]]:
         """Returns the parameters of a checkpoint, one of which has this index."""

@@ -79,8 +79,8 @@ def router(keys: Keys, public: PublicAddress = DIRECT) -> APIRouter:
 
     @routes.post("/sign-in")
     async def sign_in_by_token(request: Request) -> Response:
-        said = dict(parse_qsl((await request.body()).decode("utf-8", "replace")))
-        if not keys.is_token(said.get("token", "").strip()):
+        fields = dict(parse_qsl((await request.body()).decode("utf-8", "replace")))
+        if not keys.is_token(fields.get("token", "").strip()):
             return form(HTTPStatus.UNAUTHORIZED, "This isn't the token.")
         return entered(request)
 

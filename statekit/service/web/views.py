@@ -136,10 +136,10 @@ def _data(routes: APIRouter, of: Screens) -> None:
 
     @routes.get("/checkpoints.json")
     def show_catalogue(request: Request) -> Response:
-        said = {name: value for name, value in request.query_params.items() if value}
-        if "q" in said:
-            said["text"] = said.pop("q")
-        return as_data("checkpoints", request.url.path, urlencode(said))
+        query = {name: value for name, value in request.query_params.items() if value}
+        if "q" in query:
+            query["text"] = query.pop("q")
+        return as_data("checkpoints", request.url.path, urlencode(query))
 
     @routes.get("/{kind}.json")
     def show_data(request: Request, kind: str) -> Response:
@@ -162,7 +162,7 @@ def _catalogue(routes: APIRouter, of: Screens) -> None:
     def list_checkpoints(request: Request, cursor: str | None = None) -> Response:
         query = asked(request.query_params)
         page = of.catalogue.checkpoints(query, cursor, ROWS)
-        said = {
+        context = {
             "page": page,
             "query": query,
             "is_whole": (is_whole := query == replace(WHOLE, sort=query.sort)),
@@ -174,7 +174,7 @@ def _catalogue(routes: APIRouter, of: Screens) -> None:
             "data_url": address(query, cursor).replace("/", "/checkpoints.json", 1),
             "scanning": of.catalogue.scanning(),
         }
-        page_itself = drawn(request, "catalogue.html", said)
+        page_itself = drawn(request, "catalogue.html", context)
         page_itself.headers["hx-replace-url"] = address(
             query, cursor
         )  # without the filters that choose nothing
@@ -195,11 +195,11 @@ def _checkpoint(routes: APIRouter, of: Screens) -> None:
         unfolded: Annotated[list[str], Param(alias="open")] = NONE,
     ) -> Response:
         """Shows a checkpoint; `open` are the modules of its tree that stand open."""
-        known, recent, contents = of.about(number), of.latest(number), of.contents_of(number)
-        checkpoint = known["checkpoint"]
+        about, recent, contents = of.about(number), of.latest(number), of.contents_of(number)
+        checkpoint = about["checkpoint"]
         examined = of.result_of(recent.get("doctor"))
-        said = {
-            **known,
+        context = {
+            **about,
             "run": _run_of(of.catalogue.run, checkpoint),
             "root": next((root for root in of.catalogue.roots() if root.id == checkpoint.root), None),
             "seal_said": _SEAL_SAID[checkpoint.seal],
@@ -212,20 +212,20 @@ def _checkpoint(routes: APIRouter, of: Screens) -> None:
             "roots": of.catalogue.roots(),
             **_targets(checkpoint, layout),
         }
-        return drawn(request, "checkpoint.html", said)
+        return drawn(request, "checkpoint.html", context)
 
     @routes.get("/checkpoints/{number}/tree")
     def show_branch(request: Request, number: Id, at: str = "", after: After = 0) -> Response:
         contents = of.contents_of(number)
         if contents is None:
             raise NotFoundError("Nobody has looked into it yet.", place=f"checkpoint {number}")
-        said = {
+        context = {
             **of.about(number),
             "contents": contents,
             "branch": branch(contents.tree, at, after),
             "below": lambda at: None,
         }
-        return drawn(request, "branch.html", said)
+        return drawn(request, "branch.html", context)
 
     @routes.post("/checkpoints/{number}/jobs")
     async def begin(request: Request, number: Id) -> Response:
@@ -255,7 +255,7 @@ def _checkpoint(routes: APIRouter, of: Screens) -> None:
     def show_lineage(request: Request, number: Id) -> Response:
         lineage = of.service.lineage(number)
         nodes = {node.id: node for node in lineage.nodes}
-        said = {
+        context = {
             **of.about(number),
             "lineage": lineage,
             "edges": [(nodes[edge.source], nodes[edge.target], edge) for edge in lineage.edges],
@@ -265,7 +265,7 @@ def _checkpoint(routes: APIRouter, of: Screens) -> None:
                 f"checkpoint-{number}",
             ),
         }
-        return drawn(request, "lineage.html", said)
+        return drawn(request, "lineage.html", context)
 
 
 def _jobs(routes: APIRouter, of: Screens) -> None:
@@ -274,7 +274,7 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
         page = of.jobs.jobs(kind=kind or None, state=state or None, cursor=cursor, limit=ROWS)
         said_here = {"kind": kind, "state": state, "cursor": cursor}
         further = {**said_here, "cursor": page.next_cursor}
-        said = {
+        context = {
             "page": page,
             "checkpoints": of.named(page.items),
             "kind": kind,
@@ -285,7 +285,7 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
             "next_page": page.next_cursor
             and f"/jobs?{urlencode({key: value for key, value in further.items() if value})}",
         }
-        return drawn(request, "jobs.html", said)
+        return drawn(request, "jobs.html", context)
 
     @routes.post("/jobs")
     async def begin_about_several(request: Request) -> Response:
@@ -299,7 +299,7 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
         result = of.result_of(job)
         if result and job.kind == "verify":
             result = result["certificate"]
-        said = {
+        context = {
             "job": job,
             "kind": job.kind,
             "checkpoints": of.named([job]),
@@ -310,7 +310,7 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
             and VERDICTS[job.kind](result),
             "log": of.jobs.log(number, MOST_LINES),
         }
-        return drawn(request, "job.html", said)
+        return drawn(request, "job.html", context)
 
     @routes.post("/jobs/{number}/cancel")
     def cancel(number: Id) -> Response:
@@ -330,7 +330,7 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
         result = of.result_of(job)
         both = {"a": first.id if first else "", "b": second.id if second else ""}
         tensor = {name: value for name, value in (("path", path), ("slot", slot)) if value}
-        said = {
+        context = {
             "first": first,
             "second": second,
             "job": job,
@@ -343,7 +343,7 @@ def _jobs(routes: APIRouter, of: Screens) -> None:
             "choices": of.catalogue.checkpoints(Query(sort="path", readable=True), None, MOST_CHOICES).items,
             "here_url": f"/diff?{urlencode({**both, **tensor})}",
         }
-        return drawn(request, "compare.html", said)
+        return drawn(request, "compare.html", context)
 
 
 def _below(contents: ScreenContents | None, unfolded: frozenset[str], at: str) -> Branch | None:
@@ -360,12 +360,16 @@ def _over_run(first: Checkpoint | None, second: Checkpoint | None, path: str, sl
 
 def _of_node(node: Node) -> tuple[str, str, str]:
     """Returns what a node of the lineage is called, what stands below that, and where a click leads."""
-    one = node.checkpoint
-    if one is None:
-        said = ", ".join(str(node.said[name]) for name in ("container", "layout") if node.said.get(name))
-        return "not in the catalogue", said, ""
-    written = f"{one.modified:%Y-%m-%d %H:%M}"
-    return one.name, ", ".join(filter(None, [written, one.layout, one.seal])), f"/checkpoints/{one.id}"
+    checkpoint = node.checkpoint
+    if checkpoint is None:
+        kind = ", ".join(str(node.said[name]) for name in ("container", "layout") if node.said.get(name))
+        return "not in the catalogue", kind, ""
+    written = f"{checkpoint.modified:%Y-%m-%d %H:%M}"
+    return (
+        checkpoint.name,
+        ", ".join(filter(None, [written, checkpoint.layout, checkpoint.seal])),
+        f"/checkpoints/{checkpoint.id}",
+    )
 
 
 def _targets(checkpoint: Checkpoint, layout: str | None) -> dict[str, Any]:
@@ -389,8 +393,8 @@ def _targets(checkpoint: Checkpoint, layout: str | None) -> dict[str, Any]:
 
 def _then(form: FormData) -> str | None:
     """Returns the screen that a form says to go on with, which is one of ours; None if it says none."""
-    said = str(form.get("then", ""))
-    return said if said.startswith(("/checkpoints/", "/runs/", "/diff?")) else None
+    place = str(form.get("then", ""))
+    return place if place.startswith(("/checkpoints/", "/runs/", "/diff?")) else None
 
 
 def _next(address: str) -> Response:

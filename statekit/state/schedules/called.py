@@ -60,13 +60,13 @@ def _join(arguments: Mapping[str, Any], base: float | None) -> Told:
         return "schedules and boundaries don't go together"
     if not all(map(is_count, bounds)) or sorted(bounds) != bounds:
         return f"boundaries are {bounds!r:.80}"
-    each: list[Rates] = []
+    joined_rates: list[Rates] = []
     for part in parts:
         rates = called_rates(part, base)
         if isinstance(rates, str):
             return rates
-        each.append(rates)
-    return joined(each, bounds)
+        joined_rates.append(rates)
+    return joined(joined_rates, bounds)
 
 
 FUNCTIONS: Mapping[str, Function] = {

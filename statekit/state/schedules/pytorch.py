@@ -200,19 +200,19 @@ _NEEDS = {
 """Schedule -> the numbers of updates that it takes."""
 
 
-def _called(kind: Any, said: Mapping[str, Any], base: float | None) -> Told:
+def _called(kind: Any, state: Mapping[str, Any], base: float | None) -> Told:
     """Returns what a function of Transformers makes, for a group that begins with a rate."""
     if kind not in [*_NEEDS]:
         return f"Transformers' schedule {kind!r:.80} isn't one that others have"
-    if why := fault({**said, "rate": base}, ["rate", *_NEEDS[kind]], _NEEDS[kind]):
+    if why := fault({**state, "rate": base}, ["rate", *_NEEDS[kind]], _NEEDS[kind]):
         return why.replace("nobody said rate", "nobody said the rate that it multiplies")
-    special = said.get(_SPECIAL) or {}
-    others = {name: said[name] for name in said if name not in (*_ARGUMENTS, _SPECIAL)}
+    special = state.get(_SPECIAL) or {}
+    others = {name: state[name] for name in state if name not in (*_ARGUMENTS, _SPECIAL)}
     others |= special if isinstance(special, Mapping) else {_SPECIAL: special}
     others = {name: value for name, value in others.items() if value is not None}
     if why := fault(others, others):
         return why
-    arguments = {_ARGUMENTS[name]: said[name] for name in _NEEDS[kind]}
+    arguments = {_ARGUMENTS[name]: state[name] for name in _NEEDS[kind]}
     arguments |= {"lr_scheduler_type": kind, "lr_scheduler_kwargs": others}
     return _transformers(0.0 if base is None else base, arguments)
 

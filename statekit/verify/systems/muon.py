@@ -75,14 +75,14 @@ class Muon:
 
 def _of_optax(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the content of `recording.json` for a `meta.json` of `optax.contrib.muon`, whose call has two rules."""
-    said, extra = meta["hyperparameters"], meta["extra"]
-    wrapped = str(said.get("wrapped", ""))
+    hyperparameters, extra = meta["hyperparameters"], meta["extra"]
+    wrapped = str(hyperparameters.get("wrapped", ""))
     norm = re.search(r"clip_by_global_norm\(([0-9.e-]+)\)", wrapped)
     limits = {"clipvalue": None, "global_norm_clip_threshold": float(norm[1]) if norm else None}
-    mask = excluded(meta, said["weight_decay_mask"])
-    of_muon = {name: said[name] for name in _OF_MUON}
-    of_adam = {name: said[f"adam_{name}"] for name in _OF_ADAM} | {
-        name: said[name] for name in ("eps", "mu_dtype", "nesterov")
+    mask = excluded(meta, hyperparameters["weight_decay_mask"])
+    of_muon = {name: hyperparameters[name] for name in _OF_MUON}
+    of_adam = {name: hyperparameters[f"adam_{name}"] for name in _OF_ADAM} | {
+        name: hyperparameters[name] for name in ("eps", "mu_dtype", "nesterov")
     }
     own_adam = {"amsgrad": False, "exclude_from_weight_decay": None, **of_adam}
     muon_paths = list(extra["muon_params"])
@@ -98,7 +98,9 @@ def _of_optax(meta: Mapping[str, Any]) -> dict[str, Any]:
         "groups": [{**group, **limits, "variant": "optax"} for group in groups],
         "rules": _matrices(meta),
     }
-    rates = [[rate, _adam_rate(said, step, rate)] for step, rate in enumerate(meta["learning_rate"])]
+    rates = [
+        [rate, _adam_rate(hyperparameters, step, rate)] for step, rate in enumerate(meta["learning_rate"])
+    ]
     recorded = described(
         {**meta, "learning_rate": rates},
         [(1, int(meta["steps"]), spec)],
@@ -114,15 +116,15 @@ _SLOTS_OF_ADAM = {"momentums": "momentum", "adam_velocities": "velocity"}
 
 def of_keras(meta: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the content of `recording.json` for a `meta.json` of Keras' Muon, a class of two rules."""
-    said, extra = meta["hyperparameters"], meta["extra"]
-    ratio = float(said["adam_lr_ratio"])
-    both = {name: said[name] for name in _OF_BASE_CLASS} | {"exclude_from_weight_decay": None}
-    of_muon = load_schema("muon").canonical("keras", {name: said[name] for name in _OF_KERAS_MUON})
-    decay = said["adam_weight_decay"]
+    hyperparameters, extra = meta["hyperparameters"], meta["extra"]
+    ratio = float(hyperparameters["adam_lr_ratio"])
+    both = {name: hyperparameters[name] for name in _OF_BASE_CLASS} | {"exclude_from_weight_decay": None}
+    of_muon = load_schema("muon").canonical("keras", {name: hyperparameters[name] for name in _OF_KERAS_MUON})
+    decay = hyperparameters["adam_weight_decay"]
     of_adam = {
-        "beta_1": said["adam_beta_1"],
-        "beta_2": said["adam_beta_2"],
-        "epsilon": said["epsilon"],
+        "beta_1": hyperparameters["adam_beta_1"],
+        "beta_2": hyperparameters["adam_beta_2"],
+        "epsilon": hyperparameters["epsilon"],
         "amsgrad": False,
         # The decay goes by the whole rate, whatever share of it is Adam's.
         "weight_decay": None if decay is None else decay / ratio,
@@ -184,16 +186,21 @@ def _groups(entry: Mapping[str, Any], extra: Mapping[str, Any]) -> Iterator[dict
     only_said = _renamed(extra.get("constructor_only", {}) if variant == "emerging" else {})
     for group in entry["param_groups"]:
         paths = [path_of[name] for name in group["params"]]
-        said = {**_renamed(group), **only_said}
+        settings = {**_renamed(group), **only_said}
         if variant is None:
-            rest = {name: value for name, value in said.items() if name != "param_names"}
+            rest = {name: value for name, value in settings.items() if name != "param_names"}
             yield {**rest, "schema": "adamw", "variant": "torch", "params": paths}
             continue
         mine = extra["muon_params"] if group.get(USE_MUON, True) else []
         for schema, is_mine in (("muon", True), ("adamw", False)):
             moved = [path for path in paths if (path in mine) == is_mine]
             if moved:
-                yield {**_taken(said, schema, variant), "schema": schema, "variant": variant, "params": moved}
+                yield {
+                    **_taken(settings, schema, variant),
+                    "schema": schema,
+                    "variant": variant,
+                    "params": moved,
+                }
 
 
 def _renamed(arguments: Mapping[str, Any]) -> dict[str, Any]:

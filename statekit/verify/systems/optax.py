@@ -73,9 +73,9 @@ class Optax:
     def describe(self, folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
         """Returns the content of `recording.json` for Optax' `meta.json`."""
         schema, variant = kind(meta, KINDS)
-        said = str(meta["optimizer"])
-        _require_known_links(said)
-        links = _links(said)
+        code = str(meta["optimizer"])
+        _require_known_links(code)
+        links = _links(code)
         arguments = _arguments(meta["hyperparameters"], links, meta.get("learning_rate", ()))
         group = {
             **_usual(schema, _defaults(schema, arguments)),
@@ -96,7 +96,7 @@ class Optax:
             checkpoint_of(meta["checkpoint"]["files"]),
             of_xla(str(meta.get("versions", {}).get("backend", "cpu"))),
         )
-        return by_update(recorded, arguments.get(GRADIENTS_PER_UPDATE) or every(said))
+        return by_update(recorded, arguments.get(GRADIENTS_PER_UPDATE) or every(code))
 
     def decode(self, tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState:
         """Returns the canonical state of one step, through Optax' layout.
@@ -138,13 +138,13 @@ class Optax:
 
 def _require_known_links(optimizer: str) -> None:
     """Raises UnknownRuleError if an optimizer's name has a link, or something else, that isn't known."""
-    known = {*WORDS, *KINDS, *LINKS, *_links(optimizer)}
+    names = {*WORDS, *KINDS, *LINKS, *_links(optimizer)}
     words = re.findall(r"[A-Za-z_]\w*", optimizer)
-    Faults([("isn't known", word) for word in words if word not in known]).check(
+    Faults([("isn't known", word) for word in words if word not in names]).check(
         UnknownRuleError,
         "A recording's optimizer has a part that statekit doesn't know, so that no step can follow it",
         place=optimizer,
-        expected=", ".join(sorted(known)),
+        expected=", ".join(sorted(names)),
     )
 
 
@@ -268,10 +268,10 @@ def _decay(hyperparameters: Mapping[str, Any], links: Sequence[str]) -> float:
 
 def _defaults(schema: str, arguments: Mapping[str, Any]) -> list[str]:
     """Returns the hyperparameters that a constructor was not told, and that are Optax' defaults."""
-    known = load_schema(schema)
+    rules = load_schema(schema)
     names = {
-        name: {name, known.hyperparameters[name].get("native", {}).get("optax", {}).get("name", name)}
-        for name in (*known.variant("optax")["defaults"], *UNSAID[schema])
+        name: {name, rules.hyperparameters[name].get("native", {}).get("optax", {}).get("name", name)}
+        for name in (*rules.variant("optax")["defaults"], *UNSAID[schema])
     }
     return [name for name, both in names.items() if name not in _SAID_APART and both.isdisjoint(arguments)]
 

@@ -100,10 +100,12 @@ def _name(path: str) -> str:
 
 def _options(meta: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
     schema, variant = load_schema("scaled_adam"), str(meta["extra"]["generation"])
-    for said in (meta["hyperparameters"], group):
-        require_known(schema, variant, said)
-    known = schema.hyperparameters
-    general = {name: meta["hyperparameters"][name] for name in known if name in meta["hyperparameters"]}
+    for given in (meta["hyperparameters"], group):
+        require_known(schema, variant, given)
+    hyperparameters = schema.hyperparameters
+    general = {
+        name: meta["hyperparameters"][name] for name in hyperparameters if name in meta["hyperparameters"]
+    }
     return {**general, **group}
 
 
@@ -126,5 +128,5 @@ def _joint(state: TrainState) -> Iterator[tuple[str, dict[str, Tensor]]]:
             axes = tuple(range(1, p.ndim)) or None
             rms = np.sqrt(np.mean(p * p, axis=axes, keepdims=True)).astype(p.dtype)
             history = np.zeros((group.hyperparameters["size_update_period"], *rms.shape), p.dtype)
-            made = {"param_rms": rms, "scale_exp_avg_sq": np.zeros_like(rms), "scale_grads": history}
-            yield batch[0], {name: in_memory(array, name) for name, array in made.items()}
+            slots = {"param_rms": rms, "scale_exp_avg_sq": np.zeros_like(rms), "scale_grads": history}
+            yield batch[0], {name: in_memory(array, name) for name, array in slots.items()}

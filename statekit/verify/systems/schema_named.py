@@ -124,7 +124,7 @@ def kinds_of(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _parts(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Returns what a description says of each optimizer, one after the other."""
     kinds, groups = kinds_of(spec), spec["groups"]
-    each = dict.fromkeys(kinds) or {(spec["schema"], spec["variant"]): None}
+    kinds_in_order = dict.fromkeys(kinds) or {(spec["schema"], spec["variant"]): None}
     return [
         {
             **spec,
@@ -132,7 +132,7 @@ def _parts(spec: Mapping[str, Any]) -> list[dict[str, Any]]:
             "variant": variant,
             "groups": [g for g, kind in zip(groups, kinds, strict=True) if kind == (schema, variant)],
         }
-        for schema, variant in each
+        for schema, variant in kinds_in_order
     ]
 
 
@@ -268,14 +268,14 @@ def _contradicted(state: TrainState, groups: Sequence[Group]) -> Iterator[tuple[
     described = {path: group.hyperparameters for group in groups for path in group.paths}
     for group in state.optimizer.groups:
         read = [
-            name for name, known in group.known_from.items() if known == "file" and name not in RATE_NAMES
+            name for name, source in group.known_from.items() if source == "file" and name not in RATE_NAMES
         ]
         for path in (path for path in group.paths if path in described):
             specs = load_schema(state.optimizer.kind(group)[0]).hyperparameters
             for name in (name for name in read if name in described[path]):
-                stored, said = group.hyperparameters[name], described[path][name]
-                if alike(specs.get(name, {}), stored, said) is None:
-                    yield f"{name} is {stored!r}, described as {said!r}", path
+                stored, described_value = group.hyperparameters[name], described[path][name]
+                if alike(specs.get(name, {}), stored, described_value) is None:
+                    yield f"{name} is {stored!r}, described as {described_value!r}", path
 
 
 def _missing(groups: Sequence[Group], params: Mapping[str, Tensor]) -> list[tuple[str, str]]:
@@ -284,8 +284,8 @@ def _missing(groups: Sequence[Group], params: Mapping[str, Tensor]) -> list[tupl
 
 
 def _groups(spec: Mapping[str, Any]) -> tuple[Group, ...]:
-    each = zip(spec["groups"], kinds_of(spec), strict=True)
-    return tuple(_group(load_schema(schema), variant, group) for group, (schema, variant) in each)
+    pairs = zip(spec["groups"], kinds_of(spec), strict=True)
+    return tuple(_group(load_schema(schema), variant, group) for group, (schema, variant) in pairs)
 
 
 def _optimizer(spec: Mapping[str, Any]) -> Optimizer:
@@ -360,12 +360,12 @@ def _rules(
         yield from ((path, Rule(tuple(map(Axis, given[path])), "file")) for path in moved if path in given)
         return
     for group in groups:
-        said = {**settings, **group.hyperparameters}
-        apart = said["stacked_dim_names"] or ()
+        settings_of_group = {**settings, **group.hyperparameters}
+        apart = settings_of_group["stacked_dim_names"] or ()
         for path in group.paths:
             stacked = [i for i, name in enumerate(names.get(path, ())) if name in apart]
-            minimum = said["min_dim_size_to_factor"]
-            axes = by_shape(constants, params[path].shape, said["factored"], minimum, stacked)
+            minimum = settings_of_group["min_dim_size_to_factor"]
+            axes = by_shape(constants, params[path].shape, settings_of_group["factored"], minimum, stacked)
             yield path, Rule(tuple(map(Axis, given[path])) if path in given else axes, "file")
 
 
