@@ -8,13 +8,14 @@ PIP_INSTALL := -m pip --disable-pip-version-check install -qq --no-compile --con
 
 export JAX_PLATFORMS := cpu
 
-.PHONY: help certificates demo docs test test-all test-stores test-codebases living fuzz fuzz-atheris soak serve test-service check format package bench bench-gpu tables clean
+.PHONY: help certificates demo docs test test-all test-stores test-codebases test-engines living fuzz fuzz-atheris soak serve test-service check format package bench bench-gpu tables clean
 
 help:
 	@echo "make demo      take a T5 that T5X trained and go on in Transformers"
 	@echo "make test      run the tests, long sweeps as a sample"
 	@echo "make test-all  run all tests in full"
 	@echo "make test-stores  convert into and out of object stores and the Hub, servers of this machine, in full"
+	@echo "make test-engines  carry conversions out by Ray, torchrun, and SLURM where Debian's is installed; installs Ray"
 	@echo "make test-codebases  let MaxText and Megatron-Core go on from what is written for them; installs both"
 	@echo "make living    hold our steps against the living originals, LIVING_CASES drawn runs; goes on where it was stopped, and writes docs/living.md"
 	@echo "make fuzz      give every reader changed samples, FUZZ_CASES each; what is no value and no error of ours is printed"
@@ -66,6 +67,10 @@ test-all: $(READY) $(TRITON)
 
 test-stores: $(READY)
 	@$(BIN)/pytest -q tests/test_places.py tests/test_stores.py tests/test_remote_targets.py tests/test_tree_laws.py
+
+test-engines: $(READY)
+	@$(BIN)/python $(PIP_INSTALL) --editable '.[ray]'
+	@$(BIN)/pytest -q tests/test_engines.py tests/test_work.py
 
 test-codebases: $(READY)
 	@bash tests/codebases.sh

@@ -6,10 +6,6 @@ import json
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -537,59 +533,6 @@ def test_a_place_without_a_work_is_said(tmp_path: Path) -> None:
     (tmp_path / "work.json").write_text("{}")
     with pytest.raises(Exception, match="This isn't the document of a work"):
         Work(tmp_path)
-
-
-@pytest.mark.slow
-def test_torchrun_carries_a_work_out(tmp_path: Path) -> None:
-    split(planned(tmp_path / "there"), tmp_path / "work", CUT).close()
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node=4",
-        "--no-python",
-    ]
-    statekit_run = [sys.executable, "-m", "statekit", "work", "run", f"{tmp_path / 'work'}"]
-    subprocess.run([*command, *statekit_run], check=True, timeout=300)
-    with Work(tmp_path / "work") as work:
-        assert work.missing() == []
-        work.finish()
-    assert files(tmp_path / "there") == expected(tmp_path)
-
-
-@pytest.mark.slow
-def test_ray_goes_on_after_kills_of_workers_and_of_the_driver(tmp_path: Path) -> None:
-    pytest.importorskip("ray")
-    source = tmp_path / "source"
-    convert(planned(source))
-    work, target = tmp_path / "w", tmp_path / "there"
-    command = [
-        sys.executable, "-m", "statekit", "convert", f"{SOURCE}", f"{target}", "--to", "statekit", "--require", "lossy",
-        "--on", "ray", "--task-bytes", "300", "--work", f"{work}", "--quiet",
-    ]  # fmt: skip
-    driver = subprocess.Popen(command)
-    deadline = time.monotonic() + 240
-    while not list((work / "parts").glob("*.json")) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    driver.kill()
-    driver.wait()
-    done = len(list((work / "parts").glob("*.json")))
-    assert done and not target.exists()
-    driver = subprocess.Popen(command)
-    kills, chance = 0, random.Random(0)
-    while driver.poll() is None and time.monotonic() < deadline:
-        for note in (work / "attempts").glob("*.json"):
-            if kills < 20 and chance.random() < 0.3:
-                try:
-                    os.kill(json.loads(note.read_text())["pid"], signal.SIGKILL)
-                    kills += 1
-                except (OSError, ValueError):
-                    continue
-        time.sleep(0.02)
-    assert driver.wait(5) == 0 and kills
-    convert(planned(tmp_path / "one" / "there"), task_bytes=300)
-    assert files(target) == files(tmp_path / "one" / "there")
 
 
 assert folder.FORMAT == "statekit-work"  # a stored name

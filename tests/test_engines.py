@@ -1,0 +1,174 @@
+"""Engines on this machine carry a work out, through kills: Ray, SLURM on one node, torchrun. `make test-engines`."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from test_work import CUT, expected, files, planned
+
+import statekit
+from goldens import COMPACT
+from statekit.conversion.convert import convert
+from statekit.engines.slurm import Slurm
+from statekit.scale.work import Work, split
+
+pytestmark = pytest.mark.slow
+
+T5 = COMPACT / "t5x_train" / "t5_11_unscanned" / "checkpoint" / "checkpoint_8"
+"""A source of hundreds of tasks: its workers live long enough to be killed."""
+
+CONFIGURATION = """\
+ClusterName=one
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+AuthType=auth/munge
+AuthInfo=socket={folder}/munge.socket
+SlurmUser=root
+SlurmdUser=root
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd.pid
+ProctrackType=proctrack/pgid
+TaskPlugin=task/none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+JobAcctGatherType=jobacct_gather/none
+NodeName={host} NodeAddr=127.0.0.1 CPUs={cpus} RealMemory=2000 State=UNKNOWN
+PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
+"""
+
+
+def until(holds: Callable[[], object], seconds: float = 180) -> None:
+    """Waits until something holds."""
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+def free_ports(count: int) -> list[int]:
+    """Returns ports on which nothing listens."""
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [bound.getsockname()[1] for bound in sockets]
+    for bound in sockets:
+        bound.close()
+    return ports
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A SLURM of this machine alone."""
+    if os.getuid() or any(shutil.which(name) is None for name in ("munged", "slurmctld", "slurmd", "sbatch")):
+        pytest.skip("needs root and Debian's slurm-wlm and munge")
+    folder = tmp_path / "slurm"
+    for name in ("state", "spool"):
+        (folder / name).mkdir(parents=True)
+    key = folder / "munge.key"
+    key.write_bytes(os.urandom(128))
+    key.chmod(0o400)
+    configuration = folder / "slurm.conf"
+    configuration.write_text(
+        CONFIGURATION.format(
+            host=socket.gethostname().partition(".")[0],
+            ports=free_ports(2),
+            folder=folder,
+            cpus=os.cpu_count(),
+        )
+    )
+    monkeypatch.setenv("SLURM_CONF", str(configuration))
+    munged = ["munged", "-F", "--force", f"--key-file={key}", f"--socket={folder}/munge.socket"]
+    munged += [f"--{name}-file={folder}/munged.{name}" for name in ("log", "pid", "seed")]
+    commands = [munged, ["slurmctld", "-D"], ["slurmd", "-D"]]
+    daemons = []
+    try:
+        for command in commands:
+            daemons.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+            time.sleep(1)
+        until(
+            lambda: (
+                "idle" in subprocess.run(["sinfo", "-h"], capture_output=True, text=True, check=False).stdout
+            )
+        )
+        yield
+    finally:
+        for daemon in reversed(daemons):
+            daemon.terminate()
+            daemon.wait(30)
+
+
+def test_slurm_does_what_is_missing_after_tasks_were_killed(tmp_path: Path, cluster: None) -> None:
+    def queue() -> str:
+        return subprocess.run(["squeue", "-h"], capture_output=True, text=True, check=True).stdout.strip()
+
+    split(planned(tmp_path / "there"), tmp_path / "work", CUT).close()
+    with Work(tmp_path / "work") as work:
+        array, _finish = Slurm(work.place, work.missing(), cpus=1, memory="100M").submit()
+        until(lambda: len(work.missing()) < len(work.tasks))
+        subprocess.run(["scancel", "--signal=KILL", array], check=True)
+        until(lambda: not queue())
+        assert work.missing() and not (tmp_path / "there").exists()
+        Slurm(work.place, work.missing(), cpus=1, memory="100M").submit()
+        until(lambda: not queue())
+    assert files(tmp_path / "there") == expected(tmp_path)
+
+
+def test_torchrun_carries_a_work_out(tmp_path: Path) -> None:
+    split(planned(tmp_path / "there"), tmp_path / "work", CUT).close()
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=4",
+        "--no-python",
+    ]
+    statekit_run = [sys.executable, "-m", "statekit", "work", "run", f"{tmp_path / 'work'}"]
+    subprocess.run([*command, *statekit_run], check=True, timeout=300)
+    with Work(tmp_path / "work") as work:
+        assert work.missing() == []
+        work.finish()
+    assert files(tmp_path / "there") == expected(tmp_path)
+
+
+def test_ray_goes_on_after_kills_of_workers_and_of_the_driver(tmp_path: Path) -> None:
+    pytest.importorskip("ray")
+    work, target = tmp_path / "w", tmp_path / "there"
+    command = [
+        sys.executable, "-m", "statekit", "convert", f"{T5}", f"{target}", "--to", "statekit",
+        "--on", "ray", "--task-bytes", "4000", "--work", f"{work}", "--quiet",
+    ]  # fmt: skip
+    driver = subprocess.Popen(command)
+    deadline = time.monotonic() + 240
+    while not list((work / "parts").glob("*.json")) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    driver.kill()
+    driver.wait()
+    done = len(list((work / "parts").glob("*.json")))
+    assert done and not target.exists()
+    driver = subprocess.Popen(command)
+    kills, chance = 0, random.Random(0)
+    while driver.poll() is None and time.monotonic() < deadline:
+        for note in (work / "attempts").glob("*.json"):
+            if kills < 20 and chance.random() < 0.3:
+                try:
+                    os.kill(json.loads(note.read_text())["pid"], signal.SIGKILL)
+                    kills += 1
+                except (OSError, ValueError):
+                    continue
+        time.sleep(0.02)
+    assert driver.wait(5) == 0 and kills
+    convert(statekit.plan(T5, tmp_path / "one", to="statekit"), task_bytes=4000)
+    assert files(target) == files(tmp_path / "one")
