@@ -13,6 +13,9 @@ import torch
 
 import statekit
 from statekit.attestation.doctor import doctor
+from statekit.conversion import registry
+from statekit.converters.layouts.pytorch.low_bit import LowBit
+from statekit.converters.layouts.pytorch.torchao_form import Torchao
 from statekit.errors import InexactError, StateError
 from statekit.files.safetensors import open_safetensors
 from statekit.tensors.quantized import Quantized, dynamic_levels, linear_levels, quantized
@@ -75,6 +78,20 @@ def test_codes_go_there_and_back_through_a_folder_of_torch_distributed(name: str
                 if isinstance(tensor, Quantized):
                     assert isinstance(again, Quantized)
                     assert tensor.codes.read().tobytes() == again.codes.read().tobytes()
+
+
+def test_a_run_of_torchao_may_have_other_blocks() -> None:
+    """Trainer's adamw_torch_4bit has blocks of 256, torchao's own default is 128; seen with transformers 5.23."""
+    moment = quantized(in_memory(np.linspace(-1, 1, 4096, dtype=np.float32)), dynamic_levels(4, True), 256)
+    layout = registry.layout("torchao-4bit")
+    assert isinstance(layout, LowBit) and layout.precision is not None and layout.precision.has(moment)
+    record = Torchao().native(
+        {"state": {0: {"exp_avg": moment}}, "param_groups": []}, {0: moment.dtype}, False
+    )
+    plain = Torchao().plain(record, "here")["state"][0]["exp_avg"]
+    assert isinstance(plain, Quantized) and plain.block == 256
+    eight = registry.layout("bitsandbytes-8bit")
+    assert isinstance(eight, LowBit) and eight.precision is not None and not eight.precision.has(moment)
 
 
 def test_bitsandbytes_and_torchao_have_the_same_codes(tmp_path: Path) -> None:

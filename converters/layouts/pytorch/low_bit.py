@@ -49,12 +49,14 @@ class Precision:
         block: How many values share a scale.
         is_float8: Whether codes are float8 numbers, without levels.
         only_whole_blocks: Whether a parameter that isn't a multiple of the block stays in float32.
+        any_block: Whether the library takes a state with other blocks as it is, as one of its options says.
     """
 
     bits: int
     block: int
     is_float8: bool = False
     only_whole_blocks: bool = True
+    any_block: bool = False
 
     def levels(self, slot: str) -> Tensor | None:
         """Returns what codes of a slot stand for; None of float8. The second moment has no sign."""
@@ -71,9 +73,10 @@ class Precision:
         """Tells whether a tensor is of this precision already."""
         return (
             isinstance(tensor, Quantized)
-            and (tensor.bits, tensor.block, tensor.levels is None) == (self.bits, self.block, self.is_float8)
+            and (tensor.bits, tensor.levels is None) == (self.bits, self.is_float8)
+            and (self.any_block or tensor.block == self.block)
             and len(tensor.scale.shape) == 1
-            and not (self.only_whole_blocks and math.prod(tensor.shape) % self.block)
+            and not (self.only_whole_blocks and math.prod(tensor.shape) % tensor.block)
         )
 
 

@@ -24,11 +24,12 @@ from statekit.tensors.tree import Record
 from statekit.tensors.typed import Finite, fits
 
 PRECISIONS = {
-    "torchao.optim.subclass_8bit.OptimState8bit": Precision(8, 256),
-    "torchao.optim.subclass_4bit.OptimState4bit": Precision(4, 128),
-    "torchao.optim.subclass_fp8.OptimStateFp8": Precision(8, 256, is_float8=True),
+    "torchao.optim.subclass_8bit.OptimState8bit": Precision(8, 256, any_block=True),
+    "torchao.optim.subclass_4bit.OptimState4bit": Precision(4, 128, any_block=True),
+    "torchao.optim.subclass_fp8.OptimStateFp8": Precision(8, 256, is_float8=True, any_block=True),
 }
-_CLASSES = {precision: name for name, precision in PRECISIONS.items()}
+"""By class, with torchao's own block; Trainer makes 4 bits in blocks of 256."""
+_CLASSES = {(precision.bits, precision.is_float8): name for name, precision in PRECISIONS.items()}
 _EMPTY = "torch._utils._rebuild_wrapper_subclass"
 _DEVICE = re.compile(r"(cpu|cuda|xpu|hpu|npu|mps|meta|privateuseone)(:\d{1,4})?")
 
@@ -132,7 +133,7 @@ def _record_of(moment: Quantized, name: str, dtype: DType | str, device: str) ->
         dtype: The dtype that it looks as if it had.
         device: Where it looks as if it were.
     """
-    precision = Precision(moment.bits, moment.block, moment.levels is None)
+    precision = moment.bits, moment.levels is None
     if precision not in _CLASSES:
         raise StateError("torchao has no such precision.", found=moment.kind)
     kind, shape = _CLASSES[precision], moment.shape
