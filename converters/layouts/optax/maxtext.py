@@ -160,7 +160,7 @@ class MaxText:
             tree = {**tree, "opt_state": _above_params(tree["opt_state"])}
         scans = "layers" in (at(tree, ("params", "params", "decoder")) or ())
         custom = {"scan_layers": scans}
-        strange = [_STRANGE] if any(not path.startswith("params/") for path in state.params) else []
+        strange = [_STRANGE] if not all(map(_is_maxtexts, state.params)) else []
         return replace(
             encoded,
             tree=tree,
@@ -199,7 +199,9 @@ def _above_params(tree: Tree) -> Tree:
     if not isinstance(tree, Mapping):
         return tree
     return {
-        key: part["params"] if key in _MOMENTS and isinstance(part, Mapping) else _above_params(part)
+        key: part.get("params", part)
+        if key in _MOMENTS and isinstance(part, Mapping)
+        else _above_params(part)
         for key, part in tree.items()
     }
 
@@ -361,6 +363,8 @@ def _faults(state: TrainState) -> Iterator[tuple[str, str]]:
         yield from _of_one_optimizer([group.hyperparameters for group in groups], _has_muon(state))
     if _has_muon(state):
         yield from _otherwise_cut(state)
+    if _has_muon(state) and "adamw" not in state.optimizer.schemas and any(map(_is_maxtexts, state.params)):
+        yield "moves all parameters, and MaxText moves embeddings, norms and the head by Adam", "optimizer"
 
 
 def _of_one_optimizer(settings: Sequence[Mapping[str, Any]], beside_muon: bool) -> Iterator[tuple[str, str]]:
@@ -387,6 +391,10 @@ def _without_option(settings: Mapping[str, Any], beside_muon: bool) -> Iterator[
             yield f"is {settings[name]!r:.40}, which MaxText has no option for", name
 
 
+def _is_maxtexts(path: str) -> bool:
+    return path.startswith("params/")
+
+
 def _otherwise_cut(state: TrainState) -> Iterator[tuple[str, str]]:
     """Yields the parameters of Muon that MaxText moves by Adam, and those in which it sees another matrix."""
     expected = dict(_matrices(state))
@@ -403,7 +411,7 @@ def _chain(state: TrainState, opt_state: Tree) -> Tree:
     """Returns the state of MaxText's optimizer: Optax' chain, whose rate is a schedule and whose mask keeps nothing."""
     counted: dict[str, Any] = {"count": in_memory(np.asarray(state.counts.schedule, np.int32), "count")}
     if _has_muon(state):
-        parts = at(opt_state, ("inner_states",)) or {}
+        parts = at(opt_state, ("inner_states",)) or {"muon": {"inner_state": opt_state}}
         return {"inner_states": {
             label: {"inner_state": [*part["inner_state"][:-1], counted]} for label, part in parts.items()
         }}  # fmt: skip
