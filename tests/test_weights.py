@@ -297,6 +297,12 @@ def test_a_name_that_leads_through_another_is_refused_by_a_tree(names: tuple[str
         JAX_WEIGHTS.encode(weights_of(*names))
 
 
+@pytest.mark.parametrize("beside", [0.5, True, torch.ones(2), "adam", [1]], ids=repr)
+def test_what_is_called_optimizer_and_is_none_is_no_error_of_our_own(beside: Any, tmp_path: Path) -> None:
+    torch.save({"model": net().state_dict(), "optimizer": beside}, tmp_path / "run.pt")
+    assert statekit.inspect(tmp_path / "run.pt").optimizer is None
+
+
 def test_it_is_said_that_there_is_no_optimizer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = sources(tmp_path)["bare.pt"]
     for arguments in (["inspect", str(path)], ["convert", str(path), str(tmp_path / "out.pt")]):

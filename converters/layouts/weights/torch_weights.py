@@ -120,9 +120,9 @@ def _refuse_fsdp_dtensor(checkpoint: Checkpoint) -> None:
 
     Source: NVIDIA/Megatron-LM megatron/core/distributed/fsdp, `optimizer.param_to_group_meta`; none was run.
     """
-    if any(str(key).startswith(_OF_FSDP) for key in at(checkpoint.tree, ("optimizer",)) or ()) or any(
-        str(key).startswith(f"optimizer.{_OF_FSDP}") for key in checkpoint.tree
-    ):
+    optimizer = at(checkpoint.tree, ("optimizer",))
+    keys = [f"optimizer.{key}" for key in optimizer] if isinstance(optimizer, Mapping) else []
+    if any(str(key).startswith(f"optimizer.{_OF_FSDP}") for key in (*keys, *checkpoint.tree)):
         raise RefusedError(
             "This is fsdp_dtensor, the format of Megatron-FSDP, whose optimizer isn't read.",
             place=checkpoint.path,
