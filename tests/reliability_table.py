@@ -122,8 +122,8 @@ SUITES = {
         "every layout, given to its reader, which uses what it gets as a conversion does. Harmless: read, whatever was "
         "changed. `make fuzz` goes on as long as told; a sample in every run. HDF5 is read by statekit's own parser "
         "since the million cases of the reader before it. Its row `hdf5` is large files changed by structure "
-        "(pointers, counts, messages; old and new format), `hdf5 pieces` small ones with few kinds of structure each. A million "
-        "cases of them were not run.",
+        "(pointers, counts, messages; old and new format), `hdf5 pieces` small ones with few kinds of structure each. "
+        "A million cases of them were not run.",
     ),
     "bombs": Suite(
         "Files that ask for much",
