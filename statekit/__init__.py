@@ -11,10 +11,10 @@ What the command line does (`statekit --help`), as functions:
     statekit.split(plan, "run.work")                     a conversion that many processes carry out
     statekit.seal("t5x-ckpt"), statekit.check("t5x-ckpt") write a manifest beside a checkpoint, and prove it by that
 
-A path may be a checkpoint of any system that `statekit formats` lists, or a run's folder; nothing in it is executed,
-and tensors are read only when asked. What checkpoints don't say is given by `hparams`, in the original's own names.
-Errors are subclasses of `statekit.errors.StatekitError`. What the verbs return is statekit.OpenState, Inspection,
-Plan, Report and Replay.
+A path names a checkpoint of any system that `statekit formats` lists, or a run's folder. statekit executes nothing in
+it, and reads tensors only when asked. `hparams` gives what checkpoints don't say, in the original's own names. Errors
+are subclasses of `statekit.errors.StatekitError`. The verbs return statekit.OpenState, Inspection, Plan, Report and
+Replay.
 
 `statekit.torch`, `statekit.jax` and `statekit.tensorflow` hold the optimizers that go on with a state.
 """
@@ -81,7 +81,7 @@ def open(path: _Source, **options: Unpack[RefOptions]) -> OpenState:
 
     Args:
         path: A checkpoint, a run's folder, or a `CheckpointRef`, which holds the options too.
-        **options: What the files don't say, and how far they are trusted. Each verb and framework takes them:
+        **options: What the files don't say, and how far to trust them. Each verb and framework takes these:
             container: How its arrays lie in files; found by its content if None.
             layout: What its names mean; found by the names if None.
             step: Which step of a run's folder; the newest if None.
@@ -92,8 +92,8 @@ def open(path: _Source, **options: Unpack[RefOptions]) -> OpenState:
             names_from: `config`: that order as the architecture in config.json beside a Trainer's weights has it.
             schedule: The call that makes the learning rate: `optax.cosine_decay_schedule(1e-3, 10000)`. It isn't run.
             model_key, optimizer_key: Where both lie in a PyTorch file, keys joined by `/`; the first in JAX' trees too.
-            accept_damaged: Whether to go on with what its manifest contradicts; `checkpoint.findings` say what that is.
-            follow_links: Whether to read what links out of the checkpoint lead to.
+            accept_damaged: Whether to go on with files that the manifest contradicts; `checkpoint.findings` lists them.
+            follow_links: Whether to read files that links outside the checkpoint point at.
             budget: Bytes for headers, pickles and trees, and work in proportion; 512 MiB if None. Values stream.
 
     Returns:
@@ -204,7 +204,7 @@ def plan(
 
     Raises:
         InexactError: The conversion would be less exact than required.
-        UsageError: The options, or source and target, don't go together.
+        UsageError: The options contradict each other, or the target can't take the source.
         NotFoundError, FormatError, StateError: The source can't be opened.
 
     Example:

@@ -98,7 +98,7 @@ def job(threads: int | None = None) -> Iterator[Times]:
     """
     if threads is not None and (type(threads) is not int or threads < 1):
         raise UsageError(
-            "This is no number of threads.",
+            "The number of threads must be a positive integer.",
             place="threads",
             expected="a whole number from 1 on",
             found=threads,

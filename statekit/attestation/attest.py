@@ -1,4 +1,4 @@
-"""Holds a live run against its checkpoint, whatever framework the run is in."""
+"""Compares a live run with its checkpoint, in any framework."""
 
 from __future__ import annotations
 

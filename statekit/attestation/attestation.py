@@ -1,4 +1,4 @@
-"""What is said of a live run: a verdict, the findings, and what could not be compared."""
+"""The verdict on a live run, its findings, and a list of what statekit could not compare."""
 
 from __future__ import annotations
 
@@ -93,11 +93,11 @@ class Attestation:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing speaks against it."""
+        """Whether no finding speaks against the run."""
         return not self.findings
 
     def of_all(self, findings: Sequence[Sequence[Finding]]) -> Attestation:
-        """Returns it with what every process found; what not all did has the numbers of those that did.
+        """Returns the attestation with the findings of every process; a finding of some names their ranks.
 
         Args:
             findings: Those of each process, in their order.
@@ -113,7 +113,7 @@ class Attestation:
         return replace(self, findings=merged)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
+        """Returns the attestation as plain data."""
         return {
             "format": "statekit.attestation/1",
             "passed": self.passed,
@@ -127,11 +127,11 @@ class Attestation:
         }
 
     def json(self) -> str:
-        """Returns it as JSON text."""
+        """Returns the attestation as JSON text."""
         return json.dumps(self.to_json(), indent=2, allow_nan=False)
 
     def check(self) -> None:
-        """Raises what was found.
+        """Raises the findings as an error.
 
         Raises:
             StateError: The live run isn't the checkpoint's; has every finding.

@@ -62,14 +62,14 @@ class Examination:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing was found."""
+        """Whether the examination has no findings."""
         return not self.findings
 
     def __repr__(self) -> str:
         return printable(f"<Examination of {self.path}: {len(self.findings)} findings>")
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
+        """Returns the examination as plain data."""
         findings = [finding.to_json() for finding in self.findings]
         return {**vars(self), "path": str(self.path), "findings": findings, "notes": list(self.notes)}
 

@@ -1,7 +1,7 @@
 """Which container and layout a target gets, whether it may stand there, and what must be told before it is written.
 
 Its path is the user's, taken literally; a container that keeps steps puts the step's folder below it, by its own
-template. The container is told by `--to`, else by the path: a suffix, or a word in the name. Of the layouts that could
+template. `--to` names the container, else the path does: a suffix, or a word in the name. Of the layouts that could
 hold the state there, statekit.conversion.prepared takes the first that goes on.
 
 A layout that leaves a fact open gets the state as it is. One that stores a value asks for it by name; so does every

@@ -1,7 +1,7 @@
 """Checksums that formats carry, whether or not their own readers look: the one list of which format has which.
 
 A tensor says which of these covers its values (`Stored.checksum`), as the format that made it knows; reading it
-compares them. What has none is proven by a manifest alone. A file of records is told by its first or last bytes.
+compares them. What has none is proven by a manifest alone. The first or last bytes show a file of records.
 
 Safetensors, msgpack (Flax, T5X' index), pickles, MXNet's lists, JSON, plain chunks of zarr and those of zstd have none,
 nor have values in Orbax' database (OCDBT), whose nodes have; PyTorch's own reader passes over those of zip archives.

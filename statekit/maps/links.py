@@ -1,4 +1,4 @@
-"""Carries a map out: a state under other names, in which every slot has followed its parameter."""
+"""Applies a map: it returns a state under other names, in which every slot follows its parameter."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Link:
-    """Which parameters one of the target is made of, and how.
+    """The source parameters of one target parameter, and the operations that make it.
 
     Attributes:
         sources: Their paths.
@@ -40,7 +40,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Mapped:
-    """What became of one parameter of the target, and of its slots.
+    """The result for one parameter of the target, and for its slots.
 
     Attributes:
         target: Its path.
@@ -59,7 +59,7 @@ class Mapped:
     reason: str
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as it stands in a plan."""
+        """Returns the result as plans hold it."""
         return {
             "target": self.target,
             "sources": list(self.sources),
@@ -72,7 +72,7 @@ class Mapped:
 
 @dataclass(frozen=True)
 class Carried:
-    """A state that a map was carried out on.
+    """A state to which a map was applied.
 
     Attributes:
         state: What it became.
@@ -125,7 +125,7 @@ def carried(
     place: object = None,
     one_rule: str = "",
 ) -> Carried:
-    """Carries links out on a state; every parameter must be a source of one.
+    """Applies links to a state; every parameter must be the source of one.
 
     Args:
         state: The state.

@@ -2,7 +2,7 @@
 
 A module is what stands under one path: `fc1/kernel` and `fc1/bias`. A map has kinds of modules, each with its tensors'
 names and ranks on both sides, and what lies between. Names and ranks tell which kind a module is of; what they leave
-open is told by the model that goes on, or asked for.
+open the model that goes on shows, or the user says.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Kind:
         leaves: Its tensors.
         image: Whether it gives images, whose channels the two sides have along other axes.
         classes: Names of the target's classes that are of this kind; empty where the map doesn't say.
-        names: Patterns of modules' names, in lower case, by which one is told from others of the same ranks.
+        names: Patterns of modules' names, in lower case, that distinguish this kind from others of the same ranks.
         members: Names of modules that are of this kind where an attention's modules stand together.
         of_heads: Whether one side has heads along an axis of their own, so that the other's modules don't show it.
     """
@@ -76,7 +76,7 @@ class Kind:
         return needed <= ranks.keys() and all(ranks_by_leaf.get(name) == rank for name, rank in ranks.items())
 
     def is_called(self, name: str) -> bool:
-        """Tells whether a module's name is one by which this kind is told from others."""
+        """Tells whether a module's name distinguishes this kind from others."""
         return any(fnmatchcase(name.lower(), pattern) for pattern in self.names)
 
     @property
@@ -188,7 +188,7 @@ class Modules:
             faults: What doesn't fit is added to it.
 
         Raises:
-            UsageError: What kind a module is of, or whether a dense one reads an image, is told by nothing.
+            UsageError: Nothing tells what kind a module is of, or whether a dense one reads an image.
         """
         kinds = dict(self._kinds(shapes, config.get(KINDS, {}), model, faults))
         asked = [name for name, kind in kinds.items() if kind.reads_rows]

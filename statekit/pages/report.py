@@ -17,7 +17,7 @@ from statekit.pages.environment import environment, script, stylesheet
 from statekit.pages.verdicts import VERDICTS
 
 MARK = "<!-- statekit.report/1 -->"
-"""The end of a report's first line, by which it is told from other pages."""
+"""The end of a report's first line, which distinguishes it from other pages."""
 
 
 def report(verb: str, result: Mapping[str, Any]) -> str:

@@ -285,7 +285,7 @@ def shard(text: str) -> tuple[int, int]:
         count = count or processes
     if not (index.isdecimal() and count.isdecimal() and 0 <= int(index) < int(count)):
         raise UsageError(
-            "This is no share of the tasks.",
+            "The share of the tasks is malformed.",
             place="--shard",
             expected="I/N with I from 0 to N-1, auto, or auto/N where the scheduler says I alone",
             found=f"{index}/{count}",

@@ -172,7 +172,10 @@ def _check_asked(plan: Plan, folder: Path, task_bytes: int) -> None:
     target = Path(os.path.abspath(plan.request.target))
     if type(task_bytes) is not int or task_bytes < 1:
         raise UsageError(
-            "This is no size of a task.", place="task_bytes", expected="bytes, from 1 on", found=task_bytes
+            "The size of a task must be a positive number of bytes.",
+            place="task_bytes",
+            expected="bytes, from 1 on",
+            found=task_bytes,
         )
     if plan.request.ref.accept_damaged:
         raise UsageError(

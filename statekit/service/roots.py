@@ -67,7 +67,7 @@ def target_beneath(root: Path, relative: str) -> Path:
         or any(part in ("", ".", "..") or len(os.fsencode(part)) > _NAME_BYTES for part in parts)
     ):
         raise UsageError(
-            "This is no place beneath a root.",
+            "The place doesn't lie beneath a root.",
             place="target",
             expected="names of folders and a file, joined by /",
             found=relative[:200],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from os import PathLike
@@ -156,6 +156,17 @@ def _without(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, A
     return {name: value for name, value in settings.items() if name not in names}
 
 
+def _by_variable(state: TrainState, pairs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the arguments of an optimizer that say something of single variables: rules, names, missed updates."""
+    factors = state.optimizer.schema == "adafactor"
+    behind = state.counts.behind
+    return {
+        "rules": {path: _rule(state, path).to_json() for path in (pairs if factors else ())},
+        "names": {path_of(v): path for path, v in pairs.items() if path_of(v) != path},
+        "missed": {path: state.counts.updates - done for path, done in behind.items() if path in pairs},
+    }
+
+
 def built(
     state: TrainState,
     pairs: Mapping[str, Any],
@@ -185,9 +196,7 @@ def built(
     options: dict[str, Any] = {
         **common,
         "groups": different if len(groups) > 1 else (),
-        "rules": {path: _rule(state, path).to_json() for path in pairs if schema == "adafactor"},
-        "names": {path_of(v): path for path, v in pairs.items() if path_of(v) != path},
-        "missed": {p: state.counts.updates - n for p, n in state.counts.behind.items() if p in pairs},
+        **_by_variable(state, pairs),
     }
     learning_rate, factors = _rates(state, groups, learning_rate, place)
     options["groups"] = _with_factors(options["groups"], different, factors)
@@ -233,6 +242,15 @@ def _rule(state: TrainState, path: str) -> Rule:
     return state.rules.get(path) or Rule((Axis.NONE,) * len(state.params[path].shape), "assumed")
 
 
+def _stray_names(names: Iterable[str], paths: Collection[str]) -> list[tuple[str, str]]:
+    """Returns the names that are given to no variable and to no layer above one."""
+    return [
+        ("is no variable, but has a name", name)
+        for name in names
+        if not any(f"{path}/".startswith(f"{name}/") for path in paths)
+    ]
+
+
 def _moved(
     state: TrainState, variables: Variables, names: Mapping[str, str], place: object
 ) -> dict[str, Any]:
@@ -248,11 +266,7 @@ def _moved(
     faults += match_faults(
         shapes, moved, {key: Given(path_of(v), tuple(v.shape)) for key, v in mine.items()}, "variables"
     )
-    faults += [
-        ("is no variable, but has a name", path)
-        for path in names
-        if not any(f"{one}/".startswith(f"{path}/") for one in wanted)
-    ]
+    faults += _stray_names(names, wanted)
     faults += [
         ("was frozen in the recorded run: set trainable = False, or leave it out", stored[key])
         for key in mine
@@ -273,19 +287,25 @@ def _trainable(variables: Variables) -> list[Any]:
     return [v for v in variables_of(variables) if v.trainable]
 
 
+def _stored_slots(state: TrainState, paths: Container[str]) -> dict[tuple[str, str], Tensor]:
+    """Returns a state's slots of these parameters, and of their groups as wholes, by path and name."""
+    stored = {
+        (path, name): tensor
+        for path, tensors in state.slots.items()
+        for name, tensor in tensors.items()
+        if path in paths
+    }
+    groups = [group for group in state.optimizer.groups if any(path in paths for path in group.paths)]
+    for number, group in enumerate(groups):
+        stored |= {(f"groups/{number}", name): tensor for name, tensor in group.slots.items()}
+    return stored
+
+
 def _targets(optimizer: SchemaOptimizer, state: TrainState, place: object) -> list[tuple[Any, Tensor]]:
     """Returns each variable of an optimizer with what is copied into it."""
     kept = (*optimizer.slots().items(), *optimizer.averages().items())
     mine = {(path, name): v for path, arrays in kept for name, v in arrays.items()}
-    groups = [group for group in state.optimizer.groups if any((p in optimizer.slots()) for p in group.paths)]
-    theirs = {
-        (path, name): t
-        for path, arrays in state.slots.items()
-        for name, t in arrays.items()
-        if path in optimizer.slots()
-    }
-    for i, group in enumerate(groups):
-        theirs |= {(f"groups/{i}", name): tensor for name, tensor in group.slots.items()}
+    theirs = _stored_slots(state, optimizer.slots())
     faults = [("isn't in the checkpoint", " ".join(key)) for key in mine if key not in theirs]
     faults += [
         ("is in the checkpoint, but the optimizer has no use for it", " ".join(k))

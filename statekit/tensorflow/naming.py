@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import keras
 
 from statekit.errors import UsageError
 
+_Kind: TypeAlias = tuple[str, ...]
+"""A path without its numbers, in its parts."""
 SEPARATOR = ":"
 """Stands for the slashes of a path in the names of a saved file, where slashes would be folders."""
 
@@ -116,12 +119,17 @@ def partners(mine: Sequence[str], theirs: Sequence[str]) -> dict[str, str]:
     ours_alike, alike = _alike(mine), _alike(theirs)
     for kind in [kind for kind, paths in ours_alike.items() if len(alike.get(kind, [])) == len(paths)]:
         pairs |= dict(zip(ours_alike.pop(kind), alike.pop(kind), strict=True))
-    ends = [(a, b) for a in ours_alike for b in alike if a[-len(b) :] == b or b[-len(a) :] == a]
-    for a, b in ends:
-        alone = sum(a == one or b == other for one, other in ends) == 1
-        if alone and len(ours_alike[a]) == len(alike[b]):
-            pairs |= dict(zip(ours_alike[a], alike[b], strict=True))
+    for kind, other in _same_ends(ours_alike, alike):
+        if len(ours_alike[kind]) == len(alike[other]):
+            pairs |= dict(zip(ours_alike[kind], alike[other], strict=True))
     return pairs
+
+
+def _same_ends(ours: Collection[_Kind], theirs: Collection[_Kind]) -> list[tuple[_Kind, _Kind]]:
+    """Returns the pairs of which one is the end of the other, and neither is that of a third."""
+    ends = [(a, b) for a in ours for b in theirs if a[-len(b) :] == b or b[-len(a) :] == a]
+    times = Counter(a for a, _ in ends), Counter(b for _, b in ends)
+    return [(a, b) for a, b in ends if times[0][a] == times[1][b] == 1]
 
 
 def _inner(paths: Sequence[str]) -> dict[str, tuple[str, ...]]:

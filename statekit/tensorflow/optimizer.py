@@ -72,15 +72,8 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
         variant = self.USUAL if variant is None else variant
         steps_for(self.SCHEMA, variant)
         ours = {k: v for k, v in options.items() if k not in KERAS or k in taken(self.SCHEMA, variant)}
-        spec = OptimizerSpec(
-            self.SCHEMA,
-            variant,
-            ours,
-            tuple(groups),
-            dict(rules or {}),
-            dict(names or {}),
-            dict(missed or {}),
-        )
+        by_path = dict(rules or {}), dict(names or {}), dict(missed or {})
+        spec = OptimizerSpec(self.SCHEMA, variant, ours, tuple(groups), *by_path)
         fault = _rate_fault(learning_rate)
         spec = read_spec(spec, [(fault, "learning_rate")] if fault else [])
         theirs = by_keras(self.SCHEMA, variant)
@@ -88,8 +81,7 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
         base |= {theirs[k]: v for k, v in spec.hyperparameters.items() if k in theirs}
         left = {k: v for k, v in spec.hyperparameters.items() if k not in theirs}
         if learning_rate is None:
-            defaults = load_schema(self.SCHEMA).variant(variant)["defaults"]
-            learning_rate = next((defaults[n] for n in RATE_NAMES if defaults.get(n) is not None), None)
+            learning_rate = _usual_rate(self.SCHEMA, variant)
         super().__init__(learning_rate=_rate(learning_rate), name=name, **{**KERAS, **base})
         self.spec = replace(spec, hyperparameters=left)
         self.jit_compile = jit_compile
@@ -339,6 +331,12 @@ def _keys(mine: Sequence[str], saved: Sequence[str]) -> dict[str, str]:
         if there in saved:
             keys[name] = there
     return keys
+
+
+def _usual_rate(schema: str, variant: str) -> float | None:
+    """Returns the learning rate that a variant has by itself; None if it has none."""
+    defaults = load_schema(schema).variant(variant)["defaults"]
+    return next((defaults[name] for name in RATE_NAMES if defaults.get(name) is not None), None)
 
 
 def _rate_fault(rate: Any) -> str:

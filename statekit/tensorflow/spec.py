@@ -112,6 +112,23 @@ def by_keras(schema: str, variant: str) -> dict[str, str]:
     return {name: keras for name, keras in native.items() if keras in KERAS}
 
 
+def _grouped(
+    spec: OptimizerSpec, shapes: Mapping[str, Shape], faults: Faults
+) -> list[tuple[list[str], Mapping[str, Any]]]:
+    """Returns the paths of each group with what is said of it, and of all others at the end."""
+    grouped: list[tuple[list[str], Mapping[str, Any]]] = []
+    taken: set[str] = set()
+    for group in spec.groups:
+        paths = [path for path in group["paths"] if path in shapes]
+        faults += [
+            ("is in a group, but not among the variables", p) for p in group["paths"] if p not in shapes
+        ]
+        faults += [("stands in two groups", path) for path in paths if path in taken]
+        taken.update(paths)
+        grouped.append((paths, group))
+    return [*grouped, ([path for path in shapes if path not in taken], {})]
+
+
 def group_specs(spec: OptimizerSpec, shapes: Mapping[str, Shape]) -> list[GroupSpec]:
     """Sorts parameters into groups, each with all that its step needs to know.
 
@@ -125,17 +142,7 @@ def group_specs(spec: OptimizerSpec, shapes: Mapping[str, Shape]) -> list[GroupS
     faults = Faults()
     defaults = {name: value for name, value in offered(spec.schema, spec.variant).items() if name != LOGICAL}
     common = {**defaults, **spec.hyperparameters}
-    grouped: list[tuple[list[str], Mapping[str, Any]]] = []
-    taken: set[str] = set()
-    for group in spec.groups:
-        paths = [path for path in group["paths"] if path in shapes]
-        faults += [
-            ("is in a group, but not among the variables", p) for p in group["paths"] if p not in shapes
-        ]
-        faults += [("stands in two groups", path) for path in paths if path in taken]
-        taken.update(paths)
-        grouped.append((paths, group))
-    grouped.append(([path for path in shapes if path not in taken], {}))
+    grouped = _grouped(spec, shapes, faults)
     faults += [
         (f"has {name}, but isn't among the variables", path)
         for name in MULTIPLIERS

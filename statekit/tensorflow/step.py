@@ -62,6 +62,13 @@ class VariableStep:
     alike: Any = None
     _kernels: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
+    def _needs_rate(self) -> bool:
+        """Tells whether the rule of a group has no rate of its own."""
+        return any(
+            rate_needed(self.spec.schema, self.spec.variant, group.spec.group.hyperparameters)
+            for group in self.groups
+        )
+
     def check(self, paths: Sequence[str], rate_given: bool) -> None:
         """Checks, before anything is changed, that an update with gradients for these parameters can be made.
 
@@ -71,9 +78,7 @@ class VariableStep:
                 counts the updates of each parameter by itself.
         """
         spec = self.spec
-        if not rate_given and any(
-            rate_needed(spec.schema, spec.variant, group.spec.group.hyperparameters) for group in self.groups
-        ):
+        if not rate_given and self._needs_rate():
             raise UnknownRuleError(
                 "The optimizer has no learning rate.",
                 expected="a number, a schedule or a callable",

@@ -83,7 +83,7 @@ class Trial:
         container: The container.
         sample: A checkpoint.
         work: A folder for copies.
-        peers: The containers that it is told from.
+        peers: The containers that it is distinguished from.
         effort: How many of the sample's files are damaged, and at how many places each; 0 is all of them.
     """
 

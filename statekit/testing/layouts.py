@@ -80,7 +80,7 @@ class Trial:
         layout: The layout.
         checkpoint: An open checkpoint that the original system wrote.
         hints: What the layout must be told.
-        peers: The layouts that it is told from.
+        peers: The layouts that it is distinguished from.
         only_read: Whether none of its containers can be written, so that it has no form of its own.
     """
 

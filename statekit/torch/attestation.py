@@ -108,6 +108,24 @@ class TorchRun:
     run: LiveRun
 
 
+def _by_name(named_parameters: NamedParameters | torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns parameters by name, without what FSDP1 puts before names."""
+    is_model = isinstance(named_parameters, torch.nn.Module)
+    named: Any = unwrapped(named_parameters).named_parameters() if is_model else named_parameters
+    return {name.replace(FLAT_PREFIX, ""): param for name, param in pairs_of(named)}
+
+
+def _states_beside(schedulers: Sequence[Any], scaler: Any) -> dict[str, Any]:
+    """Returns the states of schedulers and of a scaler as checkpoints hold them; one that is switched off has none."""
+    beside: dict[str, Any] = {}
+    states = [scheduler.state_dict() for scheduler in schedulers]
+    if states:
+        beside |= {"scheduler": states[0]} if len(states) == 1 else {"schedulers": states}
+    if scaler is not None and (state := scaler.state_dict()):
+        beside["scaler"] = state
+    return beside
+
+
 def live_run(
     optimizer: Optimizers,
     named_parameters: NamedParameters | torch.nn.Module,
@@ -121,21 +139,14 @@ def live_run(
 ) -> TorchRun:
     """Returns a run as it is held against a checkpoint; arguments are those of `attest`."""
     inner = [_innermost(wrapped, "optimizer", torch.optim.Optimizer) for wrapped in _all(optimizer)]
-    flat = flat_parts(named_parameters) if isinstance(named_parameters, torch.nn.Module) else {}
     is_model = isinstance(named_parameters, torch.nn.Module)
-    named: Any = unwrapped(named_parameters).named_parameters() if is_model else named_parameters
-    every = {name.replace(FLAT_PREFIX, ""): param for name, param in pairs_of(named)}
+    flat = flat_parts(named_parameters) if isinstance(named_parameters, torch.nn.Module) else {}
+    every = _by_name(named_parameters)
     here = {name: param for name, param in every.items() if id(param) not in flat or flat[id(param)].count}
-    pairs = list(here.items())
-    call, model = Call.of(path, options).alone(), Model(pairs)
+    call, model = Call.of(path, options).alone(), Model(list(here.items()))
     hints = hints_of(call, model)
-    beside: dict[str, Any] = {}
     moved = [_innermost(wrapped, "scheduler") for wrapped in _all(scheduler)]
-    if moved:
-        states = [wrapped.state_dict() for wrapped in moved]
-        beside |= {"scheduler": states[0]} if len(states) == 1 else {"schedulers": states}
-    if scaler is not None and (state := scaler.state_dict()):  # one that is switched off has none
-        beside["scaler"] = state
+    beside = _states_beside(moved, scaler)
 
     def checkpoint() -> Checkpoint:
         return live_checkpoint(here, inner, beside, flat, _buffers(named_parameters)[0] if is_model else {})

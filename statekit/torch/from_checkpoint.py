@@ -104,7 +104,7 @@ def load_optimizer(
     """
     for rate in lr.values() if isinstance(lr, Mapping) else (lr,):
         if fault := rate_fault(rate):
-            raise UsageError("This can't be a learning rate.", place="lr", found=fault)
+            raise UsageError("The optimizer can't take this learning rate.", place="lr", found=fault)
     return resumed(FRAMEWORK, path, Model(pairs_of(named_parameters)), lr, options)
 
 
@@ -199,6 +199,18 @@ def _copied_into(loaded: Loaded, model: Model) -> None:
             copy_into(target, tensor)
 
 
+def _tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Returns a model's parameters and buffers by name; not what else its state_dict may hold."""
+    return {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+
+
+def _target_fault(tensor: Tensor, target: torch.Tensor) -> str | None:
+    """Returns why a stored tensor can't be copied into one of the model."""
+    if fault := copy_fault(tensor, tuple(target.shape), dtype_of(target)):
+        return fault
+    return "has no storage in the model: it is on the meta device" if target.is_meta else None
+
+
 def _fitted(
     state: TrainState, makers: Sequence[str], model: torch.nn.Module, place: object
 ) -> list[tuple[torch.Tensor, Tensor]]:
@@ -206,7 +218,7 @@ def _fitted(
     buffers: Mapping[str, Tensor] = state.extra.get("buffers", {})
     stored = [*state.params.items(), *buffers.items()]
     sources = {path_of(name): (name, tensor) for name, tensor in stored}
-    tensors = {n: t for n, t in model.state_dict(keep_vars=True).items() if isinstance(t, torch.Tensor)}
+    tensors = _tensors_of(model)
     targets = {path_of(name): tensor for name, tensor in tensors.items()}
     required = _required(tensors if buffers else dict(model.named_parameters()), model)
     covered = {id(targets[key]) for key in sources if key in targets}
@@ -227,10 +239,8 @@ def _fitted(
             faults.append((f"is one tensor with {other} in the model, and has other values", name))
             continue
         tensor = as_variable(state, name, dtype_of(target), makers) if name in state.params else stored_tensor
-        if fault := copy_fault(tensor, tuple(target.shape), dtype_of(target)):
+        if fault := _target_fault(tensor, target):
             faults.append((fault, name))
-        elif target.is_meta:
-            faults.append(("has no storage in the model: it is on the meta device", name))
         pairs.append((target, tensor))
     Faults(faults).check(
         StateError, "The checkpoint's parameters don't fit the model", place=place, remedy=_REMEDY

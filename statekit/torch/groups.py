@@ -42,26 +42,34 @@ ParamGroup: TypeAlias = dict[str, Any]
 _OURS = ("params", "param_names", "lr", "schema", "variant", "step", "behind", "rules", "slots", "foreach")
 
 
+def _named_pairs(group: ParamGroup) -> list[tuple[str, Any]]:
+    """Returns the parameters of a new group with their names, and makes a list of them in the group.
+
+    Raises:
+        UsageError: They have no names.
+    """
+    params = group["params"]
+    group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
+    names = group.setdefault("param_names", []) if not group["params"] else group.get("param_names")
+    if names is not None and len(names) == len(group["params"]):
+        return list(zip(names, group["params"], strict=True))
+    if not all(_is_named(item) for item in group["params"]):
+        raise UsageError(
+            "The optimizer needs its parameters' names: its state is kept and loaded by name.",
+            expected="model.named_parameters(), or groups of (name, parameter)",
+            found="parameters without names",
+            remedy="pass model.named_parameters() instead of model.parameters()",
+        )
+    return list(group["params"])
+
+
 def check_named(group: ParamGroup, others: Sequence[ParamGroup]) -> None:
     """Checks the parameters of a new group, before PyTorch takes them apart.
 
     Raises:
         UsageError: A parameter has no name, or one that is taken, or can't be optimized; lists every one.
     """
-    params = group["params"]
-    group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
-    names = group.setdefault("param_names", []) if not group["params"] else group.get("param_names")
-    if names is None or len(names) != len(group["params"]):
-        if not all(_is_named(item) for item in group["params"]):
-            raise UsageError(
-                "The optimizer needs its parameters' names: its state is kept and loaded by name.",
-                expected="model.named_parameters(), or groups of (name, parameter)",
-                found="parameters without names",
-                remedy="pass model.named_parameters() instead of model.parameters()",
-            )
-        pairs = list(group["params"])
-    else:
-        pairs = list(zip(names, group["params"], strict=True))
+    pairs = _named_pairs(group)
     taken = {path_of(name): name for other in others for name in other["param_names"]}
     ids = {id(param) for other in others for param in other["params"]}
     faults = Faults()

@@ -203,14 +203,12 @@ def named_state(
     groups: list[dict[str, Any]] = []
     gone: set[Any] = set()
     for group, stored in zip(optimizer.param_groups, saved["param_groups"], strict=True):
-        pairs: Sequence[tuple[Any, str | None]] = [
-            (index, names.get(id(param)))
-            for index, param in zip(stored["params"], group["params"], strict=True)
-        ]
-        gone |= {index for index, name in pairs if name is None}
-        known = [(index, name) for index, name in pairs if name is not None]
-        named = {"params": [index for index, _ in known], "param_names": [name for _, name in known]}
-        groups.append({**_read_by(optimizer, stored), **named})
+        pairs = zip(stored["params"], group["params"], strict=True)
+        name_of = {index: names.get(id(param)) for index, param in pairs}
+        gone |= {index for index, name in name_of.items() if name is None}
+        named = {index: name for index, name in name_of.items() if name is not None}
+        options = _read_by(optimizer, stored)
+        groups.append({**options, "params": list(named), "param_names": list(named.values())})
     state = {index: slots for index, slots in saved["state"].items() if index not in gone}
     for group, stored in zip(optimizer.param_groups, saved["param_groups"], strict=True):
         for index, param in zip(stored["params"], group["params"], strict=True):

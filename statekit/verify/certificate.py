@@ -1,4 +1,4 @@
-"""The certificate of a conversion: what was compared, what came of it, and the digest over all of it."""
+"""The certificate of a conversion: the comparisons, their results, and a digest over both."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PARTS = ("asked", "command", "versions", "verdict", "identity", "map", "rule", 
 
 @dataclass(frozen=True, repr=False)
 class Certificate:
-    """What a verification showed.
+    """The result of a verification.
 
     Attributes:
         data: Everything but the digest, as `schemas/statekit-certificate.schema.json` has it.
@@ -32,7 +32,7 @@ class Certificate:
 
     @property
     def verdict(self) -> Verdict:
-        """Of the whole."""
+        """The verdict of the whole."""
         whole: Verdict = self.data["verdict"]["whole"]
         return whole
 
@@ -52,20 +52,20 @@ class Certificate:
         return {row["name"]: row["verdict"] for row in self.data["map"]["tensors"]}
 
     def counts(self) -> dict[str, int]:
-        """Returns how many tensors each verdict is said of, from the best to the worst."""
+        """Returns how many tensors have each verdict, from the best to the worst."""
         counts = Counter(self.tensors.values())
         return {verdict: counts[verdict] for verdict in VERDICTS if counts[verdict]}
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
+        """Returns the certificate as plain data."""
         return {**self.data, "digest": self.digest}
 
     def text(self) -> str:
-        """Returns it as the text of a file: each record of a list in a line of its own."""
+        """Returns the text of the certificate's file: each record of a list has a line of its own."""
         return _laid_out(self.to_json()) + "\n"
 
     def save(self, path: Path) -> None:
-        """Writes it to a file; what was there stays until all of it is on the disk.
+        """Writes the certificate to a file; an earlier file stays until the new one is on the disk.
 
         Raises:
             CommitError: It can't be written.
@@ -78,7 +78,7 @@ class Certificate:
 
 
 def is_certificate(path: Path) -> bool:
-    """Tells whether a file is a certificate, of whatever version, changed or not."""
+    """Tells whether a file is a certificate, of any version, changed or not."""
     try:
         data = strict_json(read_small(path), path)
     except StatekitError:
@@ -96,7 +96,7 @@ def read_certificate(path: Path) -> Certificate:
     data = strict_json(read_small(path), path)
     if not isinstance(data, dict) or data.get("format") != FORMAT or data.get("version") != VERSION:
         raise FormatError(
-            "This is no certificate of this version.", place=path, expected=f"{FORMAT} {VERSION}"
+            "The file isn't a certificate of this version.", place=path, expected=f"{FORMAT} {VERSION}"
         )
     if missing := [name for name in _PARTS if name not in data]:
         raise FormatError("A certificate lacks parts.", place=path, expected=", ".join(missing))

@@ -148,6 +148,11 @@ def _canonical(path: str, name: str) -> str:
     return f"{path}/{name}" if path.startswith("groups/") else f"slots/{path}/{name}"
 
 
+def _is_of(name: str, path: str) -> bool:
+    """Tells whether a tensor's name is that of a parameter or of one of its slots."""
+    return name == f"params/{path}" or name.startswith(f"slots/{path}/")
+
+
 def compared(expected: TrainState, actual: TrainState, plan: Plan, reader: Reader) -> list[Row]:
     """Compares every tensor that a target should hold with what it holds, bit for bit.
 
@@ -166,11 +171,7 @@ def compared(expected: TrainState, actual: TrainState, plan: Plan, reader: Reade
         sources, operations = _origin(expected_tensor)
         targets, stored_by = _origin(there)
         levels = [exactness[target] for target in targets if target in exactness]
-        levels += [
-            by_map[path]
-            for path in by_map
-            if name in (f"params/{path}",) or name.startswith(f"slots/{path}/")
-        ]
+        levels += [by_map[path] for path in by_map if _is_of(name, path)]
         level, reason = max(levels, default=(Exactness.BITWISE, ""), key=lambda pair: pair[0])
         row = Row(name, sources, operations, targets, stored_by, level, reason, "refuted")
         if expected_tensor is None or there is None:

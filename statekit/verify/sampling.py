@@ -97,12 +97,12 @@ def sampled(state: TrainState, seed: int = 0, everything: bool = False) -> Sampl
     for path in paths:
         kinds.setdefault(_kind(state, path, moved[path]), []).append(path)
     rng = np.random.default_rng(seed)
-    taken = {path: same for same in kinds.values() for path in [same[int(rng.integers(len(same)))]]}
-    order = tuple(path for path in paths if path in taken)
+    drawn = {same[int(rng.integers(len(same)))]: same for same in kinds.values()}
+    order = tuple(path for path in paths if path in drawn)
     windows = {
         path: window for path in order if (window := _window(state.params[path].shape, rng)) is not None
     }
-    stands = {other: path for path, same in taken.items() for other in same if other != path}
+    stands = {other: path for path, same in drawn.items() for other in same if other != path}
     return Sample(order, windows, stands, seed)
 
 

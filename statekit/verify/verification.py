@@ -52,7 +52,7 @@ STEPS = 3
 
 @dataclass(frozen=True)
 class Asked:
-    """What is verified, and how; with it a certificate can be made again.
+    """What a verification compares, and how; a certificate can be repeated from it.
 
     Attributes:
         ref: The checkpoint that was converted, and what its files don't say.
@@ -86,7 +86,7 @@ class Asked:
         return self.ref.place
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as it stands in a certificate: of the source what was told, but for what each run decides."""
+        """Returns the request as certificates hold it: what the user said, but for what each run decides."""
         data = {name: value for name, value in vars(self).items() if name != "ref"}
         places = {"step": self.ref.step, **self.ref.options("place")}
         data |= {"source": str(self.source), "target": str(self.target), **places, **self.ref.stored()}
@@ -94,7 +94,7 @@ class Asked:
 
     @staticmethod
     def from_json(data: Mapping[str, Any]) -> Asked:
-        """Returns what a certificate was asked for."""
+        """Returns the request of a certificate."""
         values = {name: from_json(value) for name, value in data.items()}
         names = [option.name for option in OPTIONS]
         options = {name: values.pop(name) for name in names if name in values}
@@ -107,7 +107,7 @@ class Asked:
 
     @property
     def command(self) -> str:
-        """The line that does it again; what only files say, by the certificate in which it stands."""
+        """The command that repeats the verification; it names the certificate for what only files say."""
         if self.ref.param_names is not None or self.ref.schedule is not None:
             return shlex.join(
                 ["statekit", "verify", "--repeat", "CERTIFICATE.json", str(self.source), str(self.target)]
@@ -171,7 +171,7 @@ def verify(
 
 
 def certificate(asked: Asked, on_progress: OnProgress = lambda *progress: None) -> Certificate:
-    """Returns the certificate of what was asked for; errors are those of `verify`."""
+    """Returns the certificate of a request; errors are those of `verify`."""
     with _opened(asked) as (prepared, plan, target, notes):
         return _Verification(asked, prepared, plan, target, notes, on_progress).certificate()
 
@@ -546,13 +546,15 @@ def _beside(differences: Sequence[Difference], plan: Plan) -> tuple[list[Differe
             alone.append(f"{difference.place}: only the target has it")
         elif is_buffer and difference.what == "missing" and f"extra/{difference.place}" in plan.dropped:
             continue
-        elif (
-            is_buffer
-            or difference.place.startswith("extra/")
-            or difference.what in ("updates", "option", "moved", "rule")
-        ):
+        elif _is_beside(difference):
             wrong.append(difference)
     return wrong, alone
+
+
+def _is_beside(difference: Difference) -> bool:
+    """Tells whether a difference is in buffers, in other tensors beside the parameters, or in what moves them."""
+    beside = difference.place.startswith((f"{BUFFERS}/", "extra/"))
+    return beside or difference.what in ("updates", "option", "moved", "rule")
 
 
 def _completed(actual: TrainState, expected: TrainState) -> tuple[TrainState, list[str]]:

@@ -71,7 +71,7 @@ def read_params(source: Source) -> Params:
     form = form_of(bytes_at(source, 0, min(source.size, 512)))
     if form is None:
         raise FormatError(
-            "This is no file of MXNet's parameters.",
+            "The file isn't one of MXNet's parameters.",
             place=source.place,
             expected="a list of NDArrays, or an npz archive",
         )

@@ -63,7 +63,7 @@ def kept(name: str) -> Call:
 def constructor(name: str) -> Call | None:
     """Returns how a call of a name that isn't in `CALLS` is kept, or None if it is refused.
 
-    A class of another package is told from a function by its capital letter; nothing depends on it but whether the
+    A capital letter distinguishes a class of another package from a function; nothing depends on it but whether the
     file is read, since neither is ever called.
     """
     if name in _KEPT_CLASSES or name in _KEPT_FUNCTIONS:

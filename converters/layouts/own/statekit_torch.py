@@ -259,7 +259,7 @@ class OptimizerVariant:
 
     @property
     def counts_offset(self) -> bool:
-        """Whether a group that began later is told by its `step_offset`; else by its parameters' counts."""
+        """Whether `step_offset` shows a group that began later; else its parameters' counts do."""
         known = load_schema(self.schema)
         return self.variant is not None and "step_offset" in known.variant(self.variant)["defaults"]
 

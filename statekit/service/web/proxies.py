@@ -75,7 +75,7 @@ def public_address(url: str) -> PublicAddress:
     is_plain = not (parts.query or parts.fragment or parts.username or parts.password)
     if parts.scheme not in ("http", "https") or not host or not is_plain or not _PREFIX.fullmatch(prefix):
         raise UsageError(
-            "This is no address of a site.",
+            "The address of the site is malformed.",
             place="--public-url",
             expected="https://NAME or https://NAME/PATH",
             found=url[:200],
@@ -119,12 +119,12 @@ def user_header(name: str, proxies: Sequence[str]) -> UserHeader:
             found=name or ", ".join(proxies),
         )
     if name and not _HEADER.fullmatch(name.lower()):
-        raise UsageError("This is no header's name.", place="--user-header", found=name[:100])
+        raise UsageError("The name of the header is malformed.", place="--user-header", found=name[:100])
     try:
         addresses = frozenset(str(ipaddress.ip_address(proxy)) for proxy in proxies)
     except ValueError as error:
         raise UsageError(
-            "This is no address of a proxy.", place="--proxy", expected="10.0.0.1", found=str(error)
+            "The address of the proxy is malformed.", place="--proxy", expected="10.0.0.1", found=str(error)
         ) from None
     return UserHeader(name.lower(), addresses)
 

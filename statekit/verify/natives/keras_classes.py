@@ -35,7 +35,9 @@ def runner(name: str, variant: str) -> Native:
         excluded = arguments.get("exclude_from_weight_decay")
         variables = {path: keras.Variable(param.read()) for path, param in state.params.items()}
         if excluded:
-            raise UsageError(f"{name} is told by a call which parameters have no decay.", found=excluded)
+            raise UsageError(
+                f"{name} takes parameters without decay by a call, not by an argument.", found=excluded
+            )
         optimizer.build([*variables.values()])
         with (
             tempfile.TemporaryDirectory() as folder,
