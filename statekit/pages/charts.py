@@ -299,7 +299,8 @@ def lines(
         note: What else has to be known.
     """
     heights = {name: [_height(value, powers) for value in values] for name, values in curves.items()}
-    levels = {name: _height(value, powers) for name, value in (guides or {}).items()}
+    guides = dict(guides or {})
+    levels = {name: _height(value, powers) for name, value in guides.items()}
     low, high = _range([*heights.values(), list(levels.values())], powers)
     whole = all(isinstance(step, int) for step in steps)
     if powers and any(0 in values for values in curves.values()):
@@ -314,7 +315,7 @@ def lines(
         "curves": {
             name: [_drawable(value, powers) for value in values] for name, values in curves.items()
         },
-        "guides": dict(guides or {}),
+        "guides": guides,
     }  # fmt: skip
     return replace(plot, curves=again)
 

@@ -105,11 +105,16 @@ def differences(old: Certificate, again: Certificate) -> Iterator[str]:
     for name in {**before, **after}:
         if not _is_same(before.get(name), after.get(name)):
             yield f"{name}: {after.get(name)}, {before.get(name)} in the certificate"
-    detected = [
+    yield from _undetected(old, again)
+
+
+def _undetected(old: Certificate, again: Certificate) -> Iterator[str]:
+    """Yields the faults that a certificate's controls detected, and those of the new one don't."""
+    before, after = (
         {control["name"]: control["detected"] for control in paper.data["controls"]} for paper in (old, again)
-    ]
-    for name in {**detected[0], **detected[1]}:
-        if detected[0].get(name) and not detected[1].get(name):
+    )
+    for name, detected in before.items():
+        if detected and not after.get(name):
             yield f"the fault {name!r} isn't seen any more"
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
@@ -129,7 +130,7 @@ class StatekitJax:
             notes += _rule_notes(rules)
         notes += tree.notes
         params, buffers = tree.split(slots)
-        together = {name for schema in schemas for name in OWN_GROUP_FIELDS.get(schema, ())}
+        together = set(chain(*(OWN_GROUP_FIELDS.get(schema, ()) for schema in schemas)))
         state = TrainState(
             params,
             {path: param_slots for part in slots for path, param_slots in part.items()},

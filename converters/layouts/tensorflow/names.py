@@ -77,6 +77,17 @@ def _params_among(
     ]
 
 
+def _averaged(name: str, tensors: Mapping[str, Tensor]) -> str:
+    """Returns the variable that a tensor is the average of; "" if it is none's."""
+    base = name.removesuffix(AVERAGE)
+    return base if base != name and name in tensors and base in tensors else ""
+
+
+def _of_variables(left: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> list[str]:
+    """Returns the variables among other names that are kept of another variable."""
+    return [name for name, value in left.items() if _is_variable(value) and _is_kept_of(name, tensors)]
+
+
 def _slot_of(
     name: str, pattern: re.Pattern[str], tensors: Mapping[str, Tensor]
 ) -> tuple[re.Match[str] | None, str | None]:
@@ -113,11 +124,11 @@ def sorted_names(tree: Any, pattern: re.Pattern[str], place: object) -> Named:
             scopes.add(match["base"].removesuffix(base))
         elif match:
             orphans.append(name)
-        elif name.endswith(AVERAGE) and name in tensors and name.removesuffix(AVERAGE) in tensors:
-            averages[name.removesuffix(AVERAGE)] = value
+        elif averaged := _averaged(name, tensors):
+            averages[averaged] = value
         else:
             left[name] = value
-    of_variables = [n for n, value in left.items() if _is_variable(value) and _is_kept_of(n, tensors)]
+    of_variables = _of_variables(left, tensors)
     foreign = tuple(name for name in of_variables if not name.endswith(AVERAGE))
     for name in _params_among(left, params, of_variables):
         params[name] = left.pop(name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from http import HTTPStatus
@@ -372,6 +372,12 @@ def _of_node(node: Node) -> tuple[str, str, str]:
     )
 
 
+def _usual_container(layout: registry.LayoutCard | None, names: Sequence[str]) -> str:
+    """Returns the first of a layout's containers that is among these; "" if none is."""
+    containers = () if layout is None else layout.containers
+    return next((name for name in containers if name in names), "")
+
+
 def _targets(checkpoint: Checkpoint, layout: str | None) -> dict[str, Any]:
     """Returns what a conversion of a checkpoint can be written as, and what is chosen of it to begin with."""
     containers = [registry.container_card(name) for name in registry.container_names()]
@@ -379,8 +385,7 @@ def _targets(checkpoint: Checkpoint, layout: str | None) -> dict[str, Any]:
     schema = (checkpoint.optimizer or "").partition("/")[0]
     chosen = next((card for card in layouts if card.name == layout), None)
     writable = [container for container in containers if container.target_kind]
-    names = [container.name for container in writable]
-    usual = next((name for name in (chosen.containers if chosen else ()) if name in names), "")
+    usual = _usual_container(chosen, [container.name for container in writable])
     return {
         "containers": writable,
         "layouts": [layout for layout in layouts if not schema or layout.holds(schema.split("+"))],
