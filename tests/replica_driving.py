@@ -1,10 +1,11 @@
 """Trains under tf.distribute with several replicas, in a process of its own: devices are set up before TensorFlow runs.
 
-python tests/replica_driving.py FOLDER REPLICAS NAMES [short|wrong]
+python tests/replica_driving.py FOLDER REPLICAS NAMES [short|unreduced|averaged]
 
 It writes FOLDER/<name>_<way>_<replicas>.npz, without a strategy and with so many replicas: weights, slots by path, and
-how far the copies of each variable part. What it finds saved there goes on too, into <name>_again_<replicas>.npz.
-`short` is the loop alone; `wrong` leaves each replica its own gradient. A process has one number:
+how far the copies of each variable part. What another number of replicas saved there goes on with this number, into
+<name>_again_<number before>_<replicas>.npz. `short` is the loop alone. The others are that with a wrong reduction:
+each replica keeps its own gradient, or has the mean instead of the sum. A process has one number of replicas:
 TensorFlow's collective operations fail where two groups share a device.
 """
 
@@ -52,11 +53,27 @@ def fitted(model: Any, updates: range) -> None:
     model.fit(inputs, targets, batch_size=BATCH, shuffle=False, verbose=0)
 
 
-def looped(strategy: Any, model: Any, updates: range, wrong: bool = False) -> None:
-    """Makes updates in a loop of one's own, as TensorFlow's guide writes it.
+def unreduced(optimizer: Any) -> None:
+    """Leaves each replica its own gradient."""
+    optimizer._all_reduce_sum_gradients = lambda pairs: pairs
 
-    `wrong` leaves each replica its own gradient.
-    """
+
+def averaged(optimizer: Any) -> None:
+    """Gives the replicas the mean of their gradients."""
+    sum_of = optimizer._all_reduce_sum_gradients
+
+    def mean_of(pairs: Any) -> Any:
+        count = tf.distribute.get_replica_context().num_replicas_in_sync
+        return sum_of([(tf.convert_to_tensor(grad) / count, variable) for grad, variable in pairs])
+
+    optimizer._all_reduce_sum_gradients = mean_of
+
+
+WRONG = {"unreduced": unreduced, "averaged": averaged}
+
+
+def looped(strategy: Any, model: Any, updates: range) -> None:
+    """Makes updates in a loop of one's own, as TensorFlow's guide writes it."""
     optimizer = model.optimizer
 
     def step(inputs: Any, targets: Any) -> None:
@@ -68,8 +85,6 @@ def looped(strategy: Any, model: Any, updates: range, wrong: bool = False) -> No
 
     run = tf.function(lambda inputs, targets: strategy.run(step, args=(inputs, targets)))
     size = BATCH // strategy.num_replicas_in_sync
-    if wrong:
-        optimizer._all_reduce_sum_gradients = lambda pairs: pairs
     for i in updates:
         inputs, targets = batch(i)
 
@@ -98,33 +113,48 @@ def _ending(path: str) -> str:
     return "/".join(path.split("/")[-2:])
 
 
-def main(folder: Path, replicas: int, names: list[str], way_of: str) -> None:
+def main(folder: Path, replicas: int, names: list[str], kind: str) -> None:
     device = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(device, [tf.config.LogicalDeviceConfiguration()] * replicas)
     several = tf.distribute.MirroredStrategy([f"CPU:{i}" for i in range(replicas)])
-    wrong = way_of == "wrong"
     for name in names:
-        for strategy in (several,) if wrong else (tf.distribute.get_strategy(), several):
-            count = strategy.num_replicas_in_sync
-            for way in ("loop",) if way_of else ("fit", "loop"):
-                with strategy.scope():
-                    model = model_of(getattr(st, name)(RATE, **OPTIONS[name]))
-                    model.optimizer.build(model.trainable_variables)
-                fitted(model, range(UPDATES)) if way == "fit" else looped(
-                    strategy, model, range(UPDATES), wrong
-                )
-                written(model, folder / f"{name}_{way}_{count}.npz")
-                model.save(folder / f"{name}_{way}_{count}.keras")
-        # those of other numbers of replicas go on, too
-        for saved in () if way_of else sorted(folder.glob(f"{name}_loop_*.keras")):
-            with several.scope():
-                model = keras.models.load_model(saved)
-            st.attest(model.optimizer, model, saved, strict=True)
-            with several.scope():
-                model.optimizer = st.load_optimizer(saved, model, learning_rate=RATE)
-            st.attest(model.optimizer, model, saved, strict=True)
-            looped(several, model, range(UPDATES, 2 * UPDATES))
-            written(model, folder / f"{name}_again_{saved.stem.rpartition('_')[2]}.npz")
+        for strategy in (tf.distribute.get_strategy(), several):
+            for way in ("loop",) if kind else ("fit", "loop"):
+                trained(strategy, name, way, kind, folder)
+        for saved in sorted(folder.glob(f"{name}_loop_*.keras")):
+            before = saved.stem.rpartition("_")[2]
+            if before != str(replicas) and not kind:
+                gone_on(several, saved, folder / f"{name}_again_{before}_{replicas}.npz")
+
+
+def trained(strategy: Any, name: str, way: str, kind: str, folder: Path) -> None:
+    """Trains and saves, unless an earlier process has."""
+    made = folder / f"{name}_{way}_{strategy.num_replicas_in_sync}.npz"
+    if made.exists():
+        return
+    with strategy.scope():
+        model = model_of(getattr(st, name)(RATE, **OPTIONS[name]))
+        model.optimizer.build(model.trainable_variables)
+    if kind in WRONG and strategy.num_replicas_in_sync > 1:
+        WRONG[kind](model.optimizer)
+    if way == "fit":
+        fitted(model, range(UPDATES))
+    else:
+        looped(strategy, model, range(UPDATES))
+    written(model, made)
+    model.save(made.with_suffix(".keras"))
+
+
+def gone_on(strategy: Any, saved: Path, made: Path) -> None:
+    """Loads what was saved, by Keras and by statekit, and goes on."""
+    with strategy.scope():
+        model = keras.models.load_model(saved)
+    st.attest(model.optimizer, model, saved, strict=True)
+    with strategy.scope():
+        model.optimizer = st.load_optimizer(saved, model, learning_rate=RATE)
+    st.attest(model.optimizer, model, saved, strict=True)
+    looped(strategy, model, range(UPDATES, 2 * UPDATES))
+    written(model, made)
 
 
 if __name__ == "__main__":

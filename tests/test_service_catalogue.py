@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
 from sqlalchemy import event, text
@@ -126,6 +127,41 @@ def test_a_folder_with_a_part_that_is_cut_off_is_one_checkpoint_that_cannot_be_r
     catalogue.scan()
     [broken] = catalogue.checkpoints().items
     assert broken.path == "best" and broken.unreadable is not None and "zip archive" in broken.unreadable
+
+
+def test_the_steps_of_a_trainer_are_one_run(database: Database, tmp_path: Path) -> None:
+    (source,) = (GOLDEN / "torch_formats/adamw_trainer/checkpoint").glob("checkpoint-*")
+    step = int(source.name.rpartition("-")[2])
+    shutil.copytree(source, tmp_path / "runs/sft" / source.name)
+    later = tmp_path / "runs/sft" / f"checkpoint-{step + 1}"
+    shutil.copytree(source, later)
+    record = json.loads((later / "trainer_state.json").read_text())
+    (later / "trainer_state.json").write_text(json.dumps({**record, "global_step": step + 1}))
+    catalogue = Catalogue(database, [tmp_path / "runs"])
+    catalogue.scan()
+    (run,) = catalogue.runs().items
+    assert (run.path, run.steps) == ("sft", 2)
+
+
+def test_what_opens_and_cannot_be_decoded_is_never_called_weights(database: Database, tmp_path: Path) -> None:
+    """An optimizer is there, and has the state of a parameter that it doesn't number."""
+    folder = tmp_path / "runs"
+    folder.mkdir()
+    group = {
+        "params": [0],
+        "lr": 0.1,
+        "betas": (0.9, 0.999),
+        "eps": 1e-8,
+        "weight_decay": 0.0,
+        "amsgrad": False,
+    }
+    kept = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "exp_avg_sq": torch.ones(2)}
+    optimizer = {"state": {0: kept, 7: kept}, "param_groups": [group]}
+    torch.save({"model": {"w": torch.ones(2)}, "optimizer": optimizer}, folder / "odd.pt")
+    catalogue = Catalogue(database, [folder])
+    catalogue.scan()
+    [odd] = catalogue.checkpoints().items
+    assert not odd.resumable and "weights" not in f"{odd}"
 
 
 def test_steps_of_a_folder_are_one_run_and_a_seal_changes_no_checkpoint(

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import recognised_table
 import torch
+from zoo import answers
 
 from statekit.cli.main import main
 from statekit.torch import attest, load_optimizer
@@ -25,6 +26,7 @@ NAMES = {
 }  # fmt: skip
 RECOGNISED = {"Adam", "AdamW", "Adafactor"}
 CI_DRAWS = 10
+TARGETS = {"again.pt": [], "optax": ["--to", "orbax", "--layout", "optax"], "neutral": ["--to", "statekit"]}
 Make = Callable[[list[torch.nn.Parameter]], Any]
 
 
@@ -88,30 +90,25 @@ def check(name: str, kind: type, shape: str, tmp_path: Path, capsys: pytest.Capt
     """Sends a state through every verb."""
     path = tmp_path / "run.pt"
     named, optimizer = saved(kind, shape, path)
-    assert main(["inspect", str(path)]) == 0
-    shown = " ".join(capsys.readouterr().out.split())
-    assert main(["doctor", str(path)]) == 0
-    assert main(["diff", str(path), str(path)]) == 0
-    targets = (["again.pt"], ["optax", "--to", "orbax", "--layout", "optax"], ["neutral", "--to", "statekit"])
+    is_torchs = kind.__module__.startswith("torch.")
+    goes_on = kind.__name__ in RECOGNISED and is_torchs
+    given_answers = answers(path, TARGETS, tmp_path, capsys)
     carried = 0
-    capsys.readouterr()
-    for target, *more in targets:
-        code = main(["convert", str(path), str(tmp_path / target), *more])
-        said = " ".join(capsys.readouterr().err.split())
+    for target, done in given_answers.converted.items():
         if kind is torch.optim.Adafactor and target == "optax":
             # It clamps means below 1.2e-7, its default epsilon, which no other rule does: another update.
-            assert code == 3
-            assert "epsilon1_place is clamp in the source" in said
-        elif kind.__name__ in RECOGNISED and kind.__module__.startswith("torch."):
-            assert code == 0, said
-            assert main(["verify", str(path), str(tmp_path / target)]) == 0
+            assert done.code == 3
+            assert "epsilon1_place is clamp in the source" in done.text
+        elif goes_on:
+            assert done.code == 0, done.text
+            assert given_answers.verified[target].code == 0
         elif target == "optax":
-            assert code in (2, 3)  # no layout of Optax holds it, or its rule is another
-            assert name in said
+            assert done.code in (2, 3)  # no layout of Optax holds it, or its rule is another
+            assert name in done.text
         else:
-            assert code == 0 or (code == 3 and name in said)
-            carried += code == 0
-    if kind.__name__ in RECOGNISED and kind.__module__.startswith("torch."):
+            assert done.code == 0 or (done.code == 3 and name in done.text)
+            carried += done.code == 0
+    if goes_on:
         assert attest(optimizer, named.items(), path).passed
         copies = {key: torch.nn.Parameter(param.detach().clone()) for key, param in named.items()}
         resumed: Any = load_optimizer(path, copies.items())
@@ -122,8 +119,8 @@ def check(name: str, kind: type, shape: str, tmp_path: Path, capsys: pytest.Capt
         for key, param in named.items():
             torch.testing.assert_close(copies[key], param, rtol=1e-5, atol=1e-7)
     else:
-        assert name in shown
-        assert carried == 2 or not kind.__module__.startswith("torch.")
+        assert name in given_answers.shown
+        assert carried == 2 or not is_torchs
         if carried:
             again, before = torch.load(tmp_path / "again.pt")["optimizer"], optimizer.state_dict()
             assert again["state"].keys() == before["state"].keys()

@@ -26,10 +26,11 @@ from statekit.converters.containers.step_folders import (
     sighted,
     step_checkpoint,
 )
+from statekit.converters.formats.flat_names import run_of_jax
 from statekit.converters.formats.msgpack.reader import Inline, parse
 from statekit.converters.formats.msgpack.writer import NUMBER, SCALAR, gathered, packed
 from statekit.errors import FormatError, RefusedError
-from statekit.files.checkpoint import SEQUENCES_AS_MAPS, Checkpoint
+from statekit.files.checkpoint import EMPTY_LEFT_OUT, SEQUENCES_AS_MAPS, Checkpoint
 from statekit.files.source import opening
 from statekit.files.stage import Stage
 from statekit.files.tree import Place
@@ -72,6 +73,8 @@ class FlaxFile:
                     "A Flax file holds no map.", place=step_folder.path, found=type(tree).__name__
                 )
             meta = {"generation": "msgpack", SEQUENCES_AS_MAPS: True}
+            if (flat := run_of_jax(tree, source.place)) is not None:
+                tree, meta = flat, {**meta, EMPTY_LEFT_OUT: True}
             return step_checkpoint(self.name, step_folder, tree, meta, {step_folder.path.name}, (), files)
 
     def fitted(self, encoded: Encoded) -> Encoded:

@@ -23,9 +23,10 @@ from typing import Any
 from statekit.budget import Budget
 from statekit.conversion.contracts import Evidence, ReadOnly
 from statekit.converters.containers.step_folders import check_step
+from statekit.converters.formats.flat_names import placed
 from statekit.converters.formats.named_tuples import numbered_fields
 from statekit.converters.formats.npy import ANY_DTYPE, is_npz, npz_arrays
-from statekit.errors import FormatError, StatekitError, UnknownFormatError
+from statekit.errors import StatekitError, UnknownFormatError
 from statekit.files.checkpoint import (
     EMPTY_LEFT_OUT,
     SEQUENCES_AS_MAPS,
@@ -40,9 +41,6 @@ from statekit.tensors.tree import Record, Tree, nested, walk
 
 _OF_MXNET = ".params"
 _UNNAMED = re.compile(r"arr_\d+")
-_KEY = r"\['([^'\\]*)'\]|\[(\d+)\]|\.(\w+)"
-_KEYS = re.compile(f"(?:{_KEY})+")
-"""Matches the keys of a leaf as JAX writes them. Source: jax-ml/jax jax/_src/tree_util.py, `keystr`."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Npz(ReadOnly):
             source = files.source(path)
             arrays = npz_arrays(source, ANY_DTYPE, deflated=True)
             _check_named(arrays, source.place)
-            tree = nested(_placed(arrays, source.place))
+            tree = nested(placed(arrays, source.place))
             meta = {
                 "generation": "npz",
                 SEQUENCES_AS_MAPS: True,
@@ -81,32 +79,6 @@ class Npz(ReadOnly):
             }
             checkpoint = Checkpoint(self.name, path, _with_fields(tree), meta, None, on_close=files.close)
             return replace(checkpoint, findings=tuple(_unread(arrays)))
-
-
-def _placed(arrays: Mapping[str, Any], place: str) -> dict[tuple[str, ...], Any]:
-    """Returns arrays by their keys.
-
-    Raises:
-        FormatError: Two arrays have one place.
-    """
-    placed: dict[tuple[str, ...], Any] = {}
-    for name, leaf in arrays.items():
-        if (keys := _keys(name)) in placed:
-            raise FormatError("Two arrays of an npz have one place.", place=place, found=name)
-        placed[keys] = leaf
-    return placed
-
-
-def _keys(name: str) -> tuple[str, ...]:
-    """Returns the keys of a leaf by its name.
-
-    Example:
-        >>> _keys("params/w"), _keys("['opt_state'][0].mu['w']")
-        (('params', 'w'), ('opt_state', '0', 'mu', 'w'))
-    """
-    if not _KEYS.fullmatch(name):
-        return tuple(name.split("/"))
-    return tuple("".join(match.groups("")) for match in re.finditer(_KEY, name))
 
 
 def _with_fields(tree: Tree) -> Tree:

@@ -26,7 +26,7 @@ from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.stored_params import MASTER
 from statekit.state.stored_slots import FACTORED
 from statekit.state.train_state import Axis, Group, TrainState
-from statekit.tensors.tensor import DTYPES, Tensor, bytes_of, nbytes
+from statekit.tensors.tensor import DTYPES, Shape, Tensor, bytes_of, nbytes
 
 SMALL = 16
 """Bytes: smaller tensors may well be equal by chance."""
@@ -287,14 +287,34 @@ def _missing_in(group: Group, state: TrainState) -> Iterator[Finding]:
     if bare and having:
         yield fault("slot-missing", [f"slots/{path}" for path in bare], ", ".join(names), "nothing")
     common = _common({*names}, state.optimizer.kind(group)[1])
-    where = [
-        f"slots/{path}/{name}"
-        for path, slots in having.items()
-        for name in sorted(common - {*slots})
-        if math.prod(shapes[path]) > 1
-    ]
-    if where:
+    if where := [*_lacking(having, shapes, common)]:
         yield fault("slot-missing", where, "the slots that others have", "nothing")
+
+
+def _lacking(
+    slots: Mapping[str, Mapping[str, Tensor]], shapes: Mapping[str, Shape], common: Collection[str]
+) -> Iterator[str]:
+    """Yields the common slots that parameters lack, unless they are of an axis that a parameter hasn't got."""
+    axes = {name: _axis_of(name, slots, shapes) for name in common}
+    for path, kept in slots.items():
+        if math.prod(shapes[path]) > 1:
+            missing = (name for name in sorted({*common} - {*kept}) if axes[name] < len(shapes[path]))
+            yield from (f"slots/{path}/{name}" for name in missing)
+
+
+def _axis_of(name: str, slots: Mapping[str, Mapping[str, Tensor]], shapes: Mapping[str, Shape]) -> int:
+    """Returns which axis of its parameters a slot belongs to, as SM3's `mu.1` does; -1 if to none."""
+    number = _NUMBER.search(name)
+    axis = int(number[1]) if number else -1
+    fits = (
+        len(shapes[path]) > axis >= 0 and math.prod(kept[name].shape) == shapes[path][axis]
+        for path, kept in slots.items()
+        if name in kept
+    )
+    return axis if all(fits) else -1
+
+
+_NUMBER = re.compile(r"[._](\d{1,2})$")
 
 
 def _common(names: set[str], variant: str | None) -> set[str]:

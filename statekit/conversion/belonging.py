@@ -19,7 +19,7 @@ from __future__ import annotations
 import itertools
 import os
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from itertools import islice
 from pathlib import PurePath
@@ -31,6 +31,7 @@ from statekit.errors import StatekitError, plural, some
 from statekit.files.checkpoint import STEPS, Checkpoint, Finding
 from statekit.files.source import listing, walked
 from statekit.files.tree import Place, below, spelled
+from statekit.state.evidence import Fact
 from statekit.state.run import RunState, Schedule, run_of
 from statekit.state.schema import NO_OPTIMIZER, WEIGHTS
 from statekit.state.train_state import TrainState
@@ -77,6 +78,13 @@ CARRIED = "files"
 _MODEL_FOLDERS = frozenset({"model", "models", "module", "net", "network", "weights"})
 _SLOTS = frozenset({"exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "v_row", "v_col"})
 """Last names of slots, which no model's parameter has."""
+_TWINS = ({"mu", "nu"}, {"exp_avg", "exp_avg_sq"})
+"""Names of the two averages of one gradient, which stand in each other's place.
+
+Source: google-deepmind/optax optax/_src/transform.py, `ScaleByAdamState`; pytorch/pytorch torch/optim/adam.py."""
+_SEGMENTS = re.compile(r"[^/.\[\]'\"]+")
+"""Matches the keys in a flat name, whatever joins them."""
+AS_SUCH = "nothing reads it as such"
 _LEVELS = 6
 """Levels of a state's extra that are looked at."""
 _RECORD = frozenset({"state", "param_groups"})
@@ -256,20 +264,44 @@ def _inside(state: TrainState, run: RunState, is_picked: bool) -> Iterator[str]:
         if part.what == "scaler":
             yield f"{part.place} is a loss scaler{LOST}the optimizer beside it isn't there"
     if slots := [*_slots_among(state)]:
-        yield f"{some(slots)} {_looks_like('optimizer', len(slots))}{LOST}nothing reads it as such"
+        yield f"{some(slots)} {_looks_like('optimizer', len(slots))}{LOST}{AS_SUCH}"
 
 
 def _slots_among(state: TrainState) -> Iterator[str]:
     """Yields the names of weights, and of what lies beside them, that an optimizer's slots have."""
-    for path in state.params:
-        first, last = path.partition("/")[0], path.rpartition("/")[2]
-        if half_of(first) == "optimizer" or first == "slots" or last in _SLOTS:
+    segments = {path: tuple(_SEGMENTS.findall(path)) for path in state.params}
+    there = {*segments.values()}
+    for path, names in segments.items():
+        first = path.partition("/")[0]
+        if half_of(first) == "optimizer" or first == "slots" or _SLOTS & {*names} or _has_twin(names, there):
             yield path
     for keys, leaf in walk(dict(state.extra)):
-        names = [str(key) for key in keys]
-        is_slot = _SLOTS & {*names} or any(half_of(name) == "optimizer" for name in names)
-        if isinstance(leaf, Tensor) and is_slot and CARRIED not in names:
-            yield "/".join(names)
+        places = [str(key) for key in keys]
+        is_slot = _SLOTS & {*places} or any(half_of(name) == "optimizer" for name in places)
+        if isinstance(leaf, Tensor) and is_slot and CARRIED not in places:
+            yield "/".join(places)
+
+
+def _has_twin(names: tuple[str, ...], there: Collection[tuple[str, ...]]) -> bool:
+    """Tells whether a tensor is an average of a gradient: the other average stands where it stands."""
+    for i, name in enumerate(names):
+        twins = [other for pair in _TWINS if name in pair for other in pair - {name}]
+        if any((*names[:i], other, *names[i + 1 :]) in there for other in twins):
+            return True
+    return False
+
+
+def open_parts(findings: Iterable[Finding]) -> tuple[Fact, ...]:
+    """Returns what a verdict on weights leaves open: whether some of them are an optimizer's."""
+    return tuple(
+        Fact(f"whether {_as_question(finding.what.partition(LOST)[0])}", because=AS_SUCH)
+        for finding in findings
+        if finding.kind == UNREAD and finding.what.endswith(AS_SUCH)
+    )
+
+
+def _as_question(looks: str) -> str:
+    return looks.replace(" look like ", " are ").replace(" looks like ", " is ")
 
 
 def _nodes(extra: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:

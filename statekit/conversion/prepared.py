@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import finalize
 
 from statekit.conversion import registry
+from statekit.conversion.belonging import open_parts
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import (
     APART,
@@ -72,8 +73,8 @@ from statekit.state.train_state import Counts, StepOffset, TrainState
 from statekit.tensors.tree import going_over
 
 if TYPE_CHECKING:  # entered only where something is asked for
-    from statekit.conversion.changing.changes import Change
-
+    from statekit.conversion.belonging import open_parts
+from statekit.conversion.changing.changes import Change
 
 SCHEDULE = "counts/schedule"
 """Canonical name of where a run's schedule stands."""
@@ -304,7 +305,7 @@ def _prepared(request: Request) -> Plan:
             keeps,
             changes,
             opened.state.counts.updates,
-            facts_of(carried, makers),
+            (*facts_of(carried, makers), *open_parts(opened.checkpoint.findings)),
         )
         plan.check()
         plan = _with_next_update(replace(plan, findings=(*plan.findings, *_losses(opened, state, card))))

@@ -119,6 +119,15 @@ def _clipped_by_the_program(states: tuple[TrainState, TrainState, TrainState]) -
     return limits.pop() if by_program and len(limits) == 1 else None
 
 
+_CALLS = "gradient_accumulation_steps"
+
+
+def _accumulated(states: tuple[TrainState, TrainState, TrainState]) -> int | None:
+    """Returns how many gradients an optimizer accumulates for an update; None where it does not, or states differ."""
+    calls = {group.hyperparameters.get(_CALLS) for state in states for group in state.optimizer.groups}
+    return calls.pop() if len(calls) == 1 else None
+
+
 @dataclass
 class _Ran:
     """What a probe showed of all tensors."""
@@ -156,6 +165,11 @@ class SideBySide:
                 f"the source's program clips gradients by their norm, {limit!r}, before its optimizer"
             )
             carried, expected, actual = (state.with_hyperparameters(**{_LIMIT: None}) for state in states)
+        if (calls := _accumulated(states)) is not None:
+            self._notes.append(f"a gradient here is the mean of the {calls} that an update accumulates")
+            carried, expected, actual = (
+                s.with_hyperparameters(**{_CALLS: None}) for s in (carried, expected, actual)
+            )
         self._states = carried, expected, actual
 
     def run(

@@ -49,6 +49,7 @@ from statekit.converters.containers.part_places import moved_to
 from statekit.converters.containers.step_folders import check_step, step_prefix
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.containers.torch_file import open_torch
+from statekit.converters.formats.flat_names import run_of_jax
 from statekit.converters.formats.pickle.reader import read_pickle
 from statekit.converters.formats.pytorch.reader import generation, named
 from statekit.converters.formats.pytorch.writer import write_archive
@@ -62,14 +63,23 @@ from statekit.errors import (
     StatekitError,
     UsageError,
 )
-from statekit.files.checkpoint import HALVES, PRETRAINED, SORTED, STEPS, Checkpoint, Finding
+from statekit.files.checkpoint import (
+    EMPTY_LEFT_OUT,
+    HALVES,
+    PRETRAINED,
+    SEQUENCES_AS_MAPS,
+    SORTED,
+    STEPS,
+    Checkpoint,
+    Finding,
+)
 from statekit.files.checksums import ZIP
 from statekit.files.manifest import inside, is_manifest
 from statekit.files.safetensors import save_safetensors
 from statekit.files.sections import CutPoints, Section
 from statekit.files.source import File, Files, first_bytes, listing, opening, read_small
 from statekit.files.stage import Stage
-from statekit.files.tree import Place, size_of
+from statekit.files.tree import Place, size_of, spelled
 from statekit.tensors.tensor import TIES, Stored, Tensor, in_memory, index_shape, ties_of
 from statekit.tensors.tree import Record, Tree, at, holds_records, loose_json, put, tensor_names
 
@@ -715,8 +725,7 @@ class _Folder:
 def _opened(path: Place, files: Files) -> tuple[Tree, dict[str, Any], tuple[Finding, ...]]:
     """Returns the tree of a folder, or of a single file, what is known of it, and what was odd."""
     if path.is_file():
-        alone = open_alone(path, files)
-        return named(_tree_of(alone)), _meta_of(alone), ()
+        return (*_opened_alone(path, files), ())
     tree: dict[str, Tree] = {}
     meta: dict[str, Any] = {}
     taken: tuple[str, ...] = ()
@@ -752,6 +761,14 @@ def _opened(path: Place, files: Files) -> tuple[Tree, dict[str, Any], tuple[Find
         usual = {adapted_name(name, "default"): tensor for name, tensor in tree.get("model", {}).items()}
         tree["model"], meta[SORTED] = {**usual, **adapters}, True
     return named({**tree, **beside.tree}), meta, (*odd, *beside.findings)
+
+
+def _opened_alone(path: Place, files: Files) -> tuple[Tree, dict[str, Any]]:
+    """Returns the tree of a single file, and what is known of it: a model's, or a run's whose names are JAX's."""
+    alone = open_alone(path, files)
+    if (flat := run_of_jax(alone.tensors, spelled(path))) is not None:
+        return flat, {SEQUENCES_AS_MAPS: True, EMPTY_LEFT_OUT: True}
+    return named(_tree_of(alone)), _meta_of(alone)
 
 
 def _tree_of(model: Model) -> dict[str, Tree]:

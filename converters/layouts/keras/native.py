@@ -78,8 +78,28 @@ def _known() -> Mapping[str, Mapping[str, Any]]:
     return known
 
 
+def kinds() -> tuple[str, ...]:
+    """Returns the classes of Keras 3 that no schema describes and whose slots have names."""
+    return tuple(_known())
+
+
+_SEVERAL = "multi_optimizer"
+
+
 def signature_of(kind: str, settings: Mapping[str, Any] | None = None) -> Signature:
-    """Returns the signature of a class; one without rounds where the class isn't known."""
+    """Returns the signature of a class; one without rounds where the class isn't known.
+
+    Raises:
+        StateError: It is a MultiOptimizer, whose optimizers have their variables below its own.
+            Source: keras-team/keras 3.15.1, keras/src/optimizers/multi_optimizer.py.
+    """
+    if re.fullmatch(rf"{_SEVERAL}(_\d+)?", snake_case(kind)):
+        raise StateError(
+            "Several optimizers move the model, and statekit reads the state of one.",
+            expected="one optimizer of Keras",
+            found=f"{kind}, a MultiOptimizer",
+            remedy="--params-only takes the weights",
+        )
     known = _known().get(kind)
     if known is None:
         return Signature(kind, settings)

@@ -162,7 +162,7 @@ class KerasGraph:
         placed = {name: key for key, name in optimizer.moved} | frozen
         signature = native.told(None, optimizer.name, None, hints.optimizer)
         return native.native_state(
-            signature or native.Signature(optimizer.name),
+            signature or native.signature_of(optimizer.name),
             [(path, what, tensor) for (path, what), tensor in zip(owners, values, strict=True)],
             moved,
             {name: tree[key] for name, key in frozen.items()},

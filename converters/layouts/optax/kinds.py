@@ -71,6 +71,7 @@ STRANGERS: Final[dict[frozenset[str], Stranger]] = {
     _fields("max_dist grad_sum_of_squares init_params"): _stranger(
         "layer-wise distance over gradients", "max_dist grad_sum_of_squares init_params"
     ),
+    _fields("count grad_sum_sq s x0"): _stranger("MADGRAD", "grad_sum_sq s x0"),
     _fields("count base_optimizer_state projector"): _stranger("GaLore", "projector"),
 }
 GALORE: Final = _fields("count base_optimizer_state projector")

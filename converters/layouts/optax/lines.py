@@ -44,6 +44,10 @@ _DECAYING = ("adamw", "nadamw", "adamaxw", "acprop", "lamb", "adafactor")
 """Those that take a weight decay; the others take the schema's other arguments alone."""
 _SAID_BY_NAME = {"nadam": "nesterov", "nadamw": "nesterov", "amsgrad": "amsgrad"}
 """By optimizer, the argument of another one that its name says."""
+_OF_ITS_STATE = {"rmsprop": ("centered=True", "bias_correction=True")}
+"""By optimizer, the arguments without which it keeps another state."""
+_LACKING = {"rmsprop": ("b1", "b2")}
+"""By optimizer, the arguments of AdamW that it doesn't take."""
 _CLIP = "global_norm_clip_threshold"
 _MASK = "exclude_from_weight_decay"
 _NOT_ARGUMENTS = ("clipvalue", _CLIP, _MASK)
@@ -123,8 +127,11 @@ def _taken_lines(state: State) -> list[str]:
 
 def _arguments_of(name: str, arguments: Sequence[str]) -> Iterator[str]:
     """Yields those arguments of AdamW's like that an optimizer of some name takes."""
+    yield from _OF_ITS_STATE.get(name, ())
     for argument in arguments:
         key = argument.partition("=")[0]
+        if key in _LACKING.get(name, ()):
+            continue
         is_rate = key == RATE and name == "scale_by_adam"
         is_decay = key == "weight_decay" and name not in _DECAYING
         if not (is_rate or is_decay or key == _SAID_BY_NAME.get(name)):

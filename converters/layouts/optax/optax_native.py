@@ -400,8 +400,10 @@ def _wrappers(tree: Tree) -> Iterator[str]:
 
 def _of_fields(tree: Tree) -> str | None:
     """Returns what an optimizer without slots is, by the fields of a link."""
-    names = [str(keys[-1]) for keys, leaf in leaves(tree) if keys and is_tensor(leaf)]
-    return "noisy SGD" if _RANDOM in names else None
+    names = {keys[-1]: keys[:-1] for keys, leaf in leaves(tree) if keys and is_tensor(leaf)}
+    if _RANDOM not in names:
+        return None
+    return "noisy SGD" if names.get("count") == names[_RANDOM] else "DP-SGD"
 
 
 LAYOUT = OptaxNative()

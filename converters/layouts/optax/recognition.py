@@ -3,7 +3,8 @@
 Optax stores no class names, so that one structure may be of several optimizers:
 
     [adam, link]               adam, adamax, radam, nadam, yogi, adabelief, adopt
-    [adam, link, link]         adamw, nadamw, adamaxw, acprop; LAMB's links without a decay
+    [adam, link, link]         adamw, nadamw, adamaxw, acprop; LAMB's links without a decay; rmsprop that is
+                               centered and corrects its bias
     [adam, link, link, link]   lamb
     [adam, schedule, link]     adamw with a scheduled decay, or Adam, a schedule of the rate and a sign
     adam                       scale_by_adam whose rate is applied elsewhere, or MaxText's adam_pax
@@ -64,9 +65,10 @@ ALIASES: Final[dict[str, Alias]] = {
     "adabelief": Alias(None),
     "adopt": Alias(None),
     "acprop": Alias(None),
+    "rmsprop": Alias(None),
 }
 _SHORT = ("adam", "adamax", "radam", "nadam", "yogi", "adabelief", "adopt")
-_LONG = ("adamw", "nadamw", "adamaxw", "acprop", "lamb")
+_LONG = ("adamw", "nadamw", "adamaxw", "acprop", "lamb", "rmsprop")
 _BY_LENGTH = {1: _SHORT, 2: _LONG, 3: ("lamb",)}
 """By how many links stand behind Adam, the last of them the rate, the optimizers of Optax that have so many."""
 _BY_FIELDS = {"adafactor": "its state has v_row and v_col", "muon": "its state has ns_coeffs"}
@@ -223,7 +225,7 @@ def _by_structure(core: CoreLink) -> tuple[tuple[str, ...], str]:
         names = ("adamw", "nadamw", "adamaxw", "adam")
         because = "the schedule behind Adam is of the weight decay (adamw), or of the rate (adam, and a sign)"
     elif "schedule" in behind[:-1] or len(behind) not in _BY_LENGTH:
-        names = ("adamw", "adam", "nadam", "nadamw", "lamb")
+        names = ("adamw", "adam", "nadam", "nadamw", "lamb", "rmsprop")
         because = f"no optimizer of Optax has these links behind Adam: {', '.join(behind) or 'none'}"
     else:
         names = _BY_LENGTH[len(behind)]
