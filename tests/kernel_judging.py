@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from test_torch_fast import RATE, _outside, tried
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from statekit.arrays.backend import backend
 from statekit.optim.run import load, mover, settled_group, steps_of
@@ -18,6 +19,21 @@ from statekit.testing.step_cases import Case
 from statekit.torch.fast.dispatch import fast_path
 from statekit.torch.kernels.grouped import DeviceScene, GroupedMove
 from statekit.verify.replay import named
+
+
+class NeverWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Forbids to look at a value, and to copy one to another device."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise AssertionError("the host reads a value of the device")
+        kwargs = kwargs or {}
+        if (
+            func is torch.ops.aten._to_copy.default
+            and torch.device(kwargs.get("device") or args[0].device) != args[0].device
+        ):
+            raise AssertionError("a value goes to another device")
+        return func(*args, **kwargs)
 
 
 def outside(
@@ -51,10 +67,11 @@ def outside(
             if isinstance(move, GroupedMove):
                 batches.setdefault((move, param.shape), []).append(path)
         for (move, _), paths in batches.items():
-            move(
-                replace(scene, **wrong), [params[p] for p in paths], [reached[p] for p in paths],
-                [slots[p] for p in paths], common,
-            )  # fmt: skip
+            with NeverWaits():  # type: ignore[no-untyped-call]
+                move(
+                    replace(scene, **wrong), [params[p] for p in paths], [reached[p] for p in paths],
+                    [slots[p] for p in paths], common,
+                )  # fmt: skip
     moved = [path for paths in batches.values() for path in paths]
     arrays = {(path, "param"): xp.numpy(params[path]) for path in moved}
     arrays |= {(path, name): xp.numpy(value) for path in moved for name, value in slots[path].items()}
