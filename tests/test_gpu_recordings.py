@@ -11,6 +11,7 @@ from statekit.arrays.backend import backend
 from statekit.errors import NotFoundError
 from statekit.state.constants import variant_constants
 from statekit.state.executions import execution, executions, of_torch, of_xla
+from statekit.verify.natives import CLASSES
 from statekit.verify.recording import open_recording
 from statekit.verify.replay import Replay, Subject, replay
 
@@ -68,6 +69,19 @@ def test_an_execution_changes_forms_of_its_own_variants_alone() -> None:
     assert changed == {"first_moment_update", "second_moment_update"}
     assert variant_constants("adamw", "keras", "cuda_fused") == variant_constants("adamw", "keras")
     assert {ran.rounds for ran in executions().values()} == {"op_by_op", "compiled"}
+
+
+@pytest.mark.jax
+def test_verify_takes_and_names_the_execution_of_the_device_that_jax_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import jax
+
+    optax, torch = CLASSES["optax", "adamw", "optax"], CLASSES["torch-optim", "adamw", "torch"]
+    assert optax.execution is None
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert (optax.execution, torch.execution) == ("gpu", None)
+    assert "as gpu: compiled by XLA for a GPU" in optax.title
 
 
 def test_an_unknown_execution_is_refused_by_name() -> None:

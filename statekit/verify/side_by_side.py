@@ -257,7 +257,8 @@ class SideBySide:
             self._notes.append(f"{kind.name} isn't installed: {ours} steps in its place")
             return Side(state, ours)
         try:
-            side = Side(state, kind.title, kind.runner(schema, str(variant)), kind.sqrt_units)
+            runner = kind.runner(schema, str(variant))
+            side = Side(state, kind.title, runner, kind.sqrt_units, execution=kind.execution)
         except ImportError as error:
             self._notes.append(f"{kind.name} can't be imported: {error}; {ours} steps in its place")
             return Side(state, ours)
@@ -318,9 +319,11 @@ class SideBySide:
         alike = before.optimizer.kinds == right.optimizer.kinds
         roots = max(xp.sqrt_units, *(side.sqrt_units for side in sides))
         names = _relabelling(before, right)
-        of_target = bounds(right, probe.updates, rates, roots)
-        of_source = of_target if alike else bounds(before, probe.updates, rates, roots)
-        both = None if alike else rules(before, right, probe.updates, rates, roots)
+        ran = [side.execution for side in sides]
+        of_target = bounds(right, probe.updates, rates, roots, ran[1])
+        is_same = alike and ran[0] == ran[1]
+        of_source = of_target if is_same else bounds(before, probe.updates, rates, roots, ran[0])
+        both = None if alike else rules(before, right, probe.updates, rates, roots, ran[1])
         if probe.name == NOT_A_NUMBER:
             self._notes.append(_of_nan(of_source, of_target))
         ours = self._of_source(sides[0], xp, probe, rates)

@@ -19,6 +19,7 @@ from statekit.arrays.backend import Backend
 from statekit.arrays.intervals import Interval, IntervalBackend
 from statekit.arrays.numpy_backend import ORACLE
 from statekit.optim.run import Live, load, mover, store
+from statekit.optim.steps import Execution
 from statekit.state.options import rate_needed, stored_rate
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Group, TrainState
@@ -45,6 +46,7 @@ class Side:
         native: The class that makes them; our step if None.
         sqrt_units: How far its square roots may be from the exact ones.
         changed: Tensors that its class has otherwise than its file once it has loaded it, and how.
+        execution: As which execution its class runs; None: as its rule usually does.
     """
 
     state: TrainState
@@ -52,6 +54,7 @@ class Side:
     native: Native | None = None
     sqrt_units: float = 0.0
     changed: Mapping[Key, str] = field(default_factory=dict)
+    execution: Execution | None = None
 
     def after(self, xp: Backend, updates: Updates, rates: Rates) -> Arrays:
         """Returns every tensor after updates."""
@@ -160,30 +163,45 @@ def _needs_rate(state: TrainState, group: Group) -> bool:
     return rate_needed(schema, str(variant), group.hyperparameters)  # Keras' relative step only caps one
 
 
-def run(xp: Backend, state: TrainState, updates: Updates, rates: Rates) -> Live:
-    """Returns a state's arrays after updates by our step.
+def run(
+    xp: Backend, state: TrainState, updates: Updates, rates: Rates, execution: Execution | None = None
+) -> Live:
+    """Returns a state's arrays after updates by our step, as an execution rounds; None: as its rule usually does.
 
     Raises:
         UnknownRuleError: A factor rule or a hyperparameter is unknown.
         StateError: There is no step of it.
     """
-    move, live = mover(xp, state), load(xp, state)
+    move, live = mover(xp, state, execution), load(xp, state)
     with np.errstate(all="ignore"):
         for grads in updates:
             live = move(live, {path: xp.asarray(grad) for path, grad in grads.items()}, rates)
     return live
 
 
-def bounds(state: TrainState, updates: Updates, rates: Rates, sqrt_units: float) -> Bounds:
+def bounds(
+    state: TrainState,
+    updates: Updates,
+    rates: Rates,
+    sqrt_units: float,
+    execution: Execution | None = None,
+) -> Bounds:
     """Returns the interval of every element after updates, as compiled or fused arithmetic may have it."""
-    live = run(IntervalBackend(True, sqrt_units=sqrt_units), state, updates, rates)
+    live = run(IntervalBackend(True, sqrt_units=sqrt_units), state, updates, rates, execution)
     return Bounds(named(live.params, live.slots, live.shared), in_float64(state, updates, rates))
 
 
-def rules(before: TrainState, right: TrainState, updates: Updates, rates: Rates, sqrt_units: float) -> Rules:
+def rules(
+    before: TrainState,
+    right: TrainState,
+    updates: Updates,
+    rates: Rates,
+    sqrt_units: float,
+    execution: Execution | None = None,
+) -> Rules:
     """Returns what a source's and a target's rule make of one state; arguments are those of `bounds`."""
     one, other = _with_numbers_of_float32(before), _with_numbers_of_float32(right)
-    return Rules(in_float64(one, updates, rates), bounds(other, updates, rates, sqrt_units))
+    return Rules(in_float64(one, updates, rates), bounds(other, updates, rates, sqrt_units, execution))
 
 
 def _with_numbers_of_float32(state: TrainState) -> TrainState:

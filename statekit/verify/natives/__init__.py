@@ -13,6 +13,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol, TypeAlias
 
+from statekit.state.executions import execution, of_xla
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array
 
@@ -59,8 +60,18 @@ class Class:
 
     @property
     def title(self) -> str:
-        """Its name with the versions of what it runs on."""
-        return f"{self.name} ({', '.join(f'{name} {installed(name)}' for name in self.packages)})"
+        """Its name with the versions of what it runs on, and as which execution on another device than a CPU."""
+        packages = ", ".join(f"{name} {installed(name)}" for name in self.packages)
+        where = f", as {self.execution}: {execution(self.execution).title}" if self.execution else ""
+        return f"{self.name} ({packages}{where})"
+
+    @property
+    def execution(self) -> str | None:
+        """As which execution it runs, where that isn't how its rule usually does: JAX takes a GPU that it finds."""
+        if self.module != "jax_classes":
+            return None
+        platform: str = import_module("jax").default_backend()
+        return None if platform == "cpu" else of_xla(platform)
 
     def runner(self, schema: str, variant: str) -> Native:
         """Returns what runs it on states of a variant."""
