@@ -191,12 +191,13 @@ def tiles(torch: Any, copy: float) -> Iterator[str]:
     table = makers(torch)
     usual = dict(grouped.BLOCKS), dict(grouped.TILES), grouped.WARPS
     vectors = [(block, (8, 256), warps) for block, warps in ((1024, 4), (2048, 4), (2048, 8), (4096, 8))]
-    tiles = ((8, 256, 4), (16, 256, 4), (8, 512, 4), (32, 128, 4), (32, 256, 8))
-    matrices = [(1024, tile[:2], tile[2]) for tile in tiles]
+    tiles = ((8, 256, 4), (16, 256, 4), (8, 512, 4), (32, 128, 4))
+    wide = ((8, 512, 4), (4, 512, 4), (4, 1024, 4), (2, 1024, 4), (8, 1024, 8), (16, 512, 8))
+    matrices, rows = ([(1024, tile[:2], tile[2]) for tile in choices] for choices in (tiles, wide))
     plans = (
         ("statekit LAMB", "bfloat16", vectors), ("statekit AdamW", "bfloat16", vectors),
         ("statekit LANS", "bfloat16", vectors), ("statekit ScaledAdam", "bfloat16", vectors),
-        ("statekit Adafactor", "bfloat16", matrices), ("statekit Adafactor", "float32", matrices),
+        ("statekit Adafactor", "bfloat16", rows), ("statekit Adafactor", "float32", matrices),
     )  # fmt: skip
     for name, dtype, choices in plans:
         for choice in choices:
