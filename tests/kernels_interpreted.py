@@ -44,6 +44,31 @@ def test_every_element_is_within_the_bound_of_the_text(
     assert left == []
 
 
+@pytest.mark.parametrize(
+    ("schema", "variant", "changes"),
+    [
+        ("adamw", "torch", {"amsgrad": True, "weight_decay_rate": 0.4}),
+        *(
+            pytest.param(*setting, marks=pytest.mark.slow)
+            for setting in (
+                ("adamw", "torch", {"amsgrad": True, "maximize": True}),
+                ("adamw", "keras", {"amsgrad": True}),
+                ("adamw", "optax", {"nesterov": True}),
+                ("adafactor", "torch", {}),
+                ("adafactor", "t2t_late", {"beta1": 0.9}),
+                ("lans", "apex_fused", {}),
+            )
+        ),
+    ],
+)
+def test_options_and_variants_that_fast_paths_of_a_cpu_are_not_tried_with(
+    schema: str, variant: str, changes: Mapping[str, Any]
+) -> None:
+    count, left = judged(schema, variant, changes)
+    assert count > 0
+    assert left == []
+
+
 @pytest.mark.parametrize("schema", ["adafactor", "adamw", "lamb", "lans", "scaled_adam"])
 def test_what_overflows_or_is_no_number_goes_where_the_text_has_it(schema: str) -> None:
     variant, changes = next((variant, changes) for name, variant, changes in SETTINGS if name == schema)
