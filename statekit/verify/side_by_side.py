@@ -319,11 +319,11 @@ class SideBySide:
         alike = before.optimizer.kinds == right.optimizer.kinds
         roots = max(xp.sqrt_units, *(side.sqrt_units for side in sides))
         names = _relabelling(before, right)
-        ran = [side.execution for side in sides]
-        of_target = bounds(right, probe.updates, rates, roots, ran[1])
-        is_same = alike and ran[0] == ran[1]
-        of_source = of_target if is_same else bounds(before, probe.updates, rates, roots, ran[0])
-        both = None if alike else rules(before, right, probe.updates, rates, roots, ran[1])
+        executions = [side.execution for side in sides]
+        of_target = bounds(right, probe.updates, rates, roots, executions[1])
+        is_same = alike and executions[0] == executions[1]
+        of_source = of_target if is_same else bounds(before, probe.updates, rates, roots, executions[0])
+        both = None if alike else rules(before, right, probe.updates, rates, roots, executions[1])
         if probe.name == NOT_A_NUMBER:
             self._notes.append(_of_nan(of_source, of_target))
         ours = self._of_source(sides[0], xp, probe, rates)
