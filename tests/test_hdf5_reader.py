@@ -183,6 +183,13 @@ def test_a_data_set_where_keras_has_a_group_is_an_error_of_ours(tmp_path: Path) 
         statekit.open(path).close()
 
 
+def test_a_shape_that_no_array_can_have_is_damage_though_an_axis_is_0(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "a.h5", "w") as file:
+        file.create_dataset("a", (0, 2**40, 2**40), "f4", chunks=(1, 4, 4), maxshape=(None, None, None))
+    with Files() as files, pytest.raises(CorruptError, match="a shape of"):
+        open_hdf5(files.source(tmp_path / "a.h5"), "a.h5")
+
+
 def test_a_compound_is_refused_by_its_name(tmp_path: Path) -> None:
     with h5py.File(tmp_path / "a.h5", "w") as file:
         file["a"] = np.zeros(3, [("x", "f4"), ("y", "i4")])

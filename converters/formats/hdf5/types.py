@@ -137,6 +137,10 @@ def _uncarried(fields: Fields, name: str) -> FormatError:
     return FormatError("A dataset has a dtype that statekit doesn't carry.", place=fields.place, found=name)
 
 
+_MOST_VALUES = 2**55
+"""Values of a data set at most: of 16 bytes each they are addressed by 63 bits, with room for 16 times as many."""
+
+
 def read_space(fields: Fields) -> Shape | None:
     """Reads a shape; None if there are no elements at all, not even one.
 
@@ -152,7 +156,7 @@ def read_space(fields: Fields) -> Shape | None:
     if version == 2 and kind == _NULL:
         return None
     shape = tuple(fields.length() for _ in range(rank))
-    if math.prod(shape) >= 2**63:
+    if math.prod(max(n, 1) for n in shape) >= _MOST_VALUES:  # NumPy takes no other, though an axis be 0
         raise broken(fields.place, f"a shape of {shape}")
     if flags & 1:
         for _ in range(rank):
