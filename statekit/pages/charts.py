@@ -512,7 +512,7 @@ def lineage(
     for node, (name, below, href) in nodes.items():
         y = 4 + row[node] * _ROW
         kind = "node now" if node == now else "node"
-        ways = ", ".join(f"{how} of {nodes[start][0]}" for start, end, how in links if end == node)
+        ways = _ways([(how, nodes[start][0]) for start, end, how in links if end == node])
         drawn.append(
             f'<a href="{escape(href)}"><rect class="{kind}" x="{left}" y="{y}" width="{_BOX}" height="44" rx="5" '
             f'fill="{_PAPER}" stroke="{_INK}"/>{_text(left + 10, y + 18, _short(name, 40))}'
@@ -525,6 +525,14 @@ def lineage(
         f'height="{height}" role="group" aria-label="{len(nodes)} checkpoints and what was made of them">'
         f"{''.join(drawn)}</svg>"
     )
+
+
+def _ways(made: Sequence[tuple[str, str]]) -> str:
+    """Returns what was done to make a checkpoint, and of what: of one among those that hold the same."""
+    sources: dict[str, list[str]] = {}
+    for how, source in made:
+        sources.setdefault(how, []).append(source)
+    return ", ".join(f"{how} of {' or '.join(names)}" for how, names in sources.items())
 
 
 def _lanes(spans: Sequence[tuple[int, int]]) -> list[int]:
