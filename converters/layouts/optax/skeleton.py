@@ -302,7 +302,7 @@ _ITEMS = "{step}/{item}"
 
 def names_of_others(form: Tree, params: Collection[str]) -> bool:
     """Tells whether a form names parameters that a state doesn't have, as behind a map: masks name each."""
-    for _, mark in leaves(form):
+    for _, mark in leaves(form) if _is_whole(form) else ():
         of_its_own = mark[-1] if isinstance(mark, tuple) and mark[:1] == (SLOT,) else None
         if isinstance(of_its_own, Mapping | list):
             forms = leaves(_unpacked(of_its_own))
