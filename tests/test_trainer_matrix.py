@@ -7,6 +7,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -25,18 +26,54 @@ WRONG = {
 """What is wrong with a resume, and the finding that names it."""
 
 
-@pytest.mark.parametrize("optim", ["adamw_torch", "adafactor"])
-@pytest.mark.parametrize("model", ["full", "lora"])
-def test_a_right_resume_passes_and_each_wrong_one_is_named(model: str, optim: str, tmp_path: Path) -> None:
-    if model == "lora" and find_spec("peft") is None:
-        pytest.skip("needs peft")
-    cases = [{"model": model, "optim": optim, "schedule": schedule} for schedule in SCHEDULES]
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    driver = Path(__file__).with_name("trainer_matrix_driving.py")
-    done = subprocess.run([sys.executable, driver, tmp_path], capture_output=True, text=True, check=False)
+FORMS = ("full", "sharded")
+"""How FSDP's states lie in Trainer's folder: one file of each, or a folder of shards."""
+
+
+def driven(driver: str, folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, list[str]]]:
+    """Returns what a driver finds of each case: by way to go on, the names of findings."""
+    (folder / "cases.json").write_text(json.dumps(cases))
+    script = Path(__file__).with_name(driver)
+    done = subprocess.run([sys.executable, script, folder], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+    found: list[dict[str, list[str]]] = json.loads((folder / "result.json").read_text())
+    return found
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adafactor"])
+@pytest.mark.parametrize("model", ["full", "lora", "sft"])
+def test_a_right_resume_passes_and_each_wrong_one_is_named(model: str, optim: str, tmp_path: Path) -> None:
+    needed = {"lora": ("peft",), "sft": ("peft", "trl", "datasets")}.get(model, ())
+    if lacking := [name for name in needed if find_spec(name) is None]:
+        pytest.skip(f"needs {', '.join(lacking)}")
+    # TRL's trainer makes its optimizer and its schedule as Trainer does: two schedules show its model and its rows.
+    schedules = ("linear", "cosine") if model == "sft" else SCHEDULES
+    cases = [{"model": model, "optim": optim, "schedule": schedule} for schedule in schedules]
+    results = driven("trainer_matrix_driving.py", tmp_path, cases)
     expected = {"right": [], **{way: [finding] for way, finding in WRONG.items()}}
-    results = json.loads((tmp_path / "result.json").read_text())
     # Transformers' Adafactor keeps a parameter's RMS beside its slots, which goes wrong with them.
     first = [{way: names[:1] for way, names in result.items()} for result in results]
-    assert dict(zip(SCHEDULES, first, strict=True)) == dict.fromkeys(SCHEDULES, expected)
+    assert dict(zip(schedules, first, strict=True)) == dict.fromkeys(schedules, expected)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_under_fsdp_a_right_resume_passes_and_each_wrong_one_is_named(form: str, tmp_path: Path) -> None:
+    """Two processes hold shards, so that a swap shows as slots that differ."""
+    cases = [{"form": form, "schedule": schedule} for schedule in SCHEDULES]
+    results = driven("sharded_matrix_driving.py", tmp_path, cases)
+    wrong = {way: {finding} for way, finding in WRONG.items() if way != "optimizer"}
+    expected = {"right": set(), **wrong, "swapped": {"slot-differs"}}
+    named = [{way: {*names} for way, names in result.items()} for result in results]
+    assert dict(zip(SCHEDULES, named, strict=True)) == dict.fromkeys(SCHEDULES, expected)
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_under_zero_a_right_resume_passes_and_each_wrong_one_is_named(stage: int, tmp_path: Path) -> None:
+    """Seen red: ZeRO's optimizer moves flat pieces, and every right resume was stopped."""
+    cases: list[dict[str, Any]] = [{"stage": stage, "schedule": schedule} for schedule in SCHEDULES]
+    results = driven("zero_matrix_driving.py", tmp_path, cases)
+    wrong = {way: [WRONG[way]] for way in ("rate", "moments", "decay", "count")}
+    assert dict(zip(SCHEDULES, results, strict=True)) == {
+        schedule: {"right": [], **wrong} for schedule in SCHEDULES
+    }

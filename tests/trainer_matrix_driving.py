@@ -2,8 +2,8 @@
 
     python trainer_matrix_driving.py FOLDER
 
-`FOLDER/cases.json` lists cases of a model (`full`, `lora`), an optimizer of Trainer and a schedule. What the callback
-found of each way to go on goes to `FOLDER/result.json`.
+`FOLDER/cases.json` lists cases of a model (`full`, `lora`, or `sft`: adapters under TRL's SFTTrainer), an optimizer of
+Trainer and a schedule. What the callback found of each way to go on goes to `FOLDER/result.json`.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import itertools
 import json
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,22 @@ def model_of(kind: str) -> Any:
         return model
     peft: Any = import_module("peft")
     return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules=["c_attn"], fan_in_fan_out=True))
+
+
+def tuned(usual: dict[str, Any], data: list[dict[str, Any]], callbacks: Sequence[Any]) -> Any:
+    """Returns TRL's trainer of a model with adapters, on rows that are tokens already."""
+    trl, datasets, tokenizers = map(import_module, ("trl", "datasets", "tokenizers"))
+    # Rows need no fingerprint, and dill 0.4 can't pickle the types of pyarrow 26 that one is made of.
+    datasets.fingerprint.Hasher.hash = classmethod(lambda cls, value: "rows")
+    words = {f"w{number}": number for number in range(16)}
+    tokens = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="w0"))
+    named = {"pad_token": "w0", "eos_token": "w0"}
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokens, **named)
+    rows = datasets.Dataset.from_list([{"input_ids": row["input_ids"].tolist()} for row in data])
+    beside = {"bf16": False, "gradient_checkpointing": False, "max_length": 8}
+    args = trl.SFTConfig(**usual, **beside, dataset_kwargs={"skip_prepare_dataset": True})
+    given = {"train_dataset": rows, "processing_class": tokenizer, "callbacks": [*callbacks]}
+    return trl.SFTTrainer(model_of("lora"), args, **given)
 
 
 def zeroed(optimizer: Any) -> None:
@@ -104,6 +120,8 @@ def found(case: dict[str, str], out: Path) -> dict[str, Any]:
     }  # fmt: skip
 
     def trainer(optim: str, *callbacks: Any) -> Any:
+        if case["model"] == "sft":
+            return tuned({**usual, "optim": optim}, data, callbacks)
         args = transformers.TrainingArguments(**usual, optim=optim)
         return transformers.Trainer(model_of(case["model"]), args, train_dataset=data, callbacks=[*callbacks])
 

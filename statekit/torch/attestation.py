@@ -24,6 +24,7 @@ from statekit.torch.from_checkpoint import Model, NamedParameters, hints_of, map
 from statekit.torch.generators import compare_generators
 from statekit.torch.live import is_dense, live_checkpoint, live_state, unread_options
 from statekit.torch.sharding import FLAT_PREFIX, FlatPart, flat_parts, is_sharded
+from statekit.torch.zero import gathered, zero_optimizer
 
 Optimizers: TypeAlias = torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
 """What makes a run's updates: one optimizer, or all that share its parameters, in the order in which they are saved."""
@@ -49,6 +50,7 @@ def attest(
     parameters, every slot with its dtype, the updates done by each parameter, groups and hyperparameters by parameter,
     the schedule and the loss scaler. Of sharded parameters (DTensor, as FSDP2 makes them) each process compares the
     part that it has, and nothing but findings is gathered: all processes call it, and all get what each has found.
+    Under DeepSpeed's ZeRO, of which the model is given, each process gathers parameters and slots as wholes.
     Where no schema has the optimizer's rule, as of SGD and Lion, its state is compared by its own names, which is said.
 
     Args:
@@ -139,6 +141,8 @@ def live_run(
 ) -> TorchRun:
     """Returns a run as it is held against a checkpoint; arguments are those of `attest`."""
     inner = [_innermost(wrapped, "optimizer", torch.optim.Optimizer) for wrapped in _all(optimizer)]
+    driven = inner
+    inner, named_parameters = _without_zero(optimizer, inner, named_parameters)
     is_model = isinstance(named_parameters, torch.nn.Module)
     flat = flat_parts(named_parameters) if isinstance(named_parameters, torch.nn.Module) else {}
     every = _by_name(named_parameters)
@@ -155,8 +159,8 @@ def live_run(
     shared = is_apart and torch.distributed.is_initialized()
     run = LiveRun(
         live=lambda opened: live_state(checkpoint()),
-        findings=[*_strangers(inner, every), *_drives_another(moved, inner), *_of_another_class(inner)],
-        live_rates=_rates(moved, inner),
+        findings=[*_strangers(inner, every), *_drives_another(moved, driven), *_of_another_class(inner)],
+        live_rates=_rates(moved, driven),
         live_length=_length(moved),
         strict_schedule=strict_schedule,
         generators=compare_generators if generators else None,
@@ -171,6 +175,17 @@ def live_run(
         checkpoint=checkpoint,
     )
     return TorchRun(here, inner, flat, replace(run, gathered=_of_all_processes) if shared else run)
+
+
+def _without_zero(
+    optimizer: Any, inner: list[Any], named_parameters: NamedParameters | torch.nn.Module
+) -> tuple[list[Any], NamedParameters | torch.nn.Module]:
+    """Returns optimizers and parameters as wholes where DeepSpeed's ZeRO has cut them, else as they are."""
+    zero = zero_optimizer(optimizer)
+    if zero is None or not isinstance(named_parameters, torch.nn.Module):
+        return inner, named_parameters
+    whole, named = gathered(zero, unwrapped(named_parameters))
+    return [whole], named
 
 
 def _of_all_processes(of_this_process: Callable[[], Attestation]) -> Attestation:
