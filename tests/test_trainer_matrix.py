@@ -36,8 +36,8 @@ def driven(driver: str, folder: Path, cases: list[dict[str, Any]]) -> list[dict[
     script = Path(__file__).with_name(driver)
     done = subprocess.run([sys.executable, script, folder], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    found: list[dict[str, list[str]]] = json.loads((folder / "result.json").read_text())
-    return found
+    results: list[dict[str, list[str]]] = json.loads((folder / "result.json").read_text())
+    return results
 
 
 @pytest.mark.parametrize("optim", ["adamw_torch", "adafactor"])

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -88,13 +87,14 @@ def _kinds(zero: Any) -> tuple[list[str], dict[str, Any]]:
 
 def _whole(param: torch.nn.Parameter, slots: Sequence[str]) -> _Whole:
     """Returns a whole parameter with its slots; one that ZeRO doesn't move has none."""
-    fragments = import_module("deepspeed.utils")
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
     shape = getattr(param, "ds_shape", param.shape)
-    full = fragments.safe_get_full_fp32_param(param)
+    full = safe_get_full_fp32_param(param)
     if full is None:
         return _Whole(param, {})
-    each = {key: fragments.safe_get_full_optimizer_state(param, key).reshape(shape) for key in slots}
-    return _Whole(torch.nn.Parameter(full.reshape(shape).clone(), param.requires_grad), each)
+    whole_slots = {key: safe_get_full_optimizer_state(param, key).reshape(shape) for key in slots}
+    return _Whole(torch.nn.Parameter(full.reshape(shape).clone(), param.requires_grad), whole_slots)
 
 
 def _of_groups(zero: Any) -> Iterator[Sequence[torch.nn.Parameter]]:
