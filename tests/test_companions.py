@@ -184,7 +184,7 @@ def test_a_half_in_a_folder_beside_the_models_is_named(tmp_path: Path) -> None:
 
 
 def test_loaders_of_one_checkpoint_warn_once(tmp_path: Path) -> None:
-    """Seen red: printed lines call two loaders, and each said the same."""
+    """Printed lines call two loaders, and each found the same."""
     model = torch.nn.Linear(4, 3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     model(torch.ones(2, 4)).sum().backward()
