@@ -325,7 +325,7 @@ def test_an_older_step_is_checked_and_thinned_and_the_lineage_shows_it(page: Pag
     lineage = address.replace("/checkpoints/", "/lineage/")
     made = page.locator("svg a").filter(has_text="step-4-weights.pt")
     until(page, lambda: page.goto(lineage), made)
-    expect(page.locator("svg").get_by_text("thin", exact=True)).to_be_visible()
+    expect(page.locator("svg").get_by_text("thin of step-4.pt", exact=True)).to_be_visible()
     said = page.locator("tr[data-row]").filter(has_text="step-4-weights.pt")
     expect(said).to_contain_text("thin")
     expect(said).to_contain_text('{"params_only":')

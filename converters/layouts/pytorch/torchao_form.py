@@ -9,6 +9,7 @@ pytorch/pytorch torch/_tensor.py, `Tensor._reduce_ex_internal`.
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -99,6 +100,10 @@ def _plain_moment(name: str, part: Any, place: str, faults: Faults) -> Any:
         if type(block) is not int:
             raise StateError("It has no block size.")
         moment = Quantized(codes, scale, levels if isinstance(levels, Tensor) else None, shape, block)
+        if math.prod(shape) % block:  # torchao keeps what a block does not divide in float32
+            raise StateError(
+                "Its blocks do not divide it.", found=f"{math.prod(shape)} values in blocks of {block}"
+            )
         again = _record_of(moment, name, dtype, device)
         if again != part:
             raise StateError("It isn't described as torchao describes its own.", found=part.name)
