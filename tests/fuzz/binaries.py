@@ -608,7 +608,7 @@ def _hdf5_pieces() -> list[bytes]:
             _hdf5_piece("latest", {"data": values, **chunked, "maxshape": axes})
             for axes in ((None, 4), (None, None))
         ),
-        *(_hdf5_piece(libver, {"data": ["a", "bc"]}, attributes=10) for libver in ("earliest", "latest")),
+        *(_hdf5_piece(libver, {"data": values}, attributes=10) for libver in ("earliest", "latest")),
         *(_hdf5_piece(libver, {"data": np.int64(4)}, members=10) for libver in ("earliest", "latest")),
     ]
 
