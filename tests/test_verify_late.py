@@ -250,6 +250,7 @@ def failing_class(monkeypatch: pytest.MonkeyPatch, error: Exception, at: int) ->
         name = title = "a class"
         is_here = True
         sqrt_units = 0.0
+        execution = None
 
         def runner(self, schema: str, variant: str) -> Any:
             return run

@@ -22,17 +22,14 @@ class Save:
         manifest: The manifest that was written beside it; None if it wasn't sealed.
         findings: The names of the silent faults that doctor found: `moments-zero`, `not-finite`.
         problem: Why it wasn't sealed or examined; None if it was.
+        digest: BLAKE3 of the manifest, which names every byte of the checkpoint; None if it wasn't sealed.
     """
 
     path: Path
     manifest: Path | None
     findings: tuple[str, ...]
     problem: str | None
-
-    @property
-    def digest(self) -> str | None:
-        """BLAKE3 of the manifest, which names every byte of the checkpoint; None if it wasn't sealed."""
-        return None if self.manifest is None else str(json.loads(self.manifest.read_bytes())["digest"])
+    digest: str | None = None
 
     @property
     def passed(self) -> bool:
@@ -100,7 +97,7 @@ def sealed_and_examined(path: Path) -> Save:
     doctor, problem = _verb("doctor", path)
     examined = doctor.get("checkpoints", ())
     findings = dict.fromkeys(finding["name"] for checkpoint in examined for finding in checkpoint["findings"])
-    return Save(path, Path(sealed["manifest"]), tuple(findings), problem)
+    return Save(path, Path(sealed["manifest"]), tuple(findings), problem, sealed["digest"])
 
 
 def _verb(name: str, path: Path) -> tuple[dict[str, Any], str | None]:

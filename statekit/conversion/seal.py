@@ -54,6 +54,7 @@ class SealedCheckpoint(OneReport):
         done: `sealed`, `renewed`, or `proven`: it had a manifest that fits, and nothing was written.
         files: How many files the manifest names.
         tensors: How many tensors.
+        digest: BLAKE3 of the manifest, which names every byte of the checkpoint.
         changed: Files that aren't what an earlier manifest said, or that it didn't name.
     """
 
@@ -61,6 +62,7 @@ class SealedCheckpoint(OneReport):
     done: Literal["sealed", "renewed", "proven"]
     files: int
     tensors: int
+    digest: str
     changed: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
@@ -177,9 +179,9 @@ def _report(
     manifest: Mapping[str, Any],
     changed: Sequence[str] = (),
 ) -> SealedCheckpoint:
-    counts = len(manifest["files"]), len(manifest["tensors"])
+    figures = len(manifest["files"]), len(manifest["tensors"]), str(manifest["digest"])
     return SealedCheckpoint(
-        checkpoint.path, checkpoint.container, checkpoint.step, Path(place), done, *counts, tuple(changed)
+        checkpoint.path, checkpoint.container, checkpoint.step, Path(place), done, *figures, tuple(changed)
     )
 
 
