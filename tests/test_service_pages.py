@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import Any
+from datetime import UTC, datetime
+from types import SimpleNamespace
+from typing import Any, cast
 from urllib.parse import urlencode
 
 import pytest
 from serving import Served, write_step
 
-from statekit.service.records import ENDED, KINDS, Job
+from statekit.pages import charts
+from statekit.service.lineage import _in_order
+from statekit.service.records import ENDED, KINDS, Edge, Job, Node
 from statekit.service.web.screens import Screens
 
 PAGE = {"Accept": "text/html"}
@@ -189,3 +193,17 @@ def test_what_is_refused_at_the_door_is_a_page_too(served: Served) -> None:
     page = served.client.post("/scan", headers={**PAGE, "Origin": "http://evil.example"})
     assert page.status_code == 403 and "comes from another site" in page.text
     assert page.headers["content-type"].startswith("text/html")
+
+
+def test_a_lineage_is_in_the_order_of_time_and_sources_come_first() -> None:
+    def node(name: str, day: int) -> Any:
+        return Node(name, cast(Any, SimpleNamespace(modified=datetime(2026, 1, day, tzinfo=UTC))))
+
+    late, early, sealed_later = node("late", 3), node("early", 1), node("source", 4)
+    edge = Edge("source", "early", "convert", None, None, {}, None)
+    assert [one.id for one in _in_order([late, early], [])] == ["early", "late"]
+    assert [one.id for one in _in_order([early, late, sealed_later], [edge])] == ["late", "source", "early"]
+
+
+def test_arcs_of_a_lineage_that_share_rows_have_lanes_of_their_own() -> None:
+    assert charts._lanes([(0, 1), (1, 2), (0, 2), (1, 3)]) == [0, 0, 1, 2]
