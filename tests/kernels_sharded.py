@@ -25,8 +25,8 @@ LEAST = {"adafactor": 6, "adamw": 6, "lamb": 6, "lans": 6, "scaled_adam": 6}
 PASSES = {"mxnet_unfused": 6}
 """Variant -> passes of a launch of many tensors whose sums processes join, at most; else 3.
 
-A pass exchanges its sums once, and its maxima once. MXNet's norms that scale on the way take the largest first, then the
-sum: of gradient and parameter together, of the first half of the update, of the second.
+A pass exchanges its sums once, and its maxima once. MXNet's norms that scale on the way take the largest first, then
+the sum: of gradient and parameter together, of the first half of the update, of the second.
 """
 
 
