@@ -21,7 +21,7 @@ from statekit.torch.kernels.grouped import DeviceScene, GroupedMove
 from statekit.verify.replay import named
 
 
-class NeverWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class NeverWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in PyTorch
     """Forbids to look at a value, and to copy one to another device."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -67,7 +67,7 @@ def outside(
             if isinstance(move, GroupedMove):
                 batches.setdefault((move, param.shape), []).append(path)
         for (move, _), paths in batches.items():
-            with NeverWaits():  # type: ignore[no-untyped-call]
+            with NeverWaits():  # type: ignore[no-untyped-call]  # its base is untyped
                 move(
                     replace(scene, **wrong), [params[p] for p in paths], [reached[p] for p in paths],
                     [slots[p] for p in paths], common,

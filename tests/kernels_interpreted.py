@@ -102,7 +102,7 @@ def test_an_update_reads_nothing_back(kind: str, dtype: torch.dtype) -> None:
     made = gpu_checks.optimizer(kind, dtype, "cpu")
     for step in range(2):
         gpu_checks.give(made, step)
-        with NeverWaits():  # type: ignore[no-untyped-call]
+        with NeverWaits():  # type: ignore[no-untyped-call]  # its base is untyped
             made.step()
     assert made._direct
 

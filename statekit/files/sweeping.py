@@ -84,7 +84,7 @@ def _swept(objects: Objects, target: str, idle_hours: float | None) -> list[Left
 
 
 def _unreadable(objects: Objects, target: str) -> list[Left]:
-    """Returns the claims beside a target that say nothing of it: nobody knows what they claim, so all stays."""
+    """Returns the claims beside a target that do not name it. What they claim is unknown, so all objects stay."""
     names = [*filter(is_claim, objects.below(work_of(target)))]
     why = f"{', '.join(names)} isn't a claim of it: look who put it there, and delete it"
     return (

@@ -116,7 +116,7 @@ def without_buckets(
 def gathered_slots(
     weights: Mapping[str, Tensor], values: Any, place: object, names: Sequence[str] | None = None
 ) -> dict[str, dict[str, Tensor]]:
-    """Returns the slots of a rank's parameters, by slot and parameter, from what it has gathered in its buckets.
+    """Returns the slots of a rank's parameters, by slot and parameter, from the flat arrays of its buckets.
 
     Args:
         weights: The rank's pieces of the model's parameters, layer by layer.

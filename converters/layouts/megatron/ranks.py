@@ -42,7 +42,7 @@ def without_ranks(
     """Returns what is cut by no rank, what ranks hold as one, and what stays behind.
 
     Args:
-        tree: The ranks, and what they have in common.
+        tree: The checkpoint; `RANKS` holds the file of each rank.
         place: The checkpoint, for messages.
         names: The parameters in the model's order, where a user gives it.
 

@@ -1,4 +1,4 @@
-"""How tensor-parallel ranks cut the parameters of Megatron-Core's GPTModel: which axis, and what they have whole.
+"""Axes along which tensor-parallel ranks cut the parameters of Megatron-Core's GPTModel; the others are replicated.
 
 In go pieces of all ranks, or a whole parameter. Out comes the other. A gated linear_fc1 is a gate and an up on each
 rank, and `linear_qkv` has whole groups of heads.

@@ -158,10 +158,10 @@ def _without_averages(
         order = shaped_order(shapes, moved, MODEL_PART, is_sorted)
     except StateError:
         return None
-    said = (
+    note = (
         f"{len(averages)} tensors of the model part are averages, as {averages[0]}: no optimizer moves them."
     )
-    return replace(order, notes=(*order.notes, said))
+    return replace(order, notes=(*order.notes, note))
 
 
 def _in_turn(
@@ -181,8 +181,8 @@ def _in_turn(
     whole = [len(group) for group in groups] == [len(group) for group in shapes]
     if groups != again or not whole or len(names) != len({*names}):
         return None
-    said = f"The optimizer names no parameters; its {len(names)} fit the model part's order in one way alone."
-    return Order(tuple(map(tuple, groups)), (said,), ORDERS[MODEL_PART])
+    note = f"The optimizer names no parameters; its {len(names)} fit the model part's order in one way alone."
+    return Order(tuple(map(tuple, groups)), (note,), ORDERS[MODEL_PART])
 
 
 def _first_fitting(shapes: Sequence[Shape | None], model: Sequence[tuple[str, Shape]]) -> list[str]:
@@ -195,7 +195,7 @@ def _first_fitting(shapes: Sequence[Shape | None], model: Sequence[tuple[str, Sh
 def _by_modules(
     shapes: Sequence[Sequence[Shape | None]], model: Mapping[str, Shape], is_sorted: bool
 ) -> Order | None:
-    """Returns the order of groups of which each moves one module; None where shapes name another or none for some.
+    """Returns the order of groups that move one module each; None where a group fits no module, or several.
 
     Such are the optimizers of a generator and of a discriminator that stand in one model. Each group has the shapes of
     one module alone, and together they are the whole model.
@@ -209,9 +209,9 @@ def _by_modules(
     moved = [name for names in fitting if len(names) == 1 for name in names[0]]
     if len(moved) != len(model) or len({*moved}) != len(moved):
         return None
-    said = f"Each of {len(shapes)} groups has the shapes of one module of the model, and of no other."
+    note = f"Each of {len(shapes)} groups has the shapes of one module of the model, and of no other."
     order = _taken(tuple(names[0] for names in fitting), len(moved), MODEL_PART)
-    return replace(order, notes=(said, *order.notes))
+    return replace(order, notes=(note, *order.notes))
 
 
 def _modules_in(names: Iterable[str]) -> Iterator[tuple[str, ...]]:
@@ -385,8 +385,8 @@ def _order_of_each(
         order = shaped_order([each], model, source)
     except NamesError:
         return None
-    said = (f"Each of {len(each)} parameters has a group of its own.", *order.notes) if order.notes else ()
-    return Order(tuple((name,) for name in order.groups[0]), said, order.assumed)
+    notes = (f"Each of {len(each)} parameters has a group of its own.", *order.notes) if order.notes else ()
+    return Order(tuple((name,) for name in order.groups[0]), notes, order.assumed)
 
 
 def _by_number(names: Sequence[str]) -> list[str]:
@@ -431,5 +431,5 @@ def _whole_order(
 
 def _taken(groups: tuple[tuple[str, ...], ...], count: int, source: str) -> Order:
     """Returns groups in which parameters of equal shapes were taken in some order, and says in which."""
-    said = f"The optimizer names no parameters; {count} of equal shapes are taken in the order of {source}."
-    return Order(groups, (said,), ORDERS.get(source, "the order of the alphabet"))
+    note = f"The optimizer names no parameters; {count} of equal shapes are taken in the order of {source}."
+    return Order(groups, (note,), ORDERS.get(source, "the order of the alphabet"))

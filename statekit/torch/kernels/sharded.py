@@ -99,7 +99,7 @@ def _lies_as_expected(slot: torch.Tensor, param: torch.Tensor) -> bool:
     if not is_sharded(slot):
         return False
     if slot.shape == param.shape:
-        return bool(slot.placements == param.placements)  # type: ignore[attr-defined]
+        return bool(slot.placements == param.placements)  # type: ignore[attr-defined]  # of DTensors
     return _local(slot).shape == slot.shape
 
 
