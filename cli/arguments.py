@@ -166,14 +166,14 @@ def checkpoints_options(command: Callable[..., Any]) -> Callable[..., Any]:
                 "checkpoints", metavar="CHECKPOINT...", nargs=-1, required=True, callback=source_places
             ),
             ref_option("container", help=OF_FILES["container"]),
-            ref_option("step", help="One step of a run's folder. Default: all."),
+            ref_option("step", help="Examine one step of a run's folder. Default: all."),
             ref_option("follow_links"),
             ref_option("budget"),
         ),
     )
 
 
-OF_FILES = {"container": "What the files are, if it can't be told."}
+OF_FILES = {"container": "The container of the files, if statekit cannot detect it."}
 """What options of several checkpoints mean, where that isn't what they mean of one."""
 
 
@@ -235,7 +235,7 @@ def changes_options(command: Callable[..., Any]) -> Callable[..., Any]:
         callback=read_step,
         default="keep",
         show_default=True,
-        help="Where the learning-rate schedule stands; reset: at its beginning.",
+        help="The step of the learning-rate schedule. reset: its beginning.",
     )
     @click.option(
         "--slot-policy",
@@ -245,40 +245,38 @@ def changes_options(command: Callable[..., Any]) -> Callable[..., Any]:
         "goes on without it; 'reset:v*' is all that fit, reset:count the updates done, 'reset:*@GLOB' all of the "
         "parameters that fit or of a label, their count too. May be repeated.",
     )
-    @click.option("--params-only", is_flag=True, help="Leave the optimizer behind.")
-    @click.option(
-        "--state-only", is_flag=True, help="Leave the parameters behind: an optimizer's state of PyTorch."
-    )
+    @click.option("--params-only", is_flag=True, help="Convert the parameters alone.")
+    @click.option("--state-only", is_flag=True, help="Convert the optimizer's state alone, to PyTorch.")
     @click.option(
         "--drop-slots-of",
         multiple=True,
         metavar="GLOB",
-        help="Freeze parameters: they keep their values, their slots are left behind. May be repeated.",
+        help="Freeze parameters: keep their values and drop their slots. May be repeated.",
     )
     @click.option(
         "--param-dtype",
         metavar="DTYPE",
-        help="The dtype of parameters. A narrower one rounds them; the report says how far they are off.",
+        help="The dtype of the parameters. A narrower dtype rounds them, and the report gives the largest error.",
     )
     @click.option(
         "--slot-dtype",
         multiple=True,
         metavar="[SLOT=]DTYPE",
-        help="The dtype of slots, of one or of all that aren't counts, as far as the target's rule keeps it.",
+        help="The dtype of one slot, or of all slots but counts, where the target's rule keeps it.",
     )
     @click.option(
         "--loss-scale",
         type=float,
         metavar="C",
-        help="How many times as large the loss is from now on: 1/tokens from a sum to a mean. Moments are rescaled.",
+        help="The factor by which the loss grows: 1/tokens from a sum to a mean. The moments are rescaled.",
     )
     @click.option(
         "--init-missing",
         metavar="FILE",
         type=click.Path(),
         callback=local_file,
-        help="A file of the target's model: parameters that it has and the source lacks, or has in another shape, are "
-        "taken from it, and their slots begin anew.",
+        help="A file of the target's model. Parameters that the source lacks, or has in another shape, "
+        "come from it, and their slots start fresh.",
     )
     @functools.wraps(command)
     def run(*args: Any, **options: Any) -> Any:

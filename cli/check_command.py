@@ -27,10 +27,10 @@ def command(
 ) -> int:
     """Proves every byte that a manifest or a checksum covers.
 
-    CHECKPOINT is a file or folder of any system that `statekit formats` lists, a run's folder with several steps, all
-    of which are read, or a folder of files. What `convert` wrote or `seal` sealed has a manifest with a digest of every
-    byte; of others the checksums of their formats are compared, and what has none is listed. The exit code is 1 if
-    anything isn't what was written.
+    CHECKPOINT is a file or folder of any system that `statekit formats` lists, a folder of files, or a run's folder, of
+    which check reads every step. `convert` and `seal` write a manifest with a digest of every byte. Without a manifest,
+    check compares the checksums of the format and lists the files that have none. The exit code is 1 if a byte is not
+    what was written.
     """
     with output.progress() as bar:
         task = bar.add_task("reading", total=None)

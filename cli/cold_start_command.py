@@ -16,13 +16,17 @@ MAX_ROWS = 40
 
 @click.command("cold-start")
 @click.option(
-    "--updates", type=int, metavar="K", default=UPDATES, show_default=True, help="How many are looked at."
+    "--updates", type=int, metavar="K", default=UPDATES, show_default=True, help="The number of updates."
 )
 @click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the sample and the gradients."
+    "--seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="The seed of the sample and of the gradients.",
 )
 @click.option(
-    "--all", "everything", is_flag=True, help="Step every element of every parameter, not a sample."
+    "--all", "everything", is_flag=True, help="Step every element of every parameter instead of a sample."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @checkpoint_options
@@ -33,10 +37,11 @@ def command(
     everything: bool,
     as_json: bool,
 ) -> None:
-    """Says how far a new optimizer's first updates are from the run's.
+    """Compares a new optimizer's first updates with the run's.
 
-    A cold start has the checkpoint's weights and a new optimizer. Both get the same random gradients, as large as those
-    that made the second moment, and the same learning rate. It is said of each layer.
+    A cold start has the checkpoint's weights and a new optimizer. Both sides get the same learning rate and the same
+    random gradients, which are as large as the gradients that made the second moment. The table has a row for each
+    layer.
     """
     with output.progress("updates") as bar:
         task = bar.add_task("stepping", total=2 * updates)

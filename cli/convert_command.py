@@ -101,22 +101,26 @@ _OF_PLANS = (
         "--to",
         metavar="CONTAINER",
         shell_complete=complete_targets,
-        help="What to write, if the target's name doesn't say it.",
+        help="The target's container, if its name does not say it.",
     ),
     click.option(
         "--layout",
         metavar="LAYOUT",
         shell_complete=complete_layouts,
-        help="How the target's optimizer wants its slots.",
+        help="The layout of the target's optimizer.",
     ),
-    ref_options("source", without=["layout"], help={"container": "What the source is, if it can't be told."}),
+    ref_options(
+        "source",
+        without=["layout"],
+        help={"container": "The source's container, if not detected."},
+    ),
     click.option(
         "--step-offset",
         metavar="keep|reset|N",
         callback=read_step,
         default="keep",
         show_default=True,
-        help="Where the decay of the second moment starts; reset: now, for finetuning.",
+        help="The start of the second moment's decay. reset: now, for finetuning.",
     ),
     changes_options,
     click.option(
@@ -124,34 +128,34 @@ _OF_PLANS = (
         type=click.Choice([e.name.lower() for e in Exactness if e < Exactness.REFUSED]),
         default=Exactness.ROUNDING.name.lower(),
         show_default=True,
-        help="The least exactness allowed.",
+        help="The lowest exactness allowed.",
     ),
     click.option(
         "--like",
         metavar="FILE",
         type=click.Path(),
         callback=local_file,
-        help="A file that Keras saved of the same model, trained or not: parameters are laid out as in it.",
+        help="A file that Keras saved of the same model, trained or not. The target takes the order of its parameters.",
     ),
     click.option(
         "--map",
         "map_name",
         metavar="SOURCE:TARGET|FILE",
         shell_complete=complete_maps,
-        help="From one codebase's model to another's: t5x-t5:hf-t5, or a .json file of your own. Slots follow.",
+        help="The map between two codebases' models: t5x-t5:hf-t5, or a .json file of your own.",
     ),
     click.option(
         "--config",
         multiple=True,
         metavar="FILE|KEY=VALUE",
-        help="What the map needs to know of the model: num_heads=12, or its config.json. May be repeated.",
+        help="The model's sizes, which the map needs: num_heads=12, or its config.json. May be repeated.",
     ),
     click.option(
         "--rename",
         multiple=True,
         metavar="PATTERN=REPLACEMENT",
         callback=_renaming,
-        help="Other names for parameters, by a regular expression; before the map. May be repeated.",
+        help="Rename parameters by a regular expression, before the map. May be repeated.",
     ),
 )
 
@@ -220,50 +224,50 @@ def asks_for_a_plan(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.option(
     "--dry-run",
     is_flag=True,
-    help="Say what would be done, tensor by tensor, and whether TARGET's place is free; read and write no values.",
+    help="Show the plan, tensor by tensor, and whether TARGET's place is free.",
 )
-@click.option(
-    "--replace", is_flag=True, help="Put the result in the place of what statekit wrote there before."
-)
-@click.option("--replace-foreign", is_flag=True, help="Put it in the place of any file or folder there.")
+@click.option("--replace", is_flag=True, help="Replace a target that statekit wrote.")
+@click.option("--replace-foreign", is_flag=True, help="Replace any file or folder.")
 @click.option(
     "--threads",
     type=click.IntRange(1, 256),
     metavar="N",
-    help="How many threads work on it; as many as there are cores by default. A dry run is one.",
+    help="The number of threads. Default: the number of cores; 1 in a dry run.",
 )
 @click.option(
     "--task-bytes",
     metavar="SIZE",
     callback=read_size,
-    help="Values in a file of TARGET at most, and in a task of --on: 5GB. Default: the container's; 2GiB with --on.",
+    help="The most bytes of values in a file of TARGET, and in a task of --on: 5GB. Default: the "
+    "container's; 2GiB with --on.",
 )
 @click.option(
     "--on",
     metavar="ENGINE",
-    help="Have many workers do it: processes:N, ray, ray://HOST:PORT or slurm. The same command again goes on.",
+    help="Convert by many workers: processes:N, ray, ray://HOST:PORT or slurm. The same command continues "
+    "an interrupted conversion.",
 )
 @click.option(
     "--work",
     metavar="FOLDER",
     type=click.Path(path_type=Path),
-    help="What the workers of --on share, on TARGET's file system. Default: TARGET.work.",
+    help="The folder that the workers of --on share, on TARGET's file system. Default: TARGET.work.",
 )
 @click.option(
     "--verify",
     "proves",
     is_flag=True,
-    help="Prove then that TARGET goes on with the same run.",
+    help="Prove afterwards that TARGET continues the same run.",
 )
 @click.option(
     "--certificate",
     metavar="FILE.json",
     type=click.Path(path_type=Path),
     callback=certificate_place,
-    help="Write what --verify shows here.",
+    help="Write the result of --verify into this file.",
 )
-@click.option("--explain", is_flag=True, help="Print all that is known of the conversion, and why.")
-@click.option("--quiet", is_flag=True, help="Print nothing; errors go to stderr as always.")
+@click.option("--explain", is_flag=True, help="Print every fact of the conversion with its reason.")
+@click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
     asked: Asked,
@@ -282,8 +286,8 @@ def command(
 ) -> int:
     """Converts a checkpoint to another system.
 
-    SOURCE is a checkpoint of any system, or a run's folder. What TARGET becomes is said by --to, by its suffix (.pt),
-    or by a word in its name (torch-ckpt, t5x-ckpt). It takes its name when all is written, read again and compared.
+    SOURCE is a checkpoint of any system, or a run's folder. --to, TARGET's suffix (.pt), or a word in its name
+    (torch-ckpt, t5x-ckpt) chooses the target's container. TARGET appears once it is written, read again and compared.
     """
     _check_proof(asked.options["changes"], dry_run, proves, certificate)
     planned = asked.plan()

@@ -29,7 +29,7 @@ _TENSORS = ("missing", "extra", "shape", "dtype", "values")
     "map_name",
     metavar="NAME|FILE",
     shell_complete=complete_maps,
-    help="The map from A's model to that of B's codebase, as `statekit maps` lists them.",
+    help="The map from A's model to the model of B's codebase; `statekit maps` lists all maps.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @sides_options
@@ -41,12 +41,12 @@ def command(
     as_json: bool,
     report: Path | None,
 ) -> int:
-    """Says in what two checkpoints differ, or where two runs part.
+    """Shows how two checkpoints differ, or where two runs part.
 
-    A and B are of any systems that `statekit formats` lists. Both are brought to canonical form and compared tensor by
-    tensor: names, shapes, dtypes, bits; then updates done, groups, hyperparameters by parameter, and the schedule. Of
-    two runs' folders all steps that both have are compared up to the first that differs. What is said of the files is
-    of both, but for what begins with --left or --right. The exit code is 1 if anything differs.
+    A and B are of any systems that `statekit formats` lists. diff brings both to canonical form. It compares names,
+    shapes, dtypes and bits of every tensor, then updates done, groups, hyperparameters by parameter, and the schedule.
+    For two runs' folders it compares the steps that both have, up to the first difference. Options about the files
+    apply to both sides; --left and --right options apply to one. The exit code is 1 if anything differs.
     """
     with output.reading() as tell:
         result = diff(left, right, map=map_name, on_tensor=tell)

@@ -53,10 +53,10 @@ _EVERYDAY = {
     multiple=True,
     metavar="FINDING",
     shell_complete=completing(lambda: FILE_FAULTS),
-    help="A finding that is meant to be so, by its name: it is noted, and no failure. May be repeated.",
+    help="Accept a finding, by its name: doctor lists it and does not fail. May be repeated.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-@ref_options(help={**OF_FILES, "step": "One step of a run's folder. Default: all."})
+@ref_options(help={**OF_FILES, "step": "Examine one step of a run's folder. Default: all."})
 @report_option
 def command(
     checkpoints: tuple[Place, ...],
@@ -65,14 +65,14 @@ def command(
     ref: CheckpointRef,
     report: Path | None,
 ) -> int:
-    """Finds silent faults of checkpoints: they load, and go on wrong.
+    """Finds faults that no loader notices.
 
-    CHECKPOINT is of any system that `statekit formats` lists, or a run's folder, whose steps are looked at one by one
-    and held against each other; so are several checkpoints of one run. Found are moments that are zero, not finite,
-    negative, another parameter's, of few bits or those of an earlier step; halves of a factored moment that don't fit,
-    or stand in each other's place; scales, masters and powers that don't fit; parameters without a state; counts that
-    were lost or rounded; files of several steps, damaged or with parts missing; groups that have each other's options,
-    and hyperparameters that changed. Every value is read once. The exit code is 1 if anything was found.
+    CHECKPOINT is of any system that `statekit formats` lists, or a run's folder. doctor examines each step of a run and
+    compares the steps; it treats several checkpoints of one run in the same way. It finds moments that are zero, not
+    finite, negative, stale, of few bits, or another parameter's; factored moments whose halves do not fit or are
+    exchanged; scales, masters and powers that do not fit; parameters without a state; lost or rounded counts; files
+    of several steps, damaged files, missing parts; groups with exchanged options; hyperparameters that changed. It
+    reads every value once. The exit code is 1 if it finds a fault.
     """
     with output.reading() as tell:
         examinations = doctor(

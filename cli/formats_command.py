@@ -15,12 +15,14 @@ from statekit.state.schema import is_native
 
 
 @click.command("formats")
-@click.option("--matrix", is_flag=True, help="How exactly a run of each variant goes on in each layout.")
+@click.option(
+    "--matrix", is_flag=True, help="Show how exactly a run of each variant continues in each layout."
+)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(matrix: bool, as_json: bool) -> None:
     """Lists the containers and layouts that statekit knows.
 
-    A container is how arrays lie in files; `--from` and `--to` name one. A layout is what the names mean to one
+    A container is the form of the files; `--from` and `--to` name one. A layout is the meaning of the names for one
     optimizer; `--layout` names one.
     """
     if matrix:

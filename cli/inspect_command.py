@@ -68,10 +68,10 @@ _EVERYDAY = {
 )
 @checkpoint_options
 @click.option(
-    "--filter", "pattern", metavar="GLOB", help="List only, but in full, parameters whose path matches."
+    "--filter", "pattern", metavar="GLOB", help="List only the parameters whose path matches, each in full."
 )
-@click.option("--slots", "with_slots", is_flag=True, help="Give every slot its own row.")
-@click.option("--stats", is_flag=True, help="Read all values: norm, rms, min, max, zeros, NaN, Inf.")
+@click.option("--slots", "with_slots", is_flag=True, help="Show one row for each slot.")
+@click.option("--stats", is_flag=True, help="Read all values and show norm, rms, min, max, zeros, NaN, Inf.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @report_option
 def command(
@@ -85,7 +85,7 @@ def command(
     """Shows what a checkpoint holds.
 
     CHECKPOINT is a file or folder of any system that `statekit formats` lists, or a run's folder with several steps.
-    Only headers are read, except with --stats. Where no layout fits, the tensors are listed by their own names.
+    statekit reads headers only, except with --stats. Where no layout fits, it lists the tensors by their own names.
     """
     request = Request(pattern, stats)
     with output.progress(needed=stats) as bar:

@@ -19,7 +19,7 @@ from statekit.service.runs import RunAt, runs_below
 @click.argument("folder", metavar="DIR", default=".", callback=local_file)
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, with every step of each run.")
 def command(folder: Path, as_json: bool) -> None:
-    """Lists the runs below a folder, and which of them can go on.
+    """Lists the runs below a folder, and whether each can be resumed.
 
     DIR is a folder with checkpoints of any systems, however deep; the working directory if none is named. Checkpoints
     of one folder with the same parameters and optimizer are steps of one run. A step is resumable if it can be read and

@@ -126,34 +126,36 @@ class Verb(NamedTuple):
 
 VERBS = {
     "inspect": Verb("statekit.cli.inspect_command", "Shows what a checkpoint holds."),
-    "ls": Verb("statekit.cli.ls_command", "Lists the runs below a folder, and which of them can go on."),
+    "ls": Verb("statekit.cli.ls_command", "Lists the runs below a folder, and whether each can be resumed."),
     "convert": Verb("statekit.cli.convert_command", "Converts a checkpoint to another system."),
-    "work": Verb("statekit.cli.work.command", "Has many processes carry out one conversion."),
+    "work": Verb("statekit.cli.work.command", "Carries out one conversion by many processes."),
     "verify": Verb(
         "statekit.cli.verify_command",
-        "Proves that DST goes on with the run of SRC, or says where not.",
+        "Proves that DST continues the run of SRC.",
     ),
-    "diff": Verb("statekit.cli.diff_command", "Says in what two checkpoints differ, or where two runs part."),
+    "diff": Verb("statekit.cli.diff_command", "Shows how two checkpoints differ, or where two runs part."),
     "doctor": Verb(
-        "statekit.cli.doctor_command", "Finds silent faults of checkpoints: they load, and go on wrong."
+        "statekit.cli.doctor_command",
+        "Finds faults that no loader notices.",
     ),
     "cold-start": Verb(
-        "statekit.cli.cold_start_command", "Says how far a new optimizer's first updates are from the run's."
+        "statekit.cli.cold_start_command", "Compares a new optimizer's first updates with the run's."
     ),
     "check": Verb("statekit.cli.check_command", "Proves every byte that a manifest or a checksum covers."),
-    "sweep": Verb("statekit.cli.sweep_command", "Removes what killed conversions left."),
+    "sweep": Verb("statekit.cli.sweep_command", "Removes the remains of killed conversions."),
     "seal": Verb("statekit.cli.seal_command", "Writes a manifest beside a checkpoint as it is."),
-    "resume": Verb("statekit.cli.resume_command", "Prints the code that goes on from a checkpoint."),
+    "resume": Verb("statekit.cli.resume_command", "Prints the code that resumes from a checkpoint."),
     "replay": Verb(
-        "statekit.cli.replay_command", "Replays recordings of an original optimizer with our steps."
+        "statekit.cli.replay_command", "Replays an original optimizer's recordings with our steps."
     ),
     "formats": Verb("statekit.cli.formats_command", "Lists the containers and layouts that statekit knows."),
     "schemas": Verb(
-        "statekit.cli.schemas_command", "Shows what each optimizer keeps, in every implementation."
+        "statekit.cli.schemas_command",
+        "Shows each optimizer's state and rule, by implementation.",
     ),
     "maps": Verb("statekit.cli.maps_command", "Shows the maps from one codebase's model to another's."),
     "serve": Verb("statekit.cli.serve_command", "Shows the checkpoints below some folders in a browser."),
-    "demo": Verb("statekit.cli.demo.demo_command", "Goes on in PyTorch from a checkpoint that T5X wrote."),
+    "demo": Verb("statekit.cli.demo.demo_command", "Continues a T5X run in PyTorch."),
 }
 
 

@@ -22,7 +22,7 @@ from statekit.maps.modules import FLATTEN, HEADS, KINDS, SAME, Modules
 
 @click.command("maps")
 @click.argument("name", required=False, shell_complete=complete_maps)
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: of one map, its file.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; with NAME, the map's file.")
 @click.option(
     "--infer",
     "versions",
@@ -36,11 +36,11 @@ from statekit.maps.modules import FLATTEN, HEADS, KINDS, SAME, Modules
     "pairs",
     multiple=True,
     metavar="OLD=NEW",
-    help="With --infer: what becomes of a parameter that it asks for; of two that are joined, OLD+OLD=NEW.",
+    help="With --infer: the new name of a parameter that it asks for. OLD+OLD=NEW joins two.",
 )
 @click.option(
     "--write", "file", type=click.Path(path_type=Path), metavar="FILE",
-    help="With --infer: where the map goes once nothing is asked for.",
+    help="With --infer: write the map into this file once nothing is open.",
 )  # fmt: skip
 def command(
     name: str | None,
@@ -51,9 +51,9 @@ def command(
 ) -> int:
     """Shows the maps from one codebase's model to another's.
 
-    Without NAME: all maps, one line each. With NAME: which parameter becomes which, and how; what the map needs to be
-    told of the model; what it refuses. NAME may be the path of a map of your own, a .json file, with :back behind it
-    for the other direction; a chain of maps, as mesh-tf-t5:t5x-t5:hf-t5, is shown one after the other.
+    Without NAME: all maps, one line each. With NAME: the new name of each parameter and the operation on it, the sizes
+    of the model that the map needs, and the models that it refuses. NAME may be the path of your own map, a .json file;
+    :back behind it shows the other direction. A chain of maps, as mesh-tf-t5:t5x-t5:hf-t5, is shown map by map.
     """
     stdout = output.screen()
     if versions is not None:

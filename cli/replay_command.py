@@ -43,12 +43,13 @@ LEGEND = (
     help="Default: numpy. May be repeated.",
 )
 @click.option(
-    "--device", help="Where --backend torch steps, as torch names it: cuda, cuda:1, xpu. Default: cpu."
+    "--device", help="The device of --backend torch, by torch's name: cuda, cuda:1, xpu. Default: cpu."
 )
 @click.option(
     "--start",
     type=click.Choice(["checkpoint", "init"]),
-    help="Where our side starts: the native checkpoint, or fresh slots. Default: the checkpoint where it can be read.",
+    help="The start of statekit's side: the native checkpoint, or fresh slots. Default: the checkpoint, "
+    "where statekit can read it.",
 )
 @click.option(
     "--checkpoint",
@@ -56,7 +57,7 @@ LEGEND = (
     callback=source_place,
     help="Start from this checkpoint instead of the recorded one.",
 )
-@ref_option("hparams", help="Canonical hyperparameters that our side uses instead.")
+@ref_option("hparams", help="Canonical hyperparameters for statekit's side.")
 @ref_options("checkpoint", without=("hparams",))
 @click.option(
     "--trajectory",
@@ -74,13 +75,12 @@ def command(
     trajectory: Path | None,
     as_json: bool,
 ) -> int:
-    """Replays recordings of an original optimizer with our steps.
+    """Replays an original optimizer's recordings with our steps.
 
-    Opens each BUNDLE, decodes its native checkpoint or begins with fresh slots, goes on with the recorded gradients and
-    learning rates, and compares every element of every step with what the original did, against the bound that float32
-    arithmetic of the declared kind can reach (docs/bounds.md). What can't be replayed is listed with the reason. Exit
-    code 1 if one element lies outside, 3 if one of several recordings can't be read; the others are replayed all the
-    same.
+    replay opens each BUNDLE, starts from its native checkpoint or from fresh slots, and takes the recorded gradients
+    and rates. It compares every element of every step with the original's, by the bound that float32 arithmetic of
+    the declared kind can reach (docs/bounds.md). It lists the recordings that it cannot replay, with the reason. The
+    exit code is 1 if an element lies outside the bound, and 3 if one of several recordings is unreadable.
     """
     _check_paths(bundles, start, ref)
     backends = [backend(name, device) for name in names or ("numpy",)]

@@ -27,7 +27,7 @@ def report_option(command: Callable[..., Any]) -> Callable[..., Any]:
         metavar="FILE.html",
         type=click.Path(path_type=Path),
         callback=place_of("report", _is_report),
-        help="Write it as a page too, which needs nothing beside it; takes the place of an earlier report.",
+        help="Also write a self-contained HTML page. It replaces an earlier report.",
     )(command)
 
 

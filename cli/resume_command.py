@@ -35,7 +35,7 @@ _EVERYDAY = {
 @click.option(
     "--framework",
     type=click.Choice(frameworks()),
-    help="Go on with an optimizer of statekit in this framework. Default: in the checkpoint's own system.",
+    help="Print code for statekit's optimizer in this framework. Default: code for the checkpoint's own system.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
@@ -43,10 +43,10 @@ def command(
     framework: str | None,
     as_json: bool,
 ) -> None:
-    """Prints the code that goes on from a checkpoint.
+    """Prints the code that resumes from a checkpoint.
 
     CHECKPOINT is a file or folder of any system that `statekit formats` lists, or a run's folder with several steps.
-    `...` stands for what the checkpoint doesn't say.
+    `...` stands for a value that the checkpoint does not store.
     """
     with open_state(ref, builds=True) as opened:
         state, place = to_json(opened.state.to_json()), of_checkpoint(opened)

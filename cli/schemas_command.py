@@ -26,14 +26,14 @@ SIDE_BY_SIDE = 3
     multiple=True,
     metavar="NAME",
     shell_complete=complete_variants,
-    help="Only this implementation; repeatable.",
+    help="Show only this implementation. May be repeated.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Print JSON: of one schema, its file.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON; with NAME, the schema's file.")
 def command(name: str | None, variants: tuple[str, ...], as_json: bool) -> None:
-    """Shows what each optimizer keeps, in every implementation.
+    """Shows each optimizer's state and rule, by implementation.
 
     Without NAME: all schemas, one line each. With NAME: slots, hyperparameters, one update, the differences between
-    the implementations (up to three side by side, e.g. --variant t5x --variant hf), and where all this is known from.
+    the implementations (up to three side by side, e.g. --variant t5x --variant hf), and the sources.
     """
     if name is None and variants:
         raise click.UsageError("--variant needs the name of a schema.")

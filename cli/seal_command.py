@@ -26,7 +26,7 @@ _DONE = {
     "--renew",
     multiple=True,
     metavar="FILE",
-    help="Take a file as it is now that isn't what an earlier manifest says, and may be damaged. May be repeated.",
+    help="Seal a file as it is, although an earlier manifest contradicts it. The file may be damaged. May be repeated.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(
@@ -39,10 +39,10 @@ def command(
 ) -> None:
     """Writes a manifest beside a checkpoint as it is.
 
-    CHECKPOINT is a file or folder of any system that `statekit formats` lists, a run's folder with several steps, all
-    of which are sealed, or a folder of files. Its own files aren't touched: a folder gets `statekit.json`, a file has
-    `statekit.<name>.json` beside it. Whatever changes later is then noticed, by `check` and by all that reads it. Files
-    that were written to since an earlier manifest are taken as they are; others that it contradicts are refused.
+    CHECKPOINT is a file or folder of any system that `statekit formats` lists, a folder of files, or a run's folder, of
+    which seal seals every step. seal does not touch the checkpoint's own files: it writes `statekit.json` into a
+    folder, and `statekit.<name>.json` beside a file. From then on `check` and every other verb notice a change. A new
+    seal takes files that were rewritten since the last one, and refuses other files that contradict the manifest.
     """
     with output.progress() as bar:
         task = bar.add_task("reading", total=None)

@@ -32,66 +32,81 @@ def _data_folder() -> Path:
     multiple=True,
     metavar="DIR",
     callback=local_files,
-    help="A folder with checkpoints; nothing outside is read or written. May be repeated.",
+    help="A folder with checkpoints. The service reads and writes nothing outside. May be repeated.",
 )
 @click.option(
     "--data",
     metavar="DIR",
     type=click.Path(path_type=Path),
-    help="Where the catalogue, its jobs and the token are kept. Default: ~/.local/share/statekit",
+    help="The folder of the catalogue, its jobs and the token. Default: ~/.local/share/statekit",
 )
 @click.option(
-    "--port", type=click.IntRange(0, 65535), default=8642, show_default=True, help="0: any that is free."
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=8642,
+    show_default=True,
+    help="The port. 0: any free port.",
 )
-@click.option("--workers", type=click.IntRange(1, 64), default=2, show_default=True, help="Jobs at a time.")
-@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen at.")
+@click.option(
+    "--workers",
+    type=click.IntRange(1, 64),
+    default=2,
+    show_default=True,
+    help="The number of jobs that run at the same time.",
+)
+@click.option(
+    "--host", default="127.0.0.1", show_default=True, help="The address on which the service listens."
+)
 @click.option(
     "--allow-remote",
     is_flag=True,
-    help="Let everybody in who has the token, over whatever network reaches --host, unencrypted.",
+    help="Accept everybody who has the token, unencrypted, over every network that reaches --host.",
 )
 @click.option(
-    "--name", "names", multiple=True, help="Another name by which browsers reach it. May be repeated."
+    "--name",
+    "names",
+    multiple=True,
+    help="Another host name by which browsers reach the service. May be repeated.",
 )
 @click.option(
     "--public-url",
     default="",
     metavar="URL",
-    help="Under which address browsers see it through a proxy: https://NAME or https://NAME/PATH.",
+    help="The address that browsers use through a proxy: https://NAME or https://NAME/PATH.",
 )
 @click.option(
     "--keep-days",
     type=click.IntRange(1, 36500),
     default=90,
     show_default=True,
-    help="After how many days the logs of jobs go, and jobs whose results nothing shows any more.",
+    help="Delete logs of jobs, and jobs whose results no page shows, after so many days.",
 )
 @click.option(
     "--user-header",
     default="",
     metavar="NAME",
-    help="The header in which a proxy names whoever asks, such as X-Forwarded-User: jobs bear that name.",
+    help="The header in which a proxy names the user, such as X-Forwarded-User. Jobs carry that name.",
 )
 @click.option(
     "--proxy",
     "proxies",
     multiple=True,
     metavar="ADDRESS",
-    help="The address of a proxy whose --user-header is believed. May be repeated.",
+    help="The address of a proxy whose --user-header the service trusts. May be repeated.",
 )
 @click.option(
     "--doctor-gib",
     type=click.IntRange(0, 1_000_000),
     default=100,
     show_default=True,
-    help="How many GiB of new steps doctor reads a day, by itself. 0: none.",
+    help="The GiB of new steps that doctor reads by itself each day. 0: none.",
 )
 @click.option(
     "--backup",
     metavar="FILE",
     type=click.Path(),
     callback=local_file,
-    help="Copy the catalogue to FILE and end; a server may be running.",
+    help="Copy the catalogue to FILE and exit. A server may be running.",
 )
 def command(
     roots: tuple[Path, ...],
@@ -110,9 +125,9 @@ def command(
 ) -> int:
     """Shows the checkpoints below some folders in a browser.
 
-    The other verbs run on them there, as jobs. Prints a link that signs in once; programs send the token of the data
-    folder. Nothing is copied: the catalogue refers to what lies there. To restore a backup, put it into the place of
-    catalogue.sqlite while no server runs.
+    The other verbs run there as jobs. serve prints a link that signs in once; programs send the token of the data
+    folder. It copies no checkpoint: the catalogue refers to the files. To restore a backup, stop the server and put the
+    backup into the place of catalogue.sqlite.
     """
     try:
         from statekit.service.database import FILE, Database

@@ -20,16 +20,16 @@ from statekit.files.tree import Place, StoredPlace
 @click.option(
     "--idle-hours",
     type=click.FloatRange(min=0),
-    help="Take a writer on another machine for dead when nothing was written for so long.",
+    help="Treat a writer on another machine as dead after so many hours without a write.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def command(folder: Place, idle_hours: float | None, as_json: bool) -> None:
-    """Removes what killed conversions left.
+    """Removes the remains of killed conversions.
 
-    FOLDER is a folder with targets, in a store or on this machine, or a target. Only what statekit put there is
-    removed, and only of a writer that provably runs no more: of a process of this machine that has ended. In a store
-    `--idle-hours` says when one of another machine counts as dead. A target that only lacked its last step is kept.
-    Parts of uploads that never ended are removed by the store's own rule: docs/remote.md.
+    FOLDER is a target or a folder with targets, in a store or on this machine. sweep removes only what statekit put
+    there, and only if its writer is proven dead: a process of this machine that has ended. In a store, `--idle-hours`
+    decides when a writer of another machine counts as dead. sweep keeps a target that lacks only its last step. The
+    store's own rule removes parts of unfinished uploads: docs/remote.md.
     """
     swept = _in_store(folder, idle_hours) if isinstance(folder, StoredPlace) else _here(Path(folder))
     if as_json:

@@ -67,7 +67,7 @@ _EVERYDAY = {
     "--repeat",
     metavar="CERT",
     type=click.Path(path_type=Path),
-    help="Do what a certificate says again, and compare.",
+    help="Repeat the proof of a certificate and compare the results.",
 )
 @click.option(
     "--steps",
@@ -75,50 +75,54 @@ _EVERYDAY = {
     type=click.IntRange(0),
     default=STEPS,
     show_default=True,
-    help="Updates of each run; 0: none.",
+    help="The number of updates of each run. 0: none.",
 )
 @click.option(
     "--gradients",
     metavar="all|random|adversarial|FILE",
     default="all",
     show_default=True,
-    help="What both sides are stepped on; FILE: safetensors, or torch.save's, with <update>/<parameter>, or with "
-    "<parameter> for one set that each update takes, by the target's names.",
+    help="The gradients of both runs. FILE: safetensors or torch.save's, with keys <update>/<parameter>, "
+    "or <parameter> for one set that every update takes, by the target's names.",
 )
 @click.option(
     "--backend",
     type=click.Choice(BACKEND_NAMES),
     default="numpy",
     show_default=True,
-    help="Where our steps run.",
+    help="The backend of statekit's steps.",
 )
 @click.option(
-    "--all", "everything", is_flag=True, help="Step every element of every parameter, not a sample."
+    "--all", "everything", is_flag=True, help="Step every element of every parameter instead of a sample."
 )
 @click.option(
-    "--seed", type=click.IntRange(0), default=0, show_default=True, help="Of the sample and the gradients."
+    "--seed",
+    type=click.IntRange(0),
+    default=0,
+    show_default=True,
+    help="The seed of the sample and of the gradients.",
 )
 @click.option(
     "--require",
     type=click.Choice([e.name.lower() for e in Exactness if e < Exactness.REFUSED]),
     default=Exactness.ROUNDING.name.lower(),
     show_default=True,
-    help="The least exactness that passes.",
+    help="The lowest exactness that passes.",
 )
 @click.option(
     "--map",
     "map_name",
     metavar="SOURCE:TARGET|FILE",
     shell_complete=complete_maps,
-    help="The map that DST was made with, where it doesn't say it.",
+    help="The map that made DST, where DST does not name it.",
 )
-@click.option("--config", multiple=True, metavar="FILE|KEY=VALUE", help="What the map was told of the model.")
+@click.option("--config", multiple=True, metavar="FILE|KEY=VALUE", help="The model's sizes that the map got.")
 @click.option(
     "--step-offset",
     metavar="keep|reset|N",
     callback=read_step,
     default="keep",
-    help="As in convert, where DST doesn't say it.",
+    help="As in convert, where DST does not store it.",
 )
 @click.option(
     "--certificate",
@@ -126,7 +130,7 @@ _EVERYDAY = {
     metavar="FILE.json",
     type=click.Path(path_type=Path),
     callback=certificate_place,
-    help="Write the certificate here.",
+    help="Write the certificate into this file.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @ref_options("source")
@@ -148,13 +152,13 @@ def command(
     as_json: bool,
     report: Path | None,
 ) -> int:
-    """Proves that DST goes on with the run of SRC, or says where not.
+    """Proves that DST continues the run of SRC.
 
-    Of any systems. Every tensor of both is read and digested, and each of DST is held against the one that SRC becomes
-    there; the two implementations' rules are compared field by field; then both sides are stepped on the same
-    gradients, by torch.optim's, Transformers', Optax' or Keras' own class where that is installed, and every element is
-    held against the bound of the arithmetic (docs/bounds.md). Faults that are put into this very state must be seen by
-    it. The exit code is 1 if DST is refuted, or less exact than --require.
+    SRC and DST may be of any two systems. verify reads every tensor of both and compares each with the tensor that SRC
+    becomes there. It compares the rules of the two implementations field by field. It steps both sides on the same
+    gradients, by the class of torch.optim, Transformers, Optax or Keras where that is installed, and compares every
+    element with the bound of the arithmetic (docs/bounds.md). It puts faults into this very state and must find them.
+    The exit code is 1 if DST is refuted, or less exact than --require.
     """
     source = None if ref.path is None else ref.place
     if (repeat is None) == (source is None or target is None) or (

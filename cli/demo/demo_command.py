@@ -59,21 +59,21 @@ Values: TypeAlias = Mapping[str, Mapping[str, Array]]
     metavar="DIR",
     default="demo-out",
     show_default=True,
-    help="Where the PyTorch checkpoint shall be.",
+    help="The place of the PyTorch checkpoint.",
 )
 @click.option(
     "--sample",
     callback=local_file,
     metavar="DIR",
-    help="Write two small checkpoints into this folder instead, to try the other commands on.",
+    help="Write two small checkpoints into this folder for trying the other commands.",
 )
 def command(bundle: Path | None, out: Path, sample: Path | None) -> int:
-    """Goes on in PyTorch from a checkpoint that T5X wrote.
+    """Continues a T5X run in PyTorch.
 
-    Inspects the checkpoint of BUNDLE, a recording of T5X; converts it to Transformers' T5ForConditionalGeneration with
-    its optimizer; trains on the batches that T5X had; and compares losses and weights with T5X's. Exit code 1 if they
-    aren't the same up to rounding. A recording that has gradients instead of batches is resumed in
-    statekit.torch.Adafactor, and every step of every element is compared.
+    demo inspects the checkpoint of BUNDLE, a recording of T5X, and converts it to Transformers'
+    T5ForConditionalGeneration with its optimizer. It trains on T5X's batches and compares losses and weights with
+    T5X's. The exit code is 1 if they differ by more than rounding. A recording with gradients instead of batches is
+    resumed in statekit.torch.Adafactor; demo then compares every element of every step.
     """
     stdout = output.screen()
     bundle = bundle or _default_bundle()

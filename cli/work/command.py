@@ -33,11 +33,11 @@ _WATCHED = 2.0
 
 @click.group("work")
 def command() -> None:
-    """Has many processes carry out one conversion.
+    """Carries out one conversion by many processes.
 
-    `split` makes a folder that all of them see; `run` does tasks, anywhere and in any number of processes; `finish`
-    joins what they wrote, proves it, and gives it the target's name. A process that is killed loses its task alone:
-    give the same command again. `statekit convert --on` does all three.
+    `split` makes a folder that all processes see. `run` runs tasks, on any machine and in any number of processes.
+    `finish` joins the parts, proves them, and gives the target its name. A killed process loses only its task: repeat
+    the command. `statekit convert --on` does all three.
     """
 
 
@@ -56,17 +56,17 @@ _WORK = click.argument("work", type=click.Path(path_type=Path))
     callback=read_size,
     default="2GiB",
     show_default=True,
-    help="Values in a task, and in a file of TARGET, at most.",
+    help="The most bytes of values in a task, and in a file of TARGET.",
 )
 @click.option(
     "--work",
     metavar="FOLDER",
     type=click.Path(path_type=Path),
-    help="The work's folder, on TARGET's file system. Default: TARGET.work.",
+    help="The folder of the work, on TARGET's file system. Default: TARGET.work.",
 )
 @_json_option
 def split_command(asked: Asked, task_bytes: int, work: Path | None, as_json: bool) -> int:
-    """Splits a conversion into tasks; takes what convert takes. Reads no values."""
+    """Splits a conversion into tasks. It takes the options of convert and reads no values."""
     with split(asked.plan(), place_of_work(asked.target, work), task_bytes or TASK_BYTES) as made:
         if as_json:
             tasks = [{**vars(task), "names": len(task.names)} for task in made.tasks]
@@ -78,19 +78,28 @@ def split_command(asked: Asked, task_bytes: int, work: Path | None, as_json: boo
 
 @command.command("run")
 @_WORK
-@click.option("--shard", "share", metavar="I/N", help="Do every N-th task: I/N; auto: as the scheduler says.")
 @click.option(
-    "--tasks", metavar="LIST", help="Do these: 3,17-40. -: those that standard input names, line by line."
+    "--shard",
+    "share",
+    metavar="I/N",
+    help="Run every N-th task: I/N. auto: the share that the scheduler's variables name.",
 )
-@click.option("--here", is_flag=True, help="Do all that are missing.")
-@click.option("--threads", type=click.IntRange(1, 256), metavar="N", help="How many threads work on a task.")
+@click.option(
+    "--tasks",
+    metavar="LIST",
+    help="Run these tasks: 3,17-40. -: the tasks that standard input lists, one per line.",
+)
+@click.option("--here", is_flag=True, help="Run all missing tasks.")
+@click.option(
+    "--threads", type=click.IntRange(1, 256), metavar="N", help="The number of threads for each task."
+)
 @click.option("--quiet", is_flag=True, help="Print nothing.")
 def run_command(
     work: Path, share: str | None, tasks: str | None, here: bool, threads: int | None, quiet: bool
 ) -> int:
-    """Does tasks that aren't done yet.
+    """Runs tasks that are not done yet.
 
-    Without --tasks and --here it does the share that the scheduler's variables name: those of SLURM, torchrun, Open
+    Without --tasks and --here it runs the share that the scheduler's variables name: those of SLURM, torchrun, Open
     MPI, or an indexed Job of Kubernetes.
     """
     if sum((share is not None, tasks is not None, here)) > 1:
@@ -172,7 +181,7 @@ def _numbers(text: str) -> Iterator[int]:
 @command.command("status")
 @_WORK
 @_json_option
-@click.option("--watch", is_flag=True, help="Show it until all tasks are done.")
+@click.option("--watch", is_flag=True, help="Keep the status on the screen until all tasks are done.")
 def status_command(work: Path, as_json: bool, watch: bool) -> int:
     """Shows how far a work is: 0 if all tasks are done, 1 if some are missing."""
     opened = Work(work)
@@ -193,9 +202,7 @@ def status_command(work: Path, as_json: bool, watch: bool) -> int:
 
 @command.command("finish")
 @_WORK
-@click.option(
-    "--again", is_flag=True, help="Read all values of the target once more; the tasks have read them."
-)
+@click.option("--again", is_flag=True, help="Read all values of the target again, although the tasks did.")
 @_json_option
 def finish_command(work: Path, again: bool, as_json: bool) -> int:
     """Joins what the tasks wrote, proves it, and gives it the target's name; a second time, does nothing."""

@@ -146,74 +146,76 @@ class CheckpointRef:
 
     path: str | os.PathLike[str] | None = None
     container: str | None = _option(
-        "--from", "text", "place", "What the file is, if it can't be told.",
+        "--from", "text", "place", "The container of the checkpoint, if statekit cannot detect it.",
         metavar="CONTAINER", completes="containers",
     )  # fmt: skip
     layout: str | None = _option(
-        "--layout", "text", "place", "What its names mean, if it can't be told.",
+        "--layout", "text", "place", "The layout of its names, if statekit cannot detect it.",
         metavar="LAYOUT", completes="layouts",
     )  # fmt: skip
     step: int | None = _option(
-        "--step", "number", "place", "The step of a run's folder. Default: the newest.", metavar="N"
+        "--step", "number", "place", "The step of a run. Default: the newest.", metavar="N"
     )
     hparams: Mapping[str, Any] = _option(
         "--hparams", "values", "meaning",
-        "What the checkpoint doesn't say, by the original's own names: decay_rate=0.8, or a .gin or .json file. "
-        "May be repeated. adamw/b2=0.95 is of one of several optimizers.",
+        "Hyperparameters that the checkpoint does not store, by the original's names: "
+        "decay_rate=0.8, or a .gin or .json file. May be repeated. adamw/b2=0.95 names one of "
+        "several optimizers.",
         metavar="FILE|KEY=VALUE",
     )  # fmt: skip
     optimizer: str | None = _option(
         "--optimizer", "text", "meaning",
-        "Which optimizer ran, where the files fit several.", metavar="NAME",
+        "The run's optimizer, where the files fit several.", metavar="NAME",
     )  # fmt: skip
     variant: str | None = _option(
         "--variant", "text", "meaning",
-        "Which variant of the optimizer ran, where the files can't tell; of several: adafactor/hf,adamw/torch.",
+        "The variant of the run's optimizer, where the files fit several. For several optimizers: "
+        "adafactor/hf,adamw/torch.",
         metavar="NAME", completes="variants",
     )  # fmt: skip
     param_names: Sequence[str] | None = _option(
         "--param-names", "names", "meaning",
-        "Names in the order of the optimizer's parameters, where it only numbers them: a file with one per line, with "
-        "a JSON list (or one for each group) or with a state_dict; or a JSON list itself.",
+        "Parameter names in the optimizer's order, where it only numbers them. A file with one name "
+        "per line, a JSON list (or one list for each group), or a state_dict; or a JSON list itself.",
         metavar="FILE|LIST",
     )  # fmt: skip
     names_from: str | None = _option(
         "--names-from", "text", "meaning",
-        "Where to take the order of a Trainer's numbered parameters from; config: the architecture that the model's "
-        "config.json names, built without weights (needs statekit[hf]).",
+        "The source of the order of a Trainer's numbered parameters. config: the architecture that "
+        "the model's config.json names, built without weights (needs statekit[hf]).",
         choices=("config",),
     )  # fmt: skip
     schedule: Mapping[str, Any] | None = _option(
         "--schedule", "call", "meaning",
-        "What makes the run's learning rate, where its files don't say it, as the program has it: "
+        "The learning-rate schedule, where the files do not store it, as the program writes it: "
         "'optax.cosine_decay_schedule(1e-3, 10000)', or a .gin file of T5X.",
         metavar="CALL|FILE",
     )  # fmt: skip
     model_key: str | None = _option(
         "--model-key", "text", "meaning",
-        "Where the weights lie in a PyTorch file or a tree of JAX, keys joined by /, if several may be meant.",
+        "The keys that lead to the weights in a PyTorch file or a JAX tree, joined by /, where several trees fit.",
         metavar="KEY",
     )  # fmt: skip
     optimizer_key: str | None = _option(
         "--optimizer-key", "text", "meaning",
-        "Where the optimizer's state lies in a PyTorch file.", metavar="KEY",
+        "The keys that lead to the optimizer's state in a PyTorch file, joined by /.", metavar="KEY",
     )  # fmt: skip
     assume_defaults: bool = _option(
         "--assume-defaults", "flag", "meaning",
-        "Let documented defaults stand for what nobody says, where the target stores it or a proof needs it.", False,
+        "Use documented defaults for unknown hyperparameters that the target stores or a proof needs.", False,
     )  # fmt: skip
     accept_damaged: bool = _option(
         "--accept-damaged", "flag", "trust",
-        "Go on with a checkpoint that its manifest contradicts; says what does.", False,
+        "Read a checkpoint that its manifest contradicts, and name each contradiction.", False,
     )  # fmt: skip
     follow_links: bool = _option(
         "--follow-links", "flag", "trust",
-        "Read what links out of the checkpoint lead to; those in Hugging Face's cache are followed anyway.", False,
+        "Follow links that lead out of the checkpoint. Links in Hugging Face's cache are always followed.", False,
     )  # fmt: skip
     budget: int | None = _option(
         "--budget", "bytes", "trust",
-        "How much memory headers, pickles and trees may take, such as 2GiB, and work in proportion; values of "
-        "tensors stream.  [default: 512MiB]",
+        "The memory limit for headers, pickles and trees, such as 2GiB; it limits the work in "
+        "proportion. Values of tensors are streamed.  [default: 512MiB]",
         metavar="SIZE",
     )  # fmt: skip
     files: Mapping[str, str] = field(default_factory=dict, kw_only=True, compare=False, repr=False)
