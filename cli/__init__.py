@@ -1,4 +1,4 @@
 """The command line: one module per verb, imported when the verb is called.
 
-In go the words of a call. Out comes text for people, or JSON for programs, and an exit code; the work is the library's.
+A verb parses the words of a call, lets the library do the work, and prints text for people or JSON for programs.
 """

@@ -1,5 +1,4 @@
-"""What each optimizer keeps, as JSON with sources: slots, hyperparameters, variants and how they differ.
+"""The state of each optimizer, as JSON with sources: slots, hyperparameters, variants and their differences.
 
-In goes what was read in the originals and measured on them. Out comes what every layout, step and drop-in asks instead
-of telling it again.
+Each fact was read in the originals or measured on them. Layouts, steps and drop-ins ask a schema and repeat none of it.
 """

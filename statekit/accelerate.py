@@ -1,8 +1,8 @@
-"""Two helps for Accelerate.
+"""Two helpers for Accelerate.
 
 statekit.accelerate.attest(accelerator, "run/checkpoint") proves after `load_state` that a resumed run is its
 checkpoint's. statekit.accelerate.SealsEachSave().begin("run/checkpoint"), in the main process after `save_state`, seals
-a save and has doctor look into it.
+a save and lets doctor examine it.
 """
 
 from __future__ import annotations

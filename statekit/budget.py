@@ -1,12 +1,11 @@
-"""The budget of a job: how much memory and work reading may take, however many files and readers there are.
+"""The budget of a job: the memory and the work that reading may take, however many files and readers there are.
 
-One number says it all, bytes of memory; `--budget` raises it. What a job holds (headers, indices, pickles, trees; the
-values of tensors stream) is counted before it is allocated, and given back when the checkpoint is closed. Work is
-counted in steps, which may grow with the bytes that were read, and what decompresses in bytes that come out, which may
-grow with those that are stored, whatever is read first; so may small chunks, of which each takes more work than its
-values; not with time: an honest file on a slow disk passes. What only saves work, as a chunk that is decoded already,
-is kept while nothing else needs the room. Of disk reading takes nothing. Readers ask here and have no limits of their
-own, so that limits can't multiply.
+The budget is one number of bytes; `--budget` raises it. A job counts what it holds (headers, indices, pickles, trees)
+before it allocates it, and returns it when the checkpoint is closed. Values of tensors are streamed and do not count.
+Work is counted in steps, which may grow with the bytes that were read. Decompressed bytes may grow with the stored
+bytes. Small chunks, each of which takes more work than its values, may grow with them too. Time does not count: an
+honest file on a slow disk passes. A cache, as of decoded chunks, is kept while nothing else needs the room. Every
+reader asks this module and has no limit of its own, so that limits cannot multiply.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Two lines for transformers' Trainer.
+"""Three callbacks for transformers' Trainer.
 
 trainer.add_callback(statekit.hf.AttestCallback("run/checkpoint-500")) proves before the first update that a resumed run
-is its checkpoint's. trainer.add_callback(statekit.hf.NamesCallback()) writes at each save which parameters the
-optimizer's numbers mean. trainer.add_callback(statekit.hf.SealCallback()) writes them too, seals each save and has
-doctor look into it, while the run goes on.
+is its checkpoint's. trainer.add_callback(statekit.hf.NamesCallback()) writes at each save the names of the
+parameters that the optimizer numbers. trainer.add_callback(statekit.hf.SealCallback()) writes them too, seals each
+save, and lets doctor examine it while the run goes on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Two callbacks for Lightning's Trainer.
 
 lightning.Trainer(callbacks=[statekit.lightning.AttestCallback("run/last.ckpt")]) proves before the first update that a
-resumed run is its checkpoint's. statekit.lightning.SealCallback() seals each save and has doctor look into it.
+resumed run is its checkpoint's. statekit.lightning.SealCallback() seals each save and lets doctor examine it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The pipeline of a job: its threads, its buffers, and how long each stage worked.
+"""The pipeline of a job: its threads, its buffers, and the time of each stage.
 
-What happens to the bytes of a checkpoint are stages: they are read, digested, decoded or compressed, written, synced,
-and read and digested again. A stage runs on a thread of its own, a lane, one piece of work after the other, so that
-results and errors come in the order in which they would come from one thread; with one thread there are no lanes. The
-blocks that pass from stage to stage lie in a few buffers, which are used again once nobody refers to them: fresh memory
-costs a third of the time. In goes work, as functions and iterators; out comes what they return, in order.
+The bytes of a checkpoint pass through stages: read, digest, decode or compress, write, sync, read and digest again. A
+stage runs on its own thread, a lane, one piece of work after the other. Results and errors therefore come in the order
+of one thread. A job with one thread has no lanes. Blocks lie in a few buffers, which are reused once nobody refers to
+them, because fresh memory costs a third of the time. The pipeline takes functions and iterators and yields their
+results in order.
 """
 
 from __future__ import annotations

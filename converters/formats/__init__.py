@@ -1,6 +1,5 @@
-"""File formats: how bytes, records and arrays lie in a file, whoever keeps checkpoints in it.
+"""File formats: the form of bytes, records and arrays in a file, whichever program keeps checkpoints in it.
 
-These modules know neither containers nor optimizers. In goes an open file, or a tree of tensors and records. Out
-comes such a tree, whose tensors are read when they are asked for; or the bytes of a file that the original programs
-read.
+A format reads an open file into a tree of tensors and records, whose tensors are read on demand. It writes such a tree
+as the bytes that the original programs read. These modules know neither containers nor optimizers.
 """

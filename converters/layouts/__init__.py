@@ -1,7 +1,6 @@
-"""Layouts say what the names in a checkpoint mean for one optimizer implementation.
+"""Layouts: the meaning of the names in a checkpoint for one optimizer implementation.
 
-What goes in is an opened checkpoint: native names with their tensors, and what the user says beside it. What comes out
-is the canonical state of the run, or, the other way, the tree of native names that a container writes; no layout opens
-a file. Each registered layout is found by its own name: a folder, or a module with one `LAYOUT`, beside which stands
-what a family shares.
+A layout decodes an opened checkpoint and the user's hints to the canonical state of the run. It encodes a canonical
+state to the tree of native names that a container writes. No layout opens a file. Each registered layout has its own
+name here: a folder, or a module with one `LAYOUT`, beside the modules that a family shares.
 """

@@ -1,5 +1,5 @@
-"""One array namespace, `xp`, in which a step is written once and runs in NumPy, JAX, PyTorch and TensorFlow.
+"""One array namespace, `xp`: a step is written once and runs in NumPy, JAX, PyTorch and TensorFlow.
 
-In goes the name of a framework, which is imported only then. Out comes a `Backend`: the operations that steps are made
-of, with every rounding written out, so that nothing depends on how a framework promotes or compiles.
+A `Backend` has the operations that steps are made of, with every rounding written out, so that no result depends on how
+a framework promotes or compiles. A framework is imported only when its name is asked for.
 """

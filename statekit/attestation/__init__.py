@@ -1,5 +1,5 @@
-"""Whether a run is what it should be: the state in memory against its checkpoint, and files against themselves.
+"""Attestation: is the state in memory that of its checkpoint, and do the files agree with themselves?
 
-In go the canonical states of a checkpoint and of what is live in PyTorch, JAX or TensorFlow, or the checkpoints of a
-run. Out come findings by name, each with where it is, what was expected, what is there and what to do.
+It compares the canonical state of a checkpoint with the live state in PyTorch, JAX or TensorFlow, or the checkpoints of
+one run with each other. It returns findings by name, each with place, expected, found and remedy.
 """

@@ -1,4 +1,4 @@
-"""A checkpoint as a user names it: where it is, what it is, and what its files do not say.
+"""A checkpoint as a user names it: its place, its form, and the facts that its files lack.
 
 Each option stands here once, with its help, its form on the command line and its form in JSON. The options of every
 verb, the keywords of Python, the fields of plans and certificates, the service's options and the printed code follow

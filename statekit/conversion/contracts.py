@@ -1,6 +1,6 @@
 """The two contracts of a converter: a container knows bytes, a layout knows names.
 
-n containers and k layouts make n * k formats: everything goes native -> canonical -> native.
+Every conversion goes native -> canonical -> native, so that n containers and k layouts make n * k formats.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Engines that people already run: where the tasks of a work go. Each is thin, and loaded when `--on` names it.
+"""Engines: the schedulers that run the tasks of a work. Each is thin, and loaded when `--on` names it.
 
-In goes a work's folder and a task's number. Out comes whether the attempt ended well; what it wrote is in the work's
-folder, and no tensor passes through an engine.
+An engine takes a work's folder and a task's number, and returns whether the attempt ended well. The attempt's output
+lies in the work's folder; no tensor passes through an engine.
 """

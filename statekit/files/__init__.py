@@ -1,8 +1,8 @@
 """Files, read without trust and written without accidents.
 
-In goes a path. Out comes a `Checkpoint`, whose tensors are read only when asked; or, at a target, files that were
-written in a folder beside it, synced, read again and compared before they were renamed to it, with a manifest that
-has a digest of each.
+To read, this room opens a path as a `Checkpoint`, whose tensors are read only on demand. To write, it makes files in a
+folder beside the target, syncs them, reads them again, compares them, and renames them to the target. The manifest has
+a digest of each file.
 """
 
 import sys

@@ -1,7 +1,7 @@
 """JAX: the originals' optimizers as optax.GradientTransformations, and resuming from any checkpoint statekit reads.
 
-In goes a tree of parameters, or one with a checkpoint of any system that holds them. Out comes a transformation, and a
-state that goes on where T5X, icefall, MXNet, Optax, PyTorch or Keras stopped.
+`load_optimizer` takes a tree of parameters and a checkpoint of any system that holds them. It returns a transformation
+and a state that continue where T5X, icefall, MXNet, Optax, PyTorch or Keras stopped.
 """
 
 from statekit.errors import MissingExtraError

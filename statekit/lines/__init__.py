@@ -1,5 +1,5 @@
-"""What every layout needs in order to print the lines by which its own system goes on from a checkpoint.
+"""The common part of the lines by which each system resumes from a checkpoint.
 
-In goes a state as plain data, and what is known of its checkpoint (`SavedRun`). Out come an optimizer's arguments, the
-run's learning rate as code of each system, and the lines of statekit's own optimizers.
+From a state as plain data and the facts of its checkpoint (`SavedRun`), these modules make an optimizer's arguments,
+the run's learning rate as code of each system, and the lines of statekit's own optimizers. Each layout prints its own.
 """

@@ -1,8 +1,8 @@
-"""Maps: from the parameters of one codebase's model to another's, with all that an optimizer keeps of them.
+"""Maps: from the parameters of one codebase's model to those of another, with the optimizer's slots.
 
-In goes a state, and a map: a model map, which is data (`converters/models/`), or a renaming. Out comes a state under
-the other names, in which every slot has followed its parameter, and an account of what became of what; or an error that
-lists every name of either side that the map doesn't cover. No value is read.
+A map is a model map, which is data (`converters/models/`), or a renaming. It takes a state and returns it under the
+other names; every slot follows its parameter, and an account tells the fate of each. An error lists every name of
+either side that the map does not cover. A map reads no value.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""One plan, many workers: a conversion is split into tasks that any processes carry out, and finished by one.
+"""One plan, many workers: any processes run the tasks of a conversion, and one process finishes it.
 
-In goes a plan and a folder that all workers see. The folder has `work.json`, a record of each task that is done, and
-what each attempt at a task writes. Out comes the target that one process would write, cut alike. No process
-coordinates the others: whoever finds a task without a record may run it, and an attempt that comes second is dropped.
+All workers see one folder. It has `work.json`, a record of each task that is done, and the output of each attempt. The
+target is the one that a single process would write with the same cut. No process coordinates the others: any worker
+may run a task without a record, and a second attempt is dropped.
 """

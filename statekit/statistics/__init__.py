@@ -1,6 +1,5 @@
-"""Statistics: what plots need of a checkpoint's values, each figure with the formula that makes it.
+"""Statistics: the figures that plots need, each with the formula that makes it.
 
-In goes a train state whose tensors are read when asked for. Out come plain records that JSON can hold: histograms,
-tiles and bars that are streamed block by block, whatever the size; and figures of the update, as the variant's own
-rule has it, of parameters that fit the budget.
+Histograms, tiles and bars are streamed block by block, whatever the size of a tensor. Figures of the update follow the
+variant's own rule, for parameters that fit the budget. All of them are plain records that JSON can hold.
 """

@@ -1,7 +1,7 @@
 """TensorFlow: every optimizer as a Keras 3 optimizer, and resuming from any checkpoint statekit reads.
 
-In goes a model or its variables, or those with a checkpoint of any system that holds them. Out comes a Keras optimizer
-that goes on where the original stopped:
+`load_optimizer` takes a model or its variables and a checkpoint of any system that holds them. It returns a Keras
+optimizer that continues where the original stopped:
 
 import statekit.tensorflow
 

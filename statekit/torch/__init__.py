@@ -1,7 +1,7 @@
 """PyTorch: the originals' optimizers as ordinary ones, and resuming from any checkpoint statekit reads.
 
-In go named parameters, or those with a checkpoint of any system that holds them. Out comes a `torch.optim.Optimizer`
-that goes on where the original stopped:
+`load_optimizer` takes named parameters and a checkpoint of any system that holds them. It returns a
+`torch.optim.Optimizer` that continues where the original stopped:
 
 import statekit.torch
 
