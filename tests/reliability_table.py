@@ -24,19 +24,19 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FIGURES = ROOT / ".reliability"
 TARGET = ROOT / "docs" / "reliability.md"
-TEXT = """# Reliability: what was done to it, and what it noticed
+TEXT = """# Reliability: the damage that was tried, and what statekit noticed
 
-Damaged bytes, hostile bytes, mixed files, full disks and kills, with figures: each table is made by its suite
-(`make tables` draws this page from what they leave).
+Damaged bytes, hostile bytes, mixed files, full disks and kills, with figures. Each suite makes its table; `make tables`
+draws this page from their figures.
 
-- **cases**: how many were tried.
-- **caught**: those that ended in an error of statekit, which names the file and the place.
-- **harmless**: those after which the result was the same, bit for bit: what changed says nothing.
-- **silent**: those that went through with another result. Where there is no manifest and no checksum, nothing can tell;
-  such formats are listed by name.
-- **untyped**: those that ended in an error which isn't statekit's own.
-- **hung**: those that took longer than 30 seconds.
-- **seconds**, **peak**: the longest of the cases, and the most memory beyond the program's own, in MiB.
+- **cases**: the number of cases.
+- **caught**: cases that ended in an error of statekit, which names the file and the place.
+- **harmless**: cases with the same result, bit for bit: the changed byte means nothing.
+- **silent**: cases that went through with another result. Without a manifest and a checksum nothing can tell; the table
+  names such formats.
+- **untyped**: cases that ended in an error of another kind.
+- **hung**: cases that took longer than 30 seconds.
+- **seconds**, **peak**: the longest case, and the most memory beyond the program's own, in MiB.
 """
 
 
@@ -80,71 +80,70 @@ class Suite:
 SUITES = {
     "flips": Suite(
         "One bit flipped",
-        "Every format that statekit writes, with its manifest; every format as its own system wrote it; and so, sealed "
-        "with a manifest: in which one bit of one file is flipped, the manifest's among them; then it is converted. "
-        "Half of the places are drawn by byte, half by file. "
-        "`pytest -m slow tests/test_bit_flips.py`; a sample of it in every run.",
+        "The suite flips one bit of one file and converts the checkpoint. It takes every format as statekit writes "
+        "it, with its manifest; every format as its own system wrote it; and the latter sealed with a manifest, "
+        "which may be the flipped file. It draws half of the places by byte, half by file. `pytest -m slow "
+        "tests/test_bit_flips.py`; CI runs a sample.",
     ),
     "mixed": Suite(
         "A file of another step",
-        "A part of step 4 of a run in its place in step 8, of every library that writes several files, without a "
-        "manifest; then it is planned and read. Caught: refused, or said under what is odd about the source. Silent: "
-        "nothing in any of the files tells; `inspect` and `convert` name them, and a manifest does tell (`statekit "
-        "seal`). A schedule that steps once an epoch, "
-        "or a name that counts epochs, disagrees as well, and what is said names that too; a schedule that steps with "
-        "evaluations (ReduceLROnPlateau), or a number behind a prefix that isn't the library's own, says nothing. "
-        "`pytest tests/test_mixed_files.py`.",
+        "The suite puts a part of step 4 of a run into the place of that part in step 8, for every library that "
+        "writes several files, without a manifest. Then it plans a conversion and reads the result. Caught: refused, "
+        "or named as odd about the source. Silent: nothing in the files tells; `inspect` and `convert` name such "
+        "files, and a manifest tells (`statekit seal`). A schedule that steps once an epoch, or a name that counts "
+        "epochs, disagrees as well, and the message says so. A schedule that steps with evaluations "
+        "(ReduceLROnPlateau), or a number behind a foreign prefix, proves nothing. `pytest "
+        "tests/test_mixed_files.py`.",
     ),
     "soak": Suite(
         "Drawn conversions while things go wrong",
-        "Drawn samples into drawn formats, with SIGKILL or SIGTERM at some time, files that can't grow, a call that "
-        "fails once or from there on, or a source with a bit changed, a file cut off or missing. Silent: a torn "
-        "target, or something left that the next conversion doesn't remove. `make soak`; a sample in every run.",
+        "The suite converts drawn samples into drawn formats while one thing goes wrong: SIGKILL or SIGTERM at a "
+        "random time, files that cannot grow, a call that fails once or from then on, or a source with a changed "
+        "bit, a cut file or a missing file. Silent: a torn target, or remains that the next conversion does not "
+        "remove. `make soak`; CI runs a sample.",
     ),
     "calls": Suite(
         "A system call fails",
-        "`statekit convert` as a process of its own, in which strace makes one call fail: each way to open, list, "
-        "read, write, cut, sync, rename or make a file or folder of the source or the target, six times on each, "
-        "with EIO, and with ENOSPC where space is needed. Harmless: the target is complete all the same. "
-        "`pytest -m slow tests/test_failing_calls.py`; a sample of it in every run; it needs strace.",
+        "strace makes one system call of a process `statekit convert` fail: each kind of call that opens, lists, "
+        "reads, writes, cuts, syncs, renames or makes a file or folder of the source or the target, six times each, "
+        "with EIO, and with ENOSPC where space is needed. Harmless: the target is complete all the same. `pytest -m "
+        "slow tests/test_failing_calls.py`; CI runs a sample; it needs strace.",
     ),
     "power": Suite(
         "The power goes",
-        "Conversions into a file system that writes down every call. The power is cut after each, and each time many "
-        "disks are looked at: what was synced is there; of names and bytes that weren't, none, all, or some, in any "
-        "order. Harmless: the target is as it was before or complete, and complete if the conversion was done; what "
-        "else is left the next conversion removes. `pytest -m '' tests/test_power_loss.py`; it needs /dev/fuse and "
+        "The suite converts into a file system that records every call. It cuts the power after each call and "
+        "examines many possible disks: synced bytes and names are there; of the others none, all, or some are there, "
+        "in any order. Harmless: the target is as it was before, or complete; a finished conversion is complete. The "
+        "next conversion removes all other remains. `pytest -m '' tests/test_power_loss.py`; it needs /dev/fuse and "
         "Debian's python3-pyfuse3.",
     ),
     "fuzz": Suite(
         "Samples changed at random",
-        "Bytes of every format that statekit reads itself, changed bit by bit or in their structure, and trees of "
-        "every layout, given to its reader, which uses what it gets as a conversion does. Harmless: read, whatever was "
-        "changed. `make fuzz` goes on as long as told; a sample in every run. HDF5 is read by statekit's own parser "
-        "since the million cases of the reader before it. Its row `hdf5` is large files changed by structure "
-        "(pointers, counts, messages; old and new format), `hdf5 pieces` small ones with few kinds of structure each. "
-        "A million cases of them were not run.",
+        "The suite changes the bytes of every format that statekit reads itself, bit by bit or in their structure, "
+        "and the trees of every layout. The reader gets them and uses the result as a conversion does. Harmless: "
+        "read, whatever was changed. `make fuzz` runs as long as you choose; CI runs a sample. The row `hdf5` has "
+        "large files changed by structure (pointers, counts, messages; old and new format), `hdf5 pieces` small "
+        "files with few kinds of structure each.",
     ),
     "bombs": Suite(
-        "Files that ask for much",
-        "Small files that would take much memory or time: each is opened in a process of its own, with the budget that "
-        "there is by default, 512 MiB, and ends within it and the blocks that are read. What isn't refused is read. "
-        "Seconds are by the clock; none took 30 of the processor. "
-        "`pytest -m slow tests/test_bombs.py`; a sample of it in every run.",
+        "Files that demand much memory or time",
+        "Small files that would take much memory or time. A process of its own opens each with the default budget, "
+        "512 MiB, and ends within the budget and the blocks that it reads. What is not refused is read. Seconds are "
+        "by the clock; no case took 30 s of the processor. `pytest -m slow tests/test_bombs.py`; CI runs a sample.",
     ),
     "scale": Suite(
-        "What is large",
-        "Listing 100 000 tensors takes less than a minute of computing and 1 GiB; one tensor of 8 GiB, a file nearly "
-        "all of which lies nowhere, is measured, sealed and converted in less than 256 MiB. Seconds are those of the "
-        "processor. `pytest -m slow tests/test_bombs.py`.",
+        "Large checkpoints",
+        "Listing 100 000 tensors takes less than a minute of computing and 1 GiB. statekit measures, seals and "
+        "converts one tensor of 8 GiB, a sparse file, in less than 256 MiB. Seconds are of the processor. `pytest -m "
+        "slow tests/test_bombs.py`.",
     ),
     "service": Suite(
         "The service under load and under fire",
-        "`statekit serve` over recorded checkpoints, with clients of its interface that read the catalogue and ask for "
-        "jobs, some of them twice; SIGKILL for it and its workers at random moments; signals while jobs run; a disk "
-        "that is full, and a data folder that can't be written to. Harmless: every job ended exactly once, with its "
-        "one result, and no lease was over for more than 5 seconds before somebody took the job back. Silent: a job "
-        "that was lost, doubled or stuck. `make test-service`; a sample in every run.",
+        "`statekit serve` shows recorded checkpoints while clients read the catalogue and ask for jobs, some of them "
+        "twice. The suite kills the service and its workers at random moments, sends signals while jobs run, fills "
+        "the disk, and makes the data folder read-only. Harmless: every job ended exactly once with its one result, "
+        "and a worker took an expired lease back within 5 seconds. Silent: a lost, doubled or stuck job. `make "
+        "test-service`; CI runs a sample.",
     ),
 }
 """The sections, in the page's order, by the names of the suites."""
