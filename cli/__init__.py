@@ -1,4 +1,4 @@
 """The command line: one module per verb, imported when the verb is called.
 
-A verb parses the words of a call, lets the library do the work, and prints text for people or JSON for programs.
+Input: the words of a call. Output: text for people or JSON for programs, and an exit code. The library does the work.
 """

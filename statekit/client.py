@@ -1,6 +1,6 @@
 """The service from Python: what `statekit serve` shows and does, typed, without a browser.
 
-In goes the service's address and token. Out come the records that it has (checkpoints, runs, jobs, events, lineages),
+Input: the service's address and token. Output: the records that it has (checkpoints, runs, jobs, events, lineages),
 page after page where there are many, and its problems as the errors that the library itself would raise.
 
     from statekit.client import Client

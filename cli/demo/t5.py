@@ -1,7 +1,7 @@
 """A T5 that T5X trained goes on in Transformers' T5ForConditionalGeneration, beside what T5X itself did next.
 
-In goes a recording of a whole run (batches, losses, learning rates, a checkpoint) and the folder that its checkpoint
-was converted to. Out come the losses of each update as T5X had them and as PyTorch has them, from the converted slots,
+Input: a recording of a whole run (batches, losses, learning rates, a checkpoint) and the folder that its checkpoint
+was converted to. Output: the losses of each update as T5X had them and as PyTorch has them, from the converted slots,
 from slots that were exchanged by mistake, and from a new optimizer; and how far the weights are apart at the end.
 """
 

@@ -1,11 +1,11 @@
 """Container `dcp`: the folders of torch.distributed.checkpoint, as one process or any number of ranks wrote them.
 
-It joins what ranks hold in pieces, and writes as one process would. In goes a checkpoint's folder, or a run's:
+It joins what ranks hold in pieces, and writes as one process would. Input: a checkpoint's folder, or a run's:
 
     .metadata          what there is, and in which piece of which file it lies: a pickle
     __<rank>_<n>.distcp    the pieces, one after the other, each a file of torch.save by itself
 
-Out comes the tree that was saved: a dict or list of it is a dict or list again, as the planner noted it, and a state
+Output: the tree that was saved: a dict or list of it is a dict or list again, as the planner noted it, and a state
 that was flattened before keeps its flat names. Tensors are joined from the boxes of all ranks: DTensors, ShardedTensors
 of FSDP, Megatron-Core's.
 Source: pytorch/pytorch torch/distributed/checkpoint/filesystem.py, default_planner.py, _nested_dict.py.

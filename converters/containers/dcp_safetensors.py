@@ -1,8 +1,8 @@
 """Container `dcp-safetensors`: what torch.distributed.checkpoint's HuggingFaceStorageWriter makes of a whole state.
 
-It reads and writes safetensors shards in which model and optimizer lie together. In goes their folder; the optimizer's
+It reads and writes safetensors shards in which model and optimizer lie together. Input: their folder; the optimizer's
 tensors have flat names that begin with `optim.`, and its options, which are no tensors and which the writer doesn't
-save, lie in `optimizer_hyperparameters.json` beside the shards, {"param_groups.<parameter>.<option>": value}. Out comes
+save, lie in `optimizer_hyperparameters.json` beside the shards, {"param_groups.<parameter>.<option>": value}. Output:
 {model, optimizer}, the optimizer under its flat names, without options where that file is missing.
 
 Source: pytorch/pytorch torch/distributed/checkpoint/hf_storage.py.

@@ -1,11 +1,11 @@
 """Container `easylm`: the streams that EasyLM and EasyDeL save a run in, one msgpack record for each leaf.
 
-It reads them; statekit writes none. In goes a file, called `streaming_train_state_<step>` or `streaming_params_<step>`:
+It reads them; statekit writes none. Input: a file, called `streaming_train_state_<step>` or `streaming_params_<step>`:
 
     [[params, params, dense, kernel], bytes]      keys, and what flax.serialization.to_bytes made of the leaf
     [[opt_state, 1, 0, count], bytes]
 
-Out comes the tree. States that hold nothing were left out, with their indices; floats were rounded to bfloat16 unless
+Output: the tree. States that hold nothing were left out, with their indices; floats were rounded to bfloat16 unless
 the program was told otherwise.
 Source: young-geng/EasyLM EasyLM/checkpoint.py, `StreamingCheckpointer`.
 """

@@ -1,11 +1,11 @@
 """Container `flax`: the msgpack files of Flax, alone or in the folder of a run.
 
-It parses a file without its arrays, and writes one as Flax does. In goes a file, or of a run's folder the newest:
+It parses a file without its arrays, and writes one as Flax does. Input: a file, or of a run's folder the newest:
 
     <run>/checkpoint_<step>    flax.training.checkpoints, with flax_use_orbax_checkpointing=False
     <anything>.msgpack         flax.serialization.to_bytes, Hugging Face's Flax models
 
-Out comes the one map that it holds, arrays as tensors; numbers are tensors of rank 0 and written back as numbers.
+Output: the one map that it holds, arrays as tensors; numbers are tensors of rank 0 and written back as numbers.
 Source: google/flax flax/serialization.py, `msgpack_serialize`; flax/training/checkpoints.py, `save_checkpoint`.
 """
 

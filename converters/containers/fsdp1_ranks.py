@@ -1,10 +1,10 @@
 """Container `fsdp1-ranks`: what each rank's own optimizer.state_dict() holds under FSDP1, flat, a file for each rank.
 
-It joins the flat pieces of all ranks to whole parameters; it only reads. In goes the folder of the ranks' files:
+It joins the flat pieces of all ranks to whole parameters; it only reads. Input: the folder of the ranks' files:
 
     rank<r>.pt     {optimizer, flat_param_shard, rank, world_size, fqns, shapes}
 
-Out comes {model, optimizer} by name. With use_orig_params=False a wrapped unit has one flat parameter: its parameters
+Output: {model, optimizer} by name. With use_orig_params=False a wrapped unit has one flat parameter: its parameters
 one after the other, zeros at the end, cut into one equal piece for each rank. PyTorch keeps the names and shapes on the
 module, in no file; so these files must have been given them: `fqns` and `shapes` in the order of the flat parameter,
 and the rank's piece of it.

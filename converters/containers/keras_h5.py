@@ -1,11 +1,11 @@
 """The container `keras-h5`: weights of Keras 3, an HDF5 file named `.weights.h5`.
 
-It reads and writes what `save_weights` does. In goes the file:
+It reads and writes what `save_weights` does. Input: the file:
 
     layers/dense/vars/0, 1 ...      a layer's variables; the group `vars` has the layer's name as its attribute
     optimizer/vars/0, 1 ...         the optimizer's
 
-Out comes the tree of its groups, data sets as tensors. An HDF5 file of Keras has no checksums: what statekit wrote is
+Output: the tree of its groups, data sets as tensors. An HDF5 file of Keras has no checksums: what statekit wrote is
 held to the digests of the manifest inside.
 Source: keras-team/keras, keras/src/saving/saving_lib.py, `save_weights_only`.
 """

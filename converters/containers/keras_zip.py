@@ -1,6 +1,6 @@
 """The container `keras`: a model of Keras 3, a zip archive of config.json, metadata.json and model.weights.h5.
 
-It reads and writes the archive, without Keras. In goes a `.keras` file; out comes the tree of its weights, with both
+It reads and writes the archive, without Keras. Input: a `.keras` file; output: the tree of its weights, with both
 documents as attributes. The weights are read in place where the archive stores them as they are, as Keras does; their
 CRC-32 is compared before the first value is read. Where somebody has deflated them, they are inflated into memory when
 the file is opened, as far as the job's budget goes.

@@ -1,13 +1,13 @@
 """Container `megatron`: distributed checkpoints of Megatron-Core.
 
-It reads and writes an iteration: a folder of torch.distributed with two files beside. In goes it, or a run's folder:
+It reads and writes an iteration: a folder of torch.distributed with two files beside. Input: it, or a run's folder:
 
     <run>/latest_checkpointed_iteration.txt    which iteration is the newest
     <run>/iter_0000004/metadata.json           {"sharded_backend": "torch_dist", ...}
                        common.pt               what no rank cuts: options of the groups, counts, arguments
                        .metadata, *.distcp     everything that is cut, as in `dcp`, under flat keys
 
-Out comes the tree {"common": ..., "sharded": {key: tensor or object}}. The folders of Megatron-LM's format `torch` are
+Output: the tree {"common": ..., "sharded": {key: tensor or object}}. The folders of Megatron-LM's format `torch` are
 read as well. The buckets of a distributed optimizer of one rank lie in `sharded`. Any other folder has `ranks`, what
 each rank's files hold:
 

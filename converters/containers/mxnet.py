@@ -1,9 +1,9 @@
 """The container `mxnet`: the `.params` and `.states` of MXNet 1 and 2, read and written without MXNet.
 
-It joins the two files of one training run into one checkpoint. In goes either file or their folder; files of one name
+It joins the two files of one training run into one checkpoint. Input: either file or their folder; files of one name
 belong together (`0100.params`, `0100.states`, or GluonNLP's `0100.states.00`), otherwise the only other one beside
 does; of several, the parameters whose shapes are those of the states, under the names of Gluon, without a Module's
-`arg:`, and the states that hold their optimizer. Parameters may be a folder of `.npy` files, one for each. Out comes
+`arg:`, and the states that hold their optimizer. Parameters may be a folder of `.npy` files, one for each. Output:
 the tree
 
     params      name -> array

@@ -1,12 +1,12 @@
 """Container `npz`: the leaves of a tree in a NumPy archive, each under its keys, joined by slashes.
 
-It reads them; statekit writes none. In goes a file, as `numpy.savez` or `numpy.savez_compressed` writes it:
+It reads them; statekit writes none. Input: a file, as `numpy.savez` or `numpy.savez_compressed` writes it:
 
     params/dense/kernel.npy   opt/0/0.npy   opt/0/1/dense/kernel.npy      big_vision: fields of states are numbers
     params/dense/kernel.npy   opt_state/0/mu/dense/kernel.npy             other programs have their names
     ['params']['dense']['kernel'].npy   ['opt_state'][0].mu['dense'].npy   keystr of jax.tree_util
 
-Out comes the tree, the numbered fields of states under their names. States that hold nothing have no leaves, and are
+Output: the tree, the numbered fields of states under their names. States that hold nothing have no leaves, and are
 left out. What isn't an array of numbers is told and not read.
 Source: google-research/big_vision big_vision/utils.py, `save_checkpoint`, `tree_flatten_with_names`; NumPy
 numpy/lib/_npyio_impl.py, `savez`.

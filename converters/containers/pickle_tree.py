@@ -1,10 +1,10 @@
 """Container `pickle`: a tree of arrays that a JAX program pickled, read as data: nothing in it is run.
 
-It reads them; statekit writes none. In goes a file of any of these, with arrays of NumPy or JAX:
+It reads them; statekit writes none. Input: a file of any of these, with arrays of NumPy or JAX:
 
     (params, opt_state)    {"params": ..., "opt_state": ...}    TrainState(step, params, opt_state)
 
-Out comes the tree. A NamedTuple's pickle has its class and its values by position; the class tells their names, and
+Output: the tree. A NamedTuple's pickle has its class and its values by position; the class tells their names, and
 one of the program's own is a list.
 Source: jax-ml/jax jax/_src/array.py, `_reconstruct_array`;
 deepmind/dm-haiku examples, `pickle.dump(params, f)`.

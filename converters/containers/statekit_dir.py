@@ -1,6 +1,6 @@
 """The neutral container `statekit`: safetensors shards and `statekit.json`.
 
-It keeps any tree so that it can be proven, whatever the framework. In goes the folder; out comes the tree that was
+It keeps any tree so that it can be proven, whatever the framework. Input: the folder; output: the tree that was
 written, every file and tensor held to the manifest's digests. docs/format.md defines every byte.
 """
 

@@ -1,7 +1,7 @@
 """Checkpoints of one step each, as T5X, Orbax and Flax write them below a run's folder.
 
-This finds a step and tells who wrote it, reads what lies beside its arrays, and says where a new one is written. In
-goes the path that a user named; out come the step's folder or file, and the checkpoint with manifest, gin file and the
+This finds a step and tells who wrote it, reads what lies beside its arrays, and says where a new one is written.
+Input: the path that a user named. Output: the step's folder or file, and the checkpoint with manifest, gin file and the
 names of further files.
 
 Source: T5X t5x/checkpoints.py, `get_local_data`, `latest_step`; orbax/checkpoint/path/step.py.

@@ -1,11 +1,11 @@
 """Container `t5x`: T5X's own checkpoints from before Orbax, one msgpack index and a zarr folder per partitioned array.
 
-It reads versions 2 and 3 and writes version 3. In goes a step's folder, or a run's:
+It reads versions 2 and 3 and writes version 3. Input: a step's folder, or a run's:
 
     <run>/checkpoint_<step>/checkpoint                  msgpack {version, optimizer: {target, state, ...}}
     <run>/checkpoint_<step>/<dotted path>/.zarray, 0.0  arrays that were partitioned
 
-Out comes the tree below `optimizer`, arrays of either place as tensors.
+Output: the tree below `optimizer`, arrays of either place as tensors.
 Source: T5X t5x/checkpoints.py, `Checkpointer`, `VERSION`; t5x/partitioning.py for what is partitioned.
 """
 

@@ -1,8 +1,8 @@
 """The container `tf-bundle`: checkpoints of TensorFlow 1 and 2, read and written without TensorFlow.
 
-It reads any bundle and writes one as TensorFlow 1's Saver does. In goes a prefix, one of its files, or a folder, of
+It reads any bundle and writes one as TensorFlow 1's Saver does. Input: a prefix, one of its files, or a folder, of
 which the text file `checkpoint` names the newest: `<prefix>.index` is a table of what there is, and
-`<prefix>.data-<i>-of-<n>` the bytes. Out comes a flat dict by name; a partitioned variable is a dict of its slices,
+`<prefix>.data-<i>-of-<n>` the bytes. Output: a flat dict by name; a partitioned variable is a dict of its slices,
 named as TensorFlow's Saver names them: `10 6 0,4:0,6`, the full shape, then start and length along each axis. Each
 tensor has a CRC-32C, which the first read of any of its values enforces.
 

@@ -1,7 +1,7 @@
 """The container `torch`: the files of `torch.save`, read without PyTorch and without running what they hold.
 
-It reads both generations and writes the newer one, which `torch.load(weights_only=True)` takes. In goes a file; out
-comes the object that was saved, tensors in it, objects of foreign classes as inert records. A folder with a model's
+It reads both generations and writes the newer one, which `torch.load(weights_only=True)` takes. Input: a file; output:
+the object that was saved, tensors in it, objects of foreign classes as inert records. A folder with a model's
 file beside its optimizer's is read as one checkpoint.
 
 Modules, optimizers and schedulers that were pickled whole become what their state_dict() returns; nothing of them runs.

@@ -1,7 +1,7 @@
 """Hyperparameters, each with where it is known from: the user, a conversion's manifest, a file, or an assumption.
 
-A layout begins with what it has to assume, and lays what is known better over it. In go values with their origin, and
-the manifest's record; out come the groups of a state.
+A layout begins with what it has to assume, and lays what is known better over it. Input: values with their origin, and
+the manifest's record; output: the groups of a state.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Whether a live run is its checkpoint's where no schema has the optimizer's rule: its tensors by their own names.
 
-In go what a layout says of both without making a state of them. Slots mean nothing here: bits, shapes, dtypes and
+Input: what a layout says of both without making a state of them. Slots mean nothing here: bits, shapes, dtypes and
 options must be equal, parameter by parameter. What a rule would tell (an absent slot that stands for zeros, a count)
 can't be told.
 """

@@ -1,6 +1,6 @@
 """What belongs to one checkpoint: whether its files are of one step, and whether all parts of the run are read.
 
-In go an opened checkpoint and the state that it decodes to. Out come findings, a sentence on each, and the words for a
+Input: an opened checkpoint and the state that it decodes to. Output: findings, a sentence on each, and the words for a
 state without an optimizer.
 
 A reader takes the names that it knows. A half under another name (an optimizer, an average, a schedule, a loss scaler)

@@ -1,6 +1,6 @@
 """The one verdict on a checkpoint's integrity: is it what its manifest says?
 
-In goes a checkpoint as its container opened it. `proven` finds its manifest, whatever the container: beside it, in its
+Input: a checkpoint as its container opened it. `proven` finds its manifest, whatever the container: beside it, in its
 folder or the run's, or inside its file; and compares sizes, small files, names, shapes and dtypes. What contradicts a
 manifest that is about these very files is damage, and whoever opens the checkpoint refuses that (`check_undamaged`)
 unless the user has asked to go on; `prove_files` reads what else the manifest names. Files and steps that no manifest

@@ -1,9 +1,10 @@
 """Reads the files of a checkpoint: the one place that opens them, drawing on the job's budget.
 
-A file is a regular one or refused, without waiting for a FIFO's writer; it is opened when it is first read, read at
-any place by any thread, and never mapped: a file that shrinks is an error and not a signal. What lies outside of it is
-refused before anything is allocated, and so is what a link out of the checkpoint leads to. In go the paths or addresses
-that a user names, and names that a container finds there; out come bytes, or an error that says which file and byte.
+A file is a regular one or refused, without waiting for a FIFO's writer; it is opened when it is first read, read at any
+place by any thread, and never mapped: a file that shrinks is an error and not a signal. What lies outside of it is
+refused before anything is allocated, and so is what a link out of the checkpoint leads to. Input: the paths or
+addresses that a user names, and names that a container finds there; output: bytes, or an error that says which file and
+byte.
 
 Two libraries read files by themselves, after what they will meet has been checked here: tensorstore reads OCDBT
 databases (formats/zarr/stores.py), and the safetensors library proves headers (files/safetensors.py). h5py, zipfile

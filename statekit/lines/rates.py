@@ -1,6 +1,6 @@
 """The learning rate of a run that goes on: as lines of the systems that have it made anew, or as a comment.
 
-In go the run's schedules and its state; out come lines that make the schedule where the run stands, wherever it is a
+Input: the run's schedules and its state; output: lines that make the schedule where the run stands, wherever it is a
 function of the updates done. Where it isn't, or nobody knows it, a comment says so: a rate is never taken for constant
 because nothing else is known.
 """

@@ -1,6 +1,6 @@
 """Maps on live arrays: the parameters of a model in memory, or their gradients, under another model's names and axes.
 
-In goes a `state_dict` of PyTorch, or a tree of JAX's or NumPy's arrays. Out come arrays of the same kind, views where
+Input: a `state_dict` of PyTorch, or a tree of JAX's or NumPy's arrays. Output: arrays of the same kind, views where
 the framework makes views.
 """
 

@@ -1,6 +1,6 @@
 """Plots of one parameter and its slots, of a region, of its numbers over a run, and of where two checkpoints differ.
 
-In go the records of `statekit.statistics` and `statekit.conversion.closer`, as JSON has them.
+Input: the records of `statekit.statistics` and `statekit.conversion.closer`, as JSON has them.
 """
 
 from __future__ import annotations

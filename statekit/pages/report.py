@@ -1,6 +1,6 @@
 """Reports: what a verb says as one HTML file that needs nothing beside it: no network, no script.
 
-In goes the verb's name and its result as plain data, as `--json` prints it. The verdict stands first.
+Input: the verb's name and its result as plain data, as `--json` prints it. The verdict stands first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """What is known of the facts that an update depends on, and what a verdict may say on that ground.
 
 A fact has a source. `file`: the checkpoint says it. `given`: the user does. `inferred`: something in the file shows it.
-`assumed`: a documented default stands for it. `unknown`: nothing tells, or the file contradicts the default. In go the
-facts of a state, as `statekit.state.facts` has them. Out comes the one line that no verdict may be printed without.
+`assumed`: a documented default stands for it. `unknown`: nothing tells, or the file contradicts the default. Input: the
+facts of a state, as `statekit.state.facts` has them. Output: the one line that no verdict may be printed without.
 """
 
 from __future__ import annotations

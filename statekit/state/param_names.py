@@ -1,6 +1,6 @@
 """Names of one parameter in a model and in its checkpoint, where a wrapper or an adapter changes them.
 
-In go the names of both sides. Out come pairs: names that are equal but for what wrappers put around a module, for what
+Input: the names of both sides. Output: pairs: names that are equal but for what wrappers put around a module, for what
 PEFT leaves out of an adapter's file, and for one module around the whole, as Lightning's has one for its network. A
 pair is taken only where it is the only one.
 

@@ -1,6 +1,6 @@
 """Boxes: tensors that are stored in parts, each a block of the whole, as ranks and partitioned variables hold them.
 
-In go a tensor's shape and its boxes. Out comes what is wrong with them; the whole over tensors that lie in them; and a
+Input: a tensor's shape and its boxes. Output: what is wrong with them; the whole over tensors that lie in them; and a
 part of a whole, to be written again.
 """
 

@@ -1,8 +1,8 @@
 """Holds what a file says to a declared type where it enters, so that its types hold from there on.
 
 A type is written as annotations are: a TypedDict for a record, `dict[str, T]`, `list[T]`, `Sequence[T]` for a list or a
-tuple, unions, `Literal`, and `Natural`, `Name` or another bounded type. In goes a value that a reader made of foreign
-bytes. Out comes the same value, or one error that names every place in it where something else stands.
+tuple, unions, `Literal`, and `Natural`, `Name` or another bounded type. Input: a value that a reader made of foreign
+bytes. Output: the same value, or one error that names every place in it where something else stands.
 """
 
 from __future__ import annotations

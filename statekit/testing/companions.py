@@ -6,8 +6,8 @@
         trial = Trial(MyContainer(), Sample("mine", Path("checkpoint.xyz")), tmp_path)
         assert not [hiding for hiding in hidden_halves(trial) if silent(hiding)]
 
-In goes a trial whose sample has an optimizer. Each file, each folder and each key at the top is removed, renamed and
-moved aside in turn. Out come the ways in which what is left says nothing of it.
+Input: a trial whose sample has an optimizer. Each file, each folder and each key at the top is removed, renamed and
+moved aside in turn. Output: the ways in which what is left says nothing of it.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     def test_my_container_is_cut(tmp_path: Path) -> None:
         split_alike(lambda target: statekit.plan("run", target, to="mine"), tmp_path, task_bytes=4000, seed=0)
 
-In goes what makes a plan for a target. Its tasks are done in a random order, each attempt twice, three in ten of them
-killed, by processes that are one in truth. Out comes an assertion that the files are those of one process, cut alike.
+Input: what makes a plan for a target. Its tasks are done in a random order, each attempt twice, three in ten of them
+killed, by processes that are one in truth. Output: an assertion that the files are those of one process, cut alike.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Container `deepspeed`: checkpoints of DeepSpeed with ZeRO 1, 2 and 3, and universal ones, which it writes.
 
-It puts whole parameters together, when they are read, of what the ranks hold. In goes a step's folder, or a run's. Out
-comes the tree of other PyTorch checkpoints:
+It puts whole parameters together, when they are read, of what the ranks hold. Input: a step's folder, or a run's.
+Output: the tree of other PyTorch checkpoints:
 
     model               parameters and buffers by name, in the model's own dtype
     optimizer           state by name: what the optimizer keeps, and `fp32`, the weight that it moves; param_groups

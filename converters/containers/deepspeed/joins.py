@@ -2,8 +2,8 @@
 
 Its patterns name parameters: those that every rank has whole, those that are cut along the second axis, fused ones of
 which each rank has a piece of every part, and the vocabulary, whose padding is left out. What no pattern names is cut
-along the first axis. `affine_map` says of every element where it lies. In go the pieces of a parameter, in the order of
-ranks. Out comes the parameter, which is read piece by piece.
+along the first axis. `affine_map` says of every element where it lies. Input: the pieces of a parameter, in the order
+of ranks. Output: the parameter, which is read piece by piece.
 
 Source: deepspeedai/DeepSpeed deepspeed/checkpoint/ds_to_universal.py, `merge_tp_slices`; checkpoint/affine.py,
 `ParamAffineMap.rebuild`; checkpoint/constants.py.

@@ -1,8 +1,8 @@
 """The slices of a model put together: those of tensor-parallel ranks are joined, those of pipeline stages united.
 
-In go what each slice holds, in the order of `mp_rank_`: the tensor-parallel ranks of the first stage, then those of the
-next. Out comes the same of the whole model. A pipeline's weights lie apart, in a file for each layer.
-Source: deepspeedai/DeepSpeed deepspeed/checkpoint/reshape_meg_2d.py, `meg_2d_parallel_map`; ds_to_universal.py,
+Input: what each slice holds, in the order of `mp_rank_`: the tensor-parallel ranks of the first stage, then those of
+the next. Output: the same of the whole model. A pipeline's weights lie apart, in a file for each layer. Source:
+deepspeedai/DeepSpeed deepspeed/checkpoint/reshape_meg_2d.py, `meg_2d_parallel_map`; ds_to_universal.py,
 `_group_per_tp_shapes`; runtime/pipe/module.py, `save_state_dict`, `_build`.
 """
 

@@ -1,11 +1,11 @@
 """The container `accelerate`: the folders of Accelerate's `save_state`.
 
-It reads and writes what `load_state` takes. In goes the folder:
+It reads and writes what `load_state` takes. Input: the folder:
 
     <anything>/    model, optimizer.bin, scheduler.bin, scaler.pt, random_states_0.pkl, ...
     <anything>/    unet/, unet_ema/, optimizer.bin, ...         as Diffusers' training scripts save it
 
-Out comes the tree {model, optimizer, scheduler, scaler, files}, and an average under its folder's name.
+Output: the tree {model, optimizer, scheduler, scaler, files}, and an average under its folder's name.
 Source: huggingface/accelerate, checkpointing.py, `save_accelerator_state`; huggingface/diffusers,
 examples/text_to_image/train_text_to_image.py, `save_model_hook`.
 """

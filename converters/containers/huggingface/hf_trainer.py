@@ -1,10 +1,10 @@
 """The container `hf-trainer`: the folders of Transformers' Trainer.
 
-It reads and writes what Trainer resumes from. In goes a step's folder, or a run's:
+It reads and writes what Trainer resumes from. Input: a step's folder, or a run's:
 
     <run>/checkpoint-<step>/   model, optimizer.pt, scheduler.pt, trainer_state.json, rng_state.pth, ...
 
-Out comes the tree {model, optimizer, scheduler, scaler, trainer_state, files}.
+Output: the tree {model, optimizer, scheduler, scaler, trainer_state, files}.
 Source: huggingface/transformers, trainer.py, `_save_checkpoint`, `_load_optimizer_and_scheduler`.
 """
 

@@ -1,12 +1,12 @@
 """The container `safetensors`: a model in one file, or in shards with an index, and optimizer.pt beside it if any.
 
-It reads and writes the folders of libraries that are neither Trainer nor Accelerate. In goes a file or a folder:
+It reads and writes the folders of libraries that are neither Trainer nor Accelerate. Input: a file or a folder:
 
     model.safetensors, or model-00001-of-00002.safetensors ... and model.safetensors.index.json
     epoch_1/ and recipe_state/recipe_state.pt       torchtune's, read
     model/, optimizer/ and lr_scheduler             ColossalAI's, read
 
-Out comes the tree {model, optimizer, scheduler, scaler, files}, of which a file alone gives the model. A target named
+Output: the tree {model, optimizer, scheduler, scaler, files}, of which a file alone gives the model. A target named
 `.safetensors` is such a file, and takes weights without an optimizer.
 """
 

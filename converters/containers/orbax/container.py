@@ -1,11 +1,11 @@
 """Container `orbax`: checkpoints of Orbax, in every form that Orbax and T5X with it have written.
 
-It reads the items of a step and writes them as Orbax does today. In goes a step's folder, a run's folder, or an item:
+It reads the items of a step and writes them as Orbax does today. Input: a step's folder, a run's folder, or an item:
 
     <run>/<step>/_CHECKPOINT_METADATA, <item>/...    CheckpointManager; T5X: <run>/checkpoint_<step>/state/
     <anything>/_CHECKPOINT_METADATA, _METADATA, ...  StandardCheckpointer, PyTreeCheckpointer: the item itself
 
-Out comes the item's tree, or with several a tree of items. An item is a tree of arrays or a JSON document:
+Output: the item's tree, or with several a tree of items. An item is a tree of arrays or a JSON document:
 
     _METADATA            the tree, as JSON
     _strings.json        leaves that are strings

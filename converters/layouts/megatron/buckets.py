@@ -8,7 +8,7 @@ Which parameter lies where is in no file. Parameters stand in reverse order, eac
 its bucket, and a bucket ends with its last one. `param` is the float32 master, whose rounding is the model's weight: so
 the first values of each parameter are looked for, and all of them are compared when they are read. What lies between
 parameters is never read. A layer has parameters of its own there, also where the model's keys hold all layers in one;
-a model-parallel rank has its own pieces of them. Out comes the form of `fully_reshardable`, with whole parameters.
+a model-parallel rank has its own pieces of them. Output: the form of `fully_reshardable`, with whole parameters.
 Source: NVIDIA/Megatron-LM megatron/core/distributed/param_and_grad_buffer.py, `_ParamAndGradBuffer`;
 core/optimizer/distrib_optimizer.py, `sharded_param_state_dp_reshardable`, `get_parameter_state_dp_zero`.
 """

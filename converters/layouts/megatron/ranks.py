@@ -5,7 +5,7 @@
                       fp32_from_fp16_params/<group>: float32 masters of what has less
            buckets    or a distributed optimizer's slots of the rank's pieces, see buckets.py
 
-In go the ranks in the order of `mp_rank_`. Out comes the form that torch_dist has, with a key for each layer: whole
+Input: the ranks in the order of `mp_rank_`. Output: the form that torch_dist has, with a key for each layer: whole
 tensors under flat keys, groups without parameters, and one count. Norms of a local spec have the names of torch_dist.
 Source: NVIDIA/Megatron-LM megatron/training/checkpointing.py, `generate_state_dict`;
 megatron/core/optimizer/optimizer.py, `Float16OptimizerWithFloat16Params.state_dict`.

@@ -1,6 +1,6 @@
 """Axes along which tensor-parallel ranks cut the parameters of Megatron-Core's GPTModel; the others are replicated.
 
-In go pieces of all ranks, or a whole parameter. Out comes the other. A gated linear_fc1 is a gate and an up on each
+Input: pieces of all ranks, or a whole parameter. Output: the other. A gated linear_fc1 is a gate and an up on each
 rank, and `linear_qkv` has whole groups of heads.
 Source: NVIDIA/Megatron-LM megatron/core/tensor_parallel/layers.py; core/transformer/mlp.py.
 """

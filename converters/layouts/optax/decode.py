@@ -1,6 +1,6 @@
 """Reads optimizer states that are trees like the parameters, as those of Optax and statekit.jax are.
 
-In goes a checkpoint's tree. Out come its links, where its parameters are, slots by parameter, counts, and what has no
+Input: a checkpoint's tree. Output: its links, where its parameters are, slots by parameter, counts, and what has no
 meaning to an optimizer, kept so that the tree can be rebuilt.
 """
 

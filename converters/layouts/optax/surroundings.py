@@ -1,6 +1,6 @@
 """What stands around the link that an optimizer is known by: its chain, the chains around that, and wrappers.
 
-In goes a tree with its links. Out comes, for each core link, what stands before and behind it, and what it lies in.
+Input: a tree with its links. Output, for each core link, what stands before and behind it, and what it lies in.
 
     [clip, [ScaleByAdamState, decay, rate]]   before: one stateless; behind: two of its own chain
     {1: {0: ScaleByAdamState, 2: {count}}}    the same as nnx writes it, which leaves empty states out

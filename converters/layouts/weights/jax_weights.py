@@ -1,6 +1,6 @@
 """The layout `jax-weights`: a tree of arrays without an optimizer's state, under `params` or bare.
 
-In goes what Flax or Orbax hold of a model alone. Beside `params` there may be what models keep (`batch_stats`) and a
+Input: what Flax or Orbax hold of a model alone. Beside `params` there may be what models keep (`batch_stats`) and a
 step; anything else may be an optimizer's, and the layout doesn't fit.
 """
 

@@ -1,6 +1,6 @@
 """The layout `keras-weights`: a model's variables in Keras' files, without an optimizer's.
 
-In goes what `model.save_weights`, or `model.save` of a model that wasn't compiled, wrote; out comes a state of its
+Input: what `model.save_weights`, or `model.save` of a model that wasn't compiled, wrote; output: a state of its
 variables by their paths, in the places of the model's layers.
 """
 

@@ -1,6 +1,6 @@
 """The layout `mxnet-weights`: a `.params` file without the `.states` of a trainer.
 
-In goes what `Block.save_parameters` wrote; out comes a state of all its arrays.
+Input: what `Block.save_parameters` wrote; output: a state of all its arrays.
 """
 
 from __future__ import annotations

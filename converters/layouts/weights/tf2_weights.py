@@ -2,7 +2,7 @@
 
     model/layers/0/.ATTRIBUTES/VARIABLE_VALUE
 
-In goes what `tf.train.Checkpoint` or a SavedModel keeps of objects that no optimizer moved; out comes a state of their
+Input: what `tf.train.Checkpoint` or a SavedModel keeps of objects that no optimizer moved; output: a state of their
 variables, by the names that the object graph keeps of them, or by their places where names don't tell them apart. An
 optimizer that was made and never ran has no slots and no parameters yet: what it holds comes along.
 

@@ -1,6 +1,6 @@
 """The layout `tf-weights`: variables of TensorFlow by name, without an optimizer's.
 
-In goes what a Saver of TensorFlow 1 wrote of a model alone, with or without a global step; out comes a state of its
+Input: what a Saver of TensorFlow 1 wrote of a model alone, with or without a global step; output: a state of its
 variables. A partitioned one is the variable that its slices make up, and is cut as it was when it is written again. A
 checkpoint of objects (`tf.train.Checkpoint`) names other things than variables, and doesn't fit.
 """

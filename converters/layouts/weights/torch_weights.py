@@ -1,7 +1,7 @@
 """The layout `torch-weights`: a model's state_dict without an optimizer, bare or under a key.
 
-In goes what `torch.save(model.state_dict(), ...)`, safetensors, or `torch.distributed.checkpoint` hold of a model; out
-comes a state of all its tensors, as nothing tells parameters from buffers.
+Input: what `torch.save(model.state_dict(), ...)`, safetensors, or `torch.distributed.checkpoint` hold of a model;
+output: a state of all its tensors, as nothing tells parameters from buffers.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Megatron-LM's schedule, `OptimizerParamScheduler`, which counts samples: as many an update as its global batch has.
 
-In go its record in common.pt, the iterations of the run, and the program's arguments where they are stored. Out comes
+Input: its record in common.pt, the iterations of the run, and the program's arguments where they are stored. Output:
 the rate as a function of the updates done, or why there is none.
 Source: NVIDIA/Megatron-LM megatron/core/optimizer_param_scheduler.py, `get_lr`; megatron/training/training.py,
 `get_optimizer_param_scheduler`.
