@@ -98,6 +98,13 @@ def _check(path: Place, numbers: Sequence[int], ranks: Sequence[Tree]) -> None:
             )
 
 
+def _cut_and_whole(records: Sequence[Mapping[str, Any]]) -> tuple[dict[str, list[Any]], dict[str, Any]]:
+    """Returns the pieces of each slot that ranks share, and what every rank has whole, as the first says it."""
+    cut = [slot for slot, leaf in records[0].items() if getattr(leaf, "shape", ())]
+    whole = {slot: leaf for slot, leaf in records[0].items() if slot not in cut}
+    return {slot: [record.get(slot) for record in records] for slot in cut}, whole
+
+
 def _joined(path: Place, ranks: Sequence[Mapping[str, Any]]) -> Tree:
     fqns, shapes = ranks[0]["fqns"], ranks[0]["shapes"]
     if not _are_names(fqns) or not _are_shapes(shapes) or len(shapes) != len(fqns):
@@ -105,12 +112,7 @@ def _joined(path: Place, ranks: Sequence[Mapping[str, Any]]) -> Tree:
     spans = list(_spans(fqns, [tuple(shape) for shape in shapes]))
     group = _group(ranks[0], path)
     records = [_record(rank, path) for rank in ranks]
-    slots = {
-        slot: [record.get(slot) for record in records]
-        for slot, leaf in records[0].items()
-        if getattr(leaf, "shape", ())
-    }
-    beside = {slot: leaf for slot, leaf in records[0].items() if slot not in slots}
+    slots, beside = _cut_and_whole(records)
     for number, (rank, record) in enumerate(zip(ranks, records, strict=True)):
         options = {slot: record.get(slot) for slot in beside}, _group(rank, path)
         _check_step(path / f"rank{number}.pt", options, (beside, group))

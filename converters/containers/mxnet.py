@@ -162,6 +162,18 @@ def _in_folder(folder: Place, step: int | None) -> Pair:
     numbered = {number: pair for pair in pairs if (number := step_of(_without_rank(pair))) is not None}
     if step is not None or (numbered and len(numbered) == len(pairs)):
         return _of_step(numbered, max(numbered) if step is None else step, folder)
+    return _without_numbers(folder, states, params, pairs)
+
+
+def _without_numbers(
+    folder: Place, states: Sequence[Place], params: Sequence[Place], pairs: Sequence[Place]
+) -> Pair:
+    """Returns the pair of a folder whose names don't tell steps.
+
+    Raises:
+        NotFoundError: There are no such files.
+        FormatError: Several may be meant.
+    """
     if not states and not params:
         raise NotFoundError("There are no files of MXNet in the folder.", place=folder, expected=f"*{STATES}")
     if not states:

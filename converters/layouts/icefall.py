@@ -133,7 +133,6 @@ class Icefall:
         names = names_of(state.extra, state.params)
         begun = state.counts.updates or state.counts.schedule  # a run that has made no update has no slots
         notes = () if begun or not any(state.slots.values()) else (_NOT_BEGUN,)
-        native: dict[int, dict[str, Any]] = {}
         groups = []
         for group in state.optimizer.groups:
             names_of_group = [names[path] for path in group.paths]
@@ -144,11 +143,7 @@ class Icefall:
                     "params": [index[path] for path in group.paths],
                 }
             )
-            order = _batches(state.params, group)
-            for batch in order if begun else ():
-                native[index[batch[0]]] = _batch_record(state, batch)
-            if order:
-                native.setdefault(index[order[0][0]], {}).update(_native_shared(state, group))
+        native = _native_records(state, index, bool(begun))
         params = {names[path]: tensor for path, tensor in state.params.items()}
         joined = join_parts(state.extra, state.counts.updates, params, groups, native, (JOINT,))
         return replace(joined, assumptions=(*joined.assumptions, *notes))
@@ -379,6 +374,24 @@ def _stand_in_order(
 
 def _batches(params: Mapping[str, Tensor], group: Group) -> tuple[tuple[str, ...], ...]:
     return batches({path: (params[path].dtype.name, *params[path].shape) for path in group.paths})
+
+
+def _native_records(state: TrainState, index: Mapping[str, int], begun: bool) -> dict[int, dict[str, Any]]:
+    """Returns the record of each batch, at the number of its first parameter.
+
+    Args:
+        state: The state.
+        index: The number of each parameter.
+        begun: Whether the run has made an update.
+    """
+    records: dict[int, dict[str, Any]] = {}
+    for group in state.optimizer.groups:
+        batches = _batches(state.params, group)
+        for batch in batches if begun else ():
+            records[index[batch[0]]] = _batch_record(state, batch)
+        if batches:
+            records.setdefault(index[batches[0][0]], {}).update(_native_shared(state, group))
+    return records
 
 
 def _native_shared(state: TrainState, group: Group) -> Iterator[tuple[str, Any]]:

@@ -462,6 +462,13 @@ def _count_at(checkpoint: Checkpoint, path: Path) -> int:
     return count if type(count) is int else 0
 
 
+def _of_ranks(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
+    """Yields that parameters have done unlike many updates, where each rank writes those of its own."""
+    if checkpoint.container in _BY_RANK and state.counts.behind:
+        counts = sorted({state.counts.updates, *state.counts.behind.values()})
+        yield f"parameters have done {', '.join(map(str, counts))} updates: {_why()}"
+
+
 def _of_counts(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
     if state.optimizer.schema == WEIGHTS or state.optimizer.several:
         return
@@ -477,9 +484,7 @@ def _of_counts(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
     if checkpoint.container in _SEVERAL_FILES:
         steps = {updates, updates * _processes(checkpoint), *([record.step] if record and may_skip else [])}
         yield from _of_schedules(run.schedules, steps, updates)
-    if checkpoint.container in _BY_RANK and state.counts.behind:
-        counts = sorted({updates, *state.counts.behind.values()})
-        yield f"parameters have done {', '.join(map(str, counts))} updates: {_why()}"
+    yield from _of_ranks(checkpoint, state)
 
 
 def _of_schedules(schedules: Iterable[Schedule], steps: Container[int], updates: int) -> Iterator[str]:

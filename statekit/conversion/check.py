@@ -168,10 +168,17 @@ def _places_of_tensors(checkpoint: Checkpoint) -> set[str]:
     return {stored.place for tensor in checkpoint.tensors.values() for stored in stored_in(tensor)}
 
 
+def _damage_and_notes(checkpoint: Checkpoint) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Returns the damage that opening a checkpoint has found, and what else is odd, each with its place."""
+    found: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
+    for finding in checkpoint.findings:
+        found[bool(finding.damage)].append((finding.what, finding.place))
+    return found[True], found[False]
+
+
 def _proven(checkpoint: Checkpoint, budget: Budget, tell: OnProgress) -> CheckedCheckpoint:
     proof = checkpoint.proof
-    faults = [(finding.what, finding.place) for finding in checkpoint.findings if finding.damage]
-    notes = [(finding.what, finding.place) for finding in checkpoint.findings if not finding.damage]
+    faults, notes = _damage_and_notes(checkpoint)
     faults += prove_files(
         checkpoint, budget, lambda name, done, total: tell(Progress("check", name, done, total))
     )

@@ -590,11 +590,16 @@ def _with_schedule(
         raise _apart_error(target, place, state.counts)
     if place is not None and place == registry.layout_card(opened.layout).schedule_in:
         return encoded  # it was kept there before
-    records = [schedule.place for schedule in run_of(state.extra).schedules if schedule.at is not None]
-    if any(not _is_lost(record, encoded.dropped) for record in records):
-        return encoded  # the schedule's own record goes along
+    if _record_goes_along(state, encoded):
+        return encoded
     why = f"{place} counts updates" if place is not None else "its files don't say it"
     return _without(encoded, {SCHEDULE: f"{why}; begin the schedule at {state.counts.schedule} yourself"})
+
+
+def _record_goes_along(state: TrainState, encoded: Encoded) -> bool:
+    """Tells whether a schedule has a record of its own, which the target holds."""
+    records = [schedule.place for schedule in run_of(state.extra).schedules if schedule.at is not None]
+    return any(not _is_lost(record, encoded.dropped) for record in records)
 
 
 def _is_lost(name: str, dropped: Mapping[str, str]) -> bool:

@@ -283,6 +283,11 @@ class _Side:
     shift: int
 
 
+def _excluded(form: str, paths: Sequence[str], value: Any) -> set[str]:
+    """Returns the parameters that a value excludes, read as one of the forms of `IS_EXCLUDED`."""
+    return {path for path in paths if IS_EXCLUDED[form](path, value)}
+
+
 def _pattern_of(
     spared: Collection[str], paths: Sequence[str], called: Callable[[str], str]
 ) -> tuple[str, bool]:
@@ -537,11 +542,10 @@ class Bridge:
         here, there = self._exclusions()
         if here == there or not {here, there} <= {*_BY_NAME} or not value:
             return value, ()
-        by, is_there = IS_EXCLUDED[here], IS_EXCLUDED[there]
-        spared = {path for path in group.paths if by(path, value)}
+        spared = _excluded(here, group.paths, value)
         if there == "mask":
             return {path: path in spared for path in group.paths}, ()
-        if not isinstance(value, Mapping) and {p for p in group.paths if is_there(p, value)} == spared:
+        if not isinstance(value, Mapping) and _excluded(there, group.paths, value) == spared:
             return value, ()
         pattern, is_exact = _pattern_of(spared, group.paths, last_name if there == "last_name_regex" else str)
         none = self._spelt(_EXCLUDED, None, self.schema.variant(self.target)["defaults"][_EXCLUDED])

@@ -5,7 +5,7 @@ Goes in: a state, and the caller's parameters by path. Comes out: nothing, or an
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from statekit.conversion import registry
@@ -108,6 +108,24 @@ def _require_resumable(
         )
 
 
+def _misnamed(names: Mapping[str, str], native: Sequence[str], mine: Mapping[str, str]) -> Faults:
+    """Returns what is wrong with a caller's names.
+
+    Args:
+        names: Names in the checkpoint by the caller's.
+        native: All names in the checkpoint.
+        mine: The caller's names by those in the checkpoint, of those that differ.
+    """
+    faults = Faults(
+        (f"is no parameter of the checkpoint, but the name of {ours}", theirs)
+        for ours, theirs in names.items()
+        if not any(f"{path_of(name)}/".startswith(f"{path_of(theirs)}/") for name in native)
+    )
+    after = [path_of(mine.get(name, name)) for name in native]
+    faults += [("would be the name of two parameters", name) for name in {*after} if after.count(name) > 1]
+    return faults
+
+
 def renamed(
     state: TrainState, names: Mapping[str, str], place: object, ours: Iterable[str] = ()
 ) -> TrainState:
@@ -133,13 +151,7 @@ def renamed(
     mine = {
         name: other for name in native if (other := renamed_path(path_of(name), ours_of)) != path_of(name)
     }
-    faults = Faults(
-        (f"is no parameter of the checkpoint, but the name of {ours}", theirs)
-        for ours, theirs in names.items()
-        if not any(f"{path_of(name)}/".startswith(f"{path_of(theirs)}/") for name in native)
-    )
-    after = [path_of(mine.get(name, name)) for name in native]
-    faults += [("would be the name of two parameters", name) for name in {*after} if after.count(name) > 1]
+    faults = _misnamed(names, native, mine)
     faults.check(UsageError, "The names don't fit the checkpoint", place=place)
 
     def of(path: str) -> str:

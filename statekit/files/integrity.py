@@ -366,6 +366,20 @@ def prove_files(
         return faults()
 
 
+def _proving_inside(checkpoint: Checkpoint, proof: Proof, budget: Budget) -> Iterator[Callable[[], Faults]]:
+    """Does what `proving_files` does for one file that has its manifest inside."""
+    known = {(finding.what, finding.place) for finding in checkpoint.findings}
+    with Files(budget, checkpoint.path) as files:
+        file, passing = files.source(proof.place), Passing(_apart(proof))
+
+        def compare() -> Faults:
+            faults = _rest_faults(proof, file, partial(whole_file_fault, passing=passing))
+            return Faults(fault for fault in faults if fault not in known)
+
+        with passing.read(file):
+            yield compare if file.size > SMALL_BYTES else Faults
+
+
 @contextmanager
 def proving_files(
     checkpoint: Checkpoint, budget: Budget, tell: Callable[[str, int, int], object] = _nobody
@@ -385,16 +399,7 @@ def proving_files(
         yield Faults
         return
     if proof.is_inside:
-        with Files(budget, checkpoint.path) as files:
-            file, passing = files.source(proof.place), Passing(_apart(proof))
-            known_faults = {(finding.what, finding.place) for finding in checkpoint.findings}
-
-            def compare_whole() -> Faults:
-                faults = _rest_faults(proof, file, partial(whole_file_fault, passing=passing))
-                return Faults(fault for fault in faults if fault not in known_faults)
-
-            with passing.read(file):
-                yield compare_whole if file.size > SMALL_BYTES else Faults
+        yield from _proving_inside(checkpoint, proof, budget)
         return
     known = {finding.place for finding in checkpoint.findings if finding.damage}
     large = [

@@ -43,7 +43,7 @@ from statekit.files.manifest import (
     unknown_rest,
     whole_file_fault,
 )
-from statekit.files.source import Files, read_small
+from statekit.files.source import File, Files, read_small
 from statekit.files.tree import Place, StoredPlace, size_of
 from statekit.pipeline import each, give_back, lane, working
 from statekit.tensors.digest import tensor_bytes, tensor_digests
@@ -320,6 +320,13 @@ class Stage:
             raise CommitError("The manifest isn't what was meant.", place=self.target, remedy=_REPORT)
         return file_entry(place)
 
+    def _whole_file_faults(self, read: Mapping[str, tuple[File, Passing]]) -> list[tuple[str, str]]:
+        """Returns what a file whose manifest is inside has beside what was meant, with its name."""
+        if self._rest is None:
+            return []
+        whole = {name: whole_file_fault(file, self._rest, passing) for name, (file, passing) in read.items()}
+        return [(fault, name) for name, fault in whole.items() if fault]
+
     def _verify(
         self, reopen: Callable[[Place], Checkpoint], place: Place, paths: Mapping[str, Place]
     ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
@@ -346,12 +353,7 @@ class Stage:
                     }
                     faults = Faults(tensor_faults({"tensors": self.tensors}, written.tensors))
                     faults += self._value_faults(written.tensors) if not faults else []
-                    if self._rest is not None:
-                        faults += [
-                            (what, name)
-                            for name, (file, passing) in read.items()
-                            if (what := whole_file_fault(file, self._rest, passing))
-                        ]
+                    faults += self._whole_file_faults(read)
                 if self._unfinished is not None and not faults:
                     ((_, passing),) = read.values()
                     with writing(self.target):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
@@ -19,6 +19,15 @@ from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import walk
 
 Compare = Callable[[OpenState], tuple[list[Finding], list[str]]]
+
+
+def _not_given(opened: OpenState, paths: Iterable[tuple[str, ...]]) -> Iterator[str]:
+    """Yields the tensors at paths of a checkpoint that are keys, as keys that were not compared."""
+    random = [part.place for part in run_of(opened.state.extra).parts if part.what == "random"]
+    for path in paths:
+        where = "/".join(("extra", *path))
+        if any(f"{where}/".startswith(f"{place}/") for place in random):
+            yield f"random: {where}: no live key was given for it"
 
 
 def compare_generators(keys: Any) -> Compare | None:
@@ -43,7 +52,7 @@ def compare_generators(keys: Any) -> Compare | None:
 
     def compare(opened: OpenState) -> tuple[list[Finding], list[str]]:
         kept = {
-            tuple(map(str, path)): one for path, one in walk(opened.state.extra) if isinstance(one, Tensor)
+            tuple(map(str, path)): leaf for path, leaf in walk(opened.state.extra) if isinstance(leaf, Tensor)
         }
         wrong, unsaid, seen = [], list[str](), set[tuple[str, ...]]()
         for name, key in live.items():
@@ -56,11 +65,7 @@ def compare_generators(keys: Any) -> Compare | None:
             seen.add(place)
             if not np.array_equal(np.asarray(kept[place].read()), _numbers(key)):
                 wrong.append("/".join(name))
-        random = [part.place for part in run_of(opened.state.extra).parts if part.what == "random"]
-        for place in (path for path in kept if path not in seen):
-            where = "/".join(("extra", *place))
-            if any(where == one or where.startswith(f"{one}/") for one in random):
-                unsaid.append(f"random: {where}: no live key was given for it")
+        unsaid += _not_given(opened, [path for path in kept if path not in seen])
         return [fault("random", wrong, "the keys as they were saved", "others")] if wrong else [], unsaid
 
     return compare

@@ -52,6 +52,10 @@ def faults(value: Any, schema: Schema, root: Schema | None = None, place: str = 
         forms = [list(faults(value, part, root, place)) for part in schema["oneOf"]]
         if all(forms):
             yield from min(forms, key=len)
+    yield from _of_content(value, schema, root, place)
+
+
+def _of_content(value: Any, schema: Schema, root: Schema, place: str) -> Faulty:
     if isinstance(value, dict):
         yield from _of_object(value, schema, root, place)
     elif isinstance(value, list):

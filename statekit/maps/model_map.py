@@ -413,9 +413,7 @@ class ModelMap:
         missing = Faults(folds=False)
         for choice, alternatives in self.choices.items():
             seen, named = self._shown(choice, bound, faults)
-            unnamed = [alternative for alternative in alternatives if alternative not in named]
-            shown = next(iter(seen), (unnamed or list(alternatives))[0])
-            open_ones = (*seen,) if len(seen) > 1 else (shown,) if named else alternatives
+            shown, open_ones = _left_open(alternatives, seen, named)
             given, asked = self.known.get(choice), self.asked.get(choice)
             # What was said counts where the names leave it open; else it contradicts them.
             if given is not None and given not in open_ones:
@@ -511,11 +509,8 @@ class ModelMap:
             places = {name: ranges[name].index(value) for name, value in part.items()}
             lengths = {name: len(ranges[name]) for name in (*entry.joined, *entry.apart)}
             operations = tuple(self._operation(operation, places, lengths) for operation in entry.operations)
-            sources_of: dict[str, list[str]] = {}
-            for path, binding in paths.items():
-                sources_of.setdefault(entry.target.path({**binding, **part}), []).append(path)
-            for target, sources in sources_of.items():
-                yield Link(tuple(sources), target, operations)
+            targets = {path: entry.target.path({**binding, **part}) for path, binding in paths.items()}
+            yield from _links(targets, operations)
 
     def _draw(self, entry: Entry, fields: Sequence[str], ranges: Mapping[str, Sequence[str | int]]) -> None:
         """Counts what a line makes, before anything is made: names, parts of each, and what is done to them.
@@ -1083,3 +1078,29 @@ def chained(name: str | None) -> Iterator[str]:
         yield from () if name is None else (name,)
         return
     yield from (f"{a}:{b}" for a, b in pairwise(sides))
+
+
+def _left_open(
+    alternatives: Sequence[str], seen: Collection[str], named: Collection[str]
+) -> tuple[str, Sequence[str]]:
+    """Returns the alternative of a choice that the names show, and those that they leave open.
+
+    Args:
+        alternatives: All of them, the usual one first.
+        seen: Those that a name shows.
+        named: Those that names could show.
+    """
+    unnamed = [alternative for alternative in alternatives if alternative not in named]
+    shown = next(iter(seen), (unnamed or list(alternatives))[0])
+    if len(seen) > 1:
+        return shown, (*seen,)
+    return shown, (shown,) if named else alternatives
+
+
+def _links(targets: Mapping[str, str], operations: tuple[Operation, ...]) -> Iterator[Link]:
+    """Yields a link for each target, from all the sources that it is the target of."""
+    sources_of: dict[str, list[str]] = {}
+    for source, target in targets.items():
+        sources_of.setdefault(target, []).append(source)
+    for target, sources in sources_of.items():
+        yield Link(tuple(sources), target, operations)

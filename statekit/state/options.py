@@ -133,11 +133,8 @@ def read_options(
         >>> read_options("adamw", "torch", {"betas": (0.9, 0.98), "epsilon": 1e-6}).values
         {'beta1': 0.9, 'beta2': 0.98, 'epsilon': 1e-06}
     """
-    rules, canonical_names, natives = (
-        load_schema(schema),
-        taken(schema, variant),
-        native_options(schema, variant),
-    )
+    rules, canonical_names = load_schema(schema), taken(schema, variant)
+    natives = native_options(schema, variant)
     values: dict[str, Any] = {}
     places: dict[str, str] = {}
     faults: list[tuple[str, str]] = []
@@ -147,11 +144,8 @@ def read_options(
         if not parts:
             elsewhere = _elsewhere(rules, variant, name, rate)
             faults.append((elsewhere or f"isn't an option of variant {variant}", name))
-            remedies[
-                ""
-                if elsewhere or name in rules.hyperparameters
-                else meant(name, (*canonical_names, *natives, rate))
-            ] = None
+            if not elsewhere and name not in rules.hyperparameters:
+                remedies[meant(name, (*canonical_names, *natives, rate))] = None
         for canonical, spelling in parts.items():
             if fault := spelling.fault(value):
                 faults.append((f"is {value!r}, {fault}: {', '.join(parts)}", name))
@@ -162,15 +156,13 @@ def read_options(
                 continue
             values[canonical], places[canonical] = spelling.canonical(value), place
     faulty = {
-        canonical: fault
-        for canonical, value in values.items()
-        if not unchecked(value) and (fault := _fault(rules, variant, canonical, value))
+        name: _fault(rules, variant, name, value) for name, value in values.items() if not unchecked(value)
     }
     for canonical, fault in faulty.items():
-        faults.append(
-            (_faulty_value(values.pop(canonical), canonical, places[canonical], fault), places[canonical])
-        )
-    return Options(values, tuple(faults), "; ".join(remedy for remedy in remedies if remedy))
+        if fault:
+            value, place = values.pop(canonical), places[canonical]
+            faults.append((_faulty_value(value, canonical, place, fault), place))
+    return Options(values, tuple(faults), "; ".join(filter(None, remedies)))
 
 
 def _whole(

@@ -183,36 +183,42 @@ def _of_moments(place: ParameterStep, seen: Moments, rate: float | None) -> list
             }
         )  # fmt: skip
     if seen.direction is not None:
-        low, high = seen.bounds
-        top = bounded = float(np.sqrt(np.sum(place.param**2)))
-        bounded = max(bounded, low) if low is not None else bounded
-        bounded = min(bounded, high) if high is not None else bounded
-        below = float(np.sqrt(np.sum(seen.direction**2)))
-        name = seen.direction_formula.partition(" ")[0]
-        ratio = bounded / below if bounded > 0 and below > 0 else None
-        kept = "" if seen.bounds == (None, None) else ", ||p|| within its bounds"
-        figures.append(
-            {
-                "name": "trust_ratio", "title": "Trust ratio", "kind": "numbers",
-                "formula": f"||p|| / ||{name}||, {seen.direction_formula}{kept}; as the last update left the slots",
-                "values": {"||p||": top, f"||{name}||": below, "trust ratio": ratio},
-            }
-        )  # fmt: skip
+        figures.append(_trust_ratio(place, seen, seen.direction))
     if "param_rms" in place.slots:
-        rms = float(np.sqrt(np.mean(place.param**2)))
-        sizes = {"param_rms": float(np.max(place.slots["param_rms"])), "rms(p) now": rms}
-        if "scale_exp_avg_sq" in place.slots:
-            sizes["sqrt(scale_exp_avg_sq)"] = float(np.sqrt(np.max(place.slots["scale_exp_avg_sq"])))
-        figures.append(
-            {
-                "name": "size", "title": "What it knows of its size", "kind": "numbers",
-                "formula": "param_rms: rms(p) when a period ended; scale_exp_avg_sq: mean square of sum(p g)",
-                "values": sizes,
-            }
-        )  # fmt: skip
+        figures.append(_size(place))
     if place.param.ndim > 1:
         figures.append(_dead(place, seen))
     return figures
+
+
+def _trust_ratio(place: ParameterStep, seen: Moments, direction: Any) -> dict[str, Any]:
+    """Returns the parameter's norm over its direction's."""
+    low, high = seen.bounds
+    top = bounded = float(np.sqrt(np.sum(place.param**2)))
+    bounded = max(bounded, low) if low is not None else bounded
+    bounded = min(bounded, high) if high is not None else bounded
+    below = float(np.sqrt(np.sum(direction**2)))
+    name = seen.direction_formula.partition(" ")[0]
+    ratio = bounded / below if bounded > 0 and below > 0 else None
+    within = "" if seen.bounds == (None, None) else ", ||p|| within its bounds"
+    return {
+        "name": "trust_ratio", "title": "Trust ratio", "kind": "numbers",
+        "formula": f"||p|| / ||{name}||, {seen.direction_formula}{within}; as the last update left the slots",
+        "values": {"||p||": top, f"||{name}||": below, "trust ratio": ratio},
+    }  # fmt: skip
+
+
+def _size(place: ParameterStep) -> dict[str, Any]:
+    """Returns what ScaledAdam's slots say of the parameter's size, beside its size now."""
+    rms = float(np.sqrt(np.mean(place.param**2)))
+    sizes = {"param_rms": float(np.max(place.slots["param_rms"])), "rms(p) now": rms}
+    if "scale_exp_avg_sq" in place.slots:
+        sizes["sqrt(scale_exp_avg_sq)"] = float(np.sqrt(np.max(place.slots["scale_exp_avg_sq"])))
+    return {
+        "name": "size", "title": "What it knows of its size", "kind": "numbers",
+        "formula": "param_rms: rms(p) when a period ended; scale_exp_avg_sq: mean square of sum(p g)",
+        "values": sizes,
+    }  # fmt: skip
 
 
 def _dead(place: ParameterStep, seen: Moments) -> dict[str, Any]:

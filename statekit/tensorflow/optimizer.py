@@ -78,7 +78,7 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
         spec = read_spec(spec, [(fault, "learning_rate")] if fault else [])
         theirs = by_keras(self.SCHEMA, variant)
         base = {k: v for k, v in options.items() if k not in ours}
-        base |= {theirs[k]: v for k, v in spec.hyperparameters.items() if k in theirs}
+        base |= {theirs[k]: spec.hyperparameters[k] for k in theirs.keys() & spec.hyperparameters.keys()}
         left = {k: v for k, v in spec.hyperparameters.items() if k not in theirs}
         if learning_rate is None:
             learning_rate = _usual_rate(self.SCHEMA, variant)

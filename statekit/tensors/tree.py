@@ -225,15 +225,19 @@ def with_leaves(tree: Tree, leaves: Mapping[Path, Any]) -> Tree:
     return tree
 
 
+def _mapping_json(tree: Mapping[Any, Tree], path: Path) -> Any:
+    if all(isinstance(key, str) and not key.startswith("$") for key in tree):
+        return {key: to_json(value, (*path, key)) for key, value in tree.items()}
+    return {"$dict": [[to_json(key), to_json(value, (*path, key))] for key, value in tree.items()]}
+
+
 def to_json(tree: Tree, path: Path = ()) -> Any:
     """Returns a JSON view of a tree: readable, with what JSON lacks tagged by a key that begins with `$`.
 
     A tensor is described and named by its path, as `tensor_names` does.
     """
     if isinstance(tree, Mapping):
-        if all(isinstance(key, str) and not key.startswith("$") for key in tree):
-            return {key: to_json(value, (*path, key)) for key, value in tree.items()}
-        return {"$dict": [[to_json(key), to_json(value, (*path, key))] for key, value in tree.items()]}
+        return _mapping_json(tree, path)
     if isinstance(tree, tuple):
         return {"$tuple": [to_json(item, (*path, i)) for i, item in enumerate(tree)]}
     if isinstance(tree, list):
@@ -307,6 +311,13 @@ def from_json(view: Any, tensor: Callable[[Any], Tensor] | None = None, place: o
         raise FormatError("This isn't the JSON view of a tree.", place=place, found=fault) from None
 
 
+def _record_from_json(view: Mapping[str, Any], tensor: Callable[[Any], Tensor] | None) -> Record:
+    name, args = view["$record"], _from_json(view["args"], tensor)
+    if not isinstance(name, str) or not isinstance(args, list):
+        raise TypeError("an object has no name, or no list of arguments")
+    return Record(name, tuple(args), _from_json(view["state"], tensor))
+
+
 def _from_json(view: Any, tensor: Callable[[Any], Tensor] | None) -> Tree:
     if isinstance(view, list):
         return [_from_json(item, tensor) for item in view]
@@ -317,10 +328,7 @@ def _from_json(view: Any, tensor: Callable[[Any], Tensor] | None) -> Tree:
     if "$tuple" in view:
         return tuple(_from_json(item, tensor) for item in view["$tuple"])
     if "$record" in view:
-        name, args = view["$record"], _from_json(view["args"], tensor)
-        if not isinstance(name, str) or not isinstance(args, list):
-            raise TypeError("an object has no name, or no list of arguments")
-        return Record(name, tuple(args), _from_json(view["state"], tensor))
+        return _record_from_json(view, tensor)
     if "$bytes" in view:
         return base64.b64decode(view["$bytes"], validate=True)
     if "$float" in view:

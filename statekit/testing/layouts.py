@@ -199,9 +199,14 @@ def comes_back_as_it_was(trial: Trial) -> None:
     changed = [name for name, tensor in new.items() if _bits(tensor) != _bits(old[name])]
     assert not changed, f"change: {changed[:10]}"
     if not trial.encoded.dropped:
-        leaves = dict(walk(trial.encoded.tree))
-        gone = [path for path, leaf in walk(trial.checkpoint.tree) if not _is_same(leaf, leaves.get(path))]
+        gone = _gone(trial)
         assert not gone, f"records beside the tensors vanish or change: {gone[:10]}"
+
+
+def _gone(trial: Trial) -> list[tuple[Any, ...]]:
+    """Returns where the encoded tree says something else than the checkpoint's, or nothing, beside the tensors."""
+    leaves = dict(walk(trial.encoded.tree))
+    return [path for path, leaf in walk(trial.checkpoint.tree) if not _is_same(leaf, leaves.get(path))]
 
 
 def _is_same(leaf: Any, other: Any) -> bool:

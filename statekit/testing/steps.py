@@ -156,6 +156,11 @@ def treats_one_element_as_a_scalar(trial: Trial) -> None:
             assert tensor.read().tobytes() == other.tobytes(), f"{name}: {tensor.read()} and {other}"
 
 
+def _divides_by_nothing(form: str, hyper: Mapping[str, Any]) -> bool:
+    """Tells whether a gradient of zeros leaves NaN in a variant of this form."""
+    return form in ("nan", "undefined") or (form == "nan_unless_clipped" and hyper["clip_gradient"] is None)
+
+
 def goes_on_without_slope(trial: Trial) -> None:
     """An all-zero first gradient leaves parameters as they are, but for weight decay, and everything finite.
 
@@ -164,7 +169,7 @@ def goes_on_without_slope(trial: Trial) -> None:
     case = trial.case
     after = tensors(trial.step(case.state, {path: np.zeros_like(g) for path, g in case.grads[0].items()}))
     form, hyper = case.constants.get("zero_gradient", "skipped"), case.hyperparameters
-    absent = form in ("nan", "undefined") or (form == "nan_unless_clipped" and hyper["clip_gradient"] is None)
+    absent = _divides_by_nothing(form, hyper)
     still = case.single and form == "skipped" and not hyper.get("weight_decay_rate") and not hyper.get("wd")
     for (path, name), tensor in after.items():
         value = tensor.read().astype(np.float64)

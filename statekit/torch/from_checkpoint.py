@@ -211,6 +211,14 @@ def _target_fault(tensor: Tensor, target: torch.Tensor) -> str | None:
     return "has no storage in the model: it is on the meta device" if target.is_meta else None
 
 
+def _named_alike(
+    stored: Iterable[tuple[str, Tensor]], sources: Mapping[str, tuple[str, Tensor]]
+) -> list[tuple[str, str]]:
+    """Returns the stored tensors of which another one has the path, as faults."""
+    alike = [name for name, tensor in stored if sources[path_of(name)] != (name, tensor)]
+    return [("has the torch name of another parameter", name) for name in alike]
+
+
 def _fitted(
     state: TrainState, makers: Sequence[str], model: torch.nn.Module, place: object
 ) -> list[tuple[torch.Tensor, Tensor]]:
@@ -222,11 +230,7 @@ def _fitted(
     targets = {path_of(name): tensor for name, tensor in tensors.items()}
     required = _required(tensors if buffers else dict(model.named_parameters()), model)
     covered = {id(targets[key]) for key in sources if key in targets}
-    faults = [
-        ("has the torch name of another parameter", name)
-        for name, tensor in stored
-        if sources[path_of(name)] != (name, tensor)
-    ]
+    faults = _named_alike(stored, sources)
     faults += [("isn't in the checkpoint", name) for name, t in required.items() if id(t) not in covered]
     pairs = []
     into: dict[int, tuple[str, Tensor]] = {}

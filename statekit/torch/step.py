@@ -15,11 +15,11 @@ from statekit.optim.keras_averages import follow_average
 from statekit.optim.run import behind_after, counts_apart, moves, steps_for
 from statekit.optim.steps import Scene, Steps
 from statekit.state.schema import load_schema
-from statekit.torch.fast.dispatch import FastMove, takes_any_gradient
+from statekit.torch.fast.dispatch import takes_any_gradient
 from statekit.torch.groups import ParamGroup
 from statekit.torch.sharding import readable, write
 from statekit.torch.slots import Slots
-from statekit.torch.update_plan import GroupPlan
+from statekit.torch.update_plan import Batch, GroupPlan
 
 _XP = TorchBackend()
 
@@ -47,12 +47,10 @@ def move(group: ParamGroup, plan: GroupPlan, state: Mapping[torch.Tensor, Slots]
     )
     read, here = replace(read, grads=reached), replace(here, grads=reached)
     for batch in plan.batches:
-        present = [path for path in batch.paths if path in reached]
-        by_text = _left_to_text(batch.fast, present, here)
+        by_text, by_fast = _parted(batch, reached, here)
         if by_text:
             _by_text(steps, scene, plan, by_text, read, here, common, behind)
         if batch.fast is not None:
-            by_fast = [path for path in present if path not in by_text] if by_text else present
             for count, paths in _by_count(by_fast, behind, group["step"]):
                 batch.fast(replace(scene, step=count), *here.listed(paths), common)
     _follow_averages(here, plan, group["step"])
@@ -61,13 +59,23 @@ def move(group: ParamGroup, plan: GroupPlan, state: Mapping[torch.Tensor, Slots]
     _count(group, [path for path in known.paths if path not in grads], behind)
 
 
-def _left_to_text(fast: FastMove | None, paths: Sequence[str], here: Arrays) -> Sequence[str]:
-    """Returns the parameters of a batch that its fast path doesn't move: gradients may be of another dtype."""
-    if fast is None:
-        return paths
-    if takes_any_gradient(fast):
-        return []
-    return sorted(path for path in paths if here.grads[path].dtype is not here.params[path].dtype)
+def _parted(
+    batch: Batch, reached: Mapping[str, torch.Tensor], here: Arrays
+) -> tuple[Sequence[str], Sequence[str]]:
+    """Returns the parameters of a batch that go by the text, as gradients of another dtype may, and the others.
+
+    Args:
+        batch: The batch.
+        reached: The gradients by parameter, of those that have one.
+        here: Parameters, slots and gradients.
+    """
+    paths = [path for path in batch.paths if path in reached]
+    if batch.fast is None:
+        return paths, []
+    if takes_any_gradient(batch.fast):
+        return [], paths
+    by_text = sorted(path for path in paths if here.grads[path].dtype is not here.params[path].dtype)
+    return by_text, [path for path in paths if path not in by_text] if by_text else paths
 
 
 def _by_text(

@@ -216,10 +216,8 @@ class SideBySide:
                 for key, tensor in ran.tensors.items():
                     worst[key] = worst.get(key, Worst()).with_(tensor)
                 rows.append(_row(probe, ran))
-                for name in [name for name in pending if name not in seen and wrong[name] is not None]:
-                    tell(f"{probe.name}, control: {name}")
-                    if (detected := _detected(wrong[name], bound, probe, rates)) is not None:
-                        seen[name] = {"by": probe.name, **detected}
+                unseen = {name: state for name, state in wrong.items() if name not in seen}
+                seen |= _newly_seen(unseen, bound, probe, rates, tell)
         data = {
             "stepped": True,
             "updates": updates,
@@ -592,9 +590,26 @@ def _relabelling(before: TrainState, right: TrainState) -> Callable[[Key], Key]:
     return lambda key: (key[0], names.get(key[1], key[1])) if key[0] in turned else key
 
 
-def _detected(wrong: TrainState | None, bound: Bounds, probe: Probe, rates: Rates) -> dict[str, Any] | None:
+def _newly_seen(
+    wrong: Mapping[str, TrainState | None],
+    bound: Bounds,
+    probe: Probe,
+    rates: Rates,
+    tell: Callable[[str], object],
+) -> dict[str, dict[str, Any]]:
+    """Returns where each control that a probe shows is seen, by name; a control may have no wrong state."""
+    seen: dict[str, dict[str, Any]] = {}
+    for name, state in wrong.items():
+        if state is None:
+            continue
+        tell(f"{probe.name}, control: {name}")
+        if (detected := _detected(state, bound, probe, rates)) is not None:
+            seen[name] = {"by": probe.name, **detected}
+    return seen
+
+
+def _detected(wrong: TrainState, bound: Bounds, probe: Probe, rates: Rates) -> dict[str, Any] | None:
     """Returns where a wrong state is seen after a probe; None if it isn't."""
-    assert wrong is not None
     xp = NumpyBackend()
     after = arrays(store(xp, run(xp, wrong, probe.updates, rates), wrong))
     outside = {key: count for key, count in bound.outside(after).items() if count}

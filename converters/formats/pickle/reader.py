@@ -821,10 +821,7 @@ def _batch(m: Machine) -> bool:  # noqa: PLR0912, PLR0915 - a branch for each of
                 continue
             elif code == _BINGET:
                 pos += 1
-                index = data[at + 1]
-                value = memo[index] if index < len(memo) else far[index]
-                stack.append(m.newest(value) if value.__class__ is Record else value)
-                cost += _SLOT
+                _get(m, data[at + 1])
                 continue
             elif code == _MARK:
                 marks.append(stack)

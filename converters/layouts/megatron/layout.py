@@ -185,20 +185,12 @@ class MegatronAdam:
         }
         decoded = BY_NAME.decode(replace(checkpoint, tree=tree), hints)
         beside = {path_of(name): {MASTER: t} for name, t in masters.items() if name not in moved_itself}
-        extra = {
-            _COMMON: _without_optimizer(common),
-            _OBJECTS: parts.objects,
-            _IN_SCALER: "param_groups" not in common["optimizer"],
-            _MASTER_NAME: next(
-                (key for record in parts.state.values() for key in record if key in _MASTERS), None
-            ),
-        }
         return replace(
             decoded,
             slots={
                 path: {**param_slots, **beside.get(path, {})} for path, param_slots in decoded.slots.items()
             },
-            extra={**decoded.extra, **{key: part for key, part in extra.items() if part}},
+            extra={**decoded.extra, **_extra(common, parts)},
             assumptions=(
                 *decoded.assumptions,
                 *said_of_class,
@@ -229,9 +221,7 @@ class MegatronAdam:
         steps = [record.pop("step") for record in optimizer["state"].values()]
         nested = self.masters is not None or bool(state.extra.get(_IN_SCALER))
         masters, said_of_masters = self._masters(state, model, optimizer["state"], nested)
-        inner: dict[str, Tree] = {"param_groups": groups}
-        if sharding is None:
-            inner["state"] = {"common_step": steps[0]} if steps else {}
+        inner = _native_inner(groups, steps, is_sharded=sharding is not None)
         notes += said_of_masters
         if _COMMON not in state.extra:
             schedule, said = constant_schedule(groups, run_of(state.extra).schedules, updates)
@@ -323,6 +313,25 @@ class MegatronAdam:
             stated = content if isinstance(content, Mapping) else {}
             kept[_CONTENT] = {**_AVOIDED, **stated, **form}
         return kept, beside, sharding
+
+
+def _extra(common: Mapping[str, Any], parts: _Parts) -> dict[str, Tree]:
+    """Returns what the files hold beside the model and its optimizer, as far as they do."""
+    master_names = (key for record in parts.state.values() for key in record if key in _MASTERS)
+    extra = {
+        _COMMON: _without_optimizer(common),
+        _OBJECTS: parts.objects,
+        _IN_SCALER: "param_groups" not in common["optimizer"],
+        _MASTER_NAME: next(master_names, None),
+    }
+    return {key: part for key, part in extra.items() if part}
+
+
+def _native_inner(groups: list[Any], steps: Sequence[Tree], is_sharded: bool) -> dict[str, Tree]:
+    """Returns an optimizer's own record; where ranks share it, its steps lie with the slots."""
+    if is_sharded:
+        return {"param_groups": groups}
+    return {"param_groups": groups, "state": {"common_step": steps[0]} if steps else {}}
 
 
 def _common(tree: Mapping[str, Any]) -> Mapping[str, Any]:

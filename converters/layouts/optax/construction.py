@@ -87,7 +87,7 @@ def construction(
         mask: The argument for the mask of weight decay; "" if there is none, and groups are always parts.
     """
     moved = {path for group in groups for path in group["paths"]}
-    frozen = any(name.startswith("params/") and name.removeprefix("params/") not in moved for name in names)
+    frozen = not _params_in(names) <= moved
     partition = _partition(groups, names, empty)
     form = "parts" if partition else _form(groups, frozen or not mask)
     groups, frozen_label = (partition.groups, partition.frozen) if partition else (groups, FROZEN)
@@ -100,9 +100,7 @@ def construction(
     # A rate that doesn't count is a number.
     or_number = partition is not None or bool(names and mask and form != "parts")
     rates = {
-        group["label"]: _rate(names, places[group["label"]], _ending(group) if form == "parts" else "")
-        or (_number(group) if or_number else {})
-        for group in groups
+        group["label"]: _rate_of(group, names, places[group["label"]], form, or_number) for group in groups
     }
     return [
         *_schedule_lines(groups, rates),
@@ -374,6 +372,20 @@ def _muon_lines(
 def _number(group: Mapping[str, Any]) -> dict[str, str]:
     """Returns the code for a learning rate that is a number, where the group doesn't say it."""
     return {"learning_rate": "..."} if group["hyperparameters"].get("learning_rate") is None else {}
+
+
+def _params_in(names: Collection[str]) -> set[str]:
+    """Returns the parameters among the names of a checkpoint's tensors."""
+    return {name.removeprefix("params/") for name in names if name.startswith("params/")}
+
+
+def _rate_of(
+    group: Mapping[str, Any], names: Collection[str], place: str, form: Form, or_number: bool
+) -> dict[str, str]:
+    """Returns the code for a group's learning rate: its schedule, else the number if one has to be given."""
+    if schedule := _rate(names, place, _ending(group) if form == "parts" else ""):
+        return schedule
+    return _number(group) if or_number else {}
 
 
 def _ending(group: Mapping[str, Any]) -> str:

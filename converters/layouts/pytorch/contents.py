@@ -105,28 +105,39 @@ def contents_of(checkpoint: Checkpoint, names: Sequence[str] | None = None) -> C
     """
     if beside := side_by_side(checkpoint, {}):
         return _several(checkpoint, beside)
-    parts = find_parts(checkpoint, {})
-    if parts is None:
-        pairs = networks(checkpoint.tree)
-        return _networks(checkpoint, pairs) if len(pairs) > 1 else _weights(checkpoint)
-    slots = sorted({slot for record in parts.state.values() for slot, _ in _tensors(record)})
-    said = signature_of(parts)
-    name = said.name if said else _unknown(parts)
-    listed = f"its slots by parameter: {', '.join(slots) or 'none'}"
+    if (parts := find_parts(checkpoint, {})) is not None:
+        return _of_optimizer(checkpoint, parts, names)
+    pairs = networks(checkpoint.tree)
+    return _networks(checkpoint, pairs) if len(pairs) > 1 else _weights(checkpoint)
+
+
+def _of_optimizer(checkpoint: Checkpoint, parts: Parts, names: Sequence[str] | None) -> Contents:
+    """Returns what a file holds that has an optimizer."""
+    slot_names = sorted({slot for record in parts.state.values() for slot, _ in _tensors(record)})
+    signature = signature_of(parts)
+    name = signature.name if signature else _unknown(parts)
+    listed = f"its slots by parameter: {', '.join(slot_names) or 'none'}"
     if not parts.model:
         return _without_weights(checkpoint, parts, name, listed)
-    what = f"{name}: {'a state that fits no layout' if said and said.schema else 'no schema yet'}; {listed}"
+    has_schema = signature and signature.schema
+    what = f"{name}: {'a state that fits no layout' if has_schema else 'no schema yet'}; {listed}"
     params = {path_of(key): tensor for key, tensor in parts.model.items()}
-    taken = {id(tensor) for tensor in params.values()}
-    each: list[tuple[str, Mapping[str, Tensor], Mapping[str, Any]]] = []
+    order: list[tuple[str, Mapping[str, Tensor], Mapping[str, Any]]] = []
     try:
-        each += _by_parameter(parts, bool(checkpoint.meta.get(SORTED)), names)
+        order += _by_parameter(parts, bool(checkpoint.meta.get(SORTED)), names)
     except StateError as error:
         what = f"{what}; whose they are isn't known: {error.line}"
-    slots_of = {path: tensors for path, tensors, _ in each}
-    taken |= {id(tensor) for tensors in slots_of.values() for tensor in tensors.values()}
-    others = {key: tensor for key, tensor in checkpoint.tensors.items() if id(tensor) not in taken}
-    return Contents(what, params, slots_of, others, {path: options for path, _, options in each})
+    slots = {path: tensors for path, tensors, _ in order}
+    others = _untaken(checkpoint, params, slots)
+    return Contents(what, params, slots, others, {path: options for path, _, options in order})
+
+
+def _untaken(
+    checkpoint: Checkpoint, params: Mapping[str, Tensor], slots: Mapping[str, Mapping[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Returns the tensors of a file that are neither parameters nor slots."""
+    taken = {id(tensor) for tensors in (params, *slots.values()) for tensor in tensors.values()}
+    return {key: tensor for key, tensor in checkpoint.tensors.items() if id(tensor) not in taken}
 
 
 def _unknown(parts: Parts) -> str:
@@ -155,10 +166,7 @@ def _several(checkpoint: Checkpoint, beside: SideBySide) -> Contents:
         slots = {path: tensors for path, tensors, _ in order}
     except StateError as error:
         what, slots = f"{what}; whose their slots are isn't known: {error.line}", {}
-    taken = {id(tensor) for tensor in params.values()}
-    taken |= {id(tensor) for tensors in slots.values() for tensor in tensors.values()}
-    others = {key: tensor for key, tensor in checkpoint.tensors.items() if id(tensor) not in taken}
-    return Contents(what, params, slots, others)
+    return Contents(what, params, slots, _untaken(checkpoint, params, slots))
 
 
 def _each_called(beside: SideBySide) -> Iterator[str]:

@@ -305,8 +305,8 @@ class TorchOptim:
         faults.check(StateError, "The state doesn't fit the parameters", place=checkpoint.path)
         counting = _counting(kind_of, bare)
         done = 0 if counting else native.stated_updates(parts.groups, parts.rest, checkpoint)
-        ways = ((_INFORMATION, unread), (_BY_NAME, _is_by_name(parts)), (SIDE_BY_SIDE, sides))
-        extra = {**_extra(parts, moved, kinds), **bare.extra, **{key: part for key, part in ways if part}}
+        aside = {_INFORMATION: unread, _BY_NAME: _is_by_name(parts), SIDE_BY_SIDE: sides}
+        extra = {**_extra(parts, moved, kinds), **bare.extra, **_present(aside)}
         state = hints.applied(
             TrainState(
                 params,
@@ -757,6 +757,11 @@ def _extra(parts: Parts, names: Iterable[str], kinds: Sequence[TorchOptimizer]) 
         extra = {key: part for key, part in extra.items() if key != GROUPS}
         extra |= {GROUPS: others} if any(others) else {}
     return extra
+
+
+def _present(extra: Mapping[str, Tree]) -> dict[str, Tree]:
+    """Returns what is there of that which a checkpoint may hold."""
+    return {key: part for key, part in extra.items() if part}
 
 
 def _kind(parts: Parts, variants: Mapping[str, str]) -> TorchOptimizer | None:

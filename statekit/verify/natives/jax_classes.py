@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,20 +54,31 @@ def _params(state: TrainState) -> Any:
     return nested({tuple(path.split("/")): jnp.asarray(param.read()) for path, param in state.params.items()})
 
 
+def _arguments(state: TrainState, options: Mapping[str, Any], constructor: Any) -> dict[str, Any]:
+    """Returns the arguments of a constructor of Optax, but for the learning rate.
+
+    Raises:
+        UsageError: It hasn't what the state was made with.
+    """
+    if elsewhere := [name for name in _ELSEWHERE[1:] if options.get(name)]:
+        raise UsageError(
+            f"optax.{constructor.__name__} alone has no such arguments.", found=", ".join(elsewhere)
+        )
+    parameters = inspect.signature(constructor).parameters
+    taken = {n: v for n, v in options.items() if n in parameters and n not in _ELSEWHERE}
+    factored = [np.sort(state.params[path].shape)[-2] for path, rule in state.rules.items() if rule.factored]
+    if factored:  # a window of a parameter is factored as the parameter is
+        taken["min_dim_size_to_factor"] = min(int(taken["min_dim_size_to_factor"]), int(min(factored)))
+    return taken
+
+
 def _of_optax(state: TrainState, rate: float, variant: str, folder: Path) -> tuple[Any, Any, Any]:
     schema = load_schema(state.optimizer.schema)
     if len(state.optimizer.groups) != 1:
         raise UsageError(f"optax.{schema.name} alone has one group.", found=len(state.optimizer.groups))
     (group,) = state.optimizer.groups
     constructor = getattr(optax, schema.name)
-    arguments = schema.native("optax", group.hyperparameters)
-    if elsewhere := [name for name in _ELSEWHERE[1:] if arguments.get(name)]:
-        raise UsageError(f"optax.{schema.name} alone has no such arguments.", found=", ".join(elsewhere))
-    parameters = inspect.signature(constructor).parameters
-    taken = {n: v for n, v in arguments.items() if n in parameters and n not in _ELSEWHERE}
-    factored = [np.sort(state.params[path].shape)[-2] for path, rule in state.rules.items() if rule.factored]
-    if factored:  # a window of a parameter is factored as the parameter is
-        taken["min_dim_size_to_factor"] = min(int(taken["min_dim_size_to_factor"]), int(min(factored)))
+    taken = _arguments(state, schema.native("optax", group.hyperparameters), constructor)
     params = _params(state)
     stored = serialization.msgpack_restore(_file(written(state, "flax", "optax", folder)).read_bytes())
     faults = []
