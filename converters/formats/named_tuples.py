@@ -5,16 +5,15 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
-from importlib import resources
 from typing import Any
+
+from statekit.schemas import shipped_json
 
 
 @cache
 def _known() -> Any:
-    file = resources.files("statekit.converters.formats").joinpath("named_tuples.json")
-    return json.loads(file.read_text(encoding="utf-8"))
+    return shipped_json(__package__, "named_tuples.json")
 
 
 def fields_of(name: str) -> list[str]:

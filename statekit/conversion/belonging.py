@@ -21,6 +21,7 @@ import os
 import re
 from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
+from functools import cache
 from itertools import islice
 from pathlib import PurePath
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -31,12 +32,13 @@ from statekit.errors import StatekitError, plural, some
 from statekit.files.checkpoint import STEPS, Checkpoint, Finding
 from statekit.files.source import listing, walked
 from statekit.files.tree import Place, below, spelled
+from statekit.schemas import shipped_json
 from statekit.state.evidence import Fact
 from statekit.state.run import RunState, Schedule, run_of
 from statekit.state.schema import NO_OPTIMIZER, WEIGHTS
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Stored, Tensor
-from statekit.tensors.tree import Path, at, walk
+from statekit.tensors.tree import at, walk
 
 Half: TypeAlias = Literal["optimizer", "average", "schedule", "scaler"]
 
@@ -318,63 +320,21 @@ def _children(node: Any) -> Iterable[tuple[Any, Any]]:
     return enumerate(node) if isinstance(node, (list, tuple)) else ()
 
 
-NAMES = {
-    "hf-trainer": r"checkpoint-(\d+)",
-    "deepspeed": r"global_step(\d+)(?:_universal)?",
-    "megatron": r"iter_(\d+)",
-    "t5x": r"checkpoint_(\d+)",
-    "orbax": r"(?:checkpoint_)?(\d+)",
-    "flax": r"checkpoint_(\d+)",
-    "torch": r".*step=(\d+)(?:-v\d+)?\.ckpt",
-}
-"""Container -> how its library names the folder or file of a step. TensorFlow 2 counts saves there.
-
-Orbax and Flax take a prefix of the program's own too: a number after such a one may be a date, and says nothing.
-
-Source: transformers trainer_utils.py, `PREFIX_CHECKPOINT_DIR`; deepspeed/runtime/engine.py, `save_checkpoint`;
-megatron/training/checkpointing.py, `get_checkpoint_name`; t5x/checkpoints.py, `get_checkpoint_dir`; orbax
-checkpoint/path/step.py; flax/training/checkpoints.py, `_checkpoint_path`; lightning
-pytorch/callbacks/model_checkpoint.py, `format_checkpoint_name`.
-"""
-RECORDS: Mapping[str, Path] = {
-    "hf-trainer": ("trainer_state", "global_step"),
-    "deepspeed": ("deepspeed", "global_steps"),
-    "megatron": ("common", "iteration"),
-    "torch": ("global_step",),
-}
-"""Container -> where the record stands that says the step, beside the optimizer's own."""
-_BY_EPOCH: Mapping[str, tuple[Path, ...]] = {
-    "orbax": (("pytree", "optimizer_variables"), ("optimizer_variables",)),
-}
-"""Container -> what stands in trees whose names may count epochs, as Keras' OrbaxCheckpoint does."""
-_WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
-UNCOUNTED: Mapping[str, tuple[str, ...]] = {
-    "hf-trainer": (*_WEIGHTS, "rng_state*.pth", "scaler.pt"),
-    "accelerate": (*_WEIGHTS, "random_states_*.pkl", "custom_checkpoint_*.pkl", "scaler.pt"),
-    "dcp": ("*.distcp",),
-    "dcp-safetensors": ("*.safetensors",),
-    "megatron": ("*.distcp",),
-    "mxnet": ("*.params", "*.states", "*.npy"),
-    "orbax": ("*/",),
-    "t5x": ("*/",),
-}
-"""Container -> which files hold parts of a step and don't say which, unless a count is among their tensors.
-
-Names below the checkpoint; a folder's, as that of an array of zarr, ends in `/`.
-"""
 _COUNTS = frozenset({"step", "count"})
 """Names of counts among tensors: PyTorch's of each parameter, Optax' and T5X' of a run."""
-_SKIPPED = ("deepspeed", "skipped_steps")
-FIRST_STEPS = ("deepspeed", "first_steps")
-"""Where DeepSpeed's container says how many steps a wrapper has made before the run's first."""
-_LIGHTNING = "pytorch-lightning_version"
-_BY_RANK = frozenset({"dcp", "dcp-safetensors", "deepspeed", "megatron", "fsdp1-ranks"})
-"""Containers of which each rank writes a file."""
-_SEVERAL_FILES = frozenset({"hf-trainer", "accelerate"})
-"""Containers in which optimizer and schedule lie in files of their own."""
 _RANDOM_STATES = re.compile(r"random_states_\d+\.pkl")
 _NOT_BY_UPDATES = frozenset({"ReduceLROnPlateau"})
 """Schedules that make a step for each evaluation."""
+
+
+def _steps_of(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """Returns what says which step a checkpoint of this container is of: `converters/steps.json` explains each key."""
+    return _containers().get(checkpoint.container, {})
+
+
+@cache
+def _containers() -> Mapping[str, Mapping[str, Any]]:
+    return dict(shipped_json("statekit.converters", "steps.json")["containers"])
 
 
 def _why(counting: str = "") -> str:
@@ -409,7 +369,7 @@ def uncounted(checkpoint: Checkpoint) -> tuple[str, ...]:
 
     Those of another step would go through: names below the checkpoint, sorted; none of one that is a single file.
     """
-    patterns = UNCOUNTED.get(checkpoint.container, ())
+    patterns = _steps_of(checkpoint).get("silent", ())
     if not patterns or checkpoint.proof is not None:
         return ()
     top = checkpoint.path if checkpoint.path.is_dir() else checkpoint.path.parent
@@ -456,15 +416,16 @@ def _of_records(checkpoint: Checkpoint) -> Iterator[str]:
         yield f"{name.place} says step {name.step}, {record.place} says {record.step}: {_why()}"
 
 
-def _count_at(checkpoint: Checkpoint, path: Path) -> int:
-    """Returns the count that stands at a path; 0 if none does."""
-    count = at(checkpoint.tree, path)
+def _count_at(checkpoint: Checkpoint, key: str) -> int:
+    """Returns the count that stands where the container keeps one of this kind; 0 if none does."""
+    path = _steps_of(checkpoint).get(key)
+    count = at(checkpoint.tree, tuple(path)) if path else 0
     return count if type(count) is int else 0
 
 
 def _of_ranks(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
     """Yields that parameters have done unlike many updates, where each rank writes those of its own."""
-    if checkpoint.container in _BY_RANK and state.counts.behind:
+    if _steps_of(checkpoint).get("by_rank") and state.counts.behind:
         counts = sorted({state.counts.updates, *state.counts.behind.values()})
         yield f"parameters have done {', '.join(map(str, counts))} updates: {_why()}"
 
@@ -476,12 +437,12 @@ def _of_counts(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
     name, record = _named(checkpoint), _recorded(checkpoint)
     may_skip = any(part.what in ("scaler", "accumulation") for part in run.parts)
     if record is not None:
-        expected = record.step - _count_at(checkpoint, _SKIPPED) + _count_at(checkpoint, FIRST_STEPS)
+        expected = record.step - _count_at(checkpoint, "skipped") + _count_at(checkpoint, "ahead")
         if updates != expected and not (may_skip and updates < expected):
             yield f"{record.place} says step {expected}, the optimizer has done {updates} updates: {_why()}"
     elif name is not None and not may_skip and _is_of_another_step(name.step, state):
         yield f"{name.place} says step {name.step}, the optimizer has done {updates} updates: {_why('the name')}"
-    if checkpoint.container in _SEVERAL_FILES:
+    if _steps_of(checkpoint).get("apart"):
         steps = {updates, updates * _processes(checkpoint), *([record.step] if record and may_skip else [])}
         yield from _of_schedules(run.schedules, steps, updates)
     yield from _of_ranks(checkpoint, state)
@@ -514,9 +475,11 @@ def _skipping(state: TrainState) -> Iterator[int]:
 
 def _named(checkpoint: Checkpoint) -> Said | None:
     """Returns the step in the name of a checkpoint's folder or file, if its library puts it there."""
-    if any(at(checkpoint.tree, path) is not None for path in _BY_EPOCH.get(checkpoint.container, ())):
+    if any(
+        at(checkpoint.tree, tuple(path)) is not None for path in _steps_of(checkpoint).get("by_epoch", ())
+    ):
         return None
-    pattern = NAMES.get(checkpoint.container)
+    pattern = _steps_of(checkpoint).get("name")
     name = checkpoint.path.name
     match = re.fullmatch(pattern, name, re.DOTALL) if pattern else None
     return Said(int(match[1]), name) if match and len(match[1]) < 20 else None
@@ -524,8 +487,9 @@ def _named(checkpoint: Checkpoint) -> Said | None:
 
 def _recorded(checkpoint: Checkpoint) -> Said | None:
     """Returns the step that a trainer's record says."""
-    path = RECORDS.get(checkpoint.container)
-    if path is None or (checkpoint.container == "torch" and _LIGHTNING not in checkpoint.tree):
+    steps = _steps_of(checkpoint)
+    path, beside = tuple(steps.get("record", ())), steps.get("record_beside")
+    if not path or (beside is not None and beside not in checkpoint.tree):
         return None
     step = at(checkpoint.tree, path)
     return Said(step, "/".join(map(str, path))) if type(step) is int else None

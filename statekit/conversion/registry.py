@@ -11,7 +11,6 @@ are asked for, which loads them.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shlex
@@ -19,7 +18,6 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache, partial
-from importlib import resources
 from importlib.metadata import EntryPoint, entry_points
 from itertools import islice
 from typing import Any, Literal, TypeAlias, TypeVar, cast
@@ -55,6 +53,7 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import check_undamaged, check_whole, proven
 from statekit.files.source import first_bytes, listing, looking, not_there, reading, walked
 from statekit.files.tree import Place, StoredPlace, size_of
+from statekit.schemas import shipped_json
 from statekit.state.facts import with_optimizer
 from statekit.state.schema import WEIGHTS, is_native, load_schema
 from statekit.state.told_schedule import told_schedule, with_own_rate
@@ -236,8 +235,7 @@ def _signs(kind: str) -> Mapping[str, Mapping[str, str]]:
 
 @cache
 def _data(name: str) -> Mapping[str, Mapping[str, Any]]:
-    text = resources.files("statekit.converters").joinpath(name).read_text(encoding="utf-8")
-    return dict(json.loads(text))
+    return dict(shipped_json("statekit.converters", name))
 
 
 CONTAINERS = "statekit.containers"

@@ -5,12 +5,10 @@ A layout prints the lines of its system (`Printing`); for every other one there 
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +24,7 @@ from statekit.lines import printing
 from statekit.lines.printing import UNKNOWN, Printing, SavedRun, State, has_several, kind_of
 from statekit.lines.rates import RatesOf
 from statekit.maps.model_map import map_names
+from statekit.schemas import shipped_json
 from statekit.state.evidence import ORDER
 from statekit.state.options import stored_rate
 from statekit.state.run import Schedule, run_of
@@ -231,9 +230,7 @@ def module_map(source: tuple[str, str], target: tuple[str, str] | str) -> str | 
 
 @cache
 def _data() -> dict[str, Any]:
-    text = resources.files("statekit.converters").joinpath("going_on.json").read_text(encoding="utf-8")
-    data: dict[str, Any] = json.loads(text)
-    return data
+    return dict(shipped_json("statekit.converters", "going_on.json"))
 
 
 def _loss_lines(saved: SavedRun) -> list[str]:

@@ -7,7 +7,6 @@ fields: `{word}` of a table of words that both sides know by other names, and `{
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -31,6 +30,7 @@ from statekit.maps.pretrained import Model, Pretrained, Rule
 from statekit.maps.scale import Scale
 from statekit.maps.settings import Settings, known_settings, settings_of, why_unmapped
 from statekit.maps.sizes import Factor, KeepFirst, Recast, Replicate, Resize, Unfactor
+from statekit.schemas import shipped_json
 from statekit.state.run import BESIDE, BUFFERS
 from statekit.state.train_state import Axis, TrainState
 from statekit.tensors.tensor import TIES, Shape
@@ -673,18 +673,14 @@ def data_of(name: str, files: Files | None = None) -> tuple[Mapping[str, Any], b
     a, b = name.split(":")
     turned = f"{a}.{b}.json" not in _files()
     file = f"{b}.{a}.json" if turned else f"{a}.{b}.json"
-    text = resources.files("statekit.converters").joinpath("models", file).read_text(encoding="utf-8")
-    data: Mapping[str, Any] = json.loads(text)
-    return data, turned
+    return shipped_json("statekit.converters", "models", file), turned
 
 
 def _users(path: Path, files: Files | None) -> Mapping[str, Any]:
     """Reads a user's map, and holds it to the published schema and to what its templates say of each other."""
     data = strict_json(read_small(path, files), path)
-    text = (
-        resources.files("statekit.schemas").joinpath("statekit-map.schema.json").read_text(encoding="utf-8")
-    )
-    faults = Faults(json_schema.faults(data, json.loads(text)))
+    schema = shipped_json("statekit.schemas", "statekit-map.schema.json")
+    faults = Faults(json_schema.faults(data, schema))
     if not faults:
         faults += _unfitting(data)
     faults.check(

@@ -6,14 +6,13 @@ in what files it keeps these, and where they stand in the state of a checkpoint 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from importlib import resources
 from typing import Any
 
 from statekit.errors import Faults
+from statekit.schemas import shipped_json
 
 Word = str | Mapping[str, Any] | None
 """The map's name for a setting; with `values`, theirs and ours, where these differ too; None where it needs none.
@@ -161,8 +160,7 @@ def known_settings() -> Iterator[str]:
 
 @cache
 def _data() -> dict[str, Any]:
-    text = resources.files("statekit.converters").joinpath("settings.json").read_text(encoding="utf-8")
-    return dict(json.loads(text))
+    return dict(shipped_json("statekit.converters", "settings.json"))
 
 
 @cache

@@ -6,14 +6,13 @@ execution, and `schemas/executions.json` has each with its source.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import Any, Literal, TypeAlias
 
 from statekit.errors import NotFoundError
+from statekit.schemas import shipped_json
 
 Rounds: TypeAlias = Literal["op_by_op", "compiled"]
 """`op_by_op` rounds every low-precision product, `compiled` keeps products in float32."""
@@ -43,7 +42,6 @@ class Execution:
 @cache
 def executions() -> Mapping[str, Execution]:
     """Returns all executions by name."""
-    text = resources.files("statekit.schemas").joinpath("executions.json").read_text(encoding="utf-8")
     return {
         name: Execution(
             name,
@@ -53,7 +51,7 @@ def executions() -> Mapping[str, Execution]:
             entry["added_numbers"] == "rounded",
             entry["forms"],
         )
-        for name, entry in json.loads(text).items()
+        for name, entry in shipped_json("statekit.schemas", "executions.json").items()
     }
 
 

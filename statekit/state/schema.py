@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import operator
 from collections import Counter
@@ -14,6 +13,7 @@ from numbers import Real
 from typing import Any
 
 from statekit.errors import Faults, InexactError, NotFoundError, StateError, UnknownRuleError, meant
+from statekit.schemas import shipped_json
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.typed import fits
 
@@ -592,8 +592,7 @@ def load_schema(name: str) -> OptimizerSchema:
             found=name,
             remedy=meant(name, schema_names()),
         )
-    text = resources.files("statekit.schemas").joinpath(f"{name}.json").read_text(encoding="utf-8")
-    data = json.loads(text)
+    data = shipped_json("statekit.schemas", f"{name}.json")
     slots = {
         slot: SlotSchema(
             slot,

@@ -10,13 +10,11 @@ another class are numbered. The rows of a state, each a parameter and what it is
 from __future__ import annotations
 
 import itertools
-import json
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -37,6 +35,7 @@ from statekit.converters.layouts.keras.state import (
 )
 from statekit.converters.layouts.keras.variables import snake_case
 from statekit.errors import Faults, InexactError, StateError
+from statekit.schemas import shipped_json
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import DTYPES, Shape, Tensor, in_memory
 from statekit.tensors.tree import plain
@@ -73,9 +72,7 @@ class Signature:
 
 @cache
 def _known() -> Mapping[str, Mapping[str, Any]]:
-    text = resources.files("statekit.converters.layouts.keras").joinpath("signatures.json").read_text("utf-8")
-    known: Mapping[str, Mapping[str, Any]] = json.loads(text)["optimizers"]
-    return known
+    return dict(shipped_json(__package__, "signatures.json")["optimizers"])
 
 
 def kinds() -> tuple[str, ...]:

@@ -10,16 +10,15 @@ Source: keras-team/keras, keras/src/saving/saving_lib.py, `_save_state`; keras/s
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from typing import Any, TypeAlias, TypeVar
 
 from statekit.errors import Faults, StateError
 from statekit.files.checkpoint import ATTRIBUTES
+from statekit.schemas import shipped_json
 from statekit.state.evidence import Fact, ordered
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.typed import Name, fits, misfits
@@ -79,12 +78,7 @@ class Order:
 
 @cache
 def _known() -> Any:
-    text = (
-        resources.files("statekit.converters.layouts.keras")
-        .joinpath("layers.json")
-        .read_text(encoding="utf-8")
-    )
-    return json.loads(text)
+    return shipped_json(__package__, "layers.json")
 
 
 def may_move(name: str, tensor: Tensor) -> bool:

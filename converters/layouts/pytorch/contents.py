@@ -6,12 +6,10 @@ names say whose they are.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
-from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +27,7 @@ from statekit.converters.layouts.pytorch.parts import (
 from statekit.converters.layouts.pytorch.side_by_side import SideBySide, side_by_side
 from statekit.errors import StateError, some
 from statekit.files.checkpoint import MODEL_KEY, SORTED, Checkpoint
+from statekit.schemas import shipped_json
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Path, at, loose, tensor_names
 
@@ -262,9 +261,7 @@ def unwrapped_record(record: Mapping[str, Any]) -> Mapping[str, Any]:
 @cache
 def signatures() -> tuple[Signature, ...]:
     """Returns all signatures, as signatures.json has them."""
-    text = resources.files(__package__).joinpath("signatures.json").read_text(encoding="utf-8")
-    entries: list[dict[str, Any]] = json.loads(text)["optimizers"]
-    return tuple(map(_signature, entries))
+    return tuple(map(_signature, shipped_json(__package__, "signatures.json")["optimizers"]))
 
 
 def _signature(entry: Mapping[str, Any]) -> Signature:
