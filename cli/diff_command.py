@@ -8,10 +8,9 @@ from pathlib import Path
 import click
 
 from statekit.cli import output
-from statekit.cli.arguments import complete_maps, sides_options, source_place
+from statekit.cli.arguments import complete_maps, report_option, sides_options, source_place, write_report
 from statekit.cli.main import DONE, WANTING
 from statekit.cli.output import Screen, Table, shown_path
-from statekit.cli.report_option import report_option, write_report
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.diff import Diff, diff
 from statekit.errors import plural, size, some

@@ -18,12 +18,13 @@ from statekit.cli.arguments import (
     about_checkpoint,
     completing,
     ref_options,
+    report_option,
     source_places,
     with_more,
+    write_report,
 )
 from statekit.cli.main import DONE, WANTING
 from statekit.cli.output import Screen, Table, shown_path
-from statekit.cli.report_option import report_option, write_report
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import plural, some
 from statekit.files.tree import Place

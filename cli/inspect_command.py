@@ -13,9 +13,16 @@ from typing import Any, TypeAlias, get_args
 import click
 
 from statekit.cli import output
-from statekit.cli.arguments import OUTPUT, Page, about_checkpoint, checkpoint_options, with_more
+from statekit.cli.arguments import (
+    OUTPUT,
+    Page,
+    about_checkpoint,
+    checkpoint_options,
+    report_option,
+    with_more,
+    write_report,
+)
 from statekit.cli.output import Cell, Screen, Styled, Table, shown_path
-from statekit.cli.report_option import report_option, write_report
 from statekit.conversion.belonging import on_trust
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.inspection import (

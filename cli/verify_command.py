@@ -19,12 +19,13 @@ from statekit.cli.arguments import (
     read_config,
     read_step,
     ref_options,
+    report_option,
     source_place,
     with_more,
+    write_report,
 )
 from statekit.cli.main import DONE, WANTING
 from statekit.cli.output import Screen, Table
-from statekit.cli.report_option import report_option, write_report
 from statekit.conversion.checkpoint_ref import OPTIONS, CheckpointRef
 from statekit.conversion.contracts import Exactness
 from statekit.errors import UsageError, plural, size, some

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
-from statekit.cli.matrix_view import layouts, rows
+from statekit.cli.formats_command import layouts, rows
 from statekit.conversion.matrix import Cell, cells
 
 TARGET = Path(__file__).parents[1] / "docs" / "conversions.md"

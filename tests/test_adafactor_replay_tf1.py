@@ -17,8 +17,7 @@ from statekit.arrays.intervals import Interval, IntervalBackend
 from statekit.arrays.numpy_backend import ORACLE
 from statekit.errors import NotFoundError
 from statekit.optim import adafactor
-from statekit.optim.adafactor_forms import Setting
-from statekit.optim.adafactor_storage import noise
+from statekit.optim.adafactor_forms import Setting, noise
 from statekit.state.constants import variant_constants
 from statekit.state.train_state import Group, Rule
 from statekit.tensors.tensor import DTYPES

@@ -286,7 +286,7 @@ ALLOWED: dict[str, tuple[str, set[str]]] = {
         "what it remembers of a config, in the user's own cache", {"remembered.read_text"}
     ),
     "statekit/testing/damage.py": ("/proc", {"Path('/proc/self/status').read_text"}),
-    "cli/report_option.py": ("the first line of what a report shall replace", {"path.open"}),
+    "cli/arguments.py": ("the first line of what a report shall replace", {"path.open"}),
     "statekit/service/database.py": (
         "the service's own lock, and a backup that it has written", {"open", "os.open", "os.pread"}
     ),

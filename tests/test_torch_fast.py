@@ -24,7 +24,7 @@ from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Counts
 from statekit.tensors.tensor import Array
 from statekit.testing.step_cases import Case, Table, case
-from statekit.torch.fast import batching, followed, numba_runner
+from statekit.torch.fast import batching, numba_runner
 from statekit.torch.fast.adafactor import FastAdafactor
 from statekit.torch.fast.dispatch import FAST, FastMove, fast_path
 from statekit.verify.replay import named
@@ -440,7 +440,7 @@ def test_a_new_option_goes_the_way_of_the_text_until_a_path_follows_it(
     rules = load_schema(schema)
     described = {**rules.hyperparameters, "new_option": {"if_absent": False}}
     newer = replace(rules, hyperparameters=described)
-    monkeypatch.setattr(followed, "load_schema", lambda name: newer)
+    monkeypatch.setattr(batching, "load_schema", lambda name: newer)
     assert path(True) is None, "an option that does something"
     assert path(False) is not None, "an option that is off"
 
@@ -459,11 +459,11 @@ def test_a_new_difference_between_variants_goes_the_way_of_the_text_unless_it_on
         {**variant_constants(schema, variant), "new_form": "usual"},
     )
     data = {**rules.data, "differences": {**rules.data["differences"], "new_form": {"effect": effect}}}
-    monkeypatch.setattr(followed, "variant_constants", lambda *names: constants)
+    monkeypatch.setattr(batching, "variant_constants", lambda *names: constants)
     assert fast_path(schema, variant, config, torch.ones(6, 4)) is None, (
         "a form that the schema doesn't explain"
     )
-    monkeypatch.setattr(followed, "load_schema", lambda name: replace(rules, data=data))
+    monkeypatch.setattr(batching, "load_schema", lambda name: replace(rules, data=data))
     assert (fast_path(schema, variant, config, torch.ones(6, 4)) is not None) == is_followed
 
 
@@ -475,7 +475,7 @@ def test_a_new_slot_goes_the_way_of_the_text(schema: str, monkeypatch: pytest.Mo
     for owner, is_followed in ((variant, False), ("another", True)):
         more = {**rules.slots, "drift": replace(known, name="drift", aliases={owner: "drift"})}
         other = replace(rules, slots=more)
-        monkeypatch.setattr(followed, "load_schema", lambda name, other=other: other)
+        monkeypatch.setattr(batching, "load_schema", lambda name, other=other: other)
         assert (fast_path(schema, variant, config, torch.ones(6, 4)) is not None) == is_followed
 
 

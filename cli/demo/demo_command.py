@@ -6,7 +6,9 @@ A recording of a whole run goes on in Transformers' T5 (`t5`), one of gradients 
 from __future__ import annotations
 
 import json
+import os
 import shlex
+import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +23,14 @@ from statekit.cli import convert_command, inspect_command, output
 from statekit.cli.arguments import local_file
 from statekit.cli.demo import t5
 from statekit.cli.demo.loss_plot import Curve, Panel, picture
-from statekit.cli.demo.sample import write_sample
+from statekit.cli.demo.t5 import MAP, Run
 from statekit.cli.output import Screen, Table
 from statekit.cli.replay_command import BOUND
-from statekit.errors import MissingExtraError, NotFoundError
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.convert import convert, plan
+from statekit.errors import MissingExtraError, NotFoundError, TargetExistsError
 from statekit.files.durable import replace_file
+from statekit.maps.model_map import maps_of
 from statekit.optim.adafactor import defaults
 from statekit.optim.run import Live, Move, Rates, store
 from statekit.optim.steps import Arrays, Execution
@@ -328,3 +333,41 @@ def _verdict(judged: Replay) -> Iterator[str]:
     elements = sum(row.size for j in judged.judged for row in j.rows)
     yield f"{elements - sum(j.outside for j in judged.judged)} of {elements} elements lie within the bound:"
     yield "PyTorch goes on as T5X did." if judged.passed else "PyTorch does NOT go on as T5X did."
+
+
+T5X, TRAINER = "t5x-ckpt", "trainer-run"
+_HEADS = 4
+
+
+def write_sample(recording: Path, folder: Path) -> Iterator[tuple[Path, str]]:
+    """Writes both checkpoints into a folder.
+
+    Args:
+        recording: The recording whose checkpoint is copied.
+        folder: Where they shall be.
+
+    Yields:
+        Each of them, with what it is.
+
+    Raises:
+        NotFoundError: The folder isn't there.
+        TargetExistsError: Something of the name of one is there.
+    """
+    if not folder.is_dir():
+        raise NotFoundError("The folder isn't there.", place=folder, remedy=f"mkdir -p {folder}")
+    for path in (folder / T5X, folder / TRAINER):
+        if os.path.lexists(path):
+            raise TargetExistsError("The target exists.", place=path, remedy="choose another folder")
+    run = Run(recording)
+    shutil.copytree(run.checkpoint, folder / T5X / run.checkpoint.name)
+    yield folder / T5X, "a T5 that T5X trained for 8 updates with Adafactor"
+    rate = float(run.losses["learning_rate"][run.meta["checkpoint_step"]])
+    hparams = {"min_dim_size_to_factor": run.meta["hyperparameters"]["min_dim_size_to_factor"]}
+    converted = plan(
+        CheckpointRef(folder / T5X, hparams={**hparams, "learning_rate": rate}),
+        folder / TRAINER,
+        to="hf-trainer",
+        maps=maps_of(MAP, {"num_heads": _HEADS}, {}),
+    )
+    convert(converted)
+    yield folder / TRAINER, "the same run as a folder of Transformers' Trainer"

@@ -27,8 +27,7 @@ from statekit.arrays.backend import Backend, Value
 from statekit.arrays.promotion import LOW
 from statekit.errors import UnknownRuleError
 from statekit.optim import adafactor_forms as forms
-from statekit.optim.adafactor_forms import AdafactorHyperparameters, Setting
-from statekit.optim.adafactor_storage import STORAGE
+from statekit.optim.adafactor_forms import STORAGE, AdafactorHyperparameters, Setting
 from statekit.optim.gradient_clipping import clipped
 from statekit.optim.steps import (
     Arrays,

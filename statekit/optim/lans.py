@@ -35,8 +35,8 @@ from statekit.optim.adam_moments import (
     decay_float32,
     slots_like,
 )
+from statekit.optim.lamb import NORM, RATIO
 from statekit.optim.steps import Arrays, Scene, Slots, no_group_slots, stored
-from statekit.optim.trust_ratio import NORM, RATIO
 from statekit.state.constants import LansConstants, variant_constants
 from statekit.state.hyperparameters import require_float32, require_slots, settled
 from statekit.state.train_state import Group, Rule, TrainState

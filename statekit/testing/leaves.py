@@ -16,7 +16,6 @@ from statekit.errors import StateError, StatekitError
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Path, Record, Tree, tensor_names, to_json, walk
-from statekit.testing.trees import changed_at
 
 UNREAD: Mapping[str, str] = {
     "optimizer/state/_index_update_count/*": "MXNet's counts of the device used last; all devices' are read",
@@ -168,3 +167,15 @@ def _is_silent(meant: Any, look: Callable[[Any], Any], changed: Any) -> bool:
         return bool(look(changed) == meant)
     except _REFUSED:
         return False
+
+
+def changed_at(tree: Tree, path: Path, change: Callable[[Any], Any]) -> Tree:
+    """Returns a tree with the leaf at a path changed, where `path` is one that `walk` yields; the rest is shared."""
+    if not path:
+        return change(tree)
+    key, rest = path[0], path[1:]
+    if isinstance(tree, Record):
+        return replace(tree, **{key: changed_at(getattr(tree, key), rest, change)})
+    if isinstance(tree, Mapping):
+        return {k: changed_at(part, rest, change) if k == key else part for k, part in tree.items()}
+    return type(tree)(changed_at(part, rest, change) if i == key else part for i, part in enumerate(tree))

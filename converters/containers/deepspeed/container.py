@@ -41,18 +41,17 @@ from statekit.converters.containers.deepspeed.slices import (
     pipeline_model,
     rounded_weights,
 )
-from statekit.converters.containers.deepspeed.trainer import beside_tag
 from statekit.converters.containers.deepspeed.universal import universal_state
 from statekit.converters.containers.deepspeed.universal_writer import fitted_to_engine, write_universal
 from statekit.converters.containers.deepspeed.zero import Shapes, joined, part_of
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError
 from statekit.files.checkpoint import STEPS, Checkpoint, Finding
-from statekit.files.source import Files, opening
+from statekit.files.source import Files, opening, read_small
 from statekit.files.stage import Stage
 from statekit.files.tree import Place
 from statekit.tensors.tensor import Cast, Shape, Tensor
-from statekit.tensors.tree import Record, Tree, to_json
+from statekit.tensors.tree import Record, Tree, holds_records, loose_json, to_json
 from statekit.tensors.views import Concatenated, Segment
 
 _OPTIMIZER_TAKEN = {
@@ -471,3 +470,28 @@ def _apart(models: list[dict[str, Any]]) -> dict[str, Tree]:
 
 
 CONTAINER = DeepSpeedFolder()
+
+
+_SCHEDULER, _STATE = "scheduler.pt", "trainer_state.json"
+
+
+def beside_tag(folder: Place, files: Files) -> dict[str, Tree]:
+    """Returns the parts by key, as a folder of Trainer has them; none where Trainer wrote nothing.
+
+    Args:
+        folder: The folder around the tag's.
+        files: The checkpoint's open files.
+
+    Raises:
+        FormatError: A part can't be trusted.
+    """
+    if not (folder / _STATE).is_file():
+        return {}
+    state = loose_json(read_small(folder / _STATE, files), folder / _STATE, files.account)
+    if not isinstance(state, dict):
+        raise FormatError("A state isn't a JSON object.", place=folder / _STATE, found=type(state).__name__)
+    parts: dict[str, Tree] = {"trainer_state": state}
+    if (folder / _SCHEDULER).is_file():
+        scheduler = open_file(folder / _SCHEDULER, files, [])
+        parts |= {} if holds_records(scheduler) else {"scheduler": scheduler}
+    return parts

@@ -21,6 +21,7 @@ from statekit.state.constants import variant_constants
 from statekit.state.train_state import Axis, Rule
 from statekit.tensors.tensor import Shape
 from statekit.torch.fast.batching import (
+    Followed,
     Slots,
     Stacked,
     Stacks,
@@ -32,7 +33,6 @@ from statekit.torch.fast.batching import (
     plain,
     squares,
 )
-from statekit.torch.fast.followed import Followed
 from statekit.torch.fast.numba_runner import Items, in_reach
 
 FOLLOWED = Followed(

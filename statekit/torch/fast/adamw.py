@@ -22,8 +22,7 @@ from statekit.optim.adam_family import AdamSetting
 from statekit.optim.adamw import AdamWHyperparameters, Setting
 from statekit.optim.steps import Scene
 from statekit.state.constants import variant_constants
-from statekit.torch.fast.batching import Stacks, Tensors, by_name, in_stacks, plain, squares
-from statekit.torch.fast.followed import Followed
+from statekit.torch.fast.batching import Followed, Stacks, Tensors, by_name, in_stacks, plain, squares
 
 LATE = 2.0**40
 """A step at which no correction is left."""

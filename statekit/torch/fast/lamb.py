@@ -13,13 +13,11 @@ from typing import Any
 import torch
 
 from statekit.optim.adam_family import AdamHyperparameters, AdamSetting
-from statekit.optim.lamb import Setting
+from statekit.optim.lamb import RATIO, Setting
 from statekit.optim.steps import Scene
-from statekit.optim.trust_ratio import RATIO
 from statekit.state.constants import variant_constants
 from statekit.torch.fast.adamw import Adam, direction
-from statekit.torch.fast.batching import Stacks, Tensors, along, by_name, in_stacks, plain, squares
-from statekit.torch.fast.followed import Followed
+from statekit.torch.fast.batching import Followed, Stacks, Tensors, along, by_name, in_stacks, plain, squares
 from statekit.torch.fast.numba_runner import Items, in_reach, pieces_of
 
 FOLLOWED = Followed(

@@ -15,8 +15,7 @@ from statekit.optim.adam_moments import CORRECTION, RATE
 from statekit.optim.steps import Scene
 from statekit.state.constants import variant_constants
 from statekit.torch.fast.adamw import Adam
-from statekit.torch.fast.batching import Stacks, Tensors, by_name, in_stacks, pieces, plain, squares
-from statekit.torch.fast.followed import Followed
+from statekit.torch.fast.batching import Followed, Stacks, Tensors, by_name, in_stacks, pieces, plain, squares
 from statekit.torch.fast.numba_runner import Items, in_reach, pieces_of
 
 FOLLOWED = Followed(

@@ -22,6 +22,7 @@ from statekit.optim.scaled_adam_forms import (
 )
 from statekit.optim.steps import Scene
 from statekit.torch.fast.batching import (
+    Followed,
     Slots,
     Stacked,
     Stacks,
@@ -33,7 +34,6 @@ from statekit.torch.fast.batching import (
     products,
     squares,
 )
-from statekit.torch.fast.followed import Followed
 from statekit.torch.fast.numba_runner import Items, in_reach, pieces_of
 
 SIZES = ("param_rms", "scale_exp_avg_sq", "scale_grads")

@@ -20,8 +20,7 @@ from statekit.jax.live import live_state
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 from statekit.tensors.tree import nested
-from statekit.verify.natives import Native, Rates, Updates
-from statekit.verify.natives.files import one_rate, written
+from statekit.verify.natives import Native, Rates, Updates, one_rate, written
 
 _ELSEWHERE = ("learning_rate", "exclude_from_weight_decay", "clipvalue", "global_norm_clip_threshold")
 """What other links of a chain do."""

@@ -14,8 +14,7 @@ from statekit.errors import UsageError
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 from statekit.tensorflow.live import live_state
-from statekit.verify.natives import Native, Rates, Updates
-from statekit.verify.natives.files import written
+from statekit.verify.natives import Native, Rates, Updates, written
 
 
 def runner(name: str, variant: str) -> Native:

@@ -14,8 +14,7 @@ from statekit.errors import UsageError
 from statekit.state.train_state import TrainState
 from statekit.tensorflow.live import live_state
 from statekit.tensors.tensor import Array
-from statekit.verify.natives import Native, Rates, Updates
-from statekit.verify.natives.files import one_rate, written
+from statekit.verify.natives import Native, Rates, Updates, one_rate, written
 
 
 def runner(name: str, variant: str) -> Native:

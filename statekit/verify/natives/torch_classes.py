@@ -12,8 +12,7 @@ import torch
 from statekit.arrays.backend import backend
 from statekit.state.train_state import TrainState
 from statekit.torch.live import live_checkpoint, live_state
-from statekit.verify.natives import Native, Rates, Updates
-from statekit.verify.natives.files import written
+from statekit.verify.natives import Native, Rates, Updates, written
 
 
 def runner(name: str, variant: str) -> Native:

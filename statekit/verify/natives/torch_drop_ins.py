@@ -7,8 +7,7 @@ from pathlib import Path
 
 import statekit.torch
 from statekit.state.train_state import TrainState
-from statekit.verify.natives import Native, Rates, Updates
-from statekit.verify.natives.files import written
+from statekit.verify.natives import Native, Rates, Updates, written
 from statekit.verify.natives.torch_classes import moved, params_of
 
 
