@@ -26,7 +26,8 @@ from statekit.torch.fast.adafactor import item_of
 from statekit.torch.kernels.joining import Region, Split, join
 from statekit.torch.kernels.source import Program, is_interpreted
 from statekit.torch.kernels.staging import FULL, SIDE
-from statekit.torch.kernels.traced import CannotTraceError, Item, dims_of, matrix_rule, traced, vector_rule
+from statekit.torch.kernels.traced import CannotTraceError
+from statekit.torch.kernels.tracing import Item, dims_of, matrix_rule, traced, vector_rule
 
 _XP = TorchBackend()
 Table: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
