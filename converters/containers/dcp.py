@@ -166,12 +166,7 @@ class Dcp:
         return None
 
     def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
-        """Reads the metadata and what is no tensor; values of tensors are read when asked for.
-
-        Raises:
-            NotFoundError: No checkpoint, or no such step; or a file isn't there.
-            FormatError: Metadata or pieces don't follow the format or can't be trusted.
-        """
+        """Reads the metadata and what is no tensor; values of tensors are read when asked for."""
         place, number, steps = step_folder(path, step, METADATA, "checkpoint of torch.distributed.checkpoint")
         with opening(path, budget) as files:
             folder = open_folder(place, files)
@@ -183,11 +178,7 @@ class Dcp:
         return encoded.by_name or encoded
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
-        """Writes a folder that `torch.distributed.checkpoint.load` reads.
-
-        Raises:
-            UsageError: Two places of the tree have one flat name, or something in it can't be saved.
-        """
+        """Writes a folder that `torch.distributed.checkpoint.load` reads."""
         write_cut(self, encoded, stage)
 
     def image(self, encoded: Encoded, target: Place, cut: CutPoints) -> list[Section]:

@@ -73,12 +73,7 @@ class DcpSafetensors:
         return Evidence(20, f"{OPTIONS} beside {name}") if (path / OPTIONS).is_file() else None
 
     def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
-        """Reads headers, index and options.
-
-        Raises:
-            NotFoundError: It isn't such a folder, or a step is asked of it.
-            FormatError: Index and shards don't fit each other.
-        """
+        """Reads headers, index and options."""
         name = find_model(path) if path.is_dir() else None
         if name is None or step is not None:
             asked = f"step {step}" if step is not None else None
@@ -111,12 +106,7 @@ class DcpSafetensors:
         return replace(encoded, tree=tree, dropped={**encoded.dropped, **dropped})
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
-        """Writes shards that HuggingFaceStorageReader reads, their index, and the options as JSON.
-
-        Raises:
-            UsageError: An option is neither a number nor plain.
-            FormatError: A name or dtype that safetensors can't hold.
-        """
+        """Writes shards that HuggingFaceStorageReader reads, their index, and the options as JSON."""
         write_cut(self, encoded, stage)
 
     def image(self, encoded: Encoded, target: Place, cut: CutPoints) -> list[Section]:

@@ -40,7 +40,6 @@ class EasyLM(ReadOnly):
     title: str = "EasyLM and EasyDeL: streaming_train_state, a msgpack record for each leaf"
 
     def detect(self, path: Place) -> Evidence | None:
-        """Looks at the first bytes."""
         try:
             fits = not path.is_dir() and _BEGINS.match(first_bytes(path, 16)) is not None
         except (OSError, StatekitError):
@@ -48,12 +47,7 @@ class EasyLM(ReadOnly):
         return Evidence(10, "it begins with the msgpack record of a leaf: its keys") if fits else None
 
     def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
-        """Parses the records, skipping the values of arrays.
-
-        Raises:
-            NotFoundError: No such file, or it is of another step.
-            FormatError: The file doesn't follow the format or can't be trusted.
-        """
+        """Parses the records, skipping the values of arrays."""
         numbered = _NUMBERED.search(path.name)
         number = int(numbered[1]) if numbered else None
         check_step(step, number, path)

@@ -52,18 +52,12 @@ class FlaxFile:
     target_kind: Literal["file", "folder"] | None = "folder"
 
     def detect(self, path: Place) -> Evidence | None:
-        """Looks at file names and first bytes only."""
         if (step_folder := sighted(path, "flax")) is None:
             return None
         return Evidence(10, f"{step_folder.path} is a msgpack map that begins with a name")
 
     def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
-        """Parses the map, skipping the values of arrays.
-
-        Raises:
-            NotFoundError: No checkpoint, or no such step.
-            FormatError: The file doesn't follow the format or can't be trusted.
-        """
+        """Parses the map, skipping the values of arrays."""
         step_folder = find_step(path, step, "flax")
         with opening(path, budget) as files:
             source = files.source(step_folder.path)
@@ -87,11 +81,7 @@ class FlaxFile:
         return replace(encoded, tree=mapped(encoded.tree, change))
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
-        """Writes `checkpoint_<step>` as `flax.training.checkpoints` does.
-
-        Raises:
-            UsageError: The target is named for another step, or the tree holds what Flax can't.
-        """
+        """Writes `checkpoint_<step>` as `flax.training.checkpoints` does."""
         named_for_step(
             stage.target, encoded.step, FOLDER
         )  # a run's folder is never named for another step than its own

@@ -50,12 +50,7 @@ class FsdpRanks(ReadOnly):
         return Evidence(10, f"{first} is a torch file") if TORCH.detect(first) is not None else None
 
     def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
-        """Reads the pickles of all ranks, and joins their pieces.
-
-        Raises:
-            NotFoundError: No such folder, or a step is asked of it.
-            FormatError: A rank's file is missing, contradicts another, or can't be trusted.
-        """
+        """Reads the pickles of all ranks, and joins their pieces."""
         if step is not None or not (path / "rank0.pt").is_file():
             asked = f"step {step}" if step is not None else None
             raise NotFoundError(

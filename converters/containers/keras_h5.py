@@ -46,7 +46,6 @@ class KerasH5:
     keeps_manifest: bool = True
 
     def detect(self, path: Place) -> Evidence | None:
-        """Looks at the first bytes."""
         try:
             fits = first_bytes(path, len(MAGIC)) == MAGIC
         except (OSError, StatekitError):
@@ -54,13 +53,7 @@ class KerasH5:
         return Evidence(10, "the first bytes are those of HDF5") if fits else None
 
     def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
-        """Parses headers; values are read when asked for.
-
-        Raises:
-            NotFoundError: No such file, or a step is asked of it.
-            CorruptError: Headers are broken, or speak of more than there is.
-            RefusedError: It wants values of other files, or filters that aren't allowed.
-        """
+        """Parses headers; values are read when asked for."""
         refuse_step(path, step)
         with opening(path, budget) as files:
             tree = open_hdf5(files.source(path), f"{path}")
@@ -70,11 +63,6 @@ class KerasH5:
         return Checkpoint(self.name, path, tree, meta, None, findings, files.close, proof=proof)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
-        """Writes the file.
-
-        Raises:
-            FormatError: The format can't hold something; lists every such place.
-        """
         with stage.file(synced=False, seeks=True) as output:
             manifest = write_hdf5(encoded.tree, output, stage)
         stage.complete(manifest, manifest_bytes)

@@ -59,14 +59,7 @@ class KerasZip:
         return Evidence(20, f"a zip archive with {CONFIG} and {WEIGHTS}") if fits else None
 
     def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
-        """Parses documents and headers; values are read when asked for.
-
-        Raises:
-            NotFoundError: No such file, or a step is asked of it.
-            CorruptError: Checksums, sizes or headers disagree.
-            RefusedError: Members are of one name, encrypted, or inflate to absurd sizes.
-            FormatError: A member is missing, or no JSON.
-        """
+        """Parses documents and headers; values are read when asked for."""
         refuse_step(path, step)
         with opening(path, budget) as files:
             file = files.source(path)
@@ -107,12 +100,7 @@ class KerasZip:
         return encoded
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
-        """Writes the archive; the weights go through an unnamed temporary file beside it.
-
-        Raises:
-            InexactError: The model's config isn't known.
-            FormatError: The format can't hold something.
-        """
+        """Writes the archive; the weights go through an unnamed temporary file beside it."""
         tree = self.fitted(encoded).tree
         attributes = tree[ATTRIBUTES]
         documents_written = {VERSIONS: attributes.get(VERSIONS, {}), CONFIG: attributes[CONFIG]}

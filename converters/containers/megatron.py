@@ -88,12 +88,7 @@ class Megatron:
         return None
 
     def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
-        """Reads the metadata and what is no tensor; values of tensors are read when asked for.
-
-        Raises:
-            NotFoundError: No checkpoint, or no such iteration; or a file isn't there.
-            FormatError: Metadata or pieces don't follow the format or can't be trusted.
-        """
+        """Reads the metadata and what is no tensor; values of tensors are read when asked for."""
         if (
             all((path / name).is_file() for name in (METADATA, _COMMON_FILE))
             and not (path / _CONFIG).exists()
@@ -153,11 +148,7 @@ class Megatron:
             )
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
-        """Writes an iteration, or a run's folder with one, as the target is called.
-
-        Raises:
-            UsageError: The target is named for another iteration, or something can't be saved.
-        """
+        """Writes an iteration, or a run's folder with one, as the target is called."""
         write_cut(self, encoded, stage)
 
     def image(self, encoded: Encoded, target: Place, cut: CutPoints) -> list[Section]:

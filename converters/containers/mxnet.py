@@ -397,14 +397,7 @@ class MXNet:
             return None
 
     def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
-        """Reads the pickle and the headers; values are read when asked for.
-
-        Raises:
-            NotFoundError: No such files, or several and no telling which; no such step.
-            RefusedError: A pickle calls for code, or asks for absurd memory; an array is sparse.
-            CorruptError: Sizes or checksums disagree with the data.
-            FormatError: The files break their formats.
-        """
+        """Reads the pickle and the headers; values are read when asked for."""
         pair = find_pair(path, step)
         with opening(path, budget) as files:
             tree, notes = _tree(pair, files)
@@ -424,12 +417,7 @@ class MXNet:
         )
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
-        """Writes both files, the states as MXNet does under Python 3.8 and newer.
-
-        Raises:
-            FormatError: A name or array that the files can't hold.
-            UsageError: The tree holds something that isn't plain data.
-        """
+        """Writes both files, the states as MXNet does under Python 3.8 and newer."""
         tree = encoded.tree
         forms = {part: {**usual, **tree.get("files", {}).get(part, {})} for part, usual in NUMPY_MODE.items()}
         arrays, form = tree.get("params", {}), forms["params"]

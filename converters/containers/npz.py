@@ -51,7 +51,6 @@ class Npz(ReadOnly):
     title: str = "NumPy's npz: the leaves of a tree by their keys, as big_vision saves them"
 
     def detect(self, path: Place) -> Evidence | None:
-        """Looks at the first bytes."""
         try:
             fits = not path.is_dir() and path.suffix != _OF_MXNET and is_npz(first_bytes(path, 512))
         except (OSError, StatekitError):
@@ -59,13 +58,7 @@ class Npz(ReadOnly):
         return Evidence(10, "it is a zip archive of .npy files") if fits else None
 
     def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
-        """Reads the archive's directory and the headers of its arrays.
-
-        Raises:
-            NotFoundError: No such file, or a step is asked of it.
-            CorruptError: Sizes or checksums disagree with the data.
-            FormatError: The file breaks the format, or two arrays have one place.
-        """
+        """Reads the archive's directory and the headers of its arrays."""
         check_step(step, None, path)
         with opening(path, budget) as files:
             source = files.source(path)

@@ -49,13 +49,7 @@ class PickledTree(ReadOnly):
         return Evidence(5, "it begins as a pickle, and is called so") if fits else None
 
     def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
-        """Reads the pickle, arrays included, as data.
-
-        Raises:
-            NotFoundError: No such file, or a step is asked of it.
-            RefusedError: It calls for code, or (BudgetError) is more than the job may hold.
-            FormatError: It isn't a pickle of a tree.
-        """
+        """Reads the pickle, arrays included, as data."""
         check_step(step, None, path)
         with opening(path, budget) as files:
             data = read_small(path, files)

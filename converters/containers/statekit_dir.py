@@ -51,13 +51,7 @@ class StatekitFolder:
         return Evidence(30, f"{FILE} says so") if _claims(path / FILE) else None
 
     def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
-        """Parses the manifest and the shards' headers.
-
-        Raises:
-            NotFoundError: No manifest, or another step than asked for.
-            FormatError: Manifest, tree or shards break the format.
-            CorruptError: A shard can't be opened.
-        """
+        """Parses the manifest and the shards' headers."""
         with opening(path, budget) as files:
             manifest, damage = parse_damaged(read_small(path / FILE, files), path / FILE, files.account)
             check_inside(path, manifest)
@@ -76,11 +70,7 @@ class StatekitFolder:
         return Checkpoint(self.name, path, tree, meta, number, findings, files.close, proof=proof)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
-        """Writes the shards; the rest of the tree goes into the manifest.
-
-        Raises:
-            FormatError: A name or dtype that safetensors can't hold.
-        """
+        """Writes the shards; the rest of the tree goes into the manifest."""
         write_cut(self, encoded, stage)
 
     def image(self, encoded: Encoded, target: Place, cut: CutPoints) -> list[Section]:

@@ -64,19 +64,13 @@ class T5XFolder:
     entries: tuple[str, ...] = (INDEX,)
 
     def detect(self, path: Place) -> Evidence | None:
-        """Looks at file names and first bytes only."""
         if (step_folder := sighted(path, "legacy")) is None:
             return None
         where = step_folder.path if step_folder.path.is_file() else step_folder.path / INDEX
         return Evidence(20, f"{where} is a msgpack map that begins as T5X's does")
 
     def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
-        """Parses the index and the arrays' headers.
-
-        Raises:
-            NotFoundError: No checkpoint, or no such step.
-            FormatError: Index or headers don't follow the format or can't be trusted.
-        """
+        """Parses the index and the arrays' headers."""
         step_folder = find_step(path, step, "legacy")
         index = step_folder.path if step_folder.path.is_file() else step_folder.path / INDEX
         with opening(path, budget) as files:
@@ -93,12 +87,7 @@ class T5XFolder:
             return step_checkpoint(self.name, step_folder, tree, meta, read, findings, files)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
-        """Writes `checkpoint_<step>/`, arrays first and the index last.
-
-        Raises:
-            UsageError: The target is named for another step, or the tree holds what T5X can't.
-            FormatError: Two names give the same folder.
-        """
+        """Writes `checkpoint_<step>/`, arrays first and the index last."""
         write_cut(self, encoded, stage)
 
     def image(self, encoded: Encoded, target: Place, cut: CutPoints) -> list[Section]:

@@ -104,11 +104,7 @@ class TFBundle:
         return Checkpoint(self.name, prefix, tree, meta, number, (), files.close, (place, *data))
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
-        """Writes `model.ckpt-<step>` and the text file that names it, in one shard, byte for byte as TensorFlow does.
-
-        Raises:
-            FormatError: A name or dtype that the format can't hold; lists every one.
-        """
+        """Writes `model.ckpt-<step>` and the text file that names it, in one shard, byte for byte as it does."""
         write_cut(self, encoded, stage)
 
     def image(self, encoded: Encoded, target: Place, cut: CutPoints) -> list[Section]:

@@ -84,14 +84,7 @@ class TorchFile:
         return Evidence(10, _BECAUSE[kind]) if kind else None
 
     def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
-        """Reads the pickle and the headers; values are read when asked for.
-
-        Raises:
-            NotFoundError: No such file, or a step is asked of it.
-            RefusedError: The file calls for code, or asks for absurd memory.
-            CorruptError: Sizes or checksums disagree with the data.
-            FormatError: It isn't a torch file.
-        """
+        """Reads the pickle and the headers; values are read when asked for."""
         if step is not None and not path.is_dir():
             raise NotFoundError(
                 "A torch file holds one state and isn't chosen by its step.",
@@ -105,11 +98,7 @@ class TorchFile:
             return replace(opened, on_close=files.close)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
-        """Writes a zip file that `torch.load(path, weights_only=True, mmap=True)` reads.
-
-        Raises:
-            UsageError: The tree holds what `weights_only` refuses; lists every such place.
-        """
+        """Writes a zip file that `torch.load(path, weights_only=True, mmap=True)` reads."""
         write_torch(encoded.tree, stage)
 
 

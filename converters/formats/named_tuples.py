@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from statekit.schemas import shipped_json
+from statekit.tensors.tree import shipped_json
 
 
 @cache

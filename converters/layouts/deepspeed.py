@@ -132,12 +132,6 @@ class DeepSpeed:
         return Evidence(20, f"{why.because}, and {_WEIGHT} beside each parameter's slots")
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
-        """Returns the canonical state.
-
-        Raises:
-            StateError: The parts don't fit each other; lists every fault.
-            UsageError: A hint that the schema doesn't know.
-        """
         typed(
             checkpoint.tree, Tree, checkpoint.path, "The checkpoint has no optimizer of DeepSpeed", StateError
         )
@@ -165,11 +159,7 @@ class DeepSpeed:
         )
 
     def encode(self, state: TrainState) -> Encoded:
-        """Returns the optimizer by name, with the float32 weight of each parameter beside its slots.
-
-        Raises:
-            InexactError: It isn't AdamW, or its parameters have other counts, or some no slots.
-        """
+        """Returns the optimizer by name, with the float32 weight of each parameter beside its slots."""
         require_optimizer(state, ("adamw",), self.name)
         _refuse_uneven(state)
         bare = {path: {k: t for k, t in slots.items() if k != MASTER} for path, slots in state.slots.items()}

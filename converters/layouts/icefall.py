@@ -78,12 +78,7 @@ class Icefall:
         return Evidence(20, "delta and exp_avg_sq under an optimizer with scalar_lr_scale") if ours else None
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
-        """Returns the canonical state, each batch split into its members.
-
-        Raises:
-            StateError: Nothing tells which parameters are meant, or shapes break the layout; lists every fault.
-            UsageError: A hint that the schema doesn't know.
-        """
+        """Returns the canonical state, each batch split into its members."""
         parts = find_parts(checkpoint, hints.model)
         if parts is None:
             raise StateError("The checkpoint has no model beside an optimizer.", place=checkpoint.path)
@@ -116,11 +111,7 @@ class Icefall:
         return hints.applied(state.with_facts(lambda facts: [*facts, *order.facts]))
 
     def encode(self, state: TrainState) -> Encoded:
-        """Returns the file's tree, members stacked into batches.
-
-        Raises:
-            InexactError: The state isn't ScaledAdam's, or lacks the slots of parameters.
-        """
+        """Returns the file's tree, members stacked into batches."""
         if state.optimizer.schema != SCHEMA:
             raise InexactError(
                 "The layout icefall holds ScaledAdam's state only.",

@@ -32,13 +32,12 @@ from statekit.errors import StatekitError, plural, some
 from statekit.files.checkpoint import STEPS, Checkpoint, Finding
 from statekit.files.source import listing, walked
 from statekit.files.tree import Place, below, spelled
-from statekit.schemas import shipped_json
 from statekit.state.evidence import Fact
 from statekit.state.run import RunState, Schedule, run_of
 from statekit.state.schema import NO_OPTIMIZER, WEIGHTS
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Stored, Tensor
-from statekit.tensors.tree import at, walk
+from statekit.tensors.tree import at, shipped_json, walk
 
 Half: TypeAlias = Literal["optimizer", "average", "schedule", "scaler"]
 

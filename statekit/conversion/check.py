@@ -71,7 +71,6 @@ class CheckedCheckpoint(OneReport):
         return dict(sorted(Counter(item.by for item in self.items).items()))
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
         return {
             **super().to_json(),
             "sealed": self.is_sealed,
@@ -96,7 +95,6 @@ class CheckReport(PathReport[CheckedCheckpoint]):
         return printable(f"<CheckReport {self.path}: {len(self.checkpoints)} checkpoints, {count} faults>")
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
         return {"path": str(self.path), "passed": self.passed, **super().to_json()}
 
 
@@ -170,10 +168,10 @@ def _places_of_tensors(checkpoint: Checkpoint) -> set[str]:
 
 def _damage_and_notes(checkpoint: Checkpoint) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Returns the damage that opening a checkpoint has found, and what else is odd, each with its place."""
-    found: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
+    by_damage: dict[bool, list[tuple[str, str]]] = {True: [], False: []}
     for finding in checkpoint.findings:
-        found[bool(finding.damage)].append((finding.what, finding.place))
-    return found[True], found[False]
+        by_damage[bool(finding.damage)].append((finding.what, finding.place))
+    return by_damage[True], by_damage[False]
 
 
 def _proven(checkpoint: Checkpoint, budget: Budget, tell: OnProgress) -> CheckedCheckpoint:

@@ -38,7 +38,6 @@ class OneReport:
     manifest: Place | None
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
         manifest = None if self.manifest is None else str(self.manifest)
         return {"path": str(self.path), "container": self.container, "step": self.step, "manifest": manifest}
 
@@ -62,7 +61,6 @@ class PathReport(Generic[T]):
         return printable(f"<{type(self).__name__} {self.path}: {len(self.checkpoints)} checkpoints>")
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
         return {
             "path": str(self.path),
             "checkpoints": [checkpoint.to_json() for checkpoint in self.checkpoints],

@@ -150,12 +150,19 @@ class Container(Protocol):
         `budget`, the job's; None if this is all of it.
 
         Raises:
-            NotFoundError: No checkpoint, or no such step.
+            NotFoundError: No checkpoint, or no such step; a single file has no steps.
             FormatError: The bytes don't follow the format or can't be trusted.
+            CorruptError: Checksums, sizes or headers disagree with the data, or files of it are missing.
+            RefusedError: It calls for code, for files outside, or for absurd memory.
         """
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
-        """Writes a tree below `stage.path`, passing every tensor through `stage.stream`."""
+        """Writes a tree below `stage.path`, passing every tensor through `stage.stream`.
+
+        Raises:
+            UsageError: The target is named for another step, or the tree holds what its reader refuses.
+            FormatError: The format can't hold a name, a dtype or an array; lists every one.
+        """
 
 
 class ReadOnly:
@@ -448,12 +455,13 @@ class Layout(Protocol):
         """Returns the canonical state; reads no values but scalars such as the step.
 
         Raises:
-            StateError: Names or shapes break the layout; lists every fault.
+            StateError: Nothing tells whose the tensors are, or names or shapes break the layout; lists every fault.
+            UsageError: A hint has a name or value that the optimizer doesn't take.
         """
 
     def encode(self, state: TrainState) -> Encoded:
         """Returns the native form of a state.
 
         Raises:
-            InexactError: The layout can't hold it.
+            InexactError: The layout can't hold it; lists every reason.
         """

@@ -74,7 +74,6 @@ class Diff:
         return printable(f"<Diff of {self.left} and {self.right}: {len(self.differences)} differences>")
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
         return {
             "left": str(self.left),
             "right": str(self.right),

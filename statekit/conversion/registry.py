@@ -53,12 +53,12 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import check_undamaged, check_whole, proven
 from statekit.files.source import first_bytes, listing, looking, not_there, reading, walked
 from statekit.files.tree import Place, StoredPlace, size_of
-from statekit.schemas import shipped_json
 from statekit.state.facts import with_optimizer
 from statekit.state.schema import WEIGHTS, is_native, load_schema
 from statekit.state.told_schedule import told_schedule, with_own_rate
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import nbytes
+from statekit.tensors.tree import shipped_json
 
 MayFit: TypeAlias = Callable[[str], bool]
 """Tells of a format's name whether its signs are there, or it has none."""

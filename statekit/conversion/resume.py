@@ -24,13 +24,12 @@ from statekit.lines import printing
 from statekit.lines.printing import UNKNOWN, Printing, SavedRun, State, has_several, kind_of
 from statekit.lines.rates import RatesOf
 from statekit.maps.model_map import map_names
-from statekit.schemas import shipped_json
 from statekit.state.evidence import ORDER
 from statekit.state.options import stored_rate
 from statekit.state.run import Schedule, run_of
 from statekit.state.schema import WEIGHTS
 from statekit.state.train_state import next_decay
-from statekit.tensors.tree import empty_names
+from statekit.tensors.tree import empty_names, shipped_json
 
 _ANYWHERE = Path("/path/to/checkpoint")
 _IN: Mapping[str, Callable[[State, SavedRun], list[str]]] = {

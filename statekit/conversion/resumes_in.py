@@ -50,7 +50,6 @@ class Resumption:
     asks: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
         lists = {name: list(getattr(self, name)) for name in ("containers", "reasons", "made_up", "asks")}
         return {
             **vars(self),

@@ -66,7 +66,6 @@ class SealedCheckpoint(OneReport):
     changed: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
         return {**vars(self), **super().to_json(), "changed": list(self.changed)}
 
 

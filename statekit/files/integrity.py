@@ -284,7 +284,6 @@ class Means:
     tensors: Mapping[str, int] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
         path = None if self.manifest is None else str(self.manifest)
         return {"manifest": path, "sealed": self.is_sealed, "checksums": dict(self.tensors)}
 

@@ -122,12 +122,10 @@ class Stage:
 
     @property
     def target(self) -> Place:
-        """The final place."""
         return self.home.target
 
     @property
     def kind(self) -> TargetKind:
-        """What is written."""
         return self.home.kind
 
     @contextmanager

@@ -47,17 +47,14 @@ class LiveArray:
 
     @property
     def shape(self) -> Shape:
-        """The shape of the whole."""
         return tuple(self.value.shape)
 
     @property
     def dtype(self) -> DType:
-        """The dtype."""
         return DTYPES[np.dtype(self.value.dtype).name]
 
     @property
     def grain(self) -> Shape:
-        """The whole."""
         return self.shape
 
     @property
@@ -101,7 +98,6 @@ class LiveArray:
         return block
 
     def to_json(self) -> dict[str, Any]:
-        """Describes it."""
         return {"op": "live", "name": self.name, "shape": list(self.shape), "dtype": self.dtype.name}
 
 

@@ -30,11 +30,10 @@ from statekit.maps.pretrained import Model, Pretrained, Rule
 from statekit.maps.scale import Scale
 from statekit.maps.settings import Settings, known_settings, settings_of, why_unmapped
 from statekit.maps.sizes import Factor, KeepFirst, Recast, Replicate, Resize, Unfactor
-from statekit.schemas import shipped_json
 from statekit.state.run import BESIDE, BUFFERS
 from statekit.state.train_state import Axis, TrainState
 from statekit.tensors.tensor import TIES, Shape
-from statekit.tensors.tree import Tree, at, nested, put, strict_json, walk
+from statekit.tensors.tree import Tree, at, nested, put, shipped_json, strict_json, walk
 
 _APART, _JOINING = ("unstack", "split", "replicate"), ("stack", "concatenate", "keep_first")
 _FIELD = re.compile(r"\{(\w+)(?::(\d))?\}")
@@ -228,7 +227,6 @@ class ModelMap:
     budget: Budget | None = field(default=None, compare=False, repr=False)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what was asked for, as it stands in a plan."""
         beside = {"beside": {self.beside_in: dict(self.beside)}} if self.beside else {}
         return {"name": self.name, "config": dict(self.config), **beside}
 
@@ -893,7 +891,6 @@ class Renaming:
     pairs: tuple[tuple[str, str], ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what was asked for, as it stands in a plan."""
         return {"rename": [list(pair) for pair in self.pairs]}
 
     def apply(self, state: TrainState) -> Carried:

@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any
 
 from statekit.errors import Faults
-from statekit.schemas import shipped_json
+from statekit.tensors.tree import shipped_json
 
 Word = str | Mapping[str, Any] | None
 """The map's name for a setting; with `values`, theirs and ours, where these differ too; None where it needs none.

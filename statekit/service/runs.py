@@ -36,7 +36,6 @@ class StepAt:
     why: str
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
         return {
             "path": self.path, **self.columns, "why": self.why, "size": self.size, "modified": self.modified
         }  # fmt: skip
@@ -70,7 +69,6 @@ class RunAt:
         return sum(step.size for step in self.steps)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
         resumable = self.newest_resumable
         return {
             "path": self.path,

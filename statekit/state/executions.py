@@ -12,7 +12,7 @@ from functools import cache
 from typing import Any, Literal, TypeAlias
 
 from statekit.errors import NotFoundError
-from statekit.schemas import shipped_json
+from statekit.tensors.tree import shipped_json
 
 Rounds: TypeAlias = Literal["op_by_op", "compiled"]
 """`op_by_op` rounds every low-precision product, `compiled` keeps products in float32."""

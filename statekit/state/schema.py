@@ -13,8 +13,8 @@ from numbers import Real
 from typing import Any
 
 from statekit.errors import Faults, InexactError, NotFoundError, StateError, UnknownRuleError, meant
-from statekit.schemas import shipped_json
 from statekit.tensors.tensor import Tensor
+from statekit.tensors.tree import shipped_json
 from statekit.tensors.typed import fits
 
 OF_GROUPS = ("group", "group_history")

@@ -70,7 +70,6 @@ class Proven:
 
     @property
     def shape(self) -> Shape:
-        """The shape."""
         return self.master.shape
 
     @property

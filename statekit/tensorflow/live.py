@@ -37,17 +37,14 @@ class LiveVariable:
 
     @property
     def shape(self) -> Shape:
-        """The shape."""
         return tuple(self.value.shape)
 
     @property
     def dtype(self) -> DType:
-        """The dtype."""
         return DTYPES[getattr(self.value.dtype, "name", self.value.dtype)]
 
     @property
     def grain(self) -> Shape:
-        """The whole."""
         return self.shape
 
     def read(self, index: Index | None = None) -> Array:
@@ -58,7 +55,6 @@ class LiveVariable:
         return block.reshape(index_shape(bounds))
 
     def to_json(self) -> dict[str, Any]:
-        """Describes it."""
         return {"op": "live", "name": self.name, "shape": list(self.shape), "dtype": self.dtype.name}
 
 

@@ -136,7 +136,6 @@ class Joined:
 
     @property
     def dtype(self) -> DType:
-        """The dtype."""
         return next(iter(self.pieces.values())).dtype
 
     @property
@@ -145,7 +144,6 @@ class Joined:
         return tuple(max(n, 1) for n in next(iter(self.pieces.values())).shape)
 
     def read(self, index: Index | None = None) -> Array:
-        """Reads a block."""
         index = normal_index(index, self.shape)
         block = np.empty(index_shape(index), self.dtype)
         for at, part in self.pieces.items():
@@ -154,7 +152,6 @@ class Joined:
         return block
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the tensor."""
         parts = [{"at": list(at), "source": part.to_json()} for at, part in self.pieces.items()]
         return {"op": "joined", "sources": parts, "shape": list(self.shape)}
 
@@ -174,7 +171,6 @@ class Cut(OfOne):
 
     @property
     def shape(self) -> Shape:
-        """The shape."""
         return index_shape(self.box)
 
     @property
@@ -183,13 +179,11 @@ class Cut(OfOne):
         return tuple(max(min(g, n), 1) for g, n in zip(self.tensor.grain, self.shape, strict=True))
 
     def read(self, index: Index | None = None) -> Array:
-        """Reads a block."""
         index = normal_index(index, self.shape)
         moved = zip(index, self.box, strict=True)
         return self.tensor.read(tuple(slice(s.start + b.start, s.stop + b.start) for s, b in moved))
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the tensor."""
         box = [[part.start, part.stop] for part in self.box]
         return {"op": "cut", "source": self.tensor.to_json(), "box": box}
 
@@ -213,7 +207,6 @@ class Agreed(OfSeveral):
 
     @property
     def shape(self) -> Shape:
-        """The shape."""
         return self.tensors[0].shape
 
     @property

@@ -50,7 +50,6 @@ class _Along(OfOne):
 
     @property
     def shape(self) -> Shape:
-        """The shape."""
         sizes = self.tensor.shape
         return (*sizes[: self.axis], self._length, *sizes[self.axis + 1 :])
 
@@ -125,7 +124,6 @@ class Reordered(_Along):
         return places
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the tensor."""
         return {
             "op": "reordered", "source": self.tensor.to_json(), "axis": self.axis,
             "sizes": list(self.sizes), "order": list(self.order),
@@ -167,7 +165,6 @@ class Picked(_Along):
         return group * self.period + self.start + rest
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the tensor."""
         return {
             "op": "picked", "source": self.tensor.to_json(), "axis": self.axis,
             "start": self.start, "run": self.run, "period": self.period,
@@ -204,14 +201,12 @@ class Joined(OfSeveral):
 
     @cached_property
     def shape(self) -> Shape:
-        """The shape."""
         first = self.tensors[0].shape
         length = sum(tensor.shape[self.axis] for tensor in self.tensors)
         return (*first[: self.axis], length, *first[self.axis + 1 :])
 
     @property
     def grain(self) -> Shape:
-        """The cheapest block: of one tensor."""
         return self.tensors[0].grain
 
     def read(self, index: Index | None = None) -> Array:
@@ -235,7 +230,6 @@ class Joined(OfSeveral):
         return block
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the tensor."""
         sources = [tensor.to_json() for tensor in self.tensors]
         return {"op": "concatenated", "sources": sources, "axis": self.axis, "runs": list(self.runs)}
 
@@ -261,12 +255,10 @@ class Combined(OfSeveral):
 
     @property
     def shape(self) -> Shape:
-        """The shape."""
         return self.tensors[0].shape
 
     @property
     def grain(self) -> Shape:
-        """The cheapest block: of one tensor."""
         return self.tensors[0].grain
 
     def read(self, index: Index | None = None) -> Array:
@@ -284,7 +276,6 @@ class Combined(OfSeveral):
         return rounded(total if self.by != "root_mean_square" else np.sqrt(total), self.dtype)
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the tensor."""
         sources = [tensor.to_json() for tensor in self.tensors]
         return {"op": "combined", "sources": sources, "weights": list(self.weights), "by": self.by}
 
@@ -316,7 +307,6 @@ class Rescaled(EachElement, OfOne):
             return rounded(block, self.dtype)
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the tensor."""
         parts = {"part": self.part.to_json(), "whole": self.whole.to_json()}
         return {"op": "rescaled", "source": self.tensor.to_json(), **parts, "axes": list(self.axes)}
 
@@ -337,7 +327,6 @@ class Repeated(OfOne):
 
     @property
     def shape(self) -> Shape:
-        """The shape."""
         return (*self.tensor.shape[: self.axis], self.count, *self.tensor.shape[self.axis :])
 
     @property
@@ -352,7 +341,6 @@ class Repeated(OfOne):
         return np.ascontiguousarray(np.broadcast_to(np.expand_dims(one, at), index_shape(index)))
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the tensor."""
         return {"op": "repeated", "source": self.tensor.to_json(), "axis": self.axis, "count": self.count}
 
 
@@ -373,7 +361,6 @@ class Padded(OfOne):
 
     @property
     def shape(self) -> Shape:
-        """The shape."""
         return (*self.tensor.shape[: self.axis], self.length, *self.tensor.shape[self.axis + 1 :])
 
     @property
@@ -382,7 +369,6 @@ class Padded(OfOne):
         return self.tensor.grain
 
     def read(self, index: Index | None = None) -> Array:
-        """Reads a block."""
         index, at = normal_index(index, self.shape), self.axis
         block = np.zeros(index_shape(index), self.dtype)
         wanted, there = index[at], self.tensor.shape[at]
@@ -397,7 +383,6 @@ class Padded(OfOne):
         return block
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the tensor."""
         new = {} if self.new is None else {"new": self.new.to_json()}
         return {
             "op": "padded",
@@ -428,7 +413,6 @@ class Reconstructed:
 
     @property
     def dtype(self) -> DType:
-        """The dtype."""
         return self.row.dtype
 
     @property
@@ -437,7 +421,6 @@ class Reconstructed:
         return self.shape
 
     def read(self, index: Index | None = None) -> Array:
-        """Reads a block."""
         index = normal_index(index, self.shape)
         row, column, mean = (
             np.expand_dims(
@@ -451,6 +434,5 @@ class Reconstructed:
             return np.ascontiguousarray(rounded(row * scaled, self.dtype))
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the tensor."""
         factors = {"row": self.row.to_json(), "column": self.column.to_json(), "mean": self.mean.to_json()}
         return {"op": "reconstructed", **factors, "shape": list(self.shape)}

@@ -195,7 +195,6 @@ class Quantized:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the tensor."""
         levels = {} if self.levels is None else {"levels": self.levels.to_json()}
         parts = {"codes": self.codes.to_json(), "scale": self.scale.to_json(), **levels}
         return {

@@ -317,7 +317,6 @@ class OfOne:
 
     @property
     def dtype(self) -> DType:
-        """The dtype."""
         return self.tensor.dtype
 
 
@@ -328,7 +327,6 @@ class OfSeveral:
 
     @property
     def dtype(self) -> DType:
-        """The dtype."""
         return self.tensors[0].dtype
 
 

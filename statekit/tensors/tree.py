@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from datetime import datetime
+from importlib import resources
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -499,3 +500,8 @@ def at(tree: Tree, path: Path) -> Any:
         else:
             return None
     return tree
+
+
+def shipped_json(package: str, *names: str) -> Any:
+    """Returns what a JSON file says that ships with a package, by the names that lead to it."""
+    return json.loads(resources.files(package).joinpath(*names).read_text(encoding="utf-8"))

@@ -57,7 +57,6 @@ class Squeezed(OfOne):
 
     @property
     def grain(self) -> Shape:
-        """The cheapest block, in the new axes."""
         long = iter(g for g, n in zip(self.tensor.grain, self.tensor.shape, strict=True) if n != 1)
         return tuple(1 if n == 1 else next(long) for n in self.shape)
 
@@ -76,7 +75,6 @@ class Squeezed(OfOne):
         return tuple(slice(0, 1) if n == 1 else next(long) for n in self.shape)
 
     def read(self, index: Index | None = None) -> Array:
-        """Reads a block."""
         index = normal_index(index, self.shape)
         if 0 in index_shape(index):
             return np.empty(index_shape(index), self.dtype)
@@ -85,7 +83,6 @@ class Squeezed(OfOne):
         return row_major(self.tensor.read(inner)).reshape(index_shape(index))
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the tensor."""
         return {"op": "reaxed", "source": self.tensor.to_json(), "shape": list(self.shape)}
 
 
@@ -98,7 +95,6 @@ class _WithoutAxis(OfOne):
 
     @property
     def shape(self) -> Shape:
-        """The shape."""
         return (*self.tensor.shape[: self.axis], *self.tensor.shape[self.axis + 1 :])
 
     @property
@@ -120,13 +116,11 @@ class Slice(_WithoutAxis):
     place: int
 
     def read(self, index: Index | None = None) -> Array:
-        """Reads a block."""
         index = normal_index(index, self.shape)
         inner = (*index[: self.axis], slice(self.place, self.place + 1), *index[self.axis :])
         return row_major(self.tensor.read(inner)).reshape(index_shape(index))
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the tensor."""
         return {"op": "member", "source": self.tensor.to_json(), "axis": self.axis, "place": self.place}
 
 
@@ -163,7 +157,6 @@ class Copies(_WithoutAxis):
         return block
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the tensor."""
         return {"op": "copies", "source": self.tensor.to_json(), "axis": self.axis}
 
 
@@ -176,18 +169,15 @@ class Stack(OfSeveral):
 
     @cached_property
     def shape(self) -> Shape:
-        """The shape."""
         inner = self.tensors[0].shape
         return (*inner[: self.axis], len(self.tensors), *inner[self.axis :])
 
     @property
     def grain(self) -> Shape:
-        """The cheapest block: of one tensor."""
         inner = self.tensors[0].grain
         return (*inner[: self.axis], 1, *inner[self.axis :])
 
     def read(self, index: Index | None = None) -> Array:
-        """Reads a block."""
         index = normal_index(index, self.shape)
         inner = (*index[: self.axis], *index[self.axis + 1 :])
         block = np.empty(index_shape(index), self.dtype)
@@ -198,7 +188,6 @@ class Stack(OfSeveral):
         return block
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the tensor."""
         return {"op": "stack", "sources": [tensor.to_json() for tensor in self.tensors], "axis": self.axis}
 
 
@@ -228,7 +217,6 @@ class Permuted(OfOne):
 
     @property
     def shape(self) -> Shape:
-        """The shape."""
         return tuple(self.tensor.shape[i] for i in self.order)
 
     @property
@@ -237,13 +225,11 @@ class Permuted(OfOne):
         return tuple(self.tensor.grain[i] for i in self.order)
 
     def read(self, index: Index | None = None) -> Array:
-        """Reads a block."""
         index = normal_index(index, self.shape)
         inner = tuple(index[self.order.index(i)] for i in range(len(self.order)))
         return row_major(self.tensor.read(inner).transpose(self.order))
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the tensor."""
         return {"op": "permuted", "source": self.tensor.to_json(), "order": list(self.order)}
 
 
@@ -262,7 +248,6 @@ class Merged(OfOne):
 
     @property
     def shape(self) -> Shape:
-        """The shape."""
         return self._joined(self.tensor.shape)
 
     @property
@@ -289,7 +274,6 @@ class Merged(OfOne):
         return row_major(block[(slice(None),) * at + (cut,)])
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the tensor."""
         return {"op": "merged", "source": self.tensor.to_json(), "axis": self.axis}
 
 
@@ -323,13 +307,11 @@ class Parted(OfOne):
 
     @property
     def shape(self) -> Shape:
-        """The shape."""
         sizes = self.tensor.shape
         return (*sizes[: self.axis], self.outer, self._run, *sizes[self.axis + 1 :])
 
     @property
     def grain(self) -> Shape:
-        """The cheapest block, in the new axes."""
         grain, run = self.tensor.grain, self._run
         length = grain[self.axis]
         return (
@@ -351,7 +333,6 @@ class Parted(OfOne):
         return row_major(block[(slice(None),) * (at + 1) + (index[at + 1],)])
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the tensor."""
         return {
             "op": "parted",
             "source": self.tensor.to_json(),
@@ -386,7 +367,6 @@ class Mean(_WithoutAxis):
             return rounded(total / length, self.dtype)
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the tensor."""
         return {"op": "mean", "source": self.tensor.to_json(), "axis": self.axis}
 
 
@@ -438,7 +418,6 @@ class Concatenated:
 
     @property
     def dtype(self) -> DType:
-        """The dtype."""
         return self.runs[0].tensor.dtype
 
     @property
@@ -474,7 +453,6 @@ class Concatenated:
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the tensor."""
         runs = [{"op": "run", "source": r.tensor.to_json(), "span": [r.start, r.count]} for r in self.runs]
         return {"op": "joined", "sources": runs, "shape": list(self.shape)}
 
@@ -487,7 +465,6 @@ class EachElement:
 
     @property
     def shape(self) -> Shape:
-        """The shape."""
         return self.tensor.shape
 
     @property
@@ -514,13 +491,11 @@ class EighthRoot(EachElement):
         return DTYPES["float32"]
 
     def read(self, index: Index | None = None) -> Array:
-        """Reads a block."""
         block = self.tensor.read(index).astype(np.float32)
         root = np.sqrt(np.sqrt(np.sqrt(np.abs(block))))
         return np.asarray(np.sign(block) * root * np.float32(1 / 128))
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the tensor."""
         return {"op": "eighth_root", "source": self.tensor.to_json()}
 
 
@@ -537,14 +512,12 @@ class EighthPower(EachElement):
         return DTYPES["bfloat16"]
 
     def read(self, index: Index | None = None) -> Array:
-        """Reads a block."""
         block = self.tensor.read(index).astype(np.float32)
         with np.errstate(over="ignore", under="ignore"):  # what lies beyond the range is infinite, or zero
             power = np.square(np.square(np.square(np.abs(block) * np.float32(128))))
             return np.asarray(np.sign(block) * power).astype(self.dtype)
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the tensor."""
         return {"op": "eighth_power", "source": self.tensor.to_json()}
 
 
@@ -555,12 +528,10 @@ class Narrowed(EachElement):
     dtype: DType
 
     def read(self, index: Index | None = None) -> Array:
-        """Reads a block."""
         with np.errstate(over="ignore"):  # what lies beyond the range is infinite
             return rounded(self.tensor.read(index), self.dtype)
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the tensor."""
         return {"op": "narrowed", "source": self.tensor.to_json(), "dtype": self.dtype.name}
 
 
@@ -586,12 +557,10 @@ class Scaled(EachElement, OfOne):
     factor: float
 
     def read(self, index: Index | None = None) -> Array:
-        """Reads a block."""
         with np.errstate(over="ignore", under="ignore"):
             product = self.tensor.read(index).astype(np.float64) * self.factor
             return rounded(product, self.dtype)
 
     def to_json(self) -> dict[str, Any]:
-        """Describes the tensor."""
         op = "shifted" if math.frexp(self.factor)[0] == 0.5 else "scaled"
         return {"op": op, "source": self.tensor.to_json(), "factor": self.factor}

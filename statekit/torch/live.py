@@ -39,17 +39,14 @@ class LiveTensor:
 
     @property
     def shape(self) -> Shape:
-        """The shape of the whole."""
         return tuple(self.value.shape)
 
     @property
     def dtype(self) -> DType:
-        """The dtype."""
         return dtype_of(self.value)
 
     @property
     def grain(self) -> Shape:
-        """The whole."""
         return self.shape
 
     @property
@@ -69,7 +66,6 @@ class LiveTensor:
         return block.reshape(index_shape(bounds))
 
     def to_json(self) -> dict[str, Any]:
-        """Describes it."""
         return {"op": "live", "name": self.name, "shape": list(self.shape), "dtype": self.dtype.name}
 
 
@@ -89,17 +85,14 @@ class LiveSlice:
 
     @property
     def shape(self) -> Shape:
-        """The shape of the whole."""
         return self.part.shape
 
     @property
     def dtype(self) -> DType:
-        """The dtype."""
         return dtype_of(self.value)
 
     @property
     def grain(self) -> Shape:
-        """The whole."""
         return self.shape
 
     @property
@@ -117,7 +110,6 @@ class LiveSlice:
         return np.asarray(local[places.reshape(index_shape(bounds)) - self.part.start])
 
     def to_json(self) -> dict[str, Any]:
-        """Describes it."""
         return {"op": "live", "name": self.name, "shape": list(self.shape), "dtype": self.dtype.name}
 
 

@@ -95,7 +95,6 @@ class ColdStart:
         return printable(f"<ColdStart of {self.path}: first updates {self.median(0):.2g} of an update apart>")
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
         count = len(self.layers[0].apart)
         return {
             "path": str(self.path),

@@ -101,7 +101,6 @@ class Bijection:
     faults: tuple[str, ...]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data."""
         return {
             name: list(value) if isinstance(value, tuple) else value for name, value in vars(self).items()
         }

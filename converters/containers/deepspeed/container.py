@@ -89,13 +89,7 @@ class DeepSpeedFolder:
         return Evidence(20, f"{folder.tag.path} has {model.name}")
 
     def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
-        """Parses the pickles of all ranks, and says where each parameter's values are.
-
-        Raises:
-            NotFoundError: No checkpoint, or no such step.
-            CorruptError: Ranks are missing, or what they hold doesn't make up the parameters.
-            FormatError: A file can't be trusted.
-        """
+        """Parses the pickles of all ranks, and says where each parameter's values are."""
         findings: list[Finding] = []
         with opening(path, budget) as files:
             folder = locate(path, step, files)
@@ -121,11 +115,7 @@ class DeepSpeedFolder:
         return fitted_to_engine(encoded)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
-        """Writes a universal checkpoint, which DeepSpeed cuts by its own configuration when it loads it.
-
-        Raises:
-            UsageError: The tree isn't one of this container's, or the target is named for another step.
-        """
+        """Writes a universal checkpoint, which DeepSpeed cuts by its own configuration when it loads it."""
         write_universal(fitted_to_engine(encoded), stage)
 
 

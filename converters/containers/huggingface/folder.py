@@ -468,12 +468,7 @@ class HuggingFaceFolder:
         )
 
     def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
-        """Parses headers and pickles; of a run's folder, the newest step's or the given one's.
-
-        Raises:
-            NotFoundError: No such folder, or no such step.
-            FormatError: A file can't be trusted.
-        """
+        """Parses headers and pickles; of a run's folder, the newest step's or the given one's."""
         alone = self.opens_files and path.is_file()
         folder = _Folder(path) if alone else self._locate(path, step)
         if folder is None:
@@ -528,12 +523,7 @@ class HuggingFaceFolder:
         return replace(encoded, tree=tree, assumptions=tuple(notes))
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
-        """Writes a folder that the library loads: the model as safetensors, all else as torch files and JSON.
-
-        Raises:
-            UsageError: The tree has no model, or holds what `torch.load(weights_only=True)` refuses.
-            FormatError: A name or dtype that safetensors can't hold.
-        """
+        """Writes a folder that the library loads: the model as safetensors, all else as torch files and JSON."""
         if self.target_kind == "folder":
             write_cut(self, encoded, stage)
             return

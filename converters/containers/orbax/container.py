@@ -239,7 +239,6 @@ class OrbaxFolder:
     entries: tuple[str, ...] = (TREE_METADATA, STEP_METADATA, COMMIT)
 
     def detect(self, path: Place) -> Evidence | None:
-        """Looks at file names and first bytes only."""
         if (step_folder := sighted(path, "orbax")) is None:
             return None
         for item in _items(step_folder.path):
@@ -248,12 +247,7 @@ class OrbaxFolder:
         return Evidence(10, f"{step_folder.path} has the files of an Orbax checkpoint")
 
     def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
-        """Parses the trees and the arrays' headers.
-
-        Raises:
-            NotFoundError: No checkpoint, or no such step.
-            FormatError: Trees or headers don't follow the format or can't be trusted.
-        """
+        """Parses the trees and the arrays' headers."""
         step_folder = find_step(path, step, "orbax")
         folders = _items(step_folder.path)
         if not folders:
@@ -277,12 +271,7 @@ class OrbaxFolder:
             return step_checkpoint(self.name, step_folder, tree, meta, read, findings, files)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
-        """Writes the items of a step as Orbax does today: each an OCDBT database with its tree as JSON.
-
-        Raises:
-            UsageError: The target is named for another step, or the tree holds what Orbax can't.
-            FormatError: Two names give the same array.
-        """
+        """Writes the items of a step as Orbax does today: each an OCDBT database with its tree as JSON."""
         write_cut(self, encoded, stage)
 
     def image(self, encoded: Encoded, target: Place, cut: CutPoints) -> list[Section]:

@@ -57,23 +57,14 @@ class ItemWriter:
     boxed: Collection[str] = ()
 
     def image(self, cut: CutPoints) -> list[Section]:
-        """Returns its databases: one, or where it is cut one for each part, as each process of Orbax' writes one.
-
-        Raises:
-            FormatError: Two names give the same array, or one has an empty part.
-        """
+        """Returns its databases: one, or where it is cut one for each part, as each process of Orbax' writes one."""
         if self._is_document:
             return []
         arrays = self._arrays()
         return [self._section(folder, part, arrays) for folder, part in self._databases(cut).items()]
 
     def join(self, stage: Stage, cut: CutPoints) -> str:
-        """Joins the databases, and writes what stands beside them; returns the name of the handler that reads it.
-
-        Raises:
-            UsageError: The tree holds what Orbax can't.
-            CommitError: A database can't be written.
-        """
+        """Joins the databases, and writes what stands beside them; returns the name of the handler that reads it."""
         if self._is_document:
             with stage.file(f"{self.folder}/{JSON_ITEM}") as output:
                 output.write(json.dumps(self.tree).encode())

@@ -94,12 +94,6 @@ class KerasModelH5:
         return Evidence(20, f"optimizer_weights lists {len(rows)} variables") if rows else None
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
-        """Returns the canonical state.
-
-        Raises:
-            StateError: Nothing tells which optimizer it is, or shapes and names contradict each other.
-            UsageError: A hint that the schema doesn't know.
-        """
         tree = file_tree(checkpoint)
         named = _named(tree, checkpoint)
         every = listed_variables(tree)
@@ -119,11 +113,7 @@ class KerasModelH5:
         return state_of(parts, HOME, manifest_state(checkpoint, named.schema), hints)
 
     def encode(self, state: TrainState) -> Encoded:
-        """Returns the file's tree: the one that the state came from, with its values.
-
-        Raises:
-            InexactError: It came from no such file, or no optimizer of Keras holds it; lists every reason.
-        """
+        """Returns the file's tree: the one that the state came from, with its values."""
         home = home_in(state)
         whole = home.get(WHOLE)
         if not isinstance(whole, Mapping):

@@ -106,10 +106,6 @@ class Keras:
         """Returns the canonical state.
 
         `hints.param_names` are the paths of the model's trainable variables, in their order.
-
-        Raises:
-            StateError: Nothing tells which optimizer it is, or whose the variables are; or shapes contradict it.
-            UsageError: A hint that the schema doesn't know.
         """
         if checkpoint.container == _ORBAX:
             tree = as_numbered(checkpoint.tree, checkpoint.path)
@@ -154,15 +150,9 @@ class Keras:
         return state.with_facts(lambda facts: [*facts, *order.facts])
 
     def like(self, state: TrainState, model: Checkpoint) -> TrainState:
-        """Returns the state as a file of the same model lays it out."""
         return laid_out_like(state, model)
 
     def encode(self, state: TrainState) -> Encoded:
-        """Returns the file's tree.
-
-        Raises:
-            InexactError: No optimizer of Keras holds the state; lists every reason.
-        """
         home = home_in(state)
         if state.optimizer.schema == native.SCHEMA:
             return self._encode_native(state, home)

@@ -35,10 +35,9 @@ from statekit.converters.layouts.keras.state import (
 )
 from statekit.converters.layouts.keras.variables import snake_case
 from statekit.errors import Faults, InexactError, StateError
-from statekit.schemas import shipped_json
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import DTYPES, Shape, Tensor, in_memory
-from statekit.tensors.tree import plain
+from statekit.tensors.tree import plain, shipped_json
 from statekit.tensors.typed import Name, fits
 
 SCHEMA = "keras_native"

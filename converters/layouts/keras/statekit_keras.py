@@ -503,12 +503,7 @@ class StatekitKeras:
         return Evidence(30, f"{OPTIMIZER}/{VARIABLES} has {first}") if first else None
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
-        """Returns the canonical state; hints are canonical.
-
-        Raises:
-            StateError: Nothing tells which optimizer it is, or names don't fit the variables; lists every fault.
-            UsageError: A hint that the schema doesn't know.
-        """
+        """Returns the canonical state; hints are canonical."""
         tree = file_tree(checkpoint)
         config = config_of(tree)
         named = named_slots(optimizer_variables(tree))
@@ -541,15 +536,9 @@ class StatekitKeras:
         )
 
     def like(self, state: TrainState, model: Checkpoint) -> TrainState:
-        """Returns the state as a file of the same model lays it out."""
         return laid_out_like(state, model)
 
     def encode(self, state: TrainState) -> Encoded:
-        """Returns the file's tree.
-
-        Raises:
-            InexactError: No optimizer of statekit.tensorflow goes on with the state.
-        """
         require_optimizer(state, CLASSES, self.name)
         home = home_in(state)
         kind = CLASSES[state.optimizer.schema]

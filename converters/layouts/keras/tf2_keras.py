@@ -88,12 +88,6 @@ class KerasGraph:
         return Evidence(30, f"an object with {VARIABLES}, {TRAINED} and {ITERATIONS}: {optimizer.name}")
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
-        """Returns the canonical state.
-
-        Raises:
-            StateError: Nothing tells which optimizer it is, or shapes and names contradict each other.
-            UsageError: A hint that the schema doesn't know.
-        """
         tree, optimizer = checkpoint.tree, found_optimizer(checkpoint)
         named = _named(optimizer) if optimizer else None
         if optimizer is not None and named is None:
@@ -124,15 +118,9 @@ class KerasGraph:
         return state_of(parts, HOME, manifest_state(checkpoint, named.schema), hints)
 
     def like(self, state: TrainState, model: Checkpoint) -> TrainState:
-        """Returns the state as a file of the same model lays it out."""
         return laid_out_like(state, model)
 
     def encode(self, state: TrainState) -> Encoded:
-        """Returns the flat tree of keys.
-
-        Raises:
-            InexactError: No optimizer of Keras holds the state; lists every reason.
-        """
         home = home_in(state)
         if state.optimizer.schema == native.SCHEMA:
             return self._encode_native(state, home)

@@ -102,12 +102,6 @@ class Keras2Graph:
         return Evidence(30, f"an optimizer of Keras 2: {optimizer.kind}") if optimizer else None
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
-        """Returns the canonical state.
-
-        Raises:
-            StateError: There is no optimizer that statekit knows, or names do not tell whose its variables are.
-            UsageError: A hint that the schema doesn't know.
-        """
         tree, optimizer = checkpoint.tree, _optimizer(checkpoint)
         if optimizer is None:
             raise StateError(
@@ -134,11 +128,7 @@ class Keras2Graph:
         return state_of(parts, HOME, manifest_state(checkpoint, named.schema), hints)
 
     def encode(self, state: TrainState) -> Encoded:
-        """Returns the flat tree of keys: the objects that the state came from, with its values.
-
-        Raises:
-            InexactError: It came from no such checkpoint, or no optimizer of Keras holds it; lists every reason.
-        """
+        """Returns the flat tree of keys: the objects that the state came from, with its values."""
         home = home_in(state)
         had = home.get("graph") or {}
         _, rows = variables_of(state, home, self.name)

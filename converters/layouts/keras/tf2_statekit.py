@@ -74,12 +74,7 @@ class StatekitGraph:
         return Evidence(30, f"an object with {VARIABLES}, named as {optimizer.variables[-1][1]}")
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
-        """Returns the canonical state; hints are canonical.
-
-        Raises:
-            StateError: Nothing tells which optimizer it is, or names don't fit; lists every fault.
-            UsageError: A hint that the schema doesn't know.
-        """
+        """Returns the canonical state; hints are canonical."""
         tree, in_graph = checkpoint.tree, found_optimizer(checkpoint)
         if in_graph is None:
             raise StateError("The checkpoint holds no optimizer of Keras.", place=checkpoint.path)
@@ -107,15 +102,9 @@ class StatekitGraph:
         return own_state(optimizer, named, moved, others, {HOME: home}, known, hints)
 
     def like(self, state: TrainState, model: Checkpoint) -> TrainState:
-        """Returns the state as a file of the same model lays it out."""
         return laid_out_like(state, model)
 
     def encode(self, state: TrainState) -> Encoded:
-        """Returns the flat tree of keys.
-
-        Raises:
-            InexactError: No optimizer of statekit.tensorflow goes on with the state.
-        """
         home = home_in(state)
         variables = own_variables(state, home)
         silent = RATE not in variables and not home.get("schedule")

@@ -18,9 +18,9 @@ from typing import Any, TypeAlias, TypeVar
 
 from statekit.errors import Faults, StateError
 from statekit.files.checkpoint import ATTRIBUTES
-from statekit.schemas import shipped_json
 from statekit.state.evidence import Fact, ordered
 from statekit.tensors.tensor import Shape, Tensor
+from statekit.tensors.tree import shipped_json
 from statekit.tensors.typed import Name, fits, misfits
 
 T = TypeVar("T")

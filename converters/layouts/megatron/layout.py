@@ -150,12 +150,6 @@ class MegatronAdam:
         return (has_masters, _SHARDING in optimizer) != (self.masters is not None, self.sharding is not None)
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
-        """Returns the canonical state.
-
-        Raises:
-            StateError: The keys are of another form, or parts don't fit; lists every fault.
-            UsageError: A hint that the schema doesn't know.
-        """
         whole = typed(
             checkpoint.tree,
             MegatronParts,
@@ -201,11 +195,7 @@ class MegatronAdam:
         )
 
     def encode(self, state: TrainState) -> Encoded:
-        """Returns the parts of the files.
-
-        Raises:
-            InexactError: Counts differ, slots have no place, or groups couldn't be told apart again.
-        """
+        """Returns the parts of the files."""
         require_optimizer(state, self.variants, self.name)
         _refuse_counts(state)
         bare = {path: {k: t for k, t in slots.items() if k != MASTER} for path, slots in state.slots.items()}

@@ -514,10 +514,6 @@ class MXNetOptim:
         """Returns the canonical state.
 
         Of states alone, the hint `begin_num_update` says how many updates there were.
-
-        Raises:
-            StateError: Nothing tells which parameters are meant, or shapes break the layout; lists every fault.
-            UsageError: A hint that the schema doesn't know.
         """
         tree = checkpoint.tree
         if fits(tree, dict[Name, Any]) and (not tree.get("params") or "states" not in tree):
@@ -529,11 +525,7 @@ class MXNetOptim:
         return MXNetReading(self.kind, checkpoint, hints).state()
 
     def encode(self, state: TrainState) -> Encoded:
-        """Returns the tree of both files.
-
-        Raises:
-            InexactError: The layout can't hold the state; lists every reason.
-        """
+        """Returns the tree of both files."""
         if state.optimizer.schema != self.kind.schema:
             raise InexactError(
                 f"The layout {self.name} holds the state of {self.kind.schema} only.",

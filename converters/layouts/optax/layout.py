@@ -112,10 +112,6 @@ class Optax:
 
         Hyperparameters come, the stronger first, from the hints, from the manifest of a conversion, from the state of
         inject_hyperparams, from what links and shapes prove, and from Optax' defaults.
-
-        Raises:
-            StateError: The links don't fit each other or the parameters; lists every fault.
-            UsageError: A hint that Optax doesn't take.
         """
         faults = Faults()
         tree = opened(checkpoint, CORE_LINKS, faults)
@@ -162,11 +158,7 @@ class Optax:
             yield from _lost(wrapper.name, path, state)
 
     def encode(self, state: TrainState) -> Encoded:
-        """Returns Optax' tree: in the form the state was read in, else as Optax' own functions make it.
-
-        Raises:
-            InexactError: Optax can't hold the state; lists every reason.
-        """
+        """Returns Optax' tree: in the form the state was read in, else as Optax' own functions make it."""
         return encoded(state)
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:

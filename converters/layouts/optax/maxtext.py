@@ -115,12 +115,7 @@ class MaxText:
         return None
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
-        """Returns the canonical state; hyperparameters that nobody says are those of MaxText's base.yml.
-
-        Raises:
-            StateError: The tree isn't one of Optax.
-            UsageError: A hint that MaxText doesn't take.
-        """
+        """Returns the canonical state; hyperparameters that nobody says are those of MaxText's base.yml."""
         config, named, from_file = _settings(checkpoint, hints)
         hints = replace(hints, optimizer=hints.optimizer or _NAMES.get(str(config.get("opt_type"))))
         layout = _OPTAX
@@ -138,11 +133,7 @@ class MaxText:
         return _OPTAX.losses(checkpoint)
 
     def encode(self, state: TrainState) -> Encoded:
-        """Returns the tree that MaxText restores, for the folder that it looks for.
-
-        Raises:
-            InexactError: MaxText can't go on with the state; lists every reason.
-        """
+        """Returns the tree that MaxText restores, for the folder that it looks for."""
         require_optimizer(state, ("adamw", "muon"), self.name)
         Faults(_faults(state)).check(InexactError, "MaxText can't go on with the state")
         state = _in_one_group(state)

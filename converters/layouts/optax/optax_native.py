@@ -119,11 +119,7 @@ class OptaxNative:
         return Evidence(15, f"{'/'.join(map(str, layers.optimizer))} stands beside {PARAMS}")
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
-        """Returns the state, under the optimizer's own names.
-
-        Raises:
-            StateError: There are no parameters with an optimizer, or paths aren't parameters'; lists every fault.
-        """
+        """Returns the state, under the optimizer's own names."""
         layers = _layers(checkpoint)
         tree = checkpoint.tree
         if checkpoint.meta.get(SEQUENCES_AS_MAPS):
@@ -158,11 +154,7 @@ class OptaxNative:
         )
 
     def encode(self, state: TrainState) -> Encoded:
-        """Returns the tree in the form in which it was read.
-
-        Raises:
-            InexactError: The state wasn't read from a tree of Optax.
-        """
+        """Returns the tree in the form in which it was read."""
         form = own_form(state, VARIANT)
         if form is None or state.optimizer.schema != SCHEMA:
             raise InexactError(

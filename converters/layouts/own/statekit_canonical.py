@@ -46,12 +46,7 @@ class Canonical:
         )
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
-        """Returns the state that was encoded; hints override hyperparameters by their canonical names.
-
-        Raises:
-            StateError: The parts don't describe a state.
-            UsageError: A hint that the schema doesn't know.
-        """
+        """Returns the state that was encoded; hints override hyperparameters by their canonical names."""
         tree = typed(
             checkpoint.tree, Parts, checkpoint.path, "The record of a state is incomplete", StateError
         )

@@ -105,10 +105,6 @@ class StatekitJax:
 
         Hyperparameters and the variant come from the hints, under their canonical names, and from the manifest of a
         conversion; with a variant that is given, its defaults are assumed.
-
-        Raises:
-            StateError: The states don't fit each other or the parameters; lists every fault.
-            UsageError: A hint that the schema doesn't know.
         """
         faults = Faults()
         tree = opened(checkpoint, OWN_CORE_LINKS, faults)
@@ -143,11 +139,7 @@ class StatekitJax:
         return hints.applied(state)
 
     def encode(self, state: TrainState) -> Encoded:
-        """Returns the tree that statekit.jax goes on from; every tensor as it is.
-
-        Raises:
-            InexactError: The transformation can't hold the state; lists every reason.
-        """
+        """Returns the tree that statekit.jax goes on from; every tensor as it is."""
         require_optimizer(state, OWN_FIELDS, self.name)
         form = own_form(state, _KEY)
         if form is not None:

@@ -454,12 +454,7 @@ class StatekitTorch:
         )
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
-        """Returns the canonical state; hints override hyperparameters by their canonical names.
-
-        Raises:
-            StateError: The parts don't fit each other; lists every fault.
-            UsageError: A hint that the schema doesn't know.
-        """
+        """Returns the canonical state; hints override hyperparameters by their canonical names."""
         faults = Faults()
         state = _decoded(checkpoint.tree, faults)
         faults.check(
@@ -472,12 +467,7 @@ class StatekitTorch:
         return hints.applied(state)
 
     def encode(self, state: TrainState) -> Encoded:
-        """Returns the file's tree; every tensor as it is.
-
-        Raises:
-            StateError: Two paths have the same name in torch; lists all such pairs.
-            InexactError: No class of statekit.torch steps by the optimizer's rule.
-        """
+        """Returns the file's tree; every tensor as it is."""
         optimizer = state.optimizer
         require_optimizer(state, CLASSES, self.name)
         for schema, variant in optimizer.kinds:

@@ -27,9 +27,8 @@ from statekit.converters.layouts.pytorch.parts import (
 from statekit.converters.layouts.pytorch.side_by_side import SideBySide, side_by_side
 from statekit.errors import StateError, some
 from statekit.files.checkpoint import MODEL_KEY, SORTED, Checkpoint
-from statekit.schemas import shipped_json
 from statekit.tensors.tensor import Shape, Tensor
-from statekit.tensors.tree import Path, at, loose, tensor_names
+from statekit.tensors.tree import Path, at, loose, shipped_json, tensor_names
 
 STEP = "step"
 _UNKNOWN = "an optimizer that isn't known by its slots and options"

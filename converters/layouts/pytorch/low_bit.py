@@ -165,22 +165,13 @@ class LowBit:
         return Evidence(22, because) if self._torch.detect(plain) else None
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
-        """Returns the canonical state; moments in few bits read as the values that the next update starts from.
-
-        Raises:
-            StateError: Nothing tells which parameters are meant, or shapes break the layout; lists every fault.
-            UsageError: A hint that the schema doesn't know.
-        """
+        """Returns the canonical state; moments in few bits read as the values that the next update starts from."""
         state = _with_numbers(self._torch.decode(self._plain(checkpoint), hints))
         is_old = any(self.library.is_old(node) for _, node in _optimizers(checkpoint.tree))
         return replace(state, extra={**state.extra, self._old: True}) if is_old else state
 
     def encode(self, state: TrainState) -> Encoded:
-        """Returns the file's tree, by index.
-
-        Raises:
-            InexactError: The library's optimizer doesn't go on with the state.
-        """
+        """Returns the file's tree, by index."""
         faults = Faults(self._misfits(state))
         faults.check(InexactError, f"The layout {self.name} can't hold the state")
         is_old = bool(state.extra.get(self._old))

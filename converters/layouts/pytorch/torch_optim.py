@@ -272,12 +272,6 @@ class TorchOptim:
         return names_in_file(checkpoint, parts.model) if parts else {}
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
-        """Returns the canonical state.
-
-        Raises:
-            StateError: Nothing tells which parameters are meant, or shapes break the layout; lists every fault.
-            UsageError: A hint that the schema doesn't know.
-        """
         parts, kinds, said_of_groups, sides = _parts_and_kinds(checkpoint, hints)
         parts, said_of_vector = unflattened(parts, hints.param_names)
         _refuse_merged(parts.model, hints.model, checkpoint)
@@ -323,11 +317,7 @@ class TorchOptim:
         return state.with_facts(lambda facts: [*facts, *_facts_of(order, checkpoint)])
 
     def encode(self, state: TrainState) -> Encoded:
-        """Returns the file's tree, by index.
-
-        Raises:
-            InexactError: No optimizer of these goes on with the state.
-        """
+        """Returns the file's tree, by index."""
         if not state.optimizer.several or self.form or _of_one_class(state.optimizer.kinds):
             joined = self._encode(state, [((), list(state.optimizer.groups))])
             sides = [] if self.form else _as_they_lay(state)

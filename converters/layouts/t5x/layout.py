@@ -396,10 +396,6 @@ class T5XAdafactor:
 
         Hyperparameters come, the stronger first, from the hints, from the manifest of a conversion, from the run's gin
         file, from what the slots prove, and from T5X's defaults.
-
-        Raises:
-            StateError: Names or shapes break the layout, or contradict what was told; lists every fault.
-            UsageError: A hint has a name or value that T5X's Adafactor doesn't take.
         """
         native = read_native(checkpoint)
         manifest = manifest_state(checkpoint, "adafactor")
@@ -418,11 +414,6 @@ class T5XAdafactor:
         )
 
     def encode(self, state: TrainState) -> Encoded:
-        """Returns T5X's tree.
-
-        Raises:
-            InexactError: T5X has no place for the optimizer, or for a slot; lists every one.
-        """
         return encoded(state)
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:

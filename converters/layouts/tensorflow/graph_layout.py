@@ -53,7 +53,6 @@ class TF1Graph:
 
     @property
     def title(self) -> str:
-        """One line for people."""
         return f"{self.inner.title}, in tf.train.Checkpoint"
 
     @property
@@ -75,12 +74,7 @@ class TF1Graph:
         return Evidence(30, f"an object graph with {slot}") if slot else None
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
-        """Returns the canonical state, as the layout of checkpoints by names does.
-
-        Raises:
-            StateError: Names or shapes break the layout; lists every fault.
-            UsageError: A hint that the schema doesn't know.
-        """
+        """Returns the canonical state, as the layout of checkpoints by names does."""
         keys = _keys(checkpoint)
         if keys is None:
             raise StateError("The checkpoint has no object graph.", place=checkpoint.path, expected=GRAPH)
@@ -94,11 +88,6 @@ class TF1Graph:
         return self.inner.examine(checkpoint, state)
 
     def encode(self, state: TrainState) -> Encoded:
-        """Returns the flat tree of keys.
-
-        Raises:
-            InexactError: The layout can't hold the state; lists every reason.
-        """
         home = state.extra.get(HOME)
         home = home if isinstance(home, Mapping) and home.keys() >= {"keys", "objects", "others"} else None
         inner = self.inner.encode(

@@ -125,10 +125,6 @@ class TensorFlow1:
 
         Hints are canonical: `variant`, hyperparameters, and `factor_map` as {variable: labels} for parameters of rank
         3 and more, whose stacked axes no file tells.
-
-        Raises:
-            StateError: Names or shapes break the layout; lists every fault.
-            UsageError: A hint that the schema doesn't know.
         """
         named = sorted_names(checkpoint.tree, self.pattern, checkpoint.path)
         faults = Faults(("is a slot of a variable that isn't there", name) for name in named.orphans)
@@ -160,11 +156,6 @@ class TensorFlow1:
         return replace(hints, variant=None).applied(state) if hints.hyperparameters else state
 
     def encode(self, state: TrainState) -> Encoded:
-        """Returns the flat tree of names.
-
-        Raises:
-            InexactError: The layout can't hold the state; lists every reason.
-        """
         state = encoded(state)
         faults = Faults(self._misfits(state))
         home = state.extra.get(HOME)

@@ -73,12 +73,6 @@ class JaxWeights:
         return Evidence(5, f"a tree of arrays {where}, and no optimizer")
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
-        """Returns the canonical state.
-
-        Raises:
-            StateError: There are no parameters, or something beside them.
-            UsageError: Something is said of an optimizer.
-        """
         tree = checkpoint.tree
         node = _params(tree)
         if node is None:
@@ -99,12 +93,7 @@ class JaxWeights:
         return weights_state(params, {key: part for key, part in extra.items() if part}, checkpoint, hints)
 
     def encode(self, state: TrainState) -> Encoded:
-        """Returns the tree, parameters under `params`.
-
-        Raises:
-            InexactError: The state has an optimizer.
-            FormatError: A parameter's name leads through another's, or over too many levels.
-        """
+        """Returns the tree, parameters under `params`."""
         require_weights(state, self.name)
         stated: Any = state.extra.get(KEYS)
         keys: Mapping[str, list[str]] = stated if fits(stated, dict[Name, list[Name]]) else {}

@@ -69,12 +69,6 @@ class KerasWeights:
         return Contents(f"a model of Keras, with {optimizer_name(tree)}", params, {}, others)
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
-        """Returns the canonical state.
-
-        Raises:
-            StateError: There are no variables, or an optimizer has some.
-            UsageError: Something is said of an optimizer.
-        """
         if self.detect(checkpoint) is None:
             raise not_weights(checkpoint)
         tree = file_tree(checkpoint)
@@ -85,15 +79,9 @@ class KerasWeights:
         return weights_state(params, {HOME: home}, checkpoint, hints)
 
     def like(self, state: TrainState, model: Checkpoint) -> TrainState:
-        """Returns the state as a file of the same model lays it out."""
         return laid_out_like(state, model)
 
     def encode(self, state: TrainState) -> Encoded:
-        """Returns the file's tree.
-
-        Raises:
-            InexactError: The state has an optimizer.
-        """
         require_weights(state, self.name)
         tree = model_tree(state, home_in(state), {})
         tree.pop(OPTIMIZER, None)

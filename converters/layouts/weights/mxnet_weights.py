@@ -48,12 +48,6 @@ class MXNetWeights:
         return Evidence(5, "arrays by name, and no states of a trainer")
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
-        """Returns the canonical state.
-
-        Raises:
-            StateError: There are no parameters.
-            UsageError: Something is said of an optimizer.
-        """
         tree = checkpoint.tree
         if not _is_model(tree):
             raise not_weights(checkpoint)
@@ -61,11 +55,7 @@ class MXNetWeights:
         return weights_state(params, {HOME: tree.get(FILES, {})}, checkpoint, hints)
 
     def encode(self, state: TrainState) -> Encoded:
-        """Returns the file's tree, names with dots, as Gluon has them.
-
-        Raises:
-            InexactError: The state has an optimizer.
-        """
+        """Returns the file's tree, names with dots, as Gluon has them."""
         require_weights(state, self.name)
         files = state.extra.get(HOME)
         params = {path.replace("/", "."): tensor for path, tensor in state.params.items()}

@@ -86,12 +86,6 @@ class ObjectWeights:
         )
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
-        """Returns the canonical state.
-
-        Raises:
-            StateError: There are no variables, or an optimizer has some.
-            UsageError: Something is said of an optimizer.
-        """
         keys = _keys(checkpoint)
         if not keys:
             raise not_weights(checkpoint)
@@ -102,11 +96,7 @@ class ObjectWeights:
         return weights_state(params, {HOME: home}, replace(checkpoint, step=_step(checkpoint)), hints)
 
     def encode(self, state: TrainState) -> Encoded:
-        """Returns the tree of keys: with the objects that it had, else with new ones by the paths of the parameters.
-
-        Raises:
-            InexactError: The state has an optimizer.
-        """
+        """Returns the tree of keys: with the objects that it had, else with new ones by the paths of the parameters."""
         require_weights(state, self.name)
         dropped = dropped_from(state.extra, (HOME,), "tf.train.Checkpoint")
         if HOME in state.extra:

@@ -53,12 +53,6 @@ class TensorFlowWeights:
         return Evidence(5, "variables by name, and no optimizer's")
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
-        """Returns the canonical state.
-
-        Raises:
-            StateError: There are no variables, or some that may be an optimizer's.
-            UsageError: Something is said of an optimizer.
-        """
         tree = checkpoint.tree
         if not _is_model(tree):
             raise StateError("The checkpoint doesn't hold weights alone.", place=checkpoint.path)
@@ -73,11 +67,6 @@ class TensorFlowWeights:
         return weights_state(params, {HOME: beside} if beside else {}, checkpoint, hints)
 
     def encode(self, state: TrainState) -> Encoded:
-        """Returns variables by name.
-
-        Raises:
-            InexactError: The state has an optimizer.
-        """
         require_weights(state, self.name)
         beside = typed(state.extra.get(HOME, {}), Beside, f"extra/{HOME}", "These lie beside no variables")
         slices: Mapping[str, list[str]] = beside.get("slices", {})

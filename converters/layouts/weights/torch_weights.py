@@ -62,13 +62,6 @@ class TorchWeights:
         return Evidence(5, f"tensors by name {where}, and no optimizer")
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
-        """Returns the canonical state.
-
-        Raises:
-            StateError: There is no model, or there is an optimizer.
-            RefusedError: It is a folder of Megatron-FSDP.
-            UsageError: Something is said of an optimizer.
-        """
         place = _place(checkpoint)
         if place is None:
             raise not_weights(checkpoint)
@@ -91,11 +84,7 @@ class TorchWeights:
         return weights_state(params, {key: part for key, part in extra.items() if part}, checkpoint, hints)
 
     def encode(self, state: TrainState) -> Encoded:
-        """Returns the file's tree: the model under a key, `model` unless the source had another.
-
-        Raises:
-            InexactError: The state has an optimizer.
-        """
+        """Returns the file's tree: the model under a key, `model` unless the source had another."""
         require_weights(state, self.name)
         place = tuple(state.extra.get(PLACE) or MODELS[0])
         names = names_of(state.extra, state.params)

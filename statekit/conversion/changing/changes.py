@@ -116,7 +116,6 @@ class Changes:
         return words
 
     def to_json(self) -> dict[str, Any]:
-        """Returns what was asked for, as it stands in a plan."""
         values = {name: getattr(self, name) for name in self.options}
         return {
             name: dict(value)
