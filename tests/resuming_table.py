@@ -155,7 +155,8 @@ The powers are data (`gradient_power` in `schemas/`), and a test checks every va
 last bit for a power of two. Adafactor's `v` has 2, and its `m` 0, because it holds updates. Adam's `m` has 1, `v` and
 `v_max` 2. LANS' slots have 0, because it divides gradients by their norm. ScaledAdam's `exp_avg_sq` and
 `scale_exp_avg_sq` have 2, `scale_grads`, `model_norms` and `model_norm_threshold` 1, `delta` and `param_rms` 0. Values
-that the rule compares with gradients, or adds to their moments, stay as they are and are named: `epsilon1`, `epsilon`, thresholds of clipping.
+that the rule compares with gradients, or adds to their moments, stay as they are and are named: `epsilon1`, `epsilon`,
+thresholds of clipping.
 
 With one of these options, or with `--step-offset`, the report shows what the next update will use, for each group: its
 learning rate, the decay of its second moment, its effective count and offset, and the share of the loaded second moment
