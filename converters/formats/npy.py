@@ -172,11 +172,7 @@ def _described(raw: bytes, place: str) -> tuple[Any, Shape, bool]:
 
 @lru_cache(256)
 def _parsed(raw: bytes) -> tuple[Any, Shape, bool]:
-    """Parses a header; the arrays of one archive have few that differ.
-
-    Raises:
-        ValueError: It breaks the format; or what `ast.literal_eval` raises.
-    """
+    """Parses a header; the arrays of one archive have few that differ."""
     head = ast.literal_eval(raw.decode("latin1").strip())
     description, shape, fortran = head["descr"], head["shape"], head["fortran_order"]
     plain = type(shape) is tuple and all(type(n) is int and 0 <= n < 2**40 for n in shape)

@@ -421,10 +421,6 @@ def _check_one_frame(value: Source, what: str) -> None:
 
     Source: RFC 8878, 3.1.1: a header, blocks each behind 3 bytes (of which one bit says that it is the last, two what
     it is, 1 being a byte that is repeated, and the rest its size), and 4 bytes of checksum where the header says so.
-
-    Raises:
-        CorruptError: The frame is cut off, or something stands behind it.
-        BudgetError: It has more blocks than its bytes explain.
     """
     import zstandard
 

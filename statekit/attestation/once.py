@@ -37,9 +37,6 @@ class AttestsOnce:
         Args:
             attest: Attests.
             speaks: Whether this process prints what passed; what didn't, each does.
-
-        Raises:
-            StateError: With `strict`, the live run isn't the checkpoint's.
         """
         if self.result is not None:
             return

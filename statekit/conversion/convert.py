@@ -349,9 +349,6 @@ def _check_ours(target: Path) -> None:
     """Refuses to replace what statekit didn't write: a link, or a file without a manifest inside.
 
     The new target's kind doesn't matter: a folder in a file's place loses the file, too.
-
-    Raises:
-        TargetExistsError: It isn't ours.
     """
     if target.is_symlink():
         raise TargetExistsError(

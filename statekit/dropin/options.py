@@ -355,29 +355,33 @@ def refuse_options(faults: Iterable[tuple[str, str]], remedy: str = "") -> None:
     Faults(faults).check(UsageError, "The optimizer's options can't be used", remedy=remedy)
 
 
-_PLACE = "{options}"
-"""What of a docstring stands for the options."""
+_PLACE = "{arguments}"
+"""What of a docstring stands for the arguments."""
 _WIDTH = 108
 
 
-def documented(schema: str, usual: str) -> Callable[[T], T]:
-    """Returns a decorator that puts the options of a schema into a docstring, in the place of `{options}`.
+def documented(schema: str, usual: str, arguments: str) -> Callable[[T], T]:
+    """Returns a decorator that puts what an optimizer takes into its docstring, in the place of `{arguments}`.
 
     Args:
         schema: Name of the schema.
         usual: The variant that is followed if none is given; its defaults are shown.
+        arguments: What all optimizers of the framework take, as sections of a docstring: in them `{variants}` are the
+            schema's, `{options}` its options, and `{usual}` is the usual variant.
     """
 
-    def with_options(one: T) -> T:
-        if one.__doc__:  # there is none under python -OO
-            lines = one.__doc__.splitlines()
-            at = next(i for i, line in enumerate(lines) if line.strip() == _PLACE)
-            indent = lines[at].partition(_PLACE)[0]
-            options = [f"{indent}{line}" for line in described(schema, usual)]
-            one.__doc__ = "\n".join([*lines[:at], *options, *lines[at + 1 :]])
-        return one
+    def with_arguments(optimizer: T) -> T:
+        if optimizer.__doc__:  # there is none under python -OO
+            *first, last = load_schema(schema).stepped
+            options = "\n    ".join(described(schema, usual))
+            filled = arguments.format(variants=f"{', '.join(first)} or {last}", usual=usual, options=options)
+            before, indent, after = re.split(
+                rf"^( *){re.escape(_PLACE)}$", optimizer.__doc__, flags=re.MULTILINE
+            )
+            optimizer.__doc__ = f"{before}{textwrap.indent(filled.strip(), indent)}{after}"
+        return optimizer
 
-    return with_options
+    return with_arguments
 
 
 def described(schema: str, usual: str) -> list[str]:

@@ -168,12 +168,7 @@ def next_claim(objects: Objects, target: str, entries: Sequence[str], earlier: S
 
 
 def _probe(objects: Objects, claim: Claim) -> None:
-    """Makes sure that a store refuses a second object of one name, and lets an object be removed.
-
-    Raises:
-        UsageError: It doesn't refuse one.
-        CommitError: It doesn't let one be removed.
-    """
+    """Makes sure that a store refuses a second object of one name, and lets an object be removed."""
     name = f"{work_of(claim.target)}/probe-{claim.mark}"
     refuses = False
     try:

@@ -123,11 +123,7 @@ class HubTree:
         fill(into, memoryview(data if is_part else data[: len(into)]), start, f"{self.place}/{facts.name}")
 
     def _facts(self, entry: Any) -> Facts:
-        """Returns what the Hub's listing says of a file or folder.
-
-        Raises:
-            FormatError: It says no size.
-        """
+        """Returns what the Hub's listing says of a file or folder."""
         if not hasattr(entry, "size"):
             return Facts(entry.path, "folder")
         if type(entry.size) is not int or entry.size < 0:

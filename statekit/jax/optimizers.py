@@ -26,6 +26,20 @@ from statekit.dropin.options import (
 )
 from statekit.jax.transformation import Rate, transformation
 
+ARGUMENTS = """
+Args:
+    learning_rate: A number, a 0-d array, a schedule of the updates done, or None: then every update raises, but for
+        variants that have a rate of their own (Adafactor's t2t_early, t2t_late and mesh_tf; hf and fairseq with
+        `relative_step`).
+    variant: Whose rule: {variants}.
+    {options}
+
+Raises:
+    NotFoundError: There is no such variant.
+    StateError: The variant can't be stepped.
+    UsageError: Options that can't be; lists every one.
+"""
+"""What all take, as their docstrings have it."""
 Maker = TypeVar("Maker", bound=Callable[..., optax.GradientTransformation])
 
 
@@ -48,7 +62,7 @@ def takes_options(schema: str, usual: str) -> Callable[[Maker], Maker]:
         make.__signature__ = signature.replace(parameters=[*arguments, *options])  # type: ignore[attr-defined]  # a function
         return make
 
-    return lambda make: documented(schema, usual)(named(make))
+    return lambda make: documented(schema, usual, ARGUMENTS)(named(make))
 
 
 @takes_options("adafactor", "t5x")
@@ -64,17 +78,7 @@ def adafactor(
     size of the parameter, without it they are absolute. T5X's usual schedule is
     `lambda n: jnp.maximum(n, 10_000) ** -0.5`.
 
-    Args:
-        learning_rate: A number, a 0-d array, a schedule of the updates done, or None: then every update raises,
-            but for variants that have a rate of their own (t2t_early, t2t_late, mesh_tf; hf and fairseq with
-            `relative_step`).
-        variant: Whose rule: t5x, t2t_early, t2t_late, mesh_tf, hf, fairseq, torch, optax or keras.
-        {options}
-
-    Raises:
-        NotFoundError: There is no such variant.
-        StateError: The variant can't be stepped.
-        UsageError: Options that can't be; lists every one.
+    {arguments}
 
     Source: T5X t5x/adafactor.py, `Adafactor`; of the other variants the sources in schemas/adafactor.json.
 
@@ -97,15 +101,7 @@ def scaled_adam(
 ) -> optax.GradientTransformation:
     """One of the generations of icefall's ScaledAdam; by default the newest. Its state is a ScaledAdamState.
 
-    Args:
-        learning_rate: A number, a 0-d array, a schedule of the updates done, or None: then every update raises.
-        variant: Whose rule: gptsovits, pt7, zip202305, zip202310, zip202407 or zip2025. States look alike in all.
-        {options}
-
-    Raises:
-        NotFoundError: There is no such variant.
-        StateError: The variant can't be stepped.
-        UsageError: Options that can't be; lists every one.
+    {arguments}
 
     Source: k2-fsa/icefall, egs/librispeech/ASR/zipformer/optim.py, `ScaledAdam`; of the other variants the sources in
     schemas/scaled_adam.json.
@@ -129,15 +125,7 @@ def lans(
 
     The paper's variant has no defaults: give it `beta1`, `beta2`, `epsilon` and `wd`.
 
-    Args:
-        learning_rate: A number, a 0-d array, a schedule of the updates done, or None: then every update raises.
-        variant: Whose rule: mxnet_fused, mxnet_unfused, mxnet_gpu, paper or apex_fused. States look alike in all.
-        {options}
-
-    Raises:
-        NotFoundError: There is no such variant.
-        StateError: The variant can't be stepped.
-        UsageError: Options that can't be; lists every one.
+    {arguments}
 
     Source: arXiv 2006.13484, algorithm 2; apache/mxnet, src/operator/contrib/multi_lans.cc and
     python/mxnet/optimizer/lans.py; of the other variants the sources in schemas/lans.json.
@@ -154,15 +142,7 @@ def lamb(
 ) -> optax.GradientTransformation:
     """LAMB (You et al. 2019) as Optax or Keras has it. Its state is a LambState.
 
-    Args:
-        learning_rate: A number, a 0-d array, a schedule of the updates done, or None: then every update raises.
-        variant: Whose rule: optax or keras.
-        {options}
-
-    Raises:
-        NotFoundError: There is no such variant.
-        StateError: The variant can't be stepped.
-        UsageError: Options that can't be; lists every one.
+    {arguments}
 
     Source: google-deepmind/optax, optax/_src/alias.py, `lamb`; keras-team/keras, keras/src/optimizers/lamb.py.
     """
@@ -178,15 +158,7 @@ def adamw(
 ) -> optax.GradientTransformation:
     """AdamW as Optax, PyTorch, Keras, Mesh-TensorFlow or GPT-Neo has it; by default Optax'. Its state is an AdamWState.
 
-    Args:
-        learning_rate: A number, a 0-d array, a schedule of the updates done, or None: then every update raises.
-        variant: Whose rule: torch, optax, keras, mesh_tf or gpt_neo.
-        {options}
-
-    Raises:
-        NotFoundError: There is no such variant.
-        StateError: The variant can't be stepped.
-        UsageError: Options that can't be; lists every one.
+    {arguments}
 
     Source: pytorch/pytorch, torch/optim/adamw.py; of the other variants the sources in schemas/adamw.json.
     """
@@ -205,15 +177,7 @@ def muon(
     It moves matrices alone; `optax.partition` gives the other leaves to another optimizer, as `optax.contrib.muon` does
     by itself. Its state is a MuonState.
 
-    Args:
-        learning_rate: A number, a 0-d array, a schedule of the updates done, or None: then every update raises.
-        variant: Whose rule: torch, keller, moonlight, optax, keras or emerging.
-        {options}
-
-    Raises:
-        NotFoundError: There is no such variant.
-        StateError: The variant can't be stepped.
-        UsageError: Options that can't be; lists every one.
+    {arguments}
 
     Source: google-deepmind/optax, optax/contrib/_muon.py; of the other variants the sources in schemas/muon.json.
     """

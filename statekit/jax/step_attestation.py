@@ -196,11 +196,7 @@ def attested_step(
 
 
 def _rates(sides: Sides, given: Rate | Mapping[str, Rate]) -> Callable[[Group], Any]:
-    """Returns what gives the learning rate of a group, if the caller says it.
-
-    Raises:
-        UsageError: The rule needs one, and neither the checkpoint nor the caller says it.
-    """
+    """Returns what gives the learning rate of a group, if the caller says it."""
     state = sides.right
 
     def rate(group: Group) -> Any:

@@ -144,11 +144,7 @@ def infer(old: Mapping[str, Shape], new: Mapping[str, Shape], pairs: Sequence[st
 
 
 def _answer(pool: _Pool, pair: str) -> None:
-    """Settles what the user says.
-
-    Raises:
-        UsageError: It names something else, or its shapes don't fit.
-    """
+    """Settles what the user says."""
     left, _, target = pair.rpartition("=")
     sources = left.split(JOINS)
     unknown = [path for path in sources if path not in pool.old] + [target] * (target not in pool.new)

@@ -294,11 +294,7 @@ def shard(text: str) -> tuple[int, int]:
 
 
 def _scheduled() -> tuple[str, str]:
-    """Returns which process this is, and of how many, as the scheduler says.
-
-    Raises:
-        UsageError: None does.
-    """
+    """Returns which process this is, and of how many, as the scheduler says."""
     for index, count in _SHARDS:
         if index not in os.environ:
             continue

@@ -180,11 +180,7 @@ def publish(
 
 
 def _check_same(earlier: PartRecord, part: PartRecord, place: Path, repeats: bool) -> None:
-    """Refuses two attempts at a task that wrote different bytes.
-
-    Raises:
-        CorruptError: They did; names both.
-    """
+    """Refuses two attempts at a task that wrote different bytes."""
     if earlier.result(repeats) != part.result(repeats):
         raise CorruptError(
             "Two attempts at a task wrote different bytes: the source changed, or a machine computes otherwise.",

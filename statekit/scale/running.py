@@ -134,11 +134,7 @@ def _file_faults(opened: Opened, names: set[str], attempt: Attempt) -> Iterator[
 
 
 def _check_source(opened: Opened) -> None:
-    """Refuses what was read of a source that was changed meanwhile.
-
-    Raises:
-        CorruptError: Names the source.
-    """
+    """Refuses what was read of a source that was changed meanwhile."""
     if not opened.prepared.is_current:
         raise CorruptError(
             "The source was changed while a task read it.",

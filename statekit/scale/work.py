@@ -158,11 +158,7 @@ class Work(WorkFolder):
 
 
 def _check_asked(plan: Plan, folder: Path, task_bytes: int) -> None:
-    """Refuses what no work can do.
-
-    Raises:
-        UsageError: Says what.
-    """
+    """Refuses what no work can do."""
     if not isinstance(plan.request.target, Path):
         raise UsageError(
             "Many workers write targets on a disk that all of them see.",
@@ -193,12 +189,7 @@ def _check_asked(plan: Plan, folder: Path, task_bytes: int) -> None:
 
 
 def _make(folder: Path, document: Mapping[str, Any]) -> None:
-    """Makes the folder of a work; one of the same work stays as it is.
-
-    Raises:
-        UsageError: Another work is there, or something else.
-        CommitError: It can't be made.
-    """
+    """Makes the folder of a work; one of the same work stays as it is."""
     text = json.dumps(document, allow_nan=False).encode("ascii")
     with writing(folder):
         if (folder / DOCUMENT).exists():

@@ -237,13 +237,7 @@ def _scripts() -> ScriptDirectory:
 
 @contextmanager
 def _explained(place: Path) -> Iterator[None]:
-    """Makes errors of the database ours.
-
-    Raises:
-        UsageError: A number was asked for that is larger than a database's can be.
-        CorruptError: The file is no database, or damaged.
-        CommitError: The disk is full, another program keeps it, or the file can't be written or read.
-    """
+    """Makes errors of the database ours."""
     try:
         yield
     except OverflowError as error:
@@ -354,12 +348,7 @@ class Ownership:
 
 
 def _keep_others_out(folder: Path) -> None:
-    """Makes a data folder its user's alone, where it holds nothing but the service's files.
-
-    Raises:
-        UsageError: Others can reach it, and it isn't the service's alone to change.
-        OSError: It can't be looked at or changed.
-    """
+    """Makes a data folder its user's alone, where it holds nothing but the service's files."""
     facts = folder.stat()
     is_ours = facts.st_uid == os.geteuid() and all(name.startswith(_FILES) for name in os.listdir(folder))
     if is_ours and facts.st_mode & 0o077:
@@ -376,11 +365,7 @@ def _keep_others_out(folder: Path) -> None:
 
 
 def _make_private(folder: Path) -> None:
-    """Makes the database's files their user's alone; SQLite gives its further files the mode of the first.
-
-    Raises:
-        CommitError: They can't be made or changed.
-    """
+    """Makes the database's files their user's alone; SQLite gives its further files the mode of the first."""
     path = folder / FILE
     try:
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))

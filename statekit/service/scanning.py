@@ -145,11 +145,7 @@ def _folder_of(path: str, inside: dict[str, Folder]) -> Folder:
 
 
 def _check_gone(error: OSError, path: str) -> None:
-    """Passes over what is gone; what merely can't be listed now isn't taken for gone, with all that lies below.
-
-    Raises:
-        StatekitError: It can't be listed.
-    """
+    """Passes over what is gone; what merely can't be listed now isn't taken for gone, with all that lies below."""
     if error.errno not in _GONE:
         raise StatekitError(
             "A folder can't be listed: nothing that lies below the root is taken for gone.",

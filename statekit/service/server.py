@@ -194,11 +194,7 @@ def _signals(handle: Callable[[int, FrameType | None], None]) -> Iterator[None]:
 
 @contextmanager
 def _listening(settings: Settings) -> Iterator[socket.socket]:
-    """Takes the address.
-
-    Raises:
-        UsageError: It can't be taken, or others could reach it and nobody asked for that.
-    """
+    """Takes the address."""
     loopback = settings.host in ("127.0.0.1", "::1", "localhost")
     if not loopback and not settings.allow_remote:
         raise UsageError(

@@ -227,11 +227,7 @@ def _remove(trash: Path, tops: Sequence[Path], outcome: Mapping[str, Any]) -> di
 
 
 def _listed(trash: Path) -> dict[str, Any] | None:
-    """Returns what is written down to go; None if nothing is.
-
-    Raises:
-        RefusedError: Somebody else has written it, or it is no such list, or it names what lies elsewhere.
-    """
+    """Returns what is written down to go; None if nothing is."""
     if not (trash / _LIST).is_file():
         return None
     # Whoever may write into the folder could leave a list there too.

@@ -18,6 +18,13 @@ from statekit.dropin.options import (
 )
 from statekit.tensorflow.optimizer import Rate, SchemaOptimizer
 
+ARGUMENTS = """
+Args:
+    learning_rate: A number, a Keras schedule (of `iterations`), a callable without arguments, or None.
+    variant: Whose rule: {variants}. Default: {usual}.
+    {options}
+"""
+"""What all take, as their docstrings have it."""
 _registered = keras.saving.register_keras_serializable(package="statekit")
 
 
@@ -50,17 +57,14 @@ class _AdafactorArguments(_Common, AdafactorOptions):
     pass
 
 
-@documented("adafactor", "t5x")
+@documented("adafactor", "t5x", ARGUMENTS)
 @_registered
 class Adafactor(SchemaOptimizer):
     """Adafactor (Shazeer and Stern 2018) as T5X has it, or as another `variant` of its schema.
 
     Slots: `v_row` and `v_col`, or `v`; with momentum `m`. The learning rate is the one before parameter scale.
 
-    Args:
-        learning_rate: A number, a Keras schedule (of `iterations`), a callable without arguments, or None.
-        variant: Whose rule: t5x, t2t_early, t2t_late, mesh_tf, hf, fairseq, torch, optax or keras. Default: t5x.
-        {options}
+    {arguments}
 
     Example:
         >>> optimizer = Adafactor(1e-3, beta1=0.9)
@@ -80,7 +84,7 @@ class _ScaledAdamArguments(_Common, _KerasOptions, ScaledAdamOptions):
     pass
 
 
-@documented("scaled_adam", "zip2025")
+@documented("scaled_adam", "zip2025", ARGUMENTS)
 @_registered
 class ScaledAdam(SchemaOptimizer):
     """ScaledAdam (Yao et al. 2023) as icefall has it today, or as another generation.
@@ -88,10 +92,7 @@ class ScaledAdam(SchemaOptimizer):
     Slots: `delta`, `exp_avg_sq`, `param_rms`, `scale_exp_avg_sq`, `scale_grads`; with clipping, of each group as a
     whole, `model_norms`, `model_norm_threshold`, `num_clipped`.
 
-    Args:
-        learning_rate: A number, a Keras schedule (of `iterations`), a callable without arguments, or None.
-        variant: Whose rule: gptsovits, pt7, zip202305, zip202310, zip202407 or zip2025. Default: zip2025.
-        {options}
+    {arguments}
     """
 
     SCHEMA, USUAL = "scaled_adam", "zip2025"
@@ -104,15 +105,12 @@ class _LANSArguments(_Common, _KerasOptions, LansOptions):
     pass
 
 
-@documented("lans", "mxnet_fused")
+@documented("lans", "mxnet_fused", ARGUMENTS)
 @_registered
 class LANS(SchemaOptimizer):
     """LANS (Zheng et al. 2020) as MXNet has it fused, or as another variant. Slots: `m`, `v`; `master` of float16.
 
-    Args:
-        learning_rate: A number, a Keras schedule (of `iterations`), a callable without arguments, or None.
-        variant: Whose rule: mxnet_fused, mxnet_unfused, mxnet_gpu, paper or apex_fused. Default: mxnet_fused.
-        {options}
+    {arguments}
     """
 
     SCHEMA, USUAL = "lans", "mxnet_fused"
@@ -125,15 +123,12 @@ class _LAMBArguments(_Common, LambOptions):
     pass
 
 
-@documented("lamb", "keras")
+@documented("lamb", "keras", ARGUMENTS)
 @_registered
 class LAMB(SchemaOptimizer):
     """LAMB (You et al. 2019) as Keras has it, or as another variant. Slots: `m`, `v`.
 
-    Args:
-        learning_rate: A number, a Keras schedule (of `iterations`), a callable without arguments, or None.
-        variant: Whose rule: optax or keras. Default: keras.
-        {options}
+    {arguments}
     """
 
     SCHEMA, USUAL = "lamb", "keras"
@@ -146,17 +141,14 @@ class _AdamWArguments(_Common, AdamWOptions):
     pass
 
 
-@documented("adamw", "keras")
+@documented("adamw", "keras", ARGUMENTS)
 @_registered
 class AdamW(SchemaOptimizer):
     """AdamW (Loshchilov and Hutter 2017) as Keras has it, or as another variant.
 
     Slots: `m`, `v`; with amsgrad `v_max`.
 
-    Args:
-        learning_rate: A number, a Keras schedule (of `iterations`), a callable without arguments, or None.
-        variant: Whose rule: torch, optax, keras, mesh_tf or gpt_neo. Default: keras.
-        {options}
+    {arguments}
     """
 
     SCHEMA, USUAL = "adamw", "keras"
@@ -169,17 +161,14 @@ class _MuonArguments(_Common, MuonOptions):
     pass
 
 
-@documented("muon", "keras")
+@documented("muon", "keras", ARGUMENTS)
 @_registered
 class Muon(SchemaOptimizer):
     """Muon (Jordan et al. 2024) as Keras has it, or as another variant, for variables that are matrices.
 
     Slots: `m`.
 
-    Args:
-        learning_rate: A number, a Keras schedule (of `iterations`), a callable without arguments, or None.
-        variant: Whose rule: torch, keller, moonlight, optax, keras or emerging. Default: keras.
-        {options}
+    {arguments}
     """
 
     SCHEMA, USUAL = "muon", "keras"

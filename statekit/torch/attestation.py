@@ -189,11 +189,7 @@ def _without_zero(
 
 
 def _of_all_processes(of_this_process: Callable[[], Attestation]) -> Attestation:
-    """Returns what all processes found. All get there, one that fails too: the others would wait for it forever.
-
-    Raises:
-        StateError: Another process failed; this one's error where it has one.
-    """
+    """Returns what all processes found. All get there, one that fails too: the others would wait for it forever."""
     result: Attestation | None = None
     error: Exception | None = None
     try:

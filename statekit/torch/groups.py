@@ -43,11 +43,7 @@ _OURS = ("params", "param_names", "lr", "schema", "variant", "step", "behind", "
 
 
 def _named_pairs(group: ParamGroup) -> list[tuple[str, Any]]:
-    """Returns the parameters of a new group with their names, and makes a list of them in the group.
-
-    Raises:
-        UsageError: They have no names.
-    """
+    """Returns the parameters of a new group with their names, and makes a list of them in the group."""
     params = group["params"]
     group["params"] = [params] if isinstance(params, torch.Tensor) else list(params)
     names = group.setdefault("param_names", []) if not group["params"] else group.get("param_names")

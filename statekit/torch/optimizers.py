@@ -19,8 +19,25 @@ from statekit.dropin.options import (
 )
 from statekit.torch.optimizer import Params, Rate, SchemaOptimizer
 
+ARGUMENTS = """
+Not every variant offers every option; what isn't given is as the variant has it.
 
-@documented("adafactor", "t5x")
+Args:
+    params: `model.named_parameters()`, or groups whose `params` are (name, parameter); options of a group
+        outweigh those below.
+    lr: Learning rate: a number, a 0-d tensor, or None if it is given later.
+    variant: Whose rule: {variants}.
+    foreach: Whether equal parameters are moved together; if not, each by itself, bit for bit as replay does.
+    {options}
+
+Raises:
+    StateError: There is no such variant, or it can't be stepped.
+    UsageError: Parameters without names or without a rule that their rank needs, or options that can't be.
+"""
+"""What all take, as their docstrings have it."""
+
+
+@documented("adafactor", "t5x", ARGUMENTS)
 @final
 class Adafactor(SchemaOptimizer):
     """Moves parameters as one of the Adafactors does; by default as T5X's.
@@ -36,19 +53,7 @@ class Adafactor(SchemaOptimizer):
     the parameter, without it they are absolute. T5X's usual schedule, for an optimizer with lr=1.0:
     `LambdaLR(optimizer, lambda step: max(step, 10_000) ** -0.5)`.
 
-    Not every variant offers every option; what isn't given is as the variant has it (schemas/adafactor.json).
-
-    Args:
-        params: `model.named_parameters()`, or groups whose `params` are (name, parameter); options of a group
-            outweigh those below.
-        lr: Learning rate: a number, a 0-d tensor, or None if it is given later.
-        variant: Whose rule: t5x, t2t_early, t2t_late, mesh_tf, hf, fairseq, torch, optax or keras.
-        foreach: Whether equal parameters are moved together; if not, each by itself, bit for bit as replay does.
-        {options}
-
-    Raises:
-        StateError: There is no such variant, or it can't be stepped.
-        UsageError: Parameters without names, of rank 3 and more without a rule, or options that can't be.
+    {arguments}
 
     Source: T5X t5x/adafactor.py, `Adafactor`; of the other variants the sources in schemas/adafactor.json.
 
@@ -76,7 +81,7 @@ class Adafactor(SchemaOptimizer):
         super().__init__(params, lr, variant, foreach, options)
 
 
-@documented("adamw", "torch")
+@documented("adamw", "torch", ARGUMENTS)
 @final
 class AdamW(SchemaOptimizer):
     """Moves parameters by AdamW as PyTorch, Optax, Keras, Mesh-TensorFlow or GPT-Neo has it; by default as PyTorch.
@@ -85,19 +90,7 @@ class AdamW(SchemaOptimizer):
     counts its updates in `step`; in PyTorch's variant a parameter without a gradient falls behind. `step` raises until
     every group has an `lr`.
 
-    Not every variant offers every option; what isn't given is as the variant has it (schemas/adamw.json).
-
-    Args:
-        params: `model.named_parameters()`, or groups whose `params` are (name, parameter); options of a group
-            outweigh those below.
-        lr: Learning rate: a number, a 0-d tensor, or None if it is given later.
-        variant: Whose rule: torch, optax, keras, mesh_tf or gpt_neo.
-        foreach: Whether equal parameters are moved together; if not, each by itself, bit for bit as replay does.
-        {options}
-
-    Raises:
-        StateError: There is no such variant, or it can't be stepped.
-        UsageError: Parameters without names, or options that can't be.
+    {arguments}
 
     Source: pytorch/pytorch, torch/optim/adamw.py; of the other variants the sources in schemas/adamw.json.
 
@@ -125,7 +118,7 @@ class AdamW(SchemaOptimizer):
         super().__init__(params, lr, variant, foreach, options)
 
 
-@documented("lamb", "optax")
+@documented("lamb", "optax", ARGUMENTS)
 @final
 class LAMB(SchemaOptimizer):
     """Moves parameters by LAMB (You et al. 2019) as Optax or Keras has it.
@@ -133,19 +126,7 @@ class LAMB(SchemaOptimizer):
     The state of a parameter is `m` and `v`, float32 as the parameter, and with `use_ema` its `average`. Each group
     counts its updates in `step`. `step` raises until every group has an `lr`.
 
-    Not every variant offers every option; what isn't given is as the variant has it (schemas/lamb.json).
-
-    Args:
-        params: `model.named_parameters()`, or groups whose `params` are (name, parameter); options of a group
-            outweigh those below.
-        lr: Learning rate: a number, a 0-d tensor, or None if it is given later.
-        variant: Whose rule: optax or keras.
-        foreach: Whether equal parameters are moved together; if not, each by itself, bit for bit as replay does.
-        {options}
-
-    Raises:
-        StateError: There is no such variant, or it can't be stepped.
-        UsageError: Parameters without names, or options that can't be.
+    {arguments}
 
     Source: google-deepmind/optax, optax/_src/alias.py, `lamb`; keras-team/keras, keras/src/optimizers/lamb.py.
 
@@ -173,7 +154,7 @@ class LAMB(SchemaOptimizer):
         super().__init__(params, lr, variant, foreach, options)
 
 
-@documented("lans", "mxnet_fused")
+@documented("lans", "mxnet_fused", ARGUMENTS)
 @final
 class LANS(SchemaOptimizer):
     """Moves parameters by LANS (Zheng et al. 2020): LAMB with Nesterov's momentum, each gradient normalised.
@@ -182,20 +163,9 @@ class LANS(SchemaOptimizer):
     parameter in float16 or bfloat16; MXNet itself has none beside bfloat16. Each group counts its updates in `step`; in
     MXNet's variants a parameter without a gradient falls behind. `step` raises until every group has an `lr`.
 
-    Not every variant offers every option; what isn't given is as the variant has it (schemas/lans.json). The paper's
-    has no defaults: give it `beta1`, `beta2`, `epsilon` and `wd`.
+    The paper's variant has no defaults: give it `beta1`, `beta2`, `epsilon` and `wd`.
 
-    Args:
-        params: `model.named_parameters()`, or groups whose `params` are (name, parameter); options of a group
-            outweigh those below.
-        lr: Learning rate: a number, a 0-d tensor, or None if it is given later.
-        variant: Whose rule: mxnet_fused, mxnet_unfused, mxnet_gpu, paper or apex_fused. States look alike in all.
-        foreach: Whether equal parameters are moved together; if not, each by itself, bit for bit as replay does.
-        {options}
-
-    Raises:
-        StateError: There is no such variant, or it can't be stepped.
-        UsageError: Parameters without names, or options that can't be.
+    {arguments}
 
     Source: arXiv 2006.13484, algorithm 2; apache/mxnet, src/operator/contrib/multi_lans.cc and
     python/mxnet/optimizer/lans.py; of the other variants the sources in schemas/lans.json.
@@ -224,7 +194,7 @@ class LANS(SchemaOptimizer):
         super().__init__(params, lr, variant, foreach, options)
 
 
-@documented("muon", "torch")
+@documented("muon", "torch", ARGUMENTS)
 @final
 class Muon(SchemaOptimizer):
     """Moves matrices by Muon (Jordan et al. 2024) as one of its implementations has it; by default as PyTorch.
@@ -236,19 +206,7 @@ class Muon(SchemaOptimizer):
     It moves matrices alone: embeddings, heads, biases and norms go to another optimizer. `statekit.torch.Partition` has
     both in one, with groups as Keller Jordan's classes take them.
 
-    Not every variant offers every option; what isn't given is as the variant has it (schemas/muon.json).
-
-    Args:
-        params: Pairs (name, parameter), or groups whose `params` are such pairs; options of a group outweigh those
-            below.
-        lr: Learning rate, before the shape's scale: a number, a 0-d tensor, or None if it is given later.
-        variant: Whose rule: torch, keller, moonlight, optax, keras or emerging. Their states don't look alike.
-        foreach: Whether equal parameters are moved together; if not, each by itself, bit for bit as replay does.
-        {options}
-
-    Raises:
-        StateError: There is no such variant, or it can't be stepped.
-        UsageError: Parameters without names, or options that can't be.
+    {arguments}
 
     Source: pytorch/pytorch, torch/optim/_muon.py; of the other variants the sources in schemas/muon.json.
 
@@ -276,7 +234,7 @@ class Muon(SchemaOptimizer):
         super().__init__(params, lr, variant, foreach, options)
 
 
-@documented("scaled_adam", "zip2025")
+@documented("scaled_adam", "zip2025", ARGUMENTS)
 @final
 class ScaledAdam(SchemaOptimizer):
     """Moves parameters as one of the generations of icefall's ScaledAdam does; by default as the newest.
@@ -286,19 +244,10 @@ class ScaledAdam(SchemaOptimizer):
     `slots` of its own: `model_norms`, `model_norm_threshold` and `num_clipped`. A parameter without a gradient moves as
     if its gradient were zero. Each group counts its updates in `step`.
 
-    `step` raises until every group has an `lr`; icefall's default is 0.03, and its recipes use Eden's schedule.
+    `step` raises until every group has an `lr`, relative to the size of a parameter; icefall's default is 0.03, and its
+    recipes use Eden's schedule.
 
-    Args:
-        params: `model.named_parameters()`, or groups whose `params` are (name, parameter); options of a group
-            outweigh those below.
-        lr: Learning rate, relative to the size of a parameter: a number, a 0-d tensor, or None if it is given later.
-        variant: Whose rule: gptsovits, pt7, zip202305, zip202310, zip202407 or zip2025. States look alike in all.
-        foreach: Whether equal parameters are moved together; if not, each by itself, bit for bit as replay does.
-        {options}
-
-    Raises:
-        StateError: There is no such variant, or it can't be stepped.
-        UsageError: Parameters without names, or options that can't be.
+    {arguments}
 
     Source: k2-fsa/icefall, egs/librispeech/ASR/zipformer/optim.py, `ScaledAdam`; of the other variants the sources in
     schemas/scaled_adam.json.

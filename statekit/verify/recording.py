@@ -257,11 +257,7 @@ def open_recording(folder: Path) -> Recording:
 
 @contextmanager
 def _understood(place: Path) -> Iterator[None]:
-    """Makes what a description's values of other types lead to an error of the description.
-
-    Raises:
-        FormatError: Something in it isn't what it must be.
-    """
+    """Makes what a description's values of other types lead to an error of the description."""
     try:
         yield
     except StatekitError:

@@ -142,11 +142,7 @@ def write_universal(encoded: Encoded, stage: Stage) -> None:
 
 
 def _checked(tree: Any, stage: Stage) -> dict[str, Any]:
-    """Returns a tree that DeepSpeed's engine can take.
-
-    Raises:
-        UsageError: It can't; lists every fault.
-    """
+    """Returns a tree that DeepSpeed's engine can take."""
     optimizer = tree.get("optimizer") if isinstance(tree, Mapping) else None
     if not isinstance(optimizer, Mapping) or not {"model", _ENGINE} <= tree.keys():
         raise UsageError(

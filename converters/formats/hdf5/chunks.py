@@ -162,11 +162,7 @@ def _unshuffled(value: Source, width: int) -> Held:
 
 
 def _summed(value: Source) -> Part:
-    """Compares the checksum behind some bytes, and leaves it out.
-
-    Raises:
-        CorruptError: It disagrees.
-    """
+    """Compares the checksum behind some bytes, and leaves it out."""
     size = value.size - _SUM_BYTES
     if size < 0:
         raise CorruptError("A chunk has no checksum.", place=byte_of(value, 0), found=f"{value.size} bytes")

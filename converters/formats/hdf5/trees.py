@@ -92,11 +92,7 @@ def tree(file: Structure, address: int | None, kind: int) -> Iterator[Fields]:
 def _children(
     node: Fields, records: int, level: int, widths: list[tuple[int, int, int]]
 ) -> list[tuple[int, int, int]]:
-    """Returns the address, the number of records and the level of each child of a node; none of a lowest node.
-
-    Raises:
-        CorruptError: A child is nowhere.
-    """
+    """Returns the address, the number of records and the level of each child of a node; none of a lowest node."""
     children: list[tuple[int, int, int]] = []
     for _ in range(records + 1 if level else 0):
         _, narrow, wide = widths[level]

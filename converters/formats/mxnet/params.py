@@ -225,11 +225,7 @@ def _read_npz(source: Source) -> Params:
 
 
 def _sound(leaf: Stored | Record, place: str) -> Stored:
-    """Returns an array.
-
-    Raises:
-        FormatError: It has a dtype that MXNet doesn't write.
-    """
+    """Returns an array."""
     if isinstance(leaf, Record):
         raise FormatError(
             "The header of an array breaks the format.",

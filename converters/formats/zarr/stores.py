@@ -87,11 +87,7 @@ def checked_key(key: str, place: str) -> list[str]:
 
 
 def _checked_name(key: str, place: str) -> None:
-    """Refuses a key of a database that is no relative key, or no text.
-
-    Raises:
-        RefusedError: It isn't.
-    """
+    """Refuses a key of a database that is no relative key, or no text."""
     checked_key(key, place)
     if not key.isascii() and any("\ud800" <= letter <= "\udfff" for letter in key):
         raise RefusedError(

@@ -61,11 +61,7 @@ def laid_out_like(state: TrainState, model: Checkpoint) -> TrainState:
 
 
 def _parameters(model: Checkpoint, config: Any) -> list[Variable]:
-    """Returns the variables of floats that the model's file has.
-
-    Raises:
-        StateError: It has none.
-    """
+    """Returns the variables of floats that the model's file has."""
     every = variables(model.tree, config) if isinstance(model.tree, Mapping) else []
     floats = [variable for variable in every if variable.tensor.dtype.kind in "fV"]
     if not floats:

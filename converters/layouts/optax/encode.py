@@ -361,11 +361,7 @@ def _is_scheduled(state: TrainState) -> bool:
 
 
 def _link(state: TrainState, chain: _Chain, *natives: str) -> Tree:
-    """Returns the state of a link: its count, and a tree for each field.
-
-    Raises:
-        StateError: A parameter has some of its slots and not all.
-    """
+    """Returns the state of a link: its count, and a tree for each field."""
     slots = {path: _turned(chain.of, path) for path in chain.paths if path in state.slots}
     lacking = Faults((f"lacks {one}", path) for path in slots for one in natives if one not in slots[path])
     lacking.check(

@@ -204,11 +204,7 @@ def _is_one_network(tree: Tree, optimizers: Mapping[Path, Sequence[Link]]) -> bo
 
 
 def _only(places: Sequence[Path], option: str, what: str, place: object) -> Path:
-    """Returns the only place.
-
-    Raises:
-        StateError: There is none, or there are several.
-    """
+    """Returns the only place."""
     names = list(dict.fromkeys("/".join(map(str, path)) for path in places))
     if not names:
         raise StateError("There are no states of links with their parameters.", place=place)

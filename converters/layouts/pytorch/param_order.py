@@ -128,11 +128,7 @@ def found_order(
 def _by_shapes(
     shapes: Sequence[Sequence[Shape | None]], model: Mapping[str, Shape], is_sorted: bool, remedy: str
 ) -> Order:
-    """Returns the order that shapes tell, of the whole model or of a part of it.
-
-    Raises:
-        NamesError: They don't.
-    """
+    """Returns the order that shapes tell, of the whole model or of a part of it."""
     try:
         return shaped_order(shapes, model, MODEL_PART, is_sorted, remedy)
     except StateError:
@@ -335,11 +331,7 @@ def shaped_order(
 def _names_by_shape(
     groups: Sequence[Sequence[Shape | None]], model: Mapping[str, Shape], is_sorted: bool, remedy: str
 ) -> dict[Shape, list[str]]:
-    """Returns the names of each shape that the optimizer has.
-
-    Raises:
-        NamesError: The model has another number of some shape, or a shape stands in several groups; names every case.
-    """
+    """Returns the names of each shape that the optimizer has."""
     names: dict[Shape, list[str]] = {}
     for name, shape in model.items():
         names.setdefault(shape, []).append(name)

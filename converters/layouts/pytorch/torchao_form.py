@@ -114,11 +114,7 @@ def _plain_moment(name: str, part: Any, place: str, faults: Faults) -> Any:
 
 
 def _looks(part: Record) -> tuple[Shape, str, str]:
-    """Returns the shape, the dtype and the device of the tensor that a subclass looks like.
-
-    Raises:
-        StateError: It isn't described.
-    """
+    """Returns the shape, the dtype and the device of the tensor that a subclass looks like."""
     if len(part.args) == 9:
         _, _, dtype, shape, _, _, _, device, _ = part.args
         named = isinstance(dtype, Record) and isinstance(device, Record) and len(device.args) == 1

@@ -202,10 +202,6 @@ def _first_slots(
         param: The parameter, of which no value is read.
         rule: How it is factored.
         why: Why they begin, for whoever asks where they are from.
-
-    Raises:
-        UsageError: Values of the parameter would tell them.
-        UnknownRuleError: A hyperparameter is unknown.
     """
     schema, variant = load_schema(kind[0]), str(kind[1])
     alone = replace(group, paths=(path,), schema=None, variant=None)

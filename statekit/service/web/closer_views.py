@@ -304,11 +304,7 @@ def _address(number: int, index: int, slot: str, region: Region) -> str:
 
 
 def _range(name: str, text: str, count: int) -> tuple[int, int]:
-    """Returns what an address says of rows or columns: all, if it says nothing.
-
-    Raises:
-        UsageError: It is no range of these.
-    """
+    """Returns what an address says of rows or columns: all, if it says nothing."""
     if not text:
         return 0, count
     matched = _RANGE.fullmatch(text)

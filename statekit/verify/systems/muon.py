@@ -158,11 +158,7 @@ def _matrices(meta: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def _adam_rate(said: Mapping[str, Any], step: int, rate: float) -> float:
-    """Returns the rate of the parameters that aren't Muon's.
-
-    Raises:
-        NotFoundError: A schedule that isn't known.
-    """
+    """Returns the rate of the parameters that aren't Muon's."""
     schedule = said.get("adam_learning_rate")
     if schedule is None or isinstance(schedule, float):
         return rate if schedule is None else schedule
