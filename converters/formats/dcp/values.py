@@ -15,11 +15,13 @@ from statekit.files.checksums import ZIP
 from statekit.files.source import File, Files, Part, bring, byte_of, bytes_at
 from statekit.files.tree import Place
 from statekit.tensors.boxes import overlap
-from statekit.tensors.tensor import Array, Index, Stored, Tensor, index_shape
+from statekit.tensors.tensor import Array, Index, Stored, Tensor, in_memory, index_shape
 from statekit.tensors.tree import Tree
 
 _REPEATED = 4096
 """Bytes up to which equal objects are parsed once: hyperparameters stand there again for every parameter."""
+_SCALARS = 256
+"""Different scalars that are kept: the counts of a run are few."""
 
 
 def read_sources(contents: StoredContents, folder: Place, files: Files) -> dict[str, File]:
@@ -64,6 +66,7 @@ def read_values(
     sources = read_sources(contents, folder, files)
     _bring_small(contents, sources)
     files_read: dict[bytes, Opened] = {}
+    scalars: dict[bytes, Tensor] = {}
     objects = {key: _object(_part(sources, piece), files_read) for key, piece in contents.objects.items()}
     # Tensors' pieces aren't looked into yet; who saved them computes checksums for all pieces or for none.
     checksum = ZIP if all(file.is_checked for file in objects.values()) else ""
@@ -72,7 +75,7 @@ def read_values(
         if key in objects:
             values[key] = objects[key].tree
         else:
-            values[key] = _tensor(contents.tensors[key], sources, f"{folder}", checksum)
+            values[key] = _tensor(contents.tensors[key], sources, f"{folder}", checksum, scalars)
     return values, tuple(dict.fromkeys(finding for file in objects.values() for finding in file.findings))
 
 
@@ -100,8 +103,10 @@ def _object(part: Part, files_read: dict[bytes, Opened]) -> Opened:
     return files_read[raw]
 
 
-def _tensor(entry: Entry, sources: Mapping[str, File], place: str, checksum: str) -> Stored:
-    boxes = tuple(_Box(chunk, entry, _part(sources, chunk.piece)) for chunk in entry.chunks)
+def _tensor(
+    entry: Entry, sources: Mapping[str, File], place: str, checksum: str, scalars: dict[bytes, Tensor]
+) -> Stored:
+    boxes = tuple(_Box(chunk, entry, _part(sources, chunk.piece), scalars) for chunk in entry.chunks)
     # What lies in one piece streams as it lies in its file.
     grain = tuple(max(n, 1) for n in entry.chunks[0].box[1]) if len(boxes) > 1 else None
     files = {box.part.place for box in boxes}
@@ -127,11 +132,16 @@ class _Joined:
 
 @dataclass
 class _Box:
-    """A box of a tensor, whose header is read with its first values."""
+    """A box of a tensor, whose header is read with its first values.
+
+    Attributes:
+        scalars: The scalars of the checkpoint that were read, by the bytes of their archives.
+    """
 
     chunk: Chunk
     entry: Entry
     part: Part
+    scalars: dict[bytes, Tensor] = field(repr=False)
     _values: Tensor | None = field(default=None, repr=False)
 
     def values(self) -> Tensor:
@@ -141,7 +151,7 @@ class _Box:
             CorruptError: What was saved isn't the box that the metadata describes.
         """
         if self._values is None:
-            saved = read_object(self.part).tree
+            saved = self._saved()
             shape, dtype = self.chunk.box[1], self.entry.dtype
             if not isinstance(saved, Tensor) or saved.shape != shape or saved.dtype != dtype:
                 saved_type = (
@@ -155,6 +165,20 @@ class _Box:
                 )
             self._values = saved
         return self._values
+
+    def _saved(self) -> Tree:
+        """Returns what was saved. Every parameter's count is the same archive, which is parsed once."""
+        if self.entry.shape or self.part.size > _REPEATED:
+            return read_object(self.part).tree
+        raw = bytes_at(self.part, 0, self.part.size)
+        if raw in self.scalars:
+            return self.scalars[raw]
+        saved = read_object(self.part).tree
+        if isinstance(saved, Tensor) and not saved.shape:
+            saved = in_memory(saved.read())
+            if len(self.scalars) < _SCALARS:
+                self.scalars[raw] = saved
+        return saved
 
     def fill(self, block: Array, index: Index) -> None:
         """Reads what a block has of the box into it."""

@@ -98,6 +98,7 @@ class StateDict(TypedDict):
     param_groups: Sequence[ParamGroup]
 
 
+_BRANCHES = (dict, list, tuple, Mapping)
 _PLAIN = (bool, int, float, str, bytes, type(None), Tensor)
 
 
@@ -213,9 +214,9 @@ def nodes(tree: Tree, other: Path | None, path: Path = ()) -> Iterator[tuple[Pat
     yield path, tree
     if len(path) < DEEPEST:
         keys: Iterable[Any] = tree if isinstance(tree, Mapping) else ()
-        keys = range(len(tree)) if isinstance(tree, list | tuple) and len(tree) < MOST_PARTS else keys
+        keys = range(len(tree)) if isinstance(tree, (list, tuple)) and len(tree) < MOST_PARTS else keys
         for key in keys:
-            if isinstance(part := tree[key], Mapping | list | tuple):
+            if isinstance(part := tree[key], _BRANCHES):
                 yield from nodes(part, other, (*path, key))
 
 
@@ -567,9 +568,10 @@ def is_plain(part: Tree) -> bool:
 def is_flat(node: Any) -> bool:
     """Tells whether a part of a tree is an optimizer in the flat form; options may be missing."""
     return (
-        bool(node)
+        isinstance(node, Mapping)
+        and bool(node)
+        and all(isinstance(key, str) and key.startswith((_FLAT_STATE, _FLAT_GROUPS)) for key in node)
         and fits(node, dict[Name, Any])
-        and all(key.startswith((_FLAT_STATE, _FLAT_GROUPS)) for key in node)
     )
 
 
