@@ -57,7 +57,8 @@ class Limits:
     """What one job may take.
 
     Attributes:
-        held: Bytes of headers, indices, pickles, documents and trees that are held at a time.
+        held: Bytes of headers, indices, pickles, documents and trees that are held at a time; while a conversion
+            reads its target again, as many for that.
     """
 
     held: int = DEFAULT
@@ -108,6 +109,7 @@ class Budget:
         self.follow_links = follow_links
         self._held = self._steps = self._read = self._decoded = self._stored = self._files = 0
         self._chunks = 0
+        self._sides = 1
         self._opened: set[str] = set()
         self.sources: set[str] = set()
         """Paths of the files that were opened to be read."""
@@ -135,17 +137,29 @@ class Budget:
             BudgetError: That is more than the job may hold.
         """
         with self._lock:
-            while self._kept and self._held + count > self.limits.held:
+            most = self._sides * self.limits.held
+            while self._kept and self._held + count > most:
                 self._held -= self._kept.popitem(last=False)[1][1]
-            if self._held + count > self.limits.held:
+            if self._held + count > most:
                 raise BudgetError(
                     f"{what} is more than this job may hold in memory.",
                     place=place,
-                    expected=f"at most {self.limits.held} bytes held (the budget's limit `held`)",
+                    expected=f"at most {most} bytes held (the budget's limit `held`)",
                     found=f"{count} bytes beside {self._held} that are held already",
                     remedy=_raised(self._held + count),
                 )
             self._held += count
+
+    @contextmanager
+    def reading_again(self) -> Iterator[None]:
+        """Lets the target that a job wrote hold as much as its source, while that is open too."""
+        with self._lock:
+            self._sides += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._sides -= 1
 
     def free(self, count: int) -> None:
         """Gives bytes back."""

@@ -35,7 +35,6 @@ from statekit.files.manifest import (
     file_entry,
     inside,
     nothing_checked,
-    parse,
     sealed,
     tensor_entry,
     tensor_faults,
@@ -102,7 +101,7 @@ class Stage:
     _total: int = 0
     _fields: Fields = unknown_fields
     _on_progress: OnProgress = silent
-    _budget: Budget | None = None
+    _budget: Budget = field(default_factory=Budget)
     tensors: dict[str, dict[str, Any]] = field(default_factory=dict)
     _kept: dict[str, Any] = field(default_factory=dict)
     _done: int = 0
@@ -305,16 +304,10 @@ class Stage:
 
     def _write_manifest(self, files: Entries, facts: Mapping[str, Any]) -> dict[str, Any]:
         """Writes the manifest and reads it again; returns its file's entry."""
-        manifest = sealed({**self._manifest_fields(files), **facts})
-        self.home.write_manifest(to_text(manifest).encode("ascii"))
+        text = to_text(sealed({**self._manifest_fields(files), **facts})).encode("ascii")
+        self.home.write_manifest(text)
         place = self.path / FILE
-        try:
-            again = parse(read_small(place), place)
-        except StatekitError as error:
-            raise CommitError(
-                "The manifest can't be read again.", place=self.target, found=error.line, remedy=_REPORT
-            ) from error
-        if again["digest"] != manifest["digest"]:
+        if read_small(place) != text:
             raise CommitError("The manifest isn't what was meant.", place=self.target, remedy=_REPORT)
         return file_entry(place)
 
@@ -339,7 +332,7 @@ class Stage:
             What the manifest says of the opened checkpoint, and the entries of its files.
         """
         try:
-            with Files(self._budget) as files, ExitStack() as stack:
+            with self._budget.reading_again(), Files(self._budget) as files, ExitStack() as stack:
                 spans = self._unfinished.spans if self._unfinished else ()
                 read = {name: (files.source(path), Passing(spans)) for name, path in paths.items()}
                 for file, passing in read.values():
@@ -444,4 +437,4 @@ def staged(
     else:
         where = local_home(Path(target), kind, replace, foreign, mode, total)
     with where as home:
-        yield Stage(home, total, fields, on_progress or silent, budget)
+        yield Stage(home, total, fields, on_progress or silent, budget or Budget())

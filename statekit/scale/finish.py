@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +49,21 @@ def finish(work: WorkFolder, again: bool = False) -> Report:
     plan = work.opened.plan
     digests = _digests(work.opened, parts)
     if _is_finished(work, parts):
-        return _report(work, parts, digests, _entries_of(work.target), began)
+        return _report(work, parts, digests, _entries_of(work.target), _source_digest(work), began)
     check_place(plan, replace=False, replace_foreign=False)
     try:
         with job():
-            files = _joined(work, parts, digests, again)
+            files, source = _joined(work, parts, digests, again)
     except TargetExistsError:  # another process has finished it meanwhile
         if not _is_finished(work, parts):
             raise
-        files = _entries_of(work.target)
+        files, source = _entries_of(work.target), _source_digest(work)
     shutil.rmtree(work.place / "attempts", ignore_errors=True)
-    return _report(work, parts, digests, files, began)
+    return _report(work, parts, digests, files, source, began)
+
+
+def _source_digest(work: WorkFolder) -> str:
+    return require_manifest(work.target)["source"].get("digest") or ""
 
 
 def _parts(work: WorkFolder) -> list[PartRecord]:
@@ -109,8 +114,8 @@ def _digests(opened: Opened, parts: Sequence[PartRecord]) -> dict[str, str]:
 
 def _joined(
     work: WorkFolder, parts: Sequence[PartRecord], digests: Mapping[str, str], again: bool
-) -> Entries:
-    """Writes the target from the files of the tasks; returns the entries of its files."""
+) -> tuple[Entries, str]:
+    """Writes the target from the files of the tasks; returns the entries of its files, and the source's digest."""
     opened = work.opened
     plan, prepared = opened.plan, opened.prepared
     checkpoint = prepared.opened.checkpoint
@@ -122,11 +127,14 @@ def _joined(
     if goes_on_with_masters(plan, prepared):
         check_masters(prepared.opened.state, checkpoint.path)
 
-    def fields(streamed: Entries) -> Mapping[str, Any]:
-        whole = {**digests, **source_digests({}, opened.passed, streamed)}
-        names = files_below(stage.path)
+    @cache
+    def source() -> str | None:
+        """Returns the digest of the source's content, when all that is written was streamed."""
+        return content_digest(checkpoint, {**digests, **source_digests({}, opened.passed, stage.tensors)})
+
+    def fields(_: Entries) -> Mapping[str, Any]:
         return {
-            **manifest_fields(plan, content_digest(checkpoint, whole), names),
+            **manifest_fields(plan, source(), files_below(stage.path)),
             **({"beside": lineage} if lineage else {}),
             **kept_fields(plan, prepared),
         }
@@ -151,7 +159,7 @@ def _joined(
         )
         if again:
             stage.forget()
-        return stage.commit(prepared.reopen)
+        return stage.commit(prepared.reopen), source() or ""
 
 
 def _take_files(folder: Path, stage: Stage, part: PartRecord) -> None:
@@ -193,7 +201,12 @@ def _entries_of(target: Path) -> Entries:
 
 
 def _report(
-    work: WorkFolder, parts: Sequence[PartRecord], digests: Mapping[str, str], files: Entries, began: float
+    work: WorkFolder,
+    parts: Sequence[PartRecord],
+    digests: Mapping[str, str],
+    files: Entries,
+    source: str,
+    began: float,
 ) -> Report:
     opened = work.opened
     checkpoint = opened.prepared.opened.checkpoint
@@ -204,7 +217,7 @@ def _report(
         bytes=sum(int(entry["bytes"]) for entry in files.values()),
         seconds=time.monotonic() - began,
         verified=len(opened.plan.entries),
-        source_digest=require_manifest(work.target)["source"].get("digest") or "",
+        source_digest=source,
         source_proven=len(stated(checkpoint).keys() & digests.keys()),
         measured=_measured(parts),
     )
