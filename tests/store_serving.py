@@ -26,7 +26,8 @@ class Served:
         files: Bytes by name.
         marks: Metadata by name, for those that have it.
         parts: Parts of uploads that aren't complete.
-        fault: `short`, `long`, `whole`, `denied`, `broken` or "": what a read gets. `busy`,
+        fault: `short`, `long`, `whole`, `denied`, `broken` or "": what a read gets. `endless`: each page of a listing
+            announces another. `busy`,
             `lost`, `unconditional`, `other`: each write is first answered 503; is done, but the answer gets lost; is
             done whatever the condition; stores other bytes.
         commit: The commit that the Hub says each revision is.
@@ -84,6 +85,10 @@ class _Handler(BaseHTTPRequestHandler):
         return None
 
 
+_GOOGLE = "/storage/v1/b/"
+"""What addresses of Google's JSON interface begin with."""
+
+
 class _S3(_Handler):
     def do_GET(self) -> None:
         address = urlsplit(self.path)
@@ -98,6 +103,8 @@ class _S3(_Handler):
                 status,
                 f"<Error><Code>{code}</Code><AWSAccessKeyId>{SECRET}</AWSAccessKeyId></Error>".encode(),
             )
+        elif address.path.startswith(_GOOGLE):
+            self.of_google(address.path.removeprefix(_GOOGLE), query)
         elif "list-type" in query:
             self.answer(200, self.listed(query.get("prefix", [""])[0], "delimiter" in query))
         elif name in self.served.files and self.headers.get(
@@ -114,6 +121,24 @@ class _S3(_Handler):
             self.file(name, ETag=etag, Last_Modified="Fri, 27 Nov 2026 12:00:00 GMT", **marks)
 
     do_HEAD = do_GET
+
+    def of_google(self, path: str, query: Mapping[str, list[str]]) -> None:
+        """Answers tensorstore, which asks Google's store by JSON, with generations in the place of ETags.
+
+        Source: cloud.google.com/storage/docs/json_api, Objects: get and list; tensorstore 0.1.86, driver `gcs`.
+        """
+        _, _, key = path.partition("/o")
+        if key:
+            name = unquote(key.removeprefix("/"))
+            return self.file(name, x_goog_generation=self.generation(name))
+        first, last = (query.get(name, [""])[0] for name in ("startOffset", "endOffset"))
+        names = [name for name in sorted(self.served.files) if name >= first and not (last and name >= last)]
+        items = [{"name": name, "generation": self.generation(name)} for name in names]
+        return self.answer(200, json.dumps({"items": items}).encode(), Content_Type="application/json")
+
+    def generation(self, name: str) -> str:
+        data = self.served.files.get(name, b"")
+        return f"{1 + int.from_bytes(hashlib.md5(data).digest()[:6], 'big')}"
 
     def do_PUT(self) -> None:
         body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
@@ -204,8 +229,12 @@ class _S3(_Handler):
             f"<CommonPrefixes><Prefix>{escape(folder)}</Prefix></CommonPrefixes>"
             for folder in sorted(folders)
         ]
+        more = "false"
+        if self.served.fault == "endless":
+            more = "true"
+            rows.append(f"<NextContinuationToken>{len(self.served.requests)}</NextContinuationToken>")
         return (
-            f"<ListBucketResult><IsTruncated>false</IsTruncated>{''.join(rows)}</ListBucketResult>".encode()
+            f"<ListBucketResult><IsTruncated>{more}</IsTruncated>{''.join(rows)}</ListBucketResult>".encode()
         )
 
 
@@ -220,7 +249,11 @@ class _Hub(_Handler):
         if "/resolve/" in path:
             _, _, rest = path.partition("/resolve/")
             revision, _, name = rest.partition("/")
-            return self.file(name) if revision == self.commit else self.answer(404)
+            if revision != self.commit:
+                return self.answer(404)
+            if name not in self.served.files:
+                return self.answer(404, X_Error_Code="EntryNotFound", X_Repo_Commit=revision)
+            return self.file(name, X_Repo_Commit=revision, ETag=self.served.etag(name))
         if "/tree/" in path:
             names = self.served.files
             rows: list[dict[str, Any]] = [

@@ -28,6 +28,22 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def test_no_container_looks_into_folders_without_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for number in range(1500):
+        (tmp_path / f"checkpoint-{number}").mkdir()
+    asked: list[str] = []
+
+    def ask(*names: object) -> list[str]:
+        asked.append(f"{names}")
+        return []
+
+    monkeypatch.setattr("statekit.conversion.registry._asked", ask)
+    assert main(["inspect", f"{tmp_path}"]) != 0
+    assert "The folder is empty." in capsys.readouterr().err and not asked
+
+
 @pytest.mark.parametrize(
     ("line", "says"),
     [

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -83,6 +84,17 @@ def test_a_short_answer_is_an_error(store: Served) -> None:
     store.fault = "short"
     with pytest.raises(StatekitError):
         first_bytes(file)
+
+
+def test_a_listing_that_never_ends_is_given_up(store: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("statekit.files.store._LISTING_SECONDS", 0.3)
+    store.fault = "endless"
+    with pytest.raises(FormatError, match="doesn't end") as caught:
+        checkpoint_place("s3://bucket/run").is_dir()
+    assert "s3://bucket" in f"{caught.value.place}"
+    asked = len(store.requests)
+    time.sleep(0.2)
+    assert len(store.requests) <= asked + 1
 
 
 @pytest.mark.parametrize(("fault", "shown"), [("denied", "AWS_ACCESS_KEY_ID"), ("broken", "400 Bad Request")])

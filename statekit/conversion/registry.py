@@ -245,6 +245,8 @@ TENSOR_BYTES = 1536
 """What a layout, and what is said of its state, keep of a tensor beside what its reader holds. In bytes, measured."""
 MOST_ENTRIES = 1000
 """How many entries of a folder are looked at for checkpoints."""
+_MOST_BARE = 20_000
+"""Folders below a folder that are looked through for a file."""
 
 
 def _points(group: str) -> dict[str, EntryPoint]:
@@ -450,9 +452,24 @@ def _check_filled(path: Place) -> None:
 
 
 def _fitting(path: Place) -> list[tuple[Container, Evidence]]:
+    if _is_bare(path):
+        return []
     return _asked(
         container_names(), containers_for(path), lambda name: (container(name), container(name).detect(path))
     )
+
+
+def _is_bare(path: Place) -> bool:
+    """Tells whether a path is a folder without a file, however deep: no container need look at it."""
+    if not path.is_dir():
+        return False
+    try:
+        for number, (_, _, names) in enumerate(walked(path, links=True)):
+            if names or number == _MOST_BARE:
+                return False
+    except StatekitError:  # a folder that can't be listed: whoever looks there says so
+        return False
+    return True
 
 
 def _asked(

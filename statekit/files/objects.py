@@ -12,6 +12,7 @@ from __future__ import annotations
 import io
 from collections.abc import Collection, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import islice
 from typing import Any
 
 from blake3 import blake3
@@ -22,6 +23,8 @@ from statekit.files.store import asking, facts_of_entry
 from statekit.files.tree import Facts
 from statekit.pipeline import each, working
 
+_MOST_PAGES = 2000
+"""Pages of a listing, of a thousand names each, that are looked through."""
 PART_BYTES = 2**24
 """Bytes of an object's part at least, and of an object that goes in one request at most."""
 MOST_PARTS = 9000
@@ -103,11 +106,23 @@ class Objects:
             return None
 
     def below(self, name: str) -> dict[str, Facts]:
-        """Returns the objects below a name, and the one of that name itself."""
+        """Returns the objects below a name, and the one of that name itself.
+
+        Raises:
+            FormatError: They are more than any target has, or the store never ends its listing.
+        """
         import obstore
 
         with asking(self.place, name):
-            pages = [*obstore.list(self.store, name or None, chunk_size=1000)]
+            listing = obstore.list(self.store, name or None, chunk_size=1000)
+            pages = [*islice(listing, _MOST_PAGES + 1)]
+        if len(pages) > _MOST_PAGES:
+            raise FormatError(
+                "There are too many objects below this name.",
+                place=f"{self.place}/{name}",
+                expected=f"at most {_MOST_PAGES} pages of a listing",
+                remedy="name a folder further down",
+            )
         entries = [facts_of_entry(entry, self.place) for page in pages for entry in page]
         with suppress(NotFoundError):
             entries += [self.facts(name)] if name else []

@@ -8,21 +8,25 @@ Source: obstore 0.12, `obstore.store` and `obstore.get`; RFC 9110, section 13.1.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import re
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import PurePosixPath
 from typing import Any
 
-from statekit.errors import CorruptError, FormatError, NotFoundError, UsageError
+from statekit.errors import CorruptError, FormatError, NotFoundError, StatekitError, UsageError
 from statekit.files.ahead import ReadAhead
 from statekit.files.tree import WORK, Facts, StoredPlace, address_of, copying, fill
 
 _MOST_PAGES, _PAGE = 20, 1000
 """Pages of names that one listing of all below a folder may have; of more, each folder is listed when it is asked."""
+_LISTING_SECONDS = 120.0
+"""How long the listing of one folder may take. A store that always announces another page would never end it."""
 _VARIABLES = {
     "s3": "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_REGION, or AWS_SKIP_SIGNATURE=true of a public bucket",
     "gs": "GOOGLE_APPLICATION_CREDENTIALS",
@@ -186,12 +190,10 @@ class ListedTree:
 
     def _listed(self, folder: str) -> dict[str, Facts]:
         """Lists one folder. One above the top that may not be listed has nothing but the way to the top."""
-        import obstore
-
         start = f"{folder}/" if folder else ""
         try:
             with asking(self.place, folder):
-                answer = obstore.list_with_delimiter(self._store, folder or None)
+                answer = self._answered(folder)
         except _Denied:
             if not self._top.startswith(start) or folder == self._top:
                 raise
@@ -201,6 +203,29 @@ class ListedTree:
         # An empty object with a folder's name stands for the folder, as consoles of stores make them.
         facts = [*(file for file in files if file.size or file.name != folder), *folders]
         return {fact.name.removeprefix(start): fact for fact in facts if fact.name.startswith(start)}
+
+    def _answered(self, folder: str) -> Any:
+        """Returns obstore's listing of a folder, which a loop of its own waits for: the caller's thread may have one.
+
+        Raises:
+            FormatError: It takes too long.
+        """
+        import obstore
+
+        async def listed() -> Any:
+            listing = obstore.list_with_delimiter_async(self._store, folder or None)
+            return await asyncio.wait_for(listing, _LISTING_SECONDS)
+
+        try:
+            with ThreadPoolExecutor(1) as thread:
+                return thread.submit(asyncio.run, listed()).result()
+        except TimeoutError:
+            raise FormatError(
+                "The listing of a folder in a store doesn't end.",
+                place=f"{self.place}/{folder}",
+                expected=f"at most {_LISTING_SECONDS:.0f} seconds",
+                remedy=f"name the checkpoint's own folder, or copy it first: {copying(self.place)}",
+            ) from None
 
     def _way_to_top(self, folder: str) -> dict[str, Facts]:
         import obstore
@@ -262,6 +287,8 @@ def asking(root: str, name: str, passing: tuple[type[Exception], ...] = ()) -> I
     try:
         yield
     except passing:
+        raise
+    except StatekitError:
         raise
     except of.PreconditionError:
         raise CorruptError(
