@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pytest
+from store_serving import serving
 
 import statekit
 import statekit.maps
@@ -225,6 +230,38 @@ def test_a_folder_of_llama_loads_by_itself(tmp_path: Path) -> None:
     model = transformers.LlamaForCausalLM.from_pretrained(tmp_path / "hf").eval()
     with torch.no_grad():
         assert apart(model(TOKENS).logits, titan_logits(params)) <= LOGITS
+
+
+LOADED_FROM_THE_HUB = """
+import sys, numpy, torch, transformers
+model = transformers.LlamaForCausalLM.from_pretrained("owner/name", revision=sys.argv[1]).eval()
+with torch.no_grad():
+    numpy.save(sys.argv[3], model(torch.from_numpy(numpy.load(sys.argv[2]))).logits.numpy())
+"""
+
+
+@pytest.mark.slow
+def test_a_folder_of_llama_loads_from_the_hub(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    trained(titan(), tmp_path / "run.pt")
+    said = {
+        **SAID, "rms_norm_eps": 1e-5, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "max_position_embeddings": 64, "bos_token_id": 1, "eos_token_id": 2,
+    }  # fmt: skip
+    folder = tmp_path / "hf"
+    statekit.convert(
+        tmp_path / "run.pt", folder, to="hf-trainer", map="torchtitan-llama:hf-llama", config=said
+    )
+    np.save(tmp_path / "tokens.npy", TOKENS.numpy())
+    files = {file.name: file.read_bytes() for file in (folder / "checkpoint-2").iterdir()}
+    with serving("hub", files) as (address, served):
+        home = {"HF_HOME": f"{tmp_path}", "HF_ENDPOINT": address, "HF_HUB_DISABLE_XET": "1"}
+        command = [sys.executable, "-c", LOADED_FROM_THE_HUB, f"{served.commit}", "tokens.npy", "logits.npy"]
+        subprocess.run(command, cwd=tmp_path, env={**os.environ, **home}, check=True)
+        assert any("model" in request and "/resolve/" in request for request in served.requests)
+    model = transformers.LlamaForCausalLM.from_pretrained(folder / "checkpoint-2").eval()
+    with torch.no_grad():
+        assert np.array_equal(np.load(tmp_path / "logits.npy"), model(TOKENS).logits.numpy())
 
 
 def test_gpt2_keeps_its_weights_the_other_way_round_with_their_moments(tmp_path: Path) -> None:

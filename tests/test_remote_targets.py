@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +36,7 @@ from statekit.files.tree import WORK
 from statekit.tensors.digest import tensor_digests
 
 T5X = Path(__file__).parent / "golden" / "t5x" / "bf16_params" / "checkpoint" / "checkpoint_4"
+GOLDEN = T5X.parents[3]
 TARGETS = {
     "statekit": "run",
     "torch": "run.pt",
@@ -43,6 +48,18 @@ TARGETS = {
     "tf-bundle": "run",
     "accelerate": "run",
 }
+KINDS = {
+    **{to: (T5X, name) for to, name in TARGETS.items()},
+    "orbax": (T5X, "run"),
+    "dcp-safetensors": (GOLDEN / "hf_adafactor" / "fixedlr_scale_beta1_wd" / "checkpoint", "run"),
+    "hf-trainer": (GOLDEN / "hf_adafactor" / "fixedlr_scale_beta1_wd" / "checkpoint", "run"),
+    "megatron": (GOLDEN / "torch_formats" / "adamw_megatron_core" / "checkpoint", "run"),
+    "mxnet": (GOLDEN / "mxnet_folders" / "npy_beside_params" / "checkpoint", "run"),
+    "keras": (GOLDEN / "keras" / "adamw_ema_schedule_clip" / "checkpoint" / "model.keras", "run.keras"),
+    "deepspeed": (GOLDEN / "torch_formats" / "adamw_deepspeed_bf16_zero1" / "checkpoint", "run"),
+}
+"""A source and a target's name for every container that is written."""
+KILLS = 50
 
 
 @pytest.fixture
@@ -131,6 +148,56 @@ def test_orbax_reads_what_was_written_into_a_store(store: Served, tmp_path: Path
         assert step == 4
         restored = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore()))
     assert restored is not None
+
+
+@pytest.mark.slow
+def test_orbax_goes_into_googles_store_and_is_read_there(
+    google: Served, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TENSORSTORE_GCS_HTTP_URL", os.environ["STORAGE_EMULATOR_HOST"])
+    monkeypatch.setenv("GOOGLE_AUTH_TOKEN_FOR_TESTING", SECRET)
+    written(f"{tmp_path / 'run'}", to="orbax")
+    written("gs://bucket/run", to="orbax")
+    assert digests("gs://bucket/run") == digests(tmp_path / "run")
+    statekit.convert("gs://bucket/run", tmp_path / "again", to="statekit")
+    assert {*digests(tmp_path / "again")} <= {*digests(tmp_path / "run")}
+    assert any(request.startswith("GET /storage/v1/b/bucket/o/") for request in google.requests)
+
+
+@pytest.mark.slow
+def test_torch_loads_through_fsspec_what_was_written(store: Served, tmp_path: Path) -> None:
+    import obstore.fsspec
+    import torch
+    from torch.distributed.checkpoint import state_dict_loader
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+    from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    obstore.fsspec.register("s3")
+    far = "s3://bucket/run"
+    source, _ = KINDS["dcp"]
+    statekit.convert(source, far, to="dcp")
+    statekit.convert(source, tmp_path / "run", to="dcp")
+
+    def loaded(reader: Any) -> dict[str, Any]:
+        state: dict[str, Any] = {}
+        planner = _EmptyStateDictLoadPlanner()  # type: ignore[no-untyped-call]  # torch has no types there
+        state_dict_loader._load_state_dict(state, storage_reader=reader, planner=planner, no_dist=True)
+        return state
+
+    options = {"client_options": {"allow_http": True}}
+    theirs, ours = loaded(FsspecReader(far, **options)), loaded(FileSystemReader(tmp_path / "run"))
+
+    def flat(tree: Any, at: str = "") -> dict[str, Any]:
+        if not isinstance(tree, dict):
+            return {at: tree}
+        return {name: leaf for key, part in tree.items() for name, leaf in flat(part, f"{at}/{key}").items()}
+
+    near = flat(ours)
+    assert flat(theirs).keys() == near.keys() and len(near) > 10
+    for name, leaf in flat(theirs).items():
+        same = torch.equal(leaf, near[name]) if isinstance(leaf, torch.Tensor) else leaf == near[name]
+        assert same, name
 
 
 def test_what_a_target_is_found_by_is_put_when_all_else_was_read_again(store: Served) -> None:
@@ -261,8 +328,21 @@ class Converting:
     def __init__(self, process: subprocess.Popen[str], store: Served) -> None:
         self._process, self._store = process, store
 
-    def convert(self, target: str, to: str, killed_at: int | None = None) -> str:
-        """Converts; the process is killed when the store gets the request of a number. Returns how it ended."""
+    def convert(
+        self,
+        target: str,
+        to: str,
+        killed_at: int | None = None,
+        killed_after: float | None = None,
+    ) -> str:
+        """Converts; returns how it ended.
+
+        Args:
+            target: The target's address.
+            to: Its container.
+            killed_at: The process is killed when the store gets the request of this number.
+            killed_after: The process is killed after so many seconds.
+        """
         assert self._process.stdin and self._process.stdout
         self._store.writes, victim = 0, [0]
 
@@ -271,9 +351,15 @@ class Converting:
                 os.kill(victim[0], signal.SIGKILL)
 
         self._store.on_write = kill
-        print(json.dumps([f"{T5X}", target, {"to": to}]), file=self._process.stdin, flush=True)
+        order = [f"{KINDS[to][0]}", target, {"to": to, "require": "lossy"}]
+        print(json.dumps(order), file=self._process.stdin, flush=True)
         victim[0] = int(self._process.stdout.readline())
+        if killed_after is not None:
+            timer = threading.Timer(killed_after, lambda: os.kill(victim[0], signal.SIGKILL))
+            timer.start()
         ended = str(json.loads(self._process.stdout.readline()))
+        if killed_after is not None:
+            timer.cancel()
         self._store.on_write = int
         return ended
 
@@ -321,3 +407,43 @@ def test_a_killed_conversion_leaves_nothing_that_is_read_and_can_be_done_again(
         ended = converting.convert(far, to)
         assert ended == "done" or "The target exists" in ended, (number, ended)
         assert {key.removeprefix("whole/"): data for key, data in store.files.items()} == whole, number
+
+
+def written_alike(files: Mapping[str, bytes], to: str) -> dict[str, bytes]:
+    """Returns the files that every conversion writes alike; tensorstore draws the names in a database."""
+    if to != "orbax":
+        return dict(files)
+    return {name: b"" for name in files if "ocdbt" not in name and "/d/" not in name}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("to", KINDS)
+def test_fifty_kills_at_random_moments_leave_nothing_torn(
+    store: Served, converting: Converting, to: str
+) -> None:
+    name = KINDS[to][1]
+    far, seconds = f"s3://bucket/{name}", []
+    for _ in range(3):
+        store.files.clear()
+        began = time.monotonic()
+        assert converting.convert(far, to) == "done"
+        seconds.append(time.monotonic() - began)
+    whole, values = dict(store.files), digests(far)
+    entries = entries_in(whole, to)
+    draw, kills, seen = random.Random(to), 0, set[str]()
+    while kills < KILLS:
+        store.files.clear()
+        ended = converting.convert(far, to, killed_after=draw.uniform(0, min(seconds)))
+        kills += ended == "killed"
+        there = {key: data for key, data in store.files.items() if WORK not in key}
+        if there.keys() & {*entries} and registry.container(to).target_kind == "folder":
+            # Native readers find it by these, so that all the rest must be there.
+            assert written_alike(whole, to).keys() - {*entries} <= there.keys(), kills
+        seen.add("entries" if there.keys() & {*entries} else "data" if there else "nothing")
+        with suppress(NotFoundError, FormatError):
+            assert digests(far) == values, kills
+        ended = converting.convert(far, to)
+        assert ended == "done" or "The target exists" in ended, (kills, ended)
+        assert digests(far) == values and not any(WORK in key for key in store.files), kills
+        assert written_alike(store.files, to) == written_alike(whole, to), kills
+    assert {"nothing", "data"} & seen, "no kill fell into the conversion"
