@@ -16,12 +16,12 @@ from statekit.conversion import registry
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.open_state import OpenState
 from statekit.conversion.plan import Plan
-from statekit.errors import StateError, printable
+from statekit.errors import printable
 from statekit.files.checkpoint import CLASSES, HALVES, VARIABLES
 from statekit.files.source import listing
 from statekit.files.tree import StoredPlace, copying_to
 from statekit.lines import printing
-from statekit.lines.printing import UNKNOWN, Printing, SavedRun, State, has_several, kind_of
+from statekit.lines.printing import UNKNOWN, Printing, SavedRun, State, kind_of
 from statekit.lines.rates import RatesOf
 from statekit.maps.model_map import map_names
 from statekit.state.evidence import ORDER
@@ -37,8 +37,6 @@ _IN: Mapping[str, Callable[[State, SavedRun], list[str]]] = {
     "jax": printing.jax_lines,
     "tensorflow": printing.tensorflow_lines,
 }
-_ONE_OPTIMIZER = {"tensorflow": "Keras moves the variables of a model by one"}
-"""Why a framework has no place for several optimizers."""
 
 
 def of_plan(plan: Plan, files: Iterable[str] = ()) -> SavedRun:
@@ -110,17 +108,7 @@ def resume_lines(saved: SavedRun, state: State, framework: str | None = None) ->
         saved: The checkpoint.
         state: What it holds.
         framework: Go on with an optimizer of statekit in this framework instead.
-
-    Raises:
-        StateError: The framework has no place for several optimizers.
     """
-    if framework in _ONE_OPTIMIZER and has_several(state):
-        raise StateError(
-            f"The run has several optimizers, and {_ONE_OPTIMIZER[framework]}.",
-            place=saved.path,
-            found=" and ".join(state["schema"].split("+")),
-            remedy=f"go on in another framework: {', '.join(n for n in frameworks() if n not in _ONE_OPTIMIZER)}",
-        )
     lines = _IN[framework](state, saved) if framework else _near_lines(saved, state)
     lines = [line for i, line in enumerate(lines) if not (line.startswith("import ") and line in lines[:i])]
     lines = [*_explained(lines), *(_remarks(saved, state, framework) if lines else ())]

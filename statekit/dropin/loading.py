@@ -145,7 +145,6 @@ class Framework(Generic[Target, Built]):
         shapes: Gives shape and dtype of each trained parameter, by its name in the state.
         build: Makes the optimizer of a state, with the learning rate and the other arguments of the call.
         arguments: Names of a call that are the optimizer's arguments and no hyperparameters of a state.
-        alone: Why a run can't have several optimizers; "" if it can.
         renames: Whether the state gets the model's names; else it keeps the checkpoint's.
     """
 
@@ -160,7 +159,6 @@ class Framework(Generic[Target, Built]):
     build: Callable[[Loaded, Target, Any], Built]
     anew: str = "(...)"
     arguments: Callable[[TrainState], frozenset[str]] = lambda state: frozenset()
-    alone: str = ""
     renames: bool = True
 
 
@@ -267,7 +265,7 @@ def _loaded(
         state = carried_to_load(state, with_beside(maps, opened), call.require, slots=slots)
     if slots:
         unread = "; ".join(odd.what for odd in opened.checkpoint.findings if odd.kind == UNREAD)
-        require_resumable(state, call.path, framework.home, framework.makers, framework.alone, unread)
+        require_resumable(state, call.path, framework.home, framework.makers, unread)
     if framework.renames:
         state = renamed(state, names, call.path, ours)
     return Loaded(opened, state, names, call.path, {})

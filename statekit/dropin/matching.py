@@ -42,7 +42,6 @@ def require_resumable(
     place: object,
     home: str,
     makers: Mapping[str, str],
-    alone: str = "",
     unread: str = "",
 ) -> None:
     """Checks that an optimizer of ours goes on with a state.
@@ -52,22 +51,14 @@ def require_resumable(
         place: Where it is from.
         home: The module whose optimizers are asked.
         makers: Name of the class or function there, by schema.
-        alone: Why a run can't have several there; "" if it can.
         unread: What of the checkpoint looks like an optimizer and isn't read; "" of nothing.
 
     Raises:
         UsageError: The state can't tell its variant.
         UnknownRuleError: The state may be of several optimizers.
         InexactError: The run does more than its optimizer's steps.
-        StateError: No optimizer follows the variant's rule, or the state has no slots; or it has several optimizers.
+        StateError: No optimizer follows the variant's rule, or the state has no slots.
     """
-    if state.optimizer.several and alone:
-        raise StateError(
-            f"The run has several optimizers, and {alone}.",
-            place=place,
-            found=" and ".join(schema for schema, _ in state.optimizer.kinds),
-            remedy="go on in PyTorch or JAX (load_optimizer of statekit.torch or statekit.jax)",
-        )
     if state.optimizer.schema == WEIGHTS:
         raise StateError(
             "The checkpoint holds parameters, but no optimizer state.",

@@ -19,13 +19,13 @@ from statekit.conversion.registry import detect_container
 from statekit.dropin.by_name import renamed_path
 from statekit.dropin.loading import Call, Framework, Loaded, LoadOptions, ResumeOptions, put, resumed
 from statekit.dropin.matching import Given, copy_fault, match_faults
-from statekit.dropin.overrides import rate_factor
-from statekit.errors import Faults, StateError, UnknownRuleError
+from statekit.dropin.overrides import rate_factor, rate_of
+from statekit.errors import Faults, StateError, UnknownRuleError, UsageError
 from statekit.files.tree import Place
 from statekit.maps.links import StateMap
 from statekit.maps.model_map import maps_of
 from statekit.maps.modules import TargetModel
-from statekit.state.options import FACTOR, FACTOR_MAP, KERAS, known_options, stored_rate, taken
+from statekit.state.options import FACTOR, FACTOR_MAP, KERAS, is_rate, known_options, stored_rate, taken
 from statekit.state.stored_params import as_variable
 from statekit.state.train_state import Axis, Group, Rule, TrainState
 from statekit.tensorflow.naming import names_in, normal, partners, path_of, twice, variables_of
@@ -66,7 +66,8 @@ def load_optimizer(
             `CheckpointRef`. Of a model and a file of Keras, the model knows `param_names`.
         variables: `model.trainable_variables`, or the model; their order doesn't matter. Variables may be TensorFlow's
             own, and in dicts: their keys are names in the checkpoint then.
-        learning_rate: A number, a schedule (of `iterations`) or a callable; as the checkpoint has it if None.
+        learning_rate: A number, a schedule (of `iterations`) or a callable; as the checkpoint has it if None. Where the
+            run had several optimizers, one for all, or a number for each: `{"muon": 0.02, "adamw": 3e-4}`.
         **options: What the files don't say, as in `statekit.open`. Beside it:
             names: Names in the checkpoint by the variables' paths, or by those of layers, where they differ.
             map: From the checkpoint's model to that of another codebase, e.g. `t5x-t5:hf-t5`, or from the modules of
@@ -131,13 +132,16 @@ def renumbered(opened: OpenState, variables: Sequence[Any]) -> dict[str, str]:
     return {path: name for path, name in pairs.items() if path != name}
 
 
-def _check_settings(settings: Sequence[Mapping[str, Any]], names: Collection[str], place: object) -> None:
+def _check_settings(
+    kinds: Sequence[tuple[str, str]], settings: Sequence[Mapping[str, Any]], place: object
+) -> None:
     """Refuses groups that lack a hyperparameter which the steps need.
 
     Raises:
         UnknownRuleError: Lists every name.
     """
-    missing = sorted({name for options in settings for name in names if name not in options})
+    pairs = zip(kinds, settings, strict=True)
+    missing = sorted({n for kind, options in pairs for n in taken(*kind) if n not in (FACTOR_MAP, *options)})
     if missing:
         raise UnknownRuleError(
             "The checkpoint doesn't say what the steps need to know.",
@@ -147,21 +151,45 @@ def _check_settings(settings: Sequence[Mapping[str, Any]], names: Collection[str
         )
 
 
-def _have_all(settings: Sequence[Mapping[str, Any]], name: str, value: Any) -> bool:
-    """Tells whether all groups have this value of a hyperparameter."""
-    return all(name in options and options[name] == value for options in settings)
+def _common(
+    kinds: Sequence[tuple[str, str]], settings: Sequence[Mapping[str, Any]], place: object
+) -> dict[str, Any]:
+    """Returns what all groups of the first one's optimizer have, and what Keras does for all groups together.
+
+    Raises:
+        StateError: Groups differ in what Keras does for all of them; lists every name.
+    """
+    pairs = list(zip(kinds, settings, strict=True))
+    alike = [options for kind, options in pairs if kind == kinds[0]]
+    common = {n: v for n, v in alike[0].items() if all(n in other and other[n] == v for other in alike)}
+    faults = Faults()
+    for kind, options in pairs:
+        for name in by_keras(*kind).keys() & options.keys():
+            if common.setdefault(name, options[name]) != options[name]:
+                faults.add(f"is {common[name]!r} in one group and {options[name]!r} in another", name)
+    faults.check(StateError, "Keras does this for all variables of an optimizer alike", place=place)
+    return common
 
 
-def _without(settings: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    return {name: value for name, value in settings.items() if name not in names}
+def _own(
+    kind: tuple[str, str], first: tuple[str, str], options: Mapping[str, Any], common: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns what a group says for itself: of another optimizer than the first group's, all but Keras' part."""
+    if kind == first:
+        return {name: value for name, value in options.items() if name not in common}
+    own = {name: value for name, value in options.items() if name not in by_keras(*kind)}
+    return {"schema": kind[0], "variant": kind[1], **own}
 
 
 def _by_variable(state: TrainState, pairs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the arguments of an optimizer that say something of single variables: rules, names, missed updates."""
-    factors = state.optimizer.schema == "adafactor"
     behind = state.counts.behind
+    factored = {
+        path for g in state.optimizer.groups if state.optimizer.kind(g)[0] == "adafactor" for path in g.paths
+    }
+    ruled = [path for path in pairs if path in factored or path in state.rules]
     return {
-        "rules": {path: _rule(state, path).to_json() for path in (pairs if factors else ())},
+        "rules": {path: _rule(state, path).to_json() for path in ruled},
         "names": {path_of(v): path for path, v in pairs.items() if path_of(v) != path},
         "missed": {path: state.counts.updates - done for path, done in behind.items() if path in pairs},
     }
@@ -183,15 +211,16 @@ def built(
         arguments: Other arguments of the constructor.
         place: Where the state is from, for errors.
     """
-    schema, variant = state.optimizer.schema, str(state.optimizer.variant)
     groups = [group for group in state.optimizer.groups if any(path in pairs for path in group.paths)]
-    settings = [known_options(schema, variant, group.hyperparameters) for group in groups]
-    _check_settings(settings, {*taken(schema, variant)} - {FACTOR_MAP}, place)
-    common = {name: value for name, value in settings[0].items() if _have_all(settings, name, value)}
-    apart = by_keras(schema, variant).keys() | common.keys()
+    kinds = [(schema, str(variant)) for schema, variant in map(state.optimizer.kind, groups)]
+    settings = [
+        known_options(*kind, group.hyperparameters) for kind, group in zip(kinds, groups, strict=True)
+    ]
+    _check_settings(kinds, settings, place)
+    common = _common(kinds, settings, place)
     different = [
-        {"paths": [path for path in group.paths if path in pairs], **_without(options, apart)}
-        for group, options in zip(groups, settings, strict=True)
+        {"paths": [path for path in group.paths if path in pairs], **_own(kind, kinds[0], options, common)}
+        for kind, group, options in zip(kinds, groups, settings, strict=True)
     ]
     options: dict[str, Any] = {
         **common,
@@ -200,6 +229,7 @@ def built(
     }
     learning_rate, factors = _rates(state, groups, learning_rate, place)
     options["groups"] = _with_factors(options["groups"], different, factors)
+    schema, variant = kinds[0]
     optimizer = OPTIMIZERS[schema](learning_rate, variant=variant, **{**options, **arguments})
     optimizer.build(list(pairs.values()))
     return optimizer
@@ -219,10 +249,21 @@ def _rates(state: TrainState, groups: Sequence[Group], given: Rate, place: objec
 
     Raises:
         UnknownRuleError: Some groups have a rate, and others have none.
+        UsageError: A rate for each optimizer isn't a number.
     """
-    if given is not None:
+    if isinstance(given, Mapping):
+        stored = [rate_of(given, group, state, "learning_rate") for group in groups]
+        if strange := [rate for rate in stored if rate is not None and not is_rate(rate)]:
+            raise UsageError(
+                "An optimizer of Keras has one learning rate, which its groups multiply by numbers.",
+                place="learning_rate",
+                expected="a number for each optimizer",
+                found=f"{strange[0]!r:.80}",
+            )
+    elif given is not None:
         return given, [rate_factor(state, group) for group in groups]
-    stored = [stored_rate(group.hyperparameters) for group in groups]
+    else:
+        stored = [stored_rate(group.hyperparameters) for group in groups]
     if len({*stored}) == 1:
         return stored[0], [1.0] * len(stored)
     if None in stored:
@@ -423,7 +464,8 @@ def _shapes(variables: Variables, names: Mapping[str, str]) -> dict[str, tuple[S
 
 
 def _arguments(state: TrainState) -> frozenset[str]:
-    return frozenset(_ARGUMENTS) - frozenset(taken(state.optimizer.schema, str(state.optimizer.variant)))
+    ours = (name for schema, variant in state.optimizer.kinds for name in taken(schema, str(variant)))
+    return frozenset(_ARGUMENTS) - frozenset(ours)
 
 
 FRAMEWORK = Framework(
@@ -437,6 +479,5 @@ FRAMEWORK = Framework(
     shapes=_shapes,
     build=_optimizer,
     arguments=_arguments,
-    alone="Keras moves the variables of a model by one",
     renames=False,
 )

@@ -35,7 +35,8 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
             variant has it; where that has none, the first update is refused until one is given.
         variant: Whose rule, one of the schema's; None for the usual one.
         groups: Groups with hyperparameters of their own: `[{"paths": [...], name: value, ...}, ...]`, also
-            `learning_rate_factor`. Others share the hyperparameters below.
+            `learning_rate_factor`. Others share the hyperparameters below. A group that says `schema` and `variant` is
+            moved by that optimizer: `AdamW(groups=[{"paths": matrices, "schema": "muon", "variant": "keras"}])`.
         rules: How parameters are factored, by path, if it is known from elsewhere: `{path: {"axes": [...],
             "known_from": "file"}}`. Else `factor_map`, shapes and the variant decide.
         names: What a parameter is called in all options by name, by its variable's path, where they differ.
@@ -138,8 +139,8 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
         return self._paths.by_name[path_of(variable)]
 
     def _held(self, index: int, spec: GroupSpec, named: Mapping[str, Any]) -> GroupVariables:
-        xp, steps = backend("tensorflow"), steps_for(self.spec.schema, self.spec.variant)
-        configs, variant = update_keys(self.spec, spec), self.spec.variant
+        xp, steps = backend("tensorflow"), steps_for(*spec.kind)
+        configs, variant = update_keys(spec), spec.kind[1]
         params = {path: _native(named[path]) for path in spec.group.paths}
         slots = {}
         for path, variable in params.items():
@@ -190,7 +191,10 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
             for replica, movement in enumerate(self._movements):
                 device = strategy.extended.worker_devices[replica] if len(self._movements) > 1 else None
                 with tf.device(device):
-                    mine = [self._dense(_of_replica(strategy, grad, replica)) for grad in whole]
+                    mine = [
+                        self._dense(path, _of_replica(strategy, grad, replica))
+                        for path, grad in zip(paths, whole, strict=True)
+                    ]
                     given = _of_replica(strategy, rate, replica) if self._rate_given else None
                     movement.run(
                         paths, tuple(mine), None if given is None else tf.cast(given, tf.float32), step
@@ -200,12 +204,13 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
             move, self._distribution_strategy, [grad for grad, _ in reduced], learning_rate
         )
 
-    def _dense(self, grad: Any) -> Any:
+    def _dense(self, path: str, grad: Any) -> Any:
         """Returns a gradient as the variant takes it: an embedding's names a row for each time it was looked up."""
-        constants = variant_constants(self.spec.schema, self.spec.variant)
-        if isinstance(grad, tf.IndexedSlices) and constants.get("repeated_rows") == "squared_apart":
-            squares = tf.IndexedSlices(tf.square(grad.values), grad.indices, grad.dense_shape)
-            return Repeated(tf.convert_to_tensor(grad), tf.convert_to_tensor(squares))
+        if isinstance(grad, tf.IndexedSlices):
+            kind = next(group.spec.kind for group in self._kept if path in group.params)
+            if variant_constants(*kind).get("repeated_rows") == "squared_apart":
+                squares = tf.IndexedSlices(tf.square(grad.values), grad.indices, grad.dense_shape)
+                return Repeated(tf.convert_to_tensor(grad), tf.convert_to_tensor(squares))
         return tf.convert_to_tensor(grad)
 
     @property

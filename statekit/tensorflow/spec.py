@@ -17,7 +17,7 @@ from statekit.state.train_state import MULTIPLIERS, Group, Rule, RuleRecord
 from statekit.tensors.tensor import Shape
 from statekit.tensors.typed import Name, typed
 
-_OWN_KEYS = ("paths", FACTOR)
+_OWN_KEYS = ("paths", "schema", "variant", FACTOR)
 """Keys of a group that are no hyperparameters."""
 
 
@@ -30,7 +30,7 @@ class OptimizerSpec:
         variant: Whose rule.
         hyperparameters: Canonical names and values, for parameters of no group.
         groups: Groups with hyperparameters of their own: `paths`, and what is different for them, which may be
-            `learning_rate_factor`.
+            `learning_rate_factor`; or, with `schema` and `variant`, groups that another optimizer moves.
         rules: How parameters are factored whose rule is known, by path, as `Rule.to_json`.
         names: The path that a parameter has for all the above, by the variable's path, where they differ.
         missed: Updates that a parameter has missed, by path, where the variant counts each by itself.
@@ -43,6 +43,23 @@ class OptimizerSpec:
     rules: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     missed: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> tuple[str, str]:
+        """Whose rule moves parameters of no group."""
+        return self.schema, self.variant
+
+    def kind_of(self, group: Mapping[str, Any]) -> tuple[str, str]:
+        """Returns whose rule moves a group.
+
+        Raises:
+            StateError: Nobody says its variant, or that can't be stepped.
+            NotFoundError: There is no such schema.
+        """
+        schema = group.get("schema", self.schema)
+        variant = group.get("variant", self.variant if schema == self.schema else None)
+        steps_for(schema, variant)
+        return schema, str(variant)
 
     def to_json(self) -> dict[str, Any]:
         """Returns the arguments of a constructor that say the same."""
@@ -64,11 +81,11 @@ def read_spec(spec: OptimizerSpec, faults: Sequence[tuple[str, str]]) -> Optimiz
     """
     steps_for(spec.schema, spec.variant)
     common = read_options(spec.schema, spec.variant, spec.hyperparameters)
-    read = [read_options(spec.schema, spec.variant, _said(group)) for group in spec.groups]
+    read = [read_options(*spec.kind_of(group), _said(group)) for group in spec.groups]
     all_faults = [*faults, *common.faults]
     for group, options in zip(spec.groups, read, strict=True):
         all_faults += [*options.faults, *_group_faults(spec, group, options)]
-    if spec.missed and not counts_apart(spec.schema, spec.variant):
+    if spec.missed and not any(counts_apart(*kind) for kind in (spec.kind, *map(spec.kind_of, spec.groups))):
         all_faults.append((f"variant {spec.variant} counts all parameters together", "missed"))
     remedies = dict.fromkeys(
         read_options_of.remedy for read_options_of in (common, *read) if read_options_of.remedy
@@ -88,7 +105,7 @@ def _said(group: Mapping[str, Any]) -> dict[str, Any]:
 def _group_faults(
     spec: OptimizerSpec, group: Mapping[str, Any], options: Options
 ) -> Iterator[tuple[str, str]]:
-    for name in options.values.keys() & by_keras(spec.schema, spec.variant).keys():
+    for name in options.values.keys() & by_keras(*spec.kind_of(group)).keys():
         yield "is done by Keras for all parameters together", name
     if not isinstance(group.get("paths"), Sequence) or isinstance(group.get("paths"), str):
         yield "is missing in a group", "paths"
@@ -96,8 +113,9 @@ def _group_faults(
 
 @dataclass(frozen=True)
 class GroupSpec:
-    """One group of parameters as the step takes it."""
+    """One group of parameters as the step takes it, and whose rule moves it."""
 
+    kind: tuple[str, str]
     group: Group
     rules: Mapping[str, Rule]
     rate_factor: float
@@ -140,20 +158,14 @@ def group_specs(spec: OptimizerSpec, shapes: Mapping[str, Shape]) -> list[GroupS
         UsageError: A parameter has no factor rule, stands in two groups, or is left open; lists every one.
     """
     faults = Faults()
-    defaults = {name: value for name, value in offered(spec.schema, spec.variant).items() if name != LOGICAL}
-    common = {**defaults, **spec.hyperparameters}
     grouped = _grouped(spec, shapes, faults)
     faults += [
         (f"has {name}, but isn't among the variables", path)
         for name in MULTIPLIERS
-        for path in common.get(name) or ()
+        for path in spec.hyperparameters.get(name) or ()
         if path not in shapes
     ]
-    specs = [
-        _group_spec(spec, paths, {**common, **settings}, shapes, faults)
-        for paths, settings in grouped
-        if paths
-    ]
+    specs = [_group_spec(spec, paths, settings, shapes, faults) for paths, settings in grouped if paths]
     remedy = (
         'give factor_map=[(regex, ["ROW", "COLUMN", "BATCH" or "NONE" for each axis]), ...] as the run had it'
     )
@@ -164,19 +176,22 @@ def group_specs(spec: OptimizerSpec, shapes: Mapping[str, Shape]) -> list[GroupS
 def _group_spec(
     spec: OptimizerSpec,
     paths: Sequence[str],
-    options: Mapping[str, Any],
+    settings: Mapping[str, Any],
     shapes: Mapping[str, Shape],
     faults: Faults,
 ) -> GroupSpec:
-    schema = load_schema(spec.schema)
+    kind = spec.kind_of(settings)
+    schema, variant = load_schema(kind[0]), kind[1]
+    usual = {name: value for name, value in offered(*kind).items() if name != LOGICAL}
+    options = {**usual, **(spec.hyperparameters if kind == spec.kind else {}), **settings}
     records = typed(spec.rules, dict[Name, RuleRecord], "rules", "These aren't factor rules", UsageError)
     given_rules = {path: Rule.from_json(records[path]) for path in paths if path in records}
     open_shapes = {path: shapes[path] for path in paths if path not in given_rules}
-    rules = given_rules | factor_rules(schema, spec.variant, options, open_shapes, faults)
+    rules = given_rules | factor_rules(schema, variant, options, open_shapes, faults)
     values = _said(options)
     for key in MULTIPLIERS:
         if key in values:
             values[key] = {path: factor for path, factor in values[key].items() if path in paths}
-    values = by_name(schema, spec.variant, values, paths, faults)
+    values = by_name(schema, variant, values, paths, faults)
     values.pop(FACTOR_MAP, None)
-    return GroupSpec(Group(tuple(paths), values), rules, float(options.get(FACTOR, 1.0)))
+    return GroupSpec(kind, Group(tuple(paths), values), rules, float(options.get(FACTOR, 1.0)))

@@ -43,6 +43,14 @@ class GroupValues(NamedTuple):
     shared: Mapping[str, Any]
 
 
+class _Moving(NamedTuple):
+    """What moves a kind of parameters: the module of their optimizer, its variant, and what is settled for them."""
+
+    steps: Steps
+    variant: str
+    config: Hashable
+
+
 @dataclass(frozen=True)
 class VariableStep:
     """How an optimizer moves its variables.
@@ -64,10 +72,7 @@ class VariableStep:
 
     def _needs_rate(self) -> bool:
         """Tells whether the rule of a group has no rate of its own."""
-        return any(
-            rate_needed(self.spec.schema, self.spec.variant, group.spec.group.hyperparameters)
-            for group in self.groups
-        )
+        return any(rate_needed(*group.spec.kind, group.spec.group.hyperparameters) for group in self.groups)
 
     def check(self, paths: Sequence[str], rate_given: bool) -> None:
         """Checks, before anything is changed, that an update with gradients for these parameters can be made.
@@ -77,7 +82,6 @@ class VariableStep:
             UsageError: A group multiplies a rate that is the rule's own; or a gradient is missing, and the variant
                 counts the updates of each parameter by itself.
         """
-        spec = self.spec
         if not rate_given and self._needs_rate():
             raise UnknownRuleError(
                 "The optimizer has no learning rate.",
@@ -91,11 +95,13 @@ class VariableStep:
                 "Groups multiply the learning rate, and nobody gave one: the rule makes its own.",
                 remedy=f"give a learning rate, or leave out {FACTOR}",
             )
-        missing = {path for group in self.groups for path in group.params} - set(paths)
-        if missing and counts_apart(spec.schema, spec.variant):
+        by_themselves = [group for group in self.groups if counts_apart(*group.spec.kind)]
+        missing = {path for group in by_themselves for path in group.params} - set(paths)
+        if missing:
+            variants = ", ".join(dict.fromkeys(group.spec.kind[1] for group in by_themselves))
             raise Faults(("has no gradient", path) for path in sorted(missing)).error(
                 UsageError,
-                f"Variant {spec.variant} counts the updates of each parameter by itself; here all count together.",
+                f"Variant {variants} counts the updates of each parameter by itself; here all count together.",
                 remedy="set trainable = False on what stays as it is before the optimizer is built",
             )
 
@@ -150,23 +156,15 @@ class VariableStep:
         step: Any,
     ) -> tuple[GroupValues, ...]:
         """Returns all groups' values after an update; the parameters are those that moved."""
-        steps, given = (
-            steps_for(self.spec.schema, self.spec.variant),
-            dict(zip(paths, grads, strict=True)),
-        )
-        after = []
+        given, after = dict(zip(paths, grads, strict=True)), []
         for group, values in zip(self.groups, before, strict=True):
             reached = {path: given[path] for path in group.params if path in given}
             factor = group.spec.rate_factor
-            scene = Scene(
-                self.xp,
-                self.spec.variant,
-                rate if rate is None or factor == 1.0 else rate * factor,
-                step,
-            )
-            after.append(
-                self._moved_group(steps, scene, group, values, reached)
-            )  # some rules move what has no gradient
+            schema, variant = group.spec.kind
+            scene = Scene(self.xp, variant, rate if rate is None or factor == 1.0 else rate * factor, step)
+            steps = steps_for(schema, variant)
+            # Some rules move what has no gradient.
+            after.append(self._moved_group(steps, scene, group, values, reached))
         return tuple(after)
 
     def _moved_group(
@@ -182,22 +180,23 @@ class VariableStep:
         after, moved = dict[str, Any](), dict[str, dict[str, Any]]()
         for missing, config, paths in _batches(group.configs, values, reached, self.spec.missed):
             there = (scene.rate, scene.step - missing, common)
+            moving = _Moving(steps, scene.variant, config)
             arguments = [(params[path], reached[path], slots[path]) for path in paths]
-            for path, updated in zip(paths, self._updated(steps, config, there, arguments), strict=True):
+            for path, updated in zip(paths, self._updated(moving, there, arguments), strict=True):
                 after[path], moved[path] = updated
         return GroupValues(after, moved, {name: shared[name] for name in group.shared})
 
     def _updated(
-        self, steps: Steps, config: Hashable, there: tuple[Any, Any, Any], arguments: Sequence[Any]
+        self, moving: _Moving, there: tuple[Any, Any, Any], arguments: Sequence[Any]
     ) -> Iterator[tuple[Any, dict[str, Any]]]:
         """Yields parameter and slots of each of a batch after its update."""
         size = math.prod(arguments[0][0].shape)
         if len(arguments) == 1 or size >= ALONE or size == 0:
-            kernel = self._kernel(steps, config, arguments[0], together=False)
+            kernel = self._kernel(moving, arguments[0], together=False)
             for argument in arguments:
                 yield kernel(*there, argument)
             return
-        kernel = self._kernel(steps, config, arguments[0], together=True)
+        kernel = self._kernel(moving, arguments[0], together=True)
         most = max(2, STACK // size)
         for start in range(0, len(arguments), most):
             part = arguments[start : start + most]
@@ -207,21 +206,21 @@ class VariableStep:
             for i, part_of_param in enumerate(tf.unstack(param)):
                 yield part_of_param, {name: values[i] for name, values in split.items()}
 
-    def _kernel(self, steps: Steps, config: Hashable, argument: Any, together: bool) -> Callable[..., Any]:
+    def _kernel(self, moving: _Moving, argument: Any, together: bool) -> Callable[..., Any]:
         """Returns the update of one kind of parameters, compiled; of a stack of them if `together`."""
         kind = tuple((value.shape, value.dtype) for value in tf.nest.flatten(argument))
-        key = (config, kind, together)
+        key = (moving.variant, moving.config, kind, together)
         if key not in self._kernels:
-            variant, xp = self.spec.variant, self.xp
+            xp = self.xp
 
-            def update(rate: Any, step: Any, common: Any, moving: Any) -> Any:
-                scene = Scene(xp, variant, rate, step)
+            def update(rate: Any, step: Any, common: Any, arrays: Any) -> Any:
+                scene = Scene(xp, moving.variant, rate, step)
 
-                def one(each: Any) -> Any:
-                    param, grad, slots = each
-                    return steps.update(scene, param, grad, slots, config, common)
+                def updated(parameter: Any) -> Any:
+                    param, grad, slots = parameter
+                    return moving.steps.update(scene, param, grad, slots, moving.config, common)
 
-                return tf.vectorized_map(one, moving) if together else one(moving)
+                return tf.vectorized_map(updated, arrays) if together else updated(arrays)
 
             self._kernels[key] = tf.function(update, jit_compile=self.jit_compile or None, autograph=False)
         return self._kernels[key]  # type: ignore[no-any-return]  # TensorFlow has no types
@@ -244,7 +243,6 @@ def _values(variables: Variables) -> dict[str, Any]:
     return {name: tf.convert_to_tensor(variable) for name, variable in variables.items()}
 
 
-def update_keys(spec: OptimizerSpec, group: GroupSpec) -> dict[str, Hashable]:
+def update_keys(group: GroupSpec) -> dict[str, Hashable]:
     """Returns what each parameter's update depends on; errors are those of the optimizer's own module."""
-    steps = steps_for(spec.schema, spec.variant)
-    return settled_group(steps, group.group, group.rules, spec.variant)
+    return settled_group(steps_for(*group.kind), group.group, group.rules, group.kind[1])

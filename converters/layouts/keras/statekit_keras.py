@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NotRequired, TypedDict
+from dataclasses import dataclass, field, replace
+from typing import Any, NotRequired, TypeAlias, TypedDict
 
 import numpy as np
 
@@ -50,7 +50,16 @@ from statekit.state.constants import variant_constants
 from statekit.state.factoring import map_entries, shown_rule
 from statekit.state.options import CLASSES, FACTOR, KERAS, LOGICAL, RATE_NAMES, offered, rule_of, stored_rate
 from statekit.state.schema import load_schema
-from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, Rule, RuleRecord, TrainState
+from statekit.state.train_state import (
+    Counts,
+    Group,
+    Kind,
+    KnownFrom,
+    Optimizer,
+    Rule,
+    RuleRecord,
+    TrainState,
+)
 from statekit.tensors.tensor import DTYPES, Tensor, in_memory
 from statekit.tensors.typed import Name, Natural, typed
 
@@ -58,12 +67,16 @@ MODULE = "statekit.tensorflow.optimizers"
 SEPARATOR = ":"
 GROUPS = "groups"
 _SCHEMAS = {kind: schema for schema, kind in CLASSES.items()}
+Owned: TypeAlias = tuple[Group, Kind]
+"""A group, and whose rule moves it."""
 
 
 class GroupArguments(TypedDict):
-    """What is said of a group of parameters; options are held to the optimizer's schema."""
+    """What is said of a group of parameters; options are held to the schema of the optimizer that moves it."""
 
     paths: Sequence[Name]
+    schema: NotRequired[Name]
+    variant: NotRequired[Name]
     learning_rate_factor: NotRequired[float]
 
 
@@ -100,6 +113,12 @@ class Own:
         """What it is called unless it was given a name."""
         return snake_case(self.kind)
 
+    @property
+    def schemas(self) -> tuple[str, ...]:
+        """Its schema, and those of the optimizers that move some of its groups."""
+        groups = (self.config or {}).get(GROUPS) or ()
+        return tuple(dict.fromkeys((self.schema, *(g["schema"] for g in groups if "schema" in g))))
+
     def said(self, name: str, usual: Any = None) -> Any:
         """Returns an argument."""
         return (self.config or {}).get(name, usual)
@@ -134,6 +153,13 @@ def own_by_name(name: Any, named: Mapping[str, Mapping[str, Tensor]]) -> Own | N
     slots = {slot for param_slots in named.values() for slot in param_slots} - {ITERATION, RATE, ACCUMULATOR}
     fits = [kind for kind, schema in _SCHEMAS.items() if slots and slots <= load_schema(schema).slots.keys()]
     return Own(fits[0]) if len(fits) == 1 else None
+
+
+def own_manifest(checkpoint: Checkpoint, optimizer: Own) -> ManifestRecord | None:
+    """Returns what a conversion's manifest says of the optimizer, and of those that move other groups."""
+    record = (checkpoint.manifest or {}).get("state")
+    stated = str(record.get("schema")).split("+") if isinstance(record, Mapping) else []
+    return manifest_state(checkpoint, *(stated if optimizer.schema in stated else optimizer.schemas))
 
 
 def named_slots(variables: Mapping[str, Tensor]) -> dict[str, dict[str, Tensor]]:
@@ -174,20 +200,21 @@ def own_state(
         StateError: It makes no state; lists every fault.
         UsageError: A hint that the schema doesn't know.
     """
-    variant = hints.variant or optimizer.said("variant") or (known.variant if known else None)
+    schemas = _shown_schemas(optimizer, named)
+    variant = optimizer.said("variant") or (known.variant if known else None)
+    told = {schema: hint.variant for schema, hint in hints.of({*schemas.values()}).items()}
+    variants = {schema: told[schema] or (variant if schema == optimizer.schema else None) for schema in told}
     faults, subject = Faults(), f"The variables make no state of {optimizer.kind}"
     rate, iteration = (named.get("", {}).get(name) for name in (RATE, ITERATION))
     _check_scalars(rate, iteration, faults)
     faults.check(StateError, subject)
     assert iteration is not None  # it would be a fault
-    groups, notes = _groups(optimizer, variant, tuple(paths_of(named)), rate, known)
-    groups = tuple(
-        Group(g.paths, g.hyperparameters, g.known_from, named.get(f"{GROUPS}/{i}", {}))
-        for i, g in enumerate(groups)
-    )
-    slots, beside = _slots(optimizer.schema, {path: named[path] for path in moved})
-    factors = optimizer.schema == "adafactor"
-    rules = _rules(optimizer, variant, moved, slots, groups, faults) if factors else {}
+    groups, notes = _groups(optimizer, variants, schemas, rate, known)
+    owned = [(replace(g, slots=named.get(f"{GROUPS}/{i}", {})), kind) for i, (g, kind) in enumerate(groups)]
+    mover = Optimizer.of(*zip(*owned, strict=True)) if owned else Optimizer(optimizer.schema, variant, ())
+    schema_of = {path: kind[0] for group, kind in owned for path in group.paths}
+    slots, beside = _slots(schema_of, {path: named[path] for path in moved})
+    rules = _rules(optimizer, moved, slots, owned, faults)
     rules |= {path: Rule.from_json(rule) for path, rule in known.rules.items()} if known else {}
     faults.check(StateError, subject)
     calls = int(iteration.read())
@@ -199,11 +226,11 @@ def own_state(
         "beside": beside,
     }
     home |= {"iteration_dtype": iteration.dtype.name, "schedule": rate is None}
-    home |= _rate_home(_first_rate(groups), 0.0 if rate is None else float(rate.read()))
+    home |= _rate_home(_first_rate(mover.groups), 0.0 if rate is None else float(rate.read()))
     state = TrainState(
         {**moved, **frozen},
         slots,
-        Optimizer(optimizer.schema, variant, groups),
+        mover,
         counts,
         rules,
         {**extra, **called_by(optimizer.config), HOME: home},
@@ -221,16 +248,16 @@ def _check_scalars(rate: Tensor | None, iteration: Tensor | None, faults: Faults
 
 
 def _slots(
-    schema: str, named: Mapping[str, Mapping[str, Tensor]]
+    schema_of: Mapping[str, str], named: Mapping[str, Mapping[str, Tensor]]
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
     """Returns the slots of each parameter, and by its name each variable beside them that is no slot."""
-    known = load_schema(schema).slots
-    slots = {path: {n: t for n, t in variables.items() if n in known} for path, variables in named.items()}
+    known = {path: load_schema(schema_of[path]).slots for path in named}
+    slots = {path: {n: t for n, t in kept.items() if n in known[path]} for path, kept in named.items()}
     beside = {
         f"{path}{SEPARATOR}{name}": tensor
-        for path, variables in named.items()
-        for name, tensor in variables.items()
-        if name not in known
+        for path, kept in named.items()
+        for name, tensor in kept.items()
+        if name not in known[path]
     }
     return slots, beside
 
@@ -254,66 +281,120 @@ def _rate_home(first: float | None, base: float) -> dict[str, float]:
     return {"base_rate": base} if first == 0 else {}
 
 
+def _shown_schemas(optimizer: Own, named: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
+    """Returns the schema of each parameter: its optimizer's, but where a file without config shows another.
+
+    Raises:
+        StateError: Several schemas have the slots of some parameters; lists every one.
+    """
+    slots = {path: named[path].keys() - {ACCUMULATOR} for path in paths_of(named)}
+    if optimizer.config is not None:
+        return dict.fromkeys(slots, optimizer.schema)
+    always = {
+        schema: {n for n, slot in load_schema(schema).data["slots"].items() if slot["exists"] == "always"}
+        for schema in CLASSES
+    }
+    own, faults, schemas = load_schema(optimizer.schema).slots.keys(), Faults(), dict[str, str]()
+    for path, kept in slots.items():
+        others = [schema for schema, needed in always.items() if needed == kept]
+        is_own = always[optimizer.schema] <= kept <= own or not others
+        schemas[path] = optimizer.schema if is_own else others[0]
+        if not is_own and len(others) > 1:
+            faults.add(f"has the slots of {', '.join(others)}", path)
+    faults.check(
+        StateError,
+        "The file doesn't say which optimizer moves some variables",
+        remedy="read the .keras file, which has the optimizer's config",
+    )
+    return schemas
+
+
 def _groups(
     optimizer: Own,
-    variant: str | None,
-    paths: tuple[str, ...],
+    variants: Mapping[str, str | None],
+    schemas: Mapping[str, str],
     rate: Tensor | None,
     known: ManifestRecord | None,
-) -> tuple[tuple[Group, ...], list[str]]:
-    """Returns the groups in the order in which the optimizer has them."""
-    if known is not None and known.groups and known.variant == variant:
-        return tuple(group.group() for group in known.groups), list(known.assumptions)
-    value = None if rate is None else float(rate.read())
-    if variant is None:
-        rates: Mapping[str, Any] = {} if value is None else {RATE: value}
-        said = ", ".join(load_schema(optimizer.schema).stepped)
-        note = f"The file doesn't say which variant ran: {said}. Name it with --variant."
-        return (Group(paths, rates, dict.fromkeys(rates, "file")),), [note]
-    usual, config = offered(optimizer.schema, variant), optimizer.config or {}
-    has_rate = optimizer.config is None or config.get(RATE) is not None
-    groups = _configured(
-        optimizer, {**usual, **_common(optimizer, variant)}, paths, value if has_rate else None
-    )
-    assumed = ", ".join(f"{n}={v}" for n, v in usual.items())
-    return groups, [] if config else [f"The file holds no config; assumed: {assumed}."]
-
-
-def _configured(
-    optimizer: Own, common: Mapping[str, Any], paths: tuple[str, ...], rate: float | None
-) -> tuple[Group, ...]:
-    """Returns the groups of the config, and that of all other parameters.
+) -> tuple[list[Owned], list[str]]:
+    """Returns the groups in the order in which the optimizer has them, each with whose rule moves it.
 
     Args:
         optimizer: The optimizer.
-        common: The hyperparameters of all groups.
+        variants: The variant of each schema, as far as it is known.
+        schemas: Schema of each parameter, of those without a config.
+        rate: The learning rate.
+        known: What a conversion's manifest says.
+    """
+    variant, value = variants.get(optimizer.schema), None if rate is None else float(rate.read())
+    if known is not None and known.groups and (known.variant == variant or len({*known.kinds}) > 1):
+        recorded = [group.group() for group in known.groups]
+        return list(zip(recorded, known.kinds, strict=True)), list(known.assumptions)
+    if optimizer.config is not None and variant is not None:
+        return _configured(
+            optimizer, variant, tuple(schemas), value if optimizer.said(RATE) is not None else None
+        ), []
+    owned, notes = list[Owned](), list[str]()
+    for schema in dict.fromkeys(schemas.values()):
+        kind = (schema, variants[schema])
+        usual = {} if kind[1] is None else offered(schema, kind[1])
+        origins: dict[str, KnownFrom] = dict.fromkeys(usual, "assumed")
+        if value is not None:
+            usual, origins = {**usual, _rate_name(schema): value}, {**origins, _rate_name(schema): "file"}
+        paths = tuple(path for path, shown in schemas.items() if shown == schema)
+        owned.append((Group(paths, usual, origins), kind))
+        if kind[1] is None:
+            said = ", ".join(load_schema(schema).stepped)
+            notes.append(f"The file doesn't say which variant ran: {said}. Name it with --variant.")
+        else:
+            assumed = ", ".join(f"{n}={v}" for n, v in usual.items())
+            notes.append(f"The file holds no config; assumed: {assumed}.")
+    return owned, notes
+
+
+def _configured(optimizer: Own, variant: str, paths: tuple[str, ...], rate: float | None) -> list[Owned]:
+    """Returns the groups of the config, and that of all other parameters, each with whose rule moves it.
+
+    Args:
+        optimizer: The optimizer.
+        variant: Its own variant.
         paths: Its parameters.
         rate: The learning rate, which groups multiply; None where a schedule makes it.
     """
     config = optimizer.config or {}
-    name = next((n for n in RATE_NAMES if n in load_schema(optimizer.schema).hyperparameters), RATE)
     origin: KnownFrom = "file" if config else "assumed"
-    free, groups = dict.fromkeys(paths), list[Group]()
+    free, groups = dict.fromkeys(paths), list[Owned]()
     for entry in [*(config.get(GROUPS) or ()), {"paths": paths}]:
         here = tuple(path for path in entry["paths"] if path in free)
         if not here:
             continue
         free = {path: None for path in free if path not in here}
-        values = {**common, **{n: v for n, v in entry.items() if n not in ("paths", FACTOR)}}
+        kind = (str(entry.get("schema", optimizer.schema)), str(entry.get("variant", variant)))
+        own = {n: v for n, v in entry.items() if n not in ("paths", "schema", "variant", FACTOR)}
+        values = {**offered(*kind), **_common(optimizer, kind, kind == (optimizer.schema, variant)), **own}
         origins: dict[str, KnownFrom] = dict.fromkeys(values, origin)
         if rate is not None:
+            name = _rate_name(kind[0])
             values[name], origins[name] = rate * float(entry.get(FACTOR, 1.0)), "file"
-        groups.append(Group(here, values, origins))
-    return tuple(groups)
+        groups.append((Group(here, values, origins), kind))
+    return groups
 
 
-def _common(optimizer: Own, variant: str) -> dict[str, Any]:
-    """Returns the hyperparameters that the config has for all groups, but the learning rate."""
-    config, schema = optimizer.config or {}, load_schema(optimizer.schema)
+def _rate_name(schema: str) -> str:
+    return next((name for name in RATE_NAMES if name in load_schema(schema).hyperparameters), RATE)
+
+
+def _common(optimizer: Own, kind: tuple[str, str], is_own: bool) -> dict[str, Any]:
+    """Returns the hyperparameters that the config has for all groups of a kind, but the learning rate.
+
+    Of those that another optimizer moves, that is what Keras itself does for all variables.
+    """
+    config, schema = optimizer.config or {}, load_schema(kind[0])
     common = {
-        name: config[name] for name in schema.hyperparameters if name in config and name not in RATE_NAMES
+        name: config[name]
+        for name in schema.hyperparameters
+        if name in config and name not in RATE_NAMES and (is_own or name in KERAS)
     }
-    if _clips_in_base_class(optimizer.schema, variant) and "global_clipnorm" in config:
+    if _clips_in_base_class(*kind) and "global_clipnorm" in config:
         common["global_norm_clip_threshold"] = config["global_clipnorm"]
     return common
 
@@ -324,23 +405,25 @@ def _clips_in_base_class(schema: str, variant: str) -> bool:
 
 def _rules(
     optimizer: Own,
-    variant: str | None,
     moved: Mapping[str, Tensor],
     slots: Mapping[str, Mapping[str, Tensor]],
-    groups: Sequence[Group],
+    groups: Sequence[Owned],
     faults: Faults,
 ) -> dict[str, Rule]:
     """Returns how each parameter is factored: as the config says, as the variant does, or as the slots' shapes show."""
-    said, rules = optimizer.said("rules", {}), dict[str, Rule]()
-    for group in groups:
+    said = optimizer.said("rules", {})
+    rules = {path: Rule.from_json(said[path]) for path in moved if path in said}
+    for group, (schema, variant) in groups:
+        if schema != "adafactor":
+            continue
         lines = group.hyperparameters.get("factor_map")
         entries = map_entries(lines, "factor_map") if lines else ()
         for path in group.paths:
+            if path in rules:
+                continue
             shape, param_slots = moved[path].shape, slots[path]
             rule: Rule | None = None
-            if path in said:
-                rule = Rule.from_json(said[path])
-            elif variant is not None and optimizer.config is not None:
+            if variant is not None and optimizer.config is not None:
                 rule = rule_of(path, shape, variant, group.hyperparameters, entries)[0]
             elif {"v_row", "v_col"} & param_slots.keys() in ({"v_row", "v_col"}, set()):
                 rule = shown_rule(shape, param_slots, variant)
@@ -358,13 +441,14 @@ def own_variables(state: TrainState, home: Mapping[str, Any]) -> dict[str, Tenso
         InexactError: statekit.tensorflow doesn't step by the state's rule.
     """
     optimizer = state.optimizer
-    steppable = load_schema(optimizer.schema).stepped
-    if optimizer.schema not in CLASSES or optimizer.variant not in (*steppable, None):
-        raise InexactError(
-            "No optimizer of statekit.tensorflow goes on with this state.",
-            expected=f"{optimizer.schema}, variant {', '.join(steppable) or 'none'}",
-            found=f"{optimizer.schema}, variant {optimizer.variant}",
-        )
+    for schema, variant in optimizer.kinds:
+        steppable = load_schema(schema).stepped
+        if schema not in CLASSES or variant not in (*steppable, None):
+            raise InexactError(
+                "No optimizer of statekit.tensorflow goes on with this state.",
+                expected=f"{schema}, variant {', '.join(steppable) or 'none'}",
+                found=f"{schema}, variant {variant}",
+            )
     dtype = DTYPES[str(home.get("iteration_dtype", "int64"))]
     entries: dict[str, Tensor] = {ITERATION: in_memory(np.asarray(calls_of(state, home), dtype), ITERATION)}
     rate = _rate(state)
@@ -376,9 +460,16 @@ def own_variables(state: TrainState, home: Mapping[str, Any]) -> dict[str, Tenso
                 entries[f"{path}/{name}".replace("/", SEPARATOR)] = tensor
         for name, tensor in group.slots.items():
             entries[SEPARATOR.join((GROUPS, str(i), name))] = tensor
-    if home.get("class") == CLASSES[optimizer.schema]:
+    if home.get("class") == class_of(state, home):
         entries |= {key.replace("/", SEPARATOR): tensor for key, tensor in home.get("beside", {}).items()}
     return entries
+
+
+def class_of(state: TrainState, home: Mapping[str, Any]) -> str:
+    """Returns the class that goes on with a state: of several optimizers the one that the file had, or the first."""
+    classes = [CLASSES.get(schema, "") for schema in state.optimizer.schemas]
+    before = str(home.get("class"))
+    return before if before in classes else classes[0]
 
 
 def _rate(state: TrainState) -> float | None:
@@ -387,7 +478,7 @@ def _rate(state: TrainState) -> float | None:
     Where that group stands still, no factor makes another's rate of its: it is what the file had, or the next one's.
     """
     groups, home = state.optimizer.groups, state.extra.get(HOME, {})
-    first, same = _first_rate(groups), home.get("class") == CLASSES.get(state.optimizer.schema)
+    first, same = _first_rate(groups), home.get("class") == class_of(state, home)
     if first is None or len(groups) == 1:
         return first
     if first:
@@ -421,23 +512,35 @@ def arguments(state: TrainState, before: Own | None) -> dict[str, Any]:
         InexactError: The variant isn't known, so that the class's own would be taken for it.
     """
     optimizer = state.optimizer
-    if optimizer.variant is None:
+    kinds = [optimizer.kind(group) for group in optimizer.groups] or [*optimizer.kinds]
+    if any(variant is None for _, variant in kinds):
         raise InexactError("Nobody said which variant ran.", remedy="name it with --variant")
-    kind = CLASSES[optimizer.schema]
+    kind = class_of(state, home_in(state))
+    own = next((schema, str(variant)) for schema, variant in kinds if CLASSES[schema] == kind)
     same = before if before is not None and before.kind == kind else None
-    names = offered(optimizer.schema, optimizer.variant).keys() - {LOGICAL}  # `rules` say each parameter's
-    groups = [{n: v for n, v in g.hyperparameters.items() if n in names} for g in optimizer.groups]
-    first = groups[0] if groups else {}
-    common = {n: v for n, v in first.items() if all(values.get(n) == v for values in groups)}
+    # `rules` say what is logical of each parameter.
+    names = {(s, v): offered(s, str(v)).keys() - {LOGICAL} for s, v in kinds}
+    groups = [
+        {n: v for n, v in group.hyperparameters.items() if n in names[whose]}
+        for group, whose in zip(optimizer.groups, kinds, strict=False)
+    ]
+    alike = [values for values, whose in zip(groups, kinds, strict=False) if whose == own]
+    common = {
+        n: v for n, v in (alike[0] if alike else {}).items() if all(n in a and a[n] == v for a in alike)
+    }
     rate = _rate(state)
-    base, common = _parted(common, names, _clips_in_base_class(optimizer.schema, optimizer.variant))
+    base, common = _parted(common, names[own], _clips_in_base_class(*own))
     settings = {"name": Own(kind).usual_name, RATE: rate, **base, "jit_compile": False}
     if same is not None:
         settings |= _settings_before(same, rate)
-    settings |= {"variant": optimizer.variant, **common}
+    settings |= {"variant": own[1], **common}
     if len(groups) > 1:
         settings[GROUPS] = [
-            _group(g, values, common, rate) for g, values in zip(optimizer.groups, groups, strict=True)
+            {
+                **({} if whose == own else {"schema": whose[0], "variant": whose[1]}),
+                **_group(g, values, common if whose == own else {}, rate, _clips_in_base_class(*whose)),
+            }
+            for g, values, whose in zip(optimizer.groups, groups, kinds, strict=True)
         ]
     return settings | _by_parameter(state, same)
 
@@ -476,9 +579,15 @@ def _by_parameter(state: TrainState, before: Own | None) -> dict[str, Any]:
 
 
 def _group(
-    group: Group, values: Mapping[str, Any], common: Mapping[str, Any], rate: float | None
+    group: Group,
+    values: Mapping[str, Any],
+    common: Mapping[str, Any],
+    rate: float | None,
+    in_base_class: bool,
 ) -> dict[str, Any]:
-    different = {name: value for name, value in values.items() if name not in common and name not in KERAS}
+    """Returns what a group says for itself; Keras' base class does some things for all of them together."""
+    together = {*common, *KERAS, *(("global_norm_clip_threshold",) if in_base_class else ())}
+    different = {name: value for name, value in values.items() if name not in together}
     mine = stored_rate(group.hyperparameters)
     factor = {FACTOR: mine / rate} if rate and mine is not None and mine != rate else {}
     return {"paths": list(group.paths), **different, **factor}
@@ -492,6 +601,7 @@ class StatekitKeras:
     title: str = "a run with an optimizer of statekit.tensorflow, in Keras' files"
     containers: tuple[str, ...] = ("keras-h5", "keras")
     schedule_in: str = "iterations"
+    holds_several: bool = True
     variants: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: {schema: load_schema(schema).stepped for schema in CLASSES}
     )
@@ -531,7 +641,7 @@ class StatekitKeras:
             {path: variable.tensor for path, variable in order.moved.items()},
             {path: variable.tensor for path, variable in frozen.items()},
             {HOME: home_of(tree, {**order.moved, **frozen})},
-            manifest_state(checkpoint, optimizer.schema),
+            own_manifest(checkpoint, optimizer),
             hints,
         )
 
@@ -541,7 +651,7 @@ class StatekitKeras:
     def encode(self, state: TrainState) -> Encoded:
         require_optimizer(state, CLASSES, self.name)
         home = home_in(state)
-        kind = CLASSES[state.optimizer.schema]
+        kind = class_of(state, home)
         entries = own_variables(state, home)
         tree = model_tree(state, home, {"class": kind})
         before = own_by_config(config_of(home.get("tree", {})))

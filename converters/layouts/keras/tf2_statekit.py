@@ -13,7 +13,6 @@ from typing import Any
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.layouts.hyperparameters import manifest_state
 from statekit.converters.layouts.keras.graph_optimizer import (
     BASE_LISTS,
     VARIABLES,
@@ -39,8 +38,10 @@ from statekit.converters.layouts.keras.state import (
 from statekit.converters.layouts.keras.statekit_keras import (
     SEPARATOR,
     Own,
+    class_of,
     named_slots,
     own_by_name,
+    own_manifest,
     own_state,
     own_variables,
     paths_of,
@@ -62,6 +63,7 @@ class StatekitGraph:
     title: str = "a run with an optimizer of statekit.tensorflow in tf.train.Checkpoint"
     containers: tuple[str, ...] = ("tf-bundle",)
     schedule_in: str = "iterations"
+    holds_several: bool = True
     variants: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: {schema: load_schema(schema).stepped for schema in CLASSES}
     )
@@ -98,7 +100,7 @@ class StatekitGraph:
         placed = dict(zip(moved, (key for key, _ in in_graph.moved), strict=True)) | frozen
         home = graph_home(tree, in_graph, placed, owners, self.name)
         others = {name: tree[key] for name, key in frozen.items()}
-        known = manifest_state(checkpoint, optimizer.schema)
+        known = own_manifest(checkpoint, optimizer)
         return own_state(optimizer, named, moved, others, {HOME: home}, known, hints)
 
     def like(self, state: TrainState, model: Checkpoint) -> TrainState:
@@ -108,7 +110,7 @@ class StatekitGraph:
         home = home_in(state)
         variables = own_variables(state, home)
         silent = RATE not in variables and not home.get("schedule")
-        name = Own(CLASSES[state.optimizer.schema]).usual_name
+        name = Own(class_of(state, home)).usual_name
         before = [(ITERATION, variables.pop(ITERATION))]
         if silent or RATE in variables:
             before.append((RATE, variables.pop(RATE, before[0][1])))
