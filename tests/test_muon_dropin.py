@@ -57,6 +57,10 @@ ORIGINALS = (
 )
 
 
+VARYING = ("torch_dict_rms", "torch_groups_flatkeys")
+"""Recordings in which the rate changes, or in which one optimizer's groups have several."""
+
+
 class Recorded:
     """A recorded run from its checkpoint on."""
 
@@ -126,6 +130,124 @@ def test_jax_goes_on_as_recorded(name: str) -> None:
         updates, state = update(grads, state, params)
         params = optax.apply_updates(params, updates)
         assert max(recorded.misses(step, params).values()) < LIMIT
+
+
+@pytest.mark.tensorflow
+@pytest.mark.parametrize(
+    "name",
+    ["keras_muon_default"] + [pytest.param(n, marks=pytest.mark.slow) for n in ORIGINALS if n not in VARYING],
+)
+def test_keras_goes_on_as_recorded_with_one_optimizer(name: str) -> None:
+    keras = pytest.importorskip("keras")
+    tf = pytest.importorskip("tensorflow")
+    from statekit.tensorflow import load_optimizer
+
+    recorded = Recorded(name)
+    rates = recorded.meta["learning_rate"][-1]
+    rate = dict(zip(("muon", "adamw"), rates if isinstance(rates, list) else [rates] * 2, strict=True))
+    start = recorded.params(recorded.step)
+    variables = {n: keras.Variable(v, name=n.replace("/", "-")) for n, v in start.items()}
+    told = TOLD.get(name, {})
+    optimizer = load_optimizer(checkpoint_of(name), variables, rate, **told)
+    for step, (_, grads) in enumerate(recorded, recorded.step + 1):
+        optimizer.apply([tf.constant(grads[n]) for n in variables], [*variables.values()])
+        off = recorded.misses(step, {n: variable.numpy() for n, variable in variables.items()})
+        assert max(off.values()) < LIMIT
+
+
+def muon_of_keras(**options: Any) -> Any:
+    """Returns a model of Keras whose optimizer has made two updates."""
+    keras = pytest.importorskip("keras")
+    layers = [keras.layers.Dense(6, name=name) for name in ("up", "down", "head")]
+    model = keras.Sequential([keras.Input((6,)), *layers], name="net")
+    model.compile(optimizer=keras.optimizers.Muon(0.02, **options), loss="mse")
+    trained(model, 2)
+    return model
+
+
+def trained(model: Any, updates: int) -> None:
+    x = np.random.default_rng(3).normal(size=(4, 6)).astype("float32")
+    model.fit(x, x[::-1], batch_size=4, epochs=updates, shuffle=False, verbose=0)
+
+
+@pytest.mark.tensorflow
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_keras_own_class_is_muon_beside_its_adam_there_and_back(tmp_path: Path) -> None:
+    """The state has two optimizers of schemas; Keras loads what is written again, and goes on to the bit."""
+    keras = pytest.importorskip("keras")
+    from statekit.tensorflow import attest, load_optimizer, load_params
+
+    options = {"exclude_layers": ["head"], "adam_lr_ratio": 0.3, "adam_weight_decay": 0.1, "ns_steps": 4}
+    model = muon_of_keras(**options)
+    model.save(tmp_path / "run.keras")
+    with open_state(tmp_path / "run.keras") as opened:
+        muon, adamw = opened.state.optimizer.groups
+        assert opened.state.optimizer.kinds == (("muon", "keras"), ("adamw", "keras"))
+        assert len(muon.paths) == 2 and muon.hyperparameters["ns_steps"] == 4
+        assert adamw.hyperparameters["learning_rate"] == muon.hyperparameters["learning_rate"] * 0.3
+        assert (adamw.hyperparameters["weight_decay_rate"], adamw.hyperparameters["beta2"]) == (
+            0.1 / 0.3,
+            0.999,
+        )
+    statekit.convert(tmp_path / "run.keras", tmp_path / "neutral", to="statekit")
+    statekit.convert(tmp_path / "neutral", tmp_path / "back.keras", layout="keras")
+    back = keras.models.load_model(tmp_path / "back.keras")
+    assert back.optimizer.get_config() == model.optimizer.get_config()
+    assert attest(back.optimizer, back, tmp_path / "run.keras").passed
+    ours = keras.models.load_model(tmp_path / "run.keras")
+    load_params(tmp_path / "run.keras", ours)
+    ours.compile(optimizer=load_optimizer(tmp_path / "run.keras", ours), loss="mse")
+    start = model.get_weights()
+    for each in (model, back, ours):
+        trained(each, 1)
+    weights = (m.get_weights() for m in (model, back, ours))
+    for old, theirs, written, stepped in zip(start, *weights, strict=True):
+        assert np.array_equal(theirs, written)
+        assert np.abs(stepped - theirs).max() <= WITHIN["float32"] * np.abs(theirs - old).max()
+
+
+@pytest.mark.tensorflow
+@pytest.mark.torch
+@pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+def test_a_run_of_torch_becomes_keras_own_class(tmp_path: Path) -> None:
+    """Matrices that aren't Muon's are named by exclude_layers; a mean becomes the sum that Keras keeps."""
+    keras = pytest.importorskip("keras")
+    torch = pytest.importorskip("torch")
+    model = muon_of_keras()
+    model.save(tmp_path / "model.keras")
+    names = [v.path for v in model.trainable_variables]
+    params = {
+        v.path: torch.nn.Parameter(torch.from_numpy(v.numpy().copy())) for v in model.trainable_variables
+    }
+    moved = [name for name in names if name.endswith("kernel") and "head" not in name]
+    rest = [name for name in names if name not in moved]
+    optimizers = [
+        torch.optim.Muon([params[n] for n in moved], lr=0.02, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW([params[n] for n in rest], lr=0.003, eps=1e-7),
+    ]
+    for param in params.values():
+        param.grad = torch.full_like(param, 0.1)
+    for optimizer in optimizers:
+        optimizer.step()
+    file = {
+        "model": {n: p.detach() for n, p in params.items()},
+        "optimizers": [o.state_dict() for o in optimizers],
+    }
+    torch.save(file, tmp_path / "run.pt")
+    target = tmp_path / "run.keras"
+    statekit.convert(
+        tmp_path / "run.pt", target, layout="keras", like=tmp_path / "model.keras",
+        param_names=[*moved, *rest], require="lossy",
+    )  # fmt: skip
+    loaded = keras.models.load_model(target)
+    assert isinstance(loaded.optimizer, keras.optimizers.Muon)
+    momenta = dict(zip(names, loaded.optimizer.momentums, strict=True))
+    velocities = dict(zip(names, loaded.optimizer.adam_velocities, strict=True))
+    assert [n for n in names if velocities[n] is not None] == [n for n in names if n in rest]
+    for name in moved:
+        mean = optimizers[0].state[params[name]]["momentum_buffer"].numpy()
+        np.testing.assert_allclose(momenta[name].numpy(), mean * 20, rtol=1e-6)
+    assert loaded.optimizer.rms_rate == 0.2 and loaded.optimizer.adam_lr_ratio == 0.15
 
 
 @pytest.mark.tensorflow

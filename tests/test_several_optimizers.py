@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from several_driving import ALL, LABELS, SAVED, SHAPES, WRAPPERS, Run, flat, nested, saved
 
+import statekit
 from formats import save, values
 from statekit.arrays.backend import backend
 from statekit.conversion.convert import convert, plan
@@ -211,18 +212,9 @@ def test_variants_are_said_of_each_optimizer(files: Any) -> None:
         assert opened.state.optimizer.kinds == (("adafactor", "optax"), ("adamw", "optax"))
 
 
-@pytest.mark.parametrize(
-    ("to", "layout", "error"),
-    [
-        ("t5x", None, "adafactor and adamw in one run"),
-        ("keras-h5", None, "adafactor and adamw in one run"),
-    ],
-)
-def test_a_target_of_one_optimizer_refuses_both(
-    to: str, layout: str | None, error: str, files: Any, tmp_path: Path
-) -> None:
-    with pytest.raises(UsageError, match=error) as caught:
-        plan(files(), tmp_path / "out", to=to, layout=layout)
+def test_a_target_of_one_optimizer_refuses_both(files: Any, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="adafactor and adamw in one run") as caught:
+        plan(files(), tmp_path / "out", to="t5x")
     assert "statekit, statekit-jax" in str(caught.value)
 
 
@@ -280,12 +272,10 @@ def test_what_is_missing_is_asked_of_each_optimizer(files: Any) -> None:
 
     with open_state(files()) as opened:
         place, state = of_checkpoint(opened), to_json(opened.state.to_json())
-        for framework, rate in (("torch", "lr"), ("jax", "learning_rate")):
+        for framework, rate in (("torch", "lr"), ("jax", "learning_rate"), ("tensorflow", "learning_rate")):
             line = resume_lines(place, state, framework)[-1]
             asked = '{"adafactor": ..., "adamw": ...}, hparams={"adafactor/beta1": ...}'
             assert line.endswith(f", {rate}={asked})")
-        with pytest.raises(StateError, match="Keras moves the variables of a model by one"):
-            resume_lines(place, state, "tensorflow")
 
 
 @pytest.mark.parametrize("where", ["optax", "neutral"])
@@ -407,12 +397,35 @@ def test_exchanged_schemas_go_on_otherwise(files: Any) -> None:
         optimizer.load_state_dict(state)
 
 
-def test_keras_says_why_it_has_one(files: Any) -> None:
-    pytest.importorskip("keras")
+@pytest.mark.tensorflow
+def test_one_optimizer_of_keras_moves_each_group_as_optax_does_and_is_saved(
+    files: Any, tmp_path: Path
+) -> None:
+    keras = pytest.importorskip("keras")
     from statekit.tensorflow import load_optimizer
 
-    with pytest.raises(StateError, match="Keras moves the variables of a model by one"):
-        load_optimizer(files(), [])
+    start = flat(run().saved[0])
+    variables = {p: keras.Variable(v, name=p.replace("/", "-")) for p, v in start.items() if p != "still"}
+    options: Any = {"hparams": {"adafactor/beta1": 0.9, "adamw/weight_decay": 0.1}}
+    rates = {"adafactor": 1e-2, "adamw": 1e-3}
+    with pytest.raises(UsageError, match="a number for each optimizer"):
+        load_optimizer(files(), variables, {**rates, "adamw": lambda: 1e-3}, **options)
+    optimizer = load_optimizer(files(), variables, rates, **options)
+    again = type(optimizer).from_config(optimizer.get_config())
+    for grads in run().grads[SAVED:ALL]:
+        optimizer.apply([grads[path] for path in variables], [*variables.values()])
+    near({**start, **{path: variable.numpy() for path, variable in variables.items()}})
+    again.build([*variables.values()])
+    assert again.get_config() == optimizer.get_config()
+    assert {path: [*slots] for path, slots in again.slots().items()} == {
+        path: [*slots] for path, slots in optimizer.slots().items()
+    }
+    statekit.convert(files(), tmp_path / "run.weights.h5", layout="statekit-keras", **options)
+    with open_state(tmp_path / "run.weights.h5") as opened, open_state(files(), hints=hints()) as source:
+        assert opened.state.optimizer.kinds == source.state.optimizer.kinds
+        for path, slots in source.state.slots.items():
+            for name, tensor in slots.items():
+                assert np.array_equal(opened.state.slots[path][name].read(), tensor.read())
 
 
 @pytest.mark.parametrize(

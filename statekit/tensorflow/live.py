@@ -15,7 +15,7 @@ from statekit.conversion.contracts import NO_HINTS
 from statekit.dropin.matching import renamed
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint
 from statekit.state.options import FACTOR, RATE_NAMES
-from statekit.state.train_state import Group, TrainState
+from statekit.state.train_state import Group, Optimizer, TrainState
 from statekit.tensorflow.naming import path_of
 from statekit.tensorflow.optimizer import SchemaOptimizer
 from statekit.tensors.tensor import DTYPES, Array, DType, Index, Shape, index_shape, normal_index
@@ -170,15 +170,24 @@ def _with_rate(state: TrainState, optimizer: Any) -> TrainState:
 
     def said(i: int, group: Group) -> Group:
         name = next((n for n in RATE_NAMES if n in group.hyperparameters), RATE_NAMES[0])
-        value = rate * rate_factor(optimizer, i)
+        value = rate * rate_factor(optimizer, state.optimizer, i)
         return replace(group, hyperparameters={**group.hyperparameters, name: value})
 
     groups = tuple(said(i, group) for i, group in enumerate(state.optimizer.groups))
     return replace(state, optimizer=replace(state.optimizer, groups=groups))
 
 
-def rate_factor(optimizer: Any, group: int) -> float:
-    """Returns what an optimizer multiplies its learning rate by in a group, by the group's number."""
+def rate_factor(optimizer: Any, decoded: Optimizer, group: int) -> float:
+    """Returns what an optimizer multiplies its learning rate by in a group.
+
+    Args:
+        optimizer: The live one.
+        decoded: The same, as its layout decodes it.
+        group: The number of the group.
+    """
+    if isinstance(optimizer, keras.optimizers.Muon):
+        is_adams = group < len(decoded.groups) and decoded.kind(decoded.groups[group])[0] != "muon"
+        return float(optimizer.adam_lr_ratio) if is_adams else 1.0
     groups = optimizer.spec.groups if isinstance(optimizer, SchemaOptimizer) else ()
     return float(groups[group].get(FACTOR, 1.0)) if group < len(groups) else 1.0
 

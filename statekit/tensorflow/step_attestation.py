@@ -22,7 +22,7 @@ from statekit.attestation.update import Gradient
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.dropin.by_name import path_of as canonical
 from statekit.errors import UsageError
-from statekit.state.train_state import Group
+from statekit.state.train_state import Group, Optimizer
 from statekit.tensorflow.attestation import KerasRun, live_run
 from statekit.tensorflow.from_checkpoint import Variables
 from statekit.tensorflow.live import rate_factor
@@ -136,7 +136,9 @@ class _Watch:
             number = next((i for i, one in enumerate(live) if group.paths[0] in one.paths), 0)
             calls = tf.constant(self._calls_before + int(self._calls) - 1, tf.int64)
             rates = [float(one(calls)) for one in (schedule, tf.function(schedule, jit_compile=True))]
-            return enclosed_rate([one * rate_factor(self._optimizer, number) for one in rates])
+            decoded = Optimizer("", None, ()) if sides.live is None else sides.live.optimizer
+            factor = rate_factor(self._optimizer, decoded, number)
+            return enclosed_rate([rate * factor for rate in rates])
 
         return rate
 

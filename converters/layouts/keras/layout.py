@@ -20,7 +20,7 @@ from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence, Exactness
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.hyperparameters import manifest_state
-from statekit.converters.layouts.keras import native
+from statekit.converters.layouts.keras import muon, native
 from statekit.converters.layouts.keras.home import (
     INNER,
     LOSS_SCALE,
@@ -47,6 +47,7 @@ from statekit.converters.layouts.keras.state import (
     by_config,
     by_name,
     by_user,
+    called,
     kind_of,
     numbered,
     order_of,
@@ -83,10 +84,11 @@ class Keras:
     title: str = "Keras 3's Adafactor, LAMB, Adam and AdamW"
     variants: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: {
-            **dict.fromkeys(("adafactor", "lamb", "adamw"), (VARIANT,)),
+            **dict.fromkeys(("adafactor", "lamb", "adamw", "muon"), (VARIANT,)),
             native.SCHEMA: (),
         }
     )
+    holds_several: bool = True
     containers: tuple[str, ...] = ("keras-h5", "keras")
     schedule_in: str = "iterations"
     stores_values: bool = True
@@ -154,6 +156,11 @@ class Keras:
 
     def encode(self, state: TrainState) -> Encoded:
         home = home_in(state)
+        if muon.is_of_its_class(state):
+            _, config = called(_record(config_of(home.get("tree", {})), muon.CLASS))
+            said = muon.class_arguments(state, home, config or {})
+            state = muon.together(state, home)
+            return self._encode_native(state, home_in(state), said)
         if state.optimizer.schema == native.SCHEMA:
             return self._encode_native(state, home)
         kept, numbers = variables_of(state, home, self.name)
@@ -172,21 +179,33 @@ class Keras:
         exactness = {RATE_PLACE: (Exactness.ROUNDING, NO_RATE)} if unknown else {}
         return Encoded(tree, state.counts.updates, exactness, left_out(state, "tree", "places"))
 
-    def _encode_native(self, state: TrainState, home: Mapping[str, Any]) -> Encoded:
-        """Returns the file's tree for an optimizer without a schema, its config as it was."""
+    def _encode_native(
+        self, state: TrainState, home: Mapping[str, Any], said: Mapping[str, Any] | None = None
+    ) -> Encoded:
+        """Returns the file's tree for an optimizer as its class has it; `said` are arguments that may differ."""
         rows = native.native_rows(state, home, self.name)
         kind = str(state.optimizer.variant)
         tree = model_tree(state, home, {"class": kind, native.ROWS: home[native.ROWS]})
         group = tree.get(OPTIMIZER, {}).get(VARIABLES, {})
-        name = group.get(ATTRIBUTES) or {"name": native.usual_name(kind)}
+        named = group.get(ATTRIBUTES) if home.get("class") == kind else None
+        name = named or {"name": native.usual_name(kind)}
         entries = {str(number): tensor for number, (_, _, tensor) in enumerate(rows)}
         tree[OPTIMIZER] = {**tree.get(OPTIMIZER, {}), VARIABLES: {ATTRIBUTES: name, **entries}}
+        if said is not None:
+            with_config(tree, "keras.optimizers", kind, None, said)
         return Encoded(tree, state.counts.updates, {}, left_out(state, "tree", "places"))
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the lines that go on in Keras."""
         whole = saved.container == "keras"
         return model_file_lines(state, saved) if whole else weights_file_lines(state, saved)
+
+
+def _record(config: Any, kind: str) -> Mapping[str, Any]:
+    """Returns what a model's config has of its optimizer; nothing where that is of another class."""
+    compiled = config.get("compile_config") if isinstance(config, Mapping) else None
+    record = compiled.get(OPTIMIZER) if isinstance(compiled, Mapping) else None
+    return record if isinstance(record, Mapping) and record.get("class_name") == kind else {}
 
 
 def _rows(tree: Mapping[str, Any]) -> list[Tensor]:
@@ -227,13 +246,13 @@ def _native_state(
     )
     if len(owners) != len(rows):
         raise StateError("The file names other variables of its optimizer than it has.", place=SAYINGS)
-    state = native.native_state(
+    moved = {path: variable.tensor for path, variable in order.moved.items()}
+    state = muon.class_state(
         signature,
         [(path, what, tensor) for (path, what), tensor in zip(owners, rows, strict=True)],
-        {path: variable.tensor for path, variable in order.moved.items()},
-        {path: variable.tensor for path, variable in frozen.items()},
+        (moved, {path: variable.tensor for path, variable in frozen.items()}),
         home_of(tree, {**order.moved, **frozen}),
-        manifest_state(checkpoint, native.SCHEMA),
+        checkpoint,
         hints,
         (*order.notes, *getattr(told_apart, "notes", ())),
     )

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from statekit.converters.layouts.keras import muon
 from statekit.lines.printing import (
     RATE,
     UNKNOWN,
     SavedRun,
     State,
     has_several,
+    kind_of,
     native_arguments,
     quoted,
     tensorflow_lines,
@@ -23,6 +25,7 @@ CLASSES: Mapping[tuple[str, str | None], str] = {
     ("adamw", "keras"): "keras.optimizers.AdamW",
     ("adafactor", "keras"): "keras.optimizers.Adafactor",
     ("lamb", "keras"): "keras.optimizers.Lamb",
+    muon.MATRICES: "keras.optimizers.Muon",
 }
 KERAS2 = "import tf_keras as keras  # Keras 2, which Keras 3 does not replace: its optimizers number other variables"
 _PLACED = ("keras-h5", "keras")
@@ -118,7 +121,7 @@ def _schedule_lines(state: State, saved: SavedRun) -> tuple[list[str], bool, str
     """
     rates = saved.rates(state)
     lines = rates.keras_lines()
-    arguments = [] if has_several(state) else native_arguments(state, _NOT_ARGUMENTS)[0]
+    arguments = _muon_arguments(state) if _is_muons(state) else _arguments(state)[0]
     if lines and rates.in_keras:
         arguments = [f"{RATE}=schedule" if name.startswith(f"{RATE}=") else name for name in arguments]
     return lines or rates.comment(), bool(lines) and not rates.in_keras, ", ".join(arguments)
@@ -127,8 +130,40 @@ def _schedule_lines(state: State, saved: SavedRun) -> tuple[list[str], bool, str
 _NOT_ARGUMENTS = ("exclude_from_weight_decay",)
 
 
+def _arguments(state: State) -> tuple[list[str], list[str]]:
+    return ([], []) if has_several(state) else native_arguments(state, _NOT_ARGUMENTS)
+
+
+def _muon_parts(state: State) -> list[muon.Part]:
+    kinds = [(kind["schema"], kind["variant"]) for kind in (kind_of(state, g) for g in state["groups"])]
+    return [
+        (kind, group["hyperparameters"], group["paths"])
+        for kind, group in zip(kinds, state["groups"], strict=True)
+    ]
+
+
+def _is_muons(state: State) -> bool:
+    kinds = {kind for kind, _, _ in _muon_parts(state)}
+    return muon.MATRICES in kinds and kinds <= {muon.MATRICES, muon.REST}
+
+
+def _muon_arguments(state: State) -> list[str]:
+    """Returns the arguments of Keras' Muon that aren't its defaults."""
+    said, usual = muon.arguments(_muon_parts(state)), muon.usual_arguments()
+    rate = said.pop(RATE, None)
+    scheduled = any(fact["name"] == RATE for group in state["groups"] for fact in group.get("facts", ()))
+    open_names = muon.BY_RATIO if scheduled else ()
+    others = [
+        f"{name}={value!r}"
+        for name, value in said.items()
+        if value != usual.get(name) and name not in open_names
+    ]
+    left = [f"{name}={UNKNOWN}" for name in open_names]
+    return [f"{RATE}={UNKNOWN if rate is None else rate}", *others, *left]
+
+
 def _not_arguments(state: State) -> list[str]:
-    others = [] if has_several(state) else native_arguments(state, _NOT_ARGUMENTS)[1]
+    others = _arguments(state)[1]
     return [f"# not an argument of {_class(state)}: {', '.join(others)}"] if others else []
 
 
@@ -144,4 +179,6 @@ def _scaled(saved: SavedRun, call: str) -> str:
 
 
 def _class(state: State) -> str:
+    if _is_muons(state):
+        return CLASSES[muon.MATRICES]
     return CLASSES.get((state["schema"], state["variant"]), UNKNOWN)

@@ -4,20 +4,23 @@
     velocity   of those that its Adam moves: v of the schema `adamw`
 
 A state has both as optimizers side by side, each with its groups. Which variables are its Adam's follows from the
-slots; a target says it by `exclude_layers` and `exclude_embeddings`.
+slots; a target says it by `exclude_layers` and `exclude_embeddings`. Adam's rate is `adam_lr_ratio` times Muon's, but
+what it decays is multiplied by Muon's rate: so its weight decay is `adam_weight_decay / adam_lr_ratio`.
 
-Source: keras-team/keras, keras/src/optimizers/muon.py, `Muon._should_use_adamw`, `build`, `_adamw_update_step`.
+Source: keras-team/keras, keras/src/optimizers/muon.py, `Muon._should_use_adamw`, `build`, `update_step`,
+`_apply_weight_decay`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
-from statekit.converters.layouts.hyperparameters import ManifestRecord
-from statekit.converters.layouts.keras.native import ROWS, SCHEMA
+from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.converters.layouts.hyperparameters import ManifestRecord, manifest_state
+from statekit.converters.layouts.keras.native import ROWS, SCHEMA, Signature, native_state
 from statekit.converters.layouts.keras.state import (
     ACCUMULATOR,
     AVERAGE,
@@ -27,22 +30,32 @@ from statekit.converters.layouts.keras.state import (
     VARIANT,
     order_of,
 )
+from statekit.files.checkpoint import Checkpoint
 from statekit.state.evidence import Fact
 from statekit.state.schema import load_schema
-from statekit.state.train_state import Group, KnownFrom, Optimizer, TrainState
+from statekit.state.train_state import Group, Kind, KnownFrom, Optimizer, TrainState
 from statekit.tensors.tensor import Tensor
+from statekit.tensors.typed import fits
 
 CLASS = "Muon"
-MATRICES, REST = ("muon", VARIANT), ("adamw", VARIANT)
+MATRICES: Kind = ("muon", VARIANT)
+REST: Kind = ("adamw", VARIANT)
 """Whose rule moves matrices, and whose all other variables."""
 _RATIO, _EMBEDDINGS, _LAYERS = "adam_lr_ratio", "exclude_embeddings", "exclude_layers"
-_RENAMED: Mapping[tuple[str, str], Mapping[str, str]] = {
+_RENAMED: Mapping[Kind, Mapping[str, str]] = {
     MATRICES: {"momentum": "m"},
     REST: {"momentum": "m", "velocity": "v"},
 }
 """Canonical name of each slot by Keras' own."""
-_ADAMS = {"adam_beta_1": "beta_1", "adam_beta_2": "beta_2", "adam_weight_decay": "weight_decay", "epsilon": "epsilon"}
+_ADAMS = {
+    "adam_beta_1": "beta_1",
+    "adam_beta_2": "beta_2",
+    "adam_weight_decay": "weight_decay",
+    "epsilon": "epsilon",
+}
 """The arguments of Muon that are its Adam's, each with what Adam itself calls it."""
+BY_RATIO = (_RATIO, "adam_weight_decay")
+"""The arguments that say nothing by themselves while the ratio of the rates isn't known."""
 _DECAY = "weight_decay_rate"
 
 
@@ -60,12 +73,12 @@ def apart(state: TrainState, settings: Mapping[str, Any] | None, known: Manifest
         known: What a conversion's manifest says of both.
     """
     home = dict(state.extra[HOME])
-    home.pop(ROWS)
     accumulated = {p: slots[ACCUMULATOR] for p, slots in state.slots.items() if ACCUMULATOR in slots}
     home |= {"gradient_accumulators": accumulated} if accumulated else {}
+    home |= {} if ["", RATE] in home[ROWS] else {"schedule": True}
     rest = {path for path, slots in state.slots.items() if "velocity" in slots}
     if known is not None:
-        groups, kinds = [group.group() for group in known.groups], [*known.kinds]
+        groups, kinds = [group.group() for group in known.groups], list[Kind](known.kinds)
     else:
         rate = next((g.hyperparameters.get(RATE) for g in state.optimizer.groups), None)
         moved = [path for path in state.params if path in {*state.optimizer.paths}]
@@ -73,12 +86,10 @@ def apart(state: TrainState, settings: Mapping[str, Any] | None, known: Manifest
             MATRICES: tuple(path for path in moved if path not in rest),
             REST: tuple(path for path in moved if path in rest),
         }
+        groups = [_group(kind, paths, settings, rate) for kind, paths in parts.items() if paths]
         kinds = [kind for kind, paths in parts.items() if paths]
-        groups = [_group(kind, parts[kind], settings, rate) for kind in kinds]
     slots = {
-        path: {
-            _RENAMED[REST].get(name, name): tensor for name, tensor in kept.items() if name != ACCUMULATOR
-        }
+        path: {_RENAMED[REST].get(name, name): tensor for name, tensor in kept.items() if name != ACCUMULATOR}
         for path, kept in state.slots.items()
     }
     notes = [*state.assumptions, *(known.assumptions if known else _notes(settings, groups))]
@@ -88,9 +99,7 @@ def apart(state: TrainState, settings: Mapping[str, Any] | None, known: Manifest
     )
 
 
-def _group(
-    kind: tuple[str, str], paths: tuple[str, ...], settings: Mapping[str, Any] | None, rate: Any
-) -> Group:
+def _group(kind: Kind, paths: tuple[str, ...], settings: Mapping[str, Any] | None, rate: Any) -> Group:
     """Returns a group with what the arguments of the class say of it."""
     schema = load_schema(kind[0])
     usual = schema.variant(VARIANT)["defaults"]
@@ -101,6 +110,7 @@ def _group(
     else:
         said.pop("epsilon", None)  # which is its Adam's
     values = {**usual, **schema.canonical(VARIANT, said)}
+    values[_DECAY] = None if values[_DECAY] is None else values[_DECAY] / ratio
     origin: KnownFrom = "assumed" if settings is None else "file"
     values.pop(RATE, None)
     origins: dict[str, KnownFrom] = dict.fromkeys(values, origin)
@@ -114,7 +124,7 @@ def _notes(settings: Mapping[str, Any] | None, groups: Sequence[Group]) -> list[
     if settings is None:
         named = {name: value for g in groups for name, value in g.hyperparameters.items() if name != RATE}
         assumed = ", ".join(f"{name}={value}" for name, value in named.items())
-        return [f"The file holds no config; assumed: {assumed}."]
+        return [f"The file holds no config; assumed: {assumed}.", f"Taken for a run with {_RATIO}=1."]
     if any(group.hyperparameters.get(_DECAY) for group in groups):
         return ["No file of Keras says what is kept from weight decay; assumed: nothing is."]
     return []
@@ -127,7 +137,7 @@ def together(state: TrainState, home: Mapping[str, Any]) -> TrainState:
     natives = {kind: {name: own for own, name in names.items()} for kind, names in _RENAMED.items()}
     slots: dict[str, dict[str, Tensor]] = {}
     for path in order:
-        names = natives[kind_of[path]]  # type: ignore[index]  # `is_of_its_class` told that it has a variant
+        names = natives[kind_of[path]]
         slots[path] = {names.get(name, name): tensor for name, tensor in state.slots.get(path, {}).items()}
         slots[path] |= {ACCUMULATOR: accumulated[path]} if path in accumulated else {}
     rates = [group.hyperparameters.get(RATE) for group in state.optimizer.groups]
@@ -136,30 +146,119 @@ def together(state: TrainState, home: Mapping[str, Any]) -> TrainState:
     for name in (AVERAGE, ACCUMULATOR):
         rows += [[path, name] for path in order if name in slots[path]]
     rows += [[path, own] for path in order for own in _RENAMED[REST] if own in slots[path]]
-    values = dict(next(g.hyperparameters for g in state.optimizer.groups if state.optimizer.kind(g) == MATRICES))
+    values = dict(
+        next(g.hyperparameters for g in state.optimizer.groups if state.optimizer.kind(g) == MATRICES)
+    )
     group = Group(tuple(order), values, dict.fromkeys(values, "file"))
     extra = {**state.extra, HOME: {**home, ROWS: rows}}
     return replace(state, slots=slots, optimizer=Optimizer(SCHEMA, CLASS, (group,)), rules={}, extra=extra)
 
 
-def arguments(groups: Sequence[tuple[tuple[str, str | None], Mapping[str, Any], Sequence[str]]]) -> dict[str, Any]:
+Part: TypeAlias = tuple[Kind, Mapping[str, Any], Sequence[str]]
+"""Of a group: whose rule moves it, its hyperparameters, and its paths."""
+
+
+def parts_of(optimizer: Optimizer) -> list[Part]:
+    """Returns the groups of a state, as `arguments` takes them."""
+    return [(optimizer.kind(group), group.hyperparameters, group.paths) for group in optimizer.groups]
+
+
+def class_arguments(state: TrainState, home: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of the class for a state: those that a file had, with the state's values over them."""
+    said = arguments(parts_of(state.optimizer), float(config.get(_RATIO, 1)))
+    before = {path for path, what in home.get(ROWS, ()) if what == "velocity"}
+    rest = {path for kind, _, paths in parts_of(state.optimizer) if kind == REST for path in paths}
+    if config and before == rest:
+        del said[_EMBEDDINGS], said[_LAYERS]
+    said = {"name": "muon", **said} if not config else said
+    return {**config, **{name: value for name, value in said.items() if value != config.get(name, name)}}
+
+
+def arguments(parts: Sequence[Part], ratio: float = 1) -> dict[str, Any]:
     """Returns the arguments of the class for the groups of a state.
 
+    `exclude_layers` names each path that is Adam's; shapes don't matter, as such a path needs no other reason.
+
     Args:
-        groups: Of each, whose rule moves it, its hyperparameters and its paths; shapes don't matter, as a path that
-            `exclude_layers` names needs no other reason.
+        parts: The groups.
+        ratio: What Adam multiplies a schedule's rate by.
     """
-    values = {kind: hyper for kind, hyper, _ in groups}
+    values = {kind: hyper for kind, hyper, _ in parts}
     said = load_schema(MATRICES[0]).native(VARIANT, dict(values[MATRICES]))
     said.pop("exclude_from_weight_decay", None)
     if REST in values:
         adams = load_schema(REST[0]).native(VARIANT, dict(values[REST]))
         said |= {name: adams[own] for name, own in _ADAMS.items() if own in adams}
-        rates = values[MATRICES].get(RATE), values[REST].get(RATE)
-        if rates[0] and rates[1] is not None:
-            said[_RATIO] = rates[1] / rates[0]
-    matrices = [path for kind, _, paths in groups if kind == MATRICES for path in paths]
-    others = [path for kind, _, paths in groups if kind != MATRICES for path in paths]
+        rate, adams_rate = values[MATRICES].get(RATE), values[REST].get(RATE)
+        if rate and adams_rate:
+            ratio = _short(adams_rate / rate, lambda short: short * rate == adams_rate)
+        said[_RATIO] = ratio
+        if decay := values[REST].get(_DECAY):
+            said["adam_weight_decay"] = _short(decay * ratio, lambda short: short / ratio == decay)
+    matrices = [path for kind, _, paths in parts if kind == MATRICES for path in paths]
+    others = [path for kind, _, paths in parts if kind != MATRICES for path in paths]
     spares = not any("embedding" in path.lower() for path in matrices)
     named = [path for path in others if not (spares and "embedding" in path.lower())]
-    return {**said, _EMBEDDINGS: spares, _LAYERS: [f"{re.escape(path)}$" for path in named]}
+    return {**said, _EMBEDDINGS: spares, _LAYERS: [_pattern(path, matrices) for path in named]}
+
+
+def _pattern(path: str, matrices: Sequence[str]) -> str:
+    """Returns a regex that finds a variable by the end of its path: a model that is loaded may have another name.
+
+    Example:
+        >>> _pattern("net/head/kernel", ["net/up/kernel"])
+        '(^|/)head/kernel$'
+    """
+    keys = path.split("/")
+    ends = ("/".join(keys[-count:]) for count in range(2, len(keys)))
+    end = next((end for end in ends if not any(f"/{other}".endswith(f"/{end}") for other in matrices)), path)
+    return f"(^|/){re.escape(end)}$"
+
+
+def usual_arguments() -> dict[str, Any]:
+    """Returns the arguments of the class that it has by itself."""
+    usual = {kind: load_schema(kind[0]).variant(VARIANT)["defaults"] for kind in (MATRICES, REST)}
+    return arguments([(kind, values, ()) for kind, values in usual.items()])
+
+
+def _short(value: float, is_it: Callable[[float], bool]) -> float:
+    """Returns the shortest number near a value that fits to the bit, as a user wrote it."""
+    near = (float(f"{value:.{digits}g}") for digits in range(1, 17))
+    return next(filter(is_it, near), value)
+
+
+def class_state(
+    signature: Signature,
+    rows: Sequence[tuple[str | None, str, Tensor]],
+    params: tuple[Mapping[str, Tensor], Mapping[str, Tensor]],
+    home: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    hints: CheckpointRef,
+    notes: Sequence[str] = (),
+) -> TrainState:
+    """Returns the state of an optimizer as its class has it, with the user's hints in force; Muon's by its two rules.
+
+    Args:
+        signature: Its class.
+        rows: Its variables, as `native_state` takes them.
+        params: The parameters that it moves, and those that it doesn't.
+        home: What a file of this kind holds besides.
+        checkpoint: The checkpoint, whose manifest may say more.
+        hints: What the user says.
+        notes: What was assumed.
+
+    Raises:
+        StateError: The optimizer doesn't count its calls.
+    """
+    known = manifest_state(checkpoint, SCHEMA)
+    state = native_state(signature, rows, *params, home, known, hints, notes)
+    ratio = (signature.settings or {}).get(_RATIO, 1)
+    if signature.kind == CLASS and fits(ratio, float) and ratio > 0:  # Adam of rate 0 would still decay
+        both = manifest_state(checkpoint, MATRICES[0], REST[0]) or manifest_state(checkpoint, MATRICES[0])
+        state = apart(state, signature.settings or _recorded(known), both)
+    return hints.applied(state)
+
+
+def _recorded(known: ManifestRecord | None) -> Mapping[str, Any] | None:
+    """Returns the arguments that a manifest has of the class; None where it has none."""
+    return known.groups[0].hyperparameters.values if known is not None and known.groups else None

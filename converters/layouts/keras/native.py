@@ -321,7 +321,7 @@ def native_state(
     hints: CheckpointRef,
     notes: Sequence[str] = (),
 ) -> TrainState:
-    """Returns the state of an optimizer without a schema.
+    """Returns the state of an optimizer without a schema; the hyperparameters among the hints aren't in force yet.
 
     Args:
         signature: Its class.
@@ -358,7 +358,7 @@ def native_state(
     }
     parts = _by_slots(moved, slots) if signature.some else [tuple(moved)]
     groups = tuple(Group(paths, settings, dict.fromkeys(settings, "file")) for paths in parts)
-    state = TrainState(
+    return TrainState(
         {**moved, **frozen},
         slots,
         Optimizer(SCHEMA, signature.kind, groups),
@@ -367,7 +367,6 @@ def native_state(
         {HOME: kept, **called_by(signature.settings)},
         tuple(notes),
     )
-    return hints.applied(state)
 
 
 def _calls(alone: Mapping[str, Tensor]) -> int:

@@ -538,7 +538,13 @@ def arguments(state: TrainState, before: Own | None) -> dict[str, Any]:
         settings[GROUPS] = [
             {
                 **({} if whose == own else {"schema": whose[0], "variant": whose[1]}),
-                **_group(g, values, common if whose == own else {}, rate, _clips_in_base_class(*whose)),
+                **_group(
+                    g,
+                    values,
+                    common if whose == own else {},
+                    rate,
+                    _clips_in_base_class(whose[0], str(whose[1])),
+                ),
             }
             for g, values, whose in zip(optimizer.groups, groups, kinds, strict=True)
         ]

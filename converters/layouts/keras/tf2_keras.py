@@ -21,7 +21,7 @@ from typing import Any
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence
 from statekit.converters.layouts.hyperparameters import manifest_state
-from statekit.converters.layouts.keras import native
+from statekit.converters.layouts.keras import muon, native
 from statekit.converters.layouts.keras.graph_optimizer import (
     ITERATIONS,
     TRAINED,
@@ -75,10 +75,11 @@ class KerasGraph:
     stores_values: bool = True
     variants: Mapping[str, tuple[str, ...]] = field(
         default_factory=lambda: {
-            **dict.fromkeys(("adafactor", "lamb", "adamw"), (VARIANT,)),
+            **dict.fromkeys(("adafactor", "lamb", "adamw", "muon"), (VARIANT,)),
             native.SCHEMA: (),
         }
     )
+    holds_several: bool = True
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for an optimizer's lists in the object graph."""
@@ -122,6 +123,9 @@ class KerasGraph:
 
     def encode(self, state: TrainState) -> Encoded:
         home = home_in(state)
+        if muon.is_of_its_class(state):
+            state = muon.together(state, home)
+            return self._encode_native(state, home_in(state))
         if state.optimizer.schema == native.SCHEMA:
             return self._encode_native(state, home)
         kept, rows = variables_of(state, home, self.name)
@@ -149,13 +153,12 @@ class KerasGraph:
         frozen = frozen_keys(tree, optimizer)
         placed = {name: key for key, name in optimizer.moved} | frozen
         signature = native.told(None, optimizer.name, None, hints.optimizer)
-        return native.native_state(
+        return muon.class_state(
             signature or native.signature_of(optimizer.name),
             [(path, what, tensor) for (path, what), tensor in zip(owners, values, strict=True)],
-            moved,
-            {name: tree[key] for name, key in frozen.items()},
+            (moved, {name: tree[key] for name, key in frozen.items()}),
             graph_home(tree, optimizer, placed, owners, self.name),
-            manifest_state(checkpoint, native.SCHEMA),
+            checkpoint,
             hints,
         )
 
