@@ -147,8 +147,8 @@ def test_keras_goes_on_as_recorded_with_one_optimizer(name: str) -> None:
     rate = dict(zip(("muon", "adamw"), rates if isinstance(rates, list) else [rates] * 2, strict=True))
     start = recorded.params(recorded.step)
     variables = {n: keras.Variable(v, name=n.replace("/", "-")) for n, v in start.items()}
-    told = TOLD.get(name, {})
-    optimizer = load_optimizer(checkpoint_of(name), variables, rate, **told)
+    hints = TOLD.get(name, {})
+    optimizer = load_optimizer(checkpoint_of(name), variables, rate, **hints)
     for step, (_, grads) in enumerate(recorded, recorded.step + 1):
         optimizer.apply([tf.constant(grads[n]) for n in variables], [*variables.values()])
         off = recorded.misses(step, {n: variable.numpy() for n, variable in variables.items()})

@@ -134,7 +134,7 @@ def together(state: TrainState, home: Mapping[str, Any]) -> TrainState:
     """Returns the state of the class, as Keras names and orders its slots; undoes `apart`."""
     order, accumulated = order_of(state), home.get("gradient_accumulators", {})
     kind_of = {path: state.optimizer.kind(group) for group in state.optimizer.groups for path in group.paths}
-    natives = {kind: {name: own for own, name in names.items()} for kind, names in _RENAMED.items()}
+    natives = {kind: {name: native for native, name in names.items()} for kind, names in _RENAMED.items()}
     slots: dict[str, dict[str, Tensor]] = {}
     for path in order:
         names = natives[kind_of[path]]
@@ -145,7 +145,7 @@ def together(state: TrainState, home: Mapping[str, Any]) -> TrainState:
     rows = [["", ITERATION], *([["", RATE]] if has_rate else [])]
     for name in (AVERAGE, ACCUMULATOR):
         rows += [[path, name] for path in order if name in slots[path]]
-    rows += [[path, own] for path in order for own in _RENAMED[REST] if own in slots[path]]
+    rows += [[path, name] for path in order for name in _RENAMED[REST] if name in slots[path]]
     values = dict(
         next(g.hyperparameters for g in state.optimizer.groups if state.optimizer.kind(g) == MATRICES)
     )
@@ -188,7 +188,7 @@ def arguments(parts: Sequence[Part], ratio: float = 1) -> dict[str, Any]:
     said.pop("exclude_from_weight_decay", None)
     if REST in values:
         adams = load_schema(REST[0]).native(VARIANT, dict(values[REST]))
-        said |= {name: adams[own] for name, own in _ADAMS.items() if own in adams}
+        said |= {name: adams[adams_name] for name, adams_name in _ADAMS.items() if adams_name in adams}
         rate, adams_rate = values[MATRICES].get(RATE), values[REST].get(RATE)
         if rate and adams_rate:
             ratio = _short(adams_rate / rate, lambda short: short * rate == adams_rate)

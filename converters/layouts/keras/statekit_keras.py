@@ -202,8 +202,10 @@ def own_state(
     """
     schemas = _shown_schemas(optimizer, named)
     variant = optimizer.said("variant") or (known.variant if known else None)
-    told = {schema: hint.variant for schema, hint in hints.of({*schemas.values()}).items()}
-    variants = {schema: told[schema] or (variant if schema == optimizer.schema else None) for schema in told}
+    by_user = {schema: hint.variant for schema, hint in hints.of({*schemas.values()}).items()}
+    variants = {
+        schema: by_user[schema] or (variant if schema == optimizer.schema else None) for schema in by_user
+    }
     faults, subject = Faults(), f"The variables make no state of {optimizer.kind}"
     rate, iteration = (named.get("", {}).get(name) for name in (RATE, ITERATION))
     _check_scalars(rate, iteration, faults)
@@ -294,10 +296,10 @@ def _shown_schemas(optimizer: Own, named: Mapping[str, Mapping[str, Tensor]]) ->
         schema: {n for n, slot in load_schema(schema).data["slots"].items() if slot["exists"] == "always"}
         for schema in CLASSES
     }
-    own, faults, schemas = load_schema(optimizer.schema).slots.keys(), Faults(), dict[str, str]()
+    usual, faults, schemas = load_schema(optimizer.schema).slots.keys(), Faults(), dict[str, str]()
     for path, kept in slots.items():
         others = [schema for schema, needed in always.items() if needed == kept]
-        is_own = always[optimizer.schema] <= kept <= own or not others
+        is_own = always[optimizer.schema] <= kept <= usual or not others
         schemas[path] = optimizer.schema if is_own else others[0]
         if not is_own and len(others) > 1:
             faults.add(f"has the slots of {', '.join(others)}", path)
@@ -369,8 +371,8 @@ def _configured(optimizer: Own, variant: str, paths: tuple[str, ...], rate: floa
             continue
         free = {path: None for path in free if path not in here}
         kind = (str(entry.get("schema", optimizer.schema)), str(entry.get("variant", variant)))
-        own = {n: v for n, v in entry.items() if n not in ("paths", "schema", "variant", FACTOR)}
-        values = {**offered(*kind), **_common(optimizer, kind, kind == (optimizer.schema, variant)), **own}
+        said = {n: v for n, v in entry.items() if n not in ("paths", "schema", "variant", FACTOR)}
+        values = {**offered(*kind), **_common(optimizer, kind, kind == (optimizer.schema, variant)), **said}
         origins: dict[str, KnownFrom] = dict.fromkeys(values, origin)
         if rate is not None:
             name = _rate_name(kind[0])
@@ -516,7 +518,7 @@ def arguments(state: TrainState, before: Own | None) -> dict[str, Any]:
     if any(variant is None for _, variant in kinds):
         raise InexactError("Nobody said which variant ran.", remedy="name it with --variant")
     kind = class_of(state, home_in(state))
-    own = next((schema, str(variant)) for schema, variant in kinds if CLASSES[schema] == kind)
+    main = next((schema, str(variant)) for schema, variant in kinds if CLASSES[schema] == kind)
     same = before if before is not None and before.kind == kind else None
     # `rules` say what is logical of each parameter.
     names = {(s, v): offered(s, str(v)).keys() - {LOGICAL} for s, v in kinds}
@@ -524,24 +526,24 @@ def arguments(state: TrainState, before: Own | None) -> dict[str, Any]:
         {n: v for n, v in group.hyperparameters.items() if n in names[whose]}
         for group, whose in zip(optimizer.groups, kinds, strict=False)
     ]
-    alike = [values for values, whose in zip(groups, kinds, strict=False) if whose == own]
+    alike = [values for values, whose in zip(groups, kinds, strict=False) if whose == main]
     common = {
         n: v for n, v in (alike[0] if alike else {}).items() if all(n in a and a[n] == v for a in alike)
     }
     rate = _rate(state)
-    base, common = _parted(common, names[own], _clips_in_base_class(*own))
+    base, common = _parted(common, names[main], _clips_in_base_class(*main))
     settings = {"name": Own(kind).usual_name, RATE: rate, **base, "jit_compile": False}
     if same is not None:
         settings |= _settings_before(same, rate)
-    settings |= {"variant": own[1], **common}
+    settings |= {"variant": main[1], **common}
     if len(groups) > 1:
         settings[GROUPS] = [
             {
-                **({} if whose == own else {"schema": whose[0], "variant": whose[1]}),
+                **({} if whose == main else {"schema": whose[0], "variant": whose[1]}),
                 **_group(
                     g,
                     values,
-                    common if whose == own else {},
+                    common if whose == main else {},
                     rate,
                     _clips_in_base_class(whose[0], str(whose[1])),
                 ),
