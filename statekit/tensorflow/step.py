@@ -95,6 +95,9 @@ class VariableStep:
                 "Groups multiply the learning rate, and nobody gave one: the rule makes its own.",
                 remedy=f"give a learning rate, or leave out {FACTOR}",
             )
+        self._check_counts(paths)
+
+    def _check_counts(self, paths: Sequence[str]) -> None:
         by_themselves = [group for group in self.groups if counts_apart(*group.spec.kind)]
         missing = {path for group in by_themselves for path in group.params} - set(paths)
         if missing:

@@ -42,11 +42,9 @@ MATRICES: Kind = ("muon", VARIANT)
 REST: Kind = ("adamw", VARIANT)
 """Whose rule moves matrices, and whose all other variables."""
 _RATIO, _EMBEDDINGS, _LAYERS = "adam_lr_ratio", "exclude_embeddings", "exclude_layers"
-_RENAMED: Mapping[Kind, Mapping[str, str]] = {
-    MATRICES: {"momentum": "m"},
-    REST: {"momentum": "m", "velocity": "v"},
-}
+_RENAMED: Mapping[str, str] = {"momentum": "m", "velocity": "v"}
 """Canonical name of each slot by Keras' own."""
+_NATIVE = {name: native for native, name in _RENAMED.items()}
 _ADAMS = {
     "adam_beta_1": "beta_1",
     "adam_beta_2": "beta_2",
@@ -76,27 +74,35 @@ def apart(state: TrainState, settings: Mapping[str, Any] | None, known: Manifest
     accumulated = {p: slots[ACCUMULATOR] for p, slots in state.slots.items() if ACCUMULATOR in slots}
     home |= {"gradient_accumulators": accumulated} if accumulated else {}
     home |= {} if ["", RATE] in home[ROWS] else {"schedule": True}
-    rest = {path for path, slots in state.slots.items() if "velocity" in slots}
     if known is not None:
         groups, kinds = [group.group() for group in known.groups], list[Kind](known.kinds)
     else:
-        rate = next((g.hyperparameters.get(RATE) for g in state.optimizer.groups), None)
-        moved = [path for path in state.params if path in {*state.optimizer.paths}]
-        parts = {
-            MATRICES: tuple(path for path in moved if path not in rest),
-            REST: tuple(path for path in moved if path in rest),
-        }
-        groups = [_group(kind, paths, settings, rate) for kind, paths in parts.items() if paths]
-        kinds = [kind for kind, paths in parts.items() if paths]
-    slots = {
-        path: {_RENAMED[REST].get(name, name): tensor for name, tensor in kept.items() if name != ACCUMULATOR}
-        for path, kept in state.slots.items()
-    }
+        groups, kinds = _groups(state, settings)
+    slots = {path: _canonical(kept) for path, kept in state.slots.items()}
     notes = [*state.assumptions, *(known.assumptions if known else _notes(settings, groups))]
     extra = {**state.extra, HOME: home}
     return replace(
         state, slots=slots, optimizer=Optimizer.of(groups, kinds), extra=extra, assumptions=tuple(notes)
     )
+
+
+def _canonical(kept: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a parameter's slots by their canonical names."""
+    return {_RENAMED.get(name, name): tensor for name, tensor in kept.items() if name != ACCUMULATOR}
+
+
+def _groups(state: TrainState, settings: Mapping[str, Any] | None) -> tuple[list[Group], list[Kind]]:
+    """Returns the groups that have parameters, of Muon's and of Adam's, and whose rule moves each."""
+    rate = next((g.hyperparameters.get(RATE) for g in state.optimizer.groups), None)
+    paths = {*state.optimizer.paths}
+    moved = [path for path in state.params if path in paths]
+    adams = {path for path in moved if "velocity" in state.slots[path]}
+    parts = {
+        MATRICES: tuple(path for path in moved if path not in adams),
+        REST: tuple(path for path in moved if path in adams),
+    }
+    kinds = [kind for kind in parts if parts[kind]]
+    return [_group(kind, parts[kind], settings, rate) for kind in kinds], kinds
 
 
 def _group(kind: Kind, paths: tuple[str, ...], settings: Mapping[str, Any] | None, rate: Any) -> Group:
@@ -133,19 +139,16 @@ def _notes(settings: Mapping[str, Any] | None, groups: Sequence[Group]) -> list[
 def together(state: TrainState, home: Mapping[str, Any]) -> TrainState:
     """Returns the state of the class, as Keras names and orders its slots; undoes `apart`."""
     order, accumulated = order_of(state), home.get("gradient_accumulators", {})
-    kind_of = {path: state.optimizer.kind(group) for group in state.optimizer.groups for path in group.paths}
-    natives = {kind: {name: native for native, name in names.items()} for kind, names in _RENAMED.items()}
     slots: dict[str, dict[str, Tensor]] = {}
     for path in order:
-        names = natives[kind_of[path]]
-        slots[path] = {names.get(name, name): tensor for name, tensor in state.slots.get(path, {}).items()}
+        slots[path] = {_NATIVE.get(name, name): tensor for name, tensor in state.slots.get(path, {}).items()}
         slots[path] |= {ACCUMULATOR: accumulated[path]} if path in accumulated else {}
     rates = [group.hyperparameters.get(RATE) for group in state.optimizer.groups]
     has_rate = rates[0] is not None or not home.get("schedule")
     rows = [["", ITERATION], *([["", RATE]] if has_rate else [])]
     for name in (AVERAGE, ACCUMULATOR):
         rows += [[path, name] for path in order if name in slots[path]]
-    rows += [[path, name] for path in order for name in _RENAMED[REST] if name in slots[path]]
+    rows += [[path, name] for path in order for name in _RENAMED if name in slots[path]]
     values = dict(
         next(g.hyperparameters for g in state.optimizer.groups if state.optimizer.kind(g) == MATRICES)
     )
@@ -195,11 +198,16 @@ def arguments(parts: Sequence[Part], ratio: float = 1) -> dict[str, Any]:
         said[_RATIO] = ratio
         if decay := values[REST].get(_DECAY):
             said["adam_weight_decay"] = _short(decay * ratio, lambda short: short / ratio == decay)
+    return said | _excluded(parts)
+
+
+def _excluded(parts: Sequence[Part]) -> dict[str, Any]:
+    """Returns the arguments that give all paths of Adam's to it, and none of Muon's."""
     matrices = [path for kind, _, paths in parts if kind == MATRICES for path in paths]
     others = [path for kind, _, paths in parts if kind != MATRICES for path in paths]
     spares = not any("embedding" in path.lower() for path in matrices)
     named = [path for path in others if not (spares and "embedding" in path.lower())]
-    return {**said, _EMBEDDINGS: spares, _LAYERS: [_pattern(path, matrices) for path in named]}
+    return {_EMBEDDINGS: spares, _LAYERS: [_pattern(path, matrices) for path in named]}
 
 
 def _pattern(path: str, matrices: Sequence[str]) -> str:

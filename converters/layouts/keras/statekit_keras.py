@@ -214,8 +214,7 @@ def own_state(
     groups, notes = _groups(optimizer, variants, schemas, rate, known)
     owned = [(replace(g, slots=named.get(f"{GROUPS}/{i}", {})), kind) for i, (g, kind) in enumerate(groups)]
     mover = Optimizer.of(*zip(*owned, strict=True)) if owned else Optimizer(optimizer.schema, variant, ())
-    schema_of = {path: kind[0] for group, kind in owned for path in group.paths}
-    slots, beside = _slots(schema_of, {path: named[path] for path in moved})
+    slots, beside = _slots(owned, {path: named[path] for path in moved})
     rules = _rules(optimizer, moved, slots, owned, faults)
     rules |= {path: Rule.from_json(rule) for path, rule in known.rules.items()} if known else {}
     faults.check(StateError, subject)
@@ -249,11 +248,17 @@ def _check_scalars(rate: Tensor | None, iteration: Tensor | None, faults: Faults
         faults.add("is no number", RATE)
 
 
+def _given_variants(schemas: Mapping[str, str], hints: CheckpointRef) -> dict[str, str | None]:
+    """Returns the variants that the user gives, by schema."""
+    hints_of = hints.of({*schemas.values()})
+    return {schema: hint.variant for schema, hint in hints_of.items() if hint.variant is not None}
+
+
 def _slots(
-    schema_of: Mapping[str, str], named: Mapping[str, Mapping[str, Tensor]]
+    owned: Sequence[Owned], named: Mapping[str, Mapping[str, Tensor]]
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
     """Returns the slots of each parameter, and by its name each variable beside them that is no slot."""
-    known = {path: load_schema(schema_of[path]).slots for path in named}
+    known = {path: load_schema(kind[0]).slots for group, kind in owned for path in group.paths}
     slots = {path: {n: t for n, t in kept.items() if n in known[path]} for path, kept in named.items()}
     beside = {
         f"{path}{SEPARATOR}{name}": tensor
@@ -335,22 +340,29 @@ def _groups(
         return _configured(
             optimizer, variant, tuple(schemas), value if optimizer.said(RATE) is not None else None
         ), []
-    owned, notes = list[Owned](), list[str]()
-    for schema in dict.fromkeys(schemas.values()):
-        kind = (schema, variants[schema])
-        usual = {} if kind[1] is None else offered(schema, kind[1])
-        origins: dict[str, KnownFrom] = dict.fromkeys(usual, "assumed")
-        if value is not None:
-            usual, origins = {**usual, _rate_name(schema): value}, {**origins, _rate_name(schema): "file"}
-        paths = tuple(path for path, shown in schemas.items() if shown == schema)
-        owned.append((Group(paths, usual, origins), kind))
-        if kind[1] is None:
-            said = ", ".join(load_schema(schema).stepped)
-            notes.append(f"The file doesn't say which variant ran: {said}. Name it with --variant.")
-        else:
-            assumed = ", ".join(f"{n}={v}" for n, v in usual.items())
-            notes.append(f"The file holds no config; assumed: {assumed}.")
-    return owned, notes
+    pairs = [
+        _assumed(schema, variants.get(schema), tuple(p for p in schemas if schemas[p] == schema), value)
+        for schema in dict.fromkeys(schemas.values())
+    ]
+    return [owned for owned, _ in pairs], [note for _, note in pairs]
+
+
+def _assumed(
+    schema: str, variant: str | None, paths: tuple[str, ...], rate: float | None
+) -> tuple[Owned, str]:
+    """Returns the group of one optimizer where no config says its hyperparameters, and what was assumed."""
+    usual = {} if variant is None else offered(schema, variant)
+    origins: dict[str, KnownFrom] = dict.fromkeys(usual, "assumed")
+    assumed = ", ".join(f"{n}={v}" for n, v in usual.items())
+    if rate is not None:
+        usual, origins = {**usual, _rate_name(schema): rate}, {**origins, _rate_name(schema): "file"}
+    variants = ", ".join(load_schema(schema).stepped)
+    note = (
+        f"The file doesn't say which variant ran: {variants}. Name it with --variant."
+        if variant is None
+        else f"The file holds no config; assumed: {assumed}."
+    )
+    return (Group(paths, usual, origins), (schema, variant)), note
 
 
 def _configured(optimizer: Own, variant: str, paths: tuple[str, ...], rate: float | None) -> list[Owned]:
@@ -513,44 +525,61 @@ def arguments(state: TrainState, before: Own | None) -> dict[str, Any]:
     Raises:
         InexactError: The variant isn't known, so that the class's own would be taken for it.
     """
-    optimizer = state.optimizer
-    kinds = [optimizer.kind(group) for group in optimizer.groups] or [*optimizer.kinds]
-    if any(variant is None for _, variant in kinds):
-        raise InexactError("Nobody said which variant ran.", remedy="name it with --variant")
+    kinds = _kinds_of(state)
     kind = class_of(state, home_in(state))
-    main = next((schema, str(variant)) for schema, variant in kinds if CLASSES[schema] == kind)
+    main = next(whose for whose in kinds if CLASSES[whose[0]] == kind)
     same = before if before is not None and before.kind == kind else None
     # `rules` say what is logical of each parameter.
-    names = {(s, v): offered(s, str(v)).keys() - {LOGICAL} for s, v in kinds}
+    offers = {whose: offered(*whose).keys() - {LOGICAL} for whose in kinds}
     groups = [
-        {n: v for n, v in group.hyperparameters.items() if n in names[whose]}
-        for group, whose in zip(optimizer.groups, kinds, strict=False)
+        _only(g.hyperparameters, offers[whose])
+        for g, whose in zip(state.optimizer.groups, kinds, strict=False)
     ]
-    alike = [values for values, whose in zip(groups, kinds, strict=False) if whose == main]
-    common = {
-        n: v for n, v in (alike[0] if alike else {}).items() if all(n in a and a[n] == v for a in alike)
-    }
     rate = _rate(state)
-    base, common = _parted(common, names[main], _clips_in_base_class(*main))
+    base, common = _parted(_common_of(groups, kinds, main), offers[main], _clips_in_base_class(*main))
     settings = {"name": Own(kind).usual_name, RATE: rate, **base, "jit_compile": False}
     if same is not None:
         settings |= _settings_before(same, rate)
     settings |= {"variant": main[1], **common}
     if len(groups) > 1:
+        trios = zip(state.optimizer.groups, groups, kinds, strict=True)
         settings[GROUPS] = [
-            {
-                **({} if whose == main else {"schema": whose[0], "variant": whose[1]}),
-                **_group(
-                    g,
-                    values,
-                    common if whose == main else {},
-                    rate,
-                    _clips_in_base_class(whose[0], str(whose[1])),
-                ),
+            _group(g, values, common, rate, _clips_in_base_class(*whose))
+            if whose == main
+            else {
+                "schema": whose[0],
+                "variant": whose[1],
+                **_group(g, values, {}, rate, _clips_in_base_class(*whose)),
             }
-            for g, values, whose in zip(optimizer.groups, groups, kinds, strict=True)
+            for g, values, whose in trios
         ]
     return settings | _by_parameter(state, same)
+
+
+def _kinds_of(state: TrainState) -> list[tuple[str, str]]:
+    """Returns whose rule moves each group; of a state without groups, whose it is.
+
+    Raises:
+        InexactError: A variant isn't known.
+    """
+    optimizer = state.optimizer
+    kinds = [optimizer.kind(group) for group in optimizer.groups] or [*optimizer.kinds]
+    if any(variant is None for _, variant in kinds):
+        raise InexactError("Nobody said which variant ran.", remedy="name it with --variant")
+    return [(schema, str(variant)) for schema, variant in kinds]
+
+
+def _only(values: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if name in names}
+
+
+def _common_of(
+    groups: Sequence[Mapping[str, Any]], kinds: Sequence[tuple[str, str]], main: tuple[str, str]
+) -> dict[str, Any]:
+    """Returns the hyperparameters that all groups of the class itself have."""
+    alike = [values for values, whose in zip(groups, kinds, strict=False) if whose == main]
+    first = alike[0] if alike else {}
+    return {n: v for n, v in first.items() if all(n in values and values[n] == v for values in alike)}
 
 
 def _parted(
