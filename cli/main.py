@@ -293,7 +293,7 @@ def _tell(error: StatekitError, code: int, as_json: bool, heading: str = "") -> 
         plain = {name: None if value in (None, "") else str(value) for name, value in parts.items()}
         envelope = {
             "format": "statekit.error/1", "kind": type(error).__name__, "exit_code": code, **plain,
-            "faults": [{"what": what, "place": place} for what, place in error.faults],
+            "faults": [{"what": fault, "place": place} for fault, place in error.faults],
         }  # fmt: skip
         try:
             click.echo(json.dumps(envelope, indent=2))

@@ -63,19 +63,19 @@ def command(
         output.print_json("maps", {"maps": titles})
     elif name is None:
         table = Table(("map", "from", "to"))
-        for one in map_names():
-            table.add_row(one, *load(one).titles)
+        for map_name in map_names():
+            table.add_row(map_name, *load(map_name).titles)
         stdout.show(table)
         stdout.say()
         stdout.say("statekit convert SOURCE TARGET --map NAME; a map of your own is a file: --map FILE.json")
     elif as_json:
-        maps = [_json(one) for one in chained(name)]
+        maps = [_json(map_name) for map_name in chained(name)]
         output.print_json("map", maps[0] if len(maps) == 1 else {"name": name, "maps": maps})
     else:
-        for i, one in enumerate(chained(name)):
+        for i, map_name in enumerate(chained(name)):
             if i:
                 stdout.say()
-            _show(stdout, load(one))
+            _show(stdout, load(map_name))
     return DONE
 
 

@@ -308,13 +308,13 @@ def _fault_list(faults: Iterable[tuple[str, str]], folds: bool) -> Lines:
             has no slots @ 52 places: layers_0, layers_1, layers_2 and 49 more
     """
     places: dict[str, list[str]] = {}
-    for what, place in faults:
-        places.setdefault(what, []).append(place)
+    for fault, place in faults:
+        places.setdefault(fault, []).append(place)
     lines: list[str] = []
-    for what, named in places.items():
+    for fault, named in places.items():
         folded = folds and len(named) > MOST_NAMED
         lines += (
-            [f"{what} @ {len(named)} places: {some(named)}"] if folded else [f"{what} @ {p}" for p in named]
+            [f"{fault} @ {len(named)} places: {some(named)}"] if folded else [f"{fault} @ {p}" for p in named]
         )
     more = [f"and {len(lines) - MOST_LINES} more lines like these"] if len(lines) > MOST_LINES else []
     return listed([*lines[:MOST_LINES], *more])

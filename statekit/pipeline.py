@@ -202,9 +202,9 @@ def ahead(blocks: Iterator[_T]) -> Iterator[_T]:
             yield block
             del block  # its buffer is free for the next
     finally:
-        for one in coming:  # whoever gives up closes the file next, which one of them may be reading
-            if not one.cancel():
-                one.exception()
+        for future in coming:  # whoever gives up closes the file next, which one of them may be reading
+            if not future.cancel():
+                future.exception()
 
 
 Checks: TypeAlias = dict[Hashable, Callable[[], object]]

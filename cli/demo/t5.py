@@ -190,8 +190,8 @@ def _loss(run: Run, model: Any, update: int) -> Any:
         attention_mask=(tokens > 0).long(),
         decoder_input_ids=batch["decoder_input_tokens"].long(),
     ).logits
-    each = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
-    return (batch["decoder_loss_weights"] * each).sum()
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    return (batch["decoder_loss_weights"] * losses).sum()
 
 
 def _moved(run: Run, model: Any, mapped: Sequence[Mapped]) -> Iterator[float]:

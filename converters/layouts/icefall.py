@@ -83,10 +83,10 @@ class Icefall:
         if parts is None:
             raise StateError("The checkpoint has no model beside an optimizer.", place=checkpoint.path)
         order = _found_order(parts, bool(checkpoint.meta.get(SORTED)), hints)
-        known = load_schema(SCHEMA).hyperparameters
+        hyperparameters = load_schema(SCHEMA).hyperparameters
         groups = []
         for options, names in zip(parts.groups, order.groups, strict=True):
-            values = {key: value for key, value in options.items() if key in known}
+            values = {key: value for key, value in options.items() if key in hyperparameters}
             values |= {key: list(value) for key, value in values.items() if isinstance(value, tuple)}
             groups.append(Group(tuple(map(path_of, names)), values, dict.fromkeys(values, "file")))
         moved = [name for names in order.groups for name in names]
@@ -97,7 +97,7 @@ class Icefall:
         filled.faults.check(
             StateError, "The slots don't fit the parameters", place=checkpoint.path, remedy=REMEDY
         )
-        extra = extra_of(parts, moved, known)
+        extra = extra_of(parts, moved, hyperparameters)
         if (called := _schedule_call(parts)) is not None:
             extra[CALLED] = called
         state = TrainState(
@@ -141,15 +141,15 @@ class Icefall:
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the lines that go on in icefall."""
-        rates, known = (
+        rates, stated = (
             saved.rates(state),
             {repr(group["hyperparameters"].get(RATE)) for group in state["groups"]},
         )
         # The schedule multiplies the rate that each group began with.
         values = [schedule.parameters.get("base_lr") for schedule in saved.run.schedules]
         bases = {repr(value) for value in values if value is not None}
-        known = known if len(known) == 1 and known != {"None"} else bases
-        rate = known.pop() if len(known) == 1 else UNKNOWN
+        stated = stated if len(stated) == 1 and stated != {"None"} else bases
+        rate = stated.pop() if len(stated) == 1 else UNKNOWN
         eden = rates.icefall_call()
         groups = f"get_parameter_groups_with_lrs(model, lr={rate}, include_names=True)"
         schedule = [f"scheduler = {eden}", 'scheduler.load_state_dict(checkpoint["scheduler"])']
@@ -275,11 +275,11 @@ def _found_order(parts: Parts, is_sorted: bool, hints: CheckpointRef) -> Order:
     try:
         return _order(replace(parts, model=params), is_sorted)
     except StateError:
-        known = [name for name in hints.model or () if name in parts.model]
-        if len(parts.groups) != 1 or len(known) != len(parts.groups[0]["params"]):
+        ordered = [name for name in hints.model or () if name in parts.model]
+        if len(parts.groups) != 1 or len(ordered) != len(parts.groups[0]["params"]):
             raise
-        said = f"The optimizer names no parameters; they are taken in the order of {OWN_MODEL}."
-        return Order((tuple(known),), (said,), ORDERS[OWN_MODEL])
+        note = f"The optimizer names no parameters; they are taken in the order of {OWN_MODEL}."
+        return Order((tuple(ordered),), (note,), ORDERS[OWN_MODEL])
 
 
 def _native_options(group: Group) -> dict[str, Any]:
@@ -399,8 +399,8 @@ def _native_shared(state: TrainState, group: Group) -> Iterator[tuple[str, Any]]
 def _unknown_variant(variant: str | None) -> tuple[str, ...]:
     if variant is not None:
         return ()
-    known = ", ".join(load_schema(SCHEMA).variants)
-    return (f"The file doesn't say which generation ran: {known}. Name it with --variant.",)
+    variants = ", ".join(load_schema(SCHEMA).variants)
+    return (f"The file doesn't say which generation ran: {variants}. Name it with --variant.",)
 
 
 def _schedule_call(parts: Parts) -> dict[str, Any] | None:
@@ -412,16 +412,16 @@ def _schedule_call(parts: Parts) -> dict[str, Any] | None:
     state = rest.get(_SCHEDULER)
     if not isinstance(state, Mapping) or not all(type(state.get(name)) is int for name in ("batch", "epoch")):
         return None
-    said = {name: rest[name] for name in IN_RUN if type(rest.get(name)) in (int, float)}
+    arguments = {name: rest[name] for name in IN_RUN if type(rest.get(name)) in (int, float)}
     rates = [(group.get("base_lr", group.get("initial_lr")), group.get("lr")) for group in parts.groups]
-    if {"lr_batches", "lr_epochs"} <= said.keys() and all(
+    if {"lr_batches", "lr_epochs"} <= arguments.keys() and all(
         type(base) is float
         and type(rate) is float
-        and math.isclose(eden(base, said, state["batch"], state["epoch"]), rate, rel_tol=1e-9)
+        and math.isclose(eden(base, arguments, state["batch"], state["epoch"]), rate, rel_tol=1e-9)
         for base, rate in rates
     ):
-        said |= {"warmup_batches": 0, "warmup_start": 1.0}
-    return {"function": "Eden", "arguments": said, "whole": False}
+        arguments |= {"warmup_batches": 0, "warmup_start": 1.0}
+    return {"function": "Eden", "arguments": arguments, "whole": False}
 
 
 LAYOUT = Icefall()

@@ -63,11 +63,11 @@ class _Diagnosis:
         yield from self._of_run()
         yield from masters_that_are_stale(self._live)
 
-    def _of(self, what: str, slots: bool | None = None) -> list[Difference]:
+    def _of(self, aspect: str, slots: bool | None = None) -> list[Difference]:
         differences = [
             difference
             for difference in self._all
-            if difference.what == what and not difference.place.startswith("extra/")
+            if difference.what == aspect and not difference.place.startswith("extra/")
         ]
         return (
             differences
@@ -81,8 +81,10 @@ class _Diagnosis:
         yield from _values(
             "beside-differs", [difference for difference in differing if difference.what == "values"]
         )
-        for what in ("shape", "dtype"):
-            yield from _gathered(what, [difference for difference in differing if difference.what == what])
+        for aspect in ("shape", "dtype"):
+            yield from _gathered(
+                aspect, [difference for difference in differing if difference.what == aspect]
+            )
 
     def _is_empty(self) -> bool:
         """Tells whether the live optimizer has nothing that an update leaves behind."""
@@ -163,11 +165,11 @@ class _Diagnosis:
         by_item: dict[str, list[Difference]] = {}
         for option in options:
             by_item.setdefault(option.item, []).append(option)
-        for item, each in by_item.items():
+        for item, differences in by_item.items():
             is_rate = item in RATE_NAMES
             name = "groups-exchanged" if exchanged else "learning-rate" if is_rate else "hyperparameter"
             # mypy can't infer the type of a lambda that has a default.
-            yield from _gathered(name, each, lambda value, item=item: f"{item} {value!r}")  # type: ignore[misc]
+            yield from _gathered(name, differences, lambda value, item=item: f"{item} {value!r}")  # type: ignore[misc]
         yield from _gathered("frozen", self._of("moved"), lambda moved: "trained" if moved else "frozen")
 
     def _are_exchanged(self, options: Sequence[Difference]) -> bool:

@@ -171,12 +171,14 @@ def next_update(
             state = run.gathered(lambda: sides.result)
             update = NextUpdate(sides, sample, seed, rate(sides), unstepped())
             yield update
-            made = update._made
-            if made is None:
+            is_made = update._made
+            if is_made is None:
                 place, expected, remedy = awaited
                 raise UsageError(
                     "The block has ended without an update.", place=place, expected=expected, remedy=remedy
                 )
-            update.result = run.gathered(lambda: replace(made, findings=(*state.findings, *made.findings)))
+            update.result = run.gathered(
+                lambda: replace(is_made, findings=(*state.findings, *is_made.findings))
+            )
     if strict:
         update.result.check()

@@ -119,7 +119,7 @@ def attest_by_names(
         seed: Of the sample.
     """
     (checkpoint, expected), (running, actual) = right, live
-    gone = {path_of(one) for one in elsewhere}
+    gone = {path_of(place) for place in elsewhere}
     lacking = [path for path in expected.params if path not in actual.params and path not in expected.options]
     expected = _without(expected, {*gone, *lacking})
     chosen = sampled([*expected.params], sample, seed)
@@ -140,7 +140,8 @@ def attest_by_names(
         )
     for name in _ROWS:
         rows = [
-            tree.get(name) if isinstance(tree := one.tree, Mapping) else None for one in (checkpoint, running)
+            tree.get(name) if isinstance(tree := place.tree, Mapping) else None
+            for place in (checkpoint, running)
         ]
         if None in rows:
             notes += [f"the {name}: one has none"] * (rows != [None, None])

@@ -72,7 +72,16 @@ def resumes_in(opened: OpenState) -> tuple[Resumption, ...]:
     cards = [card for card in map(registry.layout_card, registry.layout_names()) if card.holds(schemas)]
     own_card = registry.layout_card(opened.layout)
     resumptions = [_resumption(opened, card, own_card) for card in cards]
-    return tuple(sorted(resumptions, key=lambda one: (one.refusal is not None, not one.here, one.exactness)))
+    return tuple(
+        sorted(
+            resumptions,
+            key=lambda resumption: (
+                resumption.refusal is not None,
+                not resumption.here,
+                resumption.exactness,
+            ),
+        )
+    )
 
 
 def _resumption(opened: OpenState, card: LayoutCard, own_card: LayoutCard) -> Resumption:

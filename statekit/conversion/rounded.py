@@ -67,15 +67,15 @@ class Measured:
 def measured_in(tensors: Iterable[Tensor]) -> tuple[Measured, ...]:
     """Reads what changes rounded in some tensors, and returns how far it is off; nothing else is read."""
     measures: dict[str, Measured] = {}
-    for one in {id(one): one for tensor in tensors for one in _rounded_in(tensor)}.values():
-        if isinstance(one, Codes):
-            measures["quantized"] = measures.get("quantized", Measured("quantized")).and_quantized(one)
+    for rounded in {id(rounded): rounded for tensor in tensors for rounded in _rounded_in(tensor)}.values():
+        if isinstance(rounded, Codes):
+            measures["quantized"] = measures.get("quantized", Measured("quantized")).and_quantized(rounded)
             continue
-        name, factor = ("scaled", one.factor) if isinstance(one, Scaled) else ("narrowed", 1.0)
+        name, factor = ("scaled", rounded.factor) if isinstance(rounded, Scaled) else ("narrowed", 1.0)
         so_far = measures.get(name, Measured(name))
-        for index in blocks(one):
-            exact = one.tensor.read(index).astype(np.float64) * factor
-            so_far = so_far.and_block(one.read(index), exact)
+        for index in blocks(rounded):
+            exact = rounded.tensor.read(index).astype(np.float64) * factor
+            so_far = so_far.and_block(rounded.read(index), exact)
         measures[name] = so_far
     return tuple(measures.values())
 

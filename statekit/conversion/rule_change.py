@@ -162,7 +162,9 @@ def best_rule_change(state: TrainState, makers: Collection[str], targets: Collec
         makers: Variants that may have made it; at least one.
         targets: Variants whose rule the target follows, the usual one first; at least one.
     """
-    return min((change_rule(state, a, b) for a in makers for b in targets), key=lambda one: one.exactness)
+    return min(
+        (change_rule(state, a, b) for a in makers for b in targets), key=lambda change: change.exactness
+    )
 
 
 def joined_rule_change(state: TrainState, ways: Sequence[RuleChange | None]) -> RuleChange | None:
@@ -187,7 +189,7 @@ def joined_rule_change(state: TrainState, ways: Sequence[RuleChange | None]) -> 
                 key=lambda one: -one.exactness,
             )
         ),
-        tuple(dict.fromkeys(said for _, way in changes for said in way.compensated_by)),
+        tuple(dict.fromkeys(sentence for _, way in changes for sentence in way.compensated_by)),
     )
 
 
@@ -362,7 +364,7 @@ class Bridge:
 
     def _bridges(self, settings: Mapping[str, Any]) -> list[Mapping[str, Any]]:
         """Returns what hyperparameters make up for, of such a run."""
-        return [one for one in self.schema.data.get("bridges", ()) if self._fits(one, settings)]
+        return [bridge for bridge in self.schema.data.get("bridges", ()) if self._fits(bridge, settings)]
 
     def compared(self, group: Group, on: Iterable[str] = ()) -> Iterator[Compared]:
         """Yields every respect in which the two rules may part, with what becomes of it; those that are equal too.
@@ -375,7 +377,7 @@ class Bridge:
         bridges = self._bridges(settings)
         because = {key: bridge["because"] for bridge in bridges for key in bridge["covers"]}
         worse = {difference.what: difference for difference in side.differences}
-        here, there = (variant_constants(self.schema.name, one) for one in (self.source, self.target))
+        here, there = (variant_constants(self.schema.name, variant) for variant in (self.source, self.target))
         for key, spec in self.schema.data["differences"].items():
             fate, why = self._fate(key, spec, (here[key], there[key]), worse, because, settings)
             yield Compared(key, here[key], there[key], fate, why)
@@ -393,7 +395,7 @@ class Bridge:
 
     def _fate(
         self,
-        what: str,
+        aspect: str,
         spec: Mapping[str, Any],
         values: tuple[Any, Any],
         worse: Mapping[str, Difference],
@@ -402,13 +404,13 @@ class Bridge:
     ) -> tuple[Fate, str]:
         """Returns what becomes of one respect, and why."""
         meaning = str(spec["meaning"])
-        if what in worse:
-            return ("rounding" if worse[what].exactness <= Exactness.ROUNDING else "semantic"), meaning
+        if aspect in worse:
+            return ("rounding" if worse[aspect].exactness <= Exactness.ROUNDING else "semantic"), meaning
         how = alike(spec, *values)
         if how == "equal":
             return "equal", ""
-        if what in because:
-            return "compensated", because[what]
+        if aspect in because:
+            return "compensated", because[aspect]
         if EFFECTS[spec["effect"]] <= Exactness.BITWISE:
             return "idle", f"it changes no update: {meaning}"
         if any(all(among(value, some) for value in values) for some in spec.get("alike", ())):
@@ -485,7 +487,7 @@ class Bridge:
         off = self.schema.hyperparameters[name].get("off", ())
         if not among(value, off):
             return value
-        same_kind = [one for one in off if (one is None) == (usual is None)]
+        same_kind = [spelling for spelling in off if (spelling is None) == (usual is None)]
         return value if not same_kind else None if usual is None else type(usual)(same_kind[0])
 
     def _forms(self, settings: Mapping[str, Any], covered: set[str]) -> Iterator[Difference]:
@@ -584,7 +586,7 @@ class Bridge:
             replace(group, paths=rest),
             replace(group, paths=tuple(without), hyperparameters=none, slots={}),
         ]
-        return [one for one in both if one.paths]
+        return [part for part in both if part.paths]
 
 
 def _meets(actual: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:

@@ -41,7 +41,7 @@ def renamed_path(path: str, names: Mapping[str, str]) -> str:
     """
     keys = path.split("/")
     around = ("/".join(keys[:n]) for n in range(len(keys), 0, -1))
-    return next((names[one] + path[len(one) :] for one in around if one in names), path)
+    return next((names[module] + path[len(module) :] for module in around if module in names), path)
 
 
 def by_name(
@@ -64,16 +64,18 @@ def by_name(
         and variant_constants(schema.name, variant)["decay_exclusions"] == "mask"
     ):
         resolved[EXCLUDED] = _mask(resolved[EXCLUDED], names, faults)
-    known = {path_of(name): name for name in names}
+    path_named = {path_of(name): name for name in names}
     for key in MULTIPLIERS:
         if key in resolved:
             factors = {path_of(name): factor for name, factor in resolved[key].items()}
             faults += [
                 (f"isn't a parameter of the group, but has a {key}", path)
                 for path in factors
-                if path not in known
+                if path not in path_named
             ]
-            resolved[key] = {known[path]: factor for path, factor in factors.items() if path in known}
+            resolved[key] = {
+                path_named[path]: factor for path, factor in factors.items() if path in path_named
+            }
     return resolved
 
 

@@ -51,10 +51,10 @@ def overridden(
     Raises:
         UsageError: One can't be made; lists every one.
     """
-    said = CheckpointRef(hparams=dict(overrides)).of(schema for schema, _ in state.optimizer.kinds)
+    ref = CheckpointRef(hparams=dict(overrides)).of(schema for schema, _ in state.optimizer.kinds)
     return state.each(
         lambda part: _overridden(
-            part, said[part.optimizer.schema].hyperparameters, rate, anew(part.optimizer.schema)
+            part, ref[part.optimizer.schema].hyperparameters, rate, anew(part.optimizer.schema)
         )
     )
 
@@ -79,8 +79,8 @@ def rate_of(rates: Any, group: Group, state: TrainState, place: str) -> Any:
 
 def rate_factor(state: TrainState, group: Group) -> float:
     """Returns what a learning rate that is given for the whole run is multiplied by in one of its groups."""
-    known = load_schema(state.optimizer.kind(group)[0]).hyperparameters
-    name = next((name for name in RATE_NAMES if name in known), None)
+    hyperparameters = load_schema(state.optimizer.kind(group)[0]).hyperparameters
+    name = next((name for name in RATE_NAMES if name in hyperparameters), None)
     return 1.0 if name is None else float(state.optimizer.followed(group, {name: 1.0})[name])
 
 
@@ -101,9 +101,9 @@ def _rate_of(rates: Any, schema: str, state: TrainState, place: str) -> Any:
 def _overridden(state: TrainState, overrides: Mapping[str, Any], rate: str, anew: str) -> TrainState:
     schema, variant = load_schema(state.optimizer.schema), str(state.optimizer.variant)
     is_word = overrides.get("step_offset") in OFFSETS
-    said = {**overrides, "step_offset": 0} if is_word else overrides
-    options = read_options(schema.name, variant, said, rate=rate)
-    faults = Faults((what, _shown(name, overrides)) for what, name in options.faults)
+    values = {**overrides, "step_offset": 0} if is_word else overrides
+    options = read_options(schema.name, variant, values, rate=rate)
+    faults = Faults((fault, _shown(name, overrides)) for fault, name in options.faults)
     slots = [
         ("would change which slots there are", _shown(name, overrides))
         for name, value in options.values.items()
@@ -123,8 +123,8 @@ def _overridden(state: TrainState, overrides: Mapping[str, Any], rate: str, anew
 
 def _shown(name: str, overrides: Mapping[str, Any]) -> str:
     """Returns an override as it was written."""
-    said = name if name in overrides else name.partition("[")[0]
-    return f"{said}={overrides[said]!r:.200}" if said in overrides else name
+    option = name if name in overrides else name.partition("[")[0]
+    return f"{option}={overrides[option]!r:.200}" if option in overrides else name
 
 
 def _changes_slots(state: TrainState, name: str, value: Any) -> bool:
@@ -202,14 +202,16 @@ def _refitted(state: TrainState) -> TrainState:
     is_on = MOMENTUM_ON[constants["momentum_on"]] if "momentum_on" in constants else lambda beta1: True
     stored_in = constants.get("momentum_dtype", constants.get("first_moment_dtype"))
     for group in state.optimizer.groups:
-        said = group.hyperparameters
+        values = group.hyperparameters
         for path in group.paths:
             param, tensors = state.params[path], dict(slots.get(path, {}))
             old = tensors.pop("m", None)
-            if is_on(said.get("beta1")):
-                names = said.get("dtype_momentum", "float32") if stored_in == "dtype_momentum" else stored_in
+            if is_on(values.get("beta1")):
+                names = (
+                    values.get("dtype_momentum", "float32") if stored_in == "dtype_momentum" else stored_in
+                )
                 dtype = param.dtype if names in (None, "parameter") else DTYPES[names]
-                is_told = stored_in == "dtype_momentum" and "dtype_momentum" in said
+                is_told = stored_in == "dtype_momentum" and "dtype_momentum" in values
                 tensors["m"] = _momentum(old, param, dtype if is_told or old is None else old.dtype)
             slots[path] = tensors
     return replace(state, slots=slots)

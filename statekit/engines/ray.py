@@ -80,7 +80,7 @@ class _RayPool:
 
     def wait(self, seconds: float) -> list[Outcome]:
         ready, _ = self._ray.wait([*self._running], num_returns=1, timeout=seconds)
-        return [self._outcome(one, self._running.pop(one)) for one in ready]
+        return [self._outcome(task, self._running.pop(task)) for task in ready]
 
     def _outcome(self, result: Any, number: int) -> Outcome:
         try:

@@ -135,10 +135,10 @@ class ReadAhead:
     def _keep(self, name: str, window: _Window) -> None:
         """Keeps a window, and lets those go that were used least lately."""
         with self._lock:
-            if (known := self._kept.pop((name, window.start), None)) is None:
+            if (window_kept := self._kept.pop((name, window.start), None)) is None:
                 insort(self._starts.setdefault(name, []), window.start)
             self._kept[name, window.start] = window
-            self._bytes += len(window.data) - (len(known.data) if known else 0)
+            self._bytes += len(window.data) - (len(window_kept.data) if window_kept else 0)
             while self._bytes > _KEPT and len(self._kept) > 1:
                 (other, start), gone = self._kept.popitem(last=False)
                 self._starts[other].remove(start)

@@ -114,7 +114,7 @@ def _compared(checkpoint: Checkpoint, files: Files) -> Checkpoint:
     if proof is None:
         return replace(checkpoint, findings=tuple(findings))
     later = _later(checkpoint, proof)
-    findings += [Finding(what, place, True) for what, place in _faults(checkpoint, proof, files, later)]
+    findings += [Finding(fault, place, True) for fault, place in _faults(checkpoint, proof, files, later)]
     findings += [Finding("the manifest doesn't name this file", f"{path}") for path in later]
     trusted = proof.is_whole and not any(finding.damage for finding in findings)
     return replace(
@@ -309,8 +309,8 @@ def _rest_faults(
 ) -> list[tuple[str, str]]:
     """Compares a file with what the manifest inside says of all its bytes, if it does."""
     rest = proof.manifest.get(REST)
-    what = fault(file, rest) if rest is not None else ""
-    return [(what, f"{file.path}")] if what else []
+    difference = fault(file, rest) if rest is not None else ""
+    return [(difference, f"{file.path}")] if difference else []
 
 
 def records_of(checkpoint: Checkpoint) -> dict[str, str]:
@@ -367,13 +367,13 @@ def prove_files(
 
 def _proving_inside(checkpoint: Checkpoint, proof: Proof, budget: Budget) -> Iterator[Callable[[], Faults]]:
     """Does what `proving_files` does for one file that has its manifest inside."""
-    known = {(finding.what, finding.place) for finding in checkpoint.findings}
+    known_faults = {(finding.what, finding.place) for finding in checkpoint.findings}
     with Files(budget, checkpoint.path) as files:
         file, passing = files.source(proof.place), Passing(_apart(proof))
 
         def compare() -> Faults:
             faults = _rest_faults(proof, file, partial(whole_file_fault, passing=passing))
-            return Faults(fault for fault in faults if fault not in known)
+            return Faults(fault for fault in faults if fault not in known_faults)
 
         with passing.read(file):
             yield compare if file.size > SMALL_BYTES else Faults
@@ -400,9 +400,11 @@ def proving_files(
     if proof.is_inside:
         yield from _proving_inside(checkpoint, proof, budget)
         return
-    known = {finding.place for finding in checkpoint.findings if finding.damage}
+    damaged = {finding.place for finding in checkpoint.findings if finding.damage}
     large = [
-        path for path, entry in proof.files.items() if entry["bytes"] > SMALL_BYTES and f"{path}" not in known
+        path
+        for path, entry in proof.files.items()
+        if entry["bytes"] > SMALL_BYTES and f"{path}" not in damaged
     ]
     total = sum(proof.files[path]["bytes"] for path in large)
 
@@ -425,6 +427,6 @@ def proving_files(
 
         def compare() -> Faults:
             faults = file_faults(proof.files, proof.place, files, large, count, digest)
-            return Faults((fault.what, f"{fault.path}") for fault in faults if f"{fault.path}" not in known)
+            return Faults((fault.what, f"{fault.path}") for fault in faults if f"{fault.path}" not in damaged)
 
         yield compare

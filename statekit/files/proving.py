@@ -137,10 +137,10 @@ def proving(checkpoint: Checkpoint, budget: Budget, *, accept: bool = False) -> 
     """
     damage: list[Finding] = []
 
-    def blame(what: str, place: str) -> None:
+    def blame(fault: str, place: str) -> None:
         if not accept:
-            check_no_damage(Faults([(what, place)]), checkpoint.path)
-        finding = Finding(what, place, True)
+            check_no_damage(Faults([(fault, place)]), checkpoint.path)
+        finding = Finding(fault, place, True)
         if finding not in damage:
             damage.append(finding)
 
@@ -150,7 +150,7 @@ def proving(checkpoint: Checkpoint, budget: Budget, *, accept: bool = False) -> 
     faults = Faults() if _are_proven_by_values(checkpoint, proof) else prove_files(checkpoint, budget)
     if not accept:
         check_no_damage(faults, checkpoint.path)
-    damage += [Finding(what, place, True) for what, place in faults]
+    damage += [Finding(fault, place, True) for fault, place in faults]
     readings: dict[Any, ProvingReading] = {}
     names = {id(tensor): name for name, tensor in checkpoint.tensors.items()}
 

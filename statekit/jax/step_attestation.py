@@ -98,13 +98,13 @@ class AttestedStep:
             return read, int(part.mini_step)
         return {}, 0
 
-    def _by_name(self, what: str, tree: Any) -> dict[str, Any]:
+    def _by_name(self, subject: str, tree: Any) -> dict[str, Any]:
         try:
             return self._leaves.like(tree)
         except ValueError as error:
             raise UsageError(
                 "A tree isn't like the parameters before the update.",
-                place=f"check({what})",
+                place=f"check({subject})",
                 expected=str(self._leaves.treedef),
                 found=str(error),
             ) from error

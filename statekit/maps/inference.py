@@ -222,9 +222,9 @@ def _joined(shapes: Sequence[Shape], shape: Shape) -> list[Mapping[str, Any]] | 
     if len(shapes) == 1:
         return _steps(shapes[0], shape)
     for axis in range(len(shape)):
-        if any(_without(one, axis) != _without(shape, axis) for one in shapes):
+        if any(_without(piece, axis) != _without(shape, axis) for piece in shapes):
             continue
-        lengths = [one[axis] for one in shapes]
+        lengths = [piece[axis] for piece in shapes]
         if sum(lengths) == shape[axis]:
             shares = {"shares": lengths} if len({*lengths}) > 1 else {}
             return [{"op": "concatenate", "axis": axis, "over": "part", **shares}]

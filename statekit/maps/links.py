@@ -275,20 +275,20 @@ def _after(before: Sequence[Mapped], mapped: Sequence[Mapped]) -> tuple[Mapped, 
     """Returns what became of every parameter in both of two maps."""
     if not before:
         return tuple(mapped)
-    by_target = {one.target: one for one in before}
+    by_target = {link.target: link for link in before}
     joined = []
-    for one in mapped:
+    for link in mapped:
         # What a map takes from beside the parameters is in no account of the map before it.
         parts = [
-            by_target.get(path, Mapped(path, (path,), (), (), Exactness.BITWISE, "")) for path in one.sources
+            by_target.get(path, Mapped(path, (path,), (), (), Exactness.BITWISE, "")) for path in link.sources
         ]
-        worst = max([one, *parts], key=lambda part: part.exactness)
+        worst = max([link, *parts], key=lambda part: part.exactness)
         words = dict.fromkeys(word for part in parts for word in part.operations)
         joined.append(
             replace(
-                one,
+                link,
                 sources=tuple(path for part in parts for path in part.sources),
-                operations=(*words, *one.operations),
+                operations=(*words, *link.operations),
                 exactness=worst.exactness,
                 reason=worst.reason,
             )
@@ -346,14 +346,14 @@ def _group(group: Group, links: Sequence[Link], faults: Faults) -> Group:
 
 
 def _of_targets(
-    values: Mapping[str, Value], links: Iterable[Link], what: str, faults: Faults
+    values: Mapping[str, Value], links: Iterable[Link], subject: str, faults: Faults
 ) -> dict[str, Value]:
     """Returns what was said of some parameters, of those that they have become."""
     joined_values: dict[str, Value] = {}
     for link in links:
         present = [values[path] for path in link.sources if path in values]
-        if present and (len(present) < len(link.sources) or any(one != present[0] for one in present)):
-            faults.add(f"is made of parameters with different {what}", link.target)
+        if present and (len(present) < len(link.sources) or any(value != present[0] for value in present)):
+            faults.add(f"is made of parameters with different {subject}", link.target)
         elif present:
             joined_values[link.target] = present[0]
     return joined_values

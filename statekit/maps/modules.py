@@ -237,21 +237,21 @@ class Modules:
     def _kinds(
         self,
         shapes: Mapping[str, Shape],
-        said: Mapping[str, str],
+        stated: Mapping[str, str],
         model: TargetModel | None,
         faults: Faults,
     ) -> Iterator[tuple[str, Kind]]:
         """Yields the kind of each module."""
-        faults += self._unfit_kinds(shapes, said)
+        faults += self._unfit_kinds(shapes, stated)
         modules: dict[str, dict[str, Shape]] = {}
         for path, shape in shapes.items():
-            if _said(said, path, _module(path)) != SAME:
+            if _said(stated, path, _module(path)) != SAME:
                 modules.setdefault(_module(path), {})[_leaf(path)] = shape
         attention = dict(self._attention(modules))
         ambiguous: dict[str, list[str]] = {}
         for name, leaves in modules.items():
             ranks = {leaf: len(shape) for leaf, shape in leaves.items()}
-            kinds = self._kinds_of(name, ranks, _said(said, name), attention.get(name), model, faults)
+            kinds = self._kinds_of(name, ranks, _said(stated, name), attention.get(name), model, faults)
             if len(kinds) == 1:
                 yield name, kinds[0]
             elif kinds:
@@ -259,14 +259,16 @@ class Modules:
         if ambiguous:
             self._ask_kinds(ambiguous)
 
-    def _unfit_kinds(self, shapes: Mapping[str, Shape], said: Mapping[str, str]) -> Iterator[tuple[str, str]]:
+    def _unfit_kinds(
+        self, shapes: Mapping[str, Shape], stated: Mapping[str, str]
+    ) -> Iterator[tuple[str, str]]:
         """Yields what the user says of kinds that can't be: no such kind, or no such module."""
         kinds = (*(kind.name for kind in self.kinds), SAME)
-        for pattern, kind in said.items():
+        for pattern, kind in stated.items():
             if kind not in kinds:
                 yield f"is said to be of kind {kind}, expected one of {', '.join(kinds)}", pattern
         names = [name for path in shapes for name in (path, _module(path))]
-        for pattern in said:
+        for pattern in stated:
             if not any(fnmatchcase(name, pattern) for name in names):
                 yield "is said to be of a kind, and there is no such module", pattern
 
@@ -274,7 +276,7 @@ class Modules:
         self,
         name: str,
         ranks: Mapping[str, int],
-        said: str | None,
+        stated: str | None,
         attention: Kind | None,
         model: TargetModel | None,
         faults: Faults,
@@ -284,7 +286,7 @@ class Modules:
             faults.add(f"can't be held by the target: {why}", name)
             return []
         # Modules that stand together as an attention's prove their kinds, unless the user says another.
-        kinds = [attention] if attention and said is None else self._fitting(name, ranks, said)
+        kinds = [attention] if attention and stated is None else self._fitting(name, ranks, stated)
         if not kinds and (model is None or name not in model.classes):
             has = ", ".join(f"{leaf} of rank {rank}" for leaf, rank in ranks.items())
             faults.add(f"is of no kind that the map knows: it has {has}", name or "the model itself")
@@ -299,11 +301,11 @@ class Modules:
             remedy=f"""say it, by patterns: --config '{KINDS}={{"{first}": "{kinds[-1]}", "*": "{kinds[0]}"}}'""",
         )
 
-    def _fitting(self, name: str, ranks: Mapping[str, int], said: str | None) -> list[Kind]:
+    def _fitting(self, name: str, ranks: Mapping[str, int], stated: str | None) -> list[Kind]:
         """Returns the kinds that a module may be of by its tensors, and by its name where these leave several open."""
         fitting = [kind for kind in self.kinds if kind.fits(ranks)]
-        if said is not None:
-            return [kind for kind in fitting if kind.name == said]
+        if stated is not None:
+            return [kind for kind in fitting if kind.name == stated]
         if len(fitting) > 1:
             fitting = [kind for kind in fitting if kind.members or not kind.of_heads]
         return [kind for kind in fitting if kind.is_called(_leaf(name))] or fitting

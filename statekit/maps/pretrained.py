@@ -162,12 +162,12 @@ class Pretrained:
                 yield file, key, rule
 
     def _sentences(
-        self, values: Mapping[str, Any], said: Mapping[str, Any], others: Mapping[str, Any]
+        self, values: Mapping[str, Any], stated: Mapping[str, Any], others: Mapping[str, Any]
     ) -> Iterator[str]:
         taken = [
             f"{key}={values[key]} ({rule['assumed']})"
             for _, key, rule in self._rules()
-            if "assumed" in rule and key not in said
+            if "assumed" in rule and key not in stated
         ]
         if taken:
             yield f"Nothing says these of the model, and {self.main} has: {', '.join(taken)}; --config says others."
@@ -209,13 +209,13 @@ def _case(rule: Rule, chosen: Mapping[str, str]) -> Any:
     return next(fitting, None)
 
 
-def _is_of(said: object, rule: Rule, chosen: str) -> bool:
+def _is_of(stated: object, rule: Rule, chosen: str) -> bool:
     """Tells whether a value may be that of an alternative, and of no other."""
     choices: Mapping[str, object] = rule["of"]
     others = [value for alternative, value in choices.items() if alternative != chosen]
     like: Mapping[str, str] = rule.get("like", {})
-    return said not in others and all(
-        fnmatchcase(str(said), pattern) is (alternative == chosen) for alternative, pattern in like.items()
+    return stated not in others and all(
+        fnmatchcase(str(stated), pattern) is (alternative == chosen) for alternative, pattern in like.items()
     )
 
 

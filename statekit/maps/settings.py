@@ -118,8 +118,8 @@ class Settings:
         values: dict[str, Any] = {}
         unread: dict[str, str] = {}
         for part in (bound[name] for name in self.gin if name in bound):
-            known = {name: setting for name, setting in part["values"].items() if name in self.keys}
-            asked = {name: setting for name, setting in known.items() if self.key(name) not in said}
+            settings = {name: setting for name, setting in part["values"].items() if name in self.keys}
+            asked = {name: setting for name, setting in settings.items() if self.key(name) not in said}
             for key, setting in self.translated(asked, faults).items():
                 if values.setdefault(key, setting) != setting:
                     faults.add(f"is {values[key]!r:.80} and {setting!r:.80}", key)

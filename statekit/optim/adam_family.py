@@ -177,13 +177,15 @@ def _require_alone(
 ) -> None:
     """Raises UnknownRuleError for what isn't followed beside a parameter of low precision, by its name."""
     limits = vars(settled(Limits, schema, variant, group))
-    said = [name for name, value in {**limits, "use_ema": hyper.use_ema or None}.items() if value is not None]
-    if said:
+    others = [
+        name for name, value in {**limits, "use_ema": hyper.use_ema or None}.items() if value is not None
+    ]
+    if others:
         raise UnknownRuleError(
             "How the original rounds this beside a parameter of low precision isn't known.",
             place=path,
             expected="float32, or an update without it",
-            found=f"{', '.join(said)} beside {state.params[path].dtype.name}",
+            found=f"{', '.join(others)} beside {state.params[path].dtype.name}",
             remedy="step the float32 masters, if the run kept them",
         )
 

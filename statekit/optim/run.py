@@ -349,11 +349,11 @@ def steps_for(schema: str, variant: str | None) -> Steps:
         NotFoundError: There is no such schema.
         StateError: Its schema says that the variant is described only.
     """
-    known = load_schema(schema).stepped
-    if variant not in known:
+    stepped = load_schema(schema).stepped
+    if variant not in stepped:
         raise StateError(
             "statekit can't step this optimizer.",
-            expected=f"variant {', '.join(known)}",
+            expected=f"variant {', '.join(stepped)}",
             found=f"{schema}, variant {variant or 'unknown'}",
             remedy="name the variant" if variant is None else "",
         )

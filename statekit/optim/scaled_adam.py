@@ -104,21 +104,21 @@ def update(
     """
     s = setting(scene, config)
     xp, shape = s.xp, s.xp.shape(param)
-    one = math.prod(shape) == 1
+    is_single = math.prod(shape) == 1
     p, g = xp.widen(param), xp.widen(grad)
     dtypes = xp.dtype(param), xp.dtype(grad), xp.dtype(slots["delta"])
     short = g if common is None else scaled_adam_clip.reached(s, grad, common)
     used = short if s.form["clip_reaches"] == "everything" else g
     wide = {name: xp.widen(value) for name, value in slots.items()}
     x = None
-    if not one:
+    if not is_single:
         wide, x = _sized(s, p, s.kept(p * short, *dtypes[:2]), wide, dtypes)
     wide["exp_avg_sq"] = _second_moment(s, wide["exp_avg_sq"], used, dtypes[2])
-    wide["delta"] = MOMENTUM[s.form["delta_form"]](s, Moving(p, used, wide, dtypes, one), x)
-    if one and s.form["scalar_clamp"] == "before_delta":
+    wide["delta"] = MOMENTUM[s.form["delta_form"]](s, Moving(p, used, wide, dtypes, is_single), x)
+    if is_single and s.form["scalar_clamp"] == "before_delta":
         p = _clamped(s, p, dtypes[0])
     p = s.kept(p + wide["delta"], dtypes[0])
-    if one and s.form["scalar_clamp"] == "after_delta":
+    if is_single and s.form["scalar_clamp"] == "after_delta":
         p = _clamped(s, p, dtypes[0])
     return xp.narrow(p, dtypes[0]), stored(xp, {name: wide[name] for name in slots}, slots)
 

@@ -527,10 +527,10 @@ def lineage(
     )
 
 
-def _ways(made: Sequence[tuple[str, str]]) -> str:
+def _ways(ways: Sequence[tuple[str, str]]) -> str:
     """Returns what was done to make a checkpoint, and of what: of one among those that hold the same."""
     sources: dict[str, list[str]] = {}
-    for how, source in made:
+    for how, source in ways:
         sources.setdefault(how, []).append(source)
     return ", ".join(f"{how} of {' or '.join(names)}" for how, names in sources.items())
 

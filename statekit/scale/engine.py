@@ -192,9 +192,9 @@ class _Worker:
         task = self.task
         if b"\n" in self._text:
             line, _, self._text = self._text.partition(b"\n")
-            said: dict[str, Any] = json.loads(line)
+            answer: dict[str, Any] = json.loads(line)
             self.task = None
-            return Outcome(task, said["error"], said["again"])
+            return Outcome(task, answer["error"], answer["again"])
         if data:
             return None
         self.task = None

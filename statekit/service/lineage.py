@@ -49,8 +49,8 @@ def lineage_of(database: Database, number: int) -> Lineage:
     return Lineage(tuple(_in_order(list(nodes.values()), kept)), tuple(kept), left_out or bool(ahead))
 
 
-def _name(one: Checkpoint) -> str:
-    return f"checkpoint-{one.id}"
+def _name(checkpoint: Checkpoint) -> str:
+    return f"checkpoint-{checkpoint.id}"
 
 
 def _edges(connection: Connection, one: Checkpoint, written: _Written) -> Iterator[tuple[Edge, Node]]:
@@ -139,14 +139,14 @@ class _Written:
             about = select(SUBJECTS.c.job).where(SUBJECTS.c.checkpoint == source)
             jobs = select(JOBS.c.id, JOBS.c.kind, RESULTS.c.data).join(RESULTS, RESULTS.c.job == JOBS.c.id)
             done = and_(JOBS.c.kind.in_(("convert", "thin")), JOBS.c.state == "done", JOBS.c.id.in_(about))
-            made: dict[str, list[_Writer]] = {}
+            writers: dict[str, list[_Writer]] = {}
             rows: Sequence[Any] = self.connection.execute(jobs.where(done).order_by(JOBS.c.id.desc())).all()
             for job in rows:
                 if (path := _place_of(job)) is not None:
                     plan = None if job.kind == "thin" else job.data.get("plan_digest")
                     writer = _Writer(job.id, job.kind, plan, job.data.get("verdict"), job.data.get("digest"))
-                    made.setdefault(os.path.basename(path), []).append(writer)
-            self._known[source] = made
+                    writers.setdefault(os.path.basename(path), []).append(writer)
+            self._known[source] = writers
         return self._known[source]
 
 
@@ -268,12 +268,12 @@ def check_thinning(connection: Connection, number: int, job: int | None = None) 
             "it is the last step of its run from which it can be resumed",
             "keep it, or thin it once there is a later one",
         )
-    for made in _made_of(connection, checkpoint):
-        if made.status == "present":
+    for row in _made_of(connection, checkpoint):
+        if row.status == "present":
             refuse(
                 "another was made of it, which nobody could hold against its source any more",
                 "remove what was made of it, or keep both",
-                f"{checkpoint.path}, of which {made.path} was made",
+                f"{checkpoint.path}, of which {row.path} was made",
             )
     about = select(SUBJECTS.c.job).where(SUBJECTS.c.checkpoint == number)
     waiting = and_(JOBS.c.id.in_(about), or_(JOBS.c.state == "queued", JOBS.c.state == "running"))

@@ -52,9 +52,9 @@ def _is_number(value: Any, most: int = 2**53) -> bool:
 
 def _is_plain(value: Any, depth: int = DEEPEST) -> bool:
     if isinstance(value, list | tuple):
-        return depth > 0 and all(_is_plain(one, depth - 1) for one in value)
+        return depth > 0 and all(_is_plain(item, depth - 1) for item in value)
     if isinstance(value, Mapping):
-        return depth > 0 and all(_is_text(key) and _is_plain(one, depth - 1) for key, one in value.items())
+        return depth > 0 and all(_is_text(key) and _is_plain(item, depth - 1) for key, item in value.items())
     return (
         value is None
         or isinstance(value, bool)
@@ -385,15 +385,15 @@ def checked(kind: str, subjects: Collection[int], options: Mapping[str, Any]) ->
 
 def _option_faults(kind: Kind, given: Mapping[str, Any], subjects: int) -> Iterator[tuple[str, str]]:
     """Yields what is wrong with options of a job about some number of checkpoints, and where."""
-    known = OPTIONS[kind]
+    offered = OPTIONS[kind]
     for key, value in given.items():
-        if key not in known:
+        if key not in offered:
             yield "is no option of this kind of job", f"{key[:100]}"
-        elif not known[key].fits(value):
-            yield f"isn't what it must be: {known[key].expected}", key
+        elif not offered[key].fits(value):
+            yield f"isn't what it must be: {offered[key].expected}", key
     for key in NEEDED.get(kind, ()):
         if key not in given:
-            yield f"is missing: {known[key].expected}", key
+            yield f"is missing: {offered[key].expected}", key
     if given.get("verify") and given.get("dry_run"):
         yield "goes with what is written, not with dry_run", "verify"
     # A region is of one tensor of one checkpoint.

@@ -300,15 +300,15 @@ def _scan(service: Service, doctor_bytes: int = 0) -> None:
         service.draining.wait(_LOOK_SECONDS)
 
 
-def _tried(what: str, do: Callable[[], T]) -> T | None:
+def _tried(task: str, do: Callable[[], T]) -> T | None:
     """Does something that may fail without ending the service, as where the disk is full; says it in the log."""
     try:
         return do()
     except (StatekitError, OSError) as error:
         problem = error.line if isinstance(error, StatekitError) else str(error)
-        _LOG.error("failed", what=what, problem=problem)
+        _LOG.error("failed", what=task, problem=problem)
     except Exception:  # nobody foresaw it: what is done again and again must go on all the same
-        _LOG.exception("failed", what=what)
+        _LOG.exception("failed", what=task)
     return None
 
 

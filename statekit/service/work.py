@@ -127,8 +127,9 @@ def _seal(request: Mapping[str, Any], listener: Listener) -> Any:
 
 def told_by(listener: Listener) -> Callable[[Progress], object]:
     """Returns what passes the progress of a verb on."""
-    return lambda one: listener.progress(
-        one.done / one.total if one.total else None, f"{PHASES[one.phase]}: {one.name}"
+    return lambda fraction: listener.progress(
+        fraction.done / fraction.total if fraction.total else None,
+        f"{PHASES[fraction.phase]}: {fraction.name}",
     )
 
 
@@ -193,7 +194,7 @@ def _verify(request: Mapping[str, Any], listener: Listener) -> Any:
         certificate = verify(
             _ref(request),
             _path(request, 1),
-            on_progress=lambda phase, what, size: listener.progress(None, f"{phase} {what}"),
+            on_progress=lambda phase, subject, size: listener.progress(None, f"{phase} {subject}"),
             map=name,
             **asked,
         )
@@ -262,7 +263,7 @@ def _proven(
         certificate = verify(
             asked.ref,
             asked.target,
-            on_progress=lambda phase, what, size: listener.progress(None, f"{phase} {what}"),
+            on_progress=lambda phase, subject, size: listener.progress(None, f"{phase} {subject}"),
             require=asked.require,
             map=name,
             config=options.get("config"),

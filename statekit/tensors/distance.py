@@ -78,11 +78,11 @@ def distance(right: Tensor, other: Tensor, parts: Sequence[Index] | None = None)
         >>> print(distance(in_memory(one), in_memory(two)))
         1 of 3 elements differ, by up to 2.1e+06 ULP, 0.25 of the largest value
     """
-    each = (whole(right.shape),) if parts is None else parts
+    indexes = (whole(right.shape),) if parts is None else parts
 
     def read() -> Iterator[tuple[Index, Array, Array]]:
         for block in blocks(right):
-            for part in each:
+            for part in indexes:
                 if (index := common(block, part)) is not None:
                     yield index, right.read(index), other.read(index)
 

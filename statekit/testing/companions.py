@@ -133,7 +133,7 @@ def silent(hiding: Hiding) -> str:
 
 def _warns(ref: CheckpointRef) -> bool:
     """Tells whether the loaders of the frameworks warn of a checkpoint."""
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with state_to_load(ref):
-            return bool(said)
+            return bool(caught)

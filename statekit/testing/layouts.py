@@ -104,12 +104,12 @@ class Trial:
         """Returns the checkpoint with tensors that note when they are read, and the names of those that were."""
         names = {id(tensor): name for name, tensor in self.checkpoint.tensors.items()}
         reads = set[str]()
-        made: dict[int, Watched] = {}
+        watched: dict[int, Watched] = {}
 
         def watch(leaf: Any) -> Any:
             if id(leaf) not in names:
                 return leaf
-            return made.setdefault(id(leaf), Watched(names[id(leaf)], leaf, reads))
+            return watched.setdefault(id(leaf), Watched(names[id(leaf)], leaf, reads))
 
         return replace(self.checkpoint, tree=mapped(self.checkpoint.tree, watch)), reads
 
@@ -166,8 +166,8 @@ def fits_its_optimizer(trial: Trial) -> None:
         assert trial.state.params, "has no parameters"
         return
     for schema, variant in optimizer.kinds:
-        known = trial.layout.variants.get(schema, ())
-        fits = known and (variant is None or variant in known)
+        variants = trial.layout.variants.get(schema, ())
+        fits = variants and (variant is None or variant in variants)
         fits = fits or (is_native(schema) and schema in trial.layout.variants)
         assert fits, f"decodes {schema} {variant}, says {dict(trial.layout.variants)}"
     assert trial.state.params, "has no parameters"
@@ -180,9 +180,9 @@ def nothing_vanishes(trial: Trial) -> None:
     state = trial.layout.decode(checkpoint, trial.hints)
     in_state = [*tensors(state).values(), *tensor_names(dict(state.extra)).values()]
     kept = {name for tensor in in_state for name in _sources(tensor.to_json())}
-    made = set() if trial.only_read else tensor_names(trial.encoded.tree).keys()
+    written = set() if trial.only_read else tensor_names(trial.encoded.tree).keys()
     there = {id(checkpoint.tensors[name]) for name in kept | reads}  # a tensor may have several names
-    lost = [n for n, tensor in checkpoint.tensors.items() if id(tensor) not in there and n not in made]
+    lost = [n for n, tensor in checkpoint.tensors.items() if id(tensor) not in there and n not in written]
     assert not lost, f"vanish: {lost[:10]}"
 
 
@@ -377,12 +377,12 @@ def refuses_what_it_cannot_hold(making: Making) -> None:
             _require_kept(making, replace(making.state, slots=more), name)
 
 
-def _require_refusal(layout: Layout, state: TrainState, what: str) -> None:
+def _require_refusal(layout: Layout, state: TrainState, subject: str) -> None:
     try:
         layout.encode(state)
     except (InexactError, StateError):
         return
-    raise AssertionError(f"takes {what}")
+    raise AssertionError(f"takes {subject}")
 
 
 def _require_kept(making: Making, state: TrainState, name: str) -> None:

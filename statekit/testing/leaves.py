@@ -110,7 +110,7 @@ def unwritten(
     return [
         name
         for name, other in changes
-        if name not in dropped and _is_silent(meant, lambda one: _written(encode(one)), other)
+        if name not in dropped and _is_silent(meant, lambda tree: _written(encode(tree)), other)
     ]
 
 

@@ -202,8 +202,8 @@ def case(
     }
     if schema == "adafactor":
         rules = {path: Rule(axes, "given") for path, (_, axes) in table.items()}
-    said = {**_settings(schema, variant, full, dtype), **changes}
-    optimizer = Optimizer(schema, variant, (Group(paths, said, dict.fromkeys(said, "given")),))
+    settings = {**_settings(schema, variant, full, dtype), **changes}
+    optimizer = Optimizer(schema, variant, (Group(paths, settings, dict.fromkeys(settings, "given")),))
     bare = TrainState(params, {path: {} for path in paths}, optimizer, Counts(0, 0), rules)
     grads = tuple(
         {path: _values(seed, path, "grad", update, shape, dtype) for path, (shape, _) in table.items()}
@@ -214,18 +214,18 @@ def case(
 
 def _settings(schema: str, variant: str, full: bool, dtype: str) -> dict[str, Any]:
     defaults = load_schema(schema).variant(variant)["defaults"]
-    said = {**defaults, **UNSAID.get((schema, variant), {})}
+    settings = {**defaults, **UNSAID.get((schema, variant), {})}
     if full:
-        said |= {name: value for name, value in FULL[schema].items() if name in defaults}
+        settings |= {name: value for name, value in FULL[schema].items() if name in defaults}
     if dtype != "float32":
-        said |= {name: dtype for name in ("dtype_momentum",) if name in defaults}
-        said |= {name: True for name in ("multi_precision",) if name in defaults}
-    return said
+        settings |= {name: dtype for name in ("dtype_momentum",) if name in defaults}
+        settings |= {name: True for name in ("multi_precision",) if name in defaults}
+    return settings
 
 
-def _values(seed: int, path: str, what: str, update: int, shape: Shape, dtype: str) -> Array:
+def _values(seed: int, path: str, kind: str, update: int, shape: Shape, dtype: str) -> Array:
     """Returns numbers of many sizes; `one` has those of `scalar`."""
     name = "scalar" if path == "one" else path
-    random = np.random.default_rng([seed, zlib.crc32(name.encode()), zlib.crc32(what.encode()), update])
-    size = 10.0 ** random.uniform(-3, 1) if what == "grad" else 10.0 ** random.uniform(-1, 0)
+    random = np.random.default_rng([seed, zlib.crc32(name.encode()), zlib.crc32(kind.encode()), update])
+    size = 10.0 ** random.uniform(-3, 1) if kind == "grad" else 10.0 ** random.uniform(-1, 0)
     return np.asarray(size * random.standard_normal(shape)).astype(DTYPES[dtype])

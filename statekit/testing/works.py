@@ -80,18 +80,18 @@ def split_alike(
     """
     for name in ("one", "many"):
         (folder / name).mkdir()
-    one, many = (folder / name / "target" for name in ("one", "many"))
-    convert(plan(one), task_bytes=task_bytes)
+    alone, many = (folder / name / "target" for name in ("one", "many"))
+    convert(plan(alone), task_bytes=task_bytes)
     with split(plan(many), folder / "work", task_bytes) as work:
         carry_out(work, Flaky(work, seed))
         assert not work.missing(), "a task that is done is missing"
         work.finish()
     assert check(many).passed, "the target isn't what its manifest says"
-    manifests = [require_manifest(target) for target in (one, many)]
+    manifests = [require_manifest(target) for target in (alone, many)]
     assert manifests[0]["tensors"] == manifests[1]["tensors"], "tensors differ"
     assert manifests[0]["source"] == manifests[1]["source"], "the source has another digest"
     if same_bytes:
-        assert _files(one) == _files(many), "files differ"
+        assert _files(alone) == _files(many), "files differ"
 
 
 def _files(place: Path) -> dict[str, bytes]:

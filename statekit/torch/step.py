@@ -32,18 +32,18 @@ def move(group: ParamGroup, plan: GroupPlan, state: Mapping[torch.Tensor, Slots]
         plan: How it is moved.
         state: Slots by parameter, where it lives.
     """
-    steps, known = steps_for(group["schema"], group["variant"]), plan.group
-    params = dict(zip(known.paths, group["params"], strict=True))
+    steps, settled_group = steps_for(group["schema"], group["variant"]), plan.group
+    params = dict(zip(settled_group.paths, group["params"], strict=True))
     slots = {path: state[param] for path, param in params.items()}
     grads = {path: param.grad for path, param in params.items() if param.grad is not None}
-    behind = _behind(group, known.paths)
+    behind = _behind(group, settled_group.paths)
     if born := _born_of_params(group["schema"]):
         _follow(params, slots, born, [p for p in grads if not behind.get(p, group["step"])])
     scene = Scene(_XP, group["variant"], group["lr"], group["step"])
     here = Arrays(params, slots, grads)
     read = here.readable() if plan.reads_sharded else here
     reached, whole, common = steps.prepare(
-        scene, known, read.params, read.grads, read.slots, group.get("slots", {})
+        scene, settled_group, read.params, read.grads, read.slots, group.get("slots", {})
     )
     read, here = replace(read, grads=reached), replace(here, grads=reached)
     for batch in plan.batches:
@@ -56,7 +56,7 @@ def move(group: ParamGroup, plan: GroupPlan, state: Mapping[torch.Tensor, Slots]
     _follow_averages(here, plan, group["step"])
     if whole:
         group["slots"] = dict(whole)
-    _count(group, [path for path in known.paths if path not in grads], behind)
+    _count(group, [path for path in settled_group.paths if path not in grads], behind)
 
 
 def _parted(

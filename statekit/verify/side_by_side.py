@@ -193,9 +193,9 @@ class SideBySide:
         """
         sample = sampled(self._states[1], seed, everything)
         before, right, there = (sample.of(state) for state in self._states)
-        rates, said = rates_of(right)
+        rates, rate_notes = rates_of(right)
         before, of_source = at_rates(before, rates)
-        self._notes += [*said, *of_source]
+        self._notes += [*rate_notes, *of_source]
         sides = self._as_in_their_files(
             self._side(before, self._layouts[0], rates, is_source=True),
             self._side(there, self._layouts[1], rates),
@@ -342,8 +342,8 @@ class SideBySide:
             mine = None if has_other_form else ours.get(other)
             sides_of_it = _Sides(key, other, theirs.get(key), mine, starts.get(other))
             grain = _grain(right, key[0])
-            one = _compared(sides_of_it, of_target, of_source, both, grain * len(probe.updates), ran)
-            ran.tensors[key] = self._judged(one, probe, alike)
+            tensor = _compared(sides_of_it, of_target, of_source, both, grain * len(probe.updates), ran)
+            ran.tensors[key] = self._judged(tensor, probe, alike)
         return ran, of_target
 
     def _of_source(self, side: Side, xp: Backend, probe: Probe, rates: Rates) -> Arrays:
@@ -646,9 +646,9 @@ def _row(probe: Probe, ran: _Ran) -> dict[str, Any]:
         "updates": len(probe.updates),
         "outside": ran.outside,
         "undecided": ran.undecided,
-        "ulps": max((one.ulps for one in tensors), default=0.0),
-        "relative": max((one.relative for one in tensors), default=0.0),
-        "ratio": max((one.ratio for one in tensors), default=0.0),
+        "ulps": max((tensor.ulps for tensor in tensors), default=0.0),
+        "relative": max((tensor.relative for tensor in tensors), default=0.0),
+        "ratio": max((tensor.ratio for tensor in tensors), default=0.0),
         "histogram": ran.histogram,
     }
 

@@ -121,7 +121,7 @@ class Rules:
 
 def rates_of(state: TrainState) -> tuple[Rates, tuple[str, ...]]:
     """Returns the learning rate of each group for the steps, and what is said of those that are made up."""
-    rates, said = list[float | None](), list[str]()
+    rates, notes = list[float | None](), list[str]()
     for i, group in enumerate(state.optimizer.groups):
         rate = stored_rate(group.hyperparameters)
         if isinstance(rate, (int, float)) and not isinstance(rate, bool) and rate > 0 and np.isfinite(rate):
@@ -130,10 +130,10 @@ def rates_of(state: TrainState) -> tuple[Rates, tuple[str, ...]]:
             rates.append(None)
         else:
             rates.append(RATE)
-            said.append(
+            notes.append(
                 f"group {i} is stepped with a learning rate of 0.01, as neither side says one to go on with"
             )
-    return tuple(rates), tuple(said)
+    return tuple(rates), tuple(notes)
 
 
 def at_rates(state: TrainState, rates: Rates) -> tuple[TrainState, tuple[str, ...]]:
@@ -144,7 +144,7 @@ def at_rates(state: TrainState, rates: Rates) -> tuple[TrainState, tuple[str, ..
     """
     if len(rates) != len(state.optimizer.groups):
         return state, ()
-    groups, said = list[Group](), list[str]()
+    groups, notes = list[Group](), list[str]()
     for i, (group, rate) in enumerate(zip(state.optimizer.groups, rates, strict=True)):
         is_own = rate is not None and group.hyperparameters.get("relative_step")
         if not is_own or _needs_rate(state, group):
@@ -154,8 +154,8 @@ def at_rates(state: TrainState, rates: Rates) -> tuple[TrainState, tuple[str, ..
         names = {*load_schema(state.optimizer.kind(group)[0]).hyperparameters}
         values = {name: value for name, value in given.items() if name in names}
         groups.append(replace(group, hyperparameters={**group.hyperparameters, **values}))
-        said.append(f"group {i} of the source makes its rate itself; here both sides are given the target's")
-    return replace(state, optimizer=replace(state.optimizer, groups=tuple(groups))), tuple(said)
+        notes.append(f"group {i} of the source makes its rate itself; here both sides are given the target's")
+    return replace(state, optimizer=replace(state.optimizer, groups=tuple(groups))), tuple(notes)
 
 
 def _needs_rate(state: TrainState, group: Group) -> bool:
@@ -217,7 +217,7 @@ def _with_numbers_of_float32(state: TrainState) -> TrainState:
 
 def _single(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
-        return type(value)(_single(one) for one in value)
+        return type(value)(_single(item) for item in value)
     return float(np.float32(value)) if isinstance(value, float) else value
 
 

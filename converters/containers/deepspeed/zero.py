@@ -66,13 +66,13 @@ def part_of(tree: Tree, place: str) -> Part:
             expected="base_optimizer_state with param_groups",
             remedy="load it with DeepSpeed and save it with elastic_checkpoint off",
         )
-    flats = [_flat(one, place) for one in require(masters, list, "flat weights", place)]
+    flats = [_flat(entry, place) for entry in require(masters, list, "flat weights", place)]
     records = require(
         require(base, dict, "the state of an optimizer", place).get("state"), dict, "a state", place
     )
     groups = [
-        require(one, dict, "a group", place)
-        for one in require(base.get("param_groups"), list, "groups", place)
+        require(entry, dict, "a group", place)
+        for entry in require(base.get("param_groups"), list, "groups", place)
     ]
     state = [
         require(records.get(i, {}), dict, "the state of a flat vector", place) for i in range(len(flats))

@@ -140,8 +140,8 @@ def open_beside(folder: Place, taken: Collection[str], files: Files) -> Beside:
         name, part, notes = _open_named(folder, key, names, files)
         if name is not None:
             several = _further(folder, name)
-            each = [part, *(_open_part(folder / further, files)[0] for further in several)]
-            tree |= {f"{key}s": each} if several else {key: part}
+            parts = [part, *(_open_part(folder / further, files)[0] for further in several)]
+            tree |= {f"{key}s": parts} if several else {key: part}
             odd += notes
             read |= {name, *several}
             passed |= {*names} - {name}
@@ -183,8 +183,8 @@ def _optimizer_elsewhere(folder: Place, files: Files) -> Apart:
     """Opens optimizers in files of their names, or one in shards, or one in a folder beside the model's."""
     apart = _optimizers_apart(folder)
     if len(apart) > 1:
-        each = {name: _open_part(file, files)[0] for name, file in sorted(apart.items())}
-        return Apart({"optimizers": each}, tuple(file.name for file in apart.values()))
+        parts = {name: _open_part(file, files)[0] for name, file in sorted(apart.items())}
+        return Apart({"optimizers": parts}, tuple(file.name for file in apart.values()))
     if shards := sharded_part(folder, SHARDED_OPTIMIZER):
         part, notes = open_sharded(folder / shards, "optimizer", files)
         return Apart({"optimizer": part}, (shards,), notes)
@@ -290,9 +290,9 @@ def are_files(part: Any) -> bool:
         isinstance(name, str)
         and inside(name)
         and "/" not in name
-        and isinstance(one, Tensor)
-        and (one.dtype.name, len(one.shape)) == ("uint8", 1)
-        for name, one in part.items()
+        and isinstance(content, Tensor)
+        and (content.dtype.name, len(content.shape)) == ("uint8", 1)
+        for name, content in part.items()
     )
 
 
@@ -381,13 +381,15 @@ def _paced(encoded: Encoded) -> Encoded:
     rates = encoded.paced.rates if encoded.paced and "scheduler" not in encoded.tree else ()
     if not isinstance(groups, list) or len(groups) != len(rates):
         return encoded
-    each = list(zip(groups, rates, strict=True))
-    paced = [group if rate is None else {**group, "lr": rate} for group, rate in each]
-    changed = [str(rate) for group, rate in each if rate is not None and group.get("lr") != rate]
+    pairs = list(zip(groups, rates, strict=True))
+    paced = [group if rate is None else {**group, "lr": rate} for group, rate in pairs]
+    changed = [str(rate) for group, rate in pairs if rate is not None and group.get("lr") != rate]
     if not changed:
         return encoded
-    said = f"The learning rate in optimizer.pt is the next update's, by the run's schedule: {', '.join(changed)}."
-    return replace(encoded, tree=put(encoded.tree, place, paced), assumptions=(*encoded.assumptions, said))
+    sentence = f"The learning rate in optimizer.pt is the next update's, by the run's schedule: {', '.join(changed)}."
+    return replace(
+        encoded, tree=put(encoded.tree, place, paced), assumptions=(*encoded.assumptions, sentence)
+    )
 
 
 TRAINER_STATE = "trainer_state.json"
@@ -662,10 +664,10 @@ def _pretrained(tree: Tree) -> Mapping[str, Any]:
     named = isinstance(part, Mapping) and all(
         isinstance(name, str)
         and re.fullmatch(r"\w+\.json", name)
-        and isinstance(one, Mapping)
+        and isinstance(content, Mapping)
         and name != TRAINER_STATE
         and not is_manifest(name)
-        for name, one in part.items()
+        for name, content in part.items()
     )
     return part if isinstance(part, Mapping) and named else {}
 
@@ -725,8 +727,8 @@ def _opened(path: Place, files: Files) -> tuple[Tree, dict[str, Any], tuple[Find
         further = _further(path, name)
         tree, taken, odd = _tree_of(model), (*model.files, *further), model.findings
         if further:
-            each = [open_model(path, one, files) for one in further]
-            tree["models"] = [tree.pop("model"), *(dict(one.tensors) for one in each)]
+            each = [open_model(path, file, files) for file in further]
+            tree["models"] = [tree.pop("model"), *(dict(file.tensors) for file in each)]
         meta = _meta_of(model)
     elif name := model_below(path) or model_apart(path):
         place, averages = path / name, open_averages(path, files)

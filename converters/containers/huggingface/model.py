@@ -105,9 +105,9 @@ def find_model(folder: Place) -> str | None:
     Any other safetensors file or index will do if it is the only one.
     """
     names = [name for stem, suffix in _STEMS for name in (f"{stem}{suffix}", f"{stem}{suffix}{INDEX}")]
-    known = next((name for name in names if (folder / name).is_file()), None)
-    if known is not None:
-        return known
+    index = next((name for name in names if (folder / name).is_file()), None)
+    if index is not None:
+        return index
     if sharded_part(folder, SHARDED_MODEL):
         return sharded_part(folder, SHARDED_MODEL)
     for suffix in (f"{_SAFE}{INDEX}", _SAFE):
@@ -340,7 +340,7 @@ def open_alone(path: Place, files: Files) -> Model:
         FormatError: It can't be trusted.
     """
     file = open_safetensors(path, files)
-    ordered = sorted(file.tensors, key=lambda one: (-file.tensors[one].dtype.itemsize, one))
+    ordered = sorted(file.tensors, key=lambda name: (-file.tensors[name].dtype.itemsize, name))
     return Model(file.tensors, (path.name,), list(file.tensors) == ordered, file.metadata)
 
 
@@ -354,8 +354,12 @@ def metadata_of(ties: Mapping[str, str]) -> dict[str, str]:
 
 def ties_in(model: Model) -> dict[str, str]:
     """Returns the further names of tensors that a model's metadata tell: name -> the name it stands under."""
-    named = {name: one for name, one in model.metadata.items() if isinstance(one, str)}
-    return {name: one for name, one in named.items() if name not in model.tensors and one in model.tensors}
+    named = {name: target for name, target in model.metadata.items() if isinstance(target, str)}
+    return {
+        name: target
+        for name, target in named.items()
+        if name not in model.tensors and target in model.tensors
+    }
 
 
 def model_sections(

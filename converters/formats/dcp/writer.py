@@ -75,9 +75,9 @@ class DcpFolder:
             records: What the sections gave, by their names.
         """
         saved = [
-            one
+            entry
             for file, entries in self._files(cut)
-            for one in _saved(file, entries, records[f"{self.below}{file}"])
+            for entry in _saved(file, entries, records[f"{self.below}{file}"])
         ]
         with stage.file(f"{self.below}{METADATA}") as output:
             output.write(_Metadata().whole(saved, self.nested))

@@ -134,7 +134,7 @@ class _Pickler:
         self._frame += b"h" + bytes([index]) if index < 256 else b"j" + struct.pack("<I", index)
 
     def _items(
-        self, one: bytes, many: bytes, items: Sequence[tuple[Path, tuple[Any, ...]]], single: bool
+        self, single_op: bytes, many: bytes, items: Sequence[tuple[Path, tuple[Any, ...]]], single: bool
     ) -> None:
         starts = range(0, len(items) + (many == b"u"), BATCH) if items else ()
         for start in starts:  # a dict of exactly 1000 items is followed by none, once more
@@ -142,7 +142,7 @@ class _Pickler:
             for path, parts in items[start : start + BATCH]:
                 for part in parts:
                     self.save(path, part)
-            self._frame += one if single else many
+            self._frame += single_op if single else many
             if single:
                 return
 

@@ -281,7 +281,7 @@ def write_torch(tree: Tree, stage: Stage) -> None:
     with stage.file(synced=not has_manifest) as file:
         write_archive(tree, file, stage.stream, finished)
     if has_manifest:
-        stage.complete(manifest, lambda one: _text(one).encode("ascii"), checked_member)
+        stage.complete(manifest, lambda record: _text(record).encode("ascii"), checked_member)
 
 
 def _text(manifest: Mapping[str, Any]) -> str:

@@ -286,7 +286,7 @@ def _in_layers(home: Mapping[str, Any], path: str) -> tuple[str, ...] | None:
     while keys[:1] == ["layers"] and isinstance(config, Mapping) and config.get("class_name") in _OPERATIONS:
         layers = config["config"]["layers"]
         layer = keyed_layers(layers).get(keys[1])
-        number = next((i for i, one in enumerate(layers) if one is layer), None)
+        number = next((i for i, other in enumerate(layers) if other is layer), None)
         if number is None:
             return None
         place = (*place, *_OPERATIONS[config["class_name"]], str(number))

@@ -48,7 +48,7 @@ def without_loss_scale(tree: Mapping[str, Any]) -> tuple[dict[str, Any], dict[st
     if is_keras2(tree) or not isinstance(inner, Mapping) or not isinstance(inner.get(VARIABLES), Mapping):
         return {**tree}, {}
     around: Any = optimizer.get(VARIABLES) if isinstance(optimizer, Mapping) else {}
-    numbers = {what: around[key] for key, what in _SCALE_NUMBERS.items() if key in around}
+    numbers = {name: around[key] for key, name in _SCALE_NUMBERS.items() if key in around}
     attributes, config = tree.get(ATTRIBUTES, {}), config_of(tree)
     if isinstance(config, Mapping) and (record := _inner_record(config)) is not None:
         compiled = {**config["compile_config"], OPTIMIZER: record}

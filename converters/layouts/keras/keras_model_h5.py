@@ -126,8 +126,8 @@ class KerasModelH5:
             )
         _, rows = variables_of(state, home, self.name)
         order = order_of(state)
-        values = {(None if i is None else order[i], what): tensor for i, what, tensor in rows}
-        had = {(path, what): tuple(place) for path, what, place in whole["rows"]}
+        values = {(None if i is None else order[i], slot): tensor for i, slot, tensor in rows}
+        had = {(path, slot): tuple(place) for path, slot, place in whole["rows"]}
         if values.keys() != had.keys() or state.params.keys() != whole["places"].keys():
             raise InexactError(
                 "The state has other parameters or slots than the file that it came from.",
@@ -203,8 +203,8 @@ def _order(
     """Returns the variables that the optimizer moves: by the names of its own, or else by the model's order."""
     if given is not None:
         return given_order(every, given, slots.shapes, True)
-    what = [name for _, name, _ in places(schema, slots.shapes, slots.kept)]
-    second = [(row[1], row[2].shape) for row, slot in zip(rows, what, strict=True) if slot == "v"]
+    slot_names = [name for _, name, _ in places(schema, slots.shapes, slots.kept)]
+    second = [(row[1], row[2].shape) for row, slot in zip(rows, slot_names, strict=True) if slot == "v"]
     names = owners(second, {variable.name: variable.tensor.shape for variable in every})
     if names is None:
         return in_order(every, slots.shapes, True)
@@ -223,10 +223,10 @@ def _home(
     """Returns what the file holds besides parameters and slots, and where those lie."""
     placed = {path: variable.place for path, variable in {**order.moved, **frozen}.items()}
     moved = [*order.moved]
-    what = [(i, name) for i, name, _ in places(schema, slots.shapes, slots.kept)]
+    slot_places = [(i, name) for i, name, _ in places(schema, slots.shapes, slots.kept)]
     owned = [
         [None if i is None else moved[i], name, list(place)]
-        for (i, name), (place, _, _) in zip(what, rows, strict=True)
+        for (i, name), (place, _, _) in zip(slot_places, rows, strict=True)
     ]
     taken = [*placed.values(), *(place for place, _, _ in rows)]
     return {

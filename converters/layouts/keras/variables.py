@@ -357,7 +357,7 @@ def _scopes(wanted: Sequence[str], inside: Sequence[str]) -> dict[str, str]:
     if len(scopes) == len(wanted):
         return scopes
     for scope in wanted:
-        ends = [one for one in inside if _ends(one, scope) or _ends(scope, one)]
+        ends = [inner for inner in inside if _ends(inner, scope) or _ends(scope, inner)]
         if scope not in scopes and len(ends) == 1:
             scopes[scope] = ends[0]
     return scopes

@@ -119,8 +119,8 @@ def _split(groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, Shape]) -> 
     if len(groups) != 1 or groups[0].get("weight_decay") != 0 or MULTIPLIERS[0] in groups[0]:
         return list(groups)
     parts = [
-        [name for name in groups[0]["params"] if _has_no_decay(name, shapes[name]) == one]
-        for one in (False, True)
+        [name for name in groups[0]["params"] if _has_no_decay(name, shapes[name]) == is_decayed]
+        for is_decayed in (False, True)
     ]
     return [{**groups[0], "params": part} for part in parts if part] or list(groups)
 

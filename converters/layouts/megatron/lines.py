@@ -104,8 +104,8 @@ def _has_schedule(state: State, saved: SavedRun) -> bool:
     """Tells whether a converted file has a schedule of Megatron-LM: the run's own, or one constant rate."""
     if any(schedule.kind == MEGATRON for schedule in saved.run.schedules):
         return True
-    known = [group["hyperparameters"] for group in state["groups"]]
-    rates = [values.get(RATE) for values in known]
-    decays = [values["weight_decay_rate"] for values in known if values.get("weight_decay_rate")]
+    options = [group["hyperparameters"] for group in state["groups"]]
+    rates = [values.get(RATE) for values in options]
+    decays = [values["weight_decay_rate"] for values in options if values.get("weight_decay_rate")]
     are_plain = all(type(value) in (int, float) for value in [*rates, *decays])
     return not saved.run.schedules and are_plain and len({*rates}) <= 1 and len({*decays}) <= 1

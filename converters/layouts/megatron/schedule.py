@@ -32,7 +32,7 @@ def constant_schedule(
     if schedules:
         kinds = " and ".join(schedule.kind or "of an unknown kind" for schedule in schedules)
         why = f"the run's, {kinds}, isn't one of Megatron-LM's"
-    elif not all(type(one) in (int, float) for one in (*rates, *decays)):
+    elif not all(type(number) in (int, float) for number in (*rates, *decays)):
         why = "a rate or weight decay is a tensor, or unknown"
     elif len(rates) > 1 or len(decays) > 1:
         why = "groups have rates or weight decays of their own"

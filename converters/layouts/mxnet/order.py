@@ -79,8 +79,8 @@ def _taken(names: Mapping[Any, str], shapes: Mapping[Any, Shape | None], by_name
     is_sorted = [*names.values()] == by_name
     how, whose = _BY_NAME if is_sorted else _IN_FILE
     note = f"The optimizer names no parameters; they are taken {how}, as a Trainer of all parameters numbers them."
-    known = [shape for shape in shapes.values() if shape is not None]
-    is_proven = len({*known}) == len(shapes)
+    known_shapes = [shape for shape in shapes.values() if shape is not None]
+    is_proven = len({*known_shapes}) == len(shapes)
     return Numbered(names, note, "" if is_proven else whose)
 
 

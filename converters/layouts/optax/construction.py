@@ -126,10 +126,10 @@ _STATIC = ("dtype_momentum", "min_dim_size_to_factor", "decay_offset")
 def _place(names: Collection[str], paths: Collection[str]) -> str:
     """Returns where an optimizer lies, or the partition or mask that it is in; the usual place if nothing tells."""
     link = re.compile(rf"({_WHOLE}(?:/.*?)??)(?:/{PARTS}/[^/]+)?(?:/{INNER})*/\d+")
-    known = {*paths}
+    moved = {*paths}
     for name in names:
         parts = name.split("/")
-        for i in (i for i, part in enumerate(parts) if part in _CORE and "/".join(parts[i + 1 :]) in known):
+        for i in (i for i, part in enumerate(parts) if part in _CORE and "/".join(parts[i + 1 :]) in moved):
             if (match := link.fullmatch("/".join(parts[:i]))) is not None:
                 return _inside(match[1], names)
     return _WHOLE
@@ -282,22 +282,22 @@ def _lines(
     mask: str,
 ) -> list[str]:
     first = groups[0]
-    said = ["import jax", *reading]
+    lines = ["import jax", *reading]
     if form == "one" and frozen is None:
         return [f"optimizer = {call(first, rates[first['label']])}"]
     if form == "parts":
-        return [*said, *_part_lines(groups, frozen, call, rates)]
+        return [*lines, *_part_lines(groups, frozen, call, rates)]
     if form == "mask":
         decayed = next(group for group in groups if group["hyperparameters"].get(DECAY))
         return [
-            *said,
+            *lines,
             f'decayed = {{path for one in groups if one["hyperparameters"].get("{DECAY}") for path in one["paths"]}}',
             f"mask = jax.tree_util.tree_map_with_path(lambda keys, _: {_PATH} in decayed, params)",
             f"optimizer = {call(decayed, {**rates[decayed['label']], mask: 'mask'})}",
         ]
     code, mark, comment = call(first, rates[first["label"]]).partition("  #")
     return [
-        *said,
+        *lines,
         'moved = {path for group in groups for path in group["paths"]}',
         f"mask = jax.tree_util.tree_map_with_path(lambda keys, _: {_PATH} in moved, params)",
         "import optax",

@@ -284,33 +284,33 @@ def described(checkpoint: Checkpoint) -> Contents | None:
     """Returns what a checkpoint holds in which an optimizer without a schema has a part; None if none has."""
     tree = tree_of(checkpoint)
     unknown = strangers(tree)
-    known = [link for link in links(tree) if link.kind in SLOT_TREES]
+    cores = [link for link in links(tree) if link.kind in SLOT_TREES]
     key = checkpoint.meta.get(MODEL_KEY)
-    places = find_params(tree, [*known, *unknown], (*SLOT_TREES,), key) if unknown else []
+    places = find_params(tree, [*cores, *unknown], (*SLOT_TREES,), key) if unknown else []
     if not places:
-        return None if unknown else _without_params(checkpoint, known)
+        return None if unknown else _without_params(checkpoint, cores)
     params = dict(params_of(tree, places[0], Faults()))
     slots: dict[str, dict[str, Tensor]] = {}
     parts: dict[str, set[str]] = {}
-    for link in (*unknown, *known):
+    for link in (*unknown, *cores):
         name = named(link.state) if link.kind == STRANGER else _KNOWN.get(link.kind, link.kind)
         for path, tensors in slots_of([link]).items():
             slots.setdefault(path, {}).update(tensors)
             parts.setdefault(name, set()).add(path)
-    what = "; ".join(f"{name}: {len(paths)} of {len(params)} parameters" for name, paths in parts.items())
+    sentence = "; ".join(f"{name}: {len(paths)} of {len(params)} parameters" for name, paths in parts.items())
     used = {id(tensor) for tensor in params.values()}
     used |= {id(tensor) for tensors in slots.values() for tensor in tensors.values()}
     others = {name: tensor for name, tensor in checkpoint.tensors.items() if id(tensor) not in used}
-    return Contents(f"a run of Optax, {what}", params, slots, others)
+    return Contents(f"a run of Optax, {sentence}", params, slots, others)
 
 
-def _without_params(checkpoint: Checkpoint, known: Sequence[Link]) -> Contents | None:
+def _without_params(checkpoint: Checkpoint, cores: Sequence[Link]) -> Contents | None:
     """Returns what a checkpoint holds that has an optimizer and no parameters, as `nnx.state(optimizer)` saves it."""
-    if not known or has_network(tree_of(checkpoint), list(known), SLOT_TREES):
+    if not cores or has_network(tree_of(checkpoint), list(cores), SLOT_TREES):
         return None
-    places = ", ".join(dict.fromkeys("/".join(map(str, link.path)) or "the top" for link in known))
-    what = f"an optimizer of Optax ({places}) without its parameters, which have to be saved beside it"
-    return Contents(what, {}, {}, checkpoint.tensors)
+    places = ", ".join(dict.fromkeys("/".join(map(str, link.path)) or "the top" for link in cores))
+    sentence = f"an optimizer of Optax ({places}) without its parameters, which have to be saved beside it"
+    return Contents(sentence, {}, {}, checkpoint.tensors)
 
 
 def slots_of(slot_links: Sequence[Link]) -> dict[str, dict[str, Tensor]]:
@@ -352,13 +352,13 @@ def stated(checkpoint: Checkpoint, schemas: Sequence[str], slots: Sequence[Slots
         schemas: The schema of each part.
         slots: The slots of each part.
     """
-    known = manifest_state(checkpoint, *schemas)
-    if known is None:
+    manifest = manifest_state(checkpoint, *schemas)
+    if manifest is None:
         return None
     moved = {path: schema for schema, part in zip(schemas, slots, strict=True) for path in part}
-    pairs = zip(known.groups, known.kinds, strict=True)
-    said = {path: schema for group, (schema, _) in pairs for path in group.paths}
-    return known if said == moved else None
+    pairs = zip(manifest.groups, manifest.kinds, strict=True)
+    schema_of = {path: schema for group, (schema, _) in pairs for path in group.paths}
+    return manifest if schema_of == moved else None
 
 
 def groups_of(known: ManifestRecord, specified: Mapping[str, Mapping[str, Any]]) -> list[Group]:

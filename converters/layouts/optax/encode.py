@@ -208,8 +208,8 @@ def _unsaid(group: Group, schema: str) -> Iterator[str]:
     """Yields the settings that no link of Optax takes."""
     specs, offered = load_schema(schema).hyperparameters, load_schema(schema).variant(VARIANT)["defaults"]
     for name, value in group.hyperparameters.items():
-        known = name in offered or VARIANT in specs[name].get("native", {})
-        if not known and name not in (*BY_RATE, *RULES) and value != specs[name].get("if_absent"):
+        is_known = name in offered or VARIANT in specs[name].get("native", {})
+        if not is_known and name not in (*BY_RATE, *RULES) and value != specs[name].get("if_absent"):
             yield f"{name} is {value!r:.80}, which no link of Optax does"
     scale = group.hyperparameters.get("multiply_by_parameter_scale")
     if isinstance(scale, Mapping) and len(set(scale.values())) > 1:
@@ -301,25 +301,25 @@ def _chains(state: TrainState) -> list[_Chain]:
 
 
 def _opt_state(state: TrainState) -> Tree:
-    made: dict[tuple[str, ...], Tree] = {
+    trees: dict[tuple[str, ...], Tree] = {
         chain.place: _LINKS.get(chain.of.optimizer.schema, _adam)(state, chain) for chain in _chains(state)
     }
     frozen = any(path not in state.slots for path in state.params)
-    if () not in made and (INNER,) not in made and frozen:
-        made[PARTS, FROZEN, INNER] = None
-    return made[()] if () in made else nested(made)
+    if () not in trees and (INNER,) not in trees and frozen:
+        trees[PARTS, FROZEN, INNER] = None
+    return trees[()] if () in trees else nested(trees)
 
 
 def _adafactor(state: TrainState, chain: _Chain) -> list[Tree]:
-    said = chain.hyperparameters
-    scale = said.get("multiply_by_parameter_scale", True)
+    hyperparameters = chain.hyperparameters
+    scale = hyperparameters.get("multiply_by_parameter_scale", True)
     momentum = any("m" in state.slots[path] for path in chain.paths)
     links: list[Tree] = [_link(state, chain, "v_row", "v_col", "v")]
-    links += [None] if said.get("clipping_threshold", 1.0) is not None else []
+    links += [None] if hyperparameters.get("clipping_threshold", 1.0) is not None else []
     links += [_rate(state, chain)]
     links += [None] if (all(scale.values()) if isinstance(scale, Mapping) else scale) else []
     links += [_link(state, chain, "ema")] if momentum else []
-    links += [_decay(chain)] if said.get(DECAY) else []
+    links += [_decay(chain)] if hyperparameters.get(DECAY) else []
     return [*links, None]
 
 
@@ -331,10 +331,10 @@ def _adam(state: TrainState, chain: _Chain) -> list[Tree]:
 
 
 def _muon(state: TrainState, chain: _Chain) -> list[Tree]:
-    said = chain.hyperparameters.get(
+    precision = chain.hyperparameters.get(
         "ns_coefficients", load_schema("muon").settings(VARIANT)["ns_coefficients"]
     )
-    table = in_memory(np.asarray(said, np.float32), "ns_coeffs")
+    table = in_memory(np.asarray(precision, np.float32), "ns_coeffs")
     first: Tree = {**_link(state, chain, "mu"), "ns_coeffs": table}
     return [first, None, _decay(chain), _rate(state, chain)]
 
@@ -363,7 +363,7 @@ def _is_scheduled(state: TrainState) -> bool:
 def _link(state: TrainState, chain: _Chain, *natives: str) -> Tree:
     """Returns the state of a link: its count, and a tree for each field."""
     slots = {path: _turned(chain.of, path) for path in chain.paths if path in state.slots}
-    lacking = Faults((f"lacks {one}", path) for path in slots for one in natives if one not in slots[path])
+    lacking = Faults((f"lacks {name}", path) for path in slots for name in natives if name not in slots[path])
     lacking.check(
         StateError,
         "Optax keeps these of each parameter",

@@ -78,7 +78,7 @@ def inferred(
         hyperparameters, unknown = _muon(core, hyperparameters)
     else:
         hyperparameters, unknown = _adam(core, recognised, hyperparameters, usual)
-    if any(one.kind in ("stateless", "masked") for one in core.before):
+    if any(link.kind in ("stateless", "masked") for link in core.before):
         unknown["Links stand before it whose settings aren't stored: clipping, if they clip."] = _CLIPS
     if core.masked and not _decays_nothing(specified):
         unknown["A masked link decays the weights; a step needs its rate and its mask."] = _DECAY
@@ -88,7 +88,7 @@ def inferred(
         unknown |= dict.fromkeys(notes, ())
     injected = dict(_values(core.injected, schema))
     unknown = _still_unknown(unknown, {*specified, *injected})
-    if any(one.kind in ("stateless", "masked") for one in core.after):
+    if any(link.kind in ("stateless", "masked") for link in core.after):
         unknown[_AFTER] = ()
     return hyperparameters.over(injected, "file"), unknown
 
@@ -158,16 +158,16 @@ def _muon(
         .reshape(table.shape)
         .tolist()
     )
-    known: dict[str, Any] = {"ns_coefficients": shown}
+    values: dict[str, Any] = {"ns_coefficients": shown}
     first = _dtypes(core.link, "mu")
     if len(first) == 1 and first != {"float32"}:
-        known["dtype_momentum"] = first.pop()
+        values["dtype_momentum"] = first.pop()
     unknown: dict[str, tuple[str, ...]] = {}
     if core.behind is None or not _is_whole(core):
         unknown["The weight decay isn't stored, and the chain isn't the one that a default is known of."] = (
             _RATE
         )
-    return hyperparameters.over(known, "file"), unknown
+    return hyperparameters.over(values, "file"), unknown
 
 
 def _of_name(core: CoreLink, recognised: Recognised) -> dict[str, Any]:
@@ -205,8 +205,8 @@ def _adafactor(
 def _with_factoring(
     hyperparameters: Hyperparameters, factorings: Sequence[Factoring]
 ) -> tuple[Hyperparameters, list[str]]:
-    yes = [one.decides for one in factorings if one.factored]
-    no = [one.decides for one in factorings if not one.factored and one.decides]
+    yes = [factoring.decides for factoring in factorings if factoring.factored]
+    no = [factoring.decides for factoring in factorings if not factoring.factored and factoring.decides]
     if yes or not no:
         return with_minimum(hyperparameters.over({"factored": True}, "file" if yes else "assumed"), yes, no)
     if max(no) >= hyperparameters.values[MINIMUM]:

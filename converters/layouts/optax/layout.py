@@ -131,10 +131,10 @@ class Optax:
             place=checkpoint.path,
             remedy="`statekit inspect` lists its tensors",
         )
-        known = stated(checkpoint, [part.schema.name for part in parts], slots)
-        groups, kinds, notes = _groups(parts, specified, known, hints, self)
-        rules = rules if known is None else rules_of(known, rules)
-        notes += [] if known is not None else [*_rule_notes(rules)]
+        manifest = stated(checkpoint, [part.schema.name for part in parts], slots)
+        groups, kinds, notes = _groups(parts, specified, manifest, hints, self)
+        rules = rules if manifest is None else rules_of(manifest, rules)
+        notes += [] if manifest is not None else [*_rule_notes(rules)]
         notes += tree.notes
         notes += [_BEGUN] if _is_begun(tree) and _BEGUN not in notes else []
         tree = replace(tree, schedules=_rate_schedules(parts))
@@ -284,8 +284,10 @@ def _lost(wrapper: str, path: Path, state: Mapping[str, Tensor]) -> Iterator[Fin
         )
         yield Finding(f"{lost} (k isn't in the file); set gradient accumulation yourself", place)
     elif wrapper == FINITE and (count := integer(state["notfinite_count"], (*path, "notfinite_count"))):
-        said = f"the last {count} updates weren't finite and were left out (apply_if_finite)"
-        yield Finding(f"{said}; how many it leaves out before it lets one through isn't in the file", place)
+        sentence = f"the last {count} updates weren't finite and were left out (apply_if_finite)"
+        yield Finding(
+            f"{sentence}; how many it leaves out before it lets one through isn't in the file", place
+        )
     elif wrapper == SPIKES:
         yield Finding(f"{SPIKES} left updates out that spiked: the target looks for no spikes", place)
 
@@ -315,15 +317,15 @@ def _rules(
 def _groups(
     parts: Sequence[_Part],
     specified: _Specified,
-    known: ManifestRecord | None,
+    manifest: ManifestRecord | None,
     hints: CheckpointRef,
     layout: Optax,
 ) -> tuple[list[Group], list[Kind], list[str]]:
     """Returns the groups, whose rule each follows, and what was assumed for that."""
-    if known is not None:
-        kinds = [(schema, specified.variants[schema] or variant) for schema, variant in known.kinds]
-        notes = [] if hints.hparams else [*known.assumptions]
-        return _labelled(groups_of(known, specified.by_schema), parts), kinds, notes
+    if manifest is not None:
+        kinds = [(schema, specified.variants[schema] or variant) for schema, variant in manifest.kinds]
+        notes = [] if hints.hparams else [*manifest.assumptions]
+        return _labelled(groups_of(manifest, specified.by_schema), parts), kinds, notes
     strange = any(part.core.others for part in parts)
     kinds = [
         (

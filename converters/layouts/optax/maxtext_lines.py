@@ -64,11 +64,11 @@ def _options(state: State) -> Iterator[str]:
         if name not in usual and name != _CLIP:
             continue
         argument = _THRESHOLD if name == _CLIP else schema.spelling(variant, name).argument
-        known = name in settings
+        is_setting = name in settings
         value = settings.get(name)
-        if value is None and known:
+        if value is None and is_setting:
             value = {_MASK: [], _CLIP: 0.0}.get(name, "")
-        yield shlex.quote(f"{argument}={value if known else UNKNOWN}")
+        yield shlex.quote(f"{argument}={value if is_setting else UNKNOWN}")
 
 
 def _of_muon(settings: Mapping[str, Any]) -> Iterator[str]:

@@ -203,7 +203,7 @@ def _is_one_network(tree: Tree, optimizers: Mapping[Path, Sequence[Link]]) -> bo
     )
 
 
-def _only(places: Sequence[Path], option: str, what: str, place: object) -> Path:
+def _only(places: Sequence[Path], option: str, subject: str, place: object) -> Path:
     """Returns the only place."""
     names = list(dict.fromkeys("/".join(map(str, path)) for path in places))
     if not names:
@@ -211,7 +211,7 @@ def _only(places: Sequence[Path], option: str, what: str, place: object) -> Path
     if len(names) > 1:
         keyword = option.strip("-").replace("-", "_")
         raise StateError(
-            f"Several parts of the checkpoint may be the {what}.",
+            f"Several parts of the checkpoint may be the {subject}.",
             place=place,
             found=", ".join(names),
             remedy=f"name one: {option} {names[0]}, in Python {keyword}={names[0]!r}",

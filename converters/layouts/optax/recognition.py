@@ -205,8 +205,8 @@ def _fitting(core: CoreLink, makes: Sequence[str] = ()) -> tuple[tuple[str, ...]
     What the program makes are all, where that leaves one.
     """
     names, because = _by_structure(core)
-    made = tuple(name for name in names if name in makes)
-    return (made or names), because
+    fitting = tuple(name for name in names if name in makes)
+    return (fitting or names), because
 
 
 def _by_structure(core: CoreLink) -> tuple[tuple[str, ...], str]:
@@ -272,7 +272,7 @@ def _schedules(core: CoreLink, name: str, is_named: bool) -> tuple[Link | None, 
     chain(scale_by_adam(), scale_by_schedule(f), scale(-1)). Only the user knows which.
     """
     injected = core.injected_schedules
-    counts = [one for one in (*(core.behind or ()), *core.after) if one.kind == "schedule"]
+    counts = [link for link in (*(core.behind or ()), *core.after) if link.kind == "schedule"]
     rate = injected.get("learning_rate")
     decay = injected.get("weight_decay")
     if core.link.kind == "adam" and core.kinds_behind[:1] == ("schedule",) and len(core.kinds_behind) > 1:
@@ -298,21 +298,21 @@ def _beyond(core: CoreLink) -> Iterator[str]:
             yield f"{wrapper.name} stands around {rule} and makes other updates of its own."
     for fields in core.unknown:
         yield f"A wrapper that statekit doesn't know stands around {rule}: it keeps {fields}."
-    for one in core.before:
-        place = "/".join(map(str, one.path))
-        if one.kind == "schedule":
+    for link in core.before:
+        place = "/".join(map(str, link.path))
+        if link.kind == "schedule":
             yield f"A schedule scales the gradients before {rule} ({place})."
-        elif one.kind not in ("stateless", "masked", "idle"):
-            yield f"{one.what} stands before {rule} and changes its gradients ({place})."
+        elif link.kind not in ("stateless", "masked", "idle"):
+            yield f"{link.what} stands before {rule} and changes its gradients ({place})."
     kept = core.momentum.path if core.momentum is not None else None
-    for one in (*(core.behind or ()), *core.after):
-        if one.kind in ("ema", "other") and one.path != kept:
-            yield f"{one.what} stands behind {rule} and changes its updates ({'/'.join(map(str, one.path))})."
+    for link in (*(core.behind or ()), *core.after):
+        if link.kind in ("ema", "other") and link.path != kept:
+            yield f"{link.what} stands behind {rule} and changes its updates ({'/'.join(map(str, link.path))})."
 
 
 def stored_scale(core: CoreLink) -> float | None:
     """Returns the factor of the rate that reduce_on_plateau keeps behind an optimizer; None without one."""
-    scales = [one.state["scale"] for one in core.named("plateau") if one not in core.before]
+    scales = [link.state["scale"] for link in core.named("plateau") if link not in core.before]
     if not scales:
         return None
     factor = 1.0

@@ -100,7 +100,7 @@ class CoreLink:
     @property
     def kinds_behind(self) -> tuple[str, ...]:
         """The kinds of the links behind it in its own chain, without those that do nothing."""
-        return tuple(one.kind for one in self.behind or () if one.kind not in ("idle", "plateau"))
+        return tuple(link.kind for link in self.behind or () if link.kind not in ("idle", "plateau"))
 
     @property
     def masked(self) -> bool:
@@ -109,7 +109,7 @@ class CoreLink:
 
     def named(self, kind: Kind) -> list[Neighbour]:
         """Returns the links around it of one kind, from the left."""
-        return [one for one in (*self.before, *(self.behind or ()), *self.after) if one.kind == kind]
+        return [link for link in (*self.before, *(self.behind or ()), *self.after) if link.kind == kind]
 
 
 def core_link(
@@ -148,8 +148,8 @@ def core_link(
         and other.path[: len(top)] == top
         and not _paths(other).isdisjoint(moved)
     ]
-    known = [one.path for one in all_links if one.kind in SLOT_TREES]
-    strange = _strange(under(tree, top), top, known, under(tree, params), moved)
+    core_paths = [one.path for one in all_links if one.kind in SLOT_TREES]
+    strange = _strange(under(tree, top), top, core_paths, under(tree, params), moved)
     return CoreLink(
         link,
         tuple(walk.before),
@@ -228,7 +228,7 @@ class _Walk:
 
     def momentum(self) -> Link | None:
         """Returns the link of Adafactor's momentum."""
-        emas = [one for one in self.behind or () if one.kind == "ema"]
+        emas = [link for link in self.behind or () if link.kind == "ema"]
         if self.link.kind != "adafactor" or not emas:
             return None
         return self.links_at[emas[0].path]
@@ -283,7 +283,9 @@ def _is_sound(node: Mapping[str, Any]) -> bool:
     return counts(node) and ("scale" not in node or is_number(node["scale"]))
 
 
-def _strange(node: Tree, top: Path, known: Sequence[Path], params: Tree, moved: set[Path]) -> Iterator[str]:
+def _strange(
+    node: Tree, top: Path, core_paths: Sequence[Path], params: Tree, moved: set[Path]
+) -> Iterator[str]:
     """Yields the fields around a core link, apart from those of known links, that hold tensors like its parameters.
 
     Gradients that MultiSteps sums up are none: they become the updates of the same rule.
@@ -295,7 +297,9 @@ def _strange(node: Tree, top: Path, known: Sequence[Path], params: Tree, moved: 
         at = next((i for i in range(len(top), len(keys)) if keys[i:] in shapes), None)
         if at is None or not _is_like(leaf, shapes[keys[at:]]):
             continue
-        if keys[at - 1] not in (_SUMMED, _INJECTED) and not any(keys[: len(one)] == one for one in known):
+        if keys[at - 1] not in (_SUMMED, _INJECTED) and not any(
+            keys[: len(core_path)] == core_path for core_path in core_paths
+        ):
             fields[keys[:at]] = None
     yield from (str(place[-1]) for place in fields)
 

@@ -391,8 +391,8 @@ class _Part:
         )
 
     def others(self) -> dict[str, Tree]:
-        known = load_schema(self.maker.schema).hyperparameters
-        return {k: v for k, v in self.values.items() if k not in _NOT_VALUES and k not in known}
+        hyperparameters = load_schema(self.maker.schema).hyperparameters
+        return {k: v for k, v in self.values.items() if k not in _NOT_VALUES and k not in hyperparameters}
 
 
 def _slots(
@@ -572,8 +572,8 @@ def _paths(
     model: Mapping[str, Any], optimizer: Mapping[str, Any], stated: Mapping[str, Any]
 ) -> dict[str, str]:
     """Returns the path of each entry of the model that the optimizer or the file knows as a parameter."""
-    known = {*moved_names(optimizer), *frozen_names(optimizer), *stated}
-    return {name: str(stated.get(name, path_of(name))) for name in model if name in known}
+    named = {*moved_names(optimizer), *frozen_names(optimizer), *stated}
+    return {name: str(stated.get(name, path_of(name))) for name in model if name in named}
 
 
 def _parts_beside(

@@ -41,11 +41,11 @@ def unflattened(parts: Parts, given: Sequence[str] | None) -> tuple[Parts, str]:
         return parts, ""
     state = _cut(record, vectors, [parts.model[name].shape for name in names])
     group = {**parts.groups[0], "params": list(range(len(names))), "param_names": names}
-    said = (
+    sentence = (
         f"The optimizer moves one vector of {shape[0]} values, as fairseq's FP16Optimizer does: the model's "
         f"{len(names)} parameters, one after the other in {'the order given' if given else 'its order'}."
     )
-    return replace(parts, groups=[group], state=state), said
+    return replace(parts, groups=[group], state=state), sentence
 
 
 def _cut(

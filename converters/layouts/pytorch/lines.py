@@ -155,8 +155,8 @@ def _two_rule_call(state: State) -> list[str]:
             "optimizer = muon.SingleDeviceMuonWithAuxAdam(rules)",
         ]
     if variants == {"moonlight"} and is_muon == [True, False]:
-        said = 'muon_params=groups[0]["params"], adamw_params=groups[1]["params"]'
-        return ["from toy_train import Muon  # of Moonlight's examples", f"optimizer = Muon({said})"]
+        arguments = 'muon_params=groups[0]["params"], adamw_params=groups[1]["params"]'
+        return ["from toy_train import Muon  # of Moonlight's examples", f"optimizer = Muon({arguments})"]
     return []
 
 

@@ -370,14 +370,14 @@ def _order_of_each(
     groups: Sequence[Sequence[Shape | None]], model: Mapping[str, Shape], source: str
 ) -> Order | None:
     """Returns the order of parameters that each have a group of their own; None where their shapes show none."""
-    each = [group[0] for group in groups if len(group) == 1]
-    if len(each) != len(groups) or len({*each}) < 2:
+    names = [group[0] for group in groups if len(group) == 1]
+    if len(names) != len(groups) or len({*names}) < 2:
         return None
     try:
-        order = shaped_order([each], model, source)
+        order = shaped_order([names], model, source)
     except NamesError:
         return None
-    notes = (f"Each of {len(each)} parameters has a group of its own.", *order.notes) if order.notes else ()
+    notes = (f"Each of {len(names)} parameters has a group of its own.", *order.notes) if order.notes else ()
     return Order(tuple((name,) for name in order.groups[0]), notes, order.assumed)
 
 

@@ -46,10 +46,10 @@ def _argument_lines(state: State, saved: SavedRun) -> list[str]:
     is_foreign = saved.is_converted and saved.source != "t5x"
     pairs = _arguments(state, is_foreign)
     unknown = [name for name, value in pairs.items() if value == UNKNOWN]
-    known = [(name, value) for name, value in pairs.items() if value != UNKNOWN]
+    stated = [(name, value) for name, value in pairs.items() if value != UNKNOWN]
     if not is_foreign:
-        known = [(name, value) for name, value in known if _is_given(state, name)]
-    lines = [f"adafactor.Adafactor.{name} = {value}" for name, value in known]
+        stated = [(name, value) for name, value in stated if _is_given(state, name)]
+    lines = [f"adafactor.Adafactor.{name} = {value}" for name, value in stated]
     if unknown and is_foreign:
         lines.append(f"# the run's own gin must say, as nothing here does: {', '.join(unknown)}")
     return [*lines, *(_rule_lines(state) if is_foreign else ())]

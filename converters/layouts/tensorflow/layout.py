@@ -134,21 +134,21 @@ class TensorFlow1:
         if ", " in named.scope:
             faults.add(f"slots lie below different scopes: {named.scope}", "slots")
         updates = _updates(named, faults)
-        known = manifest_state(checkpoint, self.schema)
-        variant = hints.variant or (known.variant if known else None) or self._only_variant(hints)
+        manifest = manifest_state(checkpoint, self.schema)
+        variant = hints.variant or (manifest.variant if manifest else None) or self._only_variant(hints)
         slots, momentum = self._slots(named, faults)
         rules = dict(self._rules(named, slots, variant, hints, faults))
         faults.check(StateError, f"The names don't make a state of {self.title}", place=checkpoint.path)
         groups, notes = self._groups(named, slots, variant, momentum, updates)
-        if known is not None:
-            groups = tuple(member.group() for member in known.groups)
-            notes = list(known.assumptions)
+        if manifest is not None:
+            groups = tuple(member.group() for member in manifest.groups)
+            notes = list(manifest.assumptions)
         state = TrainState(
             named.params,
             slots,
             Optimizer(self.schema, variant, groups),
-            Counts(updates, known.schedule if known else updates),
-            {**rules, **{p: Rule.from_json(r) for p, r in known.rules.items()}} if known else rules,
+            Counts(updates, manifest.schedule if manifest else updates),
+            {**rules, **{p: Rule.from_json(r) for p, r in manifest.rules.items()}} if manifest else rules,
             {HOME: self._home(named, updates)},
             tuple(notes),
         )
@@ -279,8 +279,10 @@ class TensorFlow1:
             shape, factored = named.params[path].shape, "v_row" in param_slots
             entry = first_entry(entries, path)
             axes = (labels(entry.value) if entry else None) or by_shape(form, shape, factored)
-            known: KnownFrom = "given" if entry else "file" if form["factored_rank"] == "two" else "assumed"
-            rule = Rule(axes, known if len(shape) > 1 else "file")
+            known_from: KnownFrom = (
+                "given" if entry else "file" if form["factored_rank"] == "two" else "assumed"
+            )
+            rule = Rule(axes, known_from if len(shape) > 1 else "file")
             fault = _rule_fault(rule, shape, param_slots)
             if fault:
                 faults.add(fault, path)
@@ -302,22 +304,22 @@ class TensorFlow1:
                 f"The file doesn't say which variant ran: {candidates}. Name it with --variant."
             ]
         values = {n: v for n, v in schema.variant(variant)["defaults"].items() if n != "learning_rate"}
-        known: dict[str, KnownFrom] = dict.fromkeys(values, "assumed")
+        known_from: dict[str, KnownFrom] = dict.fromkeys(values, "assumed")
         if self._factors:
             values["factored"] = any("v_row" in param_slots for param_slots in slots.values())
-            known["factored"] = "file"
+            known_from["factored"] = "file"
             if momentum:  # how strong it is, no file tells
-                del values["beta1"], known["beta1"]
+                del values["beta1"], known_from["beta1"]
             else:
-                known["beta1"] = "file"
+                known_from["beta1"] = "file"
         betas = held_betas(named.others, values, updates) if self.powers else {}
         values |= betas
-        known |= dict.fromkeys(betas, "file")
+        known_from |= dict.fromkeys(betas, "file")
         odd = [name for name, value in betas.items() if value is None]
         for name in odd:
-            del values[name], known[name]
-        assumed = ", ".join(f"{n}={v}" for n, v in values.items() if known[n] == "assumed")
-        return (Group(paths, values, known),), [
+            del values[name], known_from[name]
+        assumed = ", ".join(f"{n}={v}" for n, v in values.items() if known_from[n] == "assumed")
+        return (Group(paths, values, known_from),), [
             f"The file holds no hyperparameters; assumed: {assumed}.",
             *(f"{name}_power is of no {name} at update {updates}: name {name}." for name in odd),
         ]

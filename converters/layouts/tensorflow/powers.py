@@ -115,5 +115,5 @@ def new_powers(groups: Sequence[Group], updates: int, faults: Faults) -> Iterato
         if isinstance(value, (int, float)):
             yield name, in_memory(np.asarray(power_after(value, updates)), name)
         else:
-            known = "differs between groups" if len(values) > 1 else "isn't known"
-            faults.add(f"{beta} {known}, of which {name} is made: name it (--hparams {beta}=...)", beta)
+            why = "differs between groups" if len(values) > 1 else "isn't known"
+            faults.add(f"{beta} {why}, of which {name} is made: name it (--hparams {beta}=...)", beta)

@@ -208,7 +208,7 @@ def _pairs(name: str, value: Any, between: str, faults: Faults) -> Iterator[tupl
     if isinstance(value, Mapping):
         yield from ((str(slot), word) for slot, word in value.items())
         return
-    for part in (one for text in _listed(name, value, faults) for one in str(text).split(",")):
+    for part in (piece for text in _listed(name, value, faults) for piece in str(text).split(",")):
         first, word, second = part.strip().partition(between)
         if between == ":":
             yield (second, first) if word else (None, first)

@@ -157,9 +157,9 @@ def _matrices(meta: Mapping[str, Any]) -> dict[str, list[str]]:
     return rules
 
 
-def _adam_rate(said: Mapping[str, Any], step: int, rate: float) -> float:
+def _adam_rate(options: Mapping[str, Any], step: int, rate: float) -> float:
     """Returns the rate of the parameters that aren't Muon's."""
-    schedule = said.get("adam_learning_rate")
+    schedule = options.get("adam_learning_rate")
     if schedule is None or isinstance(schedule, float):
         return rate if schedule is None else schedule
     match = re.fullmatch(r"linear_schedule\((.+), (.+), (\d+)\)", schedule)
