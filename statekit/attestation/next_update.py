@@ -171,14 +171,14 @@ def next_update(
             state = run.gathered(lambda: sides.result)
             update = NextUpdate(sides, sample, seed, rate(sides), unstepped())
             yield update
-            is_made = update._made
-            if is_made is None:
+            attested = update._made
+            if attested is None:
                 place, expected, remedy = awaited
                 raise UsageError(
                     "The block has ended without an update.", place=place, expected=expected, remedy=remedy
                 )
             update.result = run.gathered(
-                lambda: replace(is_made, findings=(*state.findings, *is_made.findings))
+                lambda: replace(attested, findings=(*state.findings, *attested.findings))
             )
     if strict:
         update.result.check()
