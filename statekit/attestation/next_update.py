@@ -171,14 +171,14 @@ def next_update(
             state = run.gathered(lambda: sides.result)
             update = NextUpdate(sides, sample, seed, rate(sides), unstepped())
             yield update
-            attested = update._made
-            if attested is None:
+            comparison = update._made
+            if comparison is None:
                 place, expected, remedy = awaited
                 raise UsageError(
                     "The block has ended without an update.", place=place, expected=expected, remedy=remedy
                 )
             update.result = run.gathered(
-                lambda: replace(attested, findings=(*state.findings, *attested.findings))
+                lambda: replace(comparison, findings=(*state.findings, *comparison.findings))
             )
     if strict:
         update.result.check()
