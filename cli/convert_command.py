@@ -336,10 +336,10 @@ def _check_proof(changes: Changes | None, dry_run: bool, proves: bool, certifica
         UsageError: There is nothing to prove, or `--verify` can't prove what is asked for.
     """
     if (dry_run and proves) or (certificate is not None and not proves):
-        raise click.UsageError("--certificate goes with --verify, and --verify with what is written.")
+        raise click.UsageError("--certificate needs --verify, and --verify needs a written target.")
     if proves and changes is not None and (changes.state_only or changes.init_missing is not None):
         raise UsageError(
-            "--verify can't prove what is made so.",
+            "--verify cannot prove such a conversion.",
             place="--state-only" if changes.state_only else "--init-missing",
             expected="parameters that are the source's, in both",
             remedy="leave --verify out",

@@ -142,7 +142,7 @@ def command(
     if backup is not None:
         if not (folder / FILE).is_file():  # opening it would make an empty one
             raise NotFoundError(
-                "There is no catalogue.",
+                "The data folder has no catalogue.",
                 place=folder / FILE,
                 remedy="name the folder that has one: --data DIR",
             )

@@ -444,7 +444,7 @@ def _check(answer: httpx2.Response) -> None:
         parts = {**problem, "subject": problem["detail"]}
     except (ValueError, KeyError, TypeError):
         raise StatekitError(
-            "The service's answer isn't one of statekit's.",
+            "The answer does not come from a statekit service.",
             place=str(answer.request.url),
             found=f"status {answer.status_code}",
             remedy="check the address",

@@ -266,7 +266,7 @@ def test_one_optimizer_may_be_named_as_several_are(capsys: pytest.CaptureFixture
 def test_no_catalogue_is_made_by_a_backup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ["serve", "--data", str(tmp_path), "--backup", str(tmp_path / "copy.sqlite")]
     assert main.main(words) == main.FAILED
-    assert "There is no catalogue" in capsys.readouterr().err
+    assert "The data folder has no catalogue" in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
 
 

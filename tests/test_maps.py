@@ -589,7 +589,7 @@ def test_heads_that_contradict_the_kernels_are_refused(tmp_path: Path) -> None:
 
 def test_how_a_scanned_run_was_factored_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(
-        InexactError, match="nobody said whether that is a BATCH axis; give the run's factor rules"
+        InexactError, match="nothing tells whether that is a BATCH axis; give the run's factor rules"
     ):
         statekit.plan(scanned(), tmp_path / "hf.pt", map="t5x-t5-scanned:hf-umt5")
 

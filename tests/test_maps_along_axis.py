@@ -254,7 +254,7 @@ def test_what_doesnt_fit_is_refused_by_its_shape() -> None:
         Concatenate(0, 2, (2, 1)).of([piece, piece])
     assumed = piece_of(np.ones((4, 2, 2)), Rule((ROW, COLUMN, BATCH), "assumed"))
     for operation in (Split(2, (1, 1), 0), Concatenate(2, 1)):
-        with pytest.raises(InexactError, match="nobody said how it is factored"):
+        with pytest.raises(InexactError, match="its factoring is not given"):
             operation.of([assumed])
 
 

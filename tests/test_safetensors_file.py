@@ -156,7 +156,7 @@ BAD: dict[str, tuple[Any, bytes, str]] = {
     "duplicate key": (
         b'{"a": %s, "a": %s}' % ((json.dumps(entry()).encode(),) * 2),
         bytes(4),
-        "stands twice",
+        "occurs twice",
     ),
     "duplicate field": (
         b'{"a": {"dtype":"F32","dtype":"I32","shape":[1],"data_offsets":[0,4]}}',

@@ -491,7 +491,7 @@ def test_the_verbs_of_work_do_what_convert_does(tmp_path: Path, capsys: pytest.C
     assert main(["work", "drop", f"{place}"]) == 0
     assert not place.exists() and statekit.check(target).passed
     assert main(["work", "run", f"{place}"]) == 3
-    assert "There is no work here" in capsys.readouterr().err
+    assert "This folder holds no work" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -528,7 +528,7 @@ def test_slurm_gets_an_array_of_what_is_missing(work: Work) -> None:
 
 
 def test_a_place_without_a_work_is_said(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="There is no work here"):
+    with pytest.raises(NotFoundError, match="This folder holds no work"):
         Work(tmp_path)
     (tmp_path / "work.json").write_text("{}")
     with pytest.raises(Exception, match="This isn't the document of a work"):

@@ -174,7 +174,9 @@ def _numbers(text: str) -> Iterator[int]:
     for part in text.split(","):
         first, dash, last = part.partition("-")
         if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise UsageError("These are no tasks.", place="--tasks", expected="such as 3,17-40", found=text)
+            raise UsageError(
+                "The list of tasks is invalid.", place="--tasks", expected="such as 3,17-40", found=text
+            )
         yield from range(int(first), int(last if dash else first) + 1)
 
 

@@ -27,7 +27,7 @@ def engine_of(text: str) -> Engine:
     """Returns the engine that `--on` names; SLURM is none, as it goes on without this process.
 
     Raises:
-        UsageError: There is no such engine.
+        UsageError: No engine has that name.
     """
     name, _, rest = text.partition(":")
     if name == "processes" and rest.isdecimal() and 0 < int(rest) <= 256:
@@ -37,7 +37,7 @@ def engine_of(text: str) -> Engine:
     if name == "ray" and rest.startswith("//") and rest[2:]:
         return Ray(rest[2:])
     raise UsageError(
-        "There is no such engine.",
+        "No engine has that name.",
         place="--on",
         expected="processes:N with N from 1 to 256, ray (on this machine), ray://HOST:PORT, or slurm",
         found=text,

@@ -54,7 +54,7 @@ class FsdpRanks(ReadOnly):
         if step is not None or not (path / "rank0.pt").is_file():
             asked = f"step {step}" if step is not None else None
             raise NotFoundError(
-                "There are no files of ranks.", place=path, expected="rank0.pt ...", found=asked
+                "The folder has no files of ranks.", place=path, expected="rank0.pt ...", found=asked
             )
         entries = sorted((entry for entry in listing(path) if _RANK.fullmatch(entry.name)), key=_number)
         with opening(path, budget) as files:

@@ -175,7 +175,7 @@ def _without_numbers(
         FormatError: Several may be meant.
     """
     if not states and not params:
-        raise NotFoundError("There are no files of MXNet in the folder.", place=folder, expected=f"*{STATES}")
+        raise NotFoundError("The folder has no files of MXNet.", place=folder, expected=f"*{STATES}")
     if not states:
         return Pair(None, _only(params, folder, PARAMS, _is_gluon), f"{PARAMS} in the folder")
     chosen = pairs[0] if len(pairs) == 1 else _only(states, folder, STATES, _holds_optimizer)

@@ -181,7 +181,7 @@ class _Shards:
                 place=f"{place} in {file.path}",
                 expected=f"masked CRC-32C {entry.crc:08x}",
                 found=f"{masked(crc):08x}",
-                remedy="copy the checkpoint again; what it held here is lost otherwise",
+                remedy="copy the checkpoint again; this part is lost otherwise",
             )
 
 

@@ -91,7 +91,7 @@ def npz_arrays(
     arrays: dict[str, Stored | Record] = {}
     for member in archive.members.values():
         if not member.name.endswith(SUFFIX):
-            raise FormatError("A member of an npz is no array.", place=f"{member.name} in {source.place}")
+            raise FormatError("A member of an npz is not an array.", place=f"{member.name} in {source.place}")
         if member.packed is None:
             fetch = partial(archive.read, member.name)
             head = partial(bytes_at, source, member.start)

@@ -251,7 +251,7 @@ def checked_shape(value: object, place: str, least: int = 0) -> Shape:
         or not all(type(n) is int and n >= least for n in value)
     ):
         raise FormatError(
-            "A shape isn't one.",
+            "A shape is invalid.",
             place=place,
             expected=f"at most {MAX_RANK} integers, each at least {least}",
             found=repr(value)[:200],

@@ -341,7 +341,7 @@ def _members(source: Source, entries: list[_Entry], directory: int) -> dict[str,
     ordered = sorted(entries, key=lambda entry: entry.header)
     if ordered and ordered[0].header:
         raise RefusedError(
-            "Something stands before the first member of a zip archive.",
+            "A zip archive has bytes before its first member.",
             place=source.place,
             expected="a member at byte 0",
             found=f"the first at byte {ordered[0].header}",

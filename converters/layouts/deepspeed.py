@@ -200,7 +200,7 @@ def _refuse_uneven(state: TrainState) -> None:
             "DeepSpeed has one count for all parameters of a group, and zeros where a gradient is missing.",
             expected=f"{state.counts.updates} updates of each",
             found=some(uneven),
-            remedy="freeze what is never trained before the optimizer is made, and save the run again",
+            remedy="freeze untrained parameters before the optimizer is made, and save the run again",
         )
 
 

@@ -246,7 +246,7 @@ def backend(name: str, device: str | None = None) -> Backend:
     """
     if device is not None and name != "torch":
         raise UsageError(
-            "Only PyTorch's backend is told a device.",
+            "Only PyTorch's backend takes a device.",
             expected="torch",
             found=f"{name} on {device}",
             remedy="JAX and TensorFlow take the device that they find: set JAX_PLATFORMS, CUDA_VISIBLE_DEVICES",

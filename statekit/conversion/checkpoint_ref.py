@@ -382,7 +382,7 @@ class CheckpointRef:
         by_schema = {schema: name for schema, _, name in pairs}
         if len(by_schema) < len(pairs):
             raise UsageError(
-                "An optimizer has one variant, and several are said.",
+                "An optimizer has one variant, but several are given.",
                 place="--variant",
                 expected="one for each optimizer of the run: SCHEMA/VARIANT,SCHEMA/VARIANT",
                 found=self.variant,

@@ -355,7 +355,7 @@ def _check_ours(target: Path) -> None:
             "The target is a link, which statekit didn't make.",
             place=target,
             found=f"a link to {os.readlink(target)}",
-            remedy="name what it leads to, or choose another name; --replace-foreign puts the result in its place",
+            remedy="name the link's target, or choose another name; --replace-foreign replaces the link",
         )
     if not target.is_file():
         return

@@ -406,7 +406,7 @@ def carried_out(plan: Plan) -> Prepared:
     """Returns what a plan was made from, or, where that is used up or its files have changed, prepares it anew.
 
     Raises:
-        UsageError: The source isn't what it was when the plan was made.
+        UsageError: The source has changed since the plan was made.
     """
     check_apart(plan.request.ref.place, plan.request.target)
     prepared = _WAITING.pop(id(plan), None)
@@ -417,7 +417,7 @@ def carried_out(plan: Plan) -> Prepared:
     again = prepare(plan.request)
     if again.digest != plan.digest:
         raise UsageError(
-            "The source isn't what it was when the plan was made.",
+            "The source has changed since the plan was made.",
             place=plan.request.ref.place,
             expected=f"plan {plan.digest}",
             found=f"plan {again.digest}",
@@ -563,7 +563,7 @@ def _apart_error(target: str, place: str | None, counts: Counts) -> InexactError
             remedy="shift the schedule itself in the program, or choose another layout",
         )
     return InexactError(
-        "The target has no place for where a schedule stands.",
+        "The target cannot store a schedule's step.",
         place=target,
         found=f"asked for {counts.schedule}",
         remedy="leave --schedule-step out and begin the schedule there in the program, or choose another layout",

@@ -360,7 +360,7 @@ def detect_container(path: Place) -> tuple[Container, Evidence]:
                 "The folder isn't a checkpoint, but there are checkpoints in it.",
                 place=path,
                 found=listed(f"{name}: {kind}" for name, kind in inside.items()),
-                remedy=f"name one of them; `statekit ls {shlex.quote(str(path))}` says which can go on",
+                remedy=f"name one of them; `statekit ls {shlex.quote(str(path))}` shows which can be resumed",
             )
         if not fitting:
             _check_named(path)
@@ -669,7 +669,7 @@ def _check_variant(layout: Layout, checkpoint: Checkpoint, hints: CheckpointRef)
             place=checkpoint.path,
             expected=", ".join(possible),
             found=f"layout {layout.name}: {evidence.because if evidence else layout.title}",
-            remedy="leave out --variant; how the run goes on elsewhere is said by --layout",
+            remedy="leave out --variant; --layout shows how the run continues elsewhere",
         )
 
 

@@ -163,7 +163,7 @@ def _sealed(place: CheckpointAt, renew: Collection[str], tell: OnProgress) -> Se
             raise CorruptError(
                 "The checkpoint was written to while it was sealed.",
                 place=checkpoint.path,
-                remedy="seal it when nobody writes to it any more",
+                remedy="seal it when no program writes to it",
             )
         names = [_name(fault.path, target.parent) for fault in changed]
         manifest = _manifest(checkpoint, target, tensors, files, names)

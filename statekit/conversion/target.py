@@ -209,7 +209,7 @@ def _named(name: str, option: str) -> tuple[Container, str | None]:
     layout, container = _shorthands().get(name, ("", ""))
     if not container:
         raise UsageError(
-            "There is no container of that name.",
+            "No container has that name.",
             place=option,
             expected=", ".join(_choices()),
             found=name,
@@ -410,7 +410,7 @@ def check_said(facts: Sequence[Fact], place: object, layout: str) -> None:
     options = " ".join(f"--hparams {fact.name}=..." for fact in (unknown if assumed else facts))
     accept = "--assume-defaults" if assumed else ""
     raise UnknownRuleError(
-        f"The layout {layout} stores what no file says and nobody gave.",
+        f"The layout {layout} stores facts that no file has and the user did not give.",
         place=place,
         expected=", ".join(fact.name for fact in facts),
         found="; ".join(unstated),

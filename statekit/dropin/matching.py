@@ -86,7 +86,7 @@ def _require_resumable(
     if variant not in candidates or schema not in makers:
         known = {name: ", ".join(load_schema(name).stepped) for name in makers}
         raise StateError(
-            f"{home} has no optimizer that goes on with this state.",
+            f"{home} has no optimizer that continues from this state.",
             place=place,
             expected="; ".join(f"{name}, variant {variants}" for name, variants in known.items()),
             found=f"{schema}, variant {variant or 'unknown'}",

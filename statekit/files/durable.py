@@ -346,7 +346,7 @@ def check_regular(target: Path) -> None:
     mode = target.lstat().st_mode
     if not stat.S_ISREG(mode):
         raise TargetExistsError(
-            "The file's place is taken by something that is no file.",
+            "Something other than a file has this name.",
             place=target,
             expected="a file, or nothing",
             found=stat.filemode(mode),

@@ -463,7 +463,7 @@ class Unfinished:
         with Files() as files:
             file = files.source(path)
             if what := self.around.fault(file):
-                raise CommitError(f"What was written isn't what was meant: it {what}.", place=path)
+                raise CommitError(f"The written file differs from the data: it {what}.", place=path)
             rest = _field(passing.digest(file, spans), file.size, spans)
         new = self.encode(sealed({**{k: v for k, v in self.manifest.items() if k != "digest"}, REST: rest}))
         if len(new) != spans[0][1]:
@@ -479,9 +479,7 @@ class Unfinished:
             for start, data in put.items():
                 output.seek(start)
                 if output.read(len(data)) != data:
-                    raise CommitError(
-                        "What was written isn't what was meant: the manifest in it.", place=path
-                    )
+                    raise CommitError("The written file differs from the data: its manifest.", place=path)
         return rest
 
 

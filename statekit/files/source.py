@@ -598,7 +598,7 @@ def _opened(file: File) -> _Descriptor:
         raise CorruptError(
             "A file was replaced while its checkpoint was read.",
             place=file.path,
-            remedy="read a checkpoint that nobody writes to any more",
+            remedy="read a checkpoint to which no program writes",
         )
     return descriptor
 

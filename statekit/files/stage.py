@@ -308,7 +308,7 @@ class Stage:
         self.home.write_manifest(text)
         place = self.path / FILE
         if read_small(place) != text:
-            raise CommitError("The manifest isn't what was meant.", place=self.target, remedy=_REPORT)
+            raise CommitError("The written manifest differs from the data.", place=self.target, remedy=_REPORT)
         return file_entry(place)
 
     def _whole_file_faults(self, read: Mapping[str, tuple[File, Passing]]) -> list[tuple[str, str]]:
@@ -362,7 +362,7 @@ class Stage:
         except (StatekitError, OSError) as error:
             reason = error.line if isinstance(error, StatekitError) else error
             raise CommitError(
-                "What was written can't be read again.", place=self.target, found=reason, remedy=_REPORT
+                "The written target cannot be read again.", place=self.target, found=reason, remedy=_REPORT
             ) from error
         faults.check(CommitError, "What was written isn't what was meant", place=self.target, remedy=_REPORT)
         return facts, entries

@@ -294,7 +294,7 @@ def asking(root: str, name: str, passing: tuple[type[Exception], ...] = ()) -> I
         raise CorruptError(
             "A file was changed while it was read.",
             place=place,
-            remedy="read a checkpoint that nobody writes to any more",
+            remedy="read a checkpoint to which no program writes",
         ) from None
     except (of.NotFoundError, FileNotFoundError):
         raise NotFoundError("There is no such file or bucket.", place=place) from None

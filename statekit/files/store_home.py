@@ -246,7 +246,7 @@ class StoreHome:
         wrong = [name for name, digest in digests.items() if files[name]["blake3"] != digest]
         if wrong:
             raise CommitError(
-                "What was written isn't what was meant: it reads back with other bytes.",
+                "The written file differs from the data: it reads back with other bytes.",
                 place=self.target,
                 found=some(wrong),
                 remedy="try again; nothing was left at the target",

@@ -288,4 +288,4 @@ def _ratio(shares: Sequence[int], turns: int) -> str:
 
 def _check_known(rule: Rule, subject: str) -> None:
     if rule.known_from == "assumed":
-        raise InexactError(f"{subject}, and nobody said how it is factored; {SAY_RULES}")
+        raise InexactError(f"{subject}, and its factoring is not given; {SAY_RULES}")

@@ -1010,7 +1010,7 @@ def maps_of(
     """
     if config and name is None:
         raise UsageError(
-            "There is no map that could take a configuration.", place="--config", remedy="name it: --map"
+            "No map is given that takes a configuration.", place="--config", remedy="name it: --map"
         )
     renaming = (Renaming(tuple(rename.items())),) if rename else ()
     with Files(budget) as files:

@@ -306,7 +306,7 @@ class Unstack(OfEach):
         label = piece.rule.axes[self.axis]
         if piece.rule.known_from == "assumed":
             raise InexactError(
-                f"is unstacked along axis {self.axis}, and nobody said whether that is a BATCH axis; {SAY_RULES}"
+                f"is unstacked along axis {self.axis}, and nothing tells whether that is a BATCH axis; {SAY_RULES}"
             )
         if label in (Axis.ROW, Axis.COLUMN):
             slot = "v_col" if label is Axis.ROW else "v_row"

@@ -151,7 +151,7 @@ def _given_decay(s: Setting, step: Value) -> tuple[Value, Value]:
 
 def _given(value: float | None, name: str) -> float:
     if value is None:
-        raise UnknownRuleError("The step needs a hyperparameter that nobody has given.", expected=name)
+        raise UnknownRuleError("The step needs a hyperparameter that is not given.", expected=name)
     return value
 
 

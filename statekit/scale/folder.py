@@ -283,7 +283,10 @@ def read_document(folder: Path) -> WorkDocument:
     place = folder / DOCUMENT
     if not place.is_file():
         raise NotFoundError(
-            "There is no work here.", place=folder, expected=DOCUMENT, remedy="statekit work split SRC DST"
+            "This folder holds no work.",
+            place=folder,
+            expected=DOCUMENT,
+            remedy="statekit work split SRC DST",
         )
     document: Any = strict_json(read_small(place), place)
     fields = typed(document, WorkDocument, place, _BROKEN)

@@ -309,7 +309,7 @@ class Catalogue:
         tag = tag.strip()
         if not tag or len(tag) > TAG_LENGTH or not tag.isprintable():
             raise UsageError(
-                "That is no tag.", place="tag", expected=f"1 to {TAG_LENGTH} characters", found=tag[:200]
+                "The tag is invalid.", place="tag", expected=f"1 to {TAG_LENGTH} characters", found=tag[:200]
             )
         with self._database.writing() as connection:
             record = checkpoint_of(connection, number)
@@ -548,7 +548,7 @@ def decoded_cursor(cursor: str, text: bool) -> tuple[Any, int]:
         or (type(value) is int and abs(value) >= 2**63)
     ):
         raise UsageError(
-            "That is no cursor of this list.", place="cursor", found=cursor[:100], remedy="begin without one"
+            "The cursor is not of this list.", place="cursor", found=cursor[:100], remedy="begin without one"
         )
     return value, number
 

@@ -112,7 +112,7 @@ class Jobs:
         given = checked(kind, subjects, options or {})
         if idempotency_key is not None and not 0 < len(idempotency_key) <= 200:
             raise UsageError(
-                "That is no idempotency key.", place="Idempotency-Key", expected="1 to 200 characters"
+                "The idempotency key is invalid.", place="Idempotency-Key", expected="1 to 200 characters"
             )
         with self._database.writing() as connection:
             if idempotency_key is not None:

@@ -75,7 +75,7 @@ def target_beneath(root: Path, relative: str) -> Path:
     folder = path_beneath(root, os.fsencode("/".join(parts[:-1])))
     if not folder.is_dir():
         raise NotFoundError(
-            "The target's folder isn't one.",
+            "The target's parent is not a folder.",
             place=printable(str(folder)),
             expected="a folder",
             remedy="choose a name in a folder that is there",

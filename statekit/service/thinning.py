@@ -90,7 +90,7 @@ def thin(
                 "An earlier job has begun to remove the checkpoint.",
                 place=source,
                 found=f"its weights are in {weights}",
-                remedy="thin it to that target: this goes on; or remove what is there, if the checkpoint is whole",
+                remedy="thin it to that target, which continues this; or remove the target, if the checkpoint is whole",
             )
         return _go_on(trash, record, listener)
     tops, files = _sealed(ref)
@@ -119,7 +119,7 @@ def thin(
         raise CorruptError(
             "The checkpoint was written to while it was thinned; it is still there.",
             place=source,
-            remedy="thin it when nobody writes to it any more",
+            remedy="thin it when no program writes to it",
         )
     after = _allocated([target, beside(target)])
     record = _remove(trash, going, {**said, "bytes_after": after, "freed": before - after})
@@ -134,7 +134,7 @@ def _sealed(ref: CheckpointRef) -> tuple[list[Path], list[Path]]:
         tops = [*map(Path, checkpoint.parts)]
     if proof is None or not proof.is_whole:
         raise RefusedError(
-            "The checkpoint isn't sealed: nothing proves that its weights are what was written.",
+            "The checkpoint is not sealed: nothing proves its weights.",
             place=source,
             remedy="seal it, when you are sure of it",
         )
@@ -237,7 +237,7 @@ def _listed(trash: Path) -> dict[str, Any] | None:
     record: dict[str, Any] = strict_json(read_small(place), place)
     typed(record, _Removing, place, "This is no list of what shall go", RefusedError)
     if any(not inside(name) or "/" in name for name in record["tops"]):
-        raise RefusedError("What shall go doesn't lie beside the list.", place=trash)
+        raise RefusedError("The files to remove do not lie beside the list.", place=trash)
     return record
 
 

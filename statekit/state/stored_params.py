@@ -313,7 +313,7 @@ def _check_known(state: TrainState, makers: Sequence[str]) -> None:
     others = [maker for maker in makers if maker not in encoding]
     if encoding and others:
         raise InexactError(
-            "Nobody said whether the bfloat16 parameters are stored as they are or encoded, (128 |w|)^8.",
+            "Nothing tells whether the bfloat16 parameters are stored plainly or encoded, (128 |w|)^8.",
             place=stored[0],
             found=f"{len(stored)} of {_STORED}, and no variant",
             expected=f"the variant that ran: {', '.join(encoding)} encodes, {', '.join(others)} doesn't",

@@ -151,7 +151,7 @@ class Picked(_Along):
         inside = self.start >= 0 and self.run >= 0 and self.start + self.run <= self.period
         if not inside or self.period < 1 or length % self.period:
             raise UsageError(
-                "There are no such runs along an axis.",
+                "An axis has no such runs.",
                 expected=f"a period that divides {length}, and a run inside",
                 found=f"{self.run} from {self.start} of every {self.period}",
             )

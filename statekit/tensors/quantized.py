@@ -154,7 +154,7 @@ class Quantized:
         else:
             levels = self.levels.read()
             if levels.size < 256 and int(codes.max()) >= levels.size:
-                raise StateError("A code stands for no level.", found=int(codes.max()))
+                raise StateError("A code has no level.", found=int(codes.max()))
             values = levels[codes]
         per_row = math.prod(self.shape) // self._rows
         places = np.arange(first, end)

@@ -83,7 +83,9 @@ def require_refusal(trial: Trial) -> None:
     except StatekitError as error:
         assert error.place is not None and error.expected is not None, f"says too little: {error}"
         return
-    raise AssertionError(f"{trial.case.schema} {trial.case.variant} steps what it can't")
+    raise AssertionError(
+        f"{trial.case.schema} {trial.case.variant} steps a case that it declares as unsupported"
+    )
 
 
 def keeps_shapes_and_dtypes(trial: Trial) -> None:

@@ -143,12 +143,12 @@ def cold_start(
     with open_state(ref) as opened:
         state = as_params(opened.state)[0]
         if any(schema == WEIGHTS for schema, _ in state.optimizer.kinds):
-            raise StateError("There is no optimizer that could be begun anew.", place=ref.place)
+            raise StateError("The checkpoint has no optimizer to start fresh.", place=ref.place)
         check_steps(state, ref.place)
         for schema, variant in state.optimizer.kinds:
             if variant is None:
                 raise UsageError(
-                    "A step needs to know whose rule it is, and the files can't tell.",
+                    "A step needs the variant of its rule, and the files do not tell it.",
                     place="--variant",
                     expected=", ".join(load_schema(schema).stepped),
                 )

@@ -206,7 +206,7 @@ def gradients_of(
     """
     if not path.is_file():
         raise NotFoundError(
-            "There is no such file of gradients.",
+            "The file of gradients does not exist.",
             place=path,
             expected="all, random, adversarial or a file",
             remedy="check --gradients",

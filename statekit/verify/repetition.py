@@ -71,7 +71,7 @@ def repeated(
         asked = Asked.from_json(old.data["asked"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise FormatError(
-            "A certificate doesn't say what was asked for.",
+            "A certificate lacks the options of its proof.",
             place=path,
             expected="schemas/statekit-certificate.schema.json",
             found=f"{type(error).__name__}: {error}",

@@ -184,7 +184,7 @@ def _opened(asked: Asked) -> Iterator[tuple[Prepared, Plan, OpenState, list[str]
         card = registry.container_card(target.checkpoint.container)
         if card.target_kind is None:
             raise UsageError(
-                f"statekit only reads {card.name}, so nothing says what it should hold.",
+                f"statekit only reads {card.name}, so nothing tells the expected values.",
                 place=asked.target,
                 remedy="convert it to a container that is written, and verify that",
             )
@@ -210,7 +210,7 @@ def _request(asked: Asked, target: OpenState) -> tuple[Request, list[str]]:
         if (record := options.get("changes")) is not None:
             if "init_missing" in record:
                 raise UsageError(
-                    "What began anew by a file of the model can't be told from the manifest.",
+                    "The manifest does not list the parameters that came from a file of the model.",
                     place=asked.target,
                 )
             changes = Changes.of(record)
@@ -605,7 +605,7 @@ def _without_step(*states: TrainState) -> str:
             return f"statekit has no step of {named_native(schema, variant)}"
         if variant is None:
             raise UsageError(
-                "A step needs to know whose rule it is, and the files can't tell.",
+                "A step needs the variant of its rule, and the files do not tell it.",
                 place="--variant",
                 expected=", ".join(load_schema(schema).stepped),
                 remedy="name it, or leave the steps out with --steps 0",

@@ -95,7 +95,7 @@ class DeepSpeedFolder:
             folder = locate(path, step, files)
             if folder is None:
                 raise NotFoundError(
-                    "There is no checkpoint of DeepSpeed.", place=path, remedy="check the path"
+                    "The folder has no checkpoint of DeepSpeed.", place=path, remedy="check the path"
                 )
             tree = named(_tree(folder.tag, files, findings))
         number = tree["deepspeed"].get("global_steps")
@@ -358,7 +358,7 @@ def _shapes(node: Any, place: str) -> Shapes:
 
 def _shape(node: Any, place: str) -> Shape:
     if not isinstance(node, (tuple, list)) or any(type(n) is not int or n < 0 for n in node):
-        raise FormatError("A parameter's shape isn't one.", place=place, found=str(node)[:80])
+        raise FormatError("A parameter's shape is invalid.", place=place, found=str(node)[:80])
     return tuple(node)
 
 

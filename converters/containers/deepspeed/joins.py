@@ -86,7 +86,7 @@ class Joins:
         if not self._names(_VOCABULARY, name) or not whole.shape or rows is None:
             return whole
         if type(rows) is not int or rows < 1:
-            raise FormatError("A vocabulary's size isn't one.", place=self.place, found=str(rows)[:80])
+            raise FormatError("A vocabulary's size is invalid.", place=self.place, found=str(rows)[:80])
         kept = slice(0, min(rows, whole.shape[0]))
         return Cut(whole, (kept, *(slice(0, n) for n in whole.shape[1:]))) if rows < whole.shape[0] else whole
 
@@ -126,7 +126,7 @@ class Joins:
             if isinstance(error, StatekitError):
                 raise
             raise FormatError(
-                "What says how pieces join isn't made as DeepSpeed makes it.",
+                "The record of joining has another form than DeepSpeed's.",
                 place=f"{INFO} in {self.place}",
                 found=f"{type(error).__name__}: {error}"[:200],
             ) from None
@@ -314,7 +314,7 @@ class Joins:
         """Returns pieces that are each the whole."""
         if len({piece.shape for piece in pieces}) != 1:
             raise CorruptError(
-                "What every rank has whole has several shapes.",
+                "A tensor that every rank holds whole has several shapes.",
                 place=self._at(name),
                 found=", ".join(str(piece.shape) for piece in pieces[:4]),
             )

@@ -333,7 +333,7 @@ def _require_all(step: Place, item_names: set[str], files: Files) -> None:
                 place=step,
                 expected=", ".join(missing),
                 found=", ".join(sorted(item_names)),
-                remedy=f"copy the step again; what was deleted on purpose has to go from {STEP_METADATA} too",
+                remedy=f"copy the step again; delete entries that were removed on purpose from {STEP_METADATA} too",
             )
 
 

@@ -141,7 +141,7 @@ def tree_of(entries: tuple[LeafMetadata, ...], leaves: Mapping[int, Any], place:
         place: Where the metadata is, for messages.
 
     Raises:
-        FormatError: A leaf has children, or stands twice.
+        FormatError: A leaf has children, or occurs twice.
     """
     values = [leaves[i] if i in leaves else _EMPTY[entry.kind] for i, entry in enumerate(entries)]
     if not entries:
@@ -160,7 +160,7 @@ def tree_of(entries: tuple[LeafMetadata, ...], leaves: Mapping[int, Any], place:
             if id(node) not in inner:
                 raise FormatError("A leaf of an Orbax tree has children.", place=place, found=shown)
         if not entry.path or entry.path[-1] in node:
-            raise FormatError("A leaf of an Orbax tree stands twice.", place=place, found=shown)
+            raise FormatError("A leaf of an Orbax tree occurs twice.", place=place, found=shown)
         node[entry.path[-1]] = leaf
     return _with_lists(root)
 

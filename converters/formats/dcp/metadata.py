@@ -123,7 +123,7 @@ def read_metadata(data: bytes, place: str, account: Account | None = None) -> St
     tensors, objects = dict[str, Entry](), dict[str, StoredPiece]()
     for key, entry in listed.items():
         if not isinstance(key, str):
-            raise FormatError("The name of an entry is no text.", place=place, found=shown(key))
+            raise FormatError("The name of an entry is not text.", place=place, found=shown(key))
         if _is(entry, "BytesStorageMetadata"):
             piece = reading.piece(key, None)
             objects |= {key: piece} if piece else {}
@@ -243,7 +243,7 @@ def _index(index: Any, place: str) -> tuple[str, Shape | None]:
     fields = dict(pair for pair in pairs if isinstance(pair, tuple) and len(pair) == 2)
     key, offsets = fields.get("fqn"), fields.get("offset")
     if not isinstance(key, str):
-        raise FormatError("The name of an entry is no text.", place=place, found=shown(key))
+        raise FormatError("The name of an entry is not text.", place=place, found=shown(key))
     return key, None if offsets is None else _shape(offsets, place)
 
 

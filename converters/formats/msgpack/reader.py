@@ -309,7 +309,7 @@ class _Parser:
         cursor.need(size)
         if code not in (1, 2, 3):
             raise FormatError(
-                "A msgpack extension isn't one of Flax.",
+                "A msgpack extension is not Flax'.",
                 place=byte_of(cursor.value, start),
                 expected="1 (array), 2 (complex number), 3 (scalar)",
                 found=code,

@@ -71,7 +71,7 @@ def read_params(source: Source) -> Params:
     form = form_of(bytes_at(source, 0, min(source.size, 512)))
     if form is None:
         raise FormatError(
-            "The file isn't one of MXNet's parameters.",
+            "The file does not hold MXNet's parameters.",
             place=source.place,
             expected="a list of NDArrays, or an npz archive",
         )
@@ -209,7 +209,7 @@ def _names(source: Source, at: int, count: int) -> list[str]:
             raise FormatError("A name isn't UTF-8.", place=place, found=error) from None
         at += 8 + size
     if at != source.size:
-        raise CorruptError("Something stands behind a list.", place=place, expected=at, found=source.size)
+        raise CorruptError("Bytes follow the end of a list.", place=place, expected=at, found=source.size)
     return names
 
 

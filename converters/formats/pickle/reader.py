@@ -901,7 +901,7 @@ def _parts(node: Any) -> Collection[Any]:
 
 def _refused(place: str, what: str) -> RefusedError:
     return RefusedError(
-        "What a pickle holds can't be a checkpoint.",
+        "The values of a pickle cannot be a checkpoint.",
         place=place,
         expected=f"at most {MAX_DEPTH} levels, no cycles",
         found=what,

@@ -83,13 +83,13 @@ def _as_storage(value: Any) -> Storage:
 
 def _as_tensor(value: Any) -> Tensor:
     if not isinstance(value, Tensor):
-        raise FormatError("Something is wrapped as a tensor that isn't one.", found=shown(value))
+        raise FormatError("A tensor's wrapper holds something else.", found=shown(value))
     return value
 
 
 def _sizes(value: Any) -> tuple[int, ...]:
     if not isinstance(value, (tuple, list)):
-        raise FormatError("The shape of a tensor is no tuple.", found=shown(value))
+        raise FormatError("The shape of a tensor is not a tuple.", found=shown(value))
     return tuple(value)
 
 

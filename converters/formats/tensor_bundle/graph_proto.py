@@ -67,14 +67,14 @@ def _text(value: Any, place: object) -> str:
     try:
         return b"".join([value or b""]).decode("utf-8")
     except (TypeError, UnicodeDecodeError):
-        raise FormatError("An object graph holds a name that isn't one.", place=place) from None
+        raise FormatError("An object graph holds an invalid name.", place=place) from None
 
 
 def _whole(value: Any, place: object) -> int:
     if value is None:
         return 0
     if not isinstance(value, int):
-        raise FormatError("An object graph holds a number that isn't one.", place=place)
+        raise FormatError("An object graph holds an invalid number.", place=place)
     return value
 
 

@@ -54,7 +54,9 @@ def read_table(data: bytes, place: object, account: Account | None = None) -> di
         raise short(Held(data, f"{place}"), 0, FOOTER_BYTES)
     footer = data[-FOOTER_BYTES:]
     if struct.unpack("<Q", footer[-8:])[0] != MAGIC:
-        raise CorruptError("An index doesn't end as one: it is truncated, or something else.", place=place)
+        raise CorruptError(
+            "An index has no valid end: it is truncated, or another kind of file.", place=place
+        )
     metaindex, at = _handle(footer, 0, place)
     _block(data, *metaindex, place)
     index, _ = _handle(footer, at, place)

@@ -376,7 +376,7 @@ def checked_header(
     sizes, cuts = checked_shape(shape, place), checked_shape(chunks, place, 1)
     if fill is not None and not _holds(dtype, fill):
         raise FormatError(
-            "A fill value isn't one of the array's dtype.", place=place, expected=dtype, found=fill
+            "A fill value is not of the array's dtype.", place=place, expected=dtype, found=fill
         )
     if len(sizes) != len(cuts):
         raise FormatError(

@@ -459,7 +459,7 @@ def own_variables(state: TrainState, home: Mapping[str, Any]) -> dict[str, Tenso
         steppable = load_schema(schema).stepped
         if schema not in CLASSES or variant not in (*steppable, None):
             raise InexactError(
-                "No optimizer of statekit.tensorflow goes on with this state.",
+                "No optimizer of statekit.tensorflow continues from this state.",
                 expected=f"{schema}, variant {', '.join(steppable) or 'none'}",
                 found=f"{schema}, variant {variant}",
             )
@@ -565,7 +565,7 @@ def _kinds_of(state: TrainState) -> list[tuple[str, str]]:
     optimizer = state.optimizer
     kinds = [optimizer.kind(group) for group in optimizer.groups] or [*optimizer.kinds]
     if any(variant is None for _, variant in kinds):
-        raise InexactError("Nobody said which variant ran.", remedy="name it with --variant")
+        raise InexactError("The variant of the run is not given.", remedy="name it with --variant")
     return [(schema, str(variant)) for schema, variant in kinds]
 
 

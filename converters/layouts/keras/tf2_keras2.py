@@ -296,7 +296,7 @@ def _moved(
     names = owners(second, {name: tree[key].shape for name, key in keys.items()})
     if names is None:
         raise StateError(
-            "The names of the optimizer's variables don't tell whose they are.",
+            "The names of the optimizer's variables do not name their parameters.",
             place=place,
             found=", ".join(name for name, _ in second[:10]),
             remedy="read the model's .h5 or .keras file, or take the weights alone: --params-only",

@@ -311,7 +311,7 @@ class _Search:
             )
         if len(names) > 1 and not self.is_ordered:
             raise StateError(
-                "Parameters of one size have equal values, so that nothing tells which slots are whose.",
+                "Parameters of one size have equal values, so that nothing assigns their slots.",
                 place=self.place,
                 found=", ".join(names[:5]),
                 remedy="give the parameters in the model's order (--param-names FILE)",

@@ -187,7 +187,7 @@ def integer(leaf: Any, path: Path) -> int:
             return int(leaf.read())
     except (ValueError, OverflowError, TypeError):  # of NaN, of Inf, of bytes without a type
         pass
-    raise StateError("A count is no integer.", place="/".join(map(str, path)), expected="one integer")
+    raise StateError("A count is not an integer.", place="/".join(map(str, path)), expected="one integer")
 
 
 def children(node: Any) -> list[tuple[Any, Any]]:

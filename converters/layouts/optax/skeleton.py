@@ -216,7 +216,7 @@ def _of_group(by_path: Mapping[str, Tensor], path: str) -> Tensor:
         return by_path[path]
     tensors = {id(tensor): tensor for tensor in by_path.values()}
     if len(tensors) != 1:
-        raise StateError("The form that a state was read in isn't one of its groups.", place=path)
+        raise StateError("The state carries a form of other groups.", place=path)
     return next(iter(tensors.values()))
 
 
@@ -248,7 +248,7 @@ def rebuilt(frame: Tree, contents: Contents) -> Tree:
         return replaced(frame, {keys: _value(mark, form, contents) for keys, mark in marks.items()})
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise StateError(
-            "The form of an Optax checkpoint that the state carries isn't one of its parameters.",
+            "The state carries the form of an Optax checkpoint of other parameters.",
             place="extra/optax",
             found=f"{type(error).__name__}: {error}"[:300],
         ) from error

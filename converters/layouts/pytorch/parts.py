@@ -200,7 +200,7 @@ def part_place(usual: Sequence[Path], models: Mapping[Path, Any], key: str | Non
     names = {"/".join(map(str, path)): path for path in models}
     if key not in names:
         raise UsageError(
-            "There is no such part of the checkpoint at this key.",
+            "The checkpoint has no such part at this key.",
             expected=", ".join(names) or "there is none",
             found=key,
         )

@@ -38,7 +38,7 @@ def weights_state(
     }
     if asked := [option for option, value in said.items() if value]:
         raise UsageError(
-            "The checkpoint is read as weights: there is no optimizer that this could be said of.",
+            "The checkpoint is read as weights: it has no optimizer for this option.",
             place=", ".join(asked),
             remedy="leave it out, or name the file that holds the optimizer too",
         )

@@ -255,7 +255,7 @@ def _with_path(groups: Iterable[Group], first: str, path: str) -> Group:
         values = list(value.values())
         if any(value != values[0] for value in values):
             raise UsageError(
-                "A hyperparameter is said of each parameter by itself, and not of a new one.",
+                "Each parameter has its own value of a hyperparameter, and a new parameter has none.",
                 place=INIT_MISSING,
                 found=f"{name}, {path}",
                 remedy=f"say it of all: {name}={{...}}",

@@ -46,7 +46,7 @@ def changed(
     """
     if state.optimizer.schema == WEIGHTS and asked.options != ["param_dtype"] and not asked.params_only:
         raise UsageError(
-            "The source holds weights alone: there are no slots and no counts to be changed.",
+            "The source holds weights alone: it has no slots and no counts to change.",
             place=", ".join(map(option, asked.options)),
             expected=option("param_dtype"),
         )
@@ -228,7 +228,7 @@ def _some_anew(state: TrainState, pattern: str, where: str, way: Policy, done: l
     if way != "reset" or not paths or not (names or counts):
         labels = [group.label for group in state.optimizer.groups if group.label]
         raise UsageError(
-            "There are no such slots of such parameters that could begin anew.",
+            "No slot of these names and parameters can be reset.",
             place=option("slot_policy"),
             expected=f"reset:SLOT{AT}PATTERN, of parameters or of labels",
             found=f"{way}:{pattern}{AT}{where}",
@@ -415,7 +415,7 @@ def _at_schedule(state: TrainState, asked: StepOffset, done: list[Change]) -> Tr
     ]
     if stored:
         raise UsageError(
-            "The checkpoint holds the schedule's own record, which says where it stands in its system's own way.",
+            "The checkpoint holds the schedule's own record, which counts its step in the system's own way.",
             place=option("schedule_step"),
             found=", ".join(f"{one.kind or 'a schedule'} at {one.at} ({one.place})" for one in stored),
             expected="keep",

@@ -32,7 +32,7 @@ def options(form: FormData) -> dict[str, Any]:
     if root or path:
         number = record_number(root)
         if number is None:
-            raise UsageError("That is no root's number.", place="target_root", found=root[:100])
+            raise UsageError("The number is not of a root.", place="target_root", found=root[:100])
         given["target"] = {"root": number, "path": path}
     return given
 
@@ -47,7 +47,7 @@ def subjects_of(form: FormData) -> tuple[int, ...]:
     numbers = [record_number(text) if isinstance(text, str) else None for text in texts]
     for text, number in zip(texts, numbers, strict=True):
         if number is None:
-            raise UsageError("That is no checkpoint's number.", place="subject", found=f"{text}"[:100])
+            raise UsageError("The number is not of a checkpoint.", place="subject", found=f"{text}"[:100])
     return tuple(number for number in numbers if number is not None)
 
 

@@ -111,7 +111,7 @@ class Optax:
         begun = next((name for name, tensor in tensors.items() if _begins(name) and tensor.read()), None)
         if begun is not None:
             raise StateError(
-                "A recorded state lies between two updates, of whose gradients it has only some.", place=begun
+                "A recorded state lies between two updates and has only some of the gradients.", place=begun
             )
         checkpoint = Checkpoint("orbax", Path(f"step {step}"), _tree(tensors), step=step)
         schemas = {schema for schema, _ in schema_named.kinds_of(spec)}
