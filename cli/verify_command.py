@@ -284,7 +284,7 @@ def _show(screen: Screen, data: Mapping[str, Any], counts: Mapping[str, int]) ->
     verdict, replay = data["verdict"], data["replay"]
     screen.say(f"{verdict['headline']}. {SAYS[verdict['whole']]}", bold=True)
     if verdict["nobody_gave"]:
-        screen.say(f"The target holds what nobody gave: {some(verdict['nobody_gave'])}.", bold=True)
+        screen.say(f"The target holds facts that are not given: {some(verdict['nobody_gave'])}.", bold=True)
         screen.say("Say it (--hparams NAME=VALUE), or accept documented defaults (--assume-defaults).")
     screen.say()
     for name, side in (("from", "source"), ("to", "target")):

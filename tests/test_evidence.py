@@ -176,7 +176,7 @@ def test_a_target_that_leaves_facts_open_asks_for_nothing(tmp_path: Path) -> Non
 def test_a_layout_that_would_ask_is_passed_over_where_none_was_named(tmp_path: Path) -> None:
     planned = plan(of_optax_file(tmp_path), tmp_path / "x", to="accelerate")
     assert planned.target.layout == "statekit-torch"
-    assert "which nobody said" in planned.options["passed_over"]["torch-optim"]
+    assert "which is not given" in planned.options["passed_over"]["torch-optim"]
 
 
 def test_a_program_that_builds_the_optimizer_itself_is_asked_for(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_the_printed_schedule_of_keras_has_every_rate(call: str) -> None:
         ("CosineDecay(0.1, 9, warmup_target='x', warmup_steps=3)", "warmup_target is 'x'"),
         ("PiecewiseConstantDecay([9, 5], [1.0, 2.0, 3.0])", "boundaries are [9, 5]"),
         ("PiecewiseConstantDecay([9], [1.0])", "don't go together"),
-        ("ExponentialDecay(0.1, 5)", "nobody said decay_rate"),
+        ("ExponentialDecay(0.1, 5)", "missing decay_rate"),
         ("TriangularDecay(0.1, 5, 0.5)", "isn't a schedule that is known here"),
     ],
 )

@@ -78,11 +78,11 @@ def test_every_factor_gives_the_originals_rates_as_a_form_and_as_code(row: dict[
             True,
             "base_learning_rate is '%LEARN",
         ),
-        ({"base_learning_rate": 0.1}, False, "nobody said factors"),
+        ({"base_learning_rate": 0.1}, False, "missing factors"),
         (
             {"factors": "constant * rsqrt_decay", "base_learning_rate": 1.0},
             False,
-            "nobody said warmup_steps, step_offset",
+            "missing warmup_steps, step_offset",
         ),
         (
             {"factors": "rsqrt_decay", "warmup_steps": 0},

@@ -264,7 +264,7 @@ def test_groups_have_their_own_hyperparameters_and_rates() -> None:
     with pytest.raises(UsageError, match="not among the variables"):
         applied(st.AdamW(1e-2, groups=[{"paths": ["nothing"]}]), grads)
     half_of_its_own = [{"paths": ["net/first/bias"], "learning_rate_factor": 0.5}]
-    with pytest.raises(UsageError, match="nobody gave one"):
+    with pytest.raises(UsageError, match="none is given"):
         applied(st.Adafactor(None, variant="hf", groups=half_of_its_own), grads)
 
 

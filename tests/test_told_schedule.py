@@ -103,7 +103,7 @@ def test_what_eden_needs_is_taken_from_the_runs_settings_and_the_rest_asked_for_
     path = icefall_file(tmp_path, lr_batches=4.0, lr_epochs=2.0, base_lr=0.035)
     # Its rates are Eden's without a factor, so its warm-up is over; how long an epoch is, nothing tells.
     assert main(["resume", str(path), "--framework", "torch"]) == 0
-    assert "Eden: nobody said batches_per_epoch; --schedule tells it" in capsys.readouterr().out
+    assert "Eden: missing batches_per_epoch; --schedule tells it" in capsys.readouterr().out
     assert main(["resume", str(path)]) == 0
     assert "Eden(optimizer, lr_batches=4.0, lr_epochs=2.0, warmup_batches=0" in capsys.readouterr().out
     [schedule] = statekit.inspect(path, schedule="Eden(batches_per_epoch=4)").run.schedules
@@ -113,7 +113,7 @@ def test_what_eden_needs_is_taken_from_the_runs_settings_and_the_rest_asked_for_
     unknown = icefall_file(tmp_path)
     assert main(["resume", str(unknown), "--framework", "jax"]) == 0
     out = capsys.readouterr().out
-    assert "nobody said lr_batches, lr_epochs, warmup_batches, warmup_start, batches_per_epoch" in out
+    assert "missing lr_batches, lr_epochs, warmup_batches, warmup_start, batches_per_epoch" in out
     assert main(["resume", str(unknown)]) == 0
     assert (
         "Eden(optimizer, lr_batches=..., lr_epochs=..., warmup_batches=..., warmup_start=...)"
@@ -131,7 +131,7 @@ def meta_rates(name: str) -> list[float]:
     [
         ("Eden(4.0, 2.0, warmup_batches=5.0, warmup_start=0.1, batches_per_epoch=7)", "group 0 has 0.0233"),
         ("Eden2(4.0, 5.0, 0.1)", "group 0 has 0.0233"),
-        ("Eden(4.0, 2.0)", "nobody said batches_per_epoch"),
+        ("Eden(4.0, 2.0)", "missing batches_per_epoch"),
         ("Eden(4.0, 2.0, batches_per_epoch=0)", "must be more than 0"),
         ("Eden(4.0, 2.0, batches_per_epoch=1.5)", "batches_per_epoch is 1.5"),
         ("Eden(4.0, epochs=2.0)", "no argument epochs"),
@@ -212,7 +212,7 @@ def test_a_call_of_transformers_is_what_transformers_makes_of_it(call: str) -> N
     ("call", "why"),
     [
         ("optax.cosine_decay_schedule(0.1, 100, exponent=2.0)", "exponent isn't 1"),
-        ("optax.cosine_decay_schedule(0.1)", "nobody said decay_steps"),
+        ("optax.cosine_decay_schedule(0.1)", "missing decay_steps"),
         ("optax.linear_schedule('a', 0.1, 3)", "init_value is 'a'"),
         ("optax.linear_schedule(0.1, 0.1, 3, -1)", "transition_begin is -1"),
         ("optax.exponential_decay(0.1, 3, 0.5, end_value='x')", "end_value is 'x'"),
@@ -223,7 +223,7 @@ def test_a_call_of_transformers_is_what_transformers_makes_of_it(call: str) -> N
             "optax.join_schedules([optax.constant_schedule(0.1), optax.constant_schedule(1)], [-3])",
             "boundaries are",
         ),
-        ("get_linear_schedule_with_warmup(optimizer, 10, 50)", "nobody said the rate"),
+        ("get_linear_schedule_with_warmup(optimizer, 10, 50)", "missing the rate"),
     ],
 )
 def test_what_a_call_does_not_say_or_nobody_else_has_is_named(call: str, why: str) -> None:

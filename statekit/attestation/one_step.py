@@ -596,7 +596,7 @@ def narrow_counts(
 
     Args:
         tensors: By name, without those that parameters and slots are made of.
-        counts: What the counts are; None if nobody knows: then every whole number from 1 on may be one.
+        counts: What the counts are; None if unknown: then every whole number from 1 on may be one.
     """
     narrow = []
     for name, tensor in tensors.items():

@@ -417,7 +417,7 @@ class Describes(Protocol):
 
         Args:
             checkpoint: The checkpoint.
-            names: Parameters in the optimizer's order, where it numbers them; None if nobody knows it.
+            names: Parameters in the optimizer's order, where it numbers them; None if it is unknown.
         """
 
 

@@ -74,7 +74,7 @@ class OpenState:
 
     @property
     def makers(self) -> tuple[str, ...]:
-        """The variants that may have made the state: its own, or, where nobody said it, all that its layout is of."""
+        """The variants that may have made the state: its own, or, where it is not given, all that its layout is of."""
         known = registry.layout_card(self.layout).variants
         each = [
             (variant,) if variant else tuple(known.get(schema, ()))

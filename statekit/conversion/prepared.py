@@ -686,7 +686,7 @@ def _going_on(
             passed[card.name] = f"{worst.exactness.name.lower()}: {worst}"
         elif facts := missing(card, change):
             names = some([fact.name for fact in facts])
-            passed[card.name] = f"it stores {names}, which nobody said"
+            passed[card.name] = f"it stores {names}, which is not given"
         else:
             return card, passed
     return cards[0], {}

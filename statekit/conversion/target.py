@@ -389,7 +389,7 @@ def unsaid(state: TrainState, there: TrainState, hints: CheckpointRef) -> list[F
 
 
 def check_said(facts: Sequence[Fact], place: object, layout: str) -> None:
-    """Refuses a target that would store values which nobody gave.
+    """Refuses a target that would store values which are not given.
 
     Args:
         facts: What is missing.

@@ -112,6 +112,6 @@ def _fault(path: Place, wrong: _Wrong, written: int, is_copy: bool) -> FileFault
 
 
 def _time(path: Place) -> int:
-    """Returns when a file was last written to, in nanoseconds; 0 if nobody knows."""
+    """Returns when a file was last written to, in nanoseconds; 0 if unknown."""
     facts = stat_of(path)
     return facts.changed or 0 if facts else 0

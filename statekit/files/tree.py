@@ -284,7 +284,7 @@ def below(text: str, folder: Place) -> str:
 
 
 def size_of(place: Place) -> int:
-    """Returns the size of a file in bytes; 0 if nobody knows."""
+    """Returns the size of a file in bytes; 0 if unknown."""
     facts = stat_of(place)
     return facts.size if facts else 0
 

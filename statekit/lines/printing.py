@@ -39,11 +39,11 @@ class Told(Protocol):
 
     @property
     def model_key(self) -> str | None:
-        """Where the model lies, keys joined by `/`; None where nobody said it."""
+        """Where the model lies, keys joined by `/`; None where it is unknown."""
 
     @property
     def optimizer_key(self) -> str | None:
-        """Where the optimizer's state lies; None where nobody said it."""
+        """Where the optimizer's state lies; None where it is unknown."""
 
     def keywords(self) -> dict[str, str]:
         """Returns the keywords of a function of statekit, each with the code of its value."""
@@ -66,7 +66,7 @@ class SavedRun:
         folder: The folder that `files` are named in, where `path` is one of them.
         items: Names of the trees that it holds beside one another, as Orbax has them.
         variables: Its parts that are states of nnx, as `Encoded.variables` has them.
-        source: The container that it was converted from; None if nobody knows.
+        source: The container that it was converted from; None if unknown.
         options: What its conversion was asked for.
         ref: What the user said of it; None of a conversion's target, which says it itself.
         own_name: The name of the checkpoint, where `path` stands for any place.
@@ -239,7 +239,7 @@ def paths_of(state: State) -> list[str]:
 
 
 def model_place(saved: SavedRun, paths: Collection[str]) -> str | None:
-    """Returns where a file's model lies, keys joined by `/`; None where nobody said it and no tensor's name tells."""
+    """Returns where a file's model lies, keys joined by `/`; None where it is unknown and no tensor's name tells."""
     if saved.ref is not None and saved.ref.model_key is not None:
         return saved.ref.model_key
     ends = tuple("/" + path.replace("/", ".") for path in paths)

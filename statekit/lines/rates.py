@@ -1,7 +1,7 @@
 """The learning rate of a run that goes on: as lines of the systems that have it made anew, or as a comment.
 
 Input: the run's schedules and its state; output: lines that make the schedule where the run stands, wherever it is a
-function of the updates done. Where it isn't, or nobody knows it, a comment says so: a rate is never taken for constant
+function of the updates done. Where it isn't, or it is unknown, a comment says so: a rate is never taken for constant
 because nothing else is known.
 """
 
@@ -91,7 +91,7 @@ class RatesOf:
         return rates
 
     def next(self, number: int) -> Any:
-        """Returns the rate of a group's next update; None where nobody knows it."""
+        """Returns the rate of a group's next update; None where it is unknown."""
         rates = self.of(number)
         return rates.rate(self.done) if isinstance(rates, Rates) else self._stored(number)
 
@@ -173,12 +173,12 @@ class RatesOf:
         return kept[0] if alone else None
 
     def python_function(self) -> str | None:
-        """Returns the rate of all groups as a function of the updates done; None if nobody knows it."""
+        """Returns the rate of all groups as a function of the updates done; None if it is unknown."""
         rates = self._same()
         return None if rates is None else python_code(rates)
 
     def torch_lines(self) -> list[str]:
-        """Returns the lines that make the schedule of an `optimizer` of PyTorch; none if nobody knows it."""
+        """Returns the lines that make the schedule of an `optimizer` of PyTorch; none if it is unknown."""
         calls = self._each() if self.schedules else []
         if not calls:
             return []
@@ -193,7 +193,7 @@ class RatesOf:
         ]
 
     def torch_lines_of_each(self, sides: Iterable[Sequence[int]]) -> list[str]:
-        """Returns the lines that make the schedules of several `optimizers` of PyTorch; none if nobody knows one.
+        """Returns the lines that make the schedules of several `optimizers` of PyTorch; none if it is unknown.
 
         Args:
             sides: Numbers of each optimizer's groups.
@@ -245,7 +245,7 @@ class RatesOf:
         return f"{schedule.kind}(optimizer, {arguments})".replace("Ellipsis", "...")
 
     def jax_lines(self) -> list[str]:
-        """Returns the lines that make the schedule of Optax, `schedule`; none if nobody knows one for all groups."""
+        """Returns the lines that make the schedule of Optax, `schedule`; none if it is unknown for all groups."""
         rates = self._same()
         if rates is None:
             return []
@@ -254,12 +254,12 @@ class RatesOf:
         return [*imports, f"schedule = {code}"]
 
     def keras_lines(self) -> list[str]:
-        """Returns the lines that make Keras' `schedule`; none if nobody knows one for all groups."""
+        """Returns the lines that make Keras' `schedule`; none if it is unknown for all groups."""
         rates = self._same()
         return [] if rates is None else keras_lines(rates)
 
     def mxnet_lines(self) -> list[str]:
-        """Returns the lines that make MXNet's `schedule`; none if nobody knows one, or the file has it."""
+        """Returns the lines that make MXNet's `schedule`; none if it is unknown, or the file has it."""
         rates = None if self.in_mxnet else self._same()
         return [] if rates is None else mxnet_lines(rates)
 

@@ -204,7 +204,7 @@ class Concatenate(Operation):
     Attributes:
         axis: The axis.
         count: How many parts make one.
-        shares: How their lengths are to each other; None where nobody said it.
+        shares: How their lengths are to each other; None where it is unknown.
         turns: As in `Split`.
     """
 

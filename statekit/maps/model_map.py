@@ -522,7 +522,7 @@ class ModelMap:
             passing.nodes(count, f"The line {entry.source.text} of the map {self.name}", self.titles[1])
 
     def _told(self, size: int | str) -> int | None:
-        """Returns a size that stands in the map's file, or in the configuration; None where nobody said it."""
+        """Returns a size that stands in the map's file, or in the configuration; None where it is unknown."""
         return size if isinstance(size, int) else self.known.get(size)
 
     def _operation(

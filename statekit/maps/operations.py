@@ -32,7 +32,7 @@ class Piece:
         schema: Name of the schema that its slots are of.
         param: The parameter.
         slots: Its slots, by canonical name.
-        rule: How it is factored; None where nobody knows, or the optimizer doesn't factor.
+        rule: How it is factored; None where unknown, or the optimizer doesn't factor.
         exactness: How exactly training goes on so far. The values are kept to the bit in any case.
         reason: Why it isn't bitwise; empty if it is.
         over: What its update computes over the whole of it; as its schema's reference has it, if None.

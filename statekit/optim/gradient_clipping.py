@@ -79,7 +79,7 @@ def _optax(xp: Backend, grads: Grads, limits: Limits, others: Grads | None = Non
     """Source: google-deepmind/optax, optax/transforms/_clipping.py, `clip`, `clip_by_global_norm`."""
     if limits.clipvalue is not None and limits.global_norm_clip_threshold is not None:
         raise UnknownRuleError(
-            "Nobody says which of two clipping links comes first.", expected="clip or clip_by_global_norm"
+            "The order of two clipping links is unknown.", expected="clip or clip_by_global_norm"
         )
     if limits.clipvalue is not None:
         return _elements(xp, grads, limits.clipvalue)

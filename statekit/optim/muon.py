@@ -308,7 +308,7 @@ def _require_matrix(state: TrainState, path: str, form: MuonConstants) -> None:
     if no_matrix:
         by_rule = form["rank_above_two"] == "by_rule" and rank > 2
         raise UnknownRuleError(
-            "Nobody says which axes of a parameter are Muon's matrix."
+            "Nothing tells which axes of a parameter are Muon's matrix."
             if by_rule
             else "A parameter is no matrix.",
             place=path,

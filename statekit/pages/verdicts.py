@@ -95,7 +95,7 @@ def _why_not(result: Mapping[str, Any]) -> str:
     """Says why a verification doesn't pass, where its verdict doesn't say it."""
     verdict = result["verdict"]
     if given := verdict.get("nobody_gave"):
-        return f"The target holds what nobody gave: {some(given)}."
+        return f"The target holds facts that are not given: {some(given)}."
     if verdict["whole"] == "not comparable":
         return f"No update was made: {verdict['not_stepped']}."
     return f"Less exact than asked for (--require {result['asked']['require']})."

@@ -177,7 +177,7 @@ class Job(_Record):
         created: When it was asked for, in UTC.
         started: When it was begun last.
         ended: When it ended.
-        fraction: How much is done, from 0 to 1; None where nobody knows.
+        fraction: How much is done, from 0 to 1; None where unknown.
         text: What is being done.
         cancelling: Whether somebody has asked for its end.
         problem: Why it failed: kind, subject, place, expected, found, remedy.

@@ -186,7 +186,7 @@ def given_rules(factor_map: Any, logical_factor_rules: Any, logical_axes: Any) -
     Args:
         factor_map: As `map_entries` reads it; None without one.
         logical_factor_rules: Name of an axis -> label; None without.
-        logical_axes: Path -> names of its axes; None where nobody knows them.
+        logical_axes: Path -> names of its axes; None where they are unknown.
 
     Raises:
         UsageError: One isn't of the form T5X takes, or names an unknown label or axis.

@@ -122,7 +122,7 @@ def _by_path(path: str, excluded: Exclusion, name: str) -> bool:
             ) from None
     if path not in excluded:
         raise UnknownRuleError(
-            "Nobody says whether a parameter is kept from weight decay.",
+            "Nothing tells whether a parameter is kept from weight decay.",
             place=path,
             expected=f"exclude_from_weight_decay with true or false for {path}",
         )

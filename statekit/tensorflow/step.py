@@ -92,7 +92,7 @@ class VariableStep:
         if not rate_given and any(factor != 1.0 for factor in factors.values()):
             raise Faults((f"has {FACTOR} {f}", path) for path, f in factors.items() if f != 1.0).error(
                 UsageError,
-                "Groups multiply the learning rate, and nobody gave one: the rule makes its own.",
+                "Groups multiply the learning rate, and none is given: the rule makes its own.",
                 remedy=f"give a learning rate, or leave out {FACTOR}",
             )
         self._check_counts(paths)

@@ -67,7 +67,7 @@ def first_group_slots(group: ParamGroup, stored: Mapping[str, Source] | None = N
 
     Args:
         group: The group.
-        stored: Slots in a state: they tell what hyperparameters that nobody knows must have been.
+        stored: Slots in a state: they tell what unknown hyperparameters must have been.
     """
     steps, whole = steps_for(group["schema"], group["variant"]), _completed(group, stored or {})
     params = {path: param.detach() for path, param in zip(whole.paths, group["params"], strict=True)}
@@ -84,7 +84,7 @@ def expected_slots(
         path: Its path.
         param: The parameter.
         rule: How it is factored.
-        stored: Its slots in a state: they tell what hyperparameters that nobody knows must have been.
+        stored: Its slots in a state: they tell what unknown hyperparameters must have been.
     """
     shape = torch.empty(param.shape, dtype=param.dtype, device="meta")
     return _init(group, _completed(group, stored), path, rule, shape)

@@ -503,7 +503,7 @@ def _settings(parts: Parts) -> tuple[Hyperparameters, list[str]]:
 
 
 def _rate(parts: Parts) -> float | None:
-    """Returns the rate that a file holds; None where a schedule makes it, or nobody said one."""
+    """Returns the rate that a file holds; None where a schedule makes it, or none is given."""
     if parts.named.is_keras2 and called_by(parts.named.config):
         return None
     if parts.numbered.rate is not None:
@@ -606,12 +606,12 @@ def calls_of(state: TrainState, home: Mapping[str, Any]) -> int:
     return state.counts.updates * periods
 
 
-NO_RATE = "nobody said the learning rate: it is NaN, to be set before training goes on"
+NO_RATE = "the learning rate is not given: it is NaN, to be set before training goes on"
 """Why the learning rate in a file isn't one."""
 
 
 def rate_of(state: TrainState) -> float | None:
-    """Returns the learning rate that all groups have; None if nobody said one, or a schedule does."""
+    """Returns the learning rate that all groups have; None if none is given, or a schedule does."""
     rates = {group.hyperparameters.get(RATE) for group in state.optimizer.groups}
     rate = next(iter(rates)) if len(rates) == 1 else None
     return float(rate) if isinstance(rate, (int, float)) else None

@@ -115,7 +115,7 @@ class MaxText:
         return None
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
-        """Returns the canonical state; hyperparameters that nobody says are those of MaxText's base.yml."""
+        """Returns the canonical state; hyperparameters that are not given are those of MaxText's base.yml."""
         config, named, from_file = _settings(checkpoint, hints)
         hints = replace(hints, optimizer=hints.optimizer or _NAMES.get(str(config.get("opt_type"))))
         layout = _OPTAX
@@ -327,7 +327,7 @@ def _numbered(state: TrainState) -> TrainState:
 
 
 def _clipped(state: TrainState) -> TrainState:
-    """Returns a state whose groups say how MaxText's loop clips gradients: as base.yml does where nobody says it."""
+    """Returns a state whose groups say how MaxText's loop clips gradients: as base.yml does where it is not given."""
     fact = Fact(
         _CLIP, _USUAL_CLIP, "assumed", "what MaxText's base.yml clips gradients by, before the optimizer"
     )

@@ -479,7 +479,7 @@ def _extra_rescaled(state: TrainState, scale: float, done: list[Change], faults:
     done += _scalings(powers, scale, {name: form.strip("*/") for name, form in forms.items()})
     others = {name: leaf for name, (_, leaf) in tensors.items() if name not in powers}
     if doubtful := _doubtful(others, run_of(state.extra)):
-        reason = "as it was: nobody knows whether the scale of the loss is in it"
+        reason = "as it was: nothing tells whether the scale of the loss is in it"
         done.append(Change(option("loss_scale"), reason, doubtful, Exactness.LOSSY))
     return with_leaves(state.extra, rescaled)
 

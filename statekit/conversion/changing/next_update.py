@@ -34,7 +34,7 @@ SIDE = 2
 SETTLED = 200
 """Updates in a row by which momentum has come to rest, as far as a sentence tells."""
 TRIALS = (0.25, 0.5)
-"""Values for a hyperparameter that nobody said: what comes out the same with both doesn't depend on it."""
+"""Values for a hyperparameter that is not given: what comes out the same with both doesn't depend on it."""
 OFF_BY = 0.05
 """A first update that differs less from a settled run's is not worth a sentence."""
 
@@ -223,7 +223,7 @@ def _trials(state: State, whose: Mapping[str, Any], group: Mapping[str, Any]) ->
     """Returns a rule to be tried; two where a hyperparameter isn't known, which they have with different values.
 
     Raises:
-        StateError: statekit has no step of the variant, or nobody knows it.
+        StateError: statekit has no step of the variant, or it is unknown.
         UnknownRuleError: More must be known than a number.
     """
     schema, variant = load_schema(whose["schema"]), str(whose["variant"])
@@ -259,7 +259,7 @@ def _unsaid(schema: OptimizerSchema, variant: str, known: Mapping[str, Any]) -> 
 
 
 def _trial(schema: OptimizerSchema, name: str, number: int) -> Any:
-    """Returns one of two values for a hyperparameter that nobody said: of a number another each time."""
+    """Returns one of two values for a hyperparameter that is not given: of a number another each time."""
     spec = schema.hyperparameters[name]
     return TRIALS[number] if spec["type"][0] == "number" else spec["default"]
 
@@ -329,4 +329,4 @@ def _times(values: Sequence[float]) -> str:
     least, most = min(values), max(values)
     if least >= (1 - OFF_BY) * most:
         return f"{least:.3g} times"
-    return f"{least:.3g} to {most:.3g} times (what nobody said decides)"
+    return f"{least:.3g} to {most:.3g} times (an unknown fact decides)"

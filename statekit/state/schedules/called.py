@@ -23,7 +23,7 @@ def called_rates(call: Any, base: float | None = None) -> Told:
 
     Args:
         call: Its record.
-        base: The learning rate that a group of parameters begins with; None if nobody knows it.
+        base: The learning rate that a group of parameters begins with; None if it is unknown.
     """
     record = call if isinstance(call, Mapping) else {}
     name, arguments = record.get("function"), record.get("arguments")

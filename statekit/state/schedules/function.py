@@ -18,7 +18,7 @@ class Function:
     Attributes:
         parameters: Its parameters, in their order.
         read: What it comes to, of its arguments by name and the learning rate that a group of parameters begins with,
-            which is None where nobody knows it. An argument may be missing, or anything.
+            which is None where it is unknown. An argument may be missing, or anything.
         defaults: What stands for an argument that a call leaves out.
         beside: Parameters that say nothing of the rate.
     """
@@ -60,7 +60,7 @@ def fault(
     """
     names = list(needed)
     if missing := [name for name in names if arguments.get(name) is None]:
-        return f"nobody said {', '.join(missing)}"
+        return f"missing {', '.join(missing)}"
     fits = {name: is_count if name in counts else is_number for name in names if name not in others}
     wrong = [
         f"{name} is {arguments[name]!r:.80}" for name, is_fit in fits.items() if not is_fit(arguments[name])

@@ -30,7 +30,7 @@ def megatron_rates(record: Mapping[str, Any], iterations: Any, arguments: Mappin
 
     Args:
         record: Its state.
-        iterations: The updates done by the run; None where nobody says it.
+        iterations: The updates done by the run; None where it is unknown.
         arguments: The program's; empty where no file has them.
     """
     if not says(record, _STATE):

@@ -147,7 +147,7 @@ def _transformers(base: float, arguments: Mapping[str, Any]) -> Told:
     count = whole if type(whole) is int else 0
     warm = _warmup(arguments, count)
     if warm is None or (count <= 0 and kind in ("linear", "cosine", "polynomial")):
-        return f"{kind}: nobody said how many updates the run has"
+        return f"{kind}: the number of the run's updates is unknown"
     if kind == "constant":  # it has no warmup, whatever the arguments say
         return Rates((piece("constant", rate=base),))
     behind = _behind_warmup(base, arguments, warm, max(1, count - warm))
@@ -157,7 +157,7 @@ def _transformers(base: float, arguments: Mapping[str, Any]) -> Told:
 
 
 def _warmup(arguments: Mapping[str, Any], count: int) -> int | None:
-    """Returns the updates of a Trainer's warmup; None where it is a share of a number that nobody said."""
+    """Returns the updates of a Trainer's warmup; None where it is a share of a number that is not given."""
     warm = arguments.get("warmup_steps") or arguments.get("warmup_ratio") or 0
     is_share = 0 < warm < 1 or not arguments.get("warmup_steps")
     if is_share and warm and count <= 0:
@@ -205,7 +205,7 @@ def _called(kind: Any, state: Mapping[str, Any], base: float | None) -> Told:
     if kind not in [*_NEEDS]:
         return f"Transformers' schedule {kind!r:.80} isn't one that others have"
     if why := fault({**state, "rate": base}, ["rate", *_NEEDS[kind]], _NEEDS[kind]):
-        return why.replace("nobody said rate", "nobody said the rate that it multiplies")
+        return why.replace("missing rate", "missing the rate that it multiplies")
     special = state.get(_SPECIAL) or {}
     others = {name: state[name] for name in state if name not in (*_ARGUMENTS, _SPECIAL)}
     others |= special if isinstance(special, Mapping) else {_SPECIAL: special}

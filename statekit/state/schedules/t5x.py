@@ -53,7 +53,7 @@ def _read(arguments: Mapping[str, Any], base: float | None) -> Told:
     """Returns what T5X's scheduler gives for the updates done; no group has a rate of its own there."""
     factors = arguments.get("factors")
     if not isinstance(factors, str):
-        return "nobody said factors" if factors is None else f"factors is {factors!r:.80}"
+        return "missing factors" if factors is None else f"factors is {factors!r:.80}"
     names = [name.strip() for name in factors.split("*")]
     if unknown := [name for name in names if name not in _NEEDS]:
         return f"the factor {', '.join(map(repr, unknown))} isn't one of T5X's that is known here"
