@@ -432,7 +432,7 @@ def test_an_infinite_norm_does_what_each_system_does(form: str, xp: Backend) -> 
 
 def test_two_links_of_clipping_are_refused() -> None:
     limits = replace(OFF, global_norm_clip_threshold=1.0, clipvalue=1.0)
-    with pytest.raises(UnknownRuleError, match="which of two"):
+    with pytest.raises(UnknownRuleError, match="order of two"):
         CLIP["chain"](backend("numpy"), {}, limits)
 
 

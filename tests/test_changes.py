@@ -99,7 +99,7 @@ def test_a_target_with_one_count_refuses_to_set_the_schedule_apart(tmp_path: Pat
         converted(tmp_path, "t5x-out", schedule_step="reset")
     with pytest.raises(InexactError, match="one number"):
         converted(tmp_path, "t5x-out", slot_policy="reset:count")
-    with pytest.raises(InexactError, match="no place for where a schedule stands"):
+    with pytest.raises(InexactError, match="cannot store a schedule's step"):
         given: dict[str, Any] = {"hparams": {**TOLD, "learning_rate": 0.01}, "assume_defaults": True}
         converted(tmp_path, schedule_step=2, require="estimate", layout="torch-optim", **given)
     assert not [*tmp_path.iterdir()]
@@ -115,7 +115,7 @@ def test_a_schedule_without_a_place_is_refused_in_the_plan(tmp_path: Path) -> No
     optimizer.step()
     run = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     torch.save(run, tmp_path / "run.pt")
-    with pytest.raises(InexactError, match="no place for where a schedule stands"):
+    with pytest.raises(InexactError, match="cannot store a schedule's step"):
         statekit.plan(tmp_path / "run.pt", tmp_path / "out", to="orbax", layout="optax", schedule_step=5)
     assert not (tmp_path / "out").exists()
 
@@ -491,7 +491,7 @@ def test_gradients_that_wait_for_their_update_follow_the_scale_and_what_is_unkno
     assert home["iteration"] == 8
     for kept in (after.extra["buffers"]["mean"], beside["ema"][path], beside["sums"][path]):
         assert float(kept.read().flat[0]) == 3
-    (strange,) = [one for one in done if "nobody knows" in one.said]
+    (strange,) = [one for one in done if "nothing tells" in one.said]
     assert strange.names == tuple(f"extra/torch/sums/{p}" for p, one in state.params.items() if one.shape)
 
 

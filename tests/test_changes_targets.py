@@ -82,7 +82,7 @@ def test_maxtext_refuses_a_run_of_no_update(tmp_path: Path) -> None:
     }
     with pytest.raises(InexactError, match="names a folder by the last one"):
         plan(source, changes=Changes(slot_policy={"count": "reset"}), **target)
-    with pytest.raises(InexactError, match="no place for where a schedule stands"):
+    with pytest.raises(InexactError, match="cannot store a schedule's step"):
         plan(source, changes=Changes(schedule_step=3), **target)
 
 
@@ -107,7 +107,7 @@ def test_counts_and_frozen_parameters_are_done_or_refused_in_the_plan(layout: st
         _, state = written("counted", slot_policy={"count": "reset"})
         assert (state.counts.updates, state.counts.schedule) == (0, 4)
     else:
-        words = f"{place} is both" if place not in ("", "linked") else "no place for where a schedule stands"
+        words = f"{place} is both" if place not in ("", "linked") else "cannot store a schedule's step"
         with pytest.raises(InexactError, match=words):
             written("moved", schedule_step=3)
         if place in ("", "linked"):

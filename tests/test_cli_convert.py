@@ -174,7 +174,7 @@ def test_what_a_target_has_no_place_for_or_makes_up_is_said(
     ("options", "code", "words"),
     [
         (["result"], USAGE, "doesn't say what to write"),
-        (["x.pt", "--to", "nosuch"], USAGE, "no container of that name"),
+        (["x.pt", "--to", "nosuch"], USAGE, "No container has that name"),
         (["x.pt", "--layout", "nosuch"], USAGE, "nosuch"),
         (["x.pt", "--step-offset", "soon"], USAGE, "neither keep, reset nor a number"),
         (["x.pt", "--step-offset", "5"], USAGE, "from 0 to the step, 4"),

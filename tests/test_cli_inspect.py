@@ -178,7 +178,7 @@ def test_showing_grows_with_the_number_of_tensors_only(
         (["t5x/momentum_f32"], FAILED, "\n    checkpoint: t5x ("),
         (["t5x/momentum_f32"], FAILED, "\n    checkpoint_orbax: orbax ("),
         (["t5x/momentum_f32/checkpoint", "--step", "99"], FAILED, "step"),
-        (["t5x/momentum_f32/checkpoint", "--from", "nosuch"], USAGE, "no container of that name"),
+        (["t5x/momentum_f32/checkpoint", "--from", "nosuch"], USAGE, "No container has that name"),
         (["gs://bucket/run"], USAGE, "gcloud storage cp"),
         (["t5x/momentum_f32/checkpoint", "--layout", "nosuch"], USAGE, "no layout of that name"),
         (["t5x/momentum_f32/checkpoint", "--hparams", "nonsense"], USAGE, "KEY=VALUE"),

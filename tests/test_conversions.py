@@ -142,7 +142,7 @@ def refused(
 ) -> None:
     """Asserts that a refusal names a difference of the rules, or what the layout has no place for."""
     assert error.found, error
-    if "stored as they are or encoded" in error.subject:
+    if "stored plainly or encoded" in error.subject:
         with pytest.raises(InexactError, match="--variant"):
             check_known(state, makers[state.optimizer.schema])
     elif "less exact than required" in error.subject:

@@ -327,7 +327,7 @@ def test_the_target_is_chosen_by_option_then_suffix_then_name(
         ("anything", {}, "doesn't say what to write"),
         ("torchckpt", {}, "doesn't say what to write"),
         ("torch-from-t5x", {}, "t5x and torch|torch and t5x"),
-        ("x", {"to": "tourch"}, "no container of that name"),
+        ("x", {"to": "tourch"}, "No container has that name"),
         ("x", {"to": "tf-bundle"}, "only be read"),
         ("my-tf-bundle", {}, "only be read"),
         ("x.pt", {"layout": "nope"}, "no layout of that name"),

@@ -196,8 +196,8 @@ def test_what_is_said_reaches_the_optimizer_that_is_meant(files: Any) -> None:
         ((), "optax", "adafactor or adamw @ optax"),
         ((), "lamb/optax", "none @ optax"),
         ((), "adafactor/hf,adamw/optax", "speaks against the variant hf"),
-        ((), "adafactor/optax,adamw/optax,adamw/torch", "has one variant, and several are said"),
-        ((), "optax,torch", "has one variant, and several are said"),
+        ((), "adafactor/optax,adamw/optax,adamw/torch", "has one variant, but several are given"),
+        ((), "optax,torch", "has one variant, but several are given"),
     ],
 )
 def test_what_may_be_said_of_several_is_asked(
