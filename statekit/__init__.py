@@ -272,7 +272,7 @@ def convert(
     Raises:
         TargetExistsError: The target exists and mustn't be replaced.
         CorruptError: The source isn't what its manifest says.
-        CommitError: Writing failed, or what was written isn't what was meant; nothing was left at the target.
+        CommitError: Writing failed, or the written target differs from the data; nothing was left at the target.
         InexactError, UsageError, NotFoundError, FormatError, StateError: As of `plan`.
 
     Example:

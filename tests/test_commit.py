@@ -357,7 +357,7 @@ def test_what_cant_be_read_again_is_an_error(tmp_path: Path) -> None:
 
     unreadable = Stored((6,), np.dtype(np.float32), fetch, "a", "disk")
     with (
-        pytest.raises(CommitError, match="can't be read again"),
+        pytest.raises(CommitError, match="cannot be read again"),
         staged(tmp_path / "target", "file") as stage,
     ):
         put(stage)

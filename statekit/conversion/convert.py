@@ -153,7 +153,7 @@ def convert(
         TargetExistsError: The target exists, other than as an empty folder, and mustn't be replaced.
         UsageError: The source isn't what it was when the plan was made, or `threads` is no number of them.
         CorruptError: The source isn't what its manifest says.
-        CommitError: Writing failed, or what was written isn't what was meant; nothing was left at the target.
+        CommitError: Writing failed, or the written target differs from the data; nothing was left at the target.
     """
     with job(threads) as times:
         cut = CutPoints(task_bytes)

@@ -263,7 +263,7 @@ class Stage:
             Size and digest of every file written.
 
         Raises:
-            CommitError: What was written can't be read, isn't what was meant, or can't be synced or renamed.
+            CommitError: The written target cannot be read, differs from the data, or cannot be synced or renamed.
             TargetExistsError: The target came into being meanwhile.
         """
         give_back()  # reading begins anew, on other threads
@@ -292,7 +292,7 @@ class Stage:
             reopen: Opens what was written.
 
         Raises:
-            CommitError: It can't be read, or isn't what was meant.
+            CommitError: It cannot be read, or differs from the data.
         """
         give_back()  # reading begins anew, on other threads
         with writing(self.target):
@@ -308,7 +308,9 @@ class Stage:
         self.home.write_manifest(text)
         place = self.path / FILE
         if read_small(place) != text:
-            raise CommitError("The written manifest differs from the data.", place=self.target, remedy=_REPORT)
+            raise CommitError(
+                "The written manifest differs from the data.", place=self.target, remedy=_REPORT
+            )
         return file_entry(place)
 
     def _whole_file_faults(self, read: Mapping[str, tuple[File, Passing]]) -> list[tuple[str, str]]:
@@ -364,7 +366,9 @@ class Stage:
             raise CommitError(
                 "The written target cannot be read again.", place=self.target, found=reason, remedy=_REPORT
             ) from error
-        faults.check(CommitError, "What was written isn't what was meant", place=self.target, remedy=_REPORT)
+        faults.check(
+            CommitError, "The written target differs from the data", place=self.target, remedy=_REPORT
+        )
         return facts, entries
 
     def _value_faults(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:

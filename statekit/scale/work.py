@@ -101,7 +101,7 @@ class Work(WorkFolder):
         Raises:
             UsageError: There is no such task, or the libraries here have other versions.
             CorruptError: The source was changed, or isn't what its manifest says, or another attempt differs.
-            CommitError: Writing failed, or what was written isn't what was meant.
+            CommitError: Writing failed, or the written target differs from the data.
         """
         if not 0 <= number < len(self.document["tasks"]):
             raise UsageError(
@@ -126,7 +126,7 @@ class Work(WorkFolder):
             UsageError: Tasks are missing; lists them, and why.
             TargetExistsError: Something else is at the target.
             CorruptError: The source was changed, or isn't what its manifest says.
-            CommitError: The target can't be written, or isn't what was meant.
+            CommitError: The target cannot be written, or differs from the data.
         """
         return finish_work(self, again)
 
