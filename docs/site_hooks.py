@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import pydoc
 import re
 from pathlib import Path
 from typing import Any
@@ -21,13 +19,11 @@ SHIM = "https://unpkg.com/iframe-worker/shim"
 """What the theme asks for to search pages that lie on a disk: ours stands in for it."""
 
 
-class Docstrings(griffe.Extension):
-    """Fills in what docstrings get when they are imported, and shows as code what stands below `Example:`."""
+class Examples(griffe.Extension):
+    """Shows as code what a docstring has below `Example:`; the parser knows `Examples:` only."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         if obj.docstring is not None:
-            if "{arguments}" in obj.docstring.value:
-                obj.docstring.value = inspect.getdoc(pydoc.locate(obj.path)) or ""
             obj.docstring.value = re.sub(r"^Example:$", "Examples:", obj.docstring.value, flags=re.MULTILINE)
 
 
