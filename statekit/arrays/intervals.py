@@ -396,8 +396,8 @@ class IntervalBackend(Backend):
             self.contracted,
         )
 
-    def _hull(self, one: Interval, other: Interval) -> Interval:
-        low, high = np.minimum(one.low, other.low), np.maximum(one.high, other.high)
+    def _hull(self, first: Interval, other: Interval) -> Interval:
+        low, high = np.minimum(first.low, other.low), np.maximum(first.high, other.high)
         return Interval(low, high, "float32", self.contracted)
 
     def _total(self, value: Value, axes: tuple[int, ...], keepdims: bool) -> Interval:

@@ -219,7 +219,7 @@ def _gathered(
 
 def _values(name: str, differences: Sequence[Difference]) -> Iterator[Finding]:
     if differences:
-        worst = max(differences, key=lambda one: one.distance.relative if one.distance else 0.0)
+        worst = max(differences, key=lambda change: change.distance.relative if change.distance else 0.0)
         where = [worst.place, *(difference.place for difference in differences if difference is not worst)]
         yield fault(name, where, "the checkpoint's values", worst.distance)
 

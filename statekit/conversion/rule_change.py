@@ -186,7 +186,7 @@ def joined_rule_change(state: TrainState, ways: Sequence[RuleChange | None]) -> 
                     for schema, way in changes
                     for difference in way.differences
                 ),
-                key=lambda one: -one.exactness,
+                key=lambda change: -change.exactness,
             )
         ),
         tuple(dict.fromkeys(sentence for _, way in changes for sentence in way.compensated_by)),
@@ -245,7 +245,7 @@ def change_rule(state: TrainState, source: str, target: str) -> RuleChange:
     differences.update(recast)
     moved, turned = _oriented(moved, source)
     differences.update(turned)
-    worst_first = sorted([*differences.values(), *refactored], key=lambda one: -one.exactness)
+    worst_first = sorted([*differences.values(), *refactored], key=lambda worst: -worst.exactness)
     return RuleChange(source, target, moved, tuple(worst_first), tuple(compensated_by))
 
 

@@ -228,13 +228,13 @@ def _measured(parts: Sequence[PartRecord]) -> tuple[Measured, ...]:
     together: dict[str, Measured] = {}
     for part in parts:
         for fields in part.measured:
-            one = Measured(**{field.name: fields[field.name] for field in dataclasses.fields(Measured)})
-            before = together.get(one.asked, Measured(one.asked))
-            together[one.asked] = Measured(
-                one.asked,
-                before.values + one.values,
-                before.rounded + one.rounded,
-                max(before.largest, one.largest),
-                before.lost + one.lost,
+            measured = Measured(**{field.name: fields[field.name] for field in dataclasses.fields(Measured)})
+            before = together.get(measured.asked, Measured(measured.asked))
+            together[measured.asked] = Measured(
+                measured.asked,
+                before.values + measured.values,
+                before.rounded + measured.rounded,
+                max(before.largest, measured.largest),
+                before.lost + measured.lost,
             )
     return tuple(together.values())

@@ -145,7 +145,7 @@ class Status:
     @property
     def moved(self) -> int:
         """Bytes done, of tasks under way too: each byte is written, and then read again."""
-        under_way = {one.task: _share(one) for one in reversed(self.running)}
+        under_way = {attempt.task: _share(attempt) for attempt in reversed(self.running)}
         return self.done_bytes + sum(under_way.values())
 
     def to_json(self) -> dict[str, Any]:
@@ -156,8 +156,8 @@ class Status:
             "done": list(self.done),
             "done_bytes": self.done_bytes,
             "missing": self.missing,
-            "running": [vars(one) for one in self.running],
-            "silent": [vars(one) for one in self.silent],
+            "running": [vars(attempt) for attempt in self.running],
+            "silent": [vars(attempt) for attempt in self.silent],
             "failed": {str(task): error for task, error in self.failed.items()},
             "attempts_lost": self.attempts,
             "seconds": round(self.seconds, 3),
@@ -190,10 +190,10 @@ def _attempts(
     """Returns the attempts at tasks that aren't done: those that run, those that are silent, those that failed."""
     notes = [note for note in _notes(folder) if note["task"] not in done]
     alive = sorted(
-        map(_running, (note for note in notes if "error" not in note)), key=lambda one: -one.seconds
+        map(_running, (note for note in notes if "error" not in note)), key=lambda attempt: -attempt.seconds
     )
-    running = tuple(one for one in alive if one.silent < SILENT)
-    silent = tuple(one for one in alive if one.silent >= SILENT)
+    running = tuple(attempt for attempt in alive if attempt.silent < SILENT)
+    silent = tuple(attempt for attempt in alive if attempt.silent >= SILENT)
     return running, silent, [note for note in notes if "error" in note]
 
 
@@ -219,6 +219,6 @@ def _running(note: NoteDocument) -> Running:
     )
 
 
-def _share(one: Running) -> int:
-    half = min(one.done, one.bytes) // 2
-    return half + one.bytes // 2 if one.phase == "verify" else half
+def _share(attempt: Running) -> int:
+    half = min(attempt.done, attempt.bytes) // 2
+    return half + attempt.bytes // 2 if attempt.phase == "verify" else half

@@ -90,8 +90,8 @@ def _whole(place: Place) -> str:
     return os.path.abspath(place) if isinstance(place, Path) else f"{place}"
 
 
-def _maps_said(said: Mapping[str, Any]) -> dict[str, Any]:
-    name, config, rename = said.get("map"), said.get("config"), said.get("rename")
+def _maps_said(request: Mapping[str, Any]) -> dict[str, Any]:
+    name, config, rename = request.get("map"), request.get("config"), request.get("rename")
     if name is not None and name.endswith(".json"):
         name = os.path.abspath(name)
     return {"map": name, "config": dict(config or {}), "rename": dict(rename or {})}

@@ -66,8 +66,8 @@ def _edges(connection: Connection, one: Checkpoint, written: _Written) -> Iterat
         for source in sources:
             yield _made(source, row, written), Node(_name(source), source)
         if not sources:
-            said = row.made["source"]
-            node = Node(f"digest-{said.get('digest') or f'of-{one.id}'}", None, said)
+            told_source = row.made["source"]
+            node = Node(f"digest-{told_source.get('digest') or f'of-{one.id}'}", None, told_source)
             yield _edge(node.id, row, None), node
     for target in _made_of(connection, one):
         yield (
@@ -101,8 +101,8 @@ def _made_of(connection: Connection, one: Checkpoint) -> list[Row[Any]]:
 
 def _is_of(source: Checkpoint, target: Row[Any]) -> bool:
     """Tells whether a manifest's source may be this one among those of equal content: by its step, if it says one."""
-    said = (target.made or {}).get("source") or {}
-    return source.id != target.id and (said.get("step") is None or said["step"] == source.step)
+    recorded = (target.made or {}).get("source") or {}
+    return source.id != target.id and (recorded.get("step") is None or recorded["step"] == source.step)
 
 
 def _is_before(connection: Connection, source: Checkpoint, target: Row[Any]) -> bool:

@@ -169,10 +169,10 @@ def _whole(
     rules: OptimizerSchema,
     variant: str,
     natives: Mapping[str, Mapping[str, Spelling]],
-    said: Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> Mapping[str, Any]:
     """Returns what was said, arguments that make up an array as that array, under the first of their names."""
-    whole = dict(said)
+    whole = dict(options)
     for argument, meanings in natives.items():
         for canonical, spelling in meanings.items():
             if not spelling.parts or whole.keys().isdisjoint(spelling.parts):

@@ -213,7 +213,9 @@ def joined(parts: Sequence[Rates], bounds: Sequence[int]) -> Rates:
     pieces: list[Piece] = []
     for rates, begins, ends in zip(parts, [0, *bounds], [*bounds, math.inf], strict=True):
         pieces += [
-            one for one in (moved_rates.moved(begins) for moved_rates in rates.pieces) if one.begins < ends
+            rate_piece
+            for rate_piece in (moved_rates.moved(begins) for moved_rates in rates.pieces)
+            if rate_piece.begins < ends
         ]
     return Rates(tuple(pieces))
 

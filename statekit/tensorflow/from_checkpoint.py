@@ -177,8 +177,8 @@ def _own(
     """Returns what a group says for itself: of another optimizer than the first group's, all but Keras' part."""
     if kind == first:
         return {name: value for name, value in options.items() if name not in common}
-    said = {name: value for name, value in options.items() if name not in by_keras(*kind)}
-    return {"schema": kind[0], "variant": kind[1], **said}
+    arguments = {name: value for name, value in options.items() if name not in by_keras(*kind)}
+    return {"schema": kind[0], "variant": kind[1], **arguments}
 
 
 def _by_variable(state: TrainState, pairs: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -118,7 +118,7 @@ class _Watch:
     def begin(self, update: NextUpdate) -> None:
         """Awaits an update."""
         self._update = update
-        self._paths = {id(one): canonical(name) for name, one in self._run.named.items()}
+        self._paths = {id(variable): canonical(name) for name, variable in self._run.named.items()}
         # Not the optimizer's own count, which may be what is wrong.
         self._calls = tf.Variable(0, dtype=tf.int64)
         self._calls_before = int(

@@ -75,7 +75,7 @@ def _overlaps(shape: Shape, boxes: Sequence[Box], place: str, account: Account) 
     axis = max(range(len(shape)), key=lambda i: len({offsets[i] for offsets, _ in boxes}))
     reached: list[Box] = []
     compared = 0
-    for box in sorted(boxes, key=lambda one: one[0][axis]):
+    for box in sorted(boxes, key=lambda entry: entry[0][axis]):
         start = box[0][axis]
         reached = [other for other in reached if other[0][axis] + other[1][axis] > start]
         compared += len(reached)

@@ -245,7 +245,7 @@ def _buffers(model: Any) -> tuple[dict[str, torch.Tensor], list[str]]:
         for name, buffer in module._buffers.items()
         if buffer is not None and name not in module._non_persistent_buffers_set
     }
-    dense = {name: one for name, one in every.items() if is_dense(one)}
+    dense = {name: tensor for name, tensor in every.items() if is_dense(tensor)}
     return dense, [f"the buffer {name}: its values can't be read" for name in every if name not in dense]
 
 

@@ -41,12 +41,12 @@ def compare_generators(opened: OpenState) -> tuple[list[Finding], list[str]]:
     states, unsaid = [], list[str]()
     for name, part in _parts(opened):
         try:
-            each = list(_states(part() if callable(part) else part, name))
+            part_states = list(_states(part() if callable(part) else part, name))
         except StatekitError as error:
             unsaid.append(f"random: {name}: {error.line}")
             continue
-        states += each
-        if not each:
+        states += part_states
+        if not part_states:
             unsaid.append(f"random: {name}: nothing in it has the form of a generator's state")
     if not states:
         return [], unsaid or ["random: the checkpoint has no generator's state"]

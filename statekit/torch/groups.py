@@ -155,8 +155,8 @@ def settle_group(group: ParamGroup, schema: OptimizerSchema, variant: str) -> No
         rules = factor_rules(schema, variant, group, shapes, faults)
         group["rules"] = {name: rule.to_json() for name, rule in rules.items()}
     group.pop(FACTOR_MAP, None)
-    said = {option: group[option] for option in BY_NAME if option in group}
-    group.update(by_name(schema, variant, said, names, faults))
+    stated = {option: group[option] for option in BY_NAME if option in group}
+    group.update(by_name(schema, variant, stated, names, faults))
     refuse_by_name(schema, faults)
 
 

@@ -727,8 +727,8 @@ def _opened(path: Place, files: Files) -> tuple[Tree, dict[str, Any], tuple[Find
         further = _further(path, name)
         tree, taken, odd = _tree_of(model), (*model.files, *further), model.findings
         if further:
-            each = [open_model(path, file, files) for file in further]
-            tree["models"] = [tree.pop("model"), *(dict(file.tensors) for file in each)]
+            opened = [open_model(path, file, files) for file in further]
+            tree["models"] = [tree.pop("model"), *(dict(file.tensors) for file in opened)]
         meta = _meta_of(model)
     elif name := model_below(path) or model_apart(path):
         place, averages = path / name, open_averages(path, files)

@@ -133,7 +133,7 @@ class Keras:
                 found=attribute(tree, OPTIMIZER, "name") or "no name",
                 remedy="name the optimizer that ran (--optimizer Adam), or read the .keras file, which has its config",
             )
-        known = manifest_state(checkpoint, named.schema)
+        manifest = manifest_state(checkpoint, named.schema)
         every = variables(tree, config)
         trained = [variable.tensor for variable in every if variable.trained]
         rows = _rows(tree)
@@ -148,7 +148,7 @@ class Keras:
             order.notes,
             home_of(tree, {**order.moved, **frozen}),
         )
-        state = state_of(parts, HOME, known, hints)
+        state = state_of(parts, HOME, manifest, hints)
         return state.with_facts(lambda facts: [*facts, *order.facts])
 
     def like(self, state: TrainState, model: Checkpoint) -> TrainState:
@@ -234,22 +234,22 @@ def _native_state(
     """Returns the state of an optimizer without a schema."""
     config = config_of(tree)
     rows, every = _rows(tree), variables(tree, config)
-    said = sayings(tree).get(native.ROWS)
+    rows_said = sayings(tree).get(native.ROWS)
     shapes = [variable.tensor.shape for variable in every if variable.trained]
-    told_apart = native.numbered(signature, rows, shapes) if said is None else None
+    told_apart = native.numbered(signature, rows, shapes) if rows_said is None else None
     order = _order(tree, every, hints, shapes if told_apart is None else told_apart.shapes, config)
     paths, frozen = [*order.moved], frozen_of(tree, every, order)
     owners: list[tuple[str | None, str]] = (
-        [(path or None, what) for path, what in said or ()]
+        [(path or None, slot) for path, slot in rows_said or ()]
         if told_apart is None
-        else [(None if i is None else paths[i], what) for i, what in told_apart.rows]
+        else [(None if i is None else paths[i], slot) for i, slot in told_apart.rows]
     )
     if len(owners) != len(rows):
         raise StateError("The file names other variables of its optimizer than it has.", place=SAYINGS)
     moved = {path: variable.tensor for path, variable in order.moved.items()}
     state = muon.class_state(
         signature,
-        [(path, what, tensor) for (path, what), tensor in zip(owners, rows, strict=True)],
+        [(path, slot, tensor) for (path, slot), tensor in zip(owners, rows, strict=True)],
         (moved, {path: variable.tensor for path, variable in frozen.items()}),
         home_of(tree, {**order.moved, **frozen}),
         checkpoint,
@@ -357,22 +357,22 @@ def saved_names(tree: Mapping[str, Any]) -> list[tuple[list[str], str, bool]]:
 def saved_order(tree: Mapping[str, Any], every: Sequence[Variable]) -> Order | None:
     """Returns the order that a file of statekit says; None if it says none that fits."""
     by_place = {variable.place: variable for variable in every}
-    said = [(tuple(place), name) for place, name, moved in saved_names(tree) if moved]
-    if not said or any(place not in by_place for place, _ in said):
+    saved = [(tuple(place), name) for place, name, moved in saved_names(tree) if moved]
+    if not saved or any(place not in by_place for place, _ in saved):
         return None
-    return Order({name: by_place[place] for place, name in said})
+    return Order({name: by_place[place] for place, name in saved})
 
 
 def _named(tree: Mapping[str, Any], config: Any, optimizer: str | None) -> Named | None:
-    said = sayings(tree)
+    names = sayings(tree)
     named = by_config(config, is_keras2(tree)) or (
-        Named(said["class"])
-        if fits(said.get("class"), Name) and said["class"] in SCHEMAS
+        Named(names["class"])
+        if fits(names.get("class"), Name) and names["class"] in SCHEMAS
         else by_name(attribute(tree, OPTIMIZER, "name")) or by_user(optimizer)
     )
-    if named is None or "kept" not in said:
+    if named is None or "kept" not in names:
         return named
-    return replace(named, kept=Kept(**said["kept"]))
+    return replace(named, kept=Kept(**names["kept"]))
 
 
 def given_order(
@@ -393,10 +393,10 @@ def _order(
 ) -> Order:
     if ref.param_names is not None:
         return given_order(every, ref.param_names, shapes, config is not None)
-    said = saved_order(tree, every)
-    if said is None or [v.tensor.shape for v in said.moved.values()] != list(shapes):
+    saved = saved_order(tree, every)
+    if saved is None or [v.tensor.shape for v in saved.moved.values()] != list(shapes):
         return in_order(every, shapes, config is not None)
-    return said
+    return saved
 
 
 def model_tree(state: TrainState, home: Mapping[str, Any], said: Mapping[str, Any]) -> dict[str, Any]:

@@ -168,13 +168,13 @@ def parts_of(optimizer: Optimizer) -> list[Part]:
 
 def class_arguments(state: TrainState, home: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of the class for a state: those that a file had, with the state's values over them."""
-    said = arguments(parts_of(state.optimizer), float(config.get(_RATIO, 1)))
-    before = {path for path, what in home.get(ROWS, ()) if what == "velocity"}
+    options = arguments(parts_of(state.optimizer), float(config.get(_RATIO, 1)))
+    before = {path for path, slot in home.get(ROWS, ()) if slot == "velocity"}
     rest = {path for kind, _, paths in parts_of(state.optimizer) if kind == REST for path in paths}
     if config and before == rest:
-        del said[_EMBEDDINGS], said[_LAYERS]
-    said = {"name": "muon", **said} if not config else said
-    return {**config, **{name: value for name, value in said.items() if value != config.get(name, name)}}
+        del options[_EMBEDDINGS], options[_LAYERS]
+    options = {"name": "muon", **options} if not config else options
+    return {**config, **{name: value for name, value in options.items() if value != config.get(name, name)}}
 
 
 def arguments(parts: Sequence[Part], ratio: float = 1) -> dict[str, Any]:
@@ -187,18 +187,18 @@ def arguments(parts: Sequence[Part], ratio: float = 1) -> dict[str, Any]:
         ratio: What Adam multiplies a schedule's rate by.
     """
     values = {kind: hyper for kind, hyper, _ in parts}
-    said = load_schema(MATRICES[0]).native(VARIANT, dict(values[MATRICES]))
-    said.pop("exclude_from_weight_decay", None)
+    options = load_schema(MATRICES[0]).native(VARIANT, dict(values[MATRICES]))
+    options.pop("exclude_from_weight_decay", None)
     if REST in values:
         adams = load_schema(REST[0]).native(VARIANT, dict(values[REST]))
-        said |= {name: adams[adams_name] for name, adams_name in _ADAMS.items() if adams_name in adams}
+        options |= {name: adams[adams_name] for name, adams_name in _ADAMS.items() if adams_name in adams}
         rate, adams_rate = values[MATRICES].get(RATE), values[REST].get(RATE)
         if rate and adams_rate:
             ratio = _short(adams_rate / rate, lambda short: short * rate == adams_rate)
-        said[_RATIO] = ratio
+        options[_RATIO] = ratio
         if decay := values[REST].get(_DECAY):
-            said["adam_weight_decay"] = _short(decay * ratio, lambda short: short / ratio == decay)
-    return said | _excluded(parts)
+            options["adam_weight_decay"] = _short(decay * ratio, lambda short: short / ratio == decay)
+    return options | _excluded(parts)
 
 
 def _excluded(parts: Sequence[Part]) -> dict[str, Any]:
@@ -258,15 +258,15 @@ def class_state(
     Raises:
         StateError: The optimizer doesn't count its calls.
     """
-    known = manifest_state(checkpoint, SCHEMA)
-    state = native_state(signature, rows, *params, home, known, hints, notes)
+    manifest = manifest_state(checkpoint, SCHEMA)
+    state = native_state(signature, rows, *params, home, manifest, hints, notes)
     ratio = (signature.settings or {}).get(_RATIO, 1)
     if signature.kind == CLASS and fits(ratio, float) and ratio > 0:  # Adam of rate 0 would still decay
         both = manifest_state(checkpoint, MATRICES[0], REST[0]) or manifest_state(checkpoint, MATRICES[0])
-        state = apart(state, signature.settings or _recorded(known), both)
+        state = apart(state, signature.settings or _recorded(manifest), both)
     return hints.applied(state)
 
 
-def _recorded(known: ManifestRecord | None) -> Mapping[str, Any] | None:
+def _recorded(manifest: ManifestRecord | None) -> Mapping[str, Any] | None:
     """Returns the arguments that a manifest has of the class; None where it has none."""
-    return known.groups[0].hyperparameters.values if known is not None and known.groups else None
+    return manifest.groups[0].hyperparameters.values if manifest is not None and manifest.groups else None

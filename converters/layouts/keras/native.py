@@ -96,12 +96,12 @@ def signature_of(kind: str, settings: Mapping[str, Any] | None = None) -> Signat
             found=f"{kind}, a MultiOptimizer",
             remedy="--params-only takes the weights",
         )
-    known = _known().get(kind)
-    if known is None:
+    entry = _known().get(kind)
+    if entry is None:
         return Signature(kind, settings)
-    rounds = tuple((tuple(each["names"]), each.get("if")) for each in known["slots"])
-    some = tuple(name for each in known["slots"] for name in each.get("some", ()))
-    return Signature(kind, settings, rounds, known["lists"], tuple(known.get("alone", ())), some)
+    rounds = tuple((tuple(slots["names"]), slots.get("if")) for slots in entry["slots"])
+    some = tuple(name for slots in entry["slots"] for name in slots.get("some", ()))
+    return Signature(kind, settings, rounds, entry["lists"], tuple(entry.get("alone", ())), some)
 
 
 def usual_name(kind: str) -> str:
@@ -159,7 +159,7 @@ def numbered(signature: Signature, variables: Sequence[Tensor], trained: Sequenc
         StateError: They aren't the variables of such an optimizer, or could be several ways.
     """
     is_begun = bool(variables) and variables[0].shape == () and variables[0].dtype.kind in "iu"
-    possible = [*_ways(signature, [one.shape for one in variables], trained)] if is_begun else []
+    possible = [*_ways(signature, [variable.shape for variable in variables], trained)] if is_begun else []
     ways = _likeliest(possible, trained)
     owners = {tuple(i for i, _ in way.rows): way for way in ways}
     if len(owners) != 1 and is_begun and signature.slots is None:
@@ -171,7 +171,7 @@ def numbered(signature: Signature, variables: Sequence[Tensor], trained: Sequenc
     # Where nothing tells two names of a slot apart, it has both.
     return Numbered(
         way.shapes,
-        tuple((rows[0][0], " or ".join(dict.fromkeys(what for _, what in rows))) for rows in alike),
+        tuple((rows[0][0], " or ".join(dict.fromkeys(slot for _, slot in rows))) for rows in alike),
         _assumed(possible, way),
     )
 
@@ -185,7 +185,7 @@ def _assumed(possible: Sequence[Numbered], chosen: Numbered) -> tuple[str, ...]:
 
 
 def _has_options(way: Numbered) -> bool:
-    return not _OPTIONS.keys().isdisjoint(what for _, what in way.rows)
+    return not _OPTIONS.keys().isdisjoint(slot for _, slot in way.rows)
 
 
 def _likeliest(ways: Sequence[Numbered], trained: Sequence[Shape]) -> list[Numbered]:
@@ -195,9 +195,9 @@ def _likeliest(ways: Sequence[Numbered], trained: Sequence[Shape]) -> list[Numbe
 
 
 def _unfit(signature: Signature, variables: Sequence[Tensor], is_several: bool) -> StateError:
-    what = "could be several things of" if is_several else "aren't those of"
+    relation = "could be several things of" if is_several else "aren't those of"
     return StateError(
-        f"The optimizer's {len(variables)} variables {what} Keras' {signature.kind}.",
+        f"The optimizer's {len(variables)} variables {relation} Keras' {signature.kind}.",
         expected="iteration, learning_rate unless there is a schedule, then slots of each parameter",
         found=f"shapes {[variable.shape for variable in variables][:20]}",
         remedy="read the .keras file, which has the optimizer's config",
@@ -225,7 +225,7 @@ def _ways(signature: Signature, shapes: Sequence[Shape], trained: Sequence[Shape
             continue
         for rounds in _rounds(signature, len(rest), len(trained)):
             for way in _placed(rounds, rest, trained, signature.some):
-                before, after = ([(None, what) for what in names] for names in (head, signature.alone))
+                before, after = ([(None, name) for name in names] for names in (head, signature.alone))
                 yield Numbered(way.shapes, (*before, *way.rows, *after))
 
 
@@ -233,10 +233,10 @@ def _rounds(signature: Signature, rest: int, trained: int) -> Iterator[list[tupl
     """Yields the rounds of slots that an optimizer may have, each with its names."""
     base = [((name,), option) for name, option in _OPTIONS.items()]
     if signature.slots is None:
-        each = max(rest // max(trained, 1), 0)
-        names = [f"slot_{number}" for number in range(each)]
+        length = max(rest // max(trained, 1), 0)
+        names = [f"slot_{number}" for number in range(length)]
         yield [(name,) for name in names]
-        if each > 1:
+        if length > 1:
             yield [tuple(names)]
         return
     choices = [_having(option, signature.settings) for _, option in (*base, *signature.slots)]
@@ -290,10 +290,10 @@ def _placed_alike(
     rounds: Sequence[Sequence[str]], rest: Sequence[Shape], trained: Sequence[Shape]
 ) -> Numbered | None:
     """Returns variables by rounds; None if they don't make a whole number of parameters of one shape each."""
-    each = sum(map(len, rounds))
-    if not each:
+    length = sum(map(len, rounds))
+    if not length:
         return None if rest else Numbered(tuple(trained), ())
-    count, left = divmod(len(rest), each)
+    count, left = divmod(len(rest), length)
     rows = [(i, name) for names in rounds for i in range(count) for name in names]
     shapes: dict[int, set[Shape]] = {}
     for (i, _), shape in zip(rows, rest, strict=False):
@@ -337,23 +337,23 @@ def native_state(
         StateError: The optimizer doesn't count its calls.
     """
     slots: dict[str, dict[str, Tensor]] = {}
-    for path, what, tensor in rows:
+    for path, name, tensor in rows:
         if path is not None:
-            slots.setdefault(path, {})[what] = tensor
-    alone = {what: tensor for path, what, tensor in rows if path is None}
+            slots.setdefault(path, {})[name] = tensor
+    alone = {name: tensor for path, name, tensor in rows if path is None}
     settings = _settings(signature, known)
     if RATE in alone:
         settings[RATE] = float(alone[RATE].read())
     calls = _calls(alone)
     periods = hints.hyperparameters.get(_PERIODS, settings.get(_PERIODS))
     updates = calls // periods if isinstance(periods, int) and periods > 0 else calls
-    others = {what: tensor for what, tensor in alone.items() if what not in (ITERATION, RATE)}
+    others = {name: tensor for name, tensor in alone.items() if name not in (ITERATION, RATE)}
     kept = {
         **home,
         "class": signature.kind,
         ITERATION: calls,
         "iteration_dtype": alone[ITERATION].dtype.name,
-        ROWS: [[path or "", what] for path, what, _ in rows],
+        ROWS: [[path or "", name] for path, name, _ in rows],
         **({"alone": others} if others else {}),
     }
     parts = _by_slots(moved, slots) if signature.some else [tuple(moved)]
@@ -376,11 +376,11 @@ def _calls(alone: Mapping[str, Tensor]) -> int:
     return calls
 
 
-def _settings(signature: Signature, known: ManifestRecord | None) -> dict[str, Any]:
+def _settings(signature: Signature, manifest: ManifestRecord | None) -> dict[str, Any]:
     """Returns the options of an optimizer, as its config or a manifest has them."""
     stated = signature.settings
     if stated is None:
-        stated = known.groups[0].hyperparameters.values if known is not None and known.groups else {}
+        stated = manifest.groups[0].hyperparameters.values if manifest is not None and manifest.groups else {}
     return {key: plain(value) for key, value in stated.items() if _is_option(key, value)}
 
 
@@ -410,21 +410,21 @@ def native_rows(
     rate = rate_of(state)
     alone[RATE] = in_memory(np.asarray(np.nan if rate is None else rate, np.float32), RATE)
     left = {path: dict(slots) for path, slots in state.slots.items()}
-    made: list[tuple[str | None, str, Tensor]] = []
+    built: list[tuple[str | None, str, Tensor]] = []
     faults = Faults()
     for path, what in rows:
         tensor = left.get(path, {}).pop(what, None) if path else alone.get(what)
         if tensor is None:
             faults.add(f"has no {what}", path or ROWS)
         else:
-            made.append((path or None, what, tensor))
+            built.append((path or None, what, tensor))
     faults += [
         (f"has slot {name}, for which there is no place", path)
         for path, slots in left.items()
         for name in slots
     ]
     faults.check(InexactError, "Keras' optimizer has other variables")
-    return made
+    return built
 
 
 def owner_of(name: str, paths: Sequence[str]) -> tuple[str | None, str]:

@@ -99,7 +99,7 @@ def _rows(variables: Mapping[str, Tensor], params: Sequence[str]) -> Iterator[Te
     yield from (variables[name] for name in _ALONE if name in variables)
     yield from of_all(_FIRST)
     for kept in slots:
-        yield from (tensor for what, tensor in kept.items() if what not in (*_FIRST, *_LAST))
+        yield from (tensor for slot, tensor in kept.items() if slot not in (*_FIRST, *_LAST))
     yield from of_all(_LAST)
 
 

@@ -110,8 +110,8 @@ class KerasGraph:
         frozen = frozen_keys(tree, optimizer)
         order = [*params]
         owners = [
-            (None if i is None else order[i], what)
-            for i, what, _ in places(named.schema, slots.shapes, slots.kept)
+            (None if i is None else order[i], slot)
+            for i, slot, _ in places(named.schema, slots.shapes, slots.kept)
         ]
         placed = {name: key for key, name in optimizer.moved} | frozen
         home = graph_home(tree, optimizer, placed, owners, self.name)
@@ -134,8 +134,8 @@ class KerasGraph:
         silent = kept.rate and rate_of(state) is None
         name = usual_name(kind)
         variables = [
-            Row(None if i is None else order[i], what, _full_name(name, order, i, what, schema), tensor)
-            for i, what, tensor in rows
+            Row(None if i is None else order[i], slot, _full_name(name, order, i, slot, schema), tensor)
+            for i, slot, tensor in rows
         ]
         return encoded_graph(state, home, name, LISTS[schema], variables, silent, self.name)
 
@@ -155,7 +155,7 @@ class KerasGraph:
         signature = native.told(None, optimizer.name, None, hints.optimizer)
         return muon.class_state(
             signature or native.signature_of(optimizer.name),
-            [(path, what, tensor) for (path, what), tensor in zip(owners, values, strict=True)],
+            [(path, slot, tensor) for (path, slot), tensor in zip(owners, values, strict=True)],
             (moved, {name: tree[key] for name, key in frozen.items()}),
             graph_home(tree, optimizer, placed, owners, self.name),
             checkpoint,
@@ -167,8 +167,8 @@ class KerasGraph:
         kind = str(state.optimizer.variant)
         name = native.usual_name(kind)
         rows = [
-            Row(path, what, f"{name}/{what if path is None else path.replace('/', '_') + '_' + what}", tensor)
-            for path, what, tensor in native.native_rows(state, home, self.name)
+            Row(path, slot, f"{name}/{slot if path is None else path.replace('/', '_') + '_' + slot}", tensor)
+            for path, slot, tensor in native.native_rows(state, home, self.name)
         ]
         lists = native.signature_of(kind).lists or {}
         return encoded_graph(state, home, name, lists, rows, False, self.name)
@@ -201,22 +201,22 @@ def _check(
     ends = ("_momentum", "_velocity")
     flat = {path.replace("/", "_") for path in params}
     # TensorFlow numbers the scopes of an optimizer inside a loss scale: adam_w_1/dense_kernel_velocity.
-    said = [name.rpartition("/")[2] for _, name in optimizer.variables if name.endswith(ends)]
+    names = [name.rpartition("/")[2] for _, name in optimizer.variables if name.endswith(ends)]
     faults += [
         ("is the slot of no parameter", name)
-        for name in said
+        for name in names
         if name.removesuffix(ends[0]).removesuffix(ends[1]) not in flat
     ]
     faults.check(StateError, "The slots don't fit the parameters", place=place)
 
 
-def _full_name(name: str, order: Sequence[str], i: int | None, what: str, schema: str) -> str:
+def _full_name(name: str, order: Sequence[str], i: int | None, slot: str, schema: str) -> str:
     """Returns what Keras calls a variable of an optimizer."""
     if i is None:
-        return f"{name}/{what}"
-    if what in ("v_row", "v_col"):
+        return f"{name}/{slot}"
+    if slot in ("v_row", "v_col"):
         return f"{name}/{order[i].rpartition('/')[2]}"
-    alias = "velocity" if schema == "adafactor" and what == "v" else _alias(schema, what)
+    alias = "velocity" if schema == "adafactor" and slot == "v" else _alias(schema, slot)
     return f"{name}/{order[i].replace('/', '_')}_{alias}"
 
 

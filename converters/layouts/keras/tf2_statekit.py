@@ -100,8 +100,8 @@ class StatekitGraph:
         placed = dict(zip(moved, (key for key, _ in in_graph.moved), strict=True)) | frozen
         home = graph_home(tree, in_graph, placed, owners, self.name)
         others = {name: tree[key] for name, key in frozen.items()}
-        known = own_manifest(checkpoint, optimizer)
-        return own_state(optimizer, named, moved, others, {HOME: home}, known, hints)
+        manifest = own_manifest(checkpoint, optimizer)
+        return own_state(optimizer, named, moved, others, {HOME: home}, manifest, hints)
 
     def like(self, state: TrainState, model: Checkpoint) -> TrainState:
         return laid_out_like(state, model)
@@ -115,13 +115,13 @@ class StatekitGraph:
         if silent or RATE in variables:
             before.append((RATE, variables.pop(RATE, before[0][1])))
         first = [
-            key for what in (AVERAGE, ACCUMULATOR) for key in variables if key.endswith(f"{SEPARATOR}{what}")
+            key for slot in (AVERAGE, ACCUMULATOR) for key in variables if key.endswith(f"{SEPARATOR}{slot}")
         ]
         rows = [Row(None, key, f"{name}/{key}", tensor) for key, tensor in before]
         for key in [*first, *(key for key in variables if key not in first)]:
-            owner, what = _owner(key)
-            flat = f"{str(owner).replace('/', '_')}_{what}" if key in first else f"{owner}/{what}"
-            rows.append(Row(owner, what, f"{name}/{flat}", variables[key]))
+            owner, slot = _owner(key)
+            flat = f"{str(owner).replace('/', '_')}_{slot}" if key in first else f"{owner}/{slot}"
+            rows.append(Row(owner, slot, f"{name}/{flat}", variables[key]))
         return encoded_graph(state, home, name, {}, rows, silent, self.name)
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
@@ -131,8 +131,8 @@ class StatekitGraph:
 
 def _owner(key: str) -> tuple[str | None, str]:
     """Returns the path that a variable of statekit.tensorflow belongs to, and what it is."""
-    owner, _, what = key.replace(SEPARATOR, "/").rpartition("/")
-    return owner or None, what
+    owner, _, slot = key.replace(SEPARATOR, "/").rpartition("/")
+    return owner or None, slot
 
 
 def _by_name(tree: Mapping[str, Any], optimizer: GraphOptimizer) -> dict[str, Tensor]:
@@ -140,11 +140,11 @@ def _by_name(tree: Mapping[str, Any], optimizer: GraphOptimizer) -> dict[str, Te
     tensors = tensors_of(tree, optimizer.variables, optimizer.name)
     by_key = dict(zip((key for key, _ in optimizer.variables), tensors, strict=True))
     listed = {}
-    for what, attribute in BASE_LISTS.items():
+    for slot, attribute in BASE_LISTS.items():
         node = optimizer.graph.child(optimizer.node, attribute)
         values = values_of(optimizer.graph, node) if node is not None else ()
         for (key, _), (_, path) in zip(values, optimizer.moved, strict=False):
-            listed[key] = f"{path}/{what}"
+            listed[key] = f"{path}/{slot}"
     names = {
         key: listed.get(key, name.removeprefix(f"{optimizer.name}/")) for key, name in optimizer.variables
     }

@@ -131,7 +131,7 @@ def core_link(
         left_out: Whether the program that wrote the tree leaves states out that hold nothing.
     """
     moved = _paths(link)
-    elsewhere = [one.path for one in strangers if _paths(one).isdisjoint(moved)]
+    elsewhere = [child.path for child in strangers if _paths(child).isdisjoint(moved)]
     walk = _Walk(link, all_links, tree, elsewhere, left_out)
     top = link.path
     for depth in reversed(range(len(link.path))):
@@ -148,7 +148,7 @@ def core_link(
         and other.path[: len(top)] == top
         and not _paths(other).isdisjoint(moved)
     ]
-    core_paths = [one.path for one in all_links if one.kind in SLOT_TREES]
+    core_paths = [child.path for child in all_links if child.kind in SLOT_TREES]
     strange = _strange(under(tree, top), top, core_paths, under(tree, params), moved)
     return CoreLink(
         link,
@@ -173,9 +173,9 @@ class _Walk:
         self, link: Link, all_links: Sequence[Link], tree: Tree, elsewhere: Sequence[Path], left_out: bool
     ) -> None:
         self.link, self.tree = link, tree
-        self.cores = [one.path for one in all_links if one.kind in SLOT_TREES and one.kind != "ema"]
+        self.cores = [child.path for child in all_links if child.kind in SLOT_TREES and child.kind != "ema"]
         self.cores += elsewhere
-        self.links_at = {one.path: one for one in all_links}
+        self.links_at = {child.path: child for child in all_links}
         self.before: list[Neighbour] = []
         self.behind: list[Neighbour] | None = None
         self.after: list[Neighbour] = []

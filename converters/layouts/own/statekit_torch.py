@@ -260,8 +260,8 @@ class OptimizerVariant:
     @property
     def counts_offset(self) -> bool:
         """Whether `step_offset` shows a group that began later; else its parameters' counts do."""
-        known = load_schema(self.schema)
-        return self.variant is not None and "step_offset" in known.variant(self.variant)["defaults"]
+        rules = load_schema(self.schema)
+        return self.variant is not None and "step_offset" in rules.variant(self.variant)["defaults"]
 
 
 def _numbering_fault(params: Any, names: Any) -> str | None:

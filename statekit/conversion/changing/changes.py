@@ -92,7 +92,11 @@ class Changes:
     def options(self) -> list[str]:
         """The fields that say something."""
         usual = Changes()
-        return [one.name for one in fields(self) if getattr(self, one.name) != getattr(usual, one.name)]
+        return [
+            setting.name
+            for setting in fields(self)
+            if getattr(self, setting.name) != getattr(usual, setting.name)
+        ]
 
     def words(self) -> list[str]:
         """Returns the words of the command line that say the same.

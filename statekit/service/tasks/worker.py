@@ -154,12 +154,12 @@ class Worker:
         else:
             self._finish(lease, "failed", problem=answer.data)
 
-    def _finish(self, lease: Lease, state: State, **said: Any) -> None:
+    def _finish(self, lease: Lease, state: State, **fields: Any) -> None:
         """Ends a job; where that can't be written down just now, tries as long as the lease lasts."""
         until = time.monotonic() + LEASE_SECONDS
         while True:
             try:
-                self._jobs.finish(lease, state, lines=self._lines, **said)
+                self._jobs.finish(lease, state, lines=self._lines, **fields)
                 return
             except StatekitError as error:
                 print(error.line, file=sys.stderr)
