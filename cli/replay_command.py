@@ -131,12 +131,7 @@ def _replays(
 
 
 def _check_paths(bundles: Sequence[Path], start: Start | None, ref: CheckpointRef) -> None:
-    """Refuses paths that are not there, and a checkpoint that no recording starts from.
-
-    Raises:
-        UsageError: One checkpoint is given for several recordings, or beside `--start init`.
-        NotFoundError: A path is not there.
-    """
+    """Refuses paths that are not there, and a checkpoint that no recording starts from."""
     if ref.path is not None and len(bundles) > 1:
         raise UsageError(
             "--checkpoint is the start of one recording.", expected="one BUNDLE", found=len(bundles)
@@ -149,11 +144,7 @@ def _check_paths(bundles: Sequence[Path], start: Start | None, ref: CheckpointRe
 
 
 def _check_apart(subjects: Sequence[Subject], names: Sequence[str]) -> None:
-    """Refuses free runs that would be written to one file.
-
-    Raises:
-        UsageError: There are several backends, or recordings of one name.
-    """
+    """Refuses free runs that would be written to one file."""
     count = Counter(subject.recording.name for subject in subjects)
     same = [f"{plural(n, 'recording')} {name}" for name, n in count.items() if n > 1]
     if len(set(names)) > 1 or same:

@@ -131,11 +131,7 @@ class DcpSafetensors:
 
 
 def _laid(encoded: Encoded) -> tuple[dict[str, Tensor], Collection[str]]:
-    """Returns the tensors by their names in the shards, and the names of the optimizer's.
-
-    Raises:
-        FormatError: A parameter has a name of theirs.
-    """
+    """Returns the tensors by their names in the shards, and the names of the optimizer's."""
     model, optimizer = encoded.tree["model"], encoded.tree["optimizer"]
     slots = {f"{PREFIX}{key}": slot for key, slot in optimizer.items() if isinstance(slot, Tensor)}
     clash = next((name for name in model if name.startswith(PREFIX)), None)

@@ -177,12 +177,7 @@ def _pieces(encoded: Encoded, target: Place) -> DcpFolder:
 
 
 def _ranks(place: Place) -> list[str]:
-    """Returns the folders of tensor-parallel ranks, in their order.
-
-    Raises:
-        RefusedError: The run has pipeline stages, or experts on ranks of their own.
-        NotFoundError: A rank is missing.
-    """
+    """Returns the folders of tensor-parallel ranks, in their order."""
     names = sorted(entry.name for entry in listing(place) if entry.name.startswith("mp_rank_"))
     if more := [name for name in names if not _RANK.fullmatch(name)]:
         raise RefusedError(
@@ -205,11 +200,7 @@ def _ranks(place: Place) -> list[str]:
 
 
 def _check_ranks(place: Place, ranks: list[str], arguments: Any) -> None:
-    """Refuses a folder that has other ranks than the arguments of its run count.
-
-    Raises:
-        NotFoundError: There are fewer or more.
-    """
+    """Refuses a folder that has other ranks than the arguments of its run count."""
     stated = arguments.state if isinstance(arguments, Record) else arguments
     count = stated.get(_RANK_COUNT) if isinstance(stated, dict) else None
     if type(count) is int and count != len(ranks):
@@ -223,11 +214,7 @@ def _check_ranks(place: Place, ranks: list[str], arguments: Any) -> None:
 
 
 def _gathered_file(rank: Place) -> Place:
-    """Returns the file with the values of a rank's distributed optimizer.
-
-    Raises:
-        NotFoundError: It isn't there.
-    """
+    """Returns the file with the values of a rank's distributed optimizer."""
     values = rank / _GATHERED
     if not values.exists():
         raise _not_gathered(rank / _MODEL, values)

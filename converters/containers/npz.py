@@ -118,11 +118,7 @@ def _shapes(tree: Tree) -> Iterator[tuple[Keys, Shape]]:
 
 
 def _check_named(arrays: Mapping[str, Any], place: str) -> None:
-    """Refuses an archive whose arrays have no names.
-
-    Raises:
-        UnknownFormatError: They are `arr_0`, `arr_1`, ..., as `numpy.savez(file, *leaves)` calls them.
-    """
+    """Refuses an archive whose arrays have no names."""
     if arrays and all(map(_UNNAMED.fullmatch, arrays)):
         raise UnknownFormatError(
             "The arrays of an npz have no names.",

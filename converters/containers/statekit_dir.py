@@ -134,11 +134,7 @@ def _claims(path: Place) -> bool:
 def _open_shards(
     path: Place, manifest: Mapping[str, Any], files: Files
 ) -> tuple[dict[str, Tensor], list[tuple[str, str]]]:
-    """Returns the tensors of all shards, and what contradicts the manifest.
-
-    Raises:
-        CorruptError: A shard isn't one any more, or isn't there.
-    """
+    """Returns the tensors of all shards, and what contradicts the manifest."""
     tensors: dict[str, Tensor] = {}
     faults, headers = list[tuple[str, str]](), manifest.get("headers", {})
     entries = {path / name: entry for name, entry in manifest["files"].items()}

@@ -262,11 +262,7 @@ class _Filling:
 
 
 def _found_order(parts: Parts, is_sorted: bool, hints: CheckpointRef) -> Order:
-    """Returns the order as names tell it, or shapes, or, of one group, the model that goes on.
-
-    Raises:
-        StateError: Nothing tells it.
-    """
+    """Returns the order as names tell it, or shapes, or, of one group, the model that goes on."""
     named = named_order(parts.groups, parts.model, hints.param_names)
     if named is not None:
         return named
@@ -289,12 +285,7 @@ def _native_options(group: Group) -> dict[str, Any]:
 
 
 def _batch_record(state: TrainState, batch: Sequence[str]) -> dict[str, Any]:
-    """Returns the record of parameters of equal shape: each of their slots stacked.
-
-    Raises:
-        InexactError: Parameters have no slots.
-        StateError: Parameters lack slots that others of the batch have; lists every one.
-    """
+    """Returns the record of parameters of equal shape: each of their slots stacked."""
     if without := [path for path in batch if path not in state.slots]:
         raise InexactError(
             "A parameter has no slots, and ScaledAdam's file holds those of equal shape in one tensor.",
@@ -312,11 +303,7 @@ def _batch_record(state: TrainState, batch: Sequence[str]) -> dict[str, Any]:
 
 
 def _order(parts: Parts, is_sorted: bool) -> Order:
-    """Returns which parameter an index means: by the shapes of batches, and in each group as the model has them.
-
-    Raises:
-        StateError: Shapes don't decide.
-    """
+    """Returns which parameter an index means: by the shapes of batches, and in each group as the model has them."""
     by_shape: dict[Shape, list[str]] = {}
     for name, tensor in parts.model.items():
         by_shape.setdefault(tensor.shape, []).append(name)

@@ -180,11 +180,7 @@ def _compared(
 
 
 def _by_own_names(refs: Sequence[CheckpointRef], on_tensor: OnTensor, done: tuple[int, ...]) -> Diff:
-    """Compares two checkpoints of which one makes no state, by the names that their tensors have in the files.
-
-    Raises:
-        UnknownFormatError: They are of different containers, whose names have nothing in common.
-    """
+    """Compares two checkpoints of which one makes no state, by the names that their tensors have in the files."""
     with ExitStack() as stack:
         opened: list[Checkpoint] = []
         for ref in refs:

@@ -67,11 +67,7 @@ def _source_digest(work: WorkFolder) -> str:
 
 
 def _parts(work: WorkFolder) -> list[PartRecord]:
-    """Returns the part record of every task.
-
-    Raises:
-        UsageError: Some are missing, or can't be trusted; lists every one.
-    """
+    """Returns the part record of every task."""
     faults, parts = Faults(), list[PartRecord]()
     for number in range(len(work.document["tasks"])):
         try:
@@ -90,11 +86,7 @@ def _parts(work: WorkFolder) -> list[PartRecord]:
 
 
 def _digests(opened: Opened, parts: Sequence[PartRecord]) -> dict[str, str]:
-    """Returns the digests of the source's tensors, as the tasks had them, and checks what they wrote.
-
-    Raises:
-        UsageError: A part record has other tensors than its task.
-    """
+    """Returns the digests of the source's tensors, as the tasks had them, and checks what they wrote."""
     rest = {name: digest for part in parts for name, digest in part.checked.items()}
     faults = Faults()
     for part in parts:

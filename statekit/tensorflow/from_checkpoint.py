@@ -135,11 +135,7 @@ def renumbered(opened: OpenState, variables: Sequence[Any]) -> dict[str, str]:
 def _check_settings(
     kinds: Sequence[tuple[str, str]], settings: Sequence[Mapping[str, Any]], place: object
 ) -> None:
-    """Refuses groups that lack a hyperparameter which the steps need.
-
-    Raises:
-        UnknownRuleError: Lists every name.
-    """
+    """Refuses groups that lack a hyperparameter which the steps need."""
     pairs = zip(kinds, settings, strict=True)
     missing = sorted({n for kind, options in pairs for n in taken(*kind) if n not in (FACTOR_MAP, *options)})
     if missing:
@@ -154,11 +150,7 @@ def _check_settings(
 def _common(
     kinds: Sequence[tuple[str, str]], settings: Sequence[Mapping[str, Any]], place: object
 ) -> dict[str, Any]:
-    """Returns what all groups of the first one's optimizer have, and what Keras does for all groups together.
-
-    Raises:
-        StateError: Groups differ in what Keras does for all of them; lists every name.
-    """
+    """Returns what all groups of the first one's optimizer have, and what Keras does for all groups together."""
     pairs = list(zip(kinds, settings, strict=True))
     alike = [options for kind, options in pairs if kind == kinds[0]]
     common = {n: v for n, v in alike[0].items() if all(n in other and other[n] == v for other in alike)}
@@ -245,12 +237,7 @@ def _with_factors(
 
 
 def _rates(state: TrainState, groups: Sequence[Group], given: Rate, place: object) -> tuple[Any, list[float]]:
-    """Returns the learning rate of an optimizer, and what each of its groups multiplies it by.
-
-    Raises:
-        UnknownRuleError: Some groups have a rate, and others have none.
-        UsageError: A rate for each optimizer isn't a number.
-    """
+    """Returns the learning rate of an optimizer, and what each of its groups multiplies it by."""
     if isinstance(given, Mapping):
         stored = [rate_of(given, group, state, "learning_rate") for group in groups]
         if strange := [rate for rate in stored if rate is not None and not is_rate(rate)]:

@@ -195,11 +195,7 @@ _LEAVES: Mapping[Any, _Form] = {
 
 @cache
 def _form(kind: Any) -> _Form:
-    """Returns the form of a type.
-
-    Raises:
-        TypeError: It isn't one that can be checked.
-    """
+    """Returns the form of a type."""
     if kind in _LEAVES:
         return _LEAVES[kind]
     if is_typeddict(kind):

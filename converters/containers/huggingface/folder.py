@@ -192,11 +192,7 @@ def _optimizer_elsewhere(folder: Place, files: Files) -> Apart:
 
 
 def _open_rest(folder: Place, files: Files) -> tuple[Mapping[str, Any], Sequence[Finding]]:
-    """Opens the parts that these libraries have no file for.
-
-    Raises:
-        FormatError: They aren't a dict.
-    """
+    """Opens the parts that these libraries have no file for."""
     rest, notes = _open_part(folder / REST, files)
     if not isinstance(rest, Mapping):
         raise FormatError("This isn't what statekit writes.", place=folder / REST, expected="a dict")
@@ -347,11 +343,7 @@ def _bytes_of(source: File) -> Tensor:
 
 
 def _uncarried(path: Place, files: Files) -> str:
-    """Says why a file isn't carried; "" if it is.
-
-    Raises:
-        CorruptError: It is a torch file that its own checksums contradict.
-    """
+    """Says why a file isn't carried; "" if it is."""
     is_torch = False
     try:
         if files.source(path).size > (most := files.account.budget.limits.carried):
@@ -564,11 +556,7 @@ class HuggingFaceFolder:
         return None if self.shard_bytes is None else cut.limit(self.shard_bytes)
 
     def _laid(self, encoded: Encoded, target: Place) -> _Laid:
-        """Returns where the parts of a state lie in a target.
-
-        Raises:
-            UsageError: The tree has no model.
-        """
+        """Returns where the parts of a state lie in a target."""
         tree = dict(encoded.tree)
         if "model" not in tree:
             raise UsageError(
@@ -686,11 +674,7 @@ def _untied(model: Any) -> dict[str, Any]:
 
 
 def _model_alone(encoded: Encoded) -> Encoded:
-    """Returns a state of weights as a single file holds it: tensors, and further names of some.
-
-    Raises:
-        UsageError: There is an optimizer.
-    """
+    """Returns a state of weights as a single file holds it: tensors, and further names of some."""
     if "optimizer" in encoded.tree:
         raise UsageError(
             "A single safetensors file has no place for an optimizer's state.",

@@ -50,9 +50,6 @@ def _for_trainer(encoded: Encoded) -> Mapping[str, Made]:
     Without a scheduler's file Trainer passes over the optimizer's in silence; without a state it doesn't know the step.
     Source: transformers, trainer.py, `_load_optimizer_and_scheduler`, `_save_checkpoint`; trainer_callback.py,
     `TrainerState`, `TrainerControl`; torch/optim/lr_scheduler.py, `load_state_dict`.
-
-    Raises:
-        UsageError: Nobody said the learning rate.
     """
     groups = at(encoded.tree, ("optimizer", "param_groups")) or ()
     faults = Faults(("has no lr", f"param_groups/{i}") for i, group in enumerate(groups) if "lr" not in group)

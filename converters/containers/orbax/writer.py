@@ -124,10 +124,6 @@ def _merge(stage: Stage, folder: str, parts: Sequence[str]) -> None:
     """Makes one database of several in its folder; it refers to their files, and no value is copied.
 
     Source: orbax-checkpoint 0.12.8, `merge_ocdbt_per_process_files`: one context, one atomic transaction.
-
-    Raises:
-        UsageError: The target is in a store.
-        CommitError: tensorstore can't write it.
     """
     import tensorstore as ts
 

@@ -150,11 +150,7 @@ class KerasModelH5:
 
 
 def _named(tree: Mapping[str, Any], checkpoint: Checkpoint) -> Named:
-    """Returns the optimizer of the file's config.
-
-    Raises:
-        StateError: It is none that statekit knows.
-    """
+    """Returns the optimizer of the file's config."""
     config = listed_config(tree)
     named = by_config(config, is_keras2(tree))
     if named is None:

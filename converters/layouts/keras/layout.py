@@ -209,11 +209,7 @@ def _record(config: Any, kind: str) -> Mapping[str, Any]:
 
 
 def _rows(tree: Mapping[str, Any]) -> list[Tensor]:
-    """Returns the optimizer's variables in their order.
-
-    Raises:
-        StateError: Some numbers are missing.
-    """
+    """Returns the optimizer's variables in their order."""
     entries = optimizer_variables(tree)
     rows = [entries[key] for key in map(str, range(len(entries))) if key in entries]
     if len(rows) != len(entries):

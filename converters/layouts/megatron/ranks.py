@@ -112,11 +112,7 @@ def _check_alike(ranks: Sequence[Mapping[str, Any]], place: object) -> None:
 def _by_name(
     rank: Mapping[str, Any], place: object, order: Sequence[str] | None
 ) -> dict[str, tuple[str, Tensor]]:
-    """Returns a rank's slots by the flat keys of torch_dist, each with its parameter.
-
-    Raises:
-        StateError: Groups have other numbers, or slots other shapes, than the model's parameters.
-    """
+    """Returns a rank's slots by the flat keys of torch_dist, each with its parameter."""
     model, optimizer = _params(rank["model"]), _inner(rank["optimizer"])
     if BUCKETS in rank:
         gathered = gathered_slots(model, rank[BUCKETS], place, order)
@@ -167,11 +163,7 @@ def _masters(
 
 
 def _step(optimizer: Mapping[str, Any], place: object) -> Any:
-    """Returns the count of updates that all parameters have.
-
-    Raises:
-        StateError: They have several.
-    """
+    """Returns the count of updates that all parameters have."""
     records = [record for record in optimizer.get("state", {}).values() if isinstance(record, Mapping)]
     steps = [record["step"] for record in records if "step" in record]
     counts = {float(step.read()) if isinstance(step, Tensor) else float(step) for step in steps}

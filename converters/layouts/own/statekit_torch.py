@@ -144,9 +144,6 @@ def _encoded_group(state: TrainState, group: Group, names: Names, frozen: Sequen
         group: The group.
         names: Name by path.
         frozen: Names of the parameters that no group moves, which one group lists.
-
-    Raises:
-        InexactError: It has slots as a whole that its schema doesn't know.
     """
     schema, variant = state.optimizer.kind(group)
     if strange := [name for name in group.slots if name not in load_schema(schema).slots]:

@@ -424,12 +424,7 @@ class T5XAdafactor:
 def _groups_and_rules(
     checkpoint: Checkpoint, hints: CheckpointRef, manifest: ManifestRecord | None, native: Native
 ) -> tuple[tuple[Group, ...], dict[str, Rule], tuple[str, ...]]:
-    """Returns a group for each optimizer, the rule of each parameter, and what is open or assumed.
-
-    Raises:
-        StateError: What is told about the run contradicts its slots; lists every fault.
-        UsageError: A hint has a name or value that T5X's Adafactor doesn't take.
-    """
+    """Returns a group for each optimizer, the rule of each parameter, and what is open or assumed."""
     specs, notes = members(checkpoint, hints, manifest, native.slots)
     stated = {} if manifest is None or hints.hyperparameters.keys() & set(RULES) else manifest.rules
     faults, groups, rules = Faults(), list[Group](), dict[str, Rule]()

@@ -106,11 +106,7 @@ class TF1Graph:
         return object_lines(saved)
 
     def _new(self, state: TrainState, named: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a tree with objects by the paths of the parameters.
-
-        Raises:
-            InexactError: A variable is partitioned.
-        """
+        """Returns a tree with objects by the paths of the parameters."""
         parted = sorted(name for name, value in named.items() if isinstance(value, Mapping))
         if parted:
             raise InexactError("An object graph holds no partitioned variables.", found=", ".join(parted[:5]))

@@ -54,11 +54,7 @@ def _params(state: TrainState) -> Any:
 
 
 def _arguments(state: TrainState, options: Mapping[str, Any], constructor: Any) -> dict[str, Any]:
-    """Returns the arguments of a constructor of Optax, but for the learning rate.
-
-    Raises:
-        UsageError: It hasn't what the state was made with.
-    """
+    """Returns the arguments of a constructor of Optax, but for the learning rate."""
     if elsewhere := [name for name in _ELSEWHERE[1:] if options.get(name)]:
         raise UsageError(
             f"optax.{constructor.__name__} alone has no such arguments.", found=", ".join(elsewhere)
