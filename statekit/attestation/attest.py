@@ -13,7 +13,7 @@ from statekit.attestation.attestation import Attestation, Finding
 from statekit.attestation.diagnosis import diagnosed, is_new
 from statekit.attestation.faults import broken, fault
 from statekit.attestation.live_run import LiveRun
-from statekit.conversion.belonging import UNREAD
+from statekit.conversion.belonging import UNREAD, is_spare
 from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.model_settings import with_beside
@@ -86,7 +86,8 @@ def attesting(
         if run.maps:
             right = carried_to_load(right, with_beside(run.maps, opened), run.require)
         names = run.names or _remembered_in(right, run.remembered)
-        unread, remarks = _parted_oddities(opened.checkpoint.findings)
+        spare, oddities = _spare_and_others(opened)
+        unread, remarks = _parted_oddities(oddities)
         faults = [*run.findings, *unread]
         omissions = [*run.unchecked, *remarks]
         if run.generators is not None:
@@ -140,7 +141,7 @@ def attesting(
                 len(right.params),
                 compared.tensors - len(lacking),
                 compared.bytes_read,
-                warnings=tuple(map(_warning, parted.later)),
+                warnings=(*spare, *map(_warning, parted.later)),
                 facts=tuple(facts_as_live(right, state)),
             )
         yield Sides(result, right, state, lambda: _by_path(run.live(opened)))
@@ -176,6 +177,15 @@ def _with_weights_of(
         return right, []
     weights = {path: live.params[path] for path in lacking}
     return replace(right, params={**right.params, **weights}), lacking
+
+
+def _spare_and_others(opened: OpenState) -> tuple[list[str], list[Oddity]]:
+    """Returns a sentence for each average beside the run, and what else the reader found."""
+    oddities = opened.checkpoint.findings
+    spare = [odd for odd in oddities if odd.kind == UNREAD and is_spare(odd, opened.state)]
+    return [f"{odd.what}, and no update depends on it" for odd in spare], [
+        odd for odd in oddities if odd not in spare
+    ]
 
 
 def _parted_oddities(oddities: Sequence[Oddity]) -> tuple[list[Finding], list[str]]:

@@ -130,6 +130,18 @@ def unread(
     return (*findings, *(Finding(what, f"{checkpoint.path}", kind=UNREAD) for what in inside))
 
 
+def is_spare(finding: Finding, state: TrainState) -> bool:
+    """Tells whether an unread companion is an average beside a whole run: no update of the run depends on it.
+
+    NeMo saves `run-last-EMA.ckpt` beside `run-last.ckpt`, and a run that goes on from the latter is right.
+
+    Source: NVIDIA/NeMo, nemo/collections/common/callbacks/ema.py, `EMA.on_save_checkpoint`.
+    """
+    looks = finding.what.partition(LOST)[0]
+    is_of_run = state.optimizer.schema != WEIGHTS
+    return is_of_run and looks.endswith((_looks_like("average"), _looks_like("average", 2)))
+
+
 def contents_without_optimizer(findings: Iterable[Finding], run: RunState) -> str:
     """Returns what a state without an optimizer is called: weights alone, unless something of a run is there.
 
