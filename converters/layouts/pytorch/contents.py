@@ -27,8 +27,9 @@ from statekit.converters.layouts.pytorch.parts import (
 from statekit.converters.layouts.pytorch.side_by_side import SideBySide, side_by_side
 from statekit.errors import StateError, some
 from statekit.files.checkpoint import MODEL_KEY, SORTED, Checkpoint
+from statekit.state.run import BESIDE, run_of
 from statekit.tensors.tensor import Shape, Tensor
-from statekit.tensors.tree import Path, at, loose, shipped_json, tensor_names
+from statekit.tensors.tree import Path, at, loose, shipped_json, tensor_names, walk
 
 STEP = "step"
 _UNKNOWN = "an optimizer that isn't known by its slots and options"
@@ -106,14 +107,14 @@ def contents_of(checkpoint: Checkpoint, names: Sequence[str] | None = None) -> C
     if (parts := find_parts(checkpoint, {})) is not None:
         return _of_optimizer(checkpoint, parts, names)
     pairs = networks(checkpoint.tree)
-    return _networks(checkpoint, pairs) if len(pairs) > 1 else _weights(checkpoint)
+    return _networks(checkpoint, pairs) if len(pairs) > 1 else _weights(checkpoint) or _schedule(checkpoint)
 
 
 def _of_optimizer(checkpoint: Checkpoint, parts: Parts, names: Sequence[str] | None) -> Contents:
     """Returns what a file holds that has an optimizer."""
     slot_names = sorted({slot for record in parts.state.values() for slot, _ in _tensors(record)})
     signature = signature_of(parts)
-    name = signature.name if signature else _unknown(parts)
+    name = signature.name if signature else unknown(parts)
     listed = f"its slots by parameter: {', '.join(slot_names) or 'none'}"
     if not parts.model:
         return _without_weights(checkpoint, parts, name, listed)
@@ -138,8 +139,11 @@ def _untaken(
     return {key: tensor for key, tensor in checkpoint.tensors.items() if id(tensor) not in taken}
 
 
-def _unknown(parts: Parts) -> str:
+def unknown(parts: Parts) -> str:
     """Returns what an optimizer is called that no signature fits: one that wraps another has parts of its own."""
+    inner = signature_of(replace(parts, common={})) if parts.common else None
+    if inner is not None:
+        return f"{inner.name} inside a wrapper that isn't known, which keeps {some([*parts.common])}"
     return f"{_UNKNOWN}, with {some([*parts.common])} beside its slots" if parts.common else _UNKNOWN
 
 
@@ -149,8 +153,25 @@ def _without_weights(checkpoint: Checkpoint, parts: Parts, name: str, listed: st
         what = f"{name}, and weights at {' or '.join(models)}: --model-key says which are the optimizer's; {listed}"
         return Contents(what, {}, {}, checkpoint.tensors)
     count = sum(len(group["params"]) for group in parts.groups)
-    only = f"{name}, alone: the state of {count} parameters without their weights; {listed}"
+    unnamed = unnamed_tensors(checkpoint)
+    lacking = (
+        f"whose weights have no names: {some(unnamed)} lie by position"
+        if unnamed
+        else "without their weights"
+    )
+    only = f"{name}, alone: the state of {count} parameters {lacking}; {listed}"
     return Contents(only, {}, {}, checkpoint.tensors)
+
+
+def unnamed_tensors(checkpoint: Checkpoint) -> list[str]:
+    """Returns the tensors that lie in tuples or lists by position, outside of an optimizer's state.
+
+    Source: graphdeco-inria/gaussian-splatting, scene/gaussian_model.py, `GaussianModel.capture`.
+    """
+    optimizers = optimizers_in(checkpoint.tree)
+    leaves = [path for path, leaf in walk(checkpoint.tree) if isinstance(leaf, Tensor) and path]
+    outside = [path for path in leaves if not any(path[: len(place)] == place for place in optimizers)]
+    return ["/".join(map(str, path)) for path in outside if isinstance(path[-1], int)]
 
 
 def _several(checkpoint: Checkpoint, beside: SideBySide) -> Contents:
@@ -284,6 +305,15 @@ def _weights(checkpoint: Checkpoint) -> Contents | None:
     others = {key: tensor for key, tensor in checkpoint.tensors.items() if id(tensor) not in taken}
     where = f"at {'/'.join(map(str, place))}" if place else "at the top"
     return Contents(f"weights alone, {where}; no optimizer", params, {}, others)
+
+
+def _schedule(checkpoint: Checkpoint) -> Contents | None:
+    """Returns what a file holds that is a learning-rate schedule's state alone; None if it is none."""
+    schedules = () if checkpoint.tensors else run_of({BESIDE: {"scheduler": checkpoint.tree}}).schedules
+    if not schedules or not checkpoint.tree.keys() & {"last_epoch", "_last_lr"}:
+        return None
+    what = f"a learning-rate schedule alone ({schedules[0].kind}): no weights and no optimizer"
+    return Contents(what, {}, {}, {})
 
 
 def _by_parameter(

@@ -73,6 +73,21 @@ Source: pytorch/pytorch torch/optim/swa_utils.py, `AveragedModel`; lucidrains/em
 """
 DEEPEST, MOST_PARTS = 4, 100
 """How deep below the top other places are looked for, and the longest list that is looked through."""
+MASTER_PARAM = "master_param"
+"""What FusedAdam calls a parameter's master. Source: NVIDIA/apex, apex/optimizers/fused_adam.py, `master_weights`."""
+_MASTERS = ("fp32_from_fp16", "fp32_from_fp16_params")
+_SCALING = (
+    "loss_scaler",
+    "dynamic_loss_scale",
+    "overflow",
+    "first_closure_call_this_step",
+    "grad_scaler",
+)
+"""What a wrapper for mixed precision keeps around its optimizer: a master of each parameter, and a loss scaler.
+
+Source: NVIDIA/apex, apex/fp16_utils/fp16_optimizer.py, `FP16_Optimizer.state_dict`; NVIDIA/Megatron-LM,
+megatron/core/optimizer/optimizer.py, `Float16OptimizerWithFloat16Params.state_dict`.
+"""
 BUFFERS, GROUPS = "buffers", "param_groups"
 """Parts of `extra` that lie elsewhere in the file: in `model`, and in the groups; as `BESIDE` does at the top."""
 PLACES = "torch_places"
@@ -290,8 +305,8 @@ def find_parts(checkpoint: Checkpoint, own_model: Mapping[str, Tensor] | None = 
     (parts, form) = optimizer
     placed = (MODELS[0] if model_at is None else model_at, optimizer_at)
     common = of_no_parameter(parts["state"])
-    wrapper = _wrapper_of(tree, optimizer_at)
-    state = {index: record for index, record in parts["state"].items() if index not in common}
+    records = {index: record for index, record in parts["state"].items() if index not in common}
+    state, wrapper = _with_masters(records, parts["param_groups"], _wrapper_of(tree, optimizer_at))
     return Parts(placed, dict(model), parts["param_groups"], state, form, rest, {**wrapper, **common})
 
 
@@ -361,6 +376,29 @@ def _wrapper_of(tree: Tree, optimizer_at: Path) -> Mapping[str, Any]:
     outer = at(tree, optimizer_at[:-1])
     around = without(outer, optimizer_at[-1:]) if isinstance(outer, Mapping) else {}
     return {**around, **added}
+
+
+def _with_masters(
+    state: Mapping[Any, Mapping[str, Any]], groups: Sequence[Mapping[str, Any]], wrapper: Mapping[str, Any]
+) -> tuple[Mapping[Any, Mapping[str, Any]], Mapping[str, Any]]:
+    """Returns records with the masters that a wrapper for mixed precision keeps, and what else it keeps.
+
+    Args:
+        state: A record for each parameter, by its number.
+        groups: The optimizer's groups.
+        wrapper: What the wrapper keeps. A wrapper whose lists leave parameters out stays as it is.
+    """
+    copies = next((wrapper[key] for key in _MASTERS if isinstance(wrapper.get(key), list)), [])
+    numbers = [group["params"] for group in groups]
+    if not copies or [len(part) for part in copies if isinstance(part, list)] != [*map(len, numbers)]:
+        return state, wrapper
+    masters = {
+        i: {MASTER_PARAM: master}
+        for of_group, part in zip(numbers, copies, strict=True)
+        for i, master in zip(of_group, part, strict=True)
+    }
+    rest = {key: part for key, part in wrapper.items() if key not in (*_MASTERS, *_SCALING)}
+    return {**state, **{i: {**state.get(i, {}), **master} for i, master in masters.items()}}, rest
 
 
 def _ties_and_rest(parts: Parts, moved: Sequence[str]) -> tuple[dict[str, str], Tree]:

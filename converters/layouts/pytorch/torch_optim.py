@@ -37,6 +37,8 @@ from statekit.converters.layouts.pytorch.contents import (
     contents_of,
     shape_of,
     signature_of,
+    unknown,
+    unnamed_tensors,
     unwrapped_record,
 )
 from statekit.converters.layouts.pytorch.flat_vector import unflattened
@@ -44,6 +46,7 @@ from statekit.converters.layouts.pytorch.networks import several_networks, unpai
 from statekit.converters.layouts.pytorch.param_order import REMEDY, Order, found_order
 from statekit.converters.layouts.pytorch.parts import (
     GROUPS,
+    MASTER_PARAM,
     MOST_PARTS,
     Form,
     Parts,
@@ -67,7 +70,7 @@ from statekit.converters.layouts.pytorch.side_by_side import (
     join_side_by_side,
     side_by_side,
 )
-from statekit.errors import Faults, InexactError, NamesError, StateError
+from statekit.errors import Faults, InexactError, NamesError, StateError, some
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, OPTIMIZER_NAME, SORTED, Checkpoint
 from statekit.lines.printing import SavedRun, State, torch_lines
 from statekit.state.constants import variant_constants
@@ -206,8 +209,6 @@ _ADAM_OR_ADAMW = (
 )
 _ADAMW_NAMED = re.compile(r"(?i)fairseqadam|(paged_)?adamw.*")
 """What configurations call an optimizer whose weight decay is decoupled: FairseqAdam is one, in spite of its name."""
-_MASTER = "master_param"
-"""What FusedAdam calls a parameter's master. Source: NVIDIA/apex, apex/optimizers/fused_adam.py, `master_weights`."""
 _BY_NAME = "torch_by_name"
 """Key in `extra`: whether the state lies under names."""
 _INFORMATION = "torch_information"
@@ -592,7 +593,7 @@ def _incomplete(checkpoint: Checkpoint) -> StateError:
             "The checkpoint's optimizer is none that this layout knows.",
             place=checkpoint.path,
             expected="; ".join(f"{kind.schema}, variant {kind.variant}" for kind in KINDS),
-            found=signature.name if signature else "one that isn't known by its slots and options",
+            found=signature.name if signature else unknown(parts),
             remedy="`statekit inspect` lists its slots by parameter",
         )
     if parts is None:
@@ -612,11 +613,12 @@ def _incomplete(checkpoint: Checkpoint) -> StateError:
             found=", ".join(models),
             remedy=f"name one: --model-key {models[0]}, in Python model_key={models[0]!r}",
         )
-    averages = averaged_models(checkpoint.tree)
+    averages, unnamed = averaged_models(checkpoint.tree), unnamed_tensors(checkpoint)
+    has_average = f"an average of them at {', '.join(averages)}" if averages else None
     return NamesError(
-        "The checkpoint has an optimizer, but no weights.",
+        f"The checkpoint has an optimizer, but no weights{' that have names' if unnamed else ''}.",
         place=checkpoint.path,
-        found=f"an average of them at {', '.join(averages)}" if averages else None,
+        found=f"tensors by position alone: {some(unnamed)}" if unnamed else has_average,
         remedy=f"--model-key {averages[0]} takes the average for the weights; or {ALONE}"
         if averages
         else ALONE,
@@ -902,7 +904,7 @@ def _slots(
             faults.add(f"{stored_as} has shape {tensor.shape}, expected {stored}", path)
         else:
             yield name, tensor if stored == expected else Squeezed(tensor, expected)
-    if isinstance(master := record.get(_MASTER), Tensor) and master.shape == shape:
+    if isinstance(master := record.get(MASTER_PARAM), Tensor) and master.shape == shape:
         yield MASTER, master
 
 
