@@ -144,6 +144,57 @@ def saved_names(model: Any) -> dict[str, str]:
     return {name: other for name, other in pairs.items() if other != name}
 
 
+def saved_pieces(model: Any) -> dict[str, list[list[str]]]:
+    """Returns the pieces in which transformers saves parameters that hold a layer's experts, by the model's names.
+
+    The first list is of the first expert; its pieces follow one another along the next axis. A parameter that is cut
+    in another way isn't there.
+
+    Args:
+        model: On any device; its values aren't read.
+
+    Source: huggingface/transformers, core_model_loading.py, `revert_weight_conversion`, `MergeModulelist`.
+    """
+    loading = sys.modules.get("transformers.core_model_loading")
+    revert = getattr(loading, "revert_weight_conversion", None)
+    torch: Any = sys.modules.get("torch")
+    pieces: dict[str, list[list[str]]] = {}
+    for name, param in model.named_parameters() if revert is not None else ():
+        if param.ndim != 3:
+            continue
+        # The rule cuts by proportion, so that a small tensor whose values are its own places tells it.
+        base = torch.arange(param.shape[0] * _ROWS * 3).reshape(param.shape[0], _ROWS, 3)
+        with suppress(Exception):  # whatever a conversion raises: then nothing is told of this parameter
+            if by_expert := _pieces_of(base.numpy(), revert(model, {name: base})):
+                pieces[name] = by_expert
+    return pieces
+
+
+_ROWS = 12
+"""Rows of the small tensor that tells how a parameter is cut: a multiple of any usual number of pieces."""
+
+
+def _pieces_of(base: Any, saved: Mapping[str, Any]) -> list[list[str]]:
+    """Returns the names of the pieces of each expert, in their order along the second axis; none if they are no blocks.
+
+    Args:
+        base: Integers that count from 0, of shape (experts, rows, columns).
+        saved: Blocks of it by name.
+    """
+    experts, rows, columns = base.shape
+    begins: dict[tuple[int, int], str] = {}
+    for name, piece in saved.items():
+        values = piece.numpy()
+        if values.ndim != 2 or values.shape[1] != columns or rows % values.shape[0]:
+            return []
+        expert, row = divmod(int(values[0, 0]) // columns, rows)
+        if not (values == base[expert, row : row + values.shape[0]]).all():
+            return []
+        begins[expert, row] = name
+    by_expert = [[begins[place] for place in sorted(begins) if place[0] == i] for i in range(experts)]
+    return by_expert if len({*map(len, by_expert)}) == 1 and by_expert[0] else []
+
+
 def as_named(names: Iterable[str], theirs: Mapping[str, object]) -> list[str]:
     """Returns names as a checkpoint has them: with its dots, and with its wrappers where that is the only pair."""
     dotted = [name if name in theirs else name.replace("/", ".") for name in names]

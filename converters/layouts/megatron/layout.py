@@ -123,6 +123,7 @@ class MegatronAdam:
     title: str = "Adam of Megatron-Core, with float32 masters where the model has less"
     variants: Mapping[str, tuple[str, ...]] = field(default_factory=lambda: {"adamw": ("torch",)})
     containers: tuple[str, ...] = ("megatron",)
+    stores_values: bool = True
     keeps_masters: bool = True
     masters: str | None = None
     sharding: str | None = None

@@ -26,10 +26,11 @@ import numpy as np
 
 from statekit.errors import FormatError, MissingExtraError, StateError
 from statekit.files.checkpoint import Checkpoint
-from statekit.state.param_names import NAMES_FILE, as_named, saved_names
+from statekit.state.param_names import NAMES_FILE, as_named, saved_names, saved_pieces
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import at, loose_json
 from statekit.tensors.typed import Name, fits, typed
+from statekit.tensors.views import Merged, Stack
 
 CONFIG = "config.json"
 CODE = "auto_map"
@@ -44,7 +45,7 @@ _OFFLINE = {
     "HF_DATASETS_OFFLINE": "1",
     "CUDA_VISIBLE_DEVICES": "",
 }
-_TOLD = "names in the model and in its file"
+_TOLD = "names in the model and in its file, and pieces"
 """What is remembered: changed with what building an architecture tells."""
 _SECONDS, _BYTES = 180, 3 * 2**30
 """What building may take, and the memory that it may take meanwhile: the frameworks, and layers without weights."""
@@ -57,6 +58,7 @@ class Record(TypedDict):
     params: list[list[Name]]
     decayed: list[Name]
     made_by: Name
+    pieces: dict[Name, list[list[Name]]]
 
 
 class StatedNames(TypedDict):
@@ -74,11 +76,13 @@ class Architecture:
             transformers saves under others.
         decayed: The first name of those that Trainer's rule lets decay.
         made_by: What built it.
+        pieces: Of a parameter that holds a layer's experts the names in the file, for each expert.
     """
 
     params: tuple[tuple[str, ...], ...]
     decayed: frozenset[str]
     made_by: str
+    pieces: Mapping[str, Sequence[Sequence[str]]]
 
     def grouped(self) -> tuple[list[tuple[str, ...]], list[tuple[str, ...]]]:
         """Returns Trainer's two groups: with weight decay, and without."""
@@ -191,6 +195,34 @@ def names_in_file(checkpoint: Checkpoint, model: Mapping[str, Tensor]) -> dict[s
     return {name: stored for name, stored in in_file.items() if stored in model}
 
 
+def with_experts(checkpoint: Checkpoint, model: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns a file's tensors with the experts of a layer as one, where the model has them so, under the model's name.
+
+    transformers 5 moves the experts of a layer as one parameter, and saves each under a name of its own.
+
+    Args:
+        checkpoint: The checkpoint; its config.json is among the carried files.
+        model: Every tensor of the file by name.
+
+    Raises:
+        MissingExtraError, FormatError: As of `names_by_config`.
+    """
+    text = bytes(np.asarray(at(checkpoint.tree, _KEY).read())).decode("utf-8", "replace")
+    pieces = architecture(text, str(checkpoint.path / CONFIG), len(model)).pieces
+    joined, taken = dict[str, Tensor](), set[str]()
+    for name, experts in pieces.items():
+        names = {piece for expert in experts for piece in expert}
+        if name not in model and names <= model.keys():
+            joined[name] = Stack([_joined([model[piece] for piece in expert]) for expert in experts], 0)
+            taken |= names
+    return {**{name: tensor for name, tensor in model.items() if name not in taken}, **joined}
+
+
+def _joined(pieces: Sequence[Tensor]) -> Tensor:
+    """Returns tensors of one shape, one after the other along their first axis."""
+    return pieces[0] if len(pieces) == 1 else Merged(Stack(pieces, 0), 0)
+
+
 def as_in_file(names: Sequence[str], checkpoint: Checkpoint, model: Mapping[str, Tensor]) -> Sequence[str]:
     """Returns names of a model's parameters as its file has them, which are those that `names_in_file` tells."""
     if not has_config(checkpoint) or all(name in model for name in as_named(names, model)):
@@ -262,7 +294,10 @@ def architecture(config: str, place: str, tensors: int) -> Architecture:
             remedy="give the names in the order of the parameters: --param-names FILE, in Python param_names=[...]",
         ) from None
     return Architecture(
-        tuple(tuple(names) for names in record["params"]), frozenset(record["decayed"]), record["made_by"]
+        tuple(tuple(names) for names in record["params"]),
+        frozenset(record["decayed"]),
+        record["made_by"],
+        record["pieces"],
     )
 
 
@@ -363,5 +398,6 @@ def print_architecture() -> None:
         "params": [names[id(param)] for _, param in model.named_parameters()],
         "decayed": list(decayed),
         "made_by": f"{name} of transformers {transformers.__version__}",
+        "pieces": saved_pieces(model),
     }
     print(f"\n{_BEGIN}{json.dumps(record)}", flush=True)

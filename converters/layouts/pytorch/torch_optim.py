@@ -30,6 +30,7 @@ from statekit.converters.layouts.pytorch.architecture import (
     names_beside,
     names_by_config,
     names_in_file,
+    with_experts,
 )
 from statekit.converters.layouts.pytorch.contents import (
     STEP,
@@ -275,6 +276,7 @@ class TorchOptim:
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         parts, kinds, said_of_groups, sides = _parts_and_kinds(checkpoint, hints)
         parts, said_of_vector = unflattened(parts, hints.param_names)
+        parts = _with_experts(parts, checkpoint, hints)
         _refuse_merged(parts.model, hints.model, checkpoint)
         order, note_of_names = _order(parts, kinds, checkpoint, hints)
         moved = {name: None for names in order.groups for name in names}
@@ -623,6 +625,19 @@ def _incomplete(checkpoint: Checkpoint) -> StateError:
         if averages
         else ALONE,
     )
+
+
+def _with_experts(parts: Parts, checkpoint: Checkpoint, hints: CheckpointRef) -> Parts:
+    """Returns parts whose model has the experts of a layer as one parameter, where the optimizer moved them so."""
+    is_told = hints.names_from is not None or hints.param_names is not None
+    known = {tensor.shape for tensor in parts.model.values()}
+    slots = (tensor for record in parts.state.values() for tensor in record.values())
+    lacks = any(
+        isinstance(slot, Tensor) and len(slot.shape) == 3 and slot.shape not in known for slot in slots
+    )
+    if not (is_told and lacks and has_config(checkpoint)):
+        return parts
+    return replace(parts, model=with_experts(checkpoint, parts.model))
 
 
 def _order(
