@@ -3,6 +3,7 @@
     model.pt, optim.pt, train.pt, config.yaml      OLMo's unsharded folder
     model.ckpt, optimizer.ckpt                     SpeechBrain's
     params.pt, optimizer.pt, criterion.pt          skorch's
+    model_world_size_1_rank_0.pt, optim_world_size_1_rank_0.pt    verl's, of one rank
     model, optimizer, lr_scheduler                 ColossalAI's, where each is a file
     model000500.pt, opt000500.pt                   guided-diffusion's, a pair for each step, and ema_0.9999_000500.pt
     model_state_e1_b0.th, training_state_e1_b0.th  AllenNLP's, a pair for each epoch and batch
@@ -14,7 +15,8 @@ optimizer moves, stand by themselves.
 
 Source: allenai/OLMo, olmo/checkpoint.py, `FullCheckpointer.save_checkpoint`; speechbrain/speechbrain,
 utils/checkpoints.py, `Checkpointer.save_checkpoint`; skorch-dev/skorch,
-skorch/callbacks/training.py, `Checkpoint`; hpcaitech/ColossalAI, colossalai/booster/booster.py, `save_model`;
+skorch/callbacks/training.py, `Checkpoint`; volcengine/verl,
+verl/utils/checkpoint/fsdp_checkpoint_manager.py, `FSDPCheckpointManager.save_checkpoint`; hpcaitech/ColossalAI, colossalai/booster/booster.py, `save_model`;
 openai/guided-diffusion, train_util.py, `TrainLoop.save`;
 allenai/allennlp, allennlp/training/checkpointer.py, `Checkpointer.save_checkpoint`; DLR-RM/stable-baselines3,
 stable_baselines3/common/save_util.py, `save_to_zip_file`; common/base_class.py, `BaseAlgorithm.set_parameters`.
@@ -35,6 +37,8 @@ from statekit.files.tree import Place
 from statekit.tensors.tree import Tree
 
 _HALF = re.compile(r"(model|net|params|optim(?:izer)?|opt)[-_.]?(\d{1,18})?\.(?:pt|pth|ckpt|th)")
+_OF_ONE_RANK = "_world_size_1_rank_0"
+"""What verl's names have that no other rank's file stands beside."""
 _AVERAGE = re.compile(r"(ema(?:_[0-9.]+)?)_(\d{1,18})\.(?:pt|pth|ckpt|th)")
 _MODELS = ("model", "net", "params", "model_state")
 _BARE = ("model", "optimizer")
@@ -48,6 +52,7 @@ _TARGETS, _REST = "targets", "policy_rest"
 """Keys of target networks, and of what of a policy no optimizer moves."""
 BESIDE = (
     "train.pt",
+    f"extra_state{_OF_ONE_RANK}.pt",
     "criterion.pt",
     "lr_scheduler",
     "scheduler.pt",
@@ -111,6 +116,7 @@ def _half(name: str) -> tuple[str, tuple[int, ...]] | None:
     """Returns which part a file is, and the numbers in its name; None of one that is no half."""
     if name in _BARE:
         return name, ()
+    name = name.replace(_OF_ONE_RANK, "")
     match = _HALF.fullmatch(name) or _OF_ALLENNLP.fullmatch(name)
     if match is None:
         return None

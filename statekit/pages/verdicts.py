@@ -75,6 +75,11 @@ SAYS = {
     "refuted": "NOT the same run.",
 }
 """What each verdict of `verify` means."""
+_BITS_KEPT = (
+    "Every stored bit is kept, and the run is the same: the two sides are stepped by steps of their own, whose updates "
+    "differ by no more than rounding."
+)
+"""What it means where the files hold the same bits, and only the steps that moved them round otherwise."""
 
 
 def of_verify(result: Mapping[str, Any]) -> Verdict:
@@ -83,12 +88,14 @@ def of_verify(result: Mapping[str, Any]) -> Verdict:
     whole = verdict["whole"]
     kind = "good" if verdict["passed"] else "bad" if whole == "refuted" else "unsure"
     passed = "" if verdict["passed"] else f" {_why_not(result)}"
+    is_by_steps = whole == "within the rounding bound" and verdict.get("exactness") == "bitwise"
+    says = _BITS_KEPT if is_by_steps else SAYS[whole]
     title = verdict.get("headline", whole.upper())  # certificates of 0.2.0 have none
     if "repeats" in result:
         again = "It comes out as the certificate says." if result["repeats"] else "It comes out otherwise."
         kind = kind if result["repeats"] else "bad"
-        return Verdict(kind, f"{again} {title}", SAYS[whole] + passed)
-    return Verdict(kind, title, SAYS[whole] + passed)
+        return Verdict(kind, f"{again} {title}", says + passed)
+    return Verdict(kind, title, says + passed)
 
 
 def _why_not(result: Mapping[str, Any]) -> str:

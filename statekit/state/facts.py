@@ -32,6 +32,20 @@ def candidates(state: TrainState) -> Fact | None:
     return next((fact for fact in facts if fact.name == OPTIMIZER and fact.source == "unknown"), None)
 
 
+def coupled_decay(state: TrainState) -> str:
+    """Returns why a state of Adam has no step: its weight decay is a part of the gradient; "" where it isn't.
+
+    Source: pytorch/pytorch torch/optim/adam.py, `Adam`, against adamw.py, `AdamW`.
+    """
+    values = (group.hyperparameters for group in state.optimizer.groups)
+    has_it = any(
+        group.get("decoupled_weight_decay") is False and group.get("weight_decay_rate") for group in values
+    )
+    return (
+        "statekit has no step of Adam with weight decay in the gradient, which isn't AdamW" if has_it else ""
+    )
+
+
 def check_steps(state: TrainState, place: object, remedy: str = "") -> None:
     """Refuses a state that may be of several optimizers, or whose run does more than its schema's steps.
 
@@ -51,6 +65,13 @@ def check_steps(state: TrainState, place: object, remedy: str = "") -> None:
             place=place,
             expected="an optimizer that has a schema",
             remedy="go on with the original, which takes the state as it is carried",
+        )
+    if why := coupled_decay(state):
+        raise UnknownRuleError(
+            f"{why}.",
+            place=place,
+            expected="decoupled_weight_decay true, or a weight decay of 0",
+            remedy="go on with torch.optim.Adam, which takes the state as it is carried",
         )
     fact = candidates(state)
     if fact is not None:

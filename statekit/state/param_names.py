@@ -156,7 +156,7 @@ def saved_pieces(model: Any) -> dict[str, list[list[str]]]:
     Source: huggingface/transformers, core_model_loading.py, `revert_weight_conversion`, `MergeModulelist`.
     """
     loading = sys.modules.get("transformers.core_model_loading")
-    revert = getattr(loading, "revert_weight_conversion", None)
+    revert: Any = getattr(loading, "revert_weight_conversion", None)
     torch: Any = sys.modules.get("torch")
     pieces: dict[str, list[list[str]]] = {}
     for name, param in model.named_parameters() if revert is not None else ():

@@ -34,6 +34,7 @@ from statekit.state.comparison import Difference, compare_states, with_still
 from statekit.state.constants import variant_constants
 from statekit.state.evidence import BEYOND, OPTIMIZER, headline
 from statekit.state.factoring import by_shape, swapped
+from statekit.state.facts import coupled_decay
 from statekit.state.options import RATE_NAMES
 from statekit.state.run import BUFFERS
 from statekit.state.schema import WEIGHTS, is_native, load_schema, named_native
@@ -612,7 +613,7 @@ def _without_step(*states: TrainState) -> str:
             )
         if variant not in load_schema(schema).stepped:
             return f"statekit has no step of {schema}'s variant {variant}"
-    return ""
+    return next(filter(None, map(coupled_decay, states)), "")
 
 
 def _without_slots(*states: TrainState) -> list[str]:

@@ -388,7 +388,7 @@ def _with_masters(
         groups: The optimizer's groups.
         wrapper: What the wrapper keeps. A wrapper whose lists leave parameters out stays as it is.
     """
-    copies = next((wrapper[key] for key in _MASTERS if isinstance(wrapper.get(key), list)), [])
+    copies: list[Any] = next((wrapper[key] for key in _MASTERS if isinstance(wrapper.get(key), list)), [])
     numbers = [group["params"] for group in groups]
     if not copies or [len(part) for part in copies if isinstance(part, list)] != [*map(len, numbers)]:
         return state, wrapper

@@ -580,7 +580,9 @@ def _updates_of(
     if not records.keys() <= kind_of.keys():
         return None
     for index, record in records.items():
-        counts |= _counted(kind_of[index], record, str(index), faults)
+        # An optimizer without a schema may count nothing, as SGD doesn't.
+        if STEP in record or not kind_of[index].is_native:
+            counts |= _counted(kind_of[index], record, str(index), faults)
     return None if faults else counts
 
 
