@@ -30,7 +30,7 @@ from statekit.conversion.checkpoint_ref import OPTIONS, CheckpointRef
 from statekit.conversion.contracts import Exactness
 from statekit.errors import UsageError, plural, size, some
 from statekit.files.tree import Place
-from statekit.pages.verdicts import SAYS
+from statekit.pages.verdicts import BITS_KEPT, meaning
 from statekit.state.train_state import StepOffset
 from statekit.verify.certificate import Certificate
 from statekit.verify.verification import STEPS, verify
@@ -282,7 +282,7 @@ def _repeat(
 
 def _show(screen: Screen, data: Mapping[str, Any], counts: Mapping[str, int]) -> None:
     verdict, replay = data["verdict"], data["replay"]
-    screen.say(f"{verdict['headline']}. {SAYS[verdict['whole']]}", bold=True)
+    screen.say(f"{verdict['headline']}. {meaning(verdict)}", bold=True)
     if verdict["nobody_gave"]:
         screen.say(f"The target holds facts that are not given: {some(verdict['nobody_gave'])}.", bold=True)
         screen.say("Say it (--hparams NAME=VALUE), or accept documented defaults (--assume-defaults).")
@@ -297,7 +297,8 @@ def _show(screen: Screen, data: Mapping[str, Any], counts: Mapping[str, int]) ->
     if len(verdict["because"]) > MAX_ROWS:
         screen.say(f"and {len(verdict['because']) - MAX_ROWS} more; --json lists them", indent=2)
     screen.title("State")
-    screen.say(f"{', '.join(f'{count} {one}' for one, count in counts.items())}", indent=2)
+    kept = "every stored bit is kept; with the updates " * (meaning(verdict) == BITS_KEPT)
+    screen.say(f"{kept}{', '.join(f'{count} {one}' for one, count in counts.items())}", indent=2)
     pairs, back = data["map"]["bijection"], data["map"]["round_trip"]
     whole = "each once" if not pairs["faults"] else "NOT each once"
     screen.say(f"{pairs['elements']} elements of parameters and slots, {whole}", indent=2)

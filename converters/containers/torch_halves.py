@@ -16,7 +16,8 @@ optimizer moves, stand by themselves.
 Source: allenai/OLMo, olmo/checkpoint.py, `FullCheckpointer.save_checkpoint`; speechbrain/speechbrain,
 utils/checkpoints.py, `Checkpointer.save_checkpoint`; skorch-dev/skorch,
 skorch/callbacks/training.py, `Checkpoint`; volcengine/verl,
-verl/utils/checkpoint/fsdp_checkpoint_manager.py, `FSDPCheckpointManager.save_checkpoint`; hpcaitech/ColossalAI, colossalai/booster/booster.py, `save_model`;
+verl/utils/checkpoint/fsdp_checkpoint_manager.py, `FSDPCheckpointManager`;
+hpcaitech/ColossalAI, colossalai/booster/booster.py, `save_model`;
 openai/guided-diffusion, train_util.py, `TrainLoop.save`;
 allenai/allennlp, allennlp/training/checkpointer.py, `Checkpointer.save_checkpoint`; DLR-RM/stable-baselines3,
 stable_baselines3/common/save_util.py, `save_to_zip_file`; common/base_class.py, `BaseAlgorithm.set_parameters`.

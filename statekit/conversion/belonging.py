@@ -62,7 +62,7 @@ _SEVERAL_WORDS: Mapping[str, Half] = {
 """The same of words that tell nothing by themselves."""
 _WHOLE: Mapping[str, Half] = {"opt": "optimizer", "avg": "average"}
 """The same of words that tell only if they are the whole name: a model may be called so too."""
-_SUFFIXES = ("_opt", "modelopt")
+_SUFFIXES = ("_opt", "_modelopt")
 """Ends of names that are an optimizer's: SpeechBrain's recipes save wav2vec_opt.ckpt and modelopt.ckpt."""
 _STATES = re.compile(r"\.states(\.|$)")
 """Gluon's file of a trainer. Source: apache/mxnet python/mxnet/gluon/trainer.py, `save_states`."""
@@ -105,7 +105,7 @@ def half_of(name: str) -> Half | None:
     stem = "_".join(word for word in _words(name.partition(".")[0]) if not word.isdecimal())
     by_word = next((_WORDS[word] for word in words if word in _WORDS), None)
     joined = f"_{'_'.join(words)}_"
-    is_suffix = stem.endswith(_SUFFIXES) and stem not in _SUFFIXES
+    is_suffix = f"_{stem}".endswith(_SUFFIXES)
     by_words = next((half for several, half in _SEVERAL_WORDS.items() if f"_{several}_" in joined), None)
     return by_word or by_words or _WHOLE.get(stem) or ("optimizer" if is_suffix else None)
 

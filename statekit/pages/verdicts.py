@@ -75,11 +75,21 @@ SAYS = {
     "refuted": "NOT the same run.",
 }
 """What each verdict of `verify` means."""
-_BITS_KEPT = (
+BITS_KEPT = (
     "Every stored bit is kept, and the run is the same: the two sides are stepped by steps of their own, whose updates "
     "differ by no more than rounding."
 )
 """What it means where the files hold the same bits, and only the steps that moved them round otherwise."""
+
+
+def meaning(verdict: Mapping[str, Any]) -> str:
+    """Returns what a verdict of `verify` means, in a sentence.
+
+    Args:
+        verdict: As a certificate has it.
+    """
+    is_by_steps = verdict["whole"] == "within the rounding bound" and verdict.get("exactness") == "bitwise"
+    return BITS_KEPT if is_by_steps else SAYS[verdict["whole"]]
 
 
 def of_verify(result: Mapping[str, Any]) -> Verdict:
@@ -88,8 +98,7 @@ def of_verify(result: Mapping[str, Any]) -> Verdict:
     whole = verdict["whole"]
     kind = "good" if verdict["passed"] else "bad" if whole == "refuted" else "unsure"
     passed = "" if verdict["passed"] else f" {_why_not(result)}"
-    is_by_steps = whole == "within the rounding bound" and verdict.get("exactness") == "bitwise"
-    says = _BITS_KEPT if is_by_steps else SAYS[whole]
+    says = meaning(verdict)
     title = verdict.get("headline", whole.upper())  # certificates of 0.2.0 have none
     if "repeats" in result:
         again = "It comes out as the certificate says." if result["repeats"] else "It comes out otherwise."
