@@ -297,12 +297,12 @@ def _named_near(
     try:
         state = registry.decoded(layout, checkpoint, replace(hints, names_from=way))
     except (StateError, FormatError, MissingExtraError) as failed:
-        found = "; ".join(line.strip() for line in f"{error.found or ''}".splitlines() if line.strip())
+        shapes = "; ".join(line.strip() for line in f"{error.found or ''}".splitlines() if line.strip())
         raise NamesError(
             error.subject,
             place=error.place or checkpoint.path,
             expected=error.expected,
-            found=f"{found}; names from {way} were tried: {failed.line}".removeprefix("; "),
+            found=f"{shapes}; names from {way} were tried: {failed.line}".removeprefix("; "),
             remedy=failed.remedy or error.remedy,
         ) from error
     said = f"The order of the parameters is that of names_from={way}, as nothing else in the checkpoint tells it."
