@@ -609,6 +609,11 @@ def _incomplete(checkpoint: Checkpoint) -> StateError:
         if len(optimizers := optimizers_in(checkpoint.tree)) > 1:
             return unpaired_networks(optimizers, possible_models(checkpoint.tree), checkpoint.path)
         return StateError("The checkpoint has no optimizer of torch.optim.", place=checkpoint.path)
+    return _without_model(checkpoint)
+
+
+def _without_model(checkpoint: Checkpoint) -> StateError:
+    """Returns what is wrong with a checkpoint whose optimizer has no model beside it, or may have several."""
     models = possible_models(checkpoint.tree)
     if models:
         return StateError(
