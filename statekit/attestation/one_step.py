@@ -78,6 +78,16 @@ def odd(opened: OpenState, read: Readings) -> Iterator[str]:
     yield from _squares_either_way(opened.state)
 
 
+def _groups_without_parameters(state: TrainState) -> Iterator[str]:
+    """Yields the groups that move nothing, whose options a loader may lose.
+
+    Source: pytorch/pytorch torch/distributed/checkpoint/state_dict.py, `_split_optim_state_dict`.
+    """
+    for i, group in enumerate(state.optimizer.groups):
+        if not group.paths:
+            yield f"group {i} moves no parameter; torch's set_optimizer_state_dict drops the options of such a group"
+
+
 def _odd_counts_and_groups(opened: OpenState) -> Iterator[str]:
     state = opened.state
     if behind := state.counts.behind:
@@ -90,6 +100,7 @@ def _odd_counts_and_groups(opened: OpenState) -> Iterator[str]:
         for narrow in _narrow(part) if part.optimizer.schema != WEIGHTS else ():
             yield f"{some(narrow.where)}: {narrow.found} beside {narrow.expected} parameters, as the source had them"
     moved = set(state.optimizer.paths)
+    yield from _groups_without_parameters(state)
     if moved and (still := [path for path in state.params if path not in moved]):
         yield f"{some(still)}: in no group and without slots, so taken as frozen"
 

@@ -426,10 +426,19 @@ def extra_of(parts: Parts, params: Iterable[str], options: Iterable[str]) -> dic
         TIES: {path_of(name): path_of(tie) for name, tie in ties.items()},
         NAMES: stated_names([*moved, *ties]),
         GROUPS: [{key: value for key, value in group.items() if key not in read} for group in parts.groups],
-        BESIDE: rest,
+        BESIDE: rest if isinstance(rest, Mapping) else _by_position(rest),
         PLACES: [list(place) for place in parts.places],
     }
     return {key: part for key, part in extra.items() if part}
+
+
+def _by_position(rest: Sequence[Tree]) -> dict[str, Tree]:
+    """Returns what a saved list or tuple holds beside model and optimizer, by its position."""
+    return {
+        f"{i}": part
+        for i, part in enumerate(rest)
+        if part is not None and (part or not isinstance(part, dict | list))
+    }
 
 
 def path_of(name: str) -> str:
@@ -483,6 +492,9 @@ def join_parts(
         form: How the optimizer shall lie in the file; groups and state are by name if it isn't by index.
     """
     model_at, optimizer_at = extra.get(PLACES) or (MODELS[0], OPTIMIZERS[0])
+    if any(isinstance(place[0], int) for place in (model_at, optimizer_at) if place):
+        # The source was a list or a tuple as a whole; what is written is a dict.
+        model_at, optimizer_at = MODELS[0], OPTIMIZERS[0]
     extra, unnamed = nameable(extra) if form == "flat" else (extra, {})
     full = with_others(extra, groups)
     kept, model, dropped = beside_optimizers(extra, params, placed)

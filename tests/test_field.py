@@ -1,0 +1,617 @@
+"""Each kind of file that people have has a test with a further case, made with the real library; the list is held."""
+
+from __future__ import annotations
+
+import ast
+import copy
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import statekit
+from statekit.cli.main import main
+from statekit.conversion.belonging import half_of
+from statekit.errors import NamesError, UnknownFormatError, UnknownRuleError
+from statekit.torch import attest, load_optimizer
+
+pytestmark = pytest.mark.torch
+HERE = Path(__file__).parent
+SHARED = HERE.parents[1] / "shared" / "cases"
+
+KINDS: Mapping[str, Mapping[str, str]] = {
+    "1 evidence, a weakest fact in the headline": {
+        "case": "test_optax_recognised.py::test_a_masked_decay_is_asked_for",
+        "further": "test_evidence.py::test_an_order_that_nothing_proves_stands_in_the_headline_of_every_verb",
+    },
+    "1 a target that stores values asks by name": {
+        "case": "test_evidence.py::test_a_layout_that_stores_values_asks_for_them_by_name",
+        "further": "test_field.py::test_megatron_asks_for_what_its_groups_store",
+    },
+    "1 documented defaults never stand for what has none": {
+        "case": "test_evidence.py::test_documented_defaults_never_stand_for_what_has_none",
+        "further": "test_evidence.py::test_a_program_that_builds_the_optimizer_itself_is_asked_for",
+    },
+    "2 signature, not resemblance": {
+        "case": "test_torch_cases.py::test_no_optimizer_is_called_by_anothers_name",
+        "further": "test_field.py::test_a_wrapper_whose_rule_is_unknown_is_named_with_what_it_wraps",
+    },
+    "3 companions": {
+        "case": "test_companions.py::test_no_half_is_lost_in_silence",
+        "further": "test_field.py::test_names_that_end_in_opt_are_optimizers",
+    },
+    "4 no false alarm": {
+        "case": "test_companions.py::test_a_loader_names_an_average_beside_a_whole_run",
+        "further": "test_field.py::test_an_average_that_lies_beside_a_run_of_lightning_stops_no_resume",
+    },
+    "the counterweight": {
+        "case": "test_evidence.py::test_no_recording_needs_an_option_that_needed_none",
+        "further": "test_evidence.py::test_a_target_that_leaves_facts_open_asks_for_nothing",
+    },
+    "Trainer's folders by default": {
+        "case": "test_trainer_matrix.py::test_a_right_resume_passes_and_each_wrong_one_is_named",
+        "further": "test_field.py::test_experts_that_transformers_saves_apart_are_one_parameter_of_the_run",
+    },
+    "a file of names": {
+        "case": "test_names_beside.py::*",
+        "further": "test_field.py::test_a_file_of_names_tells_the_order_of_a_run_with_a_frozen_encoder",
+    },
+    "clipping and the rest of training_args.bin": {
+        "case": "test_torch_cases.py::test_another_limit_of_the_gradients_norm_is_no_resume_of_a_trainers_run",
+        "further": "test_trainer_to_optax.py::*",
+    },
+    "schedules": {
+        "case": "test_schedules_attested.py::*",
+        "further": "test_trainer_schedules.py::test_trainer_goes_on_at_the_runs_rates",
+    },
+    "PEFT and LoRA": {
+        "case": "test_torch_cases.py::test_an_adapters_names_are_those_of_its_model_or_of_its_file",
+        "further": "test_torch_cases.py::test_adapters_in_folders_of_their_names_are_the_model",
+    },
+    "two halves": {
+        "case": "test_torch_cases.py::test_halves_of_one_step_are_one_checkpoint",
+        "further": "test_field.py::test_the_files_of_verls_only_rank_are_one_checkpoint",
+    },
+    "averages": {
+        "case": "test_torch_cases.py::test_where_lightning_averages_the_runs_own_weights_go_on",
+        "further": "test_field.py::test_a_file_whose_only_weights_are_an_average_is_no_fault_for_doctor",
+    },
+    "Adam is not AdamW": {
+        "case": "test_torch_cases.py::test_files_of_older_torch_are_read_and_do_not_say_adam_or_adamw",
+        "further": "test_field.py::test_adam_with_decay_in_the_gradient_is_carried_and_refused_where_it_is_stepped",
+    },
+    "dialects of Adam": {
+        "case": "test_torch_cases.py::test_fused_adam_counts_in_its_group_and_its_mode_is_assumed",
+        "further": "test_field.py::test_masters_of_a_wrapper_for_mixed_precision_are_what_goes_on",
+    },
+    "prefixes": {
+        "case": "test_torch_cases.py::test_a_compiled_models_file_fits_the_model_inside",
+        "further": "test_torch_cases.py::test_a_module_around_the_network_is_no_part_of_its_names",
+    },
+    "an empty parameter group": {
+        "case": "test_field.py::test_a_group_without_parameters_is_kept_named_and_goes_on",
+        "further": "test_field.py::test_a_group_without_parameters_in_a_file_by_index_is_named_too",
+    },
+    "bitsandbytes": {
+        "case": "test_field.py::test_folders_of_trainer_with_bitsandbytes_are_called_so",
+        "further": "test_low_bit.py::*",
+    },
+    "doctor and diff of what isn't known": {
+        "case": "test_torch_cases.py::test_no_optimizer_is_called_by_anothers_name",
+        "further": "test_field.py::test_a_schedule_alone_and_weights_by_position_are_called_so",
+    },
+    "muon_attest": {
+        "case": "test_field.py::test_a_partition_of_muon_is_attested_and_a_new_one_is_found",
+        "further": "test_several_optimizers.py::test_each_group_is_of_its_own_optimizer",
+    },
+    "silent_wrappers": {
+        "case": "test_field.py::test_wrappers_and_look_alikes_of_optax_are_not_converted_as_adam",
+        "further": "test_optax_recognised.py::test_every_optimizer_of_optax_fits_its_own_name_or_is_described_by_it",
+    },
+    "two_nets": {
+        "case": "test_field.py::test_of_two_networks_in_one_tree_each_goes_with_its_own_optimizer",
+        "further": "test_optax_recognised.py::test_each_network_has_the_optimizer_of_its_branch_or_of_its_name",
+    },
+}
+"""Every kind of issues' sections -> the test of its case, and that of a further case of the real library."""
+
+
+def named_in(file: str) -> set[str]:
+    tree = ast.parse((HERE / file).read_text(encoding="utf-8"))
+    return {
+        node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name[:5] == "test_"
+    }
+
+
+REPORTED: Mapping[str, str] = {
+    "adam_or_adamw_old": "test_torch_cases.py::test_transformers_own_adamw_is_carried_and_refused_elsewhere",
+    "apex_fusedadam": "test_torch_cases.py::test_fused_adam_counts_in_its_group_and_its_mode_is_assumed",
+    "batchnorm": "test_torch_cases.py::test_statistics_of_batch_norms_are_known_by_name",
+    "bnb8_trainer": "test_field.py::test_folders_of_trainer_with_bitsandbytes_are_called_so",
+    "ds_zero2_lora": "test_torch_cases.py::test_trainers_folders_under_deepspeed_open_with_their_optimizer",
+    "empty_group_dcp": "test_field.py::test_a_group_without_parameters_is_kept_named_and_goes_on",
+    "fsdp_sharded_trainer": "test_torch_cases.py::test_fsdp_shards_of_model_and_optimizer_are_one_checkpoint",
+    "lightning_ema": "test_torch_cases.py::test_where_lightning_averages_the_runs_own_weights_go_on",
+    "lora_trainer": "test_torch_cases.py::test_an_adapters_names_are_those_of_its_model_or_of_its_file",
+    "muon_attest": "test_field.py::test_a_partition_of_muon_is_attested_and_a_new_one_is_found",
+    "nanogpt_compiled": "test_torch_cases.py::test_a_compiled_models_file_fits_the_model_inside",
+    "old_torch_adamw": "test_torch_cases.py::test_files_of_older_torch_are_read_and_do_not_say_adam_or_adamw",
+    "olmo_unsharded": "test_torch_cases.py::"
+    "test_olmos_folder_is_one_checkpoint_whose_configuration_names_the_optimizer",
+    "plain_adam_resume": "test_field.py::test_the_lines_of_torchs_adam_name_adam",
+    "silent_wrappers": "test_field.py::test_wrappers_and_look_alikes_of_optax_are_not_converted_as_adam",
+    "two_nets": "test_field.py::test_of_two_networks_in_one_tree_each_goes_with_its_own_optimizer",
+}
+"""Every case that people report of PyTorch, and three of Optax -> its test."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_kind_has_its_case_and_a_further_one(kind: str) -> None:
+    places = [place.split("::") for place in KINDS[kind].values()]
+    assert len({tuple(place) for place in places}) == len(places) == 2
+    for file, name in places:
+        assert named_in(file) if name == "*" else name in named_in(file)
+
+
+@pytest.mark.parametrize("name", REPORTED)
+def test_each_reported_case_has_a_test(name: str) -> None:
+    file, _, test = REPORTED[name].partition("::")
+    assert test in named_in(file)
+    assert not SHARED.is_dir() or (SHARED / name).is_dir()
+
+
+class Net(torch.nn.Module):
+    """A small network whose shapes are all of one parameter alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(4, 6)
+        self.second = torch.nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.second(torch.tanh(self.first(x)))
+        return y
+
+
+def trained(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer, updates: int = 4
+) -> torch.optim.Optimizer:
+    random = torch.Generator().manual_seed(0)
+    for _ in range(updates):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = torch.randn(param.shape, generator=random)
+        optimizer.step()
+    return optimizer
+
+
+def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
+    return trained(model, torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1))
+
+
+def first_moments(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    return {
+        name.replace(".", "/"): optimizer.state[param]["exp_avg"].numpy()
+        for name, param in model.named_parameters()
+    }
+
+
+def assert_moments(path: Path, expected: Mapping[str, Any], **options: Any) -> None:
+    with statekit.open(path, **options) as opened:
+        for name, value in expected.items():
+            assert np.array_equal(np.asarray(opened.slots[name]["m"].read()), value)
+
+
+def told(arguments: list[Any], code: int, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert main([*map(str, arguments)]) == code
+    shown = capsys.readouterr()
+    return " ".join((shown.out + shown.err).split())
+
+
+# Wrappers, and what stands alone
+
+
+def test_masters_of_a_wrapper_for_mixed_precision_are_what_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Apex' FP16_Optimizer, after its source. Seen red: an optimizer that isn't known."""
+    model = Net()
+    masters = copy.deepcopy(model)
+    optimizer = adamw(masters)
+    around = {
+        "loss_scaler": 1.0, "dynamic_loss_scale": True, "overflow": False, "first_closure_call_this_step": False,
+        "optimizer_state_dict": optimizer.state_dict(),
+        "fp32_from_fp16": [[param.detach() for param in masters.parameters()]],
+    }  # fmt: skip
+    half = copy.deepcopy(masters).half()
+    torch.save({"model": half.state_dict(), "optimizer": around}, tmp_path / "run.pt")
+    assert_moments(tmp_path / "run.pt", first_moments(masters, optimizer))
+    assert "BITWISE" in told(["convert", tmp_path / "run.pt", tmp_path / "again.pt"], 0, capsys)
+    again = torch.load(tmp_path / "again.pt", weights_only=True)["model"]
+    assert all(torch.equal(again[name], param) for name, param in masters.named_parameters())
+    lacking = {**around, "fp32_from_fp16": [around["fp32_from_fp16"][0][1:]]}
+    torch.save({"model": half.state_dict(), "optimizer": lacking}, tmp_path / "lacking.pt")
+    assert "inside a wrapper that isn't known" in told(["inspect", tmp_path / "lacking.pt"], 0, capsys)
+
+
+def test_a_wrapper_whose_rule_is_unknown_is_named_with_what_it_wraps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Net()
+    tree = {"base_optimizer": adamw(model).state_dict(), "rho": 0.05}  # as wrappers of SAM save themselves
+    torch.save({"model": model.state_dict(), "optimizer": tree}, tmp_path / "run.pt")
+    said = "torch Adam or AdamW inside a wrapper that isn't known, which keeps rho"
+    for verb in (["inspect", tmp_path / "run.pt"], ["doctor", tmp_path / "run.pt"]):
+        assert said in told(verb, 0, capsys)
+    assert said in told(["convert", tmp_path / "run.pt", tmp_path / "x.pt"], 3, capsys)
+
+
+def test_a_schedule_alone_and_weights_by_position_are_called_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = Net()
+    optimizer = adamw(model)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=20)
+    (tmp_path / "alone").mkdir()
+    torch.save(schedule.state_dict(), tmp_path / "alone" / "scheduler.pt")
+    said = "a learning-rate schedule alone (OneCycleLR): no weights and no optimizer"
+    assert said in told(["inspect", tmp_path / "alone" / "scheduler.pt"], 0, capsys)
+    with pytest.raises(UnknownFormatError, match="a learning-rate schedule alone"):
+        statekit.open(tmp_path / "alone" / "scheduler.pt")
+    captured = (3, *model.parameters(), optimizer.state_dict(), 2.5)  # as Gaussian splatting saves a scene
+    torch.save((captured, 7000), tmp_path / "chkpnt7000.pth")
+    assert "whose weights have no names" in told(["inspect", tmp_path / "chkpnt7000.pth"], 0, capsys)
+    with pytest.raises(NamesError, match="no weights that have names"):
+        statekit.open(tmp_path / "chkpnt7000.pth")
+    live: Any = load_optimizer(tmp_path / "chkpnt7000.pth", model.named_parameters())
+    assert [group["step"] for group in live.param_groups] == [4]
+
+
+@pytest.mark.parametrize("kind", ["list", "tuple", "pair"])
+def test_a_file_that_is_a_list_as_a_whole_converts(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: an AttributeError of each conversion."""
+    model = Net()
+    optimizer = adamw(model)
+    parts = model.state_dict(), optimizer.state_dict()
+    trees = {
+        "list": [*parts, 7],
+        "tuple": parts,
+        "pair": (dict(zip(("model", "optimizer"), parts, strict=True)), 7),
+    }
+    torch.save(trees[kind], tmp_path / "run.pt")
+    assert "BITWISE" in told(["convert", tmp_path / "run.pt", tmp_path / "again.pt"], 0, capsys)
+    assert "BITWISE" in told(
+        ["convert", tmp_path / "run.pt", tmp_path / "neutral", "--to", "statekit"], 0, capsys
+    )
+    for path in (tmp_path / "run.pt", tmp_path / "again.pt", tmp_path / "neutral"):
+        assert_moments(path, first_moments(model, optimizer))
+    program: dict[str, Any] = {"model": Net()}
+    exec(told_lines(tmp_path / "run.pt", capsys), program)
+    assert torch.equal(program["model"].first.weight, model.first.weight)
+
+
+# Companions and averages
+
+
+def test_names_that_end_in_opt_are_optimizers() -> None:
+    """SpeechBrain's recipes save wav2vec_opt.ckpt beside wav2vec2.ckpt, and modelopt.ckpt beside model.ckpt."""
+    assert {half_of(name) for name in ("modelopt.ckpt", "wav2vec_opt.ckpt", "gen_opt.pth")} == {"optimizer"}
+    assert {half_of(name) for name in ("opt-125m.bin", "adopt.pt", "facebook_opt_350m.bin")} == {None}
+
+
+def test_an_average_that_lies_beside_a_run_of_lightning_stops_no_resume(tmp_path: Path) -> None:
+    """NeMo's run-last-EMA.ckpt beside run-last.ckpt. Seen red: attest failed a right resume."""
+    model = Net()
+    optimizer = adamw(model)
+    run = {
+        "epoch": 0, "global_step": 4, "pytorch-lightning_version": "2.5.0", "loops": {}, "callbacks": {},
+        "lr_schedulers": [], "state_dict": model.state_dict(), "optimizer_states": [optimizer.state_dict()],
+    }  # fmt: skip
+    torch.save(run, tmp_path / "run-last.ckpt")
+    torch.save({**run, "state_dict": Net().state_dict()}, tmp_path / "run-last-EMA.ckpt")
+    result = attest(optimizer, model, tmp_path / "run-last.ckpt")
+    assert result.passed and any(
+        "run-last-EMA.ckpt looks like an average" in line for line in result.warnings
+    )
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    assert not attest(fresh, model, tmp_path / "run-last.ckpt").passed
+
+
+def test_a_file_whose_only_weights_are_an_average_is_no_fault_for_doctor(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ultralytics' last.pt has no model and an average, which SGD doesn't move. Seen red: doctor ended with 3."""
+    model = Net()
+    optimizer = trained(model, torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9))
+    tree = {
+        "epoch": 5,
+        "model": None,
+        "ema": model.half().state_dict(),
+        "updates": 4,
+        "optimizer": optimizer.state_dict(),
+    }
+    torch.save(tree, tmp_path / "last.pt")
+    assert "nothing found" in told(["doctor", tmp_path / "last.pt"], 0, capsys)
+    assert "--model-key ema takes the average" in told(
+        ["convert", tmp_path / "last.pt", tmp_path / "x.pt"], 3, capsys
+    )
+
+
+def test_the_files_of_verls_only_rank_are_one_checkpoint(tmp_path: Path) -> None:
+    """Seen red: none of the three was told to be the checkpoint."""
+    model = Net()
+    optimizer = adamw(model)
+    parts = {"model": model.state_dict(), "optim": optimizer.state_dict(), "extra_state": {"rng": {}}}
+    for name, part in parts.items():
+        torch.save(part, tmp_path / f"{name}_world_size_1_rank_0.pt")
+    assert_moments(tmp_path, first_moments(model, optimizer))
+    assert attest(optimizer, model, tmp_path).passed
+
+
+# Rules
+
+
+def test_adam_with_decay_in_the_gradient_is_carried_and_refused_where_it_is_stepped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: verify ended with an error, and the loaded optimizer failed at its first step."""
+    model = Net()
+    optimizer = trained(model, torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=0.1))
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    assert "BITWISE" in told(["convert", tmp_path / "run.pt", tmp_path / "again.pt"], 0, capsys)
+    said = "no step of Adam with weight decay in the gradient"
+    shown = told(["verify", tmp_path / "run.pt", tmp_path / "again.pt"], 0, capsys)
+    assert shown.startswith("NOT COMPARABLE") and said in shown
+    with pytest.raises(UnknownRuleError, match=said):
+        load_optimizer(tmp_path / "run.pt", model.named_parameters())
+
+
+def test_what_verify_says_of_kept_bits_is_that_they_are_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Convert says BITWISE of a neutral folder, and verify steps it by another step than PyTorch's."""
+    model = Net()
+    torch.save({"model": model.state_dict(), "optimizer": adamw(model).state_dict()}, tmp_path / "run.pt")
+    assert "BITWISE" in told(
+        ["convert", tmp_path / "run.pt", tmp_path / "neutral", "--to", "statekit"], 0, capsys
+    )
+    shown = told(["verify", tmp_path / "run.pt", tmp_path / "neutral"], 0, capsys)
+    assert "WITHIN THE ROUNDING BOUND. Every stored bit is kept" in shown
+
+
+def test_megatron_asks_for_what_its_groups_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Seen red: groups were written without betas and eps, which its own optimizer then filled in."""
+    source = of_optax(tmp_path)
+    across = ["convert", source, tmp_path / "run", "--to", "megatron"]
+    asked = told(across, 3, capsys)
+    assert all(name in asked for name in ("learning_rate", "beta1", "beta2", "epsilon", "weight_decay_rate"))
+    assert main([*map(str, across), "--assume-defaults"]) == 3  # a learning rate has no default
+    assert "ROUNDING" in told([*across, "--assume-defaults", "--hparams", "learning_rate=0.01"], 0, capsys)
+
+
+def of_optax(folder: Path) -> Path:
+    """Saves a run of optax.adamw, which stores no hyperparameter."""
+    import jax.numpy as jnp
+    import optax
+    import orbax.checkpoint as ocp
+
+    params = {"decoder": {"kernel": jnp.ones((4, 3)), "bias": jnp.ones(3)}}
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(folder / "optax", {"params": params, "opt_state": optax.adamw(0.01).init(params)})
+    return folder / "optax"
+
+
+# Groups without parameters (empty_group_dcp)
+
+
+def two_towers() -> tuple[Net, torch.optim.Optimizer]:
+    model = Net()
+    model.first.requires_grad_(False)
+    none: list[torch.nn.Parameter] = []
+    groups = [{"params": none, "lr": 1e-4, "weight_decay": 0.0}, {"params": list(model.second.parameters())}]
+    return model, trained(model, torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1))
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+def test_a_group_without_parameters_is_kept_named_and_goes_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """empty_group_dcp: set_optimizer_state_dict drops the options of such a group, and a step ended with KeyError."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model, optimizer = two_towers()
+    parts = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+    dcp.save(parts, checkpoint_id=tmp_path / "run", no_dist=True)
+    with statekit.open(tmp_path / "run") as opened:
+        assert [len(group.paths) for group in opened.groups] == [0, 2]
+    assert "group 0 moves no parameter" in told(["doctor", tmp_path / "run"], 0, capsys)
+    lines = told_lines(tmp_path / "run", capsys)
+    program: dict[str, Any] = {"model": Net()}
+    program["model"].first.requires_grad_(False)
+    exec(lines, program)
+    program["model"](torch.ones(2, 4)).sum().backward()
+    program["optimizer"].step()
+    assert [group["lr"] for group in program["optimizer"].param_groups][1] == 0.01
+
+
+def told_lines(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Returns the printed lines of Python that go on with a run."""
+    capsys.readouterr()
+    assert main(["resume", str(path)]) == 0
+    return capsys.readouterr().out.partition("\n\n")[0]
+
+
+def test_a_group_without_parameters_in_a_file_by_index_is_named_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer = two_towers()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "index.pt")
+    assert "group 0 moves no parameter" in told(["doctor", tmp_path / "index.pt"], 0, capsys)
+    assert "BITWISE" in told(["convert", tmp_path / "index.pt", tmp_path / "again.pt"], 0, capsys)
+    again = torch.load(tmp_path / "again.pt", weights_only=True)["optimizer"]
+    assert [group["lr"] for group in again["param_groups"]] == [1e-4, 0.01]
+
+
+# Cases that people report
+
+
+def case(name: str) -> Path:
+    if not (SHARED / name).is_dir():
+        pytest.skip("the shared cases aren't here")
+    return SHARED / name
+
+
+def test_the_lines_of_torchs_adam_name_adam(capsys: pytest.CaptureFixture[str]) -> None:
+    """plain_adam_resume: they named AdamW with an argument that it doesn't take."""
+    lines = told_lines(HERE / "cases" / "plain_adam_resume" / "adam.pt", capsys)
+    assert "torch.optim.Adam(" in lines and "decoupled_weight_decay" not in lines
+
+
+def test_folders_of_trainer_with_bitsandbytes_are_called_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """bnb8_trainer: the newer wrapper key, the older form, and the paged state, which is plain Adam in float32."""
+    folder = case("bnb8_trainer")
+    for form in ("adamw_bnb_8bit", "old_form", "paged_adamw_32bit"):
+        shown = told(["inspect", folder / form / "checkpoint-4"], 0, capsys)
+        assert "bitsandbytes" in shown and "step 4 updates done" in shown
+    stored = torch.load(folder / "paged_adamw_32bit" / "checkpoint-4" / "optimizer.pt", weights_only=True)[
+        "state"
+    ]
+    shapes = {tuple(record["__bnb_optimizer_quant_state__"]["state1"].shape) for record in stored.values()}
+    assert (96, 64) in shapes
+
+
+def test_a_partition_of_muon_is_attested_and_a_new_one_is_found(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """muon_attest: the right state passes, a new one is named, doctor is content and diff of a copy finds nothing."""
+    folder = case("muon_attest") / "ckpt"
+    assert "nothing found" in told(["doctor", folder], 0, capsys)
+    assert "Equal" in told(["diff", folder, folder], 0, capsys)
+    import optax
+    import orbax.checkpoint as ocp
+
+    import statekit.jax
+
+    with ocp.StandardCheckpointer() as checkpointer:
+        params = checkpointer.restore(folder)["params"]
+    rule = optax.contrib.muon(1e-2)
+    fresh = rule.init(params)
+    with ocp.StandardCheckpointer() as checkpointer:
+        stored = checkpointer.restore(folder, {"params": params, "opt_state": fresh})
+    assert statekit.jax.attest(params, stored["opt_state"], folder).passed
+    assert not statekit.jax.attest(params, fresh, folder).passed
+
+
+@pytest.mark.parametrize(
+    ("name", "sentence"),
+    [
+        ("adabelief", "adabelief"),
+        ("adamax", "adamax"),
+        ("radam", "radam"),
+        ("sam_adam", ""),
+        ("adam_then_trace", ""),
+    ],
+)
+def test_wrappers_and_look_alikes_of_optax_are_not_converted_as_adam(
+    name: str, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """silent_wrappers: each is asked for or refused across frameworks, and carried into the neutral folder."""
+    folder = case("silent_wrappers") / name
+    assert sentence in told(["convert", folder, tmp_path / "x.pt"], 3, capsys)
+    assert main(["convert", str(folder), str(tmp_path / "neutral"), "--to", "statekit"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("tree", "key", "updates"),
+    [("nested", "actor/params", 5), ("flat_names", "critic_params", 9), ("crossed_names", "g_params", 5)],
+)
+def test_of_two_networks_in_one_tree_each_goes_with_its_own_optimizer(
+    tree: str, key: str, updates: int
+) -> None:
+    """two_nets: by the branch that both are in, or by the prefix of their names."""
+    with statekit.open(case("two_nets") / tree, model_key=key) as opened:
+        assert opened.counts.updates == updates
+
+
+# Transformers
+
+
+def trainers_run(model: Any, data: list[dict[str, Any]], folder: Path, **arguments: Any) -> Any:
+    import transformers
+
+    settings = transformers.TrainingArguments(
+        str(folder), max_steps=3, save_steps=3, per_device_train_batch_size=2, report_to=[], use_cpu=True,
+        disable_tqdm=True, lr_scheduler_type="cosine",
+    )  # fmt: skip
+    trainer = transformers.Trainer(model, settings, train_dataset=data, **arguments)  # type: ignore[arg-type]
+    trainer.train()
+    return trainer
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Mixtral", "Qwen3Moe"])
+def test_experts_that_transformers_saves_apart_are_one_parameter_of_the_run(
+    kind: str, tmp_path: Path
+) -> None:
+    """Seen red: attest raised for a right resume, as no tensor of the file had the name of a live parameter."""
+    import transformers
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}
+    own = {"num_local_experts": 4} if kind == "Mixtral" else {"num_experts": 4, "moe_intermediate_size": 8}
+    config = getattr(transformers, f"{kind}Config")(
+        **sizes, **own, pad_token_id=0, bos_token_id=1, eos_token_id=2
+    )
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(3, 32, (16, 8))]
+    trainer = trainers_run(model, data, tmp_path)
+    run = tmp_path / "checkpoint-3"
+    live = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    assert attest(live, model, run, scheduler=trainer.lr_scheduler).passed
+    name = "model/layers/0/mlp/experts/gate_up_proj"
+    param = model.model.layers[0].mlp.experts.gate_up_proj
+    with statekit.open(run) as opened:
+        assert np.array_equal(np.asarray(opened.params[name].read()), param.detach().numpy())
+        assert np.array_equal(
+            np.asarray(opened.slots[name]["m"].read()), live.state[param]["exp_avg"].numpy()
+        )
+    statekit.convert(run, tmp_path / "again" / "checkpoint-3", to="hf-trainer")
+    again = type(model).from_pretrained(tmp_path / "again" / "checkpoint-3")
+    assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())
+    fresh = torch.optim.AdamW(model.parameters(), lr=5e-5, weight_decay=0.0)
+    assert not attest(fresh, model, run).passed
+
+
+@pytest.mark.slow
+def test_a_file_of_names_tells_the_order_of_a_run_with_a_frozen_encoder(tmp_path: Path) -> None:
+    """A frozen tower leaves more parameters of a shape than the optimizer moves: only the run knows which."""
+    import transformers
+
+    from statekit.hf import NamesCallback
+
+    model = transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(32, n_positions=16, n_embd=8, n_layer=2, n_head=2)
+    )
+    model.transformer.h[0].requires_grad_(False)
+    data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 32, (16, 8))]
+    trainer = trainers_run(model, data, tmp_path, callbacks=[NamesCallback()])
+    run = tmp_path / "checkpoint-3"
+    live = getattr(trainer.optimizer, "optimizer", trainer.optimizer)
+    name, param = next(
+        pair for pair in model.named_parameters() if pair[0] == "transformer.h.1.attn.c_attn.weight"
+    )
+    with statekit.open(run) as opened:
+        moment = opened.slots[name.replace(".", "/")]["m"].read()
+        assert np.array_equal(np.asarray(moment), live.state[param]["exp_avg"].numpy())
+    (run / "parameter_names.json").unlink()
+    with pytest.raises(NamesError, match=r"in the optimizer, .* in the model"):
+        statekit.open(run)
