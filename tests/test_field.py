@@ -222,7 +222,7 @@ def test_masters_of_a_wrapper_for_mixed_precision_are_what_goes_on(
     model = Net()
     masters = copy.deepcopy(model)
     optimizer = adamw(masters)
-    around = {
+    around: dict[str, Any] = {
         "loss_scaler": 1.0, "dynamic_loss_scale": True, "overflow": False, "first_closure_call_this_step": False,
         "optimizer_state_dict": optimizer.state_dict(),
         "fp32_from_fp16": [[param.detach() for param in masters.parameters()]],
@@ -414,7 +414,10 @@ def two_towers() -> tuple[Net, torch.optim.Optimizer]:
     model = Net()
     model.first.requires_grad_(False)
     none: list[torch.nn.Parameter] = []
-    groups = [{"params": none, "lr": 1e-4, "weight_decay": 0.0}, {"params": list(model.second.parameters())}]
+    groups: list[dict[str, Any]] = [
+        {"params": none, "lr": 1e-4, "weight_decay": 0.0},
+        {"params": list(model.second.parameters())},
+    ]
     return model, trained(model, torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1))
 
 
@@ -423,12 +426,12 @@ def test_a_group_without_parameters_is_kept_named_and_goes_on(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """empty_group_dcp: set_optimizer_state_dict drops the options of such a group, and a step ended with KeyError."""
-    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint import state_dict_saver
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
     model, optimizer = two_towers()
     parts = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
-    dcp.save(parts, checkpoint_id=tmp_path / "run", no_dist=True)
+    state_dict_saver.save(parts, checkpoint_id=tmp_path / "run", no_dist=True)
     with statekit.open(tmp_path / "run") as opened:
         assert [len(group.paths) for group in opened.groups] == [0, 2]
     assert "group 0 moves no parameter" in told(["doctor", tmp_path / "run"], 0, capsys)
@@ -552,7 +555,7 @@ def trainers_run(model: Any, data: list[dict[str, Any]], folder: Path, **argumen
         str(folder), max_steps=3, save_steps=3, per_device_train_batch_size=2, report_to=[], use_cpu=True,
         disable_tqdm=True, lr_scheduler_type="cosine",
     )  # fmt: skip
-    trainer = transformers.Trainer(model, settings, train_dataset=data, **arguments)  # type: ignore[arg-type]
+    trainer = transformers.Trainer(model, settings, train_dataset=data, **arguments)
     trainer.train()
     return trainer
 
