@@ -570,7 +570,9 @@ def test_experts_that_transformers_saves_apart_are_one_parameter_of_the_run(
 
     sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
     sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}
-    own = {"num_local_experts": 4} if kind == "Mixtral" else {"num_experts": 4, "moe_intermediate_size": 8}
+    experts = (
+        {"num_local_experts": 4} if kind == "Mixtral" else {"num_experts": 4, "moe_intermediate_size": 8}
+    )
     config = getattr(transformers, f"{kind}Config")(
         **sizes, **own, pad_token_id=0, bos_token_id=1, eos_token_id=2
     )
