@@ -574,7 +574,7 @@ def test_experts_that_transformers_saves_apart_are_one_parameter_of_the_run(
         {"num_local_experts": 4} if kind == "Mixtral" else {"num_experts": 4, "moe_intermediate_size": 8}
     )
     config = getattr(transformers, f"{kind}Config")(
-        **sizes, **own, pad_token_id=0, bos_token_id=1, eos_token_id=2
+        **sizes, **experts, pad_token_id=0, bos_token_id=1, eos_token_id=2
     )
     model = getattr(transformers, f"{kind}ForCausalLM")(config)
     data = [{"input_ids": row, "labels": row} for row in torch.randint(3, 32, (16, 8))]
