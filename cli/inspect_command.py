@@ -155,7 +155,10 @@ def _optimizer_lines(inspection: Inspection, optimizer: Optimizer, counts: Count
     kinds = [f"{schema}, variant {variant or 'unknown'}" for schema, variant in optimizer.kinds]
     yield "optimizer", " and ".join(kinds)
     schedule = f"a learning-rate schedule goes on at its step {counts.schedule}"
-    yield "step", f"{plural(counts.updates, 'update')} done; {schedule}"
+    if counts.done is None:
+        yield "step", "unknown: neither the optimizer nor its files count updates"
+    else:
+        yield "step", f"{plural(counts.done, 'update')} done; {schedule}"
     yield from _other_steps(inspection)
     for i, group in enumerate(optimizer.groups):
         schema = f", {group.schema}" if group.schema else ""

@@ -247,8 +247,10 @@ def _sources(expression: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
         yield from (p for p in parts if isinstance(p, Mapping) and "op" in p)
 
 
-def _schedule_of(number: int, at: int, schedules: Sequence[Schedule]) -> str:
+def _schedule_of(number: int, at: int | None, schedules: Sequence[Schedule]) -> str:
     """Says which schedule goes on at a step in a group, by its number."""
+    if at is None:
+        return "where a schedule of it goes on, the program must say"
     if not schedules:
         return f"a schedule of it, if the run has one, goes on at step {at}"
     moving = dict.fromkeys(
@@ -279,11 +281,11 @@ def show_measured(stdout: Screen, rows: Sequence[Mapping[str, Any]], schedules: 
         grid.add_row(
             f"{i} {row.get('schema', '')}".rstrip(),
             str(row["parameters"]),
-            str(row["update"] + 1),
+            _counted(row["update"], 1),
             f"{rate:g}" if isinstance(rate, float) else "the one you give",
             _schedule_at(i, row["schedule"], schedules),
             "not known" if row["unknown"] else "none" if decay is None else f"{decay:.6g}",
-            str(row["counted"]),
+            _counted(row["counted"]),
             str(row.get("step_offset") or 0),
             _loaded(row),
         )
@@ -315,7 +317,11 @@ def _loaded(row: Mapping[str, Any]) -> str:
     return "" if row["discarded"] is None else "is discarded" if row["discarded"] else "goes on"
 
 
-def _schedule_at(number: int, at: int, schedules: Sequence[Schedule]) -> str:
+def _counted(number: int | None, ahead: int = 0) -> str:
+    return "not counted" if number is None else str(number + ahead)
+
+
+def _schedule_at(number: int, at: int | None, schedules: Sequence[Schedule]) -> str:
     moved = not schedules or any(schedule.moves(number) for schedule in schedules)
     return f"{at}" if moved else "-"
 
@@ -337,7 +343,9 @@ def _next_lines(state: Mapping[str, Any], schedules: Sequence[Schedule]) -> Iter
     for i, group in enumerate(groups):
         rate = group["learning_rate"]
         parts = [
-            f"update {group['update'] + 1} ({group['update']} done)",
+            "nothing counts the updates done"
+            if group["update"] is None
+            else f"update {group['update'] + 1} ({group['update']} done)",
             f"learning rate {rate:g}" if isinstance(rate, float) else "the learning rate you give",
             _schedule_of(i, group["schedule"], schedules),
         ]

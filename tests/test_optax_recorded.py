@@ -36,6 +36,19 @@ def chain_of_adafactor() -> Any:
     return optax.chain(core, optax.clip_by_block_rms(1.0), decay, optax.scale_by_learning_rate(RATE))
 
 
+def masked_decay() -> Any:
+    import optax
+
+    decay = optax.add_decayed_weights(0.1, {"wide": {"kernel": True}, "bias": False})
+    return optax.chain(optax.scale_by_adam(), decay, optax.scale(-RATE))
+
+
+def injected() -> Any:
+    import optax
+
+    return optax.inject_hyperparams(optax.nadamw)(learning_rate=RATE)
+
+
 def accumulated() -> Any:
     import optax
 
@@ -65,9 +78,19 @@ CASES: dict[str, tuple[Callable[[], Any], str, Mapping[str, Any]]] = {
             "scale_by_learning_rate": RATE,
         },
     ),
+    "masked decay": (
+        masked_decay,
+        "optax.chain(scale_by_adam, add_decayed_weights, scale)",
+        {
+            "scale_by_adam": {},
+            "add_decayed_weights": {"weight_decay": 0.1, "mask": "ndim > 1"},
+            "scale": -RATE,
+        },
+    ),
+    "injected": (injected, "optax.inject_hyperparams(nadamw)", {"learning_rate": RATE}),
     "accumulated": (
         accumulated,
-        "optax.MultiSteps(adafactor, 3)",
+        "optax.MultiSteps(adafactor, every_k_schedule=3)",
         {"learning_rate": RATE, "min_dim_size_to_factor": 4},
     ),
 }

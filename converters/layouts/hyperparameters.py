@@ -111,6 +111,7 @@ class ManifestRecord:
     rules: Mapping[str, RuleRecord]
     assumptions: tuple[str, ...]
     behind: Mapping[str, int] = field(default_factory=dict)
+    says_updates: bool = True
 
     @property
     def kinds(self) -> tuple[Kind, ...]:
@@ -140,8 +141,15 @@ def manifest_state(checkpoint: Checkpoint, *schemas: str) -> ManifestRecord | No
         for g in state["groups"]
     )
     counts, assumptions = state["counts"], tuple(state["assumptions"])
-    behind = counts.get("behind", {})
-    return ManifestRecord(state["variant"], counts["schedule"], groups, state["rules"], assumptions, behind)
+    return ManifestRecord(
+        state["variant"],
+        counts["schedule"],
+        groups,
+        state["rules"],
+        assumptions,
+        counts.get("behind", {}),
+        counts.get("says_updates", True),
+    )
 
 
 def require_optimizer(state: TrainState, schemas: Collection[str], layout: str) -> None:

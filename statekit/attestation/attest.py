@@ -101,7 +101,7 @@ def attesting(
             names = names or _differing_names(run, opened, state, right)
         except StatekitError as error:
             faults += broken(error)
-            result = Attestation(place, right.counts.updates, tuple(faults), tuple(omissions), (), 0, 0, 0)
+            result = Attestation(place, right.counts.done, tuple(faults), tuple(omissions), (), 0, 0, 0)
         right = _without(_by_path(renamed(right, names, place)), {path_of(name) for name in run.elsewhere})
         if state is not None:
             right, lacking = _with_weights_of(right, state, run.hints.model or {})
@@ -134,7 +134,7 @@ def attesting(
             omissions += [*map(_lack, parted.lacking), *map(_assumption, parted.assumed)]
             result = Attestation(
                 place,
-                right.counts.updates,
+                right.counts.done,
                 tuple(faults),
                 tuple(dict.fromkeys(omissions)),
                 (*right.assumptions, *taken),
@@ -221,7 +221,7 @@ def _of_lacking_optimizer(right: TrainState, live: TrainState) -> tuple[list[Fin
         return [], []
     if is_new(live):
         return [], ["the optimizer: the checkpoint has weights alone"]
-    updates = f"{live.counts.updates} updates"
+    updates = "an optimizer's state" if live.counts.done is None else f"{live.counts.done} updates"
     return [fault("optimizer-unknown", ["optimizer"], "weights alone", updates)], []
 
 

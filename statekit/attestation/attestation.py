@@ -56,7 +56,7 @@ class Attestation:
 
     Attributes:
         checkpoint: The checkpoint's path.
-        updates: Updates done, as the checkpoint says; None where it can't.
+        updates: Updates done, as the checkpoint says; None where it doesn't count them.
         findings: What is wrong with the live run; none if it is the checkpoint's.
         unchecked: What wasn't compared, and why, a sentence each.
         assumptions: What was assumed of the checkpoint because it doesn't say, a sentence each.

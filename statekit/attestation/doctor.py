@@ -48,7 +48,7 @@ class Examination:
 
     Attributes:
         path: The checkpoint.
-        updates: Updates done; None where the files make no state.
+        updates: Updates done; None where the files make no state, or count none.
         findings: Its faults.
         notes: What is odd and may be right, what can't be told, and what was to be ignored, a sentence each.
         bytes_read: Bytes of values that were read, each once.
@@ -178,7 +178,7 @@ def _examined(
         f"ignored: {finding.name}: {finding.subject}" for finding in findings if finding.name in ignore
     ]
     notes = (*odd(opened, now.read), *ignored)
-    updates = opened.state.counts.updates
+    updates = opened.state.counts.done
     return Examination(opened.checkpoint.path, updates, kept, notes, now.read.bytes_read)
 
 
@@ -243,7 +243,7 @@ def _of_no_names(place: CheckpointAt, error: NamesError, on_tensor: OnTensor) ->
             return _of_unknown(place, error, on_tensor)
         counts = tuple(narrow_counts(checkpoint.tensors))
         lacking = f"not looked at: the slots, as nothing tells whose they are; {error.remedy}"
-        return Examination(checkpoint.path, contents.unnamed.counts.updates, counts, (lacking,))
+        return Examination(checkpoint.path, contents.unnamed.counts.done, counts, (lacking,))
 
 
 def _of_unknown(

@@ -113,7 +113,7 @@ _OTHERS, _EQUAL = "other values than at the step before", "the same bits"
 
 def _of_values(earlier: Step, later: Step) -> Iterator[Finding]:
     changes = _changes(earlier, later)
-    before, after = earlier.state.counts.updates, later.state.counts.updates
+    before, after = earlier.state.counts.done, later.state.counts.done
     if slots := _stale_slots(later, changes, is_counted=before != after):
         yield fault("moments-stale", slots, _OTHERS, _EQUAL)
     if changes.live and not changes.moved and not _resting(later.state):
@@ -121,7 +121,7 @@ def _of_values(earlier: Step, later: Step) -> Iterator[Finding]:
         yield fault("weights-stale", params, _OTHERS, _EQUAL)
     elif changes.live and (mixed := _mixed(earlier, later, changes)):
         yield fault("tensors-stale", [place((path, "")) for path in mixed], _OTHERS, _EQUAL)
-    if changes.live and before == after:
+    if changes.live and before == after is not None:
         yield fault("count-stale", ["updates"], f"more than {before}", after)
 
 

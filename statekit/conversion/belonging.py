@@ -447,6 +447,8 @@ def _of_ranks(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
 def _of_counts(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
     if state.optimizer.schema == WEIGHTS or state.optimizer.several:
         return
+    if not state.counts.says_updates:
+        return
     updates, run = state.counts.updates, run_of(state.extra)
     name, record = _named(checkpoint), _recorded(checkpoint)
     may_skip = any(part.what in ("scaler", "accumulation") for part in run.parts)

@@ -28,7 +28,7 @@ from statekit.files.integrity import Means, means_of
 from statekit.files.proving import proving
 from statekit.files.tree import Place
 from statekit.state.run import RunState, run_of
-from statekit.state.schema import WEIGHTS, load_schema
+from statekit.state.schema import WEIGHTS, is_native, load_schema
 from statekit.state.train_state import Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.quantized import Quantized
 from statekit.tensors.stats import Stats, measure
@@ -215,8 +215,8 @@ def _optimizer_json(optimizer: Optimizer | None, counts: Counts | None) -> dict[
     return {
         "schema": optimizer.schema,
         "variant": optimizer.variant,
-        "updates": counts.updates,
-        "schedule": counts.schedule,
+        "updates": counts.done,
+        "schedule": None if counts.done is None else counts.schedule,
         "groups": groups,
     }
 
@@ -424,11 +424,12 @@ def _describer(
 
 def _odd(state: TrainState, parameters: Iterable[ParameterSummary]) -> Iterator[Finding]:
     schemas = {path: load_schema(part.optimizer.schema) for part in state.parts() for path in part.params}
+    without = {path for group in state.optimizer.groups if _keeps_nothing(state, group) for path in group.paths}
     for parameter in parameters:
         path = parameter.tensor.name
         if parameter.group is None:
             yield Finding("is in no parameter group: frozen", path)
-        elif not parameter.slots and state.counts.updates:
+        elif not parameter.slots and state.counts.updates and path not in without:
             yield Finding(f"has no slots after {state.counts.updates} updates", path)
         for slot in parameter.slots:
             usual = schemas[path].slots[slot.name].dtype
@@ -441,6 +442,12 @@ def _odd(state: TrainState, parameters: Iterable[ParameterSummary]) -> Iterator[
                 and slot.stats.zeros == math.prod(slot.shape)
             ):
                 yield Finding(f"slot {slot.name} is all zeros after {state.counts.updates} updates", path)
+
+
+def _keeps_nothing(state: TrainState, group: Group) -> bool:
+    """Tells whether no parameter of a group has slots, and its optimizer may be one without, such as plain SGD."""
+    schema, _ = state.optimizer.kind(group)
+    return is_native(schema) and not any(state.slots.get(path) for path in group.paths)
 
 
 def _bad_values(seen: Inspection) -> Iterator[Finding]:

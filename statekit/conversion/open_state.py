@@ -138,7 +138,8 @@ class OpenState:
             f"{schema}, variant {variant or 'unknown'}" for schema, variant in self.state.optimizer.kinds
         )
         slots = sum(map(len, self.slots.values()))
-        content = f"{kinds}, {self.counts.updates} updates done, {len(self.params)} parameters, {slots} slots"
+        done = "an unknown number of" if self.counts.done is None else self.counts.done
+        content = f"{kinds}, {done} updates done, {len(self.params)} parameters, {slots} slots"
         if self.state.optimizer.schema == WEIGHTS:
             holds = contents_without_optimizer(self.checkpoint.findings, run_of(self.state.extra))
             content = f"{holds.partition(':')[0]}, {len(self.params)} tensors"

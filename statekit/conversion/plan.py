@@ -290,7 +290,7 @@ def build_plan(
     if encoded.dropped:
         dropped = by_leaf(encoded.dropped, state.extra)
         kept = kept_of(state.extra, dropped) if keeps_manifest else Kept(dropped=dropped)
-    step = checkpoint.step if checkpoint.step is not None else state.counts.updates if done is None else done
+    step = checkpoint.step if checkpoint.step is not None else state.counts.done if done is None else done
     return Plan(
         source=Side(checkpoint.container, layout, step),
         target=target,

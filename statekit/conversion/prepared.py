@@ -304,7 +304,7 @@ def _prepared(request: Request) -> Plan:
             mapped,
             keeps,
             changes,
-            opened.state.counts.updates,
+            opened.state.counts.done,
             (*facts_of(carried, makers), *open_parts(opened.checkpoint.findings)),
         )
         plan.check()

@@ -247,10 +247,11 @@ def next_update(state: State, schedules: Sequence[Schedule] = ()) -> list[dict[s
 
     Returns:
         For each group: its parameters; `learning_rate` (None where whoever steps must give it); `update`, the number
-        of updates done; `schedule`, the argument of a learning-rate schedule; and for Adafactor `step_offset` and
-        `decay`, the second moment's.
+        of updates done, and `schedule`, the argument of a learning-rate schedule (both None where nothing counts
+        updates); and for Adafactor `step_offset` and `decay`, the second moment's.
     """
     counts = state["counts"]
+    is_counted = counts.get("says_updates", True)
     rows = []
     for number, group in enumerate(state["groups"]):
         hyperparameters, kind = group["hyperparameters"], kind_of(state, group)
@@ -260,8 +261,8 @@ def next_update(state: State, schedules: Sequence[Schedule] = ()) -> list[dict[s
             "learning_rate": RatesOf(schedules, state).next(number)
             if schedules
             else stored_rate(hyperparameters),
-            "update": counts["updates"],
-            "schedule": counts["schedule"],
+            "update": counts["updates"] if is_counted else None,
+            "schedule": counts["schedule"] if is_counted else None,
         }
         if kind["schema"] == "adafactor":
             row["step_offset"] = hyperparameters.get("step_offset")

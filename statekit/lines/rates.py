@@ -80,8 +80,10 @@ class RatesOf:
         rates = _of_scaled(moving, number, self.state["groups"][number])
         # What a schedule of PyTorch has counted is its argument; MXNet's gets the number of updates.
         if isinstance(rates, Rates) and moving.place.startswith("extra/torch/") and moving.at != self.done:
-            counted = f"{moving.kind} stands at {moving.at} after {self.done} updates"
-            return f"{counted}: it counts something else, such as epochs"
+            stands = f"{moving.kind} stands at {moving.at}"
+            if not self._is_counted:
+                return f"{stands}, and nothing counts the updates done"
+            return f"{stands} after {self.done} updates: it counts something else, such as epochs"
         if (
             isinstance(rates, Rates)
             and moving.place == KERAS_SCHEDULE
@@ -93,7 +95,12 @@ class RatesOf:
     def next(self, number: int) -> Any:
         """Returns the rate of a group's next update; None where it is unknown."""
         rates = self.of(number)
-        return rates.rate(self.done) if isinstance(rates, Rates) else self._stored(number)
+        is_told = isinstance(rates, Rates) and self._is_counted
+        return rates.rate(self.done) if is_told else self._stored(number)
+
+    @property
+    def _is_counted(self) -> bool:
+        return bool(self.state["counts"].get("says_updates", True))
 
     def _stored(self, number: int) -> Any:
         return stored_rate(self.state["groups"][number]["hyperparameters"])

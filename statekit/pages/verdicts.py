@@ -30,7 +30,8 @@ def of_inspect(result: Mapping[str, Any]) -> Verdict:
     count = plural(len(findings), "finding")
     if optimizer is not None:
         whose = f"{optimizer['schema']}, variant {optimizer['variant'] or 'unknown'}"
-        at = f"{plural(optimizer['updates'], 'update')} of {whose} done"
+        done = optimizer["updates"]
+        at = f"{whose}, updates not counted" if done is None else f"{plural(done, 'update')} of {whose} done"
         return Verdict(
             "unsure" if findings else "good", f"A run's state: {at}", f"{count} below" if findings else ""
         )

@@ -14,7 +14,7 @@ from statekit.errors import StatekitError, UnknownFormatError
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.file_changes import Change
 from statekit.service.tasks.listener import Listener
-from statekit.state.schema import WEIGHTS
+from statekit.state.schema import WEIGHTS, is_native
 from statekit.tensors.digest import json_digest
 
 _NAMED = (".ckpt", ".pth", ".msgpack")
@@ -93,7 +93,7 @@ def _columns(seen: Inspection, step: int | None) -> dict[str, Any]:
     totals, optimizer = seen.totals(), seen.optimizer
     is_run = optimizer is not None and optimizer.schema != WEIGHTS
     if step is None and seen.counts is not None and is_run:
-        step = seen.counts.updates
+        step = seen.counts.done
     return {
         "container": seen.container.name,
         "layout": seen.layout.name if seen.layout else None,
@@ -104,7 +104,7 @@ def _columns(seen: Inspection, step: int | None) -> dict[str, Any]:
         "tensors": totals["parameters"] + totals["slots"] + totals["others"],
         "parameters": totals["parameters"],
         "elements": min(totals["elements"], _GREATEST),
-        "resumable": is_run and bool(totals["slots"]),
+        "resumable": is_run and (bool(totals["slots"]) or is_native(optimizer.schema)),
     }
 
 

@@ -203,7 +203,7 @@ class _States:
     def _of_param(self, path: str) -> Iterator[Difference]:
         right, other = self._right, self._other
         due, done = (state.counts.behind.get(path, state.counts.updates) for state in (right, other))
-        if due != done:
+        if due != done and self._count_both:
             yield Difference("updates", f"updates/{path}", due, done, path)
         slots = [state.slots.get(path, {}) for state in (right, other)]
         if self._is_turned(path):
@@ -325,9 +325,18 @@ class _States:
             if alone:
                 self._unsaid[f"{some(sorted(alone))}: only {side} has it"] = None
 
+    @property
+    def _count_both(self) -> bool:
+        """Whether both sides say how many updates are done, or neither does."""
+        return self._right.counts.says_updates == self._other.counts.says_updates
+
     def _counts(self) -> Iterator[Difference]:
         """Yields where the schedules' counts differ, though equally many updates are done."""
         right, other = self._right.counts, self._other.counts
+        if not self._count_both:
+            silent = self._sides[int(right.says_updates)]
+            self._unsaid[f"the updates done: {silent} doesn't count them"] = None
+            return
         if right.updates != other.updates or right.schedule == other.schedule:
             return
         says = right.says_schedule, other.says_schedule

@@ -47,6 +47,7 @@ class CountsRecord(TypedDict):
     updates: Natural
     schedule: Natural
     behind: NotRequired[dict[Name, Natural]]
+    says_updates: NotRequired[bool]
 
 
 class GroupRecord(TypedDict):
@@ -262,17 +263,25 @@ class Counts:
         schedule: Where the learning-rate schedule stands: the argument it gets for the next update.
         behind: Updates done by path, of parameters that have a count of their own and missed some.
         says_schedule: Whether the source says where the schedule stands; else it is taken to stand at the updates.
+        says_updates: Whether the source counts updates. SGD and Adagrad do without; `updates` is 0 then.
     """
 
     updates: int
     schedule: int
     behind: Mapping[str, int] = field(default_factory=dict)
     says_schedule: bool = field(default=True, compare=False)
+    says_updates: bool = field(default=True, compare=False)
+
+    @property
+    def done(self) -> int | None:
+        """Updates done so far; None where the source doesn't count them."""
+        return self.updates if self.says_updates else None
 
     def to_json(self) -> dict[str, Any]:
         """Returns the counts as they stand in a manifest."""
         behind = {"behind": dict(self.behind)} if self.behind else {}
-        return {"updates": self.updates, "schedule": self.schedule, **behind}
+        unsaid = {} if self.says_updates else {"says_updates": False}
+        return {"updates": self.updates, "schedule": self.schedule, **behind, **unsaid}
 
 
 @dataclass(frozen=True)

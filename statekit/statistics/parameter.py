@@ -93,7 +93,7 @@ def parameter_statistics(
         "path": path,
         "schema": part.optimizer.schema,
         "variant": part.optimizer.variant,
-        "updates": updates,
+        "updates": updates if part.counts.says_updates else None,
         "group": next((i for i, g in enumerate(stored.optimizer.groups) if path in g.paths), None),
         **of_update,
         "tensors": {name: picture(tensor, on_read) for name, tensor in tensors.items()},

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence
+from statekit.converters.layouts.hyperparameters import manifest_state
 from statekit.converters.layouts.optax.decode import Opened, called, params_of
 from statekit.converters.layouts.optax.inferred_hyperparameters import VARIANT
 from statekit.converters.layouts.optax.kinds import WRAPPERS
@@ -137,16 +138,19 @@ class OptaxNative:
         )
         fields = _named(tree, layers)
         slots = _slots(tree, fields, params)
-        counted = _count(tree, layers, checkpoint)
+        manifest = manifest_state(checkpoint, SCHEMA)
+        is_counted = manifest is None or manifest.says_updates
+        counted = _count(tree, layers, checkpoint) if is_counted else None
         moved, buffers = opened.split([slots])
-        form = opened.with_frame(VARIANT, _frame(tree, layers, fields, params, counted), counted)
+        done = counted or 0
+        form = opened.with_frame(VARIANT, _frame(tree, layers, fields, params, done), done)
         group = Group(tuple(path for path in moved if path in slots or not slots), {}, {})
         return hints.applied(
             TrainState(
                 moved,
                 slots,
                 Optimizer(SCHEMA, _name(tree), (group,)),
-                Counts(counted, counted, says_schedule=False),
+                Counts(done, done, says_schedule=False, says_updates=counted is not None),
                 {},
                 {**form, **buffers},
                 (layers.assumed,) if layers.assumed else (),
@@ -312,8 +316,8 @@ def _frame(
     return replaced(tree, marks)
 
 
-def _count(tree: Tree, layers: Layers, checkpoint: Checkpoint) -> int:
-    """Returns the updates done: as a link counts them, the program, or the checkpoint's name."""
+def _count(tree: Tree, layers: Layers, checkpoint: Checkpoint) -> int | None:
+    """Returns the updates done: as a link counts them, the program, or the checkpoint's name; None of nothing."""
     counts: dict[str, list[int]] = {}
     fields = set(_fields(tree, layers))
     for keys, leaf in leaves(under(tree, layers.optimizer)):
@@ -323,7 +327,7 @@ def _count(tree: Tree, layers: Layers, checkpoint: Checkpoint) -> int:
     stated = [max(counts[name]) for name in _COUNTS[:_FROM_ZERO] if name in counts]
     stated += [step for step in (_step(tree, layers), checkpoint.step) if step is not None]
     stated += [max(counts[name]) for name in _COUNTS[_FROM_ZERO:] if name in counts]
-    return next((count for count in stated if count >= 0), 0)
+    return next((count for count in stated if count >= 0), None)
 
 
 def _step(tree: Tree, layers: Layers) -> int | None:

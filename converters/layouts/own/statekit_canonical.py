@@ -120,7 +120,12 @@ def _state(tree: Parts, record: StateRecord) -> TrainState:
             for path, named in tree["slots"].items()
         },
         optimizer=Optimizer(record["schema"], record["variant"], groups),
-        counts=Counts(counts["updates"], counts["schedule"], counts.get("behind", {})),
+        counts=Counts(
+            counts["updates"],
+            counts["schedule"],
+            counts.get("behind", {}),
+            says_updates=counts.get("says_updates", True),
+        ),
         rules={path: Rule.from_json(rule) for path, rule in record["rules"].items()},
         extra=tree["extra"],
         assumptions=tuple(record["assumptions"]),

@@ -189,8 +189,10 @@ def _is_exact(value: Any) -> bool:
     return value is None or isinstance(value, bool | int) or fits(value, Name)
 
 
-def stated_updates(groups: Sequence[Mapping[Any, Any]], rest: Tree, checkpoint: Checkpoint) -> int:
+def stated_updates(groups: Sequence[Mapping[Any, Any]], rest: Tree, checkpoint: Checkpoint) -> int | None:
     """Returns the updates that a run has done whose records don't count them: as its groups or its trainer say.
+
+    It is None where nothing says them.
 
     Args:
         groups: The optimizer's.
@@ -202,4 +204,5 @@ def stated_updates(groups: Sequence[Mapping[Any, Any]], rest: Tree, checkpoint: 
     ]
     numbers = (number for number, form in map(_whole_number, stated) if form and number)
     manifest = manifest_state(checkpoint, SCHEMA)
-    return next(numbers, None) or checkpoint.step or (manifest.schedule if manifest else 0)
+    stands_at = manifest.schedule if manifest else 0
+    return next(numbers, None) or checkpoint.step or stands_at or None

@@ -567,9 +567,10 @@ def _unnamed(checkpoint: Checkpoint) -> Unnamed | None:
         return None
     extra = extra_of(parts, parts.model, {name for kind in kinds for name in _options(kind)})
     extra |= {SIDE_BY_SIDE: sides} if sides else {}
-    updates = max(counts.values(), default=0)
+    counting = any(kind.count is not None for kind in kinds)
+    done = 0 if counting else native.stated_updates(parts.groups, parts.rest, checkpoint)
     optimizer = Optimizer.of(groups, [(kind.schema, kind.variant) for kind in kinds])
-    return Unnamed(optimizer, Counts(updates, updates, says_schedule=False), extra)
+    return Unnamed(optimizer, _counts(counts, (), done), extra)
 
 
 def _updates_of(
@@ -1133,11 +1134,13 @@ def _counted(kind: TorchOptimizer, record: Mapping[str, Any], path: str, faults:
     return {} if kind.count is None else {path: _count(record.get(STEP), path, faults)}
 
 
-def _counts(counts: Mapping[str, int], params: Iterable[str], done: int = 0) -> Counts:
-    """Returns the counts of parameters that have their own; `done` are the updates where none has."""
-    updates = max(counts.values(), default=done)
+def _counts(counts: Mapping[str, int], params: Iterable[str], done: int | None = 0) -> Counts:
+    """Returns the counts of parameters that have their own; `done` are the updates where none has, if known."""
+    updates = max(counts.values(), default=done or 0)
     behind = {path: counts.get(path, 0) for path in params if counts.get(path, 0) != updates}
-    return Counts(updates, updates, behind, says_schedule=False)
+    return Counts(
+        updates, updates, behind, says_schedule=False, says_updates=bool(counts) or done is not None
+    )
 
 
 LAYOUT = TorchOptim(holds_several=("torch",))

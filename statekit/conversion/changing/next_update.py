@@ -155,7 +155,8 @@ def measured(
         hyperparameters = group["hyperparameters"]
         row["decay"] = row["discarded"] = row["unknown"] = None
         row["begun_anew"] = False
-        row["counted"] = row["update"] + 1 - (hyperparameters.get("step_offset") or 0)
+        done = row["update"]
+        row["counted"] = None if done is None else done + 1 - (hyperparameters.get("step_offset") or 0)
         row["notes"] = [*_offset_said(whose, hyperparameters, rule_change)]
         if not group["paths"]:
             row["unknown"] = "moves nothing"

@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from statekit.conversion.contracts import Hints
 from statekit.conversion.registry import layout
 from statekit.errors import Faults, NotFoundError, StateError, UnknownRuleError
@@ -36,7 +38,16 @@ KINDS = {
     "adafactor": ("adafactor", "optax"),
     "scale_by_factored_rms": ("adafactor", "optax"),
     "scale_by_adam": ("adamw", "optax"),
+    "adam": ("adamw", "optax"),
+    "amsgrad": ("adamw", "optax"),
 }
+ALIASES: Mapping[str, Mapping[str, Any]] = {
+    "adam": {"weight_decay": 0.0},
+    "nadam": {"weight_decay": 0.0, "nesterov": True},
+    "nadamw": {"nesterov": True},
+    "amsgrad": {"weight_decay": 0.0, "amsgrad": True},
+}
+"""What constructors say that are others with arguments. Source: google-deepmind/optax 0.2.8, _src/alias.py."""
 MASKS = {"ndim > 1": lambda shape: len(shape) > 1}
 """Which parameters are decayed, by the words for it."""
 UNSAID: Mapping[str, Sequence[str]] = {
@@ -52,13 +63,29 @@ LINKS = (
     "clip", "clip_by_global_norm", "scale_by_factored_rms", "clip_by_block_rms", "scale_by_param_block_rms", "scale",
 )  # fmt: skip
 """Links of a chain that are read; `scale` has the learning rate, which is recorded of every update."""
-BEHIND = ("add_decayed_weights", "scale_by_learning_rate")
-"""Links of a chain around scale_by_adam or scale_by_factored_rms: the decay, and the rate with its sign."""
+DECAY, RATES = "add_decayed_weights", ("scale_by_learning_rate", "scale_by_schedule", "scale")
+BEHIND = (DECAY, *RATES[:-1])
+"""Links of a chain behind scale_by_adam or scale_by_factored_rms: the decay, and one that has the rate with its sign.
+
+The rate of every update is recorded, so that a schedule in its place says nothing more.
+"""
+INJECTED = ("inject_hyperparams", "inject_stateful_hyperparams")
+"""What keeps numbers in the state, as float32."""
 _SAID_APART = ("learning_rate", "exclude_from_weight_decay", "clipvalue", "global_norm_clip_threshold")
 """Hyperparameters that a recording says elsewhere than among its arguments."""
 READ_HERE = (*LINKS, GRADIENTS_PER_UPDATE, "static_args", "mask", "weight_decay_mask", "epsilon")
 """Arguments that go into a group under other names; `static_args` says which ones inject_hyperparams leaves alone."""
-WORDS = ("optax", "chain", "MultiSteps", "inject_hyperparams", "in", "flax", "TrainState")
+WORDS = (
+    "optax",
+    "chain",
+    "MultiSteps",
+    GRADIENTS_PER_UPDATE,
+    *INJECTED,
+    *ALIASES,
+    "in",
+    "flax",
+    "TrainState",
+)
 """What else an optimizer's name may say."""
 
 
@@ -76,10 +103,17 @@ class Optax:
         code = str(meta["optimizer"])
         _require_known_links(code)
         links = _links(code)
-        arguments = _arguments(meta["hyperparameters"], links, meta.get("learning_rate", ()))
+        arguments = {
+            **_of_alias(code),
+            **_arguments(meta["hyperparameters"], links, meta.get("learning_rate", ())),
+        }
         group = {
             **_usual(schema, _defaults(schema, arguments)),
             **{name: value for name, value in arguments.items() if name not in (*READ_HERE, *links)},
+        }
+        if any(name in code for name in INJECTED):
+            group = _as_injected(group, arguments.get("static_args", ()))
+        group |= {
             "exclude_from_weight_decay": excluded(
                 meta, arguments.get("mask", arguments.get("weight_decay_mask"))
             ),
@@ -222,9 +256,10 @@ def _arguments(
         UnknownRuleError: The links stand in another order than one that a step follows.
         NotFoundError: A link has an argument that no step has.
     """
-    decay = _decay(hyperparameters, links)
+    decay, mask = _decay(hyperparameters, links)
     if "scale_by_adam" in hyperparameters:
-        return {**hyperparameters, **hyperparameters["scale_by_adam"], "weight_decay": decay}
+        behind = {"weight_decay": decay, "mask": mask}
+        return {**hyperparameters, **hyperparameters["scale_by_adam"], **behind}
     if "scale_by_factored_rms" not in hyperparameters:
         return hyperparameters
     if decay and len({*rates}) > 1:
@@ -242,28 +277,47 @@ def _arguments(
         **_usual("adafactor", ELSEWHERE),
         **hyperparameters,
         **hyperparameters["scale_by_factored_rms"],
-        **({"weight_decay_rate": decay * rates[0]} if decay else {}),
+        **({"weight_decay_rate": decay * rates[0], "mask": mask} if decay else {}),
         "eps": hyperparameters["scale_by_factored_rms"]["epsilon"],
         "clipping_threshold": hyperparameters.get("clip_by_block_rms"),
         "multiply_by_parameter_scale": floor is not None,
     }
 
 
-def _decay(hyperparameters: Mapping[str, Any], links: Sequence[str]) -> float:
-    """Returns what a chain's link adds of the weights, before the rate multiplies it.
+def _decay(hyperparameters: Mapping[str, Any], links: Sequence[str]) -> tuple[float, str | None]:
+    """Returns what a chain's link adds of the weights, before the rate multiplies it, and the words for its mask.
 
     Raises:
         UnknownRuleError: The link stands elsewhere.
     """
-    decay = hyperparameters.get(BEHIND[0])
-    value = decay.get("weight_decay", 0.0) if isinstance(decay, Mapping) else decay or 0.0
-    if value and tuple(links[-len(BEHIND) :]) != BEHIND:
+    decay = hyperparameters.get(DECAY) or 0.0
+    value, mask = (
+        (decay.get("weight_decay", 0.0), decay.get("mask")) if isinstance(decay, Mapping) else (decay, None)
+    )
+    if value and not (links[-2:-1] == [DECAY] and links[-1] in RATES):
         raise UnknownRuleError(
             "A recording's chain adds decayed weights where no step follows.",
-            expected=f"at its end, {' and '.join(BEHIND)}",
+            expected=f"at its end, {DECAY} and one of {', '.join(RATES)}",
             found=", ".join(links),
         )
-    return float(value)
+    return float(value), mask
+
+
+def _of_alias(optimizer: str) -> Mapping[str, Any]:
+    """Returns the arguments that a constructor's name stands for."""
+    words = re.findall(r"[A-Za-z_]\w*", optimizer)
+    return next((ALIASES[word] for word in words if word in ALIASES), {})
+
+
+def _as_injected(group: Mapping[str, Any], static: Sequence[str]) -> dict[str, Any]:
+    """Returns a group as a link has it that keeps its numbers in the state.
+
+    Source: google-deepmind/optax 0.2.8, schedules/_inject.py, `inject_stateful_hyperparams`: arrays of float32.
+    """
+    return {
+        name: float(np.float32(value)) if isinstance(value, float) and name not in static else value
+        for name, value in group.items()
+    }
 
 
 def _defaults(schema: str, arguments: Mapping[str, Any]) -> list[str]:
