@@ -284,6 +284,7 @@ ALL = (
     written("orbax", "statekit-jax", "adafactor", "t5x", writes="anew"),
     recorded("flax", "optax", "optax_adafactor/adamw_flax_msgpack/checkpoint", unchecked=ANYWHERE),
     recorded("flax", "optax-native", "foreign/optax_adagrad", unchecked=ANYWHERE),
+    recorded("mxnet", "mxnet-native", "foreign/mxnet_nadam", unchecked=ANYWHERE, optional=MXNET),
     recorded("orbax", "maxtext", "train/maxtext_llama_scanned/3", unchecked=ZARR, plain=False, writes="anew"),
     streamed(),
     numbered("npz"),

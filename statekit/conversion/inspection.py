@@ -424,7 +424,9 @@ def _describer(
 
 def _odd(state: TrainState, parameters: Iterable[ParameterSummary]) -> Iterator[Finding]:
     schemas = {path: load_schema(part.optimizer.schema) for part in state.parts() for path in part.params}
-    without = {path for group in state.optimizer.groups if _keeps_nothing(state, group) for path in group.paths}
+    without = {
+        path for group in state.optimizer.groups if _keeps_nothing(state, group) for path in group.paths
+    }
     for parameter in parameters:
         path = parameter.tensor.name
         if parameter.group is None:

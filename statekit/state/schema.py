@@ -509,6 +509,7 @@ NATIVE: Mapping[str, str] = {
     "torch_native": "PyTorch",
     "optax_native": "Optax",
     "keras_native": "Keras",
+    "mxnet_native": "MXNet",
 }
 """Schemas of states whose optimizer has none, by whose they are: any slot and any option fits, and nothing steps.
 

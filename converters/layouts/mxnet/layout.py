@@ -240,7 +240,9 @@ class MXNetReading:
                     expected="an integer from 0 on",
                     found=repr(updates),
                 )
-            return Counts(updates, updates, says_schedule=False), replace(hints, hparams=given)
+            is_counted = COUNT in hints.hyperparameters
+            counts = Counts(updates, updates, says_schedule=False, says_updates=is_counted)
+            return counts, replace(hints, hparams=given)
         early = {i: n for i, n in self.counted.counts.items() if n < begin}
         self.faults += [
             (f"has a count of {n}, and {COUNT} is {begin}", f"index {i}") for i, n in early.items()
@@ -539,7 +541,7 @@ class MXNetOptim:
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the lines that go on in MXNet."""
-        return trainer_lines(state, saved)
+        return trainer_lines(state, saved, _last(self.kind.cls).lower())
 
 
 def _last(name: str) -> str:

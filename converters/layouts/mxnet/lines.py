@@ -11,12 +11,11 @@ from pathlib import Path
 from statekit.lines.printing import SavedRun, State, quoted
 
 
-def trainer_lines(state: State, saved: SavedRun) -> list[str]:
-    """Returns the lines for a Trainer and its network."""
+def trainer_lines(state: State, saved: SavedRun, optimizer: str) -> list[str]:
+    """Returns the lines for a Trainer and its network; `optimizer` is what MXNet calls it."""
     rates = saved.rates(state)
     schedule = rates.mxnet_lines()
     states = quoted((saved.folder or saved.path) / _named(saved, ".states", "trainer.states"))
-    optimizer = {"adamw": "adam"}.get(state["schema"], state["schema"])
     return [
         *network_lines(saved),
         f'trainer = mx.gluon.Trainer(net.collect_params(), "{optimizer}")',

@@ -1,0 +1,38 @@
+"""Optimizers of MXNet that no schema describes: MXNet's own files come back to the bit, and are named."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import statekit
+from statekit.conversion.open_state import open_state
+from statekit.errors import StatekitError
+
+CASE = Path(__file__).parent / "cases" / "foreign" / "mxnet_nadam"
+"""Nadam of MXNet 2.0.0b1 after four updates of two dense layers; MXNet goes on from what is written, to the bit."""
+
+
+@pytest.mark.parametrize("by_way_of", [None, "statekit"])
+def test_mxnet_gets_its_own_files_back(by_way_of: str | None, tmp_path: Path) -> None:
+    source = CASE
+    if by_way_of is not None:
+        source = tmp_path / "state"
+        statekit.convert(CASE, source, to=by_way_of)
+    made = statekit.convert(source, tmp_path / "made", to="mxnet", layout="mxnet-native")
+    assert "unknown: the rule of Nadam" in made.plan.headline
+    for name in ("net.params", "net.states"):
+        assert (tmp_path / "made" / name).read_bytes() == (CASE / name).read_bytes()
+
+
+def test_its_class_its_slots_and_its_count_are_named() -> None:
+    with open_state(CASE) as opened:
+        assert opened.state.optimizer.kinds == (("mxnet_native", "Nadam"),)
+        assert {*opened.slots["0/weight"]} == {"m", "v"} and opened.counts.done == 4
+
+
+def test_another_system_refuses_it_by_its_name(tmp_path: Path) -> None:
+    with pytest.raises(StatekitError, match="state of Nadam"):
+        statekit.convert(CASE, tmp_path / "made.pt")
+    statekit.convert(CASE, tmp_path / "made.safetensors", params_only=True)
