@@ -18,10 +18,11 @@ from samples import Row
 from statekit.conversion import registry
 from statekit.conversion.contracts import Encoded
 from statekit.conversion.open_state import open_state
+from statekit.converters.layouts.optax.links import is_number, is_tensor, leaves, replaced
 from statekit.errors import StatekitError
 from statekit.files.stage import staged
 from statekit.state.constants import variant_constants
-from statekit.state.schema import WEIGHTS
+from statekit.state.schema import WEIGHTS, is_native
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import DTYPES, Array, Tensor, in_memory
 
@@ -80,12 +81,17 @@ def with_slots(state: TrainState, slots: Mapping[str, Mapping[str, Tensor]]) -> 
     return replace(state, slots={path: slots.get(path, old) for path, old in state.slots.items()})
 
 
+ANY = "*"
+"""Stands for the slots of an optimizer without a schema, of which nothing tells what they are."""
+
+
 def of_slot(names: tuple[str, ...], change: Callable[[Array], Array], least: int = 4) -> Change:
     """Returns what changes the first large enough slot of one of some names."""
 
     def changed(state: TrainState) -> TrainState | None:
+        is_bare = is_native(state.optimizer.schema)
         for path, slots in state.slots.items():
-            for name in names:
+            for name in [*slots] * (ANY in names) if is_bare else names:
                 if name in slots and np.prod(slots[name].shape) >= least:
                     made = in_memory(np.asarray(change(slots[name].read().copy())))
                     return with_slots(state, {path: {**slots, name: made}})
@@ -107,7 +113,7 @@ def spoilt(values: Array) -> Array:
 def narrowed(state: TrainState) -> TrainState | None:
     """Rounds a second moment of a parameter that isn't as narrow itself."""
     wide = {path: slots for path, slots in state.slots.items() if state.params[path].dtype == np.float32}
-    change = of_slot((*SECOND, "delta"), lambda values: values.astype(DTYPES["bfloat16"]))
+    change = of_slot((*SECOND, "delta", ANY), lambda values: values.astype(DTYPES["bfloat16"]))
     made = change(replace(state, slots=wide))
     return made and with_slots(state, made.slots)
 
@@ -124,7 +130,9 @@ def emptied(state: TrainState) -> TrainState | None:
 
 
 def zeroed(state: TrainState) -> TrainState | None:
-    names = [name for slots in state.slots.values() for name in slots if name in ("m", "delta", *SECOND)]
+    moments = ("m", "delta", *SECOND)
+    is_bare = is_native(state.optimizer.schema)
+    names = [name for slots in state.slots.values() for name in slots if is_bare or name in moments]
     if not names:
         return None
     slots = {
@@ -137,7 +145,9 @@ def zeroed(state: TrainState) -> TrainState | None:
     return replace(state, slots=slots)
 
 
-def uncounted(state: TrainState) -> TrainState:
+def uncounted(state: TrainState) -> TrainState | None:
+    if is_native(state.optimizer.schema):  # nothing tells which of its slots begin as zeros
+        return None
     return replace(state, counts=replace(state.counts, updates=0, schedule=0, behind={}))
 
 
@@ -225,7 +235,7 @@ def regrouped(state: TrainState) -> TrainState | None:
 
 CHANGES: dict[str, Change] = {
     "second-moment-negative": of_slot(SECOND, negated),
-    "not-finite": of_slot(("m", "delta", *SECOND), spoilt),
+    "not-finite": of_slot(("m", "delta", *SECOND, ANY), spoilt),
     "slots-narrow": narrowed,
     "moments-zero": zeroed,
     "moments-of-no-update": uncounted,
@@ -274,8 +284,11 @@ def evolved(state: TrainState) -> TrainState:
 
     counts = state.counts
     later = {path: count + 4 for path, count in counts.behind.items()}
+    steps = {keys: leaf for keys, leaf in leaves(state.extra) if keys[-1:] == ("step",) and is_number(leaf)}
+    moved = {keys: in_memory(np.asarray(leaf.read() + 4)) for keys, leaf in steps.items() if is_tensor(leaf)}
     return replace(
         state,
+        extra=replaced(state.extra, moved) if is_native(state.optimizer.schema) else state.extra,
         params={path: doubled(param) for path, param in state.params.items()},
         slots={path: {n: doubled(slot) for n, slot in slots.items()} for path, slots in state.slots.items()},
         counts=replace(counts, updates=counts.updates + 4, schedule=counts.schedule + 4, behind=later),

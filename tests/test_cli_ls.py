@@ -104,3 +104,18 @@ def test_inspect_of_a_folder_of_checkpoints_points_there(
 ) -> None:
     assert main(["inspect", str(lab)]) == FAILED
     assert f"`statekit ls {lab}`" in capsys.readouterr().err
+
+
+@pytest.mark.torch
+def test_a_file_that_no_layout_decodes_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import torch
+
+    model = torch.nn.Linear(2, 2)
+    torch.save(
+        {"model": {}, "optimizer": torch.optim.AdamW(model.parameters()).state_dict()}, tmp_path / "a.pt"
+    )
+    torch.save({"epoch": 3}, tmp_path / "b.pt")
+    assert main(["ls", str(tmp_path), "--json"]) == 0
+    runs = json.loads(capsys.readouterr().out)["runs"]
+    why = {run["path"]: run["checkpoints"][0]["why"] for run in runs}
+    assert "an optimizer, but no weights" in why["a.pt"] and "holds no tensor" in why["b.pt"]

@@ -117,6 +117,7 @@ class Inspection:
         uncounted: Its files that nothing shows to be of this step (statekit/conversion/belonging.py).
         contents: What it holds, in words, where no layout fits, and then slots have their own names; or that weights
             stand alone.
+        undecoded: Why no state was made of it; None where one was.
     """
 
     path: Place
@@ -135,6 +136,7 @@ class Inspection:
     integrity: Means = field(default_factory=Means)
     uncounted: tuple[str, ...] = ()
     contents: str | None = None
+    undecoded: str | None = None
 
     def __repr__(self) -> str:
         kind = f"{self.container.name}, {self.layout.name if self.layout else 'no layout'}"
@@ -329,9 +331,17 @@ def _native(
     others = tuple(describe(name, tensor) for name, tensor in chosen.items())
     seen = replace(opened, parameters=parameters, others=others, contents=contents.what or None)
     seen = _with_unnamed(seen, contents.unnamed if isinstance(error, NamesError) else None)
+    seen = replace(seen, undecoded=_why_undecoded(checkpoint, error))
     _check_matched(seen, request, [*contents.params, *contents.others])
     findings = _of_no_layout(checkpoint, contents, error)
     return replace(seen, findings=(*seen.findings, *findings, *_bad_values(seen)))
+
+
+def _why_undecoded(checkpoint: Checkpoint, error: StatekitError) -> str:
+    """Returns why no state was made of a checkpoint, in a sentence and what was found."""
+    if not checkpoint.tensors:
+        return "It holds no tensor."
+    return f"{error.subject} {error.found}" if error.found else error.subject
 
 
 def _of_no_layout(checkpoint: Checkpoint, contents: Contents, error: StatekitError) -> tuple[Finding, ...]:

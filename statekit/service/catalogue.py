@@ -619,6 +619,7 @@ def _reconciled(connection: Connection, root: int, seen: Sequence[Seen]) -> Coun
             "size": one.size, "modified": one.modified, "print": one.print, "proof": one.proof, "seen": now,
             "status": "present", **_OPEN, **one.columns,
         }  # fmt: skip
+        values.pop("undecoded", None)
         same = before is not None and before.print == one.print
         if before is not None and (same or before.unreadable is not None):
             if same:

@@ -104,6 +104,7 @@ def _columns(seen: Inspection, step: int | None) -> dict[str, Any]:
         "tensors": totals["parameters"] + totals["slots"] + totals["others"],
         "parameters": totals["parameters"],
         "elements": min(totals["elements"], _GREATEST),
+        "undecoded": seen.undecoded,
         "resumable": is_run and (bool(totals["slots"]) or is_native(optimizer.schema)),
     }
 
