@@ -111,9 +111,10 @@ def test_a_file_that_no_layout_decodes_says_why(tmp_path: Path, capsys: pytest.C
     import torch
 
     model = torch.nn.Linear(2, 2)
-    torch.save(
-        {"model": {}, "optimizer": torch.optim.AdamW(model.parameters()).state_dict()}, tmp_path / "a.pt"
-    )
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    torch.save({"model": {"a": torch.zeros(3)}, "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
     torch.save({"epoch": 3}, tmp_path / "b.pt")
     assert main(["ls", str(tmp_path), "--json"]) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
