@@ -44,7 +44,7 @@ TABLE: Table = {
     "a/kernel": ((4, 6), (R, C)), "a/bias": ((6,), (N,)), "b/kernel": ((5, 6), (R, C)), "b/bias": ((5,), (N,)),
 }  # fmt: skip
 FEW_BITS = ("bitsandbytes-32bit", "bitsandbytes-8bit", "torchao-4bit", "torchao-8bit", "torchao-fp8")
-ONLY_READ = ("keras-model-h5", "optax-native", "tf2-keras2", *FEW_BITS)
+ONLY_READ = ("keras-model-h5", "mxnet-native", "optax-native", "tf2-keras2", *FEW_BITS)
 """Layouts that write no state from elsewhere, or only what is rounded to few bits."""
 ALONE = {("torch-optim", "torch"), ("torch-fqn", "torch")}
 """Layouts with containers that hold the state of an optimizer without its parameters."""

@@ -97,7 +97,9 @@ def test_every_container_and_layout_that_can_be_written_is_there() -> None:
     later = {pair for pair in writable if registry.layout(pair[1]).variants.keys() == {WEIGHTS}}
     later |= {("megatron", "megatron-float16"), ("megatron", "megatron-distributed")}  # layouts since then
     later |= {
-        pair for pair in writable if pair[1] in ("keras-model-h5", "maxtext", "optax-native", "tf2-keras2")
+        pair
+        for pair in writable
+        if pair[1] in ("keras-model-h5", "maxtext", "mxnet-native", "optax-native", "tf2-keras2")
     }
     later |= {("deepspeed", "deepspeed")}  # which was only read
     later |= {pair for pair in writable if pair[1].startswith(("bitsandbytes-", "torchao-"))}

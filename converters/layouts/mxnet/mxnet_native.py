@@ -56,7 +56,7 @@ _SLOTS: Mapping[str, tuple[str, ...]] = {
     "BERTAdam": ("m", "v"),
 }  # fmt: skip
 """What a class keeps, in its order; an option may leave the last ones out."""
-_COUNTED = (BY_DEVICE, CURRENT, "num_update", "begin_num_update")
+_COUNTS = (BY_DEVICE, CURRENT, "num_update")
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,11 @@ class MXNetNative:
         counted = read_counts(record)
         home = {
             "optimizer": optimizer.name,
-            "record": record,
+            "attributes": {
+                name: value for name, value in record.items() if name not in (*settings, *_COUNTS)
+            },
+            "counted": list(counted.counts),
+            "order": list(record),
             "names": {path: name for path, name in native.items() if name != name_of(path)},
             "index": index,
             "frames": {path: _frame(tree["states"][i]) for path, i in index.items()},
@@ -128,7 +132,7 @@ class MXNetNative:
             {path: named for path, named in slots.items() if named},
             Optimizer(SCHEMA, kind, (Group(tuple(index), settings, dict.fromkeys(settings, "file")),)),
             _counts(record, counted, index),
-            extra={HOME: home},
+            extra={HOME: {key: part for key, part in home.items() if part or key == "current"}},
             assumptions=(order.note,) if order.note else (),
         )
         return hints.applied(state.with_facts(lambda facts: [*facts, *order.facts]))
@@ -153,8 +157,8 @@ class MXNetNative:
             faults.add("has slots, for which there is no place", path)
         faults.check(InexactError, "MXNet's optimizer keeps other states")
         settings = state.optimizer.groups[0].hyperparameters if state.optimizer.groups else {}
-        known = {name: value for name, value in settings.items() if name in home["record"]}
-        record = {**home["record"], **known, **_written(home, state)}
+        every = {**home["attributes"], **settings, **_written(home, state)}
+        record = {name: every[name] for name in home["order"] if name in every}
         names = home.get("names", {})
         tree = {
             "params": {names.get(path) or name_of(path): tensor for path, tensor in state.params.items()},
@@ -231,7 +235,11 @@ def _entry(home: Mapping[str, Any], state: TrainState, path: str, faults: Faults
 
 
 def _is_setting(name: str, value: Any) -> bool:
-    return name not in _COUNTED and not name.startswith("_") and isinstance(value, (bool, int, float, str))
+    return (
+        name not in (*_COUNTS, "begin_num_update")
+        and not name.startswith("_")
+        and isinstance(value, (bool, int, float, str))
+    )
 
 
 def _counts(record: Mapping[str, Any], counted: Counted, index: Mapping[str, Any]) -> Counts:
@@ -244,10 +252,10 @@ def _counts(record: Mapping[str, Any], counted: Counted, index: Mapping[str, Any
 
 def _written(home: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
     """Returns the attributes that count."""
-    counts, begin = state.counts, home["record"].get("begin_num_update", 0)
+    counts, begin = state.counts, home["attributes"].get("begin_num_update", 0)
     done = {i: begin + counts.behind.get(path, counts.updates) for path, i in home["index"].items()}
-    order = home["record"].get(CURRENT) or done
-    stored = {i: done[i] for i in [*order, *done] if i in done and counts.updates}
+    order = [*home.get("counted", ()), *done]
+    stored = {i: done[i] for i in order if i in done and counts.updates}
     counted = Counted(stored, tuple(home["devices"]), home["current"])
     return {**written_counts(counted), "num_update": max(begin + counts.updates, counts.schedule)}
 
