@@ -95,8 +95,9 @@ class RatesOf:
     def next(self, number: int) -> Any:
         """Returns the rate of a group's next update; None where it is unknown."""
         rates = self.of(number)
-        is_told = isinstance(rates, Rates) and self._is_counted
-        return rates.rate(self.done) if is_told else self._stored(number)
+        if isinstance(rates, Rates) and self._is_counted:
+            return rates.rate(self.done)
+        return self._stored(number)
 
     @property
     def _is_counted(self) -> bool:

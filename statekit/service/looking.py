@@ -105,7 +105,9 @@ def _columns(seen: Inspection, step: int | None) -> dict[str, Any]:
         "parameters": totals["parameters"],
         "elements": min(totals["elements"], _GREATEST),
         "undecoded": seen.undecoded,
-        "resumable": is_run and (bool(totals["slots"]) or is_native(optimizer.schema)),
+        "resumable": optimizer is not None
+        and optimizer.schema != WEIGHTS
+        and (bool(totals["slots"]) or is_native(optimizer.schema)),
     }
 
 
