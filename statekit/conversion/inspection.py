@@ -434,9 +434,7 @@ def _describer(
 
 def _odd(state: TrainState, parameters: Iterable[ParameterSummary]) -> Iterator[Finding]:
     schemas = {path: load_schema(part.optimizer.schema) for part in state.parts() for path in part.params}
-    without = {
-        path for group in state.optimizer.groups if _keeps_nothing(state, group) for path in group.paths
-    }
+    without = _without_slots(state)
     for parameter in parameters:
         path = parameter.tensor.name
         if parameter.group is None:
@@ -447,19 +445,22 @@ def _odd(state: TrainState, parameters: Iterable[ParameterSummary]) -> Iterator[
             usual = schemas[path].slots[slot.name].dtype
             if usual in DTYPES and slot.dtype != usual:
                 yield Finding(f"slot {slot.name} is {slot.dtype}, usually {usual}", path)
-            if (
-                slot.stats
-                and state.counts.updates
-                and slot.stats.finite
-                and slot.stats.zeros == math.prod(slot.shape)
-            ):
+            if state.counts.updates and _is_all_zeros(slot):
                 yield Finding(f"slot {slot.name} is all zeros after {state.counts.updates} updates", path)
 
 
-def _keeps_nothing(state: TrainState, group: Group) -> bool:
-    """Tells whether no parameter of a group has slots, and its optimizer may be one without, such as plain SGD."""
-    schema, _ = state.optimizer.kind(group)
-    return is_native(schema) and not any(state.slots.get(path) for path in group.paths)
+def _is_all_zeros(slot: TensorSummary) -> bool:
+    return bool(slot.stats and slot.stats.finite and slot.stats.zeros == math.prod(slot.shape))
+
+
+def _without_slots(state: TrainState) -> set[str]:
+    """Returns the parameters of groups without any slot whose optimizer may be one without, such as plain SGD."""
+    return {
+        path
+        for group in state.optimizer.groups
+        if is_native(state.optimizer.kind(group)[0]) and not any(map(state.slots.get, group.paths))
+        for path in group.paths
+    }
 
 
 def _bad_values(seen: Inspection) -> Iterator[Finding]:

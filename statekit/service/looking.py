@@ -15,6 +15,7 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.files.file_changes import Change
 from statekit.service.tasks.listener import Listener
 from statekit.state.schema import WEIGHTS, is_native
+from statekit.state.train_state import Optimizer
 from statekit.tensors.digest import json_digest
 
 _NAMED = (".ckpt", ".pth", ".msgpack")
@@ -105,10 +106,13 @@ def _columns(seen: Inspection, step: int | None) -> dict[str, Any]:
         "parameters": totals["parameters"],
         "elements": min(totals["elements"], _GREATEST),
         "undecoded": seen.undecoded,
-        "resumable": optimizer is not None
-        and optimizer.schema != WEIGHTS
-        and (bool(totals["slots"]) or is_native(optimizer.schema)),
+        "resumable": is_run and (bool(totals["slots"]) or _may_lack_slots(optimizer)),
     }
+
+
+def _may_lack_slots(optimizer: Optimizer | None) -> bool:
+    """Tells whether an optimizer without a schema may be one that keeps nothing, such as plain SGD."""
+    return optimizer is not None and is_native(optimizer.schema)
 
 
 def _sealed(checkpoint: Checkpoint) -> dict[str, Any]:

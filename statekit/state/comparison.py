@@ -203,7 +203,7 @@ class _States:
     def _of_param(self, path: str) -> Iterator[Difference]:
         right, other = self._right, self._other
         due, done = (state.counts.behind.get(path, state.counts.updates) for state in (right, other))
-        if due != done and self._count_both:
+        if self._counts_differ(due, done):
             yield Difference("updates", f"updates/{path}", due, done, path)
         slots = [state.slots.get(path, {}) for state in (right, other)]
         if self._is_turned(path):
@@ -324,6 +324,9 @@ class _States:
         for side, alone in zip(self._sides, (theirs.keys() - mine, mine.keys() - theirs), strict=True):
             if alone:
                 self._unsaid[f"{some(sorted(alone))}: only {side} has it"] = None
+
+    def _counts_differ(self, due: int, done: int) -> bool:
+        return due != done and self._count_both
 
     @property
     def _count_both(self) -> bool:

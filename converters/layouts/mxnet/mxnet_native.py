@@ -13,7 +13,7 @@ Source: apache/mxnet 2.0.0b1, python/mxnet/optimizer/*.py, `create_state`; optim
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,7 +36,7 @@ from statekit.converters.layouts.mxnet.layout import (
     path_of,
 )
 from statekit.converters.layouts.mxnet.lines import trainer_lines
-from statekit.converters.layouts.mxnet.order import numbered
+from statekit.converters.layouts.mxnet.order import Numbered, numbered
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.lines.printing import SavedRun, State
@@ -93,46 +93,20 @@ class MXNetNative:
                 expected=".params and .states of the same step, saved by Trainer.save_states",
             )
         tree: Any = checkpoint.tree
-        optimizer, native = tree["optimizer"], {path_of(bare(name)): name for name in tree["params"]}
-        params = {path: tree["params"][name] for path, name in native.items()}
-        kind, record = _class_of(optimizer), dict(optimizer.state)
-        shapes = {index: _shape(entry) for index, entry in tree["states"].items()}
-        by_optimizer = record.get("idx2name", {})
-        names = {i: bare(name) for i, name in by_optimizer.items() if isinstance(name, str)}
-        given = hints.param_names
-        order = numbered(
-            shapes,
-            {bare(name): tensor.shape for name, tensor in tree["params"].items()},
-            names if len(set(names.values())) == len(names) else {},
-            None if given is None else [bare(native.get(path_of(name), name)) for name in given],
-            optimizer.name.startswith(FIRST_RELEASE),
-        )
-        index = {
-            path_of(name): i for i, name in order.names.items() if path_of(name) in params and i in shapes
-        }
+        record = dict(tree["optimizer"].state)
+        kind, order = _class_of(tree["optimizer"]), _order(tree, hints.param_names)
+        params = {path_of(bare(name)): tensor for name, tensor in tree["params"].items()}
+        paths = {path_of(name): i for i, name in order.names.items()}
+        index = {path: i for path, i in paths.items() if path in params and i in tree["states"]}
         slots = {path: dict(_slots(kind, params[path], tree["states"][i])) for path, i in index.items()}
         settings = {name: value for name, value in record.items() if _is_setting(name, value)}
         counted = read_counts(record)
-        home = {
-            "optimizer": optimizer.name,
-            "attributes": {
-                name: value for name, value in record.items() if name not in (*settings, *_COUNTS)
-            },
-            "counted": list(counted.counts),
-            "order": list(record),
-            "names": {path: name for path, name in native.items() if name != name_of(path)},
-            "index": index,
-            "frames": {path: _frame(tree["states"][i]) for path, i in index.items()},
-            "files": tree.get("files", {}),
-            "devices": list(counted.devices),
-            "current": counted.current,
-        }
         state = TrainState(
             params,
             {path: named for path, named in slots.items() if named},
             Optimizer(SCHEMA, kind, (Group(tuple(index), settings, dict.fromkeys(settings, "file")),)),
             _counts(record, counted, index),
-            extra={HOME: {key: part for key, part in home.items() if part or key == "current"}},
+            extra={HOME: _home(tree, index, settings, counted)},
             assumptions=(order.note,) if order.note else (),
         )
         return hints.applied(state.with_facts(lambda facts: [*facts, *order.facts]))
@@ -175,6 +149,41 @@ class MXNetNative:
 
 def _class_of(optimizer: Record) -> str:
     return optimizer.name.rpartition(".")[2]
+
+
+def _order(tree: Any, given: Sequence[str] | None) -> Numbered:
+    """Returns which parameters the indices mean."""
+    native = {path_of(bare(name)): bare(name) for name in tree["params"]}
+    by_optimizer = tree["optimizer"].state.get("idx2name", {})
+    names = {i: bare(name) for i, name in by_optimizer.items() if isinstance(name, str)}
+    return numbered(
+        {index: _shape(entry) for index, entry in tree["states"].items()},
+        {bare(name): tensor.shape for name, tensor in tree["params"].items()},
+        names if len(set(names.values())) == len(names) else {},
+        None if given is None else [native.get(path_of(name), name) for name in given],
+        tree["optimizer"].name.startswith(FIRST_RELEASE),
+    )
+
+
+def _home(
+    tree: Any, index: Mapping[str, Any], settings: Mapping[str, Any], counted: Counted
+) -> dict[str, Any]:
+    """Returns what the files hold besides parameters, slots, settings and counts."""
+    record, apart = tree["optimizer"].state, (*settings, *_COUNTS)
+    native = {path_of(bare(name)): name for name in tree["params"]}
+    home = {
+        "optimizer": tree["optimizer"].name,
+        "attributes": {name: value for name, value in record.items() if name not in apart},
+        "counted": list(counted.counts),
+        "order": list(record),
+        "names": {path: name for path, name in native.items() if name != name_of(path)},
+        "index": dict(index),
+        "frames": {path: _frame(tree["states"][i]) for path, i in index.items()},
+        "files": tree.get("files", {}),
+        "devices": list(counted.devices),
+        "current": counted.current,
+    }
+    return {key: part for key, part in home.items() if part or key == "current"}
 
 
 def _leaves(entry: Any, place: tuple[int, ...] = ()) -> Iterator[tuple[tuple[int, ...], Tensor]]:
