@@ -567,10 +567,15 @@ def _unnamed(checkpoint: Checkpoint) -> Unnamed | None:
         return None
     extra = extra_of(parts, parts.model, {name for kind in kinds for name in _options(kind)})
     extra |= {SIDE_BY_SIDE: sides} if sides else {}
-    counting = any(kind.count is not None for kind in kinds)
-    done = 0 if counting else native.stated_updates(parts.groups, parts.rest, checkpoint)
+    done = _stated_updates(kinds, parts, checkpoint)
     optimizer = Optimizer.of(groups, [(kind.schema, kind.variant) for kind in kinds])
     return Unnamed(optimizer, _counts(counts, (), done), extra)
+
+
+def _stated_updates(kinds: Sequence[TorchOptimizer], parts: Parts, checkpoint: Checkpoint) -> int | None:
+    """Returns the updates that a run has done where no parameter has made any; None where nothing tells them."""
+    is_counted = any(kind.count is not None for kind in kinds)
+    return 0 if is_counted else native.stated_updates(parts.groups, parts.rest, checkpoint)
 
 
 def _updates_of(
