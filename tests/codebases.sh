@@ -16,17 +16,13 @@ fi
 if [ -z "${STATEKIT_DEEPSPEED:-}" ]; then
   STATEKIT_DEEPSPEED=$(packages deepspeed deepspeed==0.19.8 einops hjson msgpack ninja py-cpuinfo)
 fi
-# MaxText has its own JAX, and needs Python 3.12. Its package asks for nothing by itself: this is what it imports on a CPU.
-maxtext_needs=(
-  jax==0.12.0.1 flax==0.12.12 optax==0.2.8 orbax-checkpoint==0.12.8
-  aqtp drjax gcsfs grain grpcio-status jinja2 ml_collections omegaconf pathwaysutils pillow sentencepiece sympy tiktoken
-  tokamax transformers
-)
+# MaxText has its own JAX, and needs Python 3.12. Its package asks for nothing by itself: tests/maxtext.txt has what it
+# imports on a CPU, each at a version, as pip looks for versions for many minutes.
 if [ -z "${STATEKIT_MAXTEXT:-}" ]; then
   python=${PYTHON312:-python3.12} maxtext=$place/maxtext
   if [ ! -x "$maxtext/bin/python" ] && command -v "$python" >/dev/null; then
     "$python" -m venv "$maxtext"
-    "$maxtext/bin/pip" install --quiet maxtext==0.2.5 "${maxtext_needs[@]}" || { rm -rf "$maxtext"; echo "MaxText couldn't be installed: its tests are skipped."; }
+    "$maxtext/bin/pip" install --quiet --no-deps -r tests/maxtext.txt || { rm -rf "$maxtext"; echo "MaxText couldn't be installed: its tests are skipped."; }
   fi
   [ -x "$maxtext/bin/python" ] && STATEKIT_MAXTEXT=$maxtext/bin/python
 fi

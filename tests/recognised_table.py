@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from statekit.converters.layouts.keras.muon import CLASS as MUON_OF_KERAS
 from statekit.converters.layouts.keras.native import kinds as kinds_of_keras
 from statekit.converters.layouts.keras.native import signature_of
 from statekit.converters.layouts.keras.state import SCHEMAS as SCHEMAS_OF_KERAS
@@ -85,7 +86,8 @@ def _of_keras() -> Iterator[str]:
     for name in kinds_of_keras():
         rounds = signature_of(name).slots or ()
         slots = [f"`{slot}`{'?' if option else ''}" for names, option in rounds for slot in names]
-        yield f"| {name} | {', '.join(slots)} | {CARRIED} |"
+        by_schemas = "is read as muon, and as adamw where there is a velocity"
+        yield f"| {name} | {', '.join(slots)} | {by_schemas if name == MUON_OF_KERAS else CARRIED} |"
     yield "| MultiOptimizer | those of each | is refused by this name |"
 
 

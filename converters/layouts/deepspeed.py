@@ -12,12 +12,12 @@ Source: deepspeedai/DeepSpeed deepspeed/runtime/zero/stage_1_and_2.py, `step`, `
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.contracts import Encoded, Evidence
+from statekit.conversion.contracts import Encoded, Evidence, Exactness
 from statekit.converters.layouts.hyperparameters import require_optimizer
 from statekit.converters.layouts.pytorch.lines import deepspeed_lines
 from statekit.converters.layouts.pytorch.param_order import MODEL_PART, ORDERS
@@ -29,9 +29,10 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.lines.printing import SavedRun, State
 from statekit.state.evidence import Fact, ordered
 from statekit.state.schema import load_schema
-from statekit.state.stored_params import MASTER, Proven, in_full, is_low, said_of_masters
+from statekit.state.stored_params import BEGUN_MASTER, MASTER, Proven, in_full, is_low, said_of_masters
 from statekit.state.train_state import Axis, Counts, Rule, TrainState
 from statekit.tensors.tensor import Filled, Tensor
+from statekit.tensors.tree import Path as Keys
 from statekit.tensors.tree import at, put
 from statekit.tensors.typed import Name, fits, typed
 
@@ -176,12 +177,19 @@ class DeepSpeed:
         return replace(
             encoded,
             tree=put(encoded.tree, place, {**optimizer, "state": records}),
+            exactness={**encoded.exactness, **_begun_masters(place, [name_of[path] for path in low])},
             assumptions=(*encoded.assumptions, *said_of_masters(low)),
         )
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the lines that go on in DeepSpeed."""
         return deepspeed_lines(state, saved)
+
+
+def _begun_masters(place: Keys, names: Sequence[str]) -> dict[str, tuple[Exactness, str]]:
+    """Returns how exact the masters are that a run without any begins with, by their names in the tree."""
+    keys = ["/".join(map(str, (*place, "state", name, _WEIGHT))) for name in names]
+    return dict.fromkeys(keys, (Exactness.ROUNDING, BEGUN_MASTER))
 
 
 def _refuse_uneven(state: TrainState) -> None:

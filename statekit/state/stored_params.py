@@ -181,6 +181,12 @@ def is_low(param: Tensor, slots: Mapping[str, Tensor]) -> bool:
     return MASTER not in slots and param.dtype.itemsize < DTYPES["float32"].itemsize
 
 
+BEGUN_MASTER = (
+    "the run goes on by a float32 master, and the source rounded each update to the parameter's own dtype"
+)
+"""Why a master that begins as its parameter isn't the same run to the bit."""
+
+
 def said_of_masters(low: Sequence[str]) -> tuple[str, ...]:
     """Returns what is assumed of parameters of lower precision whose masters are made of them; nothing of none."""
     if not low:

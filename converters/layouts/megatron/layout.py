@@ -23,7 +23,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.contracts import Encoded, Evidence
+from statekit.conversion.contracts import Encoded, Evidence, Exactness
 from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.hyperparameters import require_optimizer
 from statekit.converters.layouts.megatron.buckets import has_buckets, with_groups, without_buckets
@@ -45,7 +45,7 @@ from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.lines.printing import SavedRun, State
 from statekit.state.run import BESIDE, run_of
-from statekit.state.stored_params import MASTER, Proven, in_full, said_of_masters
+from statekit.state.stored_params import BEGUN_MASTER, MASTER, Proven, in_full, said_of_masters
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Tree
@@ -211,9 +211,9 @@ class MegatronAdam:
         groups, notes = without_params(optimizer["param_groups"], shapes, updates, sharding is not None)
         steps = [record.pop("step") for record in optimizer["state"].values()]
         nested = self.masters is not None or bool(state.extra.get(_IN_SCALER))
-        masters, said_of_masters = self._masters(state, model, optimizer["state"], nested)
+        masters, low = self._masters(state, model, optimizer["state"], nested)
         inner = _native_inner(groups, steps, is_sharded=sharding is not None)
-        notes += said_of_masters
+        notes += said_of_masters([*low])
         if _COMMON not in state.extra:
             schedule, said = constant_schedule(groups, run_of(state.extra).schedules, updates)
             kept |= {KEY: schedule} if schedule else {}
@@ -232,6 +232,10 @@ class MegatronAdam:
         return replace(
             encoded,
             tree={COMMON: common, SHARDED: sharded},
+            exactness={
+                **encoded.exactness,
+                **{f"{SHARDED}/{key}": (Exactness.ROUNDING, BEGUN_MASTER) for key in low.values()},
+            },
             dropped=dropped,
             assumptions=(*encoded.assumptions, *notes),
         )
@@ -257,8 +261,8 @@ class MegatronAdam:
 
     def _masters(
         self, state: TrainState, model: Mapping[str, Tensor], records: Collection[str], nested: bool
-    ) -> tuple[dict[str, Tree], tuple[str, ...]]:
-        """Returns the masters by their keys, and what is assumed of those that begin as their parameter.
+    ) -> tuple[dict[str, Tree], dict[str, str]]:
+        """Returns the masters by their keys, and the key by parameter of those that begin as one of lower precision.
 
         Args:
             state: The state.
@@ -274,8 +278,8 @@ class MegatronAdam:
             begun = [name for name in records if name not in masters]
             masters |= {name: in_full(model[name]) for name in begun}
         key = self.masters or before or _MASTER_KEY
-        low = [name for name in begun if model[name].dtype.itemsize < 4]
-        return {f"{_STATE}{key}.{name}": tensor for name, tensor in masters.items()}, said_of_masters(low)
+        low = {name: f"{_STATE}{key}.{name}" for name in begun if model[name].dtype.itemsize < 4}
+        return {f"{_STATE}{key}.{name}": tensor for name, tensor in masters.items()}, low
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the lines that go on in Megatron-LM or Megatron-Core."""
