@@ -312,6 +312,21 @@ def test_a_conversion_of_a_job_and_one_of_the_command_line_are_in_the_lineage(la
     assert of_line.options["step_offset"]["asked"] == "reset"
 
 
+def test_workers_carry_out_a_job_that_stays_one_job(lab: Lab) -> None:
+    source = lab.number("run/checkpoint_4")
+    job = lab.do("convert", [source], target={"root": 1, "path": "many"}, to="safetensors", on="processes:2")
+    assert (job.state, job.attempts) == ("done", 1), job.problem
+    statekit.convert(lab.root / "run" / "checkpoint_4", lab.root / "one", to="safetensors")
+    ours, one = (statekit.check(lab.root / name) for name in ("many", "one"))
+    assert ours.passed and one.passed
+    digests = [
+        json.loads((lab.root / name / "statekit.json").read_text())["tensors"] for name in ("many", "one")
+    ]
+    assert digests[0] == digests[1] and not (lab.root / ".many.work").exists()
+    said = [event.data["text"] for event in lab.jobs.events(job.id) if event.kind == "progress"]
+    assert any("tasks done" in text for text in said), said
+
+
 @pytest.mark.parametrize("target", ["file.pt/x", "file.pt/x/y", "run/checkpoint_4/checkpoint/x"])
 def test_a_target_below_a_file_is_an_error_of_the_job_at_once(target: str, shared: Lab) -> None:
     (shared.root / "file.pt").write_bytes(TORCH.read_bytes())

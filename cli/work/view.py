@@ -15,7 +15,7 @@ from statekit.engines.ray import Ray
 from statekit.engines.slurm import Slurm
 from statekit.errors import UsageError, plural, size
 from statekit.files.tree import Place
-from statekit.scale.engine import Engine, Processes, carry_out
+from statekit.scale.engine import Engine, Processes, convert_on
 from statekit.scale.progress import Running, Status
 from statekit.scale.work import TASK_BYTES, Work, split
 
@@ -71,15 +71,12 @@ def carried_out_on(
     """
     engine = None if on == SLURM else engine_of(on)
     folder = place_of_work(planned.request.target, place)
-    with split(planned, folder, TASK_BYTES if task_bytes is None else task_bytes) as work:
-        if engine is None:
+    if engine is None:
+        with split(planned, folder, TASK_BYTES if task_bytes is None else task_bytes) as work:
             submit(work, quiet)
-            return None
-        with showing(quiet) as tell:
-            carry_out(work, engine, tell)
-        report = work.finish()
-        work.drop()
-    return report
+        return None
+    with showing(quiet) as tell:
+        return convert_on(planned, engine, folder, task_bytes, tell)
 
 
 def submit(work: Work, quiet: bool = False) -> None:

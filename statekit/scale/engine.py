@@ -20,10 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from statekit.conversion.convert import Report
+from statekit.conversion.plan import Plan
 from statekit.errors import CommitError, Faults, UsageError
 from statekit.pipeline import cores
 from statekit.scale.progress import Status
-from statekit.scale.work import Work
+from statekit.scale.work import TASK_BYTES, Work, split
 
 MOST_ATTEMPTS = 4
 """Attempts at a task that may fail before the work is given up."""
@@ -153,6 +155,32 @@ def carry_out(work: Work, engine: Engine, tell: Callable[[Status], object] = lam
         place=work.place,
         remedy="mend what is wrong, and give the same command again: what is done stays done",
     )
+
+
+def convert_on(
+    plan: Plan,
+    engine: Engine,
+    folder: Path,
+    task_bytes: int | None = None,
+    tell: Callable[[Status], object] = lambda status: None,
+) -> Report:
+    """Splits a plan, has its tasks done on an engine, and finishes it; the same call goes on where one was ended.
+
+    Args:
+        plan: The plan.
+        engine: Where.
+        folder: The work's folder, which is removed at the end.
+        task_bytes: Bytes of a task at most.
+        tell: Told now and then how far it is.
+
+    Raises:
+        CommitError: Tasks failed; what is done stays done.
+    """
+    with split(plan, folder, TASK_BYTES if task_bytes is None else task_bytes) as work:
+        carry_out(work, engine, tell)
+        report = work.finish()
+        work.drop()
+    return report
 
 
 @dataclass(frozen=True)

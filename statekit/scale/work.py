@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,7 @@ from statekit.scale.running import run as run_task
 from statekit.tensors.digest import json_digest
 
 TASK_BYTES = 2 * 2**30
+_PRIVATE = 0o700
 
 
 def split(plan: Plan, place: str | os.PathLike[str], task_bytes: int = TASK_BYTES) -> Work:
@@ -205,10 +207,10 @@ def _make(folder: Path, document: Mapping[str, Any]) -> None:
             raise TargetExistsError(
                 "The work's folder exists, and no work is in it.", place=folder, remedy="name another folder"
             )
-        folder.mkdir(mode=0o700, exist_ok=True)
-        folder.chmod(
-            0o700
-        )  # attempts hold the source's values, whoever may enter an empty folder that was there
+        folder.mkdir(mode=_PRIVATE, exist_ok=True)
+        # Attempts hold the source's values, whoever may enter an empty folder that was there.
+        if stat.S_IMODE(folder.stat().st_mode) != _PRIVATE:
+            folder.chmod(_PRIVATE)
         for name in (PARTS, ATTEMPTS):
             (folder / name).mkdir(exist_ok=True)
         draft = folder / f"{DOCUMENT}.{os.getpid()}"

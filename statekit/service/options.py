@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypedDict, get_type_hints
@@ -34,6 +35,10 @@ class Option(NamedTuple):
     expected: str
     fits: Callable[[Any], bool]
     schema: Mapping[str, Any]
+
+
+ENGINES = re.compile("processes:([1-9]|[1-5][0-9]|6[0-4])")
+"""Where a job's workers may run. A task reaches no network, so that it reaches no cluster."""
 
 
 def _is_text(value: Any) -> bool:
@@ -162,6 +167,12 @@ THREADS = Option(
     {"type": "integer", "minimum": 1, "maximum": 256},
 )
 
+ENGINE = Option(
+    "processes:N with N from 1 to 64",
+    lambda value: _is_text(value) and ENGINES.fullmatch(value) is not None,
+    {"type": "string", "pattern": f"^{ENGINES.pattern}$"},
+)
+
 
 class Target(TypedDict):
     """Where a job writes: beneath which root, and the path relative to it."""
@@ -274,6 +285,7 @@ class ConvertOptions(_Convert, _MapOptions, SubjectOptions, total=False):
     replace: Annotated[bool, FLAG]
     replace_foreign: Annotated[bool, FLAG]
     threads: Annotated[int, THREADS]
+    on: Annotated[str, ENGINE]
     dry_run: Annotated[bool, FLAG]
     verify: Annotated[bool, FLAG]
 
@@ -394,8 +406,15 @@ def _option_faults(kind: Kind, given: Mapping[str, Any], subjects: int) -> Itera
     for key in NEEDED.get(kind, ()):
         if key not in given:
             yield f"is missing: {offered[key].expected}", key
+    yield from _pair_faults(kind, given, subjects)
+
+
+def _pair_faults(kind: Kind, given: Mapping[str, Any], subjects: int) -> Iterator[tuple[str, str]]:
+    """Yields options that do not go together."""
     if given.get("verify") and given.get("dry_run"):
         yield "goes with what is written, not with dry_run", "verify"
+    if "on" in given and given.keys() & {"replace", "replace_foreign", "threads"}:
+        yield "goes with none of replace, replace_foreign and threads: workers write a new target", "on"
     # A region is of one tensor of one checkpoint.
     if kind == "parameter" and "slot" in given and "region" not in given:
         yield "says nothing without a region: all slots are looked at", "slot"

@@ -16,7 +16,7 @@ from statekit.conversion.check import check
 from statekit.conversion.checkpoint_ref import OPTIONS, CheckpointRef
 from statekit.conversion.closer import difference, over_steps, parameter, region
 from statekit.conversion.contracts import Exactness
-from statekit.conversion.convert import convert, outcome, plan
+from statekit.conversion.convert import Report, convert, outcome, plan
 from statekit.conversion.diff import diff
 from statekit.conversion.inspection import Request, inspect
 from statekit.conversion.open_state import open_state
@@ -26,6 +26,8 @@ from statekit.conversion.seal import seal
 from statekit.errors import StateError, StatekitError, UnknownFormatError
 from statekit.files.stage import Progress
 from statekit.maps.model_map import maps_of
+from statekit.scale.engine import Processes, convert_on
+from statekit.scale.progress import Status
 from statekit.service.tasks.listener import Listener
 from statekit.service.thinning import is_of_plan, thin
 
@@ -239,17 +241,34 @@ def _convert(request: Mapping[str, Any], listener: Listener) -> Any:
         if request.get("attempt", 1) > 1 and _is_written(target, planned):
             listener.log("an earlier attempt has written the target; it was ended before it could say so")
         else:
-            report = convert(
-                planned,
-                replace=options.get("replace", False),
-                replace_foreign=options.get("replace_foreign", False),
-                threads=options.get("threads"),
-                on_progress=told_by(listener),
-            )
+            report = _written(planned, options, listener)
         done: dict[str, Any] = {**outcome(planned, report)}
         if options.get("verify"):
             done |= _proven(planned, name, options, listener)
     return done
+
+
+def _written(planned: Plan, options: Mapping[str, Any], listener: Listener) -> Report:
+    """Carries a plan out, by workers where the job names them: their tasks' progress is the job's.
+
+    Their folder lies hidden beside the target. The next attempt at the job goes on with what they have done.
+    """
+    if "on" not in options:
+        return convert(
+            planned,
+            replace=options.get("replace", False),
+            replace_foreign=options.get("replace_foreign", False),
+            threads=options.get("threads"),
+            on_progress=told_by(listener),
+        )
+    target = Path(f"{planned.request.target}")
+    count = int(options["on"].partition(":")[2])
+
+    def tell(status: Status) -> None:
+        done = f"{len(status.done)} of {status.tasks} tasks done, {len(status.running)} running"
+        listener.progress(status.moved / status.bytes if status.bytes else None, done)
+
+    return convert_on(planned, Processes(count), target.with_name(f".{target.name}.work"), tell=tell)
 
 
 def _proven(
