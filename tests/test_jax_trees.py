@@ -125,6 +125,15 @@ def test_a_pickled_tree_is_read_without_running_it(name: str, form: str, tmp_pat
     assert slots_of(tmp_path / "flax")[1].keys() == slots.keys()
 
 
+@pytest.mark.parametrize("tail", [b"", b"\0\0"])
+def test_pickles_one_behind_the_other_are_one_run(tail: bytes, tmp_path: Path) -> None:
+    params, state = trained("adam")
+    (tmp_path / "run.pkl").write_bytes(pickle.dumps(params) + pickle.dumps(state) + tail)
+    assert slots_of(tmp_path / "run.pkl")[2] == UPDATES
+    with open_state(tmp_path / "run.pkl") as opened:
+        assert bool(tail) == any("behind the pickle" in one.what for one in opened.checkpoint.findings)
+
+
 def test_a_pickle_that_calls_something_is_refused_and_not_run(tmp_path: Path) -> None:
     class Calls:
         def __reduce__(self) -> Any:

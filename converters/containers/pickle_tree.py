@@ -3,8 +3,9 @@
 It reads them; statekit writes none. Input: a file of any of these, with arrays of NumPy or JAX:
 
     (params, opt_state)    {"params": ..., "opt_state": ...}    TrainState(step, params, opt_state)
+    params, then opt_state: several pickles, one behind the other
 
-Output: the tree. A NamedTuple's pickle has its class and its values by position; the class tells their names, and
+Output: the tree; of several pickles a list. A NamedTuple's pickle has its class and its values by position; the class tells their names, and
 one of the program's own is a list.
 Source: jax-ml/jax jax/_src/array.py, `_reconstruct_array`;
 deepmind/dm-haiku examples, `pickle.dump(params, f)`.
@@ -16,20 +17,22 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from statekit.budget import Budget
+from statekit.budget import Account, Budget
 from statekit.conversion.contracts import Evidence, ReadOnly
 from statekit.converters.containers.step_folders import check_step
 from statekit.converters.formats.named_tuples import fields_of
 from statekit.converters.formats.pickle.names import built_array
 from statekit.converters.formats.pickle.reader import read_pickle
 from statekit.errors import StatekitError, UnknownFormatError
-from statekit.files.checkpoint import SEQUENCES_AS_MAPS, Checkpoint
+from statekit.files.checkpoint import SEQUENCES_AS_MAPS, Checkpoint, Finding
 from statekit.files.source import first_bytes, opening, read_small
 from statekit.files.tree import Place
 from statekit.tensors.tensor import Stored
 from statekit.tensors.tree import Record, Tree
 
 _SUFFIXES = (".pkl", ".pickle")
+_BEGIN = b"\x80"
+"""The first byte of a pickle of protocol 2 or later."""
 _EMPTY: Final = ("EmptyState", "MaskedNode")
 
 
@@ -43,7 +46,7 @@ class PickledTree(ReadOnly):
     def detect(self, path: Place) -> Evidence | None:
         """Looks at the name and the first bytes."""
         try:
-            fits = path.suffix in _SUFFIXES and not path.is_dir() and first_bytes(path, 1) == b"\x80"
+            fits = path.suffix in _SUFFIXES and not path.is_dir() and first_bytes(path, 1) == _BEGIN
         except (OSError, StatekitError):
             return None
         return Evidence(5, "it begins as a pickle, and is called so") if fits else None
@@ -53,17 +56,30 @@ class PickledTree(ReadOnly):
         check_step(step, None, path)
         with opening(path, budget) as files:
             data = read_small(path, files)
-            pickled = read_pickle(data, str(path), calls=_calls, account=files.account)
-            tree = _named(pickled.value, (), str(path))
+            values, end = _pickles(data, str(path), files.account)
+            value = values[0] if len(values) == 1 else values
+            tree = _named(value, (), str(path))
             if not isinstance(tree, (dict, list)):
                 raise UnknownFormatError(
                     "A pickle holds no tree of arrays.",
                     place=path,
                     expected="a dict, a tuple, or an object with fields",
-                    found=type(pickled.value).__name__,
+                    found=type(value).__name__,
                 )
             meta = {"generation": "pickle", SEQUENCES_AS_MAPS: True}
-            return Checkpoint(self.name, path, tree, meta, None, on_close=files.close)
+            unread = f"{len(data) - end} bytes behind the pickle look like no pickle: nothing reads them"
+            findings = (Finding(unread, str(path)),) if end < len(data) else ()
+            return Checkpoint(self.name, path, tree, meta, None, findings=findings, on_close=files.close)
+
+
+def _pickles(data: bytes, place: str, account: Account) -> tuple[list[Any], int]:
+    """Returns what the pickles of a file hold, and where the last one ends."""
+    values, end = list[Any](), 0
+    while data[end : end + 1] == _BEGIN:
+        pickled = read_pickle(data, place, start=end, calls=_calls, account=account)
+        values.append(pickled.value)
+        end = pickled.end
+    return values, end
 
 
 def _calls(_: Callable[[str], None]) -> Mapping[str, Callable[[tuple[Any, ...]], Any]]:

@@ -32,6 +32,7 @@ from statekit.errors import (
     printable,
 )
 from statekit.files.tree import Place
+from statekit.state.schema import WEIGHTS
 from statekit.state.stored_slots import PLACEHOLDER
 from statekit.tensors.stats import measure
 from statekit.tensors.tensor import nbytes
@@ -178,7 +179,8 @@ def _examined(
         f"ignored: {finding.name}: {finding.subject}" for finding in findings if finding.name in ignore
     ]
     notes = (*odd(opened, now.read), *ignored)
-    updates = opened.state.counts.done
+    is_counted = opened.state.optimizer.schema != WEIGHTS or opened.checkpoint.step is not None
+    updates = opened.state.counts.done if is_counted else None
     return Examination(opened.checkpoint.path, updates, kept, notes, now.read.bytes_read)
 
 
