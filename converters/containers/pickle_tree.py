@@ -5,8 +5,8 @@ It reads them; statekit writes none. Input: a file of any of these, with arrays 
     (params, opt_state)    {"params": ..., "opt_state": ...}    TrainState(step, params, opt_state)
     params, then opt_state: several pickles, one behind the other
 
-Output: the tree; of several pickles a list. A NamedTuple's pickle has its class and its values by position; the class tells their names, and
-one of the program's own is a list.
+Output: the tree; of several pickles a list. A NamedTuple's pickle has its class and its values by position; the class
+tells their names, and one of the program's own is a list.
 Source: jax-ml/jax jax/_src/array.py, `_reconstruct_array`;
 deepmind/dm-haiku examples, `pickle.dump(params, f)`.
 """
