@@ -10,8 +10,11 @@ import statekit
 from statekit.conversion.open_state import open_state
 from statekit.errors import StatekitError
 
-CASE = Path(__file__).parent / "cases" / "foreign" / "mxnet_nadam"
+CASES = Path(__file__).parent / "cases" / "foreign"
+CASE = CASES / "mxnet_nadam"
 """Nadam of MXNet 2.0.0b1 after four updates of two dense layers; MXNet goes on from what is written, to the bit."""
+BERT = CASES / "gluonnlp_bertadam"
+"""BERTAdam of GluonNLP 0.10.0 in MXNet 1.9.1 after three updates, in files named as its scripts name them."""
 
 
 @pytest.mark.parametrize("by_way_of", [None, "statekit"])
@@ -36,3 +39,12 @@ def test_another_system_refuses_it_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(StatekitError, match="state of Nadam"):
         statekit.convert(CASE, tmp_path / "made.pt")
     statekit.convert(CASE, tmp_path / "made.safetensors", params_only=True)
+
+
+def test_a_class_of_another_package_and_names_of_gluonnlp_come_back(tmp_path: Path) -> None:
+    with open_state(BERT) as opened:
+        assert opened.state.optimizer.kinds == (("mxnet_native", "BERTAdam"),) and opened.counts.done == 3
+        assert {name for named in opened.slots.values() for name in named} == {"m", "v"}
+    statekit.convert(BERT, tmp_path / "made", to="mxnet")
+    for file in BERT.iterdir():
+        assert (tmp_path / "made" / file.name).read_bytes() == file.read_bytes()
