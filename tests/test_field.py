@@ -323,6 +323,63 @@ def test_an_average_that_lies_beside_a_run_of_lightning_stops_no_resume(tmp_path
     assert not attest(fresh, model, tmp_path / "run-last.ckpt").passed
 
 
+def test_the_steps_of_several_optimizers_of_lightning_are_counted_together(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: doctor took a right checkpoint of two optimizers for files of several steps."""
+    model = Net()
+    optimizers = [trained(model, torch.optim.AdamW(part.parameters(), lr=0.01)) for part in model.children()]
+    run = {
+        "epoch": 0, "global_step": 8, "pytorch-lightning_version": "2.5.0", "loops": {}, "callbacks": {},
+        "lr_schedulers": [], "state_dict": model.state_dict(),
+        "optimizer_states": [optimizer.state_dict() for optimizer in optimizers],
+    }  # fmt: skip
+    torch.save(run, tmp_path / "last.ckpt")
+    assert "nothing found" in told(["doctor", tmp_path / "last.ckpt"], 0, capsys)
+    torch.save({**run, "global_step": 9}, tmp_path / "last.ckpt")
+    assert "says step 9" in told(["doctor", tmp_path / "last.ckpt"], 1, capsys)
+
+
+class Adapted(torch.nn.Module):
+    """A frozen layer with adapters under PEFT's names, two of one shape in either layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList(self.layer() for _ in range(2))
+
+    def layer(self) -> torch.nn.Module:
+        adapters = {"lora_A": torch.nn.Linear(6, 2, bias=False), "lora_B": torch.nn.Linear(2, 6, bias=False)}
+        parts: dict[str, torch.nn.Module] = {"base_layer": torch.nn.Linear(6, 6), **adapters}
+        parts["base_layer"].requires_grad_(False)
+        return torch.nn.ModuleDict(parts)
+
+
+def test_an_optimizer_that_was_given_the_frozen_model_too_is_read_by_its_adapters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """AdamW(model.parameters()) under Accelerate. Seen red: nothing told which parameters had slots."""
+    from accelerate import Accelerator
+
+    model = Adapted()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    accelerator = Accelerator(cpu=True)
+    accelerator.prepare(model, optimizer)
+    for _ in range(3):
+        for param in model.parameters():
+            param.grad = torch.randn(param.shape) if param.requires_grad else None
+        optimizer.step()
+    accelerator.save_state(str(tmp_path / "run"))
+    accelerator.free_memory()
+    moved = {name: p for name, p in model.named_parameters() if "lora" in name and "weight" in name}
+    assert_moments(
+        tmp_path / "run",
+        {name.replace(".", "/"): optimizer.state[param]["exp_avg"].numpy() for name, param in moved.items()},
+    )
+    assert "nothing found" in told(["doctor", tmp_path / "run"], 0, capsys)
+    live: Any = load_optimizer(tmp_path / "run", model.named_parameters())
+    assert live.param_groups[0]["step"] == 3
+
+
 def test_a_file_whose_only_weights_are_an_average_is_no_fault_for_doctor(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

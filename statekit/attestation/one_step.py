@@ -22,6 +22,7 @@ from statekit.errors import some
 from statekit.state.constants import variant_constants
 from statekit.state.evidence import TAKEN
 from statekit.state.factoring import by_shape, swapped
+from statekit.state.param_names import is_adapted
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.stored_params import MASTER
 from statekit.state.stored_slots import FACTORED
@@ -295,7 +296,9 @@ def _missing_in(group: Group, state: TrainState) -> Iterator[Finding]:
     names = dict.fromkeys(chain.from_iterable(having.values()))
     shapes = {path: state.params[path].shape for path in group.paths}
     bare = [path for path, shape in shapes.items() if path not in having and shape and 0 not in shape]
-    if bare and having:
+    # Around an adapter that was trained, the model is frozen, whether the optimizer was given it or not.
+    is_frozen = any(map(is_adapted, having)) and not any(map(is_adapted, bare))
+    if bare and having and not is_frozen:
         yield fault("slot-missing", [f"slots/{path}" for path in bare], ", ".join(names), "nothing")
     common = _common({*names}, state.optimizer.kind(group)[1])
     if where := [*_lacking(having, shapes, common)]:

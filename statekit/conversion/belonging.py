@@ -444,6 +444,23 @@ def _of_ranks(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
         yield f"parameters have done {', '.join(map(str, counts))} updates: {_why()}"
 
 
+def _made_by_all(state: TrainState, optimizers: Sequence[int]) -> int:
+    """Returns the updates of all optimizers together, as Lightning counts the steps of several.
+
+    Args:
+        state: The state.
+        optimizers: How many of its groups each of several optimizers has.
+
+    Source: Lightning-AI/pytorch-lightning, src/lightning/pytorch/loops/training_epoch_loop.py, `global_step`.
+    """
+    left = iter(state.optimizer.groups)
+    paths = [
+        [path for group in itertools.islice(left, count) for path in group.paths] for count in optimizers
+    ]
+    behind, updates = state.counts.behind, state.counts.updates
+    return sum(max((behind.get(path, updates) for path in of_one), default=0) for of_one in paths)
+
+
 def _of_counts(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
     if state.optimizer.schema == WEIGHTS or state.optimizer.several:
         return
@@ -454,7 +471,8 @@ def _of_counts(checkpoint: Checkpoint, state: TrainState) -> Iterator[str]:
     may_skip = any(part.what in ("scaler", "accumulation") for part in run.parts)
     if record is not None:
         expected = record.step - _count_at(checkpoint, "skipped") + _count_at(checkpoint, "ahead")
-        if updates != expected and not (may_skip and updates < expected):
+        made = {updates, _made_by_all(state, run.optimizers)}
+        if expected not in made and not (may_skip and updates < expected):
             yield f"{record.place} says step {expected}, the optimizer has done {updates} updates: {_why()}"
     elif name is not None and not may_skip and _is_of_another_step(name.step, state):
         yield f"{name.place} says step {name.step}, the optimizer has done {updates} updates: {_why('the name')}"

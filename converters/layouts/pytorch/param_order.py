@@ -44,6 +44,12 @@ REMEDY = (
     "the parameters: --param-names FILE, in Python param_names=[...]"
 )
 
+OF_GROUPS = (
+    "the model's order says nothing of the optimizer's groups: give the names in the order of the optimizer's "
+    "parameters, param_names=[...]; statekit.hf.NamesCallback writes them at each save"
+)
+"""What helps a caller whose model doesn't tell the order either."""
+
 
 @dataclass(frozen=True)
 class Order:
@@ -79,7 +85,10 @@ def _order_by_shapes(
         names = dict.fromkeys(name for name in as_named(own_model, model_shapes) if name in model_shapes)
         if not names:
             raise
-        return shaped_order(shapes, {name: model_shapes[name] for name in names}, OWN_MODEL, remedy=remedy)
+        trained = {name: model_shapes[name] for name in names}
+        others = [name for name in model_shapes if name not in trained]
+        order = _with_slots(shapes, trained, others, OWN_MODEL, False, remedy)
+        return order or shaped_order(shapes, trained, OWN_MODEL, remedy=remedy)
 
 
 def found_order(
@@ -403,6 +412,8 @@ def _whole_order(
     remedy: str,
 ) -> Order:
     """Takes all of the model in its order, where some parameters have no slots to show a shape."""
+    if is_sorted and (order := _partly_moved(groups, model, source, remedy)):
+        return order
     if len(groups) != 1 or len(groups[0]) != len(model) or (is_sorted and len(model) > 1):
         raise NamesError(
             "Some parameters have no slots, so that nothing tells which the optimizer's indices mean.",
@@ -419,6 +430,44 @@ def _whole_order(
     if all(shape is None for shape in groups[0]):  # what has no slots goes on the same in any order
         return Order((tuple(model),))
     return _taken((tuple(model),), len(model), source)
+
+
+def _partly_moved(
+    groups: Sequence[Sequence[Shape | None]], model: Mapping[str, Shape], source: str, remedy: str
+) -> Order | None:
+    """Returns the order where slots have shapes of their own, in a file that sorts by name; None where they haven't."""
+    known = {shape for group in groups for shape in group}
+    moved = {name: shape for name, shape in model.items() if shape in known}
+    others = [name for name in model if name not in moved]
+    return _with_slots(groups, moved, others, source, True, remedy)
+
+
+def _with_slots(
+    groups: Sequence[Sequence[Shape | None]],
+    model: Mapping[str, Shape],
+    others: Sequence[str],
+    source: str,
+    is_sorted: bool,
+    remedy: str,
+) -> Order | None:
+    """Returns the order of one group in which some parameters are frozen; None where counts don't fit.
+
+    Args:
+        groups: As in `shaped_order`; None is the shape of a parameter without slots.
+        model: Shape by name, of the parameters that have slots.
+        others: Names of those without, which go on the same in any order.
+        source: As in `shaped_order`.
+        is_sorted: As in `shaped_order`.
+        remedy: As in `shaped_order`.
+    """
+    slotted = [shape for group in groups for shape in group if shape is not None]
+    count = sum(map(len, groups))
+    if len(groups) != 1 or len(slotted) != len(model) or count != len(model) + len(others):
+        return None
+    order = shaped_order([slotted], model, source, is_sorted, remedy)
+    moved, still = iter(order.groups[0]), iter(others)
+    names = tuple(next(still if shape is None else moved) for shape in groups[0])
+    return replace(order, groups=(names,))
 
 
 def _taken(groups: tuple[tuple[str, ...], ...], count: int, source: str) -> Order:

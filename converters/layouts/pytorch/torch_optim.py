@@ -44,7 +44,7 @@ from statekit.converters.layouts.pytorch.contents import (
 )
 from statekit.converters.layouts.pytorch.flat_vector import unflattened
 from statekit.converters.layouts.pytorch.networks import several_networks, unpaired_networks
-from statekit.converters.layouts.pytorch.param_order import REMEDY, Order, found_order
+from statekit.converters.layouts.pytorch.param_order import OF_GROUPS, REMEDY, Order, found_order
 from statekit.converters.layouts.pytorch.parts import (
     GROUPS,
     MASTER_PARAM,
@@ -666,7 +666,9 @@ def _order(
         for kind, group in zip(kinds, parts.groups, strict=True)
     ]
     given, note = _given_names(checkpoint, hints, shapes, parts)
-    remedy = f"{BY_CONFIG}; or: {REMEDY}" if has_config(checkpoint) else REMEDY
+    # Who loads into a model has asked load_optimizer already, and its order says nothing of groups.
+    remedy = OF_GROUPS if hints.model else REMEDY
+    remedy = f"{BY_CONFIG}; or: {remedy}" if has_config(checkpoint) else remedy
     is_sorted = bool(checkpoint.meta.get(SORTED))
     return found_order(parts.groups, shapes, parts.model, given, is_sorted, hints.model, remedy), note
 
