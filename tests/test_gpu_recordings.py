@@ -9,8 +9,7 @@ import pytest
 
 from statekit.arrays.backend import backend
 from statekit.errors import NotFoundError
-from statekit.state.constants import variant_constants
-from statekit.state.executions import execution, executions, of_torch, of_xla
+from statekit.state.constants import execution, executions, of_torch, of_xla, variant_constants
 from statekit.verify.natives import CLASSES
 from statekit.verify.recording import open_recording
 from statekit.verify.replay import Replay, Subject, replay

@@ -30,9 +30,8 @@ from statekit.state.schedules.call_text import parse_call
 from statekit.tensors.tensor import in_memory
 from statekit.testing.layouts import made_state
 from statekit.verify.certificate import Certificate, read_certificate
-from statekit.verify.probes import gradients_of
+from statekit.verify.probes import gradients_of, sampled
 from statekit.verify.repetition import repeated
-from statekit.verify.sampling import sampled
 from statekit.verify.side_by_side import refuse_short_memory
 from statekit.verify.verification import verify
 
@@ -258,7 +257,7 @@ def test_gradients_that_do_not_fit_are_named(
     name: str, neutral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "statekit.verify.sampling.WINDOW", 64
+        "statekit.verify.probes.WINDOW", 64
     )  # a window of another shape may have the right one
     path = tmp_path / "grads.safetensors"
     change, said = WRONG[name]
@@ -271,7 +270,7 @@ def test_gradients_that_do_not_fit_are_named(
 def test_all_steps_every_element_and_a_sample_says_what_it_leaves_out(
     neutral: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("statekit.verify.sampling.WINDOW", 64)
+    monkeypatch.setattr("statekit.verify.probes.WINDOW", 64)
 
     def stepped(*options: str) -> tuple[dict[str, Any], int, int]:
         line = [

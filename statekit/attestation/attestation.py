@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from statekit.errors import StateError, listed, plural, printable, some
+from statekit.state.constants import execution
 from statekit.state.evidence import Fact, headline
-from statekit.state.executions import execution
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Attestation:
         bytes_read: Bytes of the checkpoint's values that were read for it.
         stepped: Of how many parameters the next update was compared too.
         execution: As which execution that update was judged, where the run's device and kernel tell: a name of
-            `statekit.state.executions`.
+            `statekit.state.constants`.
         warnings: What will be otherwise later in the run, and may be meant so, a sentence each.
         facts: What the checkpoint's updates depend on and it doesn't say, as the live run has it.
     """

@@ -104,7 +104,7 @@ class NextUpdate:
             moved: The parameters that have a gradient.
             sqrt_units: How far the framework's square roots may be from the exact ones, in units of 2^-24.
             assumptions: What was assumed of the gradients, a sentence each.
-            execution: How the run rounds: a name of `statekit.state.executions`; None: as its rule usually runs.
+            execution: How the run rounds: a name of `statekit.state.constants`; None: as its rule usually runs.
         """
         assert self._sides is not None
         chosen, before = self._chosen, self._sides.result

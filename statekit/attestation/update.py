@@ -197,7 +197,7 @@ def update_findings(
         moved: The parameters that have a gradient; others aren't moved.
         sqrt_units: How far the framework's square roots may be from the exact ones, in units of 2^-24.
         rate: Learning rate of a group where the caller says it; None: as the checkpoint has it, or else the live run.
-        execution: How the live run rounds: a name of `statekit.state.executions`; None: as the rule usually runs.
+        execution: How the live run rounds: a name of `statekit.state.constants`; None: as the rule usually runs.
     """
     try:
         before, rates, notes = _restricted(right, after, chosen.blocks, rate)

@@ -25,7 +25,7 @@ from statekit.jax.attestation import Live, live_run
 from statekit.jax.leaves import leaves_of
 from statekit.jax.live import LiveArray
 from statekit.jax.transformation import Rate
-from statekit.state.executions import of_xla
+from statekit.state.constants import of_xla
 from statekit.state.options import rate_needed, stored_rate
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.train_state import Group

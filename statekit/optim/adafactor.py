@@ -40,8 +40,7 @@ from statekit.optim.steps import (
     stored,
     sum_of,
 )
-from statekit.state.constants import variant_constants
-from statekit.state.executions import Rounds
+from statekit.state.constants import Rounds, variant_constants
 from statekit.state.hyperparameters import IS_EXCLUDED, settled
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Group, Rule, TrainState

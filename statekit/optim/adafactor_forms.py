@@ -19,8 +19,7 @@ import numpy as np
 from statekit.arrays.backend import Value
 from statekit.errors import UnknownRuleError
 from statekit.optim import steps
-from statekit.state.constants import AdafactorConstants
-from statekit.state.executions import Rounds
+from statekit.state.constants import AdafactorConstants, Rounds
 from statekit.state.hyperparameters import Exclusion
 from statekit.state.train_state import Axis, Rule
 from statekit.tensors.tensor import DTYPES, float_info

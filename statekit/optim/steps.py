@@ -8,11 +8,11 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from statekit.arrays.backend import Backend, Value
 from statekit.arrays.promotion import Promoting, any_low
-from statekit.state.executions import Rounds, execution
+from statekit.state.constants import Rounds, execution
 from statekit.state.train_state import Group, Rule, TrainState
 
 Execution: TypeAlias = str
-"""How the original ran: a name of `statekit.state.executions`."""
+"""How the original ran: a name of `statekit.state.constants`."""
 Arrays: TypeAlias = Mapping[str, Value]
 Slots: TypeAlias = Mapping[str, Arrays]
 C = TypeVar("C")

@@ -2,17 +2,21 @@
 
 A schema's `differences` say which forms there are, and its variants which one they have. Here they are types, so that
 a step that asks for a difference or a form that no schema knows is found before it runs.
+
+A rule is the variant's. What runs it may round at other places, or keep a number in another precision: that is an
+execution, and `schemas/executions.json` has each with its source.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal, TypedDict, get_args, get_type_hints, overload
+from typing import Any, Literal, TypeAlias, TypedDict, get_args, get_type_hints, overload
 
-from statekit.errors import Faults, StateError
-from statekit.state.executions import execution as execution_named
+from statekit.errors import Faults, NotFoundError, StateError
 from statekit.state.schema import load_schema
+from statekit.tensors.tree import shipped_json
 
 
 class AdafactorConstants(TypedDict):
@@ -277,7 +281,7 @@ def variant_constants(schema: str, variant: str, execution: str | None = None) -
     Args:
         schema: Name of the schema.
         variant: Whose.
-        execution: How it runs, where that has other forms (`statekit.state.executions`).
+        execution: How it runs, where that has other forms (`statekit.state.constants`).
 
     Raises:
         NotFoundError: No schema or no variant of that name.
@@ -295,7 +299,7 @@ def _checked(schema: str, variant: str, name: str | None) -> Mapping[str, Any]:
     entry = load_schema(schema).variant(variant)
     constants: Mapping[str, Any] = entry["constants"]
     if name is not None:
-        constants = {**constants, **execution_named(name).forms.get(schema, {}).get(variant, {})}
+        constants = {**constants, **execution(name).forms.get(schema, {}).get(variant, {})}
     if schema in CONSTANTS:
         Faults(constant_faults(schema, constants, entry["unknown"])).check(
             StateError,
@@ -329,3 +333,80 @@ def _fits(value: Any, kind: Any) -> bool:
         return type(value) is kind
     options = get_args(kind)
     return any(value == option if isinstance(option, str) else _fits(value, option) for option in options)
+
+
+Rounds: TypeAlias = Literal["op_by_op", "compiled"]
+"""`op_by_op` rounds every low-precision product, `compiled` keeps products in float32."""
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How an original ran.
+
+    Attributes:
+        name: Its name.
+        title: What ran where.
+        rounds: Which roundings of low precision it makes.
+        contracts: Whether products and sums may be contracted across operations.
+        rounds_added: Whether a number that is added to arrays is rounded to their dtype first.
+        forms: Schema -> variant -> constants that are others than the variant's.
+    """
+
+    name: str
+    title: str
+    rounds: Rounds
+    contracts: bool
+    rounds_added: bool
+    forms: Mapping[str, Mapping[str, Mapping[str, Any]]]
+
+
+@cache
+def executions() -> Mapping[str, Execution]:
+    """Returns all executions by name."""
+    return {
+        name: Execution(
+            name,
+            entry["title"],
+            entry["rounds"],
+            entry["contracts"],
+            entry["added_numbers"] == "rounded",
+            entry["forms"],
+        )
+        for name, entry in shipped_json("statekit.schemas", "executions.json").items()
+    }
+
+
+def execution(name: str) -> Execution:
+    """Returns an execution.
+
+    Raises:
+        NotFoundError: There is none of that name.
+
+    Example:
+        >>> execution("cuda_fused").rounds
+        'compiled'
+    """
+    forms = executions()
+    if name not in forms:
+        raise NotFoundError("There is no such execution.", expected=", ".join(forms), found=name)
+    return forms[name]
+
+
+def of_torch(device: str, *, fused: bool = False, capturable: bool = False) -> str:
+    """Returns the name of the execution of an optimizer of PyTorch.
+
+    Args:
+        device: The type of its parameters' device.
+        fused: Whether its fused kernel runs.
+        capturable: Whether its count lives on the device.
+    """
+    if device == "cpu":
+        return "compiled" if fused else "op_by_op"
+    return "cuda_fused" if fused else "cuda_capturable" if capturable else "cuda"
+
+
+def of_xla(platform: str, is_compiled: bool = True) -> str:
+    """Returns the name of the execution of a function of JAX; what is known of CPUs is taken for TPUs too."""
+    if not is_compiled:
+        return "op_by_op"
+    return "gpu" if platform in ("gpu", "cuda", "rocm") else "compiled"

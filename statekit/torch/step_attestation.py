@@ -15,7 +15,7 @@ from statekit.attestation.next_update import NextUpdate, next_update
 from statekit.attestation.update import Gradient
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.dropin.by_name import path_of
-from statekit.state.executions import of_torch
+from statekit.state.constants import of_torch
 from statekit.tensors.tensor import Array, Index
 from statekit.torch.attestation import TorchRun, live_run, only
 from statekit.torch.from_checkpoint import NamedParameters

@@ -28,8 +28,7 @@ from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array
 from statekit.tensors.tree import report_json
 from statekit.verify.controls import cold
-from statekit.verify.probes import USUAL, drawn
-from statekit.verify.sampling import sampled
+from statekit.verify.probes import USUAL, drawn, sampled
 from statekit.verify.stepping import rates_of
 
 UPDATES = 10

@@ -61,7 +61,7 @@ class Trajectory:
 
     Attributes:
         file: Its name.
-        execution: How the original ran: a name of `statekit.state.executions`.
+        execution: How the original ran: a name of `statekit.state.constants`.
         first: The step of its first state.
         sqrt_units: How far the original's square roots may be from the exact ones, in units of 2^-24 of the value;
             0 where they are correctly rounded.

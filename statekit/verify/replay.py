@@ -27,8 +27,8 @@ from statekit.conversion.open_state import open_state
 from statekit.errors import FormatError, NotFoundError, StateError, UnknownFormatError, printable
 from statekit.optim.run import Live, Move, initial, kernels_contract, load, mover, store
 from statekit.optim.steps import Execution
+from statekit.state.constants import execution
 from statekit.state.evidence import Fact, headline, weakest
-from statekit.state.executions import execution
 from statekit.state.facts import facts_of
 from statekit.state.options import RATE_NAMES
 from statekit.state.train_state import TrainState

@@ -25,8 +25,7 @@ from statekit.tensors.tensor import Array, float_info
 from statekit.verify.controls import Control, controls_of
 from statekit.verify.identity import Verdict
 from statekit.verify.natives import Rates, class_of
-from statekit.verify.probes import NOT_A_NUMBER, Kind, Probe, drawn, gradients_of
-from statekit.verify.sampling import Sample, sampled
+from statekit.verify.probes import NOT_A_NUMBER, Kind, Probe, Sample, drawn, gradients_of, sampled
 from statekit.verify.stepping import (
     EDGES,
     Arrays,

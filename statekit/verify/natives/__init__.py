@@ -17,7 +17,7 @@ from typing import Any, Protocol, TypeAlias
 from statekit.conversion import registry
 from statekit.errors import UsageError
 from statekit.files.stage import staged, unknown_fields
-from statekit.state.executions import execution, of_xla
+from statekit.state.constants import execution, of_xla
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array
 from statekit.tensors.tree import to_json

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from statekit.errors import NotFoundError
-from statekit.state.executions import of_xla
+from statekit.state.constants import of_xla
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor

@@ -22,7 +22,7 @@ from statekit.conversion.contracts import Hints
 from statekit.conversion.registry import layout
 from statekit.errors import Faults, NotFoundError, StateError, UnknownRuleError
 from statekit.files.checkpoint import Checkpoint
-from statekit.state.executions import of_xla
+from statekit.state.constants import of_xla
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, TrainState
 from statekit.tensors.tensor import Tensor

@@ -17,7 +17,7 @@ import numpy as np
 
 from statekit.conversion.registry import container
 from statekit.errors import FormatError, NotFoundError
-from statekit.state.executions import of_torch
+from statekit.state.constants import of_torch
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import Array, Tensor, in_memory
