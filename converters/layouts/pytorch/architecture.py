@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
@@ -58,7 +58,7 @@ class Record(TypedDict):
     params: list[list[Name]]
     decayed: list[Name]
     made_by: Name
-    pieces: dict[Name, list[list[Name]]]
+    pieces: NotRequired[dict[Name, list[list[Name]]]]
 
 
 class StatedNames(TypedDict):
@@ -297,7 +297,7 @@ def architecture(config: str, place: str, tensors: int) -> Architecture:
         tuple(tuple(names) for names in record["params"]),
         frozenset(record["decayed"]),
         record["made_by"],
-        record["pieces"],
+        record.get("pieces", {}),
     )
 
 
