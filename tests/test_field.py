@@ -646,6 +646,7 @@ def test_experts_that_transformers_saves_apart_are_one_parameter_of_the_run(
         assert np.array_equal(
             np.asarray(opened.slots[name]["m"].read()), live.state[param]["exp_avg"].numpy()
         )
+    (tmp_path / "again").mkdir()
     statekit.convert(run, tmp_path / "again" / "checkpoint-3", to="hf-trainer")
     again = type(model).from_pretrained(tmp_path / "again" / "checkpoint-3")
     assert all(torch.equal(value, again.state_dict()[key]) for key, value in model.state_dict().items())
@@ -661,7 +662,7 @@ def test_a_file_of_names_tells_the_order_of_a_run_with_a_frozen_encoder(tmp_path
     from statekit.hf import NamesCallback
 
     model = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(32, n_positions=16, n_embd=8, n_layer=2, n_head=2)
+        transformers.GPT2Config(vocab_size=32, n_positions=16, n_embd=8, n_layer=2, n_head=2)
     )
     model.transformer.h[0].requires_grad_(False)
     data = [{"input_ids": row, "labels": row} for row in torch.randint(0, 32, (16, 8))]
