@@ -481,7 +481,7 @@ def test_parameters_of_several_groups_make_no_stack() -> None:
 def test_a_map_that_isnt_there_and_a_configuration_without_a_map_are_refused() -> None:
     with pytest.raises(UsageError, match="did you mean t5x-t5:hf-t5"):
         load("t5x-t5:hf_t5")
-    with pytest.raises(UsageError, match="no map"):
+    with pytest.raises(UsageError, match="No map"):
         maps_of(None, {"num_heads": 4})
 
 
