@@ -13,7 +13,7 @@ from statekit.conversion.contracts import FindsNames
 from statekit.conversion.open_state import OpenState
 from statekit.dropin.by_name import by_name, path_of, refuse_by_name, renamed_path
 from statekit.errors import Faults, StateError, StatekitError, UsageError
-from statekit.state.facts import check_steps
+from statekit.state.facts import check_decay, check_steps
 from statekit.state.param_names import wrapped_names
 from statekit.state.run import BUFFERS
 from statekit.state.schema import WEIGHTS, load_schema
@@ -67,6 +67,7 @@ def require_resumable(
             remedy=f"load_params reads it; begin with a new optimizer of {home}: {', '.join(makers.values())}",
         )
     check_steps(state, place)
+    check_decay(state, place)
     for part in state.parts():
         _require_resumable(part, place, home, makers, f"{part.optimizer.schema}/" * state.optimizer.several)
 

@@ -46,6 +46,25 @@ def coupled_decay(state: TrainState) -> str:
     )
 
 
+def check_decay(state: TrainState, place: object) -> None:
+    """Refuses to step a state of Adam whose weight decay is a part of the gradient; other systems may hold it.
+
+    Args:
+        state: A state that a step shall move.
+        place: The checkpoint.
+
+    Raises:
+        UnknownRuleError: statekit has no step of it.
+    """
+    if why := coupled_decay(state):
+        raise UnknownRuleError(
+            f"{why}.",
+            place=place,
+            expected="decoupled_weight_decay true, or a weight decay of 0",
+            remedy="go on with torch.optim.Adam, which takes the state as it is carried",
+        )
+
+
 def check_steps(state: TrainState, place: object, remedy: str = "") -> None:
     """Refuses a state that may be of several optimizers, or whose run does more than its schema's steps.
 
@@ -65,13 +84,6 @@ def check_steps(state: TrainState, place: object, remedy: str = "") -> None:
             place=place,
             expected="an optimizer that has a schema",
             remedy="go on with the original, which takes the state as it is carried",
-        )
-    if why := coupled_decay(state):
-        raise UnknownRuleError(
-            f"{why}.",
-            place=place,
-            expected="decoupled_weight_decay true, or a weight decay of 0",
-            remedy="go on with torch.optim.Adam, which takes the state as it is carried",
         )
     fact = candidates(state)
     if fact is not None:

@@ -21,7 +21,7 @@ from statekit.conversion.open_state import open_state
 from statekit.errors import StateError, UsageError, plural, printable
 from statekit.files.tree import Place
 from statekit.optim.run import load, mover
-from statekit.state.facts import check_steps
+from statekit.state.facts import check_decay, check_steps
 from statekit.state.schema import WEIGHTS, load_schema
 from statekit.state.stored_params import as_params
 from statekit.state.train_state import TrainState
@@ -144,6 +144,7 @@ def cold_start(
         if any(schema == WEIGHTS for schema, _ in state.optimizer.kinds):
             raise StateError("The checkpoint has no optimizer to start fresh.", place=ref.place)
         check_steps(state, ref.place)
+        check_decay(state, ref.place)
         for schema, variant in state.optimizer.kinds:
             if variant is None:
                 raise UsageError(
