@@ -67,6 +67,7 @@ test-all: $(READY) $(TRITON)
 
 test-stores: $(READY)
 	@$(BIN)/pytest -q tests/test_places.py tests/test_stores.py tests/test_remote_targets.py tests/test_tree_laws.py
+	@$(BIN)/pytest -q tests/test_decoder_maps.py -k from_the_hub
 
 test-engines: $(READY)
 	@$(BIN)/python $(PIP_INSTALL) --editable '.[ray]'

@@ -90,6 +90,11 @@ CASES: dict[str, tuple[Callable[[], Any], str, Mapping[str, Any]]] = {
     "injected": (injected, "optax.inject_hyperparams(nadamw)", {"learning_rate": RATE}),
     "accumulated": (
         accumulated,
+        "optax.MultiSteps(adafactor, 3)",
+        {"learning_rate": RATE, "min_dim_size_to_factor": 4},
+    ),
+    "accumulated, by keyword": (
+        accumulated,
         "optax.MultiSteps(adafactor, every_k_schedule=3)",
         {"learning_rate": RATE, "min_dim_size_to_factor": 4},
     ),
