@@ -85,6 +85,18 @@ def test_weights_alone_come_from_where_the_order_is_unknown(tmp_path: Path) -> N
     assert all(torch.equal(a, b) for a, b in zip(other.parameters(), net.parameters(), strict=True))
 
 
+def test_weights_come_from_where_nothing_tells_which_parameters_an_optimizer_moves(tmp_path: Path) -> None:
+    net, other = Net(), Net()
+    named = dict(net.named_parameters())
+    some = torch.optim.AdamW([named[name] for name in ("z.weight", "m.weight", "m.bias")])
+    moved(net, some)
+    torch.save({"model": net.state_dict(), "optimizer": some.state_dict()}, tmp_path / "run.pt")
+    with pytest.raises(StateError, match="which parameters"):
+        load_optimizer(tmp_path / "run.pt", net.named_parameters())
+    load_params(tmp_path / "run.pt", other)
+    assert all(torch.equal(a, b) for a, b in zip(other.parameters(), net.parameters(), strict=True))
+
+
 def test_weights_that_arent_there_are_not_made_up(tmp_path: Path) -> None:
     net, original = trained()
     with pytest.raises(StateError, match="no weights"):

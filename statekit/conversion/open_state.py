@@ -382,7 +382,11 @@ def _params_of(
 
 @contextmanager
 def state_to_load(
-    source: CheckpointRef | Place, *, step: int | None = None, hints: CheckpointRef = NO_HINTS
+    source: CheckpointRef | Place,
+    *,
+    step: int | None = None,
+    hints: CheckpointRef = NO_HINTS,
+    params_only: bool = False,
 ) -> Iterator[OpenState]:
     """Opens a checkpoint whose values go into a run: every byte that is used is proven, as far as a manifest has it.
 
@@ -393,6 +397,7 @@ def state_to_load(
         source: As in `open_state`.
         step: As in `open_state`.
         hints: As in `open_state`.
+        params_only: Whether parameters alone are loaded, which need no optimizer that a layout decodes.
 
     Raises:
         As `open_state`.
@@ -405,7 +410,13 @@ def state_to_load(
     budget = ref.job_budget()
     with registry.opened(named, ref.place, ref.step, ref, budget) as checkpoint:
         used = proving(checkpoint, budget, accept=ref.accept_damaged)
-        opened = _decoded(used.checkpoint, seen, ref.layout, ref, budget, builds=True)
+        try:
+            opened = _decoded(used.checkpoint, seen, ref.layout, ref, budget, builds=True)
+        except (StateError, UnknownFormatError) as error:
+            without = _params_of(used.checkpoint, seen, error, ref) if params_only else None
+            if without is None:
+                raise
+            opened = without
         new = opened.checkpoint.findings[len(checkpoint.findings) :]
         doubts = [finding.what for finding in new]
         if doubts:  # to whoever called load_...

@@ -239,7 +239,8 @@ def put(
         As the frameworks' `load_params`.
     """
     call = Call.of(source, options).alone()
-    with state_to_load(framework.hints(call, target)) as opened, _proposing_map(framework, call, opened):
+    loaded = state_to_load(framework.hints(call, target), params_only=True)
+    with loaded as opened, _proposing_map(framework, call, opened):
         return into(_loaded(framework, call, target, opened, slots=False), target)
 
 
