@@ -116,7 +116,10 @@ def test_a_file_that_no_layout_decodes_says_why(tmp_path: Path, capsys: pytest.C
     optimizer.step()
     torch.save({"model": {"a": torch.zeros(3)}, "optimizer": optimizer.state_dict()}, tmp_path / "a.pt")
     torch.save({"epoch": 3}, tmp_path / "b.pt")
+    alike = {"a": torch.zeros(2, 2), "b": torch.zeros(2, 2), "c": torch.zeros(2)}
+    torch.save({"model": alike, "optimizer": optimizer.state_dict()}, tmp_path / "c.pt")
     assert main(["ls", str(tmp_path), "--json"]) == 0
     runs = json.loads(capsys.readouterr().out)["runs"]
     why = {run["path"]: run["checkpoints"][0]["why"] for run in runs}
     assert "an optimizer, but no weights" in why["a.pt"] and "holds no tensor" in why["b.pt"]
+    assert "don't tell which parameters" in why["c.pt"] and "\\n" not in why["c.pt"]

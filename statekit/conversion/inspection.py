@@ -341,7 +341,7 @@ def _why_undecoded(checkpoint: Checkpoint, error: StatekitError) -> str:
     """Returns why no state was made of a checkpoint, in a sentence and what was found."""
     if not checkpoint.tensors:
         return "It holds no tensor."
-    return f"{error.subject} {error.found}" if error.found else error.subject
+    return " ".join(f"{error.subject} {error.found or ''}".split())
 
 
 def _of_no_layout(checkpoint: Checkpoint, contents: Contents, error: StatekitError) -> tuple[Finding, ...]:
