@@ -85,7 +85,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     },
     "dialects of Adam": {
         "case": "test_torch_cases.py::test_fused_adam_counts_in_its_group_and_its_mode_is_assumed",
-        "further": "test_field.py::test_masters_of_a_wrapper_for_mixed_precision_are_what_goes_on",
+        "further": "test_field.py::test_two_groups_of_the_adamw_of_older_transformers_are_called_so",
     },
     "prefixes": {
         "case": "test_torch_cases.py::test_a_compiled_models_file_fits_the_model_inside",
@@ -213,6 +213,22 @@ def told(arguments: list[Any], code: int, capsys: pytest.CaptureFixture[str]) ->
 
 
 # Wrappers, and what stands alone
+
+
+def test_two_groups_of_the_adamw_of_older_transformers_are_called_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file is that of transformers 4.46.3: three updates of a Sequential, matrices decayed and vectors not."""
+    path = HERE / "cases" / "old_transformers_adamw" / "two_groups.pt"
+    stored = torch.load(path, weights_only=True)["optimizer"]["state"]
+    with statekit.open(path) as opened:
+        groups = [group.hyperparameters for group in opened.state.optimizer.groups]
+        assert [group["weight_decay_rate"] for group in groups] == [0.1, 0.0]
+        assert {group["epsilon"] for group in groups} == {1e-6}
+    assert_moments(path, {"0/weight": stored[0]["exp_avg"].numpy(), "2/bias": stored[3]["exp_avg"].numpy()})
+    refused = told(["convert", path, tmp_path / "run", "--to", "orbax", "--layout", "optax"], 3, capsys)
+    assert "transformers' own AdamW" in refused
+    assert told(["convert", path, tmp_path / "run.statekit"], 0, capsys).startswith("BITWISE")
 
 
 def test_masters_of_a_wrapper_for_mixed_precision_are_what_goes_on(
