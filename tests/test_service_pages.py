@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Iterator
 from datetime import UTC, datetime
@@ -9,7 +10,9 @@ from types import SimpleNamespace
 from typing import Any, cast
 from urllib.parse import urlencode
 
+import numpy as np
 import pytest
+from safetensors.numpy import save
 from serving import Served, write_step
 
 from statekit.pages import charts
@@ -104,6 +107,18 @@ def test_what_a_job_of_before_lacks_is_asked_for_anew(
     page = served.client.get(address, headers=PAGE)
     assert page.status_code == 200 and "Read it in every step" in page.text
     assert served.client.get(f"/jobs/{job.id}", headers=PAGE).status_code == 200
+
+
+def test_a_checkpoints_page_names_the_optimizer_beside_it_that_is_not_read(served: Served) -> None:
+    folder = served.root / "halves"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(save({"a": np.zeros(3, np.float32)}))
+    shutil.copy(served.root / "a.pt", folder / "my_opt.pt")
+    served.service.catalogue.scan()
+    ended(served, "inspect", ("halves",), {})
+    page = served.client.get(f"/checkpoints/{number(served, 'halves')}", headers=PAGE).text
+    section = page.partition('id="unread"')[2].partition("</section>")[0]
+    assert "What is not read" in section and "my_opt.pt" in section
 
 
 def test_every_kind_of_job_was_asked_for() -> None:
