@@ -226,4 +226,4 @@ def test_a_map_and_other_names_are_said_and_shown(tmp_path: Path, capsys: pytest
     assert main(["convert", str(run), str(tmp_path / "a.pt"), "--map", "t5x-t5:hf-t6"]) == USAGE
     assert "did you mean t5x-t5:hf-t5?" in capsys.readouterr().err
     assert main(["convert", str(run), str(tmp_path / "a.pt"), "--config", "num_heads=4"]) == USAGE
-    assert "no map" in capsys.readouterr().err
+    assert "No map" in capsys.readouterr().err

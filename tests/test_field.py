@@ -455,7 +455,7 @@ def test_what_verify_says_of_kept_bits_is_that_they_are_kept(
         ["convert", tmp_path / "run.pt", tmp_path / "neutral", "--to", "statekit"], 0, capsys
     )
     shown = told(["verify", tmp_path / "run.pt", tmp_path / "neutral"], 0, capsys)
-    assert "WITHIN THE ROUNDING BOUND. Every stored bit is kept" in shown
+    assert "WITHIN THE ROUNDING BOUND. The same run: every stored bit is kept" in shown
 
 
 def test_megatron_asks_for_what_its_groups_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -74,12 +74,12 @@ class PickledTree(ReadOnly):
 
 def _pickles(data: bytes, place: str, account: Account) -> tuple[list[Any], int]:
     """Returns what the pickles of a file hold, and where the last one ends."""
-    values, end = list[Any](), 0
-    while data[end : end + 1] == _BEGIN:
-        pickled = read_pickle(data, place, start=end, calls=_calls, account=account)
+    pickled = read_pickle(data, place, calls=_calls, account=account)
+    values = [pickled.value]
+    while data[pickled.end : pickled.end + 1] == _BEGIN:
+        pickled = read_pickle(data, place, start=pickled.end, calls=_calls, account=account)
         values.append(pickled.value)
-        end = pickled.end
-    return values, end
+    return values, pickled.end
 
 
 def _calls(_: Callable[[str], None]) -> Mapping[str, Callable[[tuple[Any, ...]], Any]]:

@@ -77,8 +77,8 @@ SAYS = {
 }
 """What each verdict of `verify` means."""
 BITS_KEPT = (
-    "Every stored bit is kept, and the run is the same: the two sides are stepped by steps of their own, whose updates "
-    "differ by no more than rounding."
+    "The same run: every stored bit is kept, and each side is stepped by its own step, whose updates differ by no more "
+    "than rounding."
 )
 """What it means where the files hold the same bits, and only the steps that moved them round otherwise."""
 
