@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence
@@ -23,6 +23,7 @@ from statekit.converters.layouts.dropped import dropped_from
 from statekit.converters.layouts.mxnet.attributes import (
     BY_DEVICE,
     CURRENT,
+    Attributes,
     Counted,
     read_counts,
     written_counts,
@@ -30,6 +31,7 @@ from statekit.converters.layouts.mxnet.attributes import (
 from statekit.converters.layouts.mxnet.layout import (
     FIRST_RELEASE,
     HOME,
+    Files,
     Trained,
     bare,
     name_of,
@@ -44,7 +46,7 @@ from statekit.state.stored_params import MASTER
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Record
-from statekit.tensors.typed import fits
+from statekit.tensors.typed import Name, fits, typed
 
 SCHEMA = "mxnet_native"
 _WITH_SCHEMA = ("LANS", "LAMB", "Adam")
@@ -57,6 +59,17 @@ _SLOTS: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """What a class keeps, in its order; an option may leave the last ones out."""
 _COUNTS = (BY_DEVICE, CURRENT, "num_update")
+
+
+class Home(TypedDict):
+    """What the files hold besides parameters, slots, settings and counts, as `extra` carries it."""
+
+    optimizer: Name
+    frames: dict[str, Any]
+    index: dict[str, Any]
+    attributes: NotRequired[dict[str, Any]]
+    order: NotRequired[Sequence[Any]]
+    devices: NotRequired[Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -92,8 +105,11 @@ class MXNetNative:
                 place=checkpoint.path,
                 expected=".params and .states of the same step, saved by Trainer.save_states",
             )
-        tree: Any = checkpoint.tree
-        record = dict(tree["optimizer"].state)
+        tree = typed(
+            checkpoint.tree, Files, checkpoint.path, "These aren't files of MXNet's trainer", StateError
+        )
+        subject = "The optimizer has no attributes by name, of MXNet's types"
+        record = dict(typed(tree["optimizer"].state, Attributes, checkpoint.path, subject, StateError))
         kind, order = _class_of(tree["optimizer"]), _order(tree, hints.param_names)
         params = {path_of(bare(name)): tensor for name, tensor in tree["params"].items()}
         paths = {path_of(name): i for i, name in order.names.items()}
@@ -118,7 +134,7 @@ class MXNetNative:
             InexactError: The state wasn't read from MXNet, or has other slots than it had; lists every one.
         """
         home: Any = state.extra.get(HOME)
-        if state.optimizer.schema != SCHEMA or not fits(home, dict[str, Any]) or "frames" not in home:
+        if state.optimizer.schema != SCHEMA or not fits(home, Home):
             raise InexactError(
                 "An optimizer without a schema goes back into the files that it came from, and the state has none.",
                 place=f"extra/{HOME}",
@@ -131,8 +147,8 @@ class MXNetNative:
             faults.add("has slots, for which there is no place", path)
         faults.check(InexactError, "MXNet's optimizer keeps other states")
         settings = state.optimizer.groups[0].hyperparameters if state.optimizer.groups else {}
-        every = {**home["attributes"], **settings, **_written(home, state)}
-        record = {name: every[name] for name in home["order"] if name in every}
+        every = {**home.get("attributes", {}), **settings, **_written(home, state)}
+        record = {name: every[name] for name in home.get("order", ()) if name in every}
         names = home.get("names", {})
         tree = {
             "params": {names.get(path) or name_of(path): tensor for path, tensor in state.params.items()},
@@ -261,11 +277,11 @@ def _counts(record: Mapping[str, Any], counted: Counted, index: Mapping[str, Any
 
 def _written(home: Mapping[str, Any], state: TrainState) -> dict[str, Any]:
     """Returns the attributes that count."""
-    counts, begin = state.counts, home["attributes"].get("begin_num_update", 0)
+    counts, begin = state.counts, home.get("attributes", {}).get("begin_num_update", 0)
     done = {i: begin + counts.behind.get(path, counts.updates) for path, i in home["index"].items()}
     order = [*home.get("counted", ()), *done]
     stored = {i: done[i] for i in order if i in done and counts.updates}
-    counted = Counted(stored, tuple(home["devices"]), home["current"])
+    counted = Counted(stored, tuple(home.get("devices", ())), home.get("current", 0))
     return {**written_counts(counted), "num_update": max(begin + counts.updates, counts.schedule)}
 
 
