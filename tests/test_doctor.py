@@ -685,3 +685,16 @@ def test_moments_of_few_bits_that_a_conversion_kept_are_said_and_are_no_finding(
     [one] = doctor(tmp_path / "run.statekit")
     assert one.passed
     assert any("as the source had them" in note for note in one.notes)
+
+
+@pytest.mark.torch
+def test_a_schedule_at_an_endless_step_is_no_crash(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    scheduler = {"last_epoch": 10**400, "_step_count": 10**400, "base_lrs": [0.1]}
+    run = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler}
+    torch.save(run, tmp_path / "run.pt")
+    assert len(doctor(tmp_path / "run.pt")) == 1

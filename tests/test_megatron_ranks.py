@@ -268,6 +268,15 @@ def test_ranks_that_do_not_fit_are_refused_by_name(
         values(opened.state)
 
 
+@pytest.mark.parametrize("name", ["linear_fc1", "linear_fc2"])
+def test_a_weight_of_a_gate_that_is_a_number_is_no_crash(name: str, tmp_path: Path) -> None:
+    run = legacy(tmp_path / "run", 1)
+    key = f"decoder.layers.0.mlp.{name}.weight"
+    _change(run, lambda saved: saved["model"].update({key: torch.tensor(1.0)}), 0)
+    with pytest.raises(StatekitError), statekit.open(run) as opened:
+        values(opened.state)
+
+
 @pytest.mark.skipif(not RECORDED.is_dir(), reason="the whole set of recordings isn't here")
 @pytest.mark.parametrize("name", ["megatron_qwen3", "megatron_llama_tp2", "megatron_qwen3_bf16"])
 def test_a_recorded_folder_of_each_optimizer_is_read_as_its_distributed_twin(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import tracemalloc
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 import statekit
 from statekit.cli.main import main
 from statekit.conversion.convert import convert, plan
+from statekit.converters.layouts.pytorch import param_order
 from statekit.errors import NamesError, StateError, UnknownFormatError
 from statekit.torch import attest, load_optimizer, load_params
 from statekit.verify.verification import verify
@@ -928,6 +930,23 @@ def test_optimizers_of_one_model_go_with_the_modules_of_their_shapes(tmp_path: P
         assert {fact.name for group in opened.groups for fact in group.facts} == {"order"}
     assert slots.keys() == moments.keys()
     assert all(np.array_equal(slots[name], moments[name]) for name in moments)
+
+
+def test_a_group_that_fits_no_module_leaves_the_order_untold() -> None:
+    """Seen red: an IndexError, where another group has the shapes of the whole model."""
+    model = {"net.first": (4, 4), "net.second": (4,)}
+    assert param_order._by_modules([[(4, 4), (4,)], [(9,)]], model, False) is None
+
+
+def test_modules_of_deep_names_take_no_more_memory_than_the_names() -> None:
+    names = [f"{i}." + "a." * 1000 + "w" for i in range(50)]
+    tracemalloc.start()
+    try:
+        sizes = {len(module) for module in param_order._modules_in(names)}
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert sizes == {1} and peak < 20 * sum(map(len, names))
 
 
 def test_optimizers_whose_shapes_fit_several_modules_are_asked_for(tmp_path: Path) -> None:

@@ -267,6 +267,41 @@ def test_a_forged_task_is_refused_by_every_verb(task: Any, work: Work) -> None:
         Work(work.place)
 
 
+@pytest.mark.parametrize(
+    "request_fields",
+    [
+        {"maps": {}},
+        {"maps": {"map": 1, "config": {}, "rename": {}}},
+        {"maps": {"map": None, "config": {}, "rename": {"a": 1}}},
+        {"changes": {"other": 1}},
+        {"options": {"hparams": 1}},
+        {"options": {"param_names": [[1]]}},
+        {"options": {"variant": 1}},
+        {"options": {"optimizer": []}},
+        {"options": {"container": 3}},
+        {"options": {"source": "elsewhere"}},
+        {"source": "\ud800"},
+        {"target": "a\0b"},
+    ],
+    ids=str,
+)
+def test_a_forged_request_is_refused_by_a_typed_error(request_fields: Any, work: Work) -> None:
+    place = work.place / folder.DOCUMENT
+    document = json.loads(place.read_text())
+    forged = {**document, "request": {**document["request"], **request_fields}}
+    place.write_text(json.dumps(_sealed(forged)))
+    with pytest.raises((FormatError, UsageError)), Work(work.place) as opened:
+        assert opened.tasks
+
+
+def test_a_part_record_of_endless_seconds_is_refused(work: Work) -> None:
+    _all_but_finish(work)
+    document = json.loads(work.part_place(0).read_text())
+    work.part_place(0).write_text(json.dumps(_sealed({**document, "seconds": 10**400})))
+    with pytest.raises(UsageError, match="part record can't be trusted"):
+        work.finish()
+
+
 def test_a_folder_that_was_there_becomes_its_owners_alone(tmp_path: Path) -> None:
     (tmp_path / "work").mkdir()
     (tmp_path / "work").chmod(0o755)

@@ -595,6 +595,8 @@ def _counts(opened: OpenState) -> Iterator[Finding]:
         {name: tensor for name, tensor in checkpoint.tensors.items() if bytes_of(tensor) not in known}, counts
     )
     for step in said_steps(checkpoint, state):
+        if abs(step.step) >= _NO_COUNT:
+            continue
         for name in _FEW_BITS:
             rounded = float(np.asarray(step.step, np.float64).astype(DTYPES[name]).astype(np.float64))
             if step.step != state.counts.updates == rounded:
@@ -623,6 +625,8 @@ def narrow_counts(
 
 
 _FEW_BITS = ("bfloat16", "float16")
+_NO_COUNT = 2**63
+"""Whole numbers from here on count nothing, and may have no float."""
 
 
 def _values(state: TrainState) -> Iterable[Tensor]:

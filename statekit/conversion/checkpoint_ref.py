@@ -246,7 +246,7 @@ class CheckpointRef:
             object.__setattr__(self, name, value)
 
     @classmethod
-    def given(cls, source: CheckpointRef | str | os.PathLike[str], **options: Any) -> CheckpointRef:
+    def given(cls, source: CheckpointRef | str | os.PathLike[str], /, **options: Any) -> CheckpointRef:
         """Returns the ref that a caller means by a path or a ref, and by keywords, which go before it.
 
         Args:

@@ -22,7 +22,7 @@ from functools import cached_property
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any, Literal, Protocol, Self, TypeVar
 
-from statekit.errors import CorruptError, RefusedError, UsageError
+from statekit.errors import CorruptError, RefusedError, UsageError, printable
 
 STORES = ("s3", "gs", "az")
 """The schemes of object stores that are read."""
@@ -357,6 +357,8 @@ def local_path(source: str) -> Path:
             "A path is empty, as that of a variable without a value is.",
             expected="a file or folder; . is the one where you are",
         )
+    if "\0" in source or not _is_encodable(source):
+        raise UsageError("No file can have this name.", place=printable(source))
     scheme, separator, rest = source.partition("://")
     if separator and scheme != "file":
         raise UsageError(
@@ -365,6 +367,15 @@ def local_path(source: str) -> Path:
             remedy=f"use a local folder, and copy from or to it: {copying(shown_address(source))}",
         )
     return Path(rest if separator else source)
+
+
+def _is_encodable(path: str) -> bool:
+    """Tells whether a path has bytes: JSON may hold halves of characters, and only some of these stand for bytes."""
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def copying_to(address: str, copy: str, is_file: bool) -> str:

@@ -63,7 +63,7 @@ class PartDocument(TypedDict):
     checked: dict[str, str]
     records: dict[str, Any]
     measured: list[PartMeasured]
-    seconds: float | int
+    seconds: Finite
     digest: str
 
 

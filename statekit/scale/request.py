@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, NotRequired, TypedDict
 
 from statekit.conversion.changing.changes import Changes
-from statekit.conversion.checkpoint_ref import CheckpointRef
+from statekit.conversion.checkpoint_ref import CheckpointRef, RefOptions
 from statekit.conversion.plan import Request
 from statekit.errors import UsageError
 from statekit.files.source import checkpoint_place
@@ -17,18 +17,26 @@ from statekit.maps.model_map import maps_of
 from statekit.state.exactness import Exactness
 
 
+class MapsDocument(TypedDict):
+    """How maps were asked for."""
+
+    map: str | None
+    config: dict[str, Any]
+    rename: dict[str, str]
+
+
 class RequestDocument(TypedDict):
     """What was asked for."""
 
     source: str
-    options: dict[str, Any]
+    options: RefOptions
     target: str
     to: str | None
     layout: str | None
     step_offset: str | int
     require: str
     like: NotRequired[str]
-    maps: NotRequired[dict[str, Any]]
+    maps: NotRequired[MapsDocument]
     changes: NotRequired[dict[str, Any]]
 
 

@@ -45,7 +45,7 @@ def is_gated(model: Mapping[str, Tensor]) -> bool:
     """Tells whether linear_fc1 has a gate: twice the rows that linear_fc2 has columns."""
     return any(
         (second := model.get(name.replace("linear_fc1", "linear_fc2"))) is not None
-        and tensor.shape[0] == 2 * second.shape[-1]
+        and tensor.shape[:1] == tuple(2 * columns for columns in second.shape[-1:])
         for name, tensor in model.items()
         if name.endswith("linear_fc1.weight")
     )

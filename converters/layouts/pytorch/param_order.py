@@ -18,7 +18,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any
 
 from statekit.converters.layouts.pytorch.parts import is_average
@@ -207,25 +207,30 @@ def _by_modules(
     """
     if is_sorted or len(shapes) < 2:
         return None
-    modules = dict.fromkeys(_modules_in(model))
-    fitting = [
-        [names for names in modules if [model[name] for name in names] == [*group]] for group in shapes
-    ]
-    moved = [name for names in fitting if len(names) == 1 for name in names[0]]
+    by_shapes: dict[tuple[Shape | None, ...], list[tuple[str, ...]]] = {}
+    for names in dict.fromkeys(_modules_in(model)):
+        by_shapes.setdefault(tuple(model[name] for name in names), []).append(names)
+    fitting = [by_shapes.get(tuple(group), []) for group in shapes]
+    if any(len(modules) != 1 for modules in fitting):
+        return None
+    groups = tuple(modules[0] for modules in fitting)
+    moved = [name for names in groups for name in names]
     if len(moved) != len(model) or len({*moved}) != len(moved):
         return None
     note = f"Each of {len(shapes)} groups has the shapes of one module of the model, and of no other."
-    order = _taken(tuple(names[0] for names in fitting), len(moved), MODEL_PART)
+    order = _taken(groups, len(moved), MODEL_PART)
     return replace(order, notes=(note, *order.notes))
 
 
 def _modules_in(names: Iterable[str]) -> Iterator[tuple[str, ...]]:
-    """Yields the names of the parameters in each module."""
-    inside: dict[str, list[str]] = {}
-    for name in names:
-        for module in accumulate(name.split(".")[:-1], "{}.{}".format):
-            inside.setdefault(module, []).append(name)
-    yield from map(tuple, inside.values())
+    """Yields the names of the parameters in each module, level by level: no more is held than the names' own bytes."""
+    ends = {name: name.find(".") for name in names}
+    while ends := {name: end for name, end in ends.items() if end >= 0}:
+        inside: dict[str, list[str]] = {}
+        for name, end in ends.items():
+            inside.setdefault(name[:end], []).append(name)
+        yield from map(tuple, inside.values())
+        ends = {name: name.find(".", end + 1) for name, end in ends.items()}
 
 
 def running_statistics(names: Iterable[str]) -> Iterator[str]:

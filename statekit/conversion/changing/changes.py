@@ -13,7 +13,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from statekit.errors import Faults, UsageError, some
+from statekit.errors import Faults, UsageError, check_name, some
 from statekit.files.tree import Place
 from statekit.state.exactness import Exactness
 from statekit.state.train_state import StepOffset
@@ -74,7 +74,10 @@ class Changes:
             {'v*': 'reset', 'm': 'drop'}
         """
         faults = Faults()
-        values = {name: READ[name](name, value, faults) for name, value in said.items()}
+        values = {
+            check_name("change", name, READ, "changes"): READ[name](name, value, faults)
+            for name, value in said.items()
+        }
         faults.check(UsageError, "What shall be changed of the run can't be read")
         changes = cls(**values)
         if changes == cls():
