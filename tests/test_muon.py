@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -300,3 +301,30 @@ def test_the_printed_lines_make_both_optimizers(capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().out
     assert "torch.optim.Muon([groups[0]], lr=0.02)" in printed
     assert "torch.optim.AdamW([groups[1]]" in printed
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("adam_weight_decay", [1]),
+        ("adam_weight_decay", 10**400),
+        ("adam_lr_ratio", 1e-320),
+        ("muon_b", "x"),
+        ("ns_steps", 2**63),
+    ],
+    ids=["list", "huge", "tiny ratio", "text", "endless steps"],
+)
+def test_an_odd_argument_of_keras_muon_is_no_crash(
+    argument: str, value: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with zipfile.ZipFile(RECORDINGS / "keras_muon_default/checkpoint/model.keras") as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    config = json.loads(members["config.json"])
+    config["compile_config"]["optimizer"]["config"][argument] = value
+    members["config.json"] = json.dumps(config).encode()
+    with zipfile.ZipFile(tmp_path / "model.keras", "w") as archive:
+        for name, member in members.items():
+            archive.writestr(name, member)
+    for verb in ("inspect", "resume", "cold-start"):
+        main([verb, str(tmp_path / "model.keras")])
+        assert "itself has failed" not in capsys.readouterr().err

@@ -464,3 +464,20 @@ def test_a_tensor_where_a_number_changes_its_sign_is_refused() -> None:
     with pytest.raises(StateError, match="expected a number"):
         load_schema("adafactor").canonical("torch", {"beta2_decay": decay})
     assert load_schema("adafactor").canonical("torch", {"beta2_decay": -0.8})["decay_rate"] == 0.8
+
+
+@pytest.mark.parametrize(
+    ("value", "fits"),
+    [
+        ([3.4, -4.7, 2.0], True),
+        ([[3.4, -4.7, 2.0], [4, 5, 6]], True),
+        ([], False),
+        ([1, 2], False),
+        ([[1, 2, 3], 4], False),
+        ([1, "x", 3], False),
+        ([1, [2], 3], False),
+        ([[1, 2, float("inf")]], False),
+    ],
+)
+def test_a_table_of_coefficients_has_rows_of_three_numbers(value: Any, fits: bool) -> None:
+    assert (load_schema("muon").fault("ns_coefficients", value) == "") == fits

@@ -446,6 +446,11 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 def _are_inside(value: Any, limits: Mapping[str, Any]) -> bool:
     """Tells whether a number, all of an array whose numbers have a range, or all of an object keep to it."""
+    if "rows" in limits and isinstance(value, (list, tuple)):
+        row = {**limits, "length": limits["rows"]}
+        del row["rows"]
+        table = value if value and isinstance(value[0], (list, tuple)) else [value]
+        return all(isinstance(numbers, (list, tuple)) and _are_inside(numbers, row) for numbers in table)
     if isinstance(value, (Mapping, list, tuple)):
         # Without a range it holds no numbers: rules, masks, scales by pattern.
         items = [*value.values()] if isinstance(value, Mapping) else value
@@ -473,7 +478,11 @@ _LIMITS: Mapping[str, Callable[[float, float], bool]] = {
 
 def _described(limits: Mapping[str, Any]) -> str:
     """Returns a range in words."""
-    words = {"finite": "a finite number", "length": f"{limits.get('length')} numbers"}
+    words = {
+        "finite": "a finite number",
+        "length": f"{limits.get('length')} numbers",
+        "rows": f"{limits.get('rows')} numbers, or rows of so many",
+    }
     return ", ".join(words.get(key, f"{key} {limit}") for key, limit in limits.items())
 
 

@@ -13,6 +13,7 @@ Source: keras-team/keras, keras/src/optimizers/muon.py, `Muon._should_use_adamw`
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -116,7 +117,8 @@ def _group(kind: Kind, paths: tuple[str, ...], settings: Mapping[str, Any] | Non
     else:
         said.pop("epsilon", None)  # which is its Adam's
     values = {**usual, **schema.canonical(VARIANT, said)}
-    values[_DECAY] = None if values[_DECAY] is None else values[_DECAY] / ratio
+    if fits(values[_DECAY], float):  # what is no number is the schema's to refuse
+        values[_DECAY] /= ratio
     origin: KnownFrom = "assumed" if settings is None else "file"
     values.pop(RATE, None)
     origins: dict[str, KnownFrom] = dict.fromkeys(values, origin)
@@ -261,10 +263,15 @@ def class_state(
     manifest = manifest_state(checkpoint, SCHEMA)
     state = native_state(signature, rows, *params, home, manifest, hints, notes)
     ratio = (signature.settings or {}).get(_RATIO, 1)
-    if signature.kind == CLASS and fits(ratio, float) and ratio > 0:  # Adam of rate 0 would still decay
+    if signature.kind == CLASS and _divides(ratio):
         both = manifest_state(checkpoint, MATRICES[0], REST[0]) or manifest_state(checkpoint, MATRICES[0])
         state = apart(state, signature.settings or _recorded(manifest), both)
     return hints.applied(state)
+
+
+def _divides(ratio: Any) -> bool:
+    """Tells whether the arguments of Adam may be divided by a ratio: Adam of rate 0 would still decay."""
+    return fits(ratio, float) and ratio > 0 and math.isfinite(ratio) and math.isfinite(1 / ratio)
 
 
 def _recorded(manifest: ManifestRecord | None) -> Mapping[str, Any] | None:
