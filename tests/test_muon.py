@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import zipfile
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,6 +20,7 @@ from statekit.arrays.backend import backend
 from statekit.cli.main import main
 from statekit.conversion.open_state import open_state
 from statekit.conversion.rule_change import change_rule
+from statekit.converters.layouts.keras import muon as keras_muon
 from statekit.state.exactness import Exactness
 from statekit.state.schema import load_schema
 from statekit.testing.step_cases import case
@@ -328,3 +330,11 @@ def test_an_odd_argument_of_keras_muon_is_no_crash(
     for verb in ("inspect", "resume", "cold-start"):
         main([verb, str(tmp_path / "model.keras")])
         assert "itself has failed" not in capsys.readouterr().err
+
+
+def test_layers_of_keras_muon_are_named_in_time_that_grows_with_their_number() -> None:
+    paths = [[f"net/l{i}/{part}/kernel" for i in range(20_000)] for part in ("matrix", "rest")]
+    began = time.process_time()
+    named = keras_muon.arguments([(keras_muon.MATRICES, {}, paths[0]), (keras_muon.REST, {}, paths[1])])
+    assert named["exclude_layers"][7] == "(^|/)rest/kernel$"
+    assert time.process_time() - began < 10  # 90 seconds where each was held against each

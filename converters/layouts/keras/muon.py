@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import re
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -209,20 +210,37 @@ def _excluded(parts: Sequence[Part]) -> dict[str, Any]:
     others = [path for kind, _, paths in parts if kind != MATRICES for path in paths]
     spares = not any("embedding" in path.lower() for path in matrices)
     named = [path for path in others if not (spares and "embedding" in path.lower())]
-    return {_EMBEDDINGS: spares, _LAYERS: [_pattern(path, matrices) for path in named]}
+    backwards = sorted(map(_backwards, matrices))
+    return {_EMBEDDINGS: spares, _LAYERS: [_pattern(path, backwards) for path in named]}
 
 
-def _pattern(path: str, matrices: Sequence[str]) -> str:
+def _backwards(path: str) -> str:
+    """Returns a path from its end to its begin: paths with one end then stand together in their order."""
+    return f"/{path}"[::-1]
+
+
+def _pattern(path: str, backwards: Sequence[str]) -> str:
     """Returns a regex that finds a variable by the end of its path: a model that is loaded may have another name.
 
+    Args:
+        path: The variable's path.
+        backwards: The paths that it may not find, backwards, in their order.
+
     Example:
-        >>> _pattern("net/head/kernel", ["net/up/kernel"])
+        >>> _pattern("net/head/kernel", [_backwards("net/up/kernel")])
         '(^|/)head/kernel$'
     """
     keys = path.split("/")
     ends = ("/".join(keys[-count:]) for count in range(2, len(keys)))
-    end = next((end for end in ends if not any(f"/{other}".endswith(f"/{end}") for other in matrices)), path)
+    end = next((end for end in ends if not _is_an_end(end, backwards)), path)
     return f"(^|/){re.escape(end)}$"
+
+
+def _is_an_end(end: str, backwards: Sequence[str]) -> bool:
+    """Tells whether one of some paths has an end; they are given backwards, in their order."""
+    begin = _backwards(end)
+    at = bisect_left(backwards, begin)
+    return at < len(backwards) and backwards[at].startswith(begin)
 
 
 def usual_arguments() -> dict[str, Any]:
