@@ -21,6 +21,7 @@ from statekit.errors import UsageError
 from statekit.state.constants import variant_constants
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Rule, TrainState
+from statekit.tensors.patterns import is_found
 from statekit.tensors.tensor import Shape, Tensor
 
 HEURISTIC = "HEURISTIC"
@@ -43,7 +44,9 @@ class PathPattern:
 
     def fits(self, path: str) -> bool:
         """Tells whether the line is about a parameter."""
-        return re.search(self.pattern, path) is not None if self.is_regex else self.pattern == path
+        if not self.is_regex:
+            return self.pattern == path
+        return is_found(self.pattern, path, "a map from parameters to values")
 
 
 def map_entries(value: Any, name: str) -> tuple[PathPattern, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import MISSING, fields
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -12,6 +11,7 @@ import numpy as np
 from statekit.errors import StateError, UnknownRuleError
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Group, TrainState
+from statekit.tensors.patterns import is_found
 
 T = TypeVar("T")
 
@@ -111,15 +111,8 @@ def last_name(path: str) -> str:
 def _by_path(path: str, excluded: Exclusion, name: str) -> bool:
     """Tells whether a parameter is excluded: as it is said of its path, or by a regex that fits a name of it."""
     if not isinstance(excluded, Mapping):
-        try:
-            return any(re.search(pattern, name) for pattern in excluded or ())
-        except (re.error, TypeError, RecursionError) as error:
-            raise StateError(
-                "A pattern of parameters without weight decay can't be read.",
-                place="exclude_from_weight_decay",
-                expected="a list of regexes",
-                found=f"{error}",
-            ) from None
+        patterns = excluded if isinstance(excluded, Sequence) else [excluded] if excluded else []
+        return any(is_found(pattern, name, "exclude_from_weight_decay") for pattern in patterns)
     if path not in excluded:
         raise UnknownRuleError(
             "Nothing tells whether a parameter is kept from weight decay.",

@@ -447,10 +447,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 def _are_inside(value: Any, limits: Mapping[str, Any]) -> bool:
     """Tells whether a number, all of an array whose numbers have a range, or all of an object keep to it."""
     if "rows" in limits and isinstance(value, (list, tuple)):
-        row = {**limits, "length": limits["rows"]}
-        del row["rows"]
-        table = value if value and isinstance(value[0], (list, tuple)) else [value]
-        return all(isinstance(numbers, (list, tuple)) and _are_inside(numbers, row) for numbers in table)
+        return _are_rows_inside(value, limits)
     if isinstance(value, (Mapping, list, tuple)):
         # Without a range it holds no numbers: rules, masks, scales by pattern.
         items = [*value.values()] if isinstance(value, Mapping) else value
@@ -461,6 +458,13 @@ def _are_inside(value: Any, limits: Mapping[str, Any]) -> bool:
     return not math.isnan(value) and all(
         _LIMITS[key](value, limit) for key, limit in limits.items() if key in _LIMITS
     )
+
+
+def _are_rows_inside(value: Sequence[Any], limits: Mapping[str, Any]) -> bool:
+    """Tells whether an array, or each array in it, has the numbers that a range names."""
+    of_row = {**{key: limit for key, limit in limits.items() if key != "rows"}, "length": limits["rows"]}
+    table = value if value and isinstance(value[0], (list, tuple)) else [value]
+    return all(isinstance(row, (list, tuple)) and _are_inside(row, of_row) for row in table)
 
 
 def _is_number_inside(value: Any, limits: Mapping[str, Any]) -> bool:

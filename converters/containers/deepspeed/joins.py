@@ -12,8 +12,6 @@ Source: deepspeedai/DeepSpeed deepspeed/checkpoint/ds_to_universal.py, `merge_tp
 from __future__ import annotations
 
 import math
-import re
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -25,6 +23,7 @@ from statekit.budget import Account
 from statekit.converters.containers.deepspeed.files import require
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError
 from statekit.tensors.boxes import Agreed, Cut, Joined, tiling_fault
+from statekit.tensors.patterns import BOUNDED, LONGEST, bounded, places
 from statekit.tensors.tensor import Index, Shape, Tensor, index_shape
 from statekit.tensors.tree import Record
 from statekit.tensors.typed import Natural, typed
@@ -41,9 +40,6 @@ _FUSED, _WIDTHS = "parameter_with_sub_params", "sub_param_shard_widths"
 _UNSUPPORTED, _AFFINE = "autotp_unsupported_parameter_patterns", "affine_map"
 _STAGES = "pipeline_replicated_parameter_patterns"
 _VERSION, _WITH_WIDTHS, _AFFINE_VERSION = "universal_checkpoint_version", 0.4, 1
-_ENDLESS = re.compile(r"\)[*+{]|\(\?[^:]|\\[1-9]")
-"""What can make a match take time without end: a repeated group, a look-around, a reference back."""
-_REPEATS, _MOST_REPEATS, _LONGEST = re.compile(r"[*+}]"), 3, 256
 _STEP = 1000
 """Places that a match tries in one step of the budget."""
 _COMPILING = 32
@@ -65,7 +61,7 @@ class Joins:
     info: Mapping[str, Any]
     place: str
     account: Account
-    _compiled: dict[str, re.Pattern[str] | None] = field(default_factory=dict, compare=False, repr=False)
+    _compiled: set[str] = field(default_factory=set, compare=False, repr=False)
 
     def whole(self, name: str, pieces: Sequence[Tensor]) -> Tensor:
         """Returns a parameter, or a slot of one, of the pieces that ranks hold.
@@ -343,32 +339,20 @@ class Joins:
         text = require(pattern, str, "a pattern", self.place)
         if text not in self._compiled:
             self.account.step(_COMPILING * len(text), "The patterns of a checkpoint", self.place)
-            self._compiled[text] = _compiled(text)
-        compiled, repeats = self._compiled[text], len(_REPEATS.findall(text))
-        if compiled is None or len(name) > _LONGEST:
+            self._compiled.add(text)
+        compiled = bounded(text)
+        if compiled is None or len(name) > LONGEST:
             raise RefusedError(
                 "A pattern is none that can be matched safely.",
                 place=f"{INFO} in {self.place}",
-                expected=f"at most {_MOST_REPEATS} repeats, none of them of a group, in {_LONGEST} characters",
+                expected=BOUNDED,
                 found=text[:80],
             )
-        self.account.step(1 + len(name) ** repeats // _STEP, "The patterns of a checkpoint", self.place)
+        self.account.step(1 + places(text, name) // _STEP, "The patterns of a checkpoint", self.place)
         return compiled.match(name) is not None
 
     def _at(self, name: str) -> str:
         return f"{name} in {self.place}"
-
-
-def _compiled(text: str) -> re.Pattern[str] | None:
-    """Returns a pattern that matches in bounded time; None of any other."""
-    if len(text) > _LONGEST or len(_REPEATS.findall(text)) > _MOST_REPEATS or _ENDLESS.search(text):
-        return None
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")  # of what later versions of Python read otherwise
-            return re.compile(text)
-    except (re.error, OverflowError, Warning):
-        return None
 
 
 def _origin(offset: int, strides: Sequence[int], shape: Shape, around: Shape) -> tuple[int, ...] | None:
