@@ -698,3 +698,11 @@ def test_a_schedule_at_an_endless_step_is_no_crash(tmp_path: Path) -> None:
     run = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler}
     torch.save(run, tmp_path / "run.pt")
     assert len(doctor(tmp_path / "run.pt")) == 1
+
+
+def test_an_array_of_text_in_an_npz_is_a_remark(tmp_path: Path) -> None:
+    """Seen red: a KeyError of the fault's name."""
+    moments = {f"opt_state/0/{slot}/w": np.ones((4, 3), np.float32) for slot in ("mu", "nu")}
+    params = {"params/w": np.ones((4, 3), np.float32), "opt_state/0/count": np.asarray(5, np.int32)}
+    np.savez(tmp_path / "run.npz", **moments, **params, note=np.asarray("text"))  # type: ignore[arg-type]
+    assert doctor(tmp_path / "run.npz", hints=Hints(optimizer="adamw"))

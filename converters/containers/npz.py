@@ -134,7 +134,7 @@ def _unread(arrays: Mapping[str, Any]) -> Iterator[Finding]:
     """Yields the arrays that hold no numbers."""
     for name, leaf in arrays.items():
         if isinstance(leaf, Record):
-            yield Finding(f"an array of {leaf.args[0]} isn't read: it holds no numbers", name, kind="unread")
+            yield Finding(f"an array of {leaf.args[0]} isn't read: it holds no numbers", name)
 
 
 CONTAINER = Npz()
