@@ -18,6 +18,7 @@ from blake3 import blake3
 from safetensors.numpy import load_file, save_file
 from samples import state_writer
 
+import statekit
 from goldens import COMPACT
 from statekit.budget import Budget, Limits
 from statekit.cli.main import DONE, FAILED, USAGE, main
@@ -25,8 +26,9 @@ from statekit.conversion.changing.changes import Changes
 from statekit.conversion.contracts import Exactness, Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
-from statekit.errors import BudgetError, CommitError, FormatError, StateError, UsageError
+from statekit.errors import BudgetError, CommitError, FormatError, StateError, StatekitError, UsageError
 from statekit.state.schedules.call_text import parse_call
+from statekit.tensors.digest import json_digest
 from statekit.tensors.tensor import in_memory
 from statekit.testing.layouts import made_state
 from statekit.verify.certificate import Certificate, read_certificate
@@ -445,3 +447,43 @@ def test_a_device_without_memory_refutes_nothing(error: Exception) -> None:
     with pytest.raises(MemoryError, match="device"):
         refuse_short_memory(error)
     refuse_short_memory(RuntimeError("shapes don't fit"))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("maps", [{"rename": 5}]),
+        ("maps", [{"rename": [5]}]),
+        ("maps", [{"rename": [["(a+)+$", "b"]]}]),
+        ("maps", [{"map": 5}]),
+        ("maps", [{"name": "t5x-t5:hf-t5", "config": 5}]),
+        ("step_offset", 5),
+        ("changes", {"other": 1}),
+        ("param_names", 5),
+        ("schedule", 5),
+        ("variant", [1]),
+    ],
+    ids=str,
+)
+def test_a_forged_manifest_ends_verify_in_a_typed_error(name: str, value: Any, tmp_path: Path) -> None:
+    source = COMPACT / "torch_formats/adamw_legacy/checkpoint/checkpoint.pt"
+    statekit.convert(source, tmp_path / "target", to="statekit")
+    place = tmp_path / "target/statekit.json"
+    document = json.loads(place.read_text())
+    del document["digest"]
+    document["options"][name] = value
+    place.write_text(json.dumps({**document, "digest": json_digest(document)}))
+    with pytest.raises(StatekitError):
+        verify(source, tmp_path / "target")
+
+
+def test_a_forged_record_of_a_group_is_refused_by_a_typed_error(tmp_path: Path) -> None:
+    source = COMPACT / "torch_formats/adamw_legacy/checkpoint/checkpoint.pt"
+    statekit.convert(source, tmp_path / "target", to="statekit")
+    place = tmp_path / "target/statekit.json"
+    document = json.loads(place.read_text())
+    del document["digest"]
+    document["tree"]["extra"]["param_groups"][0] = True
+    place.write_text(json.dumps({**document, "digest": json_digest(document)}))
+    with pytest.raises(StatekitError):
+        statekit.convert(tmp_path / "target", tmp_path / "again.pt", to="torch")

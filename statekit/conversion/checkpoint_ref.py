@@ -26,6 +26,7 @@ from statekit.state.schedules.call_text import call_text, parse_call
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import from_json
+from statekit.tensors.typed import typed
 
 Kind = Literal["text", "number", "flag", "bytes", "values", "names", "call"]
 """The form of an option's value: `values` by name, the `names` of parameters, the `call` that makes a schedule."""
@@ -326,10 +327,15 @@ class CheckpointRef:
 
         Args:
             manifest: The manifest's or the plan's record; None changes nothing.
+
+        Raises:
+            FormatError: It says something of another form.
         """
         options: Any = from_json((manifest or {}).get("options") or {})  # JSON has no tables by numbers
         meanings = [known.name for known in OPTIONS if known.use == "meaning"]
-        stored = {name: options[name] for name in meanings if options.get(name)}
+        stored: Any = typed(
+            {name: options[name] for name in meanings if options.get(name)}, RefOptions, "options"
+        )
         given = {name: value for name, value in self.options("meaning").items() if name != "hparams"}
         values = {**(stored.pop("hparams", None) or {}), **self.hparams}
         return replace(self, **{**stored, **given, "hparams": values})

@@ -63,6 +63,16 @@ def places(pattern: str, name: str) -> int:
     )
 
 
+def is_safe(pattern: str) -> bool:
+    """Tells whether a pattern can be matched with the name of any parameter in bounded time.
+
+    Example:
+        >>> is_safe("^layers/([0-9]+)/(.*)"), is_safe("a?" * 40 + "a" * 40)
+        (True, False)
+    """
+    return bounded(pattern, looks_ahead=True) is not None and places(pattern, " ") <= MOST
+
+
 def is_found(pattern: str, name: str, place: str) -> bool:
     """Tells whether a pattern is found anywhere in a name, as `re.search` does.
 

@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from statekit.arrays.backend import backend
 from statekit.conversion import registry
@@ -25,7 +25,7 @@ from statekit.conversion.plan import Plan, Request
 from statekit.conversion.prepared import SCHEDULE, Prepared, carried_out, prepare
 from statekit.conversion.rule_change import Bridge, Compared, RuleChange
 from statekit.conversion.target import is_carried, unsaid
-from statekit.errors import StatekitError, UsageError, some
+from statekit.errors import StateError, StatekitError, UsageError, some
 from statekit.files.source import checkpoint_place
 from statekit.files.tree import Place
 from statekit.maps.links import StateMap
@@ -41,7 +41,9 @@ from statekit.state.schema import WEIGHTS, is_native, load_schema, named_native
 from statekit.state.stored_params import as_params
 from statekit.state.train_state import StepOffset, TrainState
 from statekit.tensors.digest import json_digest
+from statekit.tensors.patterns import BOUNDED, is_safe
 from statekit.tensors.tree import from_json, report_json, to_json
+from statekit.tensors.typed import typed
 from statekit.verify.certificate import FORMAT, VERSION, Certificate
 from statekit.verify.identity import VERDICTS, Bijection, Reader, Row, Verdict, bijection, compared
 from statekit.verify.natives import installed
@@ -198,14 +200,13 @@ def _opened(asked: Asked) -> Iterator[tuple[Prepared, Plan, OpenState, list[str]
 def _request(asked: Asked, target: OpenState) -> tuple[Request, list[str]]:
     """Returns the conversion that makes such a target: as the target's manifest has it, or as is asked."""
     notes: list[str] = []
-    options: Mapping[str, Any] = from_json((target.checkpoint.manifest or {}).get("options") or {})
+    stored = from_json((target.checkpoint.manifest or {}).get("options") or {})
+    options = typed(stored, _Options, f"the manifest of {asked.target}")
     maps, offset, changes = _maps(asked), asked.step_offset, None
     if options:
         records = options.get("maps", ())
-        if maps:  # said again; how names were changed before, the manifest alone says
-            maps = (*(_map_of(one) for one in records if "rename" in one), *maps)
-        else:
-            maps = tuple(_map_of(one) for one in records)
+        # maps that are said again replace all but renamings, which the manifest alone says
+        maps = (*(_map_of(one) for one in records if not maps or "rename" in one), *maps)
         if offset == "keep":
             offset = (options.get("step_offset") or {}).get("asked", "keep")
         if (record := options.get("changes")) is not None:
@@ -242,11 +243,41 @@ def _maps(asked: Asked) -> tuple[StateMap, ...]:
     return maps_of(asked.map, dict(asked.config or {}), budget=asked.ref.job_budget())
 
 
-def _map_of(record: Mapping[str, Any]) -> StateMap:
+class _MapRecord(TypedDict, total=False):
+    """A map as a plan's options have it: names that changed, or one of ours."""
+
+    rename: list[tuple[str, str]]
+    name: str
+    config: dict[str, Any] | None
+
+
+class _OffsetRecord(TypedDict, total=False):
+    """What was asked for of the decay's start."""
+
+    asked: StepOffset
+
+
+class _Options(TypedDict, total=False):
+    """The options of a manifest that say how a target came to be."""
+
+    maps: list[_MapRecord]
+    step_offset: _OffsetRecord | None
+    changes: dict[str, Any]
+
+
+def _map_of(record: _MapRecord) -> StateMap:
     """Returns a map as a plan's options have it."""
-    if "rename" in record:
-        return Renaming(tuple((str(pattern), str(other)) for pattern, other in record["rename"]))
-    return load(str(record["name"]), dict(record.get("config") or {}))
+    if "rename" not in record:
+        return load(record.get("name", ""), dict(record.get("config") or {}))
+    for pattern, _ in record["rename"]:
+        if not is_safe(pattern):
+            raise StateError(
+                "The manifest changes names by a pattern that cannot be matched safely.",
+                place="options/maps",
+                expected=BOUNDED,
+                found=pattern[:80],
+            )
+    return Renaming(tuple((pattern, other) for pattern, other in record["rename"]))
 
 
 @dataclass(frozen=True)

@@ -64,7 +64,7 @@ from statekit.state.train_state import (
 )
 from statekit.tensors.tensor import TIES, Tensor, ties_of
 from statekit.tensors.tree import Tree
-from statekit.tensors.typed import Name, fits, misfits
+from statekit.tensors.typed import Name, fits, misfits, typed
 
 Names: TypeAlias = Mapping[str, str]
 
@@ -479,7 +479,9 @@ class StatekitTorch:
         extra = {key: part for key, part in state.extra.items() if key != NAMES}  # `paths` says them
         buffers, others = extra.pop(BUFFERS, {}), extra.pop(BESIDE, {})
         beside = {key: part for key, part in others.items() if key not in ("model", "optimizer")}
-        of_groups = extra.pop(GROUPS, [])
+        of_groups = typed(
+            extra.pop(GROUPS, []), Sequence[dict[Any, Any]], f"extra/{GROUPS}", error=StateError
+        )
         dropped = not_plain(extra, "extra") | not_plain(beside, f"extra/{BESIDE}")
         params = {names[path]: tensor for path, tensor in state.params.items()}
         tree = {
