@@ -184,7 +184,7 @@ def test_a_region_that_says_nothing_is_refused(served: Served) -> None:
 def test_what_is_no_checkpoints_number_is_said_and_not_left_out(served: Served) -> None:
     form = {"kind": "check", "subject": [f"{number(served, 'a.pt')}", "x"]}
     answer = served.client.post("/jobs", data=form, headers={**PAGE, "Origin": "http://localhost:8642"})
-    assert answer.status_code == 422 and "no checkpoint&#39;s number" in answer.text
+    assert answer.status_code == 422 and "not of a checkpoint" in answer.text
 
 
 @pytest.mark.parametrize("address", ["/nowhere", "/runs/7", "/jobs/999", "/static/none.js", "/checkpoints/x"])

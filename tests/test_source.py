@@ -256,7 +256,6 @@ def _open_below(folder: Path) -> int:
 OPENERS = {"open", "read_bytes", "read_text", "memmap", "mmap", "fromfile", "safe_open", "pread", "preadv"}
 ALLOWED: dict[str, tuple[str, set[str]]] = {
     "cli/maps_command.py": ("the map that a user asks for", {"statekit.open", "file.open"}),
-    "converters/formats/named_tuples.py": ("data of the package", {"file.read_text"}),
     "statekit/files/source.py": ("the one place", {"os.open", "os.preadv"}),
     "statekit/files/durable.py": (
         "makes the target's new files, opens folders to sync them; its own temporary folders' notes, and /proc",

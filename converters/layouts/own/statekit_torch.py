@@ -479,9 +479,8 @@ class StatekitTorch:
         extra = {key: part for key, part in state.extra.items() if key != NAMES}  # `paths` says them
         buffers, others = extra.pop(BUFFERS, {}), extra.pop(BESIDE, {})
         beside = {key: part for key, part in others.items() if key not in ("model", "optimizer")}
-        of_groups = typed(
-            extra.pop(GROUPS, []), Sequence[dict[Any, Any]], f"extra/{GROUPS}", error=StateError
-        )
+        form: Any = Sequence[dict[Any, Any]]
+        of_groups = typed(extra.pop(GROUPS, []), form, f"extra/{GROUPS}", error=StateError)
         dropped = not_plain(extra, "extra") | not_plain(beside, f"extra/{BESIDE}")
         params = {names[path]: tensor for path, tensor in state.params.items()}
         tree = {
