@@ -375,7 +375,7 @@ def test_what_a_map_was_told_is_said_again_as_it_was_in_convert(tmp_path: Path) 
     (tmp_path / "model.gin").write_text("network.T5Config.num_layers = 7", encoding="utf-8")
     for config in ([str(tmp_path / "model.gin")], ["num_layers=7"]):
         assert main(["verify", *words, "--steps", "0", "--config", *config]) != DONE
-    with pytest.raises(UsageError, match="no map"):
+    with pytest.raises(UsageError, match="No map"):
         verify(T5X, target, config={"num_heads": 4}, steps=0)
 
 
