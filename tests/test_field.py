@@ -251,7 +251,7 @@ def test_masters_of_a_wrapper_for_mixed_precision_are_what_goes_on(
     assert all(torch.equal(again[name], param) for name, param in masters.named_parameters())
     lacking = {**around, "fp32_from_fp16": [around["fp32_from_fp16"][0][1:]]}
     torch.save({"model": half.state_dict(), "optimizer": lacking}, tmp_path / "lacking.pt")
-    assert "inside a wrapper that isn't known" in told(["inspect", tmp_path / "lacking.pt"], 0, capsys)
+    assert "or a wrapper, which keeps" in told(["inspect", tmp_path / "lacking.pt"], 0, capsys)
 
 
 def test_a_wrapper_whose_rule_is_unknown_is_named_with_what_it_wraps(
@@ -260,7 +260,7 @@ def test_a_wrapper_whose_rule_is_unknown_is_named_with_what_it_wraps(
     model = Net()
     tree = {"base_optimizer": adamw(model).state_dict(), "rho": 0.05}  # as wrappers of SAM save themselves
     torch.save({"model": model.state_dict(), "optimizer": tree}, tmp_path / "run.pt")
-    said = "torch Adam or AdamW inside a wrapper that isn't known, which keeps rho"
+    said = "an optimizer that isn't known by its slots and options, or a wrapper, which keeps rho beside the slots of"
     for verb in (["inspect", tmp_path / "run.pt"], ["doctor", tmp_path / "run.pt"]):
         assert said in told(verb, 0, capsys)
     assert said in told(["convert", tmp_path / "run.pt", tmp_path / "x.pt"], 3, capsys)

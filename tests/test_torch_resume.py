@@ -466,7 +466,7 @@ def test_momentum_is_switched_as_asked() -> None:
 def test_other_optimizers_states_are_refused(tmp_path: Path) -> None:
     state = small_state()
     foreign = replace(state, slots={}, rules={}, optimizer=Optimizer("lans", "raf", state.optimizer.groups))
-    with pytest.raises(StateError, match=r"no optimizer that goes on(.|\n)*lans, variant raf"):
+    with pytest.raises(StateError, match=r"no optimizer that continues(.|\n)*lans, variant raf"):
         load_optimizer(save(foreign, tmp_path / "statekit"), [])
 
 

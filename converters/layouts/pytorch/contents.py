@@ -140,10 +140,12 @@ def _untaken(
 
 
 def unknown(parts: Parts) -> str:
-    """Returns what an optimizer is called that no signature fits: one that wraps another has parts of its own."""
+    """Returns the name of an optimizer that no signature fits: a wrapper, or a kin, keeps more than the one inside."""
     inner = signature_of(replace(parts, common={})) if parts.common else None
     if inner is not None:
-        return f"{inner.name} inside a wrapper that isn't known, which keeps {some([*parts.common])}"
+        return (
+            f"{_UNKNOWN}, or a wrapper, which keeps {some([*parts.common])} beside the slots of {inner.name}"
+        )
     return f"{_UNKNOWN}, with {some([*parts.common])} beside its slots" if parts.common else _UNKNOWN
 
 
