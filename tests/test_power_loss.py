@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -33,6 +34,8 @@ def missing() -> str:
     line = [SYSTEM_PYTHON, "-c", "import pyfuse3"]
     if not Path(SYSTEM_PYTHON).exists() or subprocess.run(line, capture_output=True, check=False).returncode:
         return f"{SYSTEM_PYTHON} has no pyfuse3 (Debian: python3-pyfuse3)"
+    if shutil.which("fusermount3") is None:
+        return "there is no fusermount3 (Debian: fuse3)"
     return ""
 
 
