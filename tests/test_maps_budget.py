@@ -13,7 +13,7 @@ import torch
 
 import statekit
 from statekit.errors import BudgetError, FormatError, StatekitError
-from statekit.maps.model_map import maps_of
+from statekit.maps.model_map import Template, maps_of
 from statekit.state.train_state import Counts, Optimizer, TrainState
 from statekit.tensors.tensor import Filled
 
@@ -87,3 +87,24 @@ def test_what_axes_and_names_count_is_held_before_it_is_made(
         model_map.apply(state)
     assert tracemalloc.get_traced_memory()[1] < 256 * 2**20
     tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("".join(f"{{f{i}}}" for i in range(14)) + "/w", {}),
+        ("1".join(f"{{f{i}}}" for i in range(14)) + "/w", {}),
+        ("{a}{b}{c}/w", {name: {f"{n}": "x" * n for n in range(1, 99)} for name in "abc"}),
+    ],
+)
+def test_a_path_that_a_name_fits_in_too_many_ways_is_refused(
+    text: str, words: dict[str, dict[str, str]]
+) -> None:
+    """Seen red: a name of digits hung the first two."""
+    with pytest.raises(FormatError, match="too many ways"):
+        Template(text, words).binding("1" * 30)
+
+
+def test_fields_that_are_parted_may_be_many() -> None:
+    text = "/".join(f"{{f{i}}}" for i in range(14))
+    assert Template(text, {}).binding("/".join(map(str, range(14)))) == {f"f{i}": i for i in range(14)}

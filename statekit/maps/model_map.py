@@ -15,6 +15,7 @@ from functools import cached_property
 from importlib import resources
 from itertools import chain, pairwise, product
 from pathlib import Path
+from string import digits as DIGITS
 from typing import Any, overload
 
 from statekit.budget import Account, Budget
@@ -37,7 +38,9 @@ from statekit.tensors.tree import Tree, at, nested, put, shipped_json, strict_js
 
 _APART, _JOINING = ("unstack", "split", "replicate"), ("stack", "concatenate", "keep_first")
 _FIELD = re.compile(r"\{(\w+)(?::(\d))?\}")
-_NUMBER = r"0|[1-9]\d{0,5}"
+_NUMBER, _MOST_DIGITS = r"0|[1-9]\d{0,5}", 6
+_MOST_WAYS = 1000
+"""In how many ways a name may fit a path, at most."""
 Binding = Mapping[str, str | int]
 """What the fields of a template stand for: a word of the first side, or a number."""
 
@@ -53,6 +56,27 @@ class Template:
 
     text: str
     words: Mapping[str, Mapping[str, str]]
+
+    def __post_init__(self) -> None:
+        """Refuses a path that a name may fit in too many ways, as one of many numbers with nothing between them.
+
+        Raises:
+            FormatError: It is such a path.
+        """
+        if math.prod(map(self._ways, _FIELD.finditer(self.text))) > _MOST_WAYS:
+            raise FormatError(
+                "A name can fit a path of the map in too many ways.",
+                place=self.text[:80],
+                expected="text between the fields that no value of them holds",
+                remedy="part the fields by / or .",
+            )
+
+    def _ways(self, match: re.Match[str]) -> int:
+        """Returns in how many ways a field may end, where what follows doesn't tell."""
+        after, words = self.text[match.end() :][:1], self.words.get(match[1])
+        if after == "{" or any(after in text for text in (words.values() if words else (DIGITS,)) if after):
+            return len(words) if words else _MOST_DIGITS
+        return 1
 
     @property
     def fields(self) -> tuple[str, ...]:

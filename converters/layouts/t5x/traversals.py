@@ -11,6 +11,7 @@ from typing import Any
 
 from statekit.converters.layouts.hyperparameters import Hyperparameters, OptimizerSpec
 from statekit.errors import UsageError
+from statekit.tensors.patterns import is_found
 
 TRAVERSALS = "traversals_and_optimizers"
 
@@ -31,10 +32,12 @@ def traversed(
 
     Raises:
         UsageError: They have another form, or don't select exactly the parameters that have slots; lists every one.
+        StateError: A pattern may take too long.
     """
     entries = list(_entries(traversals, read))
     owners = {
-        path: [i for i, (regex, _) in enumerate(entries) if re.search(regex, path)] for path in slots_by_path
+        path: [i for i, (regex, _) in enumerate(entries) if is_found(regex, path, TRAVERSALS)]
+        for path in slots_by_path
     }
     if faults := _selection_faults(owners, slots_by_path):
         raise UsageError(f"{TRAVERSALS} doesn't fit the checkpoint.", found="; ".join(faults)[:2000])
