@@ -704,5 +704,5 @@ def test_an_array_of_text_in_an_npz_is_a_remark(tmp_path: Path) -> None:
     """Seen red: a KeyError of the fault's name."""
     moments = {f"opt_state/0/{slot}/w": np.ones((4, 3), np.float32) for slot in ("mu", "nu")}
     params = {"params/w": np.ones((4, 3), np.float32), "opt_state/0/count": np.asarray(5, np.int32)}
-    np.savez(tmp_path / "run.npz", **moments, **params, note=np.asarray("text"))  # type: ignore[arg-type]
+    np.savez(tmp_path / "run.npz", **moments, **params, note=np.asarray("text"))  # type: ignore[arg-type]  # of savez' own stub
     assert doctor(tmp_path / "run.npz", hints=Hints(optimizer="adamw"))

@@ -540,7 +540,7 @@ def test_a_group_without_parameters_in_a_file_by_index_is_named_too(
 
 def case(name: str) -> Path:
     if not (SHARED / name).is_dir():
-        pytest.skip("the shared cases aren't here")
+        pytest.skip("the shared cases lie beside the checkout, and are not here")
     return SHARED / name
 
 

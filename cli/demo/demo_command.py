@@ -347,7 +347,7 @@ def write_sample(recording: Path, folder: Path) -> Iterator[tuple[Path, str]]:
         folder: Where they shall be.
 
     Yields:
-        Each of them, with what it is.
+        The path of each checkpoint, and its description.
 
     Raises:
         NotFoundError: The folder isn't there.

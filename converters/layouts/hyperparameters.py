@@ -1,6 +1,6 @@
 """Hyperparameters, each with where it is known from: the user, a conversion's manifest, a file, or an assumption.
 
-A layout begins with what it has to assume, and lays what is known better over it. Input: values with their origin, and
+A layout starts from assumptions and replaces them by better sources. Input: values with their origin, and
 the manifest's record; output: the groups of a state.
 """
 

@@ -92,7 +92,7 @@ def two(folder: Path) -> str:
         time.sleep((int(last or start) - int(start)) / CONNECTION)
         whole(self, name, **headers)
 
-    _S3.file = throttled  # type: ignore[method-assign]
+    _S3.file = throttled  # type: ignore[method-assign]  # a server as slow as a connection
     with serving("s3", {"run/model.safetensors": data}) as (address, served):
         served.etag = lambda name: '"1"'  # type: ignore[method-assign]  # a digest for each request takes its time
         named = {

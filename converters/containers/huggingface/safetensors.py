@@ -6,8 +6,8 @@ It reads and writes the folders of libraries that are neither Trainer nor Accele
     epoch_1/ and recipe_state/recipe_state.pt       torchtune's, read
     model/, optimizer/ and lr_scheduler             ColossalAI's, read
 
-Output: the tree {model, optimizer, scheduler, scaler, files}, of which a file alone gives the model. A target named
-`.safetensors` is such a file, and takes weights without an optimizer.
+Output: the tree {model, optimizer, scheduler, scaler, files}; a single file gives the model alone. A target named
+`.safetensors` is a single file, and takes weights without an optimizer.
 """
 
 from __future__ import annotations

@@ -158,9 +158,9 @@ class Keras:
         home = home_in(state)
         if muon.is_of_its_class(state):
             _, config = called(_record(config_of(home.get("tree", {})), muon.CLASS))
-            said = muon.class_arguments(state, home, config or {})
+            of_class = muon.class_arguments(state, home, config or {})
             state = muon.together(state, home)
-            return self._encode_native(state, home_in(state), said)
+            return self._encode_native(state, home_in(state), of_class)
         if state.optimizer.schema == native.SCHEMA:
             return self._encode_native(state, home)
         kept, numbers = variables_of(state, home, self.name)

@@ -149,13 +149,13 @@ def _is_muons(state: State) -> bool:
 
 def _muon_arguments(state: State) -> list[str]:
     """Returns the arguments of Keras' Muon that aren't its defaults."""
-    said, usual = muon.arguments(_muon_parts(state)), muon.usual_arguments()
-    rate = said.pop(RATE, None)
+    arguments, usual = muon.arguments(_muon_parts(state)), muon.usual_arguments()
+    rate = arguments.pop(RATE, None)
     scheduled = any(fact["name"] == RATE for group in state["groups"] for fact in group.get("facts", ()))
     open_names = muon.BY_RATIO if scheduled else ()
     others = [
         f"{name}={value!r}"
-        for name, value in said.items()
+        for name, value in arguments.items()
         if value != usual.get(name) and name not in open_names
     ]
     left = [f"{name}={UNKNOWN}" for name in open_names]

@@ -3,9 +3,9 @@
     momentum   of every variable; m of the schema `muon`, and of `adamw`
     velocity   of those that its Adam moves: v of the schema `adamw`
 
-A state has both as optimizers side by side, each with its groups. Which variables are its Adam's follows from the
-slots; a target says it by `exclude_layers` and `exclude_embeddings`. Adam's rate is `adam_lr_ratio` times Muon's, but
-what it decays is multiplied by Muon's rate: so its weight decay is `adam_weight_decay / adam_lr_ratio`.
+A state has both optimizers side by side, each with its groups. The slots tell which variables Adam moves; a target
+names them by `exclude_layers` and `exclude_embeddings`. Adam's rate is `adam_lr_ratio` times Muon's, but Keras
+multiplies Adam's decay by Muon's rate: its weight decay in the schema is `adam_weight_decay / adam_lr_ratio`.
 
 Source: keras-team/keras, keras/src/optimizers/muon.py, `Muon._should_use_adamw`, `build`, `update_step`,
 `_apply_weight_decay`.
@@ -108,16 +108,16 @@ def _groups(state: TrainState, settings: Mapping[str, Any] | None) -> tuple[list
 
 
 def _group(kind: Kind, paths: tuple[str, ...], settings: Mapping[str, Any] | None, rate: Any) -> Group:
-    """Returns a group with what the arguments of the class say of it."""
+    """Returns a group with its hyperparameters, as the arguments of the class give them."""
     schema = load_schema(kind[0])
     usual = schema.variant(VARIANT)["defaults"]
-    said = dict(settings or {})
-    ratio = said.get(_RATIO, 1) if kind == REST else 1
+    arguments = dict(settings or {})
+    ratio = arguments.get(_RATIO, 1) if kind == REST else 1
     if kind == REST:
-        said = {**said, **{adams: said[name] for name, adams in _ADAMS.items() if name in said}}
+        arguments |= {adams: arguments[name] for name, adams in _ADAMS.items() if name in arguments}
     else:
-        said.pop("epsilon", None)  # which is its Adam's
-    values = {**usual, **schema.canonical(VARIANT, said)}
+        arguments.pop("epsilon", None)  # which is its Adam's
+    values = {**usual, **schema.canonical(VARIANT, arguments)}
     if fits(values[_DECAY], float):  # what is no number is the schema's to refuse
         values[_DECAY] /= ratio
     origin: KnownFrom = "assumed" if settings is None else "file"

@@ -258,13 +258,13 @@ def _slots(
     owned: Sequence[Owned], named: Mapping[str, Mapping[str, Tensor]]
 ) -> tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]:
     """Returns the slots of each parameter, and by its name each variable beside them that is no slot."""
-    known = {path: load_schema(kind[0]).slots for group, kind in owned for path in group.paths}
-    slots = {path: {n: t for n, t in kept.items() if n in known[path]} for path, kept in named.items()}
+    named_slots = {path: load_schema(kind[0]).slots for group, kind in owned for path in group.paths}
+    slots = {path: {n: t for n, t in kept.items() if n in named_slots[path]} for path, kept in named.items()}
     beside = {
         f"{path}{SEPARATOR}{name}": tensor
         for path, kept in named.items()
         for name, tensor in kept.items()
-        if name not in known[path]
+        if name not in named_slots[path]
     }
     return slots, beside
 
