@@ -26,7 +26,7 @@ from safetensors.numpy import save_file
 import statekit
 from goldens import GOLDEN
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.errors import NotFoundError, RefusedError, UsageError
+from statekit.errors import CorruptError, NotFoundError, RefusedError, UsageError
 from statekit.service.catalogue import Catalogue
 from statekit.service.database import Database, Ownership
 from statekit.service.jobs import LEASE_SECONDS, MOST_ATTEMPTS, Jobs, Lease, Lost
@@ -411,6 +411,25 @@ def test_thinning_keeps_the_weights_and_refuses_what_is_needed(lab: Lab) -> None
     assert sorted(edge.kind for edge in edges) == ["convert", "thin"]
 
 
+def test_thinning_is_refused_by_what_happened_since_the_last_scan(lab: Lab) -> None:
+    old, last = lab.number("run/checkpoint_4"), lab.number("run/checkpoint_8")
+    statekit.seal(lab.root / "run")
+    lab.catalogue.scan()
+    target = {"root": lab.catalogue.roots()[0].id, "path": "made"}
+    reading = lab.jobs.submit("convert", [last], {"target": target, "to": "statekit", "like": old})
+    with pytest.raises(RefusedError, match=f"job {reading.id} is about it"):
+        lab.jobs.submit("thin", [old])
+    lab.jobs.cancel(reading.id)
+    lab.catalogue.tag(old, "the paper")
+    with pytest.raises(RefusedError, match="with a tag are kept"):
+        lab.jobs.submit_each("thin", [old])
+    lab.catalogue.untag(old, "the paper")
+    assert lab.jobs.cancel(lab.jobs.submit_each("thin", [old])[0].id).state == "cancelled"
+    shutil.rmtree(lab.root / "run" / "checkpoint_8")  # no scan has seen it
+    with pytest.raises(RefusedError, match="last step"):
+        lab.jobs.submit("thin", [old])
+
+
 def test_what_was_changed_after_its_seal_is_not_thinned(lab: Lab) -> None:
     old = lab.number("run/checkpoint_4")
     statekit.seal(lab.root / "run")
@@ -500,7 +519,69 @@ def test_a_thinning_that_was_ended_goes_on_only_if_the_same_is_asked_again(
 
     monkeypatch.setattr(shutil, "rmtree", remove)
     assert not thinned(target)["dry_run"]
-    assert removed == [{"removed.json"}] and not source.exists() and target.exists()
+    # What the attempt had moved is taken back, all is proven again, and the list goes last.
+    assert removed == [{"removed.json"}] * 2 and not source.exists() and target.exists()
+
+
+def _sealed_step(folder: Path) -> Path:
+    step = folder / "checkpoint_4"
+    shutil.copytree(T5X, step)
+    statekit.seal(step)
+    return step
+
+
+def _thinned(step: Path, told: Callable[[], object] = lambda: None) -> Any:
+    class Told(Listener):
+        def progress(self, fraction: float | None, text: str = "") -> None:
+            told()
+
+    ref = CheckpointRef(step, container="t5x")
+    return thin(ref, step.with_name("w"), to=None, dry_run=False, listener=Told(io.StringIO()))
+
+
+def test_a_list_of_what_shall_go_that_somebody_left_removes_nothing(tmp_path: Path) -> None:
+    step, trash = _sealed_step(tmp_path), tmp_path / ".statekit-thinned-checkpoint_4"
+    trash.mkdir()
+    (tmp_path / "precious").write_text("the only copy")
+    _thinned(step)
+    shutil.copytree(T5X, step)
+    statekit.seal(step)
+    trash.mkdir()
+    said = {**SAID, "target": str(tmp_path / "w")}
+    (trash / "removed.json").write_text(json.dumps({"tops": ["precious"], "said": said}))
+    assert "checkpoint_4/checkpoint" in _thinned(step)["removed"]
+    assert (tmp_path / "precious").read_text() == "the only copy" and not trash.exists()
+
+
+def test_what_somebody_adds_to_a_checkpoint_while_it_is_thinned_is_kept(tmp_path: Path) -> None:
+    step = _sealed_step(tmp_path)
+    late = step / "late.txt"
+    with pytest.raises(CorruptError, match="was written to"):
+        _thinned(step, lambda: late.write_text("the only copy"))
+    assert late.exists() and sorted(os.listdir(tmp_path)) == ["checkpoint_4", "w"]
+
+
+def test_a_checkpoint_that_came_to_a_thinned_ones_name_is_proven_like_any_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, trash = _sealed_step(tmp_path), tmp_path / ".statekit-thinned-checkpoint_4"
+    whole = shutil.rmtree
+
+    def end(folder: Path, **options: Any) -> None:
+        if folder.parent == trash:
+            raise KeyboardInterrupt
+        whole(folder, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("statekit.service.thinning.shutil.rmtree", end)
+        with pytest.raises(KeyboardInterrupt):
+            _thinned(step)
+    assert not step.exists() and (trash / "checkpoint_4" / "checkpoint").exists()
+    whole(trash / "checkpoint_4")
+    shutil.copytree(T5X, step)  # a trainer writes it again; nobody has sealed it
+    with pytest.raises(RefusedError, match="not sealed"):
+        _thinned(step)
+    assert (step / "checkpoint").exists()
 
 
 def test_what_nothing_shows_any_more_is_pruned_and_what_pages_and_lineages_show_is_kept(lab: Lab) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 from sqlalchemy import Connection, Row, and_, exists, func, not_, or_, select, update
 from sqlalchemy.sql import ColumnElement
 
-from statekit.errors import NotFoundError, UsageError, printable
+from statekit.errors import NotFoundError, RefusedError, UsageError, printable, some
 from statekit.service.catalogue import (
     checkpoint_of,
     decoded_cursor,
@@ -31,7 +31,7 @@ from statekit.service.database import Database
 from statekit.service.lineage import check_thinning
 from statekit.service.options import checked
 from statekit.service.records import ENDED, Event, EventKind, Job, Page, State
-from statekit.service.tables import CHECKPOINTS, EVENTS, JOBS, RESULTS, SUBJECTS
+from statekit.service.tables import CHECKPOINTS, EVENTS, JOBS, RESULTS, SUBJECTS, TAGS
 from statekit.service.tasks import processes
 from statekit.service.tasks.failures import crash
 
@@ -135,6 +135,13 @@ class Jobs:
         """
         given = [(number, checked(kind, (number,), {})) for number in subjects]
         with self._database.writing() as connection:
+            kept = select(TAGS.c.checkpoint).where(TAGS.c.checkpoint.in_(list(subjects)))
+            if kind == "thin" and (tagged := connection.execute(kept.distinct()).scalars().all()):
+                raise RefusedError(
+                    "Steps with a tag are kept: somebody gave one meanwhile.",
+                    place=some([f"checkpoint {number}" for number in tagged]),
+                    remedy="look at the list again, or take the tag away",
+                )
             return [
                 self._added(connection, kind, (number,), options, None, requested_by)
                 for number, options in given

@@ -16,9 +16,10 @@ from sqlalchemy import Connection, Row, and_, or_, select
 from statekit.errors import RefusedError
 from statekit.service.catalogue import checkpoint_of, checkpoints_of, spare_steps, subjects_of
 from statekit.service.database import Database
+from statekit.service.options import FILES
 from statekit.service.records import Checkpoint, Edge, Lineage, Node
 from statekit.service.standing import Rule
-from statekit.service.tables import CHECKPOINTS, JOBS, RESULTS, SUBJECTS
+from statekit.service.tables import CHECKPOINTS, JOBS, RESULTS, ROOTS, SUBJECTS
 
 MOST_NODES = 500
 """Checkpoints of a lineage at most; those that are nearest are shown."""
@@ -235,8 +236,15 @@ def _has_later(connection: Connection, checkpoint: Checkpoint) -> bool:
     return any(
         other.resumable and other.unreadable is None and other.verdict != "findings"
         and other.seal not in ("damaged", "changed") and (other.step or 0) > (checkpoint.step or 0)
+        and _is_there(connection, other.id)
         for other in others
     )  # fmt: skip
+
+
+def _is_there(connection: Connection, number: int) -> bool:
+    """Tells whether a checkpoint lies where the last scan saw it: somebody may have removed it since."""
+    places = select(ROOTS.c.place, CHECKPOINTS.c.place).join(ROOTS, ROOTS.c.id == CHECKPOINTS.c.root)
+    return os.path.lexists(os.path.join(*connection.execute(places.where(CHECKPOINTS.c.id == number)).one()))
 
 
 def check_thinning(connection: Connection, number: int, job: int | None = None) -> None:
@@ -276,7 +284,8 @@ def check_thinning(connection: Connection, number: int, job: int | None = None) 
                 f"{checkpoint.path}, of which {row.path} was made",
             )
     about = select(SUBJECTS.c.job).where(SUBJECTS.c.checkpoint == number)
-    waiting = and_(JOBS.c.id.in_(about), or_(JOBS.c.state == "queued", JOBS.c.state == "running"))
+    read = [JOBS.c.options[name].as_integer() == number for name in FILES]
+    waiting = and_(or_(JOBS.c.id.in_(about), *read), JOBS.c.state.in_(("queued", "running")))
     busy = [i for i in connection.execute(select(JOBS.c.id).where(waiting)).scalars() if i != job]
     if busy:
         refuse(f"job {busy[0]} is about it", "wait until that has ended")

@@ -335,6 +335,8 @@ OPTIONS: Mapping[Kind, Mapping[str, Option]] = {
     kind: {name: _form(name, part) for name, part in get_type_hints(form, include_extras=True).items()}
     for kind, form in FORMS.items()
 }
+FILES = ("like", "init_missing")
+"""Options that name a further checkpoint, which the job reads."""
 NEEDED: Mapping[Kind, tuple[str, ...]] = {
     kind: tuple(sorted(form.__required_keys__)) for kind, form in FORMS.items()
 }

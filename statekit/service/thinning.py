@@ -1,7 +1,8 @@
 """thin: keeps the weights of a checkpoint, in another one beside it, and removes it with its optimizer's slots.
 
 Nothing is removed before the weights are written, read again and compared, and every byte of the checkpoint has been
-held against its manifest. What is removed goes by one name first, so that no half checkpoint stands under its own.
+held against its manifest. The checkpoint first moves into a folder beside it, where it must be what was proven: a half
+checkpoint never stands under its own name. An attempt that was ended before that is undone, and all is proven again.
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import stat
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypeAlias, TypedDict
 
 from statekit.conversion import registry
 from statekit.conversion.changing.changes import Changes
@@ -22,9 +24,9 @@ from statekit.conversion.convert import convert, plan
 from statekit.conversion.plan import Plan
 from statekit.errors import CorruptError, Faults, RefusedError, StatekitError, UsageError, some
 from statekit.files.durable import beside as temporary_beside
-from statekit.files.durable import sync_folder, writing
+from statekit.files.durable import new_file, rename_new, sync_folder, writing
 from statekit.files.integrity import files_of
-from statekit.files.manifest import beside, inside
+from statekit.files.manifest import beside, files_below, inside
 from statekit.files.source import read_small
 from statekit.files.stage import Progress
 from statekit.service.tasks.listener import Listener
@@ -44,10 +46,15 @@ class _Said(TypedDict):
 
 
 class _Removing(TypedDict):
-    """What is written down to go: the names beside the list, and what is said of it."""
+    """What is written down to go: the names beside the list, what is said of it, and whether all of it is moved."""
 
     tops: list[Name]
     said: _Said
+    moved: NotRequired[bool]
+
+
+_Facts: TypeAlias = Mapping[str, tuple[int, int, int]]
+"""Size, time of the last change and number of each file, by its name in the folder above the checkpoint."""
 
 
 NEUTRAL = "statekit"
@@ -84,15 +91,10 @@ def thin(
     source, container = Path(ref.place), str(ref.container)
     trash = source.with_name(f"{_REMOVED}{source.name}")
     record = _listed(trash)
-    if record is not None and os.path.lexists(weights := record["said"]["target"]):
-        if dry_run or str(target) != weights:
-            raise RefusedError(
-                "An earlier job has begun to remove the checkpoint.",
-                place=source,
-                found=f"its weights are in {weights}",
-                remedy="thin it to that target, which continues this; or remove the target, if the checkpoint is whole",
-            )
+    if record is not None and _is_begun(record, source, target, dry_run):
         return _go_on(trash, record, listener)
+    if record is not None and (os.path.lexists(source) or not record.get("moved", False)):
+        _take_back(trash, record)
     tops, files = _sealed(ref)
     planned = _planned(ref, target, to)
     going = [*tops, *(manifest for manifest in map(beside, tops) if manifest.is_file())]
@@ -107,7 +109,7 @@ def thin(
     if dry_run:
         after = _measured(ref, target, to, listener)
         return {**said, "dry_run": True, "bytes_after": after, "freed": before - after}
-    facts = _facts(files)
+    facts = _facts(going)
     listener.progress(None, "checking every byte of the checkpoint")
     report = check(source, container=container, on_progress=lambda one: _tell(listener, one, 0.0, 0.4))
     _refuse_damage(report.to_json()["checkpoints"], source)
@@ -115,15 +117,9 @@ def thin(
         convert(planned, on_progress=lambda one: _tell(listener, one, 0.4, 0.8))
     written = check(target, on_progress=lambda one: _tell(listener, one, 0.8, 1.0))
     _refuse_damage(written.to_json()["checkpoints"], target)
-    if _facts(files) != facts:
-        raise CorruptError(
-            "The checkpoint was written to while it was thinned; it is still there.",
-            place=source,
-            remedy="thin it when no program writes to it",
-        )
     after = _allocated([target, beside(target)])
-    record = _remove(trash, going, {**said, "bytes_after": after, "freed": before - after})
-    return _go_on(trash, record, listener)
+    record = _listed_to_go(trash, going, {**said, "bytes_after": after, "freed": before - after})
+    return _go_on(trash, record, listener, facts)
 
 
 def _sealed(ref: CheckpointRef) -> tuple[list[Path], list[Path]]:
@@ -199,8 +195,15 @@ def _tell(listener: Listener, progress: Progress, begin: float, end: float) -> N
     listener.progress(begin + (end - begin) * min(done, 1.0), f"{progress.phase}: {progress.name}")
 
 
-def _facts(files: Sequence[Path]) -> list[tuple[int, int, int]]:
-    return [(facts.st_size, facts.st_mtime_ns, facts.st_ino) for facts in (file.stat() for file in files)]
+def _facts(tops: Sequence[Path]) -> _Facts:
+    """Returns what is seen of all files of files and folders that lie in one folder."""
+    files = [
+        (top.name, *([name] if name else []))
+        for top in tops
+        for name in (files_below(top) if stat.S_ISDIR(top.lstat().st_mode) else [""])
+    ]
+    facts = {"/".join(parts): tops[0].parent.joinpath(*parts).lstat() for parts in files}
+    return {name: (fact.st_size, fact.st_mtime_ns, fact.st_ino) for name, fact in facts.items()}
 
 
 def _allocated(places: Sequence[Path]) -> int:
@@ -210,20 +213,24 @@ def _allocated(places: Sequence[Path]) -> int:
     return sum(fact.st_blocks * 512 for fact in facts if fact.st_nlink == 1)
 
 
-def _remove(trash: Path, tops: Sequence[Path], outcome: Mapping[str, Any]) -> dict[str, Any]:
+def _listed_to_go(trash: Path, tops: Sequence[Path], outcome: Mapping[str, Any]) -> dict[str, Any]:
     """Writes down what shall go, and returns that."""
     record = {"tops": [top.name for top in tops], "said": dict(outcome)}
     with writing(trash):
-        shutil.rmtree(trash, ignore_errors=True)
+        if os.path.lexists(trash):
+            shutil.rmtree(trash)
         trash.mkdir()
-        with open(trash / f"{_LIST}.new", "x", encoding="utf-8") as file:
-            json.dump(record, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.rename(trash / f"{_LIST}.new", trash / _LIST)
-        sync_folder(trash)
-        sync_folder(trash.parent)
+        _write(trash, record)
     return record
+
+
+def _write(trash: Path, record: Mapping[str, Any]) -> None:
+    draft = trash / f"{_LIST}.new"
+    with new_file(draft) as output:
+        output.write(json.dumps(record).encode("ascii"))
+    os.replace(draft, trash / _LIST)
+    sync_folder(trash)
+    sync_folder(trash.parent)
 
 
 def _listed(trash: Path) -> dict[str, Any] | None:
@@ -241,15 +248,41 @@ def _listed(trash: Path) -> dict[str, Any] | None:
     return record
 
 
-def _go_on(trash: Path, record: Mapping[str, Any], listener: Listener) -> dict[str, Any]:
-    """Removes what is written down to go, from wherever an earlier attempt has come to."""
+def _is_begun(record: Mapping[str, Any], source: Path, target: Path, dry_run: bool) -> bool:
+    """Tells whether an earlier attempt at the same has moved the checkpoint: nothing is left but to remove it.
+
+    Raises:
+        RefusedError: Something else is asked now.
+    """
+    weights = record["said"]["target"]
+    if not os.path.lexists(weights):
+        return False
+    if dry_run or str(target) != weights:
+        raise RefusedError(
+            "An earlier job has begun to remove the checkpoint.",
+            place=source,
+            found=f"its weights are in {weights}",
+            remedy="thin it to that target, which continues this; or remove the target, if the checkpoint is whole",
+        )
+    # A checkpoint that has the name by now is another one.
+    return bool(record.get("moved", False)) and not os.path.lexists(source)
+
+
+def _go_on(
+    trash: Path, record: Mapping[str, Any], listener: Listener, facts: _Facts | None = None
+) -> dict[str, Any]:
+    """Removes what is written down to go, from wherever an earlier attempt has come to.
+
+    Args:
+        trash: The folder that it goes to first.
+        record: What is written down.
+        listener: Told what is removed.
+        facts: What was proven; None where an earlier attempt has moved all of it.
+    """
     outcome: dict[str, Any] = record["said"]
+    if facts is not None:
+        _move(trash, record, facts)
     with writing(trash):
-        for name in record["tops"]:
-            if os.path.lexists(trash.parent / name):
-                os.rename(trash.parent / name, trash / name)
-        sync_folder(trash)
-        sync_folder(trash.parent)
         for name in record["tops"]:  # what is written down goes last: whoever is ended meanwhile is followed
             gone = trash / name
             if gone.is_dir() and not gone.is_symlink():
@@ -263,3 +296,37 @@ def _go_on(trash: Path, record: Mapping[str, Any], listener: Listener) -> dict[s
         f"{Path(outcome['target']).name}"
     )
     return {**outcome, "dry_run": False}
+
+
+def _move(trash: Path, record: Mapping[str, Any], facts: _Facts) -> None:
+    """Moves a checkpoint to where it goes first, and takes it back unless it is what was proven.
+
+    Raises:
+        CorruptError: It was written to meanwhile.
+    """
+    with writing(trash):
+        for name in record["tops"]:
+            rename_new(trash.parent / name, trash / name)
+        # Under its own name anybody may have added to it until now.
+        if _facts([trash / name for name in record["tops"]]) == facts:
+            _write(trash, {**record, "moved": True})
+            return
+    _take_back(trash, record)
+    raise CorruptError(
+        "The checkpoint was written to while it was thinned; it is still there.",
+        place=trash.with_name(record["tops"][0]),
+        remedy="thin it when no program writes to it",
+    )
+
+
+def _take_back(trash: Path, record: Mapping[str, Any]) -> None:
+    """Gives what an attempt has moved its own name again, and forgets the list, which nobody has proven.
+
+    Where all was moved its parts may be removed already: they go.
+    """
+    with writing(trash):
+        for name in record["tops"] if not record.get("moved", False) else ():
+            if os.path.lexists(trash / name):
+                rename_new(trash / name, trash.parent / name)
+        shutil.rmtree(trash)
+        sync_folder(trash.parent)

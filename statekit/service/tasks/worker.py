@@ -20,6 +20,7 @@ from statekit.service.catalogue import Catalogue, checkpoint_of
 from statekit.service.database import Database
 from statekit.service.jobs import LEASE_SECONDS, MOST_LOGS, Jobs, Lease, Lost
 from statekit.service.lineage import check_thinning
+from statekit.service.options import FILES
 from statekit.service.records import Checkpoint, Job, State
 from statekit.service.tasks.child import LINE_LENGTH, Answer, Child, Died, Zygote
 from statekit.service.tasks.confinement import Reach
@@ -199,11 +200,11 @@ class Worker:
             OSError: The system refuses a look at one.
         """
         job = lease.job
-        options = {name: value for name, value in job.options.items() if name not in ("target", *_FILES)}
+        options = {name: value for name, value in job.options.items() if name not in ("target", *FILES)}
         subjects = self._subjects(job)
         paths = [self._path(subject, job.kind == "thin" and job.attempts > 1) for subject in subjects]
         files = {
-            name: str(self._catalogue.path_of(job.options[name])) for name in _FILES if name in job.options
+            name: str(self._catalogue.path_of(job.options[name])) for name in FILES if name in job.options
         }
         size = sum(subject.size for subject in subjects)
         request: dict[str, Any] = {
@@ -244,9 +245,6 @@ class Worker:
             if may_be_gone:
                 return self._catalogue.place_of(checkpoint.id)
             raise
-
-
-_FILES = ("like", "init_missing")
 
 
 def beside_source(path: Path) -> Path:
