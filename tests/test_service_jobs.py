@@ -530,13 +530,13 @@ def _sealed_step(folder: Path) -> Path:
     return step
 
 
-def _thinned(step: Path, told: Callable[[], object] = lambda: None) -> Any:
-    class Told(Listener):
+def _thinned(step: Path, on_progress: Callable[[], object] = lambda: None) -> Any:
+    class Meanwhile(Listener):
         def progress(self, fraction: float | None, text: str = "") -> None:
-            told()
+            on_progress()
 
     ref = CheckpointRef(step, container="t5x")
-    return thin(ref, step.with_name("w"), to=None, dry_run=False, listener=Told(io.StringIO()))
+    return thin(ref, step.with_name("w"), to=None, dry_run=False, listener=Meanwhile(io.StringIO()))
 
 
 def test_a_list_of_what_shall_go_that_somebody_left_removes_nothing(tmp_path: Path) -> None:
