@@ -294,7 +294,6 @@ ALLOWED: dict[str, tuple[str, set[str]]] = {
         {"Path('/proc/sys/kernel/random/boot_id').read_text", "Path(f'/proc/{pid or os.getpid()}/stat').read_text"},
     ),
     "statekit/service/roots.py": ("folders, on the way to what lies beneath one", {"os.open"}),
-    "statekit/service/thinning.py": ("makes its list of what shall go", {"open"}),
     "statekit/service/web/keys.py": ("the service's own token, and who signed out", {"os.open", "file.read_text"}),
     "statekit/service/web/screens.py": ("scripts and styles of the package", {"path.read_bytes"}),
     "statekit/service/tasks/confinement.py": ("folders that a task may reach, not what is in them", {"os.open"}),
