@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from replaying import marks
 from statekit.arrays.backend import BACKEND_NAMES, Backend, backend
 from statekit.arrays.numpy_backend import ORACLE
 from statekit.errors import UnknownRuleError, UsageError
@@ -24,8 +25,8 @@ VECTOR = Rule((N,), "given")
 
 @pytest.fixture(
     params=[
-        pytest.param(name, marks=getattr(pytest.mark, name) if name in ("torch", "jax", "tensorflow") else ())
-        for name in ("float64", *BACKEND_NAMES)
+        "float64",
+        *(pytest.param(name, marks=marks(name, name == "tensorflow")) for name in BACKEND_NAMES),
     ]
 )
 def xp(request: pytest.FixtureRequest) -> Backend:

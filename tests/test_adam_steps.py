@@ -213,6 +213,7 @@ OPTAX = (
 
 
 @pytest.mark.jax
+@pytest.mark.sampled(5)
 @pytest.mark.parametrize("case", OPTAX)
 def test_adamw_and_lamb_are_optaxs(case: str, tmp_path: Path) -> None:
     schema, chain, hyperparameters = _optax_cases()[case]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import architecture
@@ -61,12 +61,21 @@ def test_a_package_says_what_it_does_and_what_goes_in_and_comes_out(package: str
     assert len(re.findall(r"[.;:](?=\s|$)", said)) >= 3
 
 
+@pytest.fixture(scope="module")
+def entered_by(tmp_path_factory: pytest.TempPathFactory) -> dict[Call, list[str]]:
+    """Returns the modules that each call enters."""
+    folder = tmp_path_factory.mktemp("entered")
+    return {call: entered(call, SOURCE, folder / "torch-ckpt.pt") for call in (CONVERT, STEP)}
+
+
 @pytest.mark.torch
 @pytest.mark.parametrize(
     ("title", "call"), [("The way of a conversion", CONVERT), ("The way of an update", STEP)]
 )
-def test_the_way_is_gone_in_that_order(title: str, call: Call, tmp_path: Path) -> None:
-    names, happened = linked_modules(title), entered(call, SOURCE, tmp_path / "torch-ckpt.pt")
+def test_the_way_is_gone_in_that_order(
+    title: str, call: Call, entered_by: Mapping[Call, Sequence[str]]
+) -> None:
+    names, happened = linked_modules(title), entered_by[call]
     assert len(names) > 7
     assert out_of_order(names, [architecture.file_of(name) for name in happened]) == []
 
@@ -77,8 +86,10 @@ def test_the_way_is_gone_in_that_order(title: str, call: Call, tmp_path: Path) -
     [CONVERT, STEP],
     ids=["convert", "step"],
 )
-def test_a_reader_who_follows_a_call_has_few_modules_to_read(call: Call, tmp_path: Path) -> None:
-    assert len(entered(call, SOURCE, tmp_path / "torch-ckpt.pt")) <= MOST_ENTERED
+def test_a_reader_who_follows_a_call_has_few_modules_to_read(
+    call: Call, entered_by: Mapping[Call, Sequence[str]]
+) -> None:
+    assert len(entered_by[call]) <= MOST_ENTERED
 
 
 def test_another_order_is_noticed() -> None:

@@ -80,6 +80,7 @@ TARGETS = [
 
 
 @pytest.mark.torch
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", NAMES.values(), ids=list(NAMES))
 def test_convert(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -550,7 +550,7 @@ def swept(folder: Path, how: str, *options: str) -> dict[str, Any]:
     return summary
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("case", SWEEPS)
 def test_an_accident_at_any_call_leaves_all_or_nothing(in_memory_folder: Path, case: str) -> None:
     summary = swept(in_memory_folder, *SWEEPS[case])

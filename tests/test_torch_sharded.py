@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ from torch_sharding import (
     CASES,
     OPTIMIZERS,
     checkpoints_go_round,
+    in_turn,
     network,
     parts_are_attested,
     run_sharded,
@@ -27,18 +27,8 @@ pytestmark = pytest.mark.torch
 SAMPLE = [i for i, case in enumerate(CASES) if case[1] in ("t5x", "zip2025", "mxnet_unfused")]
 
 
-@pytest.mark.parametrize(
-    ("cases", "updates"),
-    [
-        pytest.param(SAMPLE, (1,), id="sample"),
-        pytest.param(range(len(CASES)), (0, 2), id="all", marks=pytest.mark.slow),
-    ],
-)
-def test_updates_stay_within_the_bound(cases: Sequence[int], updates: Sequence[int], tmp_path: Path) -> None:
-    run_sharded(updates_stay_within_the_bound, tmp_path, cases, updates)
-
-
-def test_checkpoints_go_round(tmp_path: Path) -> None:
+def test_updates_attested_parts_and_checkpoints_in_two_processes(tmp_path: Path) -> None:
+    """All three in the same two processes, since it takes longer to start them than to do it."""
     for name, options in OPTIMIZERS.items():
         model = network()
         optimizer = getattr(statekit.torch, name)(model.named_parameters(), lr=0.05, **options)
@@ -46,14 +36,17 @@ def test_checkpoints_go_round(tmp_path: Path) -> None:
         saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
         train(model, optimizer, 2, 2)
         torch.save({**saved, "later": model.state_dict()}, tmp_path / f"{name}.pt")
-    run_sharded(checkpoints_go_round, tmp_path)
-
-
-@pytest.mark.parametrize("flat", [False, True], ids=["FSDP2", "FSDP1"])
-def test_parts_are_attested_where_they_are(flat: bool, tmp_path: Path) -> None:
     model = network()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
-    train(model, optimizer, 0, 2)
-    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    adam = torch.optim.AdamW(model.parameters(), lr=0.05)
+    train(model, adam, 0, 2)
+    saved = {"model": model.state_dict(), "optimizer": adam.state_dict()}
     torch.save({**saved, "names": [name for name, _ in model.named_parameters()]}, tmp_path / "run.pt")
-    run_sharded(parts_are_attested, tmp_path, flat)
+    run_sharded(
+        in_turn, tmp_path, (updates_stay_within_the_bound, SAMPLE, (1,)), (checkpoints_go_round,),
+        (parts_are_attested, False), (parts_are_attested, True),
+    )  # fmt: skip
+
+
+@pytest.mark.slow
+def test_updates_of_every_case_stay_within_the_bound(tmp_path: Path) -> None:
+    run_sharded(updates_stay_within_the_bound, tmp_path, range(len(CASES)), (0, 2))

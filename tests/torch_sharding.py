@@ -69,6 +69,12 @@ def _begin(
     os._exit(0)
 
 
+def in_turn(mesh: Any, rank: int, folder: Path, *works: tuple[Any, ...]) -> None:
+    """Does several works one after the other, each given with its arguments."""
+    for work, *arguments in works:
+        work(mesh, rank, folder, *arguments)
+
+
 def _placed(mesh: Any) -> Callable[[torch.Tensor], torch.Tensor]:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
