@@ -144,7 +144,8 @@ def test_nothing_in_a_top_level_folder_is_a_script(top: str) -> None:
 def is_script(path: Path) -> bool:
     """Tells whether a file says that it is to be run: by its name, mode, first line, or a look at `__name__`."""
     text = path.read_text(encoding="utf-8")
-    names = {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+    nodes = ast.walk(ast.parse(text)) if "__name__" in text else ()
+    names = {node.id for node in nodes if isinstance(node, ast.Name)}
     executable = bool(path.stat().st_mode & 0o111)
     return path.name == "__main__.py" or executable or text.startswith("#!") or "__name__" in names
 
