@@ -131,15 +131,15 @@ def grads_of(params: Any, i: int) -> Any:
 
 
 def trained(made: Any, updates: int = 3) -> dict[str, Any]:
-    @jax.jit  # one program, where each operation on eight devices would be one
     def step(params: Any, state: Any, i: Any) -> tuple[Any, Any]:
         updates_of, state = made.update(grads_of(params, i), state, params)
         return optax.apply_updates(params, updates_of), state
 
+    jitted = jax.jit(step)  # one program, where each operation on eight devices would be one
     params = params_of(0)
     state = made.init(params)
     for i in range(updates):
-        params, state = step(params, state, i)
+        params, state = jitted(params, state, i)
     return {"params": params, "opt_state": state}
 
 
