@@ -76,6 +76,8 @@ _RATE = re.compile(r"(?<!\d)0\.\d+")
 """An average's rate, which is no step."""
 _MOST = 10_000
 """Entries of a folder that are looked at."""
+_LONGEST = 255
+"""Characters of a name that may tell: a file's at most. Source: Linux, limits.h, `NAME_MAX`."""
 CARRIED = "files"
 """Key in a tree of the files that are carried as bytes."""
 _MODEL_FOLDERS = frozenset({"model", "models", "module", "net", "network", "weights"})
@@ -101,6 +103,8 @@ def half_of(name: str) -> Half | None:
         >>> half_of("opt000500.pt"), half_of("model_ema.pt"), half_of("opt-125m.bin")
         ('optimizer', 'average', None)
     """
+    if len(name) > _LONGEST:
+        return None
     words = _words(name)
     stem = "_".join(word for word in _words(name.partition(".")[0]) if not word.isdecimal())
     by_word = next((_WORDS[word] for word in words if word in _WORDS), None)
