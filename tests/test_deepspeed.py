@@ -385,7 +385,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], type[Exception]]] = {
     "the model is missing": (removed("mp_rank_00*"), NotFoundError),
     "a slice of a model": (lambda run: shutil.copy(
         run / TAG / "mp_rank_00_model_states.pt", run / TAG / "mp_rank_01_model_states.pt"), RefusedError),
-    "an expert": (lambda run: (run / TAG / "layer_0_expert_1_mp_rank_00_model_states.pt").touch(), RefusedError),
+    "an expert of an early DeepSpeed": (
+        lambda run: (run / TAG / "expert_1_mp_rank_00_model_states.pt").touch(), RefusedError),
+    "an empty file of an expert": (
+        lambda run: (run / TAG / "layer_0_expert_1_mp_rank_00_model_states.pt").touch(), FormatError),
     "latest leads out": (lambda run: (run / "latest").write_text("../elsewhere"), RefusedError),
     "latest is absolute": (lambda run: (run / "latest").write_text("/etc"), RefusedError),
     "a span too long": (rewritten("*optim*", lambda document: span(document).update(numel=10**12)), CorruptError),

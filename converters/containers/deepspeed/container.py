@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
+from statekit.converters.containers.deepspeed.experts import check_experts, check_names, own_experts, spread
 from statekit.converters.containers.deepspeed.files import (
     ENGINE,
     FIRST_STEPS,
@@ -135,7 +136,12 @@ def _tree(tag: Tag, files: Files, findings: list[Finding]) -> dict[str, Tree]:
         _check_slices(first, tag)
         if len(tag.slices) > max(stages, 1):
             joins.check()
-        slices = [_sliced(tag.path, *pair, files, findings) for pair in zip(tag.slices, models, strict=True)]
+        slices = [
+            part
+            for pair in zip(tag.slices, models, strict=True)
+            for part in _sliced(tag, *pair, files, findings)
+        ]
+        stages = len(slices) if tag.experts.weights else stages
         whole = joined_slices(slices, stages, buffers, joins)
         findings += findings_of(whole, joins, len(slices) // stages)
     if tag.layers:
@@ -184,18 +190,57 @@ def _stages(first: Mapping[str, Any], tag: Tag) -> int:
 
 
 def _sliced(
-    tag: Place, slice_: Slice, models: list[dict[str, Any]], files: Files, findings: list[Finding]
-) -> Sliced:
-    """Returns what a slice of the model holds."""
+    tag: Tag, slice_: Slice, models: list[dict[str, Any]], files: Files, findings: list[Finding]
+) -> list[Sliced]:
+    """Returns what a slice of the model holds; without ZeRO, what each rank with other experts holds of it."""
     first, place = models[0], f"{next(iter(slice_.models.values()))}"
+    check_experts(tag.experts, first, f"{tag.path}")
+    experts = {
+        key: _tensors(open_file(path, files, findings), path) for key, path in tag.experts.weights.items()
+    }
+    for key, weights in experts.items():
+        check_names(key[1], weights, tag.experts.weights[key])
     if first.get("param_shapes") is None and isinstance(first.get("optimizer"), dict):
-        return _unsharded(first, place)
-    shapes = _shapes(first.get("param_shapes"), place)
-    state, groups, engine = _ranked(tag, slice_, first, shapes, files, findings)
-    _check_groups(groups, shapes, place)
-    return Sliced(
-        _model(models, state, shapes, place), state, groups, [list(group) for group in shapes], engine
+        whole = [_unsharded(first, place)] if not experts else None
+        return whole or _unsharded_experts(tag, first, experts, files, findings)
+    shapes, state, groups, engine = _ranked(
+        tag, slice_, first, _shapes(first.get("param_shapes"), place), files, findings
     )
+    _check_groups(groups, shapes, place)
+    for of_expert in experts.values():
+        first["module"] |= of_expert
+    model = _model(models, state, shapes, place)
+    return [Sliced(model, state, groups, [list(group) for group in shapes], engine)]
+
+
+def _unsharded_experts(
+    tag: Tag,
+    first: Mapping[str, Any],
+    experts: Mapping[tuple[int, int], Mapping[str, Tensor]],
+    files: Files,
+    findings: list[Finding],
+) -> list[Sliced]:
+    """Returns what each rank of a run without ZeRO holds: all other parameters, and its own experts.
+
+    Raises:
+        CorruptError: Files of ranks are missing.
+        FormatError: Nothing tells whose slots they are.
+    """
+    if not tag.experts.optimizers:
+        raise CorruptError(
+            "A DeepSpeed checkpoint lacks the optimizers of experts.",
+            place=tag.path,
+            expected="expp_rank_<r>_mp_rank_00_optim_states.pt",
+            remedy="copy what every machine of the run wrote into one folder",
+        )
+    ranks = max(tag.experts.optimizers) + 1
+    paths, slices = complete(tag.experts.optimizers, ranks, "optimizers of experts"), []
+    for rank, path in enumerate(paths):
+        tree = require(open_file(path, files, findings), dict, "a dict with optimizer", path)
+        optimizer = require(tree.get("optimizer"), dict, "an optimizer", path)
+        module = {**first["module"], **own_experts(experts, rank, ranks, f"{tag.path}")}
+        slices.append(_unsharded({**first, "module": module, "optimizer": optimizer}, f"{path}"))
+    return slices
 
 
 def _universal(
@@ -363,18 +408,18 @@ def _shape(node: Any, place: str) -> Shape:
 
 
 def _ranked(
-    tag: Place,
+    tag: Tag,
     slice_: Slice,
     model: Mapping[str, Any],
     shapes: Shapes,
     files: Files,
     findings: list[Finding],
-) -> tuple[dict[str, dict[str, Any]], list[Mapping[str, Any]], dict[str, Tree]]:
-    """Returns the optimizer's state by name, its groups, and what the engine keeps beside."""
+) -> tuple[Shapes, dict[str, dict[str, Any]], list[Mapping[str, Any]], dict[str, Tree]]:
+    """Returns the whole model's parameters, their state by name, the groups, and what the engine keeps beside."""
     if not slice_.optimizers:
         raise FormatError(
             "A DeepSpeed checkpoint has no optimizer's state.",
-            place=tag,
+            place=tag.path,
             expected="zero_pp_rank_<n>_mp_rank_00_optim_states.pt",
             remedy="copy the files of all ranks; without ZeRO, convert the model's file with --from torch",
         )
@@ -383,10 +428,15 @@ def _ranked(
     trees = [open_file(path, files, findings) for path in paths]
     parts = [part_of(tree, f"{path}") for tree, path in zip(trees, paths, strict=True)]
     optimizer = trees[0]["optimizer_state_dict"]
-    for count in optimizer["partition_count"] if isinstance(optimizer.get("partition_count"), list) else ():
-        complete(slice_.optimizers, count if type(count) is int else len(parts), "optimizer")
     engine = {str(key): value for key, value in optimizer.items() if key not in _OPTIMIZER_TAKEN}
-    return joined(parts, shapes, _stage(optimizer.get(_STAGE))), list(parts[0].groups), engine
+    stage = _stage(optimizer.get(_STAGE))
+    groups, counts = list(parts[0].groups), optimizer.get("partition_count")
+    if tag.experts.weights:
+        by_rank = spread(shapes, counts, len(parts), model.get("ds_config"), f"{tag.path}")
+        return by_rank.whole, by_rank.joined(parts, stage), groups, engine
+    for count in counts if isinstance(counts, list) else ():
+        complete(slice_.optimizers, count if type(count) is int else len(parts), "optimizer")
+    return shapes, joined(parts, shapes, stage), groups, engine
 
 
 def _stage(node: Any) -> int:

@@ -51,6 +51,8 @@ _TAG = re.compile(r"global_step(\d{1,18})(_universal)?")
 _MODEL = re.compile(r"(?:zero_pp_rank_(\d{1,6})_)?mp_rank_(\d{1,6})_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:bf16_)?zero_pp_rank_(\d{1,6})_mp_rank_(\d{1,6})_optim_states\.pt")
 _LAYER = re.compile(r"layer_(\d{1,6})-(?:model_(\d{1,6})-)?model_states\.pt")
+_EXPERT = re.compile(r"layer_(\d{1,6})_expert_(\d{1,6})_mp_rank_00_model_states\.pt")
+_EXPERTS_OPTIMIZER = re.compile(r"expp_rank_(\d{1,6})_mp_rank_00_optim_states\.pt")
 _EXPERTS = re.compile(r"(.*expert_\d+.*|expp_rank_.*)\.pt")
 _TRAINERS = re.compile(r"checkpoint-(\d{1,18})")
 _MAX_TAG = 4096
@@ -71,6 +73,19 @@ class Slice:
 
 
 @dataclass(frozen=True)
+class ExpertFiles:
+    """The files of experts that ranks hold apart.
+
+    Attributes:
+        weights: By layer of experts, and the expert's number in it.
+        optimizers: Without ZeRO, by rank.
+    """
+
+    weights: Mapping[tuple[int, int], Place]
+    optimizers: Mapping[int, Place]
+
+
+@dataclass(frozen=True)
 class Tag:
     """One step's checkpoint.
 
@@ -78,12 +93,14 @@ class Tag:
         path: Its folder.
         slices: The slices of the model, in the order of their ranks.
         layers: A pipeline's files of layers, by layer and tensor-parallel rank.
+        experts: Files of experts that ranks hold apart.
         universal: Whether it is in universal form.
     """
 
     path: Place
     slices: Sequence[Slice]
     layers: Mapping[tuple[int, int], Place]
+    experts: ExpertFiles
     universal: bool
 
 
@@ -99,7 +116,7 @@ def tag_of(folder: Place) -> Tag | None:
     """Returns the checkpoint that a folder is, by the names of its files; None if it is none.
 
     Raises:
-        RefusedError: Ranks hold experts.
+        RefusedError: Ranks hold experts in a form that isn't joined.
         CorruptError: A slice of the model is missing.
     """
     if not folder.is_dir():
@@ -109,17 +126,36 @@ def tag_of(folder: Place) -> Tag | None:
     if not models:
         return None
     universal = (folder / UNIVERSAL).is_dir() and not optimizers
-    if (experts := [name for name in names if _EXPERTS.fullmatch(name)]) and not universal:
-        raise RefusedError(
-            "Ranks of this run hold experts of a layer, which statekit doesn't join.",
-            place=folder,
-            expected="no files of experts",
-            found=", ".join(experts[:3]),
-            remedy="make a universal checkpoint, which has them whole: ds_to_universal.py",
-        )
+    experts = _experts(folder, [] if universal else [name for name in names if _EXPERTS.fullmatch(name)])
     slices = _slices(folder, models, optimizers)
     layers = {(int(m[1]), int(m[2] or 0)): folder / m[0] for m in map(_LAYER.fullmatch, names) if m}
-    return Tag(folder, slices, layers, universal)
+    if experts.weights and len(slices) > 1:
+        raise RefusedError(
+            "Ranks of this run hold experts and slices of the model, which statekit doesn't join.",
+            place=folder,
+            expected="experts without tensor parallelism and pipelines",
+            found=f"{len(slices)} slices of the model",
+        )
+    return Tag(folder, slices, layers, experts, universal)
+
+
+def _experts(folder: Place, names: Sequence[str]) -> ExpertFiles:
+    """Returns the files of experts.
+
+    Raises:
+        RefusedError: One has a name of another form: of an early DeepSpeed, or of a slice of the model.
+    """
+    weights = {(int(m[1]), int(m[2])): folder / m[0] for m in map(_EXPERT.fullmatch, names) if m}
+    optimizers = {int(m[1]): folder / m[0] for m in map(_EXPERTS_OPTIMIZER.fullmatch, names) if m}
+    read = {path.name for path in (*weights.values(), *optimizers.values())}
+    if others := [name for name in names if name not in read]:
+        raise RefusedError(
+            "Files of experts have names that statekit doesn't know.",
+            place=folder,
+            expected="layer_<l>_expert_<e>_mp_rank_00_model_states.pt, expp_rank_<r>_mp_rank_00_optim_states.pt",
+            found=", ".join(others[:3]),
+        )
+    return ExpertFiles(weights, optimizers)
 
 
 def _slices(
@@ -157,7 +193,7 @@ def locate(path: Place, step: int | None = None, files: Files | None = None) -> 
 
     Raises:
         NotFoundError: The given step isn't there.
-        RefusedError: `latest` names something outside the folder, or ranks hold experts.
+        RefusedError: `latest` names something outside the folder, or ranks hold experts that aren't joined.
     """
     if not path.is_dir():
         return None

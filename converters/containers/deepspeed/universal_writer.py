@@ -22,6 +22,7 @@ from typing import Any, TypeAlias
 
 from statekit.budget import Account
 from statekit.conversion.contracts import Encoded
+from statekit.converters.containers.deepspeed.experts import has_experts
 from statekit.converters.containers.deepspeed.files import (
     ENGINE,
     FIRST_STEPS,
@@ -38,7 +39,7 @@ from statekit.errors import Faults, UsageError
 from statekit.files.stage import Stage
 from statekit.tensors.digest import tensor_bytes
 from statekit.tensors.tensor import Tensor, ties_of
-from statekit.tensors.tree import Record, Tree, without
+from statekit.tensors.tree import Record, Tree, at, without
 
 _MODELS = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt")
 _FOLDER = "global_step{step}_universal"
@@ -52,6 +53,10 @@ _SCALERS = (
     "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
 )
 """The objects of DeepSpeed that scale a loss: what they hold are numbers."""
+_EXPERTS = (
+    "DeepSpeed loads the experts right with ep_size 1; with more, each rank takes the first experts of a layer,"
+    " whichever are its own."
+)
 _CONSTRUCTIBLE = (*_SCALERS, SUB_PARAMS)
 _Stream: TypeAlias = Callable[[str, Tensor], Iterable[memoryview]]
 
@@ -65,6 +70,8 @@ def fitted_to_engine(encoded: Encoded) -> Encoded:
     if not isinstance(encoded.tree, Mapping):
         return encoded
     encoded = moved_to(encoded, {"model": "model", "optimizer": "optimizer", "scheduler": _SCHEDULER})
+    if has_experts(at(encoded.tree, ("model",)) or ()) and _EXPERTS not in encoded.assumptions:
+        encoded = replace(encoded, assumptions=(*encoded.assumptions, _EXPERTS))
     if isinstance(encoded.tree.get(_ENGINE), Mapping):
         return _counted(_without_scaler(encoded))
     assumed = (

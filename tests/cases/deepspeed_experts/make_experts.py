@@ -1,0 +1,120 @@
+"""Records a run of DeepSpeed whose ranks hold different experts, on a CPU with gloo.
+
+    for rank in 0 1 2 3; do python make_experts.py $rank 4 1 bf16 zero1_bf16 & done; wait
+    for rank in 0 1; do python make_experts.py $rank 2 0 fp32 zero0 & done; wait
+
+Made with deepspeed 0.19.8 and torch 2.13.0. Writes the checkpoint, and beside it what the engine holds of each
+parameter, gathered over the engine's own groups of processes: FOLDER.engine<rank>.safetensors. `engine.safetensors` is
+these together.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.moe.layer import MoE
+from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
+from deepspeed.utils import groups
+from safetensors.torch import save_file
+
+RANK, RANKS, STAGE, DTYPE, FOLDER = int(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:]
+SLOTS = ("exp_avg", "exp_avg_sq")
+
+
+class Network(torch.nn.Module):
+    """Two layers of experts: four with biases, and two without."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp = torch.nn.Linear(4, 8)
+        self.moe = MoE(8, expert=torch.nn.Linear(8, 8), num_experts=4, ep_size=2, k=1)
+        self.moe2 = MoE(8, expert=torch.nn.Linear(8, 8, bias=False), num_experts=2, ep_size=2, k=1)
+        self.head = torch.nn.Linear(8, 4)
+
+    def forward(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Returns the loss, with the layers' own terms."""
+        hidden, first, _ = self.moe(self.inp(inputs))
+        hidden, second, _ = self.moe2(hidden)
+        loss = torch.nn.functional.cross_entropy(self.head(hidden), targets)
+        total: torch.Tensor = loss + 0.01 * (first + second)
+        return total
+
+
+def whole(optimizer: Any, number: int, flat: torch.Tensor) -> torch.Tensor:
+    """Returns a group's flat vector, gathered over the processes that share it."""
+    sharers = optimizer.real_dp_process_group[number]
+    parts: list[torch.Tensor] = [
+        torch.zeros_like(flat) for _ in range(torch.distributed.get_world_size(sharers))
+    ]
+    torch.distributed.all_gather(parts, flat.contiguous(), group=sharers)
+    vector: torch.Tensor = torch.cat(parts)
+    return vector
+
+
+def kept_by_zero(optimizer: Any) -> dict[torch.Tensor, dict[str, torch.Tensor]]:
+    """Returns by parameter what ZeRO holds of it."""
+    by_param = {}
+    for number, params in enumerate(optimizer.round_robin_bit16_groups):
+        flat = optimizer.single_partition_of_fp32_groups[number]
+        slots = optimizer.optimizer.state[flat]
+        vectors = {"fp32": whole(optimizer, number, flat.detach())}
+        vectors |= {slot: whole(optimizer, number, slots[slot]) for slot in SLOTS}
+        start = 0
+        for param in params:
+            stop = start + param.numel()
+            by_param[param] = {
+                key: vector[start:stop].view(param.shape).clone() for key, vector in vectors.items()
+            }
+            start = stop
+    return by_param
+
+
+def name_in_whole(name: str, modules: dict[str, Any]) -> str:
+    """Returns the name that a rank's parameter has in the whole model."""
+    path, mark, rest = name.partition(".deepspeed_moe.experts.deepspeed_experts.")
+    if not mark:
+        return name
+    layer, (number, _, leaf) = modules[path], rest.partition(".")
+    rank = groups._get_expert_parallel_rank(layer.expert_group_name)
+    return f"{path}{mark}{rank * layer.num_local_experts + int(number)}.{leaf}"
+
+
+os.environ |= {
+    "RANK": str(RANK), "LOCAL_RANK": str(RANK), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1",
+    "MASTER_PORT": "29617", "DS_ACCELERATOR": "cpu",
+}  # fmt: skip
+torch.set_num_threads(1)
+deepspeed.init_distributed("gloo")
+torch.manual_seed(RANK)
+network = Network()
+options = {"lr": 1e-2, "weight_decay": 0.01, "betas": (0.9, 0.98), "eps": 1e-8}
+of_groups = split_params_into_different_moe_groups_for_optimizer(
+    {"params": list(network.parameters()), "name": "all", **options}
+)
+config = {
+    "train_micro_batch_size_per_gpu": 8,
+    "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": STAGE},
+    "bf16": {"enabled": DTYPE == "bf16"},
+}
+engine, *_ = deepspeed.initialize(
+    model=network, optimizer=torch.optim.AdamW(of_groups, lr=1e-2), config=config
+)
+generator = torch.Generator().manual_seed(RANK)
+for _ in range(3):
+    inputs = torch.randn(8, 4, generator=generator).to(next(network.parameters()).dtype)
+    loss = engine(inputs, torch.randint(4, (8,), generator=generator))
+    engine.backward(loss)
+    engine.step()
+engine.save_checkpoint(FOLDER)
+by_param = kept_by_zero(engine.optimizer) if STAGE else None
+modules, arrays = dict(network.named_modules()), {}
+for name, param in network.named_parameters():
+    slots = by_param[param] if by_param else {"fp32": param.detach(), **engine.optimizer.state[param]}
+    for key in ("fp32", *SLOTS):
+        arrays[f"{name_in_whole(name, modules)}|{key}"] = slots[key].clone()
+save_file(arrays, f"{FOLDER}.engine{RANK}.safetensors")

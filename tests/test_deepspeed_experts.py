@@ -1,0 +1,121 @@
+"""Experts that ranks of DeepSpeed hold apart: joined as the engine itself held them, or refused by name.
+
+The runs are DeepSpeed's own: see tests/cases/deepspeed_experts/make_experts.py.
+"""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.numpy import load_file
+
+from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
+from statekit.converters.containers.deepspeed.experts import spread
+from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError
+
+pytestmark = pytest.mark.torch
+
+RECORDED = Path(__file__).parent / "cases" / "deepspeed_experts"
+RUNS = ("zero1_bf16", "zero0")
+
+
+@pytest.fixture
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A copy of a recorded run."""
+    shutil.copytree(RECORDED / getattr(request, "param", "zero1_bf16"), tmp_path / "run")
+    return tmp_path / "run"
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_recorded_run_is_what_the_engine_kept(name: str) -> None:
+    engine = load_file(RECORDED / name / "engine.safetensors")
+    with open_state(RECORDED / name) as opened:
+        state = opened.state
+        assert 3 * len(state.params) == len(engine) == 48
+        assert state.counts.updates == 3
+        for path, param in state.params.items():
+            slots = state.slots[path]
+            arrays = {"fp32": slots.get("master", param), "exp_avg": slots["m"], "exp_avg_sq": slots["v"]}
+            for key, tensor in arrays.items():
+                expected = engine[f"{path.replace('/', '.')}|{key}"]
+                assert tensor.read().tobytes() == expected.tobytes(), f"{path}: {key}"
+
+
+def test_experts_stand_layer_by_layer_in_their_order() -> None:
+    with open_state(RECORDED / "zero1_bf16") as opened:
+        names = [path for path in opened.state.optimizer.paths if "/deepspeed_experts/" in path]
+    first = "moe/deepspeed_moe/experts/deepspeed_experts"
+    assert names[:8] == [f"{first}/{i}/{leaf}" for i in range(4) for leaf in ("weight", "bias")]
+    assert names[8:] == [f"moe2/deepspeed_moe/experts/deepspeed_experts/{i}/weight" for i in range(2)]
+
+
+@pytest.mark.parametrize("run", RUNS, indirect=True)
+@pytest.mark.parametrize(
+    "pattern",
+    ["layer_0_expert_1_*", "layer_1_expert_1_*", "*rank_0*optim_states.pt", "*rank_1*optim_states.pt"],
+)
+def test_a_missing_file_is_noticed(run: Path, pattern: str) -> None:
+    files = [*run.glob(f"global_step3/{pattern}")]
+    assert files
+    for file in files:
+        file.unlink()
+    with pytest.raises((CorruptError, FormatError)):
+        open_state(run)
+
+
+@pytest.mark.parametrize("run", RUNS, indirect=True)
+def test_an_expert_in_the_file_of_another_is_refused(run: Path) -> None:
+    first, third = (run / f"global_step3/layer_0_expert_{i}_mp_rank_00_model_states.pt" for i in (0, 2))
+    shutil.copyfile(first, third)
+    with pytest.raises(CorruptError, match="another's weights"):
+        open_state(run)
+
+
+def test_ranks_in_another_order_do_not_fit_their_weights(run: Path, tmp_path: Path) -> None:
+    """The weights that the optimizer moves are those of other experts: masters tell."""
+    first, second = (run / f"global_step3/bf16_zero_pp_rank_{i}_mp_rank_00_optim_states.pt" for i in (0, 1))
+    kept = first.read_bytes()
+    first.write_bytes(second.read_bytes())
+    second.write_bytes(kept)
+    with pytest.raises(StatekitError):
+        convert(plan(run, tmp_path / "x.pt", to="torch"))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "error"),
+    [("ds_autoep_layers", [{"name": "moe"}], RefusedError), ("num_experts", [8, 2], CorruptError)],
+)
+def test_experts_of_another_form_are_refused(run: Path, key: str, value: object, error: type) -> None:
+    file = run / "global_step3" / "mp_rank_00_model_states.pt"
+    saved = torch.load(file, weights_only=False)
+    torch.save({**saved, key: value}, file)
+    with pytest.raises(error):
+        open_state(run)
+
+
+def test_experts_of_a_slice_of_the_model_are_refused(run: Path) -> None:
+    file = run / "global_step3" / "layer_0_expert_0_mp_rank_00_model_states.pt"
+    shutil.copyfile(file, file.with_name("layer_0_expert_0_mp_rank_01_model_states.pt"))
+    with pytest.raises(RefusedError, match="names that statekit doesn't know"):
+        open_state(run)
+
+
+@pytest.mark.parametrize("counts", [None, [4], [4, 3], [4, 0], [4, True], [4, 8]])
+def test_groups_are_cut_over_a_divisor_of_the_ranks(counts: object) -> None:
+    with pytest.raises(FormatError, match="doesn't divide"):
+        spread([{}, {}], counts, 4, {}, "here")
+
+
+def test_the_configuration_tells_which_ranks_share_experts() -> None:
+    assert spread([{}], [2], 4, {}, "here").holders == [[[0, 2], [1, 3]]]
+    data_first = {"use_data_before_expert_parallelism": True}
+    assert spread([{}], [2], 4, data_first, "here").holders == [[[0, 1], [2, 3]]]
+
+
+def test_a_universal_checkpoint_of_experts_says_how_deepspeed_loads_it(tmp_path: Path) -> None:
+    planned = plan(RECORDED / "zero0", tmp_path / "out", to="deepspeed")
+    assert any("ep_size 1" in assumption for assumption in planned.assumptions)
