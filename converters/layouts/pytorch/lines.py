@@ -14,6 +14,7 @@ import json
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
+from statekit.files.checkpoint import RANK
 from statekit.lines.printing import (
     UNKNOWN,
     SavedRun,
@@ -67,6 +68,9 @@ _WITHOUT_ADAPTER = '.replace(".modules_to_save.default", "").replace(".default",
 _BEFORE = "before the state is loaded: making it sets the rate"
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 _FLAT = "options = StateDictOptions(flatten_optimizer_state_dict=True)"
+_RANK = "rank = torch.distributed.get_rank()  # as many ranks as wrote it, each with its own file"
+_OF_RANK, _ALL = f'.replace("{RANK}", str(rank))', ""
+"""What makes the name of a rank's file, and the part of a run that is all of it."""
 
 
 def torch_file_lines(state: State, saved: SavedRun, form: str | None) -> list[str]:
@@ -125,16 +129,21 @@ def _load_lines(state: State, saved: SavedRun) -> list[str]:
     """Returns the lines that read `checkpoint`: a file, or the files that lie in a folder as its parts."""
     if not saved.halves:
         return [f"checkpoint = {saved.torch_load(quoted(saved.path))}"]
+    if _ALL in saved.halves:
+        file = quoted(saved.path / saved.halves[_ALL])
+        return [_RANK, f"checkpoint = {saved.torch_load(f'{file}{_OF_RANK}')}"]
     rates = saved.rates(state)
     keys = [model_keys(state, saved), *_optimizer_keys(saved)]
-    needed = {"optimizer", *(rates.torch_place.split("/")[:1] if rates.torch_call() else ())}
+    needed = {"optimizer", *rates.torch_place.split("/")[:1]}
     needed |= {part for part in saved.halves if any(key.startswith(f'["{part}"]') for key in keys)}
     files = {part: str(saved.path / name) for part, name in saved.halves.items() if part in needed}
+    of_ranks = any(RANK in file for file in saved.halves.values())
     return [
+        *([_RANK] if of_ranks else []),
         f"files = {json.dumps(files)}",
         "checkpoint = {}",
         "for part, file in files.items():",
-        f"    checkpoint[part] = {saved.torch_load('file')}",
+        f"    checkpoint[part] = {saved.torch_load(f'file{_OF_RANK}' if of_ranks else 'file')}",
     ]
 
 
@@ -245,7 +254,7 @@ def distributed_safetensors_lines(state: State, saved: SavedRun) -> list[str]:
 def rank_lines(saved: SavedRun) -> list[str]:
     """Returns the lines for what each rank of FSDP 1 saved for itself."""
     return [
-        "rank = torch.distributed.get_rank()  # as many ranks as wrote it, each with its own file",
+        _RANK,
         f'part = torch.load({quoted(saved.path)} + f"/rank{{rank}}.pt")',
     ]
 

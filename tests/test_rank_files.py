@@ -1,0 +1,197 @@
+"""Files that each rank of a run saves for itself: parts of tensors are joined as their pickles say where they lie."""
+
+from __future__ import annotations
+
+import itertools
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from rank_saving import NAMES, Net
+
+import statekit
+from statekit.cli.main import main
+from statekit.converters.containers.torch_halves import find_ranks
+from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError
+from statekit.torch import attest, load_optimizer
+
+pytestmark = pytest.mark.torch
+HERE = Path(__file__).parent
+CASE = HERE / "cases" / "verl_two_ranks"
+"""What verl's manager saves, made by PyTorch 2.13 with FSDP2 and FSDP1 on two gloo ranks (rank_saving.py)."""
+
+
+def told(arguments: list[Any], code: int, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert main([*map(str, arguments)]) == code
+    shown = capsys.readouterr()
+    return " ".join((shown.out + shown.err).split())
+
+
+def assert_whole(folder: Path, whole: Any) -> None:
+    """Holds weights and both moments against what full_tensor() gave on the ranks."""
+    with statekit.open(folder) as opened:
+        for i, name in enumerate(NAMES):
+            path, record = name.replace(".", "/"), whole["optim"][i]
+            assert np.array_equal(np.asarray(opened.params[path].read()), whole["model"][name].detach())
+            for slot, key in (("m", "exp_avg"), ("v", "exp_avg_sq")):
+                assert np.array_equal(np.asarray(opened.slots[path][slot].read()), record[key])
+
+
+def test_the_files_of_two_ranks_are_one_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: the folder wasn't a checkpoint, and a rank's optimizer passed for the whole."""
+    whole = torch.load(CASE / "whole.pt")
+    assert_whole(CASE / "fsdp2", whole)
+    model = Net()
+    model.load_state_dict(whole["model"])
+    live = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    live.load_state_dict({**live.state_dict(), "state": whole["optim"]})
+    assert attest(live, model, CASE / "fsdp2").passed
+    fresh = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    assert not attest(fresh, model, CASE / "fsdp2").passed
+    loaded: Any = load_optimizer(CASE / "fsdp2", model.named_parameters())
+    assert [group["step"] for group in loaded.param_groups] == [4]
+    assert "nothing found" in told(["doctor", CASE / "fsdp2"], 0, capsys)
+    assert "BITWISE" in told(["convert", CASE / "fsdp2", tmp_path / "run.pt"], 0, capsys)
+
+
+def test_the_printed_lines_load_each_ranks_own_files(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = told(["resume", CASE / "fsdp2"], 0, capsys)
+    assert "rank = torch.distributed.get_rank()" in lines
+    assert "optim_world_size_2_rank_{rank}.pt" in lines and "extra_state_world_size_2_rank_{rank}.pt" in lines
+    assert "weights_only=False" in lines and "code of torch.distributed.device_mesh.DeviceMesh" in lines
+
+
+def test_one_ranks_file_is_refused_by_what_it_is() -> None:
+    for name in ("model_world_size_2_rank_0.pt", "optim_world_size_2_rank_1.pt"):
+        with pytest.raises(RefusedError, match=r"one rank's parts of tensors[\s\S]*name the folder"):
+            statekit.open(CASE / "fsdp2" / name)
+
+
+def test_the_flat_optimizer_of_fsdp1_is_refused_and_its_weights_are_read(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=r"FSDP1 is flat[\s\S]*optim_state_dict"):
+        statekit.open(CASE / "fsdp1")
+    for file in (CASE / "fsdp1").glob("model*"):
+        shutil.copy(file, tmp_path)
+    with statekit.open(tmp_path) as opened:
+        assert opened.params["emb/weight"].shape == (11, 6)
+
+
+def test_files_of_ranks_that_are_missing_or_of_another_step_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(CASE / "fsdp2", folder)
+    other = folder / "optim_world_size_2_rank_1.pt"
+    other.unlink()
+    with pytest.raises(NotFoundError, match="the file optim of rank 1"):
+        statekit.open(folder)
+    shutil.copy(folder / "optim_world_size_2_rank_0.pt", other)
+    with pytest.raises(CorruptError, match="contradict each other"):
+        statekit.open(folder)
+    shutil.copy(CASE / "fsdp2" / other.name, folder / "optim_world_size_3_rank_1.pt")
+    with pytest.raises(NotFoundError, match="one number of ranks"):
+        statekit.open(folder)
+
+
+def test_what_each_rank_has_whole_is_compared_when_it_is_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    saved_on(folder, [{"bias": torch.tensor([float(rank)])} for rank in range(2)])
+    assert "Ranks hold different values" in told(["convert", folder, tmp_path / "x.pt"], 3, capsys)
+
+
+def saved_on(folder: Path, trees: Sequence[Any]) -> None:
+    for rank, tree in enumerate(trees):
+        torch.save({"model": tree, "epoch": 3}, folder / f"last_rank_{rank}.pt")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_parts_lie_where_pytorch_says(tmp_path: Path) -> None:
+    """On a mesh of 2 by 2 and of 3 ranks: cuts of either dimension, both, one twice, and copies; uneven and empty."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    shapes = [(10, 7), (1, 3), (5,), ()]
+    for sizes in ((2, 2), (3,)):
+        kinds = [Replicate(), Shard(0), Shard(1)]
+        wholes, trees = {}, []
+        for rank in range(int(np.prod(sizes))):
+            dist.init_process_group("fake", rank=rank, world_size=int(np.prod(sizes)), store=FakeStore())
+            mesh, tree = init_device_mesh("cpu", sizes), dict[str, Any]()
+            for i, shape in enumerate(shapes):
+                whole = torch.arange(float(np.prod(shape))).reshape(shape) + i
+                for j, cuts in enumerate(itertools.product(kinds[: len(shape) + 1], repeat=len(sizes))):
+                    name = f"layers.{i}.{j}"
+                    local, first = compute_local_shape_and_global_offset(whole.shape, mesh, cuts)
+                    part = whole[tuple(slice(at, at + n) for at, n in zip(first, local, strict=True))].clone()
+                    wholes[name] = whole
+                    tree[name] = DTensor.from_local(
+                        part, mesh, cuts, run_check=False, shape=whole.shape, stride=whole.stride()
+                    )
+            trees.append(tree)
+            dist.destroy_process_group()
+        folder = tmp_path / f"{len(sizes)}"
+        folder.mkdir()
+        saved_on(folder, trees)
+        with statekit.open(folder) as opened:
+            for name, whole in wholes.items():
+                assert np.array_equal(np.asarray(opened.params[name.replace(".", "/")].read()), whole), name
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"placement_types\nShard\n", b"placement_types\nPartial\n"),
+        (b"_coordinate_on_dim", b"_coordinate_on_dum"),
+        (b"placements", b"placement_"),
+        (b"_local_tensor", b"_local_tensar"),
+    ],
+)
+def test_parts_that_are_described_otherwise_are_refused(old: bytes, new: bytes, tmp_path: Path) -> None:
+    import zipfile
+
+    for file in (CASE / "fsdp2").glob("model*"):
+        with zipfile.ZipFile(file) as source, zipfile.ZipFile(tmp_path / file.name, "w") as target:
+            for name in source.namelist():
+                data = source.read(name)
+                if name.endswith("data.pkl"):
+                    assert old in data
+                    data = data.replace(old, new)
+                target.writestr(name, data)
+    with pytest.raises(FormatError):
+        statekit.open(tmp_path)
+    with pytest.raises(StatekitError):
+        statekit.open(tmp_path / "model_world_size_2_rank_0.pt")
+
+
+def test_folders_of_other_systems_hold_no_files_of_ranks(tmp_path: Path) -> None:
+    names = [
+        "rank0.pt",
+        "mp_rank_00_model_states.pt",
+        "rng_state_0.pth",
+        "zero_pp_rank_0_mp_rank_00_optim_states.pt",
+    ]
+    for name in (*names, "random_states_0.pkl", "extra_state_world_size_1_rank_0.pt"):
+        (tmp_path / name).touch()
+    assert find_ranks(tmp_path) is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "ranks"), [("fsdp2", 3), ("hybrid", 4), ("tensor_parallel", 4)])
+def test_what_fsdp2_and_tensor_parallelism_save_is_joined(kind: str, ranks: int, tmp_path: Path) -> None:
+    """Real gloo ranks: uneven parts, copies over a mesh of two axes, and strided parts."""
+    command = [sys.executable, "-W", "ignore", HERE / "rank_saving.py", kind, f"{ranks}", tmp_path / "run"]
+    subprocess.run([*map(str, command)], check=True, timeout=120)
+    assert_whole(tmp_path / "run", torch.load(tmp_path / "whole.pt"))
