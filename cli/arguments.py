@@ -404,6 +404,9 @@ def place_of(what: str, is_one: Callable[[Path], bool]) -> Callable[..., Path | 
     def check(ctx: click.Context, param: click.Parameter, value: Path | None) -> Path | None:
         if value is None:
             return None
+        from statekit.files.homes import check_name
+
+        check_name(value)
         if not value.parent.is_dir():
             raise NotFoundError(
                 f"The {what}'s folder isn't there.", place=value.parent, remedy=f"mkdir -p {value.parent}"

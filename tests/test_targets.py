@@ -324,6 +324,22 @@ def test_what_a_library_says_of_its_files_is_said_of_the_target(tmp_path: Path) 
     assert str(target) in done.stderr and ".statekit-" not in done.stderr
 
 
+@pytest.mark.parametrize("name", ["statekit.json", "statekit.c.pt.json", ".statekit-tmp-x"])
+@pytest.mark.parametrize(
+    "line",
+    ["convert SOURCE {} --to torch", "inspect SOURCE --report {}", "verify SOURCE SOURCE --certificate {}"],
+)
+def test_nothing_is_written_under_the_name_of_a_manifest(
+    line: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A checkpoint beside it would be refused: it would have a manifest that is none."""
+    source = WRITABLE["torch"].sample_in(tmp_path).path
+    before = sorted(tmp_path.rglob("*"))
+    words = line.replace("SOURCE", f"{source}").split()
+    assert main([word.format(tmp_path / name) for word in words]) == 2
+    assert "can't have this name" in capsys.readouterr().err and sorted(tmp_path.rglob("*")) == before
+
+
 def test_a_name_that_no_manifest_can_hold_is_refused(tmp_path: Path) -> None:
     with pytest.raises(FormatError, match="isn't Unicode"):
         state_writer("torch", "torch-weights", lambda: named("half\udcff"))(tmp_path)

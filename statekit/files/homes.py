@@ -36,6 +36,7 @@ from statekit.files.manifest import (
     Passing,
     Unfinished,
     files_below,
+    is_manifest,
     parse,
     unfinished,
     unnamed_files,
@@ -228,10 +229,23 @@ def local_home(
         yield LocalHome(path, target, kind, replace, mode)
 
 
+def check_name(target: Place) -> None:
+    """Refuses names of temporary files, and of manifests: what lies beside would take the target for its own.
+
+    Raises:
+        UsageError: It is one.
+    """
+    if target.name.startswith(".statekit-") or not target.name or is_manifest(target.name):
+        raise UsageError(
+            "A target can't have this name.",
+            place=target,
+            expected="another than .statekit-*, statekit.json and statekit.*.json",
+        )
+
+
 def check_target(target: Path, kind: TargetKind, *, replace: bool, foreign: bool = False) -> None:
     """Refuses a target that can't be written, before any work. Raises as `staged` does."""
-    if target.name.startswith(".statekit-") or not target.name:
-        raise UsageError("A target can't have this name.", place=target, expected="another than .statekit-*")
+    check_name(target)
     if not target.parent.is_dir():
         raise NotFoundError(
             "The target's folder isn't there.", place=target.parent, remedy=f"mkdir -p {target.parent}"

@@ -19,7 +19,7 @@ from statekit.errors import CommitError, UsageError, some
 from statekit.files.ahead import ReadAhead
 from statekit.files.claims import Claim, check_held, claimed, exists, ranks, work_of
 from statekit.files.durable import make_temporary, remove_temporary, sweep, writing
-from statekit.files.homes import Encode, Entries, TargetKind, check_space
+from statekit.files.homes import Encode, Entries, TargetKind, check_name, check_space
 from statekit.files.manifest import FILE, Around, FindChecked, Unfinished, files_below, unfinished
 from statekit.files.objects import Objects, Upload
 from statekit.files.store import ListedTree, opened_store
@@ -297,8 +297,7 @@ def check_stored_target(target: StoredPlace, replace: bool) -> tuple[Objects, st
             place=target,
             remedy="choose another name, and delete the old one when the new one is there",
         )
-    if target.name.startswith(".statekit-") or not target.name:
-        raise UsageError("A target can't have this name.", place=target, expected="another than .statekit-*")
+    check_name(target)
     objects, name = bucket_of(target)
     if not objects.below(work_of(name)) and objects.below(name):
         raise exists(target)

@@ -11,6 +11,7 @@ from typing import Any
 
 from statekit.errors import FormatError, StatekitError, printable
 from statekit.files.durable import replace_file
+from statekit.files.homes import check_name
 from statekit.files.source import read_small
 from statekit.tensors.digest import json_digest
 from statekit.tensors.tree import strict_json
@@ -68,8 +69,10 @@ class Certificate:
         """Writes the certificate to a file; an earlier file stays until the new one is on the disk.
 
         Raises:
+            UsageError: The name is a manifest's.
             CommitError: It can't be written.
         """
+        check_name(path)
         replace_file(path, self.text().encode("utf-8"))
 
     def __repr__(self) -> str:
