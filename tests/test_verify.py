@@ -454,7 +454,9 @@ def test_a_device_without_memory_refutes_nothing(error: Exception) -> None:
     [
         ("maps", [{"rename": 5}]),
         ("maps", [{"rename": [5]}]),
-        ("maps", [{"rename": [["(a+)+$", "b"]]}]),
+        ("maps", [{"rename": [["(.*)" * 20 + "!", "b"]]}]),
+        ("maps", [{"rename": [["", "x" * 2000]] * 4}]),
+        ("maps", [{"rename": [["(", "b"]]}]),
         ("maps", [{"map": 5}]),
         ("maps", [{"name": "t5x-t5:hf-t5", "config": 5}]),
         ("step_offset", 5),
@@ -465,7 +467,10 @@ def test_a_device_without_memory_refutes_nothing(error: Exception) -> None:
     ],
     ids=str,
 )
-def test_a_forged_manifest_ends_verify_in_a_typed_error(name: str, value: Any, tmp_path: Path) -> None:
+def test_a_forged_manifest_ends_verify_in_a_typed_error(
+    name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("statekit.tensors.patterns._SECONDS", 1)
     source = COMPACT / "torch_formats/adamw_legacy/checkpoint/checkpoint.pt"
     statekit.convert(source, tmp_path / "target", to="statekit")
     place = tmp_path / "target/statekit.json"
@@ -475,6 +480,16 @@ def test_a_forged_manifest_ends_verify_in_a_typed_error(name: str, value: Any, t
     place.write_text(json.dumps({**document, "digest": json_digest(document)}))
     with pytest.raises(StatekitError):
         verify(source, tmp_path / "target")
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [r"(?P<name>bias|kernel)$", r"^([a-z]*)(\d*)([a-z]*)(.*)$", r"(?<!x)(bias)", r"^(\w)((?:\w|/)*)$"],
+)
+def test_names_that_any_pattern_changed_are_verified(pattern: str, tmp_path: Path) -> None:
+    source = COMPACT / "torch_formats/adamw_legacy/checkpoint/checkpoint.pt"
+    statekit.convert(source, tmp_path / "target", to="statekit", rename={pattern: r"x\g<0>"})
+    assert verify(source, tmp_path / "target").passed
 
 
 def test_a_forged_record_of_a_group_is_refused_by_a_typed_error(tmp_path: Path) -> None:

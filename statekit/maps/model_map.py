@@ -33,6 +33,7 @@ from statekit.maps.settings import Settings, known_settings, settings_of, why_un
 from statekit.maps.sizes import Factor, KeepFirst, Recast, Replicate, Resize, Unfactor
 from statekit.state.run import BESIDE, BUFFERS
 from statekit.state.train_state import Axis, TrainState
+from statekit.tensors.patterns import renamed_apart
 from statekit.tensors.tensor import TIES, Shape
 from statekit.tensors.tree import Tree, at, nested, put, shipped_json, strict_json, walk
 
@@ -910,9 +911,11 @@ class Renaming:
     Attributes:
         pairs: Each a pattern, searched in every path, and its replacement as `re.sub` takes it; one after the other.
             Buffers, batch statistics and further names of tied parameters have paths too.
+        is_recorded: Whether a manifest says them, whoever wrote it.
     """
 
     pairs: tuple[tuple[str, str], ...]
+    is_recorded: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return {"rename": [list(pair) for pair in self.pairs]}
@@ -951,8 +954,11 @@ class Renaming:
 
         Raises:
             UsageError: A pattern can't be read, or fits no name; lists every one.
+            StateError: A manifest's takes too long.
         """
         names, faults = {path: path for path in paths}, Faults()
+        if self.is_recorded:
+            return dict(zip(names, renamed_apart(self.pairs, list(names), "options/maps"), strict=True))
         for pattern, replacement in self.pairs:
             try:
                 after = {path: re.sub(pattern, replacement, name) for path, name in names.items()}

@@ -1,12 +1,16 @@
 """Regular expressions that a checkpoint names: a match of them takes bounded time, or is refused.
 
+Those of a manifest may be any that a user wrote: a process with limits of its own changes names by them.
 A repeat tries each length of what it repeats, `?` and `|` each try two ways. All of them one within the other multiply.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 import warnings
+from collections.abc import Sequence
 from functools import lru_cache
 
 from statekit.errors import StateError
@@ -63,14 +67,60 @@ def places(pattern: str, name: str) -> int:
     )
 
 
-def is_safe(pattern: str) -> bool:
-    """Tells whether a pattern can be matched with the name of any parameter in bounded time.
+_SECONDS = 20
+"""Seconds of the processor, and of the clock, that the renaming of a manifest may take."""
+_APART = """
+import json, re, sys
+try:
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (2**30, 2**30))
+except ImportError:
+    pass
+pairs, names = json.load(sys.stdin)
+for pattern, replacement in pairs:
+    names = [re.sub(pattern, replacement, name) for name in names]
+    if max(map(len, names), default=0) > 65536:
+        sys.exit(1)
+json.dump(names, sys.stdout)
+"""
+
+
+def renamed_apart(pairs: Sequence[tuple[str, str]], names: Sequence[str], place: str) -> list[str]:
+    r"""Returns names after all replacements, as `re.sub` makes them; a process with limits of its own makes them.
+
+    So a stranger's pattern may be any that a user may write, and takes neither time nor memory without end.
+
+    Args:
+        pairs: Each a pattern and its replacement, one after the other.
+        names: The names.
+        place: Where the patterns stand, for errors.
+
+    Raises:
+        StateError: They take too long, take too much memory or can't be read.
 
     Example:
-        >>> is_safe("^layers/([0-9]+)/(.*)"), is_safe("a?" * 40 + "a" * 40)
-        (True, False)
+        >>> renamed_apart([("^(?P<module>[^/]*)/w$", r"\g<module>/kernel")], ["a/w", "b"], "here")
+        ['a/kernel', 'b']
     """
-    return bounded(pattern, looks_ahead=True) is not None and places(pattern, " ") <= MOST
+    import subprocess  # which only this needs
+
+    request = json.dumps([list(pairs), list(names)]).encode("ascii")
+    command = [sys.executable, "-I", "-S", "-c", _APART]
+    try:
+        done = subprocess.run(command, input=request, capture_output=True, timeout=_SECONDS, check=False)
+        after: list[str] = json.loads(done.stdout) if done.returncode == 0 else []
+        failed = f"the process ended with code {done.returncode}"
+    except subprocess.TimeoutExpired:
+        after, failed = [], f"not done after {_SECONDS} s"
+    if len(after) != len(names):
+        raise StateError(
+            "Names cannot be changed by these patterns.",
+            place=place,
+            expected=f"patterns and replacements that take less than {_SECONDS} s and 1 GiB",
+            found=f"{pairs[0][0]!r:.80}, {failed}" if pairs else failed,
+            remedy="convert again with simpler patterns",
+        )
+    return after
 
 
 def is_found(pattern: str, name: str, place: str) -> bool:

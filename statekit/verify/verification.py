@@ -25,7 +25,7 @@ from statekit.conversion.plan import Plan, Request
 from statekit.conversion.prepared import SCHEDULE, Prepared, carried_out, prepare
 from statekit.conversion.rule_change import Bridge, Compared, RuleChange
 from statekit.conversion.target import is_carried, unsaid
-from statekit.errors import StateError, StatekitError, UsageError, some
+from statekit.errors import StatekitError, UsageError, some
 from statekit.files.source import checkpoint_place
 from statekit.files.tree import Place
 from statekit.maps.links import StateMap
@@ -41,7 +41,6 @@ from statekit.state.schema import WEIGHTS, is_native, load_schema, named_native
 from statekit.state.stored_params import as_params
 from statekit.state.train_state import StepOffset, TrainState
 from statekit.tensors.digest import json_digest
-from statekit.tensors.patterns import BOUNDED, is_safe
 from statekit.tensors.tree import from_json, report_json, to_json
 from statekit.tensors.typed import typed
 from statekit.verify.certificate import FORMAT, VERSION, Certificate
@@ -269,15 +268,7 @@ def _map_of(record: _MapRecord) -> StateMap:
     """Returns a map as a plan's options have it."""
     if "rename" not in record:
         return load(record.get("name", ""), dict(record.get("config") or {}))
-    for pattern, _ in record["rename"]:
-        if not is_safe(pattern):
-            raise StateError(
-                "The manifest changes names by a pattern that cannot be matched safely.",
-                place="options/maps",
-                expected=BOUNDED,
-                found=pattern[:80],
-            )
-    return Renaming(tuple((pattern, other) for pattern, other in record["rename"]))
+    return Renaming(tuple((pattern, other) for pattern, other in record["rename"]), is_recorded=True)
 
 
 @dataclass(frozen=True)
