@@ -26,6 +26,7 @@ from statekit.converters.containers.deepspeed.files import (
     ENGINE,
     FIRST_STEPS,
     MASTER,
+    SLICES,
     TAKEN,
     Slice,
     Tag,
@@ -41,12 +42,13 @@ from statekit.converters.containers.deepspeed.slices import (
     joined_slices,
     pipeline_model,
     rounded_weights,
+    stage_modules,
 )
 from statekit.converters.containers.deepspeed.universal import universal_state
 from statekit.converters.containers.deepspeed.universal_writer import fitted_to_engine, write_universal
 from statekit.converters.containers.deepspeed.zero import Shapes, joined, part_of
 from statekit.converters.formats.pytorch.reader import named
-from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError
+from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, some
 from statekit.files.checkpoint import STEPS, Checkpoint, Finding
 from statekit.files.source import Files, opening, read_small
 from statekit.files.stage import Stage
@@ -60,8 +62,6 @@ _OPTIMIZER_TAKEN = {
     "param_slice_mappings", "param_groups",
 }  # fmt: skip
 _SHARED = "shared_params"
-_SLICES = "mp_world_size"
-"""What a model's file calls the number of slices."""
 _STAGE = "zero_stage"
 
 
@@ -128,25 +128,19 @@ def _tree(tag: Tag, files: Files, findings: list[Finding]) -> dict[str, Tree]:
     first, place = models[0][0], f"{tag.path}"
     trainers = beside_tag(tag.path.parent, files)
     joins = Joins(require(first.get(INFO) or {}, dict, "patterns", place), place, files.account)
-    stages = _stages(first, tag)
-    buffers = {*_buffer_names(first, place)}
+    layers = {key: _tensors(open_file(path, files, findings), path) for key, path in tag.layers.items()}
     if tag.universal:
+        buffers = {*_buffer_names(first, place)}
         whole = _universal(tag, models, buffers, files, findings)
     else:
-        _check_slices(first, tag)
-        if len(tag.slices) > max(stages, 1):
-            joins.check()
-        slices = [
-            part
-            for pair in zip(tag.slices, models, strict=True)
-            for part in _sliced(tag, *pair, files, findings)
-        ]
-        stages = len(slices) if tag.experts.weights else stages
-        whole = joined_slices(slices, stages, buffers, joins)
-        findings += findings_of(whole, joins, len(slices) // stages)
-    if tag.layers:
-        layers = {key: _tensors(open_file(path, files, findings), path) for key, path in tag.layers.items()}
-        whole = replace(whole, model=rounded_weights(whole.state, pipeline_model(layers, whole.state, joins)))
+        whole = _joined(tag, models, layers, joins, files, findings)
+    if layers:
+        model = pipeline_model(layers, whole.state, joins)
+        if lost := [name for name in whole.state if name not in model]:
+            raise CorruptError(
+                "The optimizer moves what no file of a layer has.", place=place, found=some(lost)
+            )
+        whole = replace(whole, model=rounded_weights(whole.state, model))
     return {
         **trainers,
         **_client_state(first),
@@ -161,6 +155,44 @@ def _tree(tag: Tag, files: Files, findings: list[Finding]) -> dict[str, Tree]:
     }
 
 
+def _joined(
+    tag: Tag,
+    models: list[list[dict[str, Any]]],
+    layers: Mapping[tuple[int, int], Mapping[str, Tensor]],
+    joins: Joins,
+    files: Files,
+    findings: list[Finding],
+) -> Sliced:
+    """Returns what all slices of the model hold together."""
+    first = models[0][0]
+    _check_slices(first, tag)
+    stages = _stages(first, tag)
+    if len(tag.slices) > max(stages, 1):
+        joins.check()
+    buffers = {name for of_slice in models for name in _buffer_names(of_slice[0], joins.place)}
+    if layers and first.get("param_shapes") is None:  # without ZeRO nothing names a stage's parameters
+        counts = [_moved(of_slice[0], joins.place) for of_slice in models]
+        for of_slice, module in zip(models, stage_modules(layers, counts, buffers), strict=True):
+            of_slice[0]["module"] = module
+    slices = [
+        part for pair in zip(tag.slices, models, strict=True) for part in _sliced(tag, *pair, files, findings)
+    ]
+    stages = len(slices) if tag.experts.weights else stages
+    findings += findings_of(
+        whole := joined_slices(slices, stages, buffers, joins), joins, len(slices) // stages
+    )
+    return whole
+
+
+def _moved(model: Mapping[str, Any], place: str) -> int:
+    """Returns how many parameters the optimizer of a run without ZeRO moves."""
+    wrapper = require(model.get("optimizer"), dict, "an optimizer", place)
+    optimizer = require(wrapper.get("optimizer_state_dict", wrapper), dict, "an optimizer", place)
+    groups = require(optimizer.get("param_groups"), list, "param_groups", place)
+    lists = [require(group, dict, "a group", place).get("params") for group in groups]
+    return sum(len(require(numbers, (list, tuple), "a list", place)) for numbers in lists)
+
+
 def _check_slices(first: Mapping[str, Any], tag: Tag) -> None:
     """Refuses a folder that has fewer slices of the model than the run had: the last ones leave no gap in the names.
 
@@ -169,12 +201,12 @@ def _check_slices(first: Mapping[str, Any], tag: Tag) -> None:
 
     Source: deepspeedai/DeepSpeed deepspeed/runtime/engine.py, `_save_checkpoint`.
     """
-    count = first.get(_SLICES)
+    count = first.get(SLICES)
     if type(count) is int and count > len(tag.slices):
         raise CorruptError(
             "A DeepSpeed checkpoint lacks a slice of the model.",
             place=tag.path,
-            expected=f"files of {count} slices, as {_SLICES} says",
+            expected=f"files of {count} slices, as {SLICES} says",
             found=f"those of {len(tag.slices)}",
             remedy="copy what every machine of the run wrote into one folder",
         )
@@ -209,7 +241,7 @@ def _sliced(
     _check_groups(groups, shapes, place)
     for of_expert in experts.values():
         first["module"] |= of_expert
-    model = _model(models, state, shapes, place)
+    model = {} if tag.layers else _model(models, state, shapes, place)
     return [Sliced(model, state, groups, [list(group) for group in shapes], engine)]
 
 

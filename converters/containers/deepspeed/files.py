@@ -41,6 +41,8 @@ TAKEN = {
     "module", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments",
 }  # fmt: skip
 """What a model's file has of model and optimizer."""
+SLICES = "mp_world_size"
+"""What a model's file calls the number of slices."""
 FIRST_STEPS = "first_steps"
 """Key of how many steps a wrapper has made before the run's first: they count in the optimizer alone."""
 UNIVERSAL = "zero"

@@ -161,6 +161,31 @@ def pipeline_model(
     return model
 
 
+def stage_modules(
+    layers: Mapping[tuple[int, int], Mapping[str, Tensor]], counts: Sequence[int], buffers: set[str]
+) -> list[dict[str, Tensor]]:
+    """Returns the weights of each slice: a stage has the next layers, until its optimizer has no more parameters.
+
+    Args:
+        layers: By layer and tensor-parallel rank, what its file holds.
+        counts: How many parameters each slice's optimizer moves, stage by stage.
+        buffers: Names of tensors that aren't parameters.
+    """
+    modules = [dict[str, Tensor]() for _ in counts]
+    ranks = max(rank for _, rank in layers) + 1
+    for rank in range(ranks):
+        stage, left = rank, counts[rank] if rank < len(counts) else 0
+        for number in sorted(layer for layer, of_rank in layers if of_rank == rank):
+            weights = {f"{number}.{key}": tensor for key, tensor in layers[number, rank].items()}
+            moved = sum(name not in buffers for name in weights)
+            if moved > left and stage + ranks < len(counts):
+                stage += ranks
+                left = counts[stage]
+            left -= moved
+            modules[min(stage, len(modules) - 1)] |= weights
+    return modules
+
+
 def rounded_weights(state: Mapping[str, Mapping[str, Any]], model: Mapping[str, Tree]) -> dict[str, Tree]:
     """Returns a model whose parameters are the optimizer's weights, in the dtype that the model has them in.
 

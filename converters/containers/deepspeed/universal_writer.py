@@ -28,6 +28,7 @@ from statekit.converters.containers.deepspeed.files import (
     FIRST_STEPS,
     LATEST,
     MASTER,
+    SLICES,
     TAKEN,
     UNIVERSAL,
 )
@@ -73,14 +74,23 @@ def fitted_to_engine(encoded: Encoded) -> Encoded:
     if has_experts(at(encoded.tree, ("model",)) or ()) and _EXPERTS not in encoded.assumptions:
         encoded = replace(encoded, assumptions=(*encoded.assumptions, _EXPERTS))
     if isinstance(encoded.tree.get(_ENGINE), Mapping):
-        return _counted(_without_scaler(encoded))
+        return _counted(_without_scaler(_in_one_slice(encoded)))
     assumed = (
         f"The source isn't a run of DeepSpeed: the engine's count is {encoded.step} steps, of which none was skipped;"
         " it takes its samples from its own batch size."
     )
-    counts = {"global_steps": encoded.step, "skipped_steps": 0, "dp_world_size": 1, "mp_world_size": 1}
+    counts = {"global_steps": encoded.step, "skipped_steps": 0, "dp_world_size": 1, SLICES: 1}
     tree = {**encoded.tree, _ENGINE: {**counts, "ds_version": _VERSION}}
     return replace(encoded, tree=tree, assumptions=(*encoded.assumptions, assumed))
+
+
+def _in_one_slice(encoded: Encoded) -> Encoded:
+    """Returns a run whose engine counts one slice of the model: the model's file is one, and DeepSpeed compares them.
+
+    Source: deepspeedai/DeepSpeed deepspeed/runtime/state_dict_factory.py, `check_ckpt_list`.
+    """
+    engine = {**encoded.tree[_ENGINE], SLICES: 1}
+    return replace(encoded, tree={**encoded.tree, _ENGINE: engine})
 
 
 def _counted(encoded: Encoded) -> Encoded:

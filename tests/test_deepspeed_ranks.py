@@ -1,6 +1,6 @@
-"""Experts that ranks of DeepSpeed hold apart: joined as the engine itself held them, or refused by name.
+"""Experts and stages that ranks of DeepSpeed hold apart: joined as the engine itself kept them, or refused by name.
 
-The runs are DeepSpeed's own: see tests/cases/deepspeed_experts/make_experts.py.
+The runs are DeepSpeed's own: see tests/cases/deepspeed_ranks/make_ranks.py.
 """
 
 from __future__ import annotations
@@ -19,23 +19,25 @@ from statekit.errors import CorruptError, FormatError, RefusedError, StatekitErr
 
 pytestmark = pytest.mark.torch
 
-RECORDED = Path(__file__).parent / "cases" / "deepspeed_experts"
-RUNS = ("zero1_bf16", "zero0")
+RECORDED = Path(__file__).parent / "cases" / "deepspeed_ranks"
+EXPERTS = {"experts_zero1_bf16": 16, "experts_zero0": 16}
+PIPELINES = {"pipeline_zero1_bf16": 7, "pipeline_zero0": 9}
+"""How many parameters each run has."""
 
 
 @pytest.fixture
 def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """A copy of a recorded run."""
-    shutil.copytree(RECORDED / getattr(request, "param", "zero1_bf16"), tmp_path / "run")
+    shutil.copytree(RECORDED / getattr(request, "param", "experts_zero1_bf16"), tmp_path / "run")
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_recorded_run_is_what_the_engine_kept(name: str) -> None:
+@pytest.mark.parametrize(("name", "count"), {**EXPERTS, **PIPELINES}.items())
+def test_a_recorded_run_is_what_the_engine_kept(name: str, count: int) -> None:
     engine = load_file(RECORDED / name / "engine.safetensors")
     with open_state(RECORDED / name) as opened:
         state = opened.state
-        assert 3 * len(state.params) == len(engine) == 48
+        assert 3 * len(state.params) == len(engine) == 3 * count
         assert state.counts.updates == 3
         for path, param in state.params.items():
             slots = state.slots[path]
@@ -46,14 +48,14 @@ def test_a_recorded_run_is_what_the_engine_kept(name: str) -> None:
 
 
 def test_experts_stand_layer_by_layer_in_their_order() -> None:
-    with open_state(RECORDED / "zero1_bf16") as opened:
+    with open_state(RECORDED / "experts_zero1_bf16") as opened:
         names = [path for path in opened.state.optimizer.paths if "/deepspeed_experts/" in path]
     first = "moe/deepspeed_moe/experts/deepspeed_experts"
     assert names[:8] == [f"{first}/{i}/{leaf}" for i in range(4) for leaf in ("weight", "bias")]
     assert names[8:] == [f"moe2/deepspeed_moe/experts/deepspeed_experts/{i}/weight" for i in range(2)]
 
 
-@pytest.mark.parametrize("run", RUNS, indirect=True)
+@pytest.mark.parametrize("run", EXPERTS, indirect=True)
 @pytest.mark.parametrize(
     "pattern",
     ["layer_0_expert_1_*", "layer_1_expert_1_*", "*rank_0*optim_states.pt", "*rank_1*optim_states.pt"],
@@ -67,12 +69,35 @@ def test_a_missing_file_is_noticed(run: Path, pattern: str) -> None:
         open_state(run)
 
 
-@pytest.mark.parametrize("run", RUNS, indirect=True)
+@pytest.mark.parametrize("run", EXPERTS, indirect=True)
 def test_an_expert_in_the_file_of_another_is_refused(run: Path) -> None:
     first, third = (run / f"global_step3/layer_0_expert_{i}_mp_rank_00_model_states.pt" for i in (0, 2))
     shutil.copyfile(first, third)
     with pytest.raises(CorruptError, match="another's weights"):
         open_state(run)
+
+
+@pytest.mark.parametrize("run", PIPELINES, indirect=True)
+@pytest.mark.parametrize("pattern", ["layer_00-*", "layer_01-*", "layer_04-*", "*mp_rank_01_*"])
+def test_a_missing_file_of_a_stage_is_noticed(run: Path, pattern: str) -> None:
+    for file in run.glob(f"global_step3/{pattern}"):
+        file.unlink()
+    with pytest.raises((CorruptError, FormatError)):
+        open_state(run)
+
+
+def test_a_universal_checkpoint_of_a_pipeline_counts_one_slice(tmp_path: Path) -> None:
+    """DeepSpeed refuses another number than there are files of the model."""
+    convert(plan(RECORDED / "pipeline_zero1_bf16", tmp_path / "out", to="deepspeed"))
+    (file,) = tmp_path.glob("out/*/mp_rank_00_model_states.pt")
+    assert torch.load(file, weights_only=False)["mp_world_size"] == 1
+
+
+def test_buffers_of_a_stage_stay_with_the_model() -> None:
+    with open_state(RECORDED / "pipeline_zero0") as opened:
+        names = {path for path in opened.checkpoint.tree["model"] if path.startswith("4.")}
+    buffers = {"4.running_mean", "4.running_var", "4.num_batches_tracked"}
+    assert names == {"4.weight", "4.bias", *buffers}
 
 
 def test_ranks_in_another_order_do_not_fit_their_weights(run: Path, tmp_path: Path) -> None:
@@ -117,5 +142,5 @@ def test_the_configuration_tells_which_ranks_share_experts() -> None:
 
 
 def test_a_universal_checkpoint_of_experts_says_how_deepspeed_loads_it(tmp_path: Path) -> None:
-    planned = plan(RECORDED / "zero0", tmp_path / "out", to="deepspeed")
+    planned = plan(RECORDED / "experts_zero0", tmp_path / "out", to="deepspeed")
     assert any("ep_size 1" in assumption for assumption in planned.assumptions)
