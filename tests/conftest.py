@@ -114,6 +114,15 @@ def _words(item: pytest.Item) -> set[str]:
     return {*re.split(r"[-,/]", item.nodeid.partition("[")[2])}
 
 
+@pytest.fixture(scope="module")
+def shared_zygotes() -> Iterator[None]:
+    """Has services start what forks their tasks from one process, which has imported what they import."""
+    import zygotes
+
+    with zygotes.shared():
+        yield
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Has the collector look at what the tests make, and no more at the million objects that were there before."""
     gc.freeze()

@@ -16,13 +16,14 @@ PUBLISHED: list[dict[str, Any]] = json.loads(resuming_table.RESULTS.read_text(en
 SAMPLE = (
     "keras-h5/keras/functional",
     "tf-bundle/tf2-statekit/sequential",
-    "torch/torch-optim/lightning: tied and frozen",
+    "torch/torch-optim/tied and frozen",
     "torch/torch-optim/two of AdamW, two schedules",
     "accelerate/statekit-torch/two optimizers, one schedule",
-    "dcp-safetensors/torch-fqn-flat/hf adafactor",
-    "hf-trainer/torch-optim/hf adafactor, momentum, LinearLR",
+    "dcp-safetensors/torch-fqn-flat/adafactor",
     "orbax/optax/tree",
 )
+"""Cells without Lightning and Transformers, each of which takes seconds to import: test_lightning_target.py and
+test_trainer_goes_on.py go on in them."""
 pytestmark = [pytest.mark.torch, pytest.mark.jax, pytest.mark.tensorflow]
 
 

@@ -32,6 +32,8 @@ from statekit.service.tasks.listener import Listener
 from statekit.service.web.remembered import Remembered
 from statekit.service.work import KINDS as KINDS_OF_TASKS
 
+pytestmark = pytest.mark.usefixtures("shared_zygotes")
+
 API = "/api/v1"
 SEMANTIC = [positive_data_acceptance, negative_data_rejection]
 """Checks that hold a description to say all that makes sense (which text is a cursor it can't), or take a request for

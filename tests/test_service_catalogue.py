@@ -36,6 +36,8 @@ from statekit.service.tables import CHECKPOINTS, JOBS, METADATA, RESULTS, SUBJEC
 from statekit.service.tasks.child import Child, Died, Zygote
 from statekit.tensors.digest import json_digest
 
+pytestmark = pytest.mark.usefixtures("shared_zygotes")
+
 T5X = GOLDEN / "t5x" / "momentum_f32" / "checkpoint" / "checkpoint_4"
 TORCH = GOLDEN / "torch_formats" / "adamw_legacy" / "checkpoint" / "checkpoint.pt"
 BUNDLE = GOLDEN / "t2t" / "late_bf16_encoded_beta1" / "checkpoint"

@@ -41,6 +41,8 @@ from statekit.service.tasks.worker import Worker
 from statekit.service.thinning import thin
 from statekit.service.work import _written
 
+pytestmark = pytest.mark.usefixtures("shared_zygotes")
+
 T5X = GOLDEN / "t5x" / "momentum_f32" / "checkpoint" / "checkpoint_4"
 TORCH = GOLDEN / "torch_formats" / "adamw_legacy" / "checkpoint" / "checkpoint.pt"
 

@@ -20,6 +20,8 @@ from statekit.service.lineage import _in_order
 from statekit.service.records import ENDED, KINDS, Edge, Job, Node
 from statekit.service.web.screens import Screens
 
+pytestmark = pytest.mark.usefixtures("shared_zygotes")
+
 PAGE = {"Accept": "text/html"}
 EMBEDDING = "token_embedder/embedding"
 ASKED: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {

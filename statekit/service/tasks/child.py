@@ -96,28 +96,13 @@ class Zygote:
         if self._process is not None and self._process.poll() is None:
             return
         self.close()
-        # One thread, or what others hold while it forks is lost to the fork; frameworks make theirs after it.
-        settings = {"PYTHONUNBUFFERED": "1", "MALLOC_ARENA_MAX": "2", "OPENBLAS_NUM_THREADS": "1"}
         # It ends when nobody can ask any more; at once, where its parent is a process and not one of its threads.
         parent = os.getpid() if threading.current_thread() is threading.main_thread() else 0
         control, theirs = socket.socketpair()
         control.settimeout(_FORK_SECONDS)
         try:
             with theirs:
-                process = subprocess.Popen(
-                    [
-                        sys.executable,
-                        "-P",
-                        "-m",
-                        "statekit.service.tasks.task",
-                        str(parent),
-                        str(self._temporary or ""),
-                    ],
-                    stdin=theirs.fileno(),
-                    stdout=subprocess.DEVNULL,
-                    env={**environment(os.environ), **settings},
-                    start_new_session=True,
-                )
+                process = _begun(parent, self._temporary, theirs)
         except BaseException:
             control.close()
             raise
@@ -175,6 +160,19 @@ class Zygote:
         """Ends the process, and its tasks with it."""
         self._end()
         self._process = self._control = None
+
+
+def _begun(parent: int, temporary: Path | None, control: socket.socket) -> subprocess.Popen[bytes]:
+    """Starts what forks tasks, which is asked over a socket."""
+    # One thread, or what others hold while it forks is lost to the fork; frameworks make theirs after it.
+    settings = {"PYTHONUNBUFFERED": "1", "MALLOC_ARENA_MAX": "2", "OPENBLAS_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, "-P", "-m", "statekit.service.tasks.task", str(parent), str(temporary or "")],
+        stdin=control.fileno(),
+        stdout=subprocess.DEVNULL,
+        env={**environment(os.environ), **settings},
+        start_new_session=True,
+    )
 
 
 def _nothing() -> None:
