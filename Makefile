@@ -58,7 +58,12 @@ $(TRITON): $(READY)
 		else echo "Triton couldn't be installed: the tests of kernels are skipped."; fi
 
 # A file is one worker's, which compiles, converts and starts once what its tests share.
-# Three workers for two cores: many tests wait for a disk, a service or a child.
+# Three workers for two cores: many tests wait for a disk, a service or a child. Threads of frameworks would wait for
+# each other on cores that the others have; `make test-all` lets them.
+test: export OMP_NUM_THREADS := 1
+test: export OPENBLAS_NUM_THREADS := 1
+test: export TF_NUM_INTRAOP_THREADS := 1
+test: export TF_NUM_INTEROP_THREADS := 1
 test: $(READY) $(TRITON)
 	@$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not slow"
 
