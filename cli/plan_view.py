@@ -11,7 +11,7 @@ from statekit.cli.output import Screen, Table
 from statekit.conversion.belonging import contents_without_optimizer, on_trust
 from statekit.conversion.contracts import Exactness
 from statekit.conversion.convert import Report
-from statekit.conversion.plan import Plan, PlannedTensor
+from statekit.conversion.plan import Plan, PlannedTensor, Side
 from statekit.conversion.resume import next_update
 from statekit.conversion.rule_change import Difference
 from statekit.errors import plural, size, some
@@ -35,7 +35,7 @@ def show_plan(stdout: Screen, plan: Plan, tensors: bool) -> None:
         (plan.target, "to", plan.request.target),
     ):
         head.add_row(name, str(path))
-        head.add_row("", f"container {side.container}, layout {side.layout}, step {side.step}")
+        head.add_row("", f"container {side.container}, layout {side.layout}, {_step_of(side)}")
         if side is plan.source and plan.uncounted:
             head.add_row("", on_trust(plan.uncounted))
     head.add_row("tensors", f"{len(plan.entries)}, {size(plan.bytes)}")
@@ -75,7 +75,7 @@ def show_brief(stdout: Screen, plan: Plan, report: Report) -> None:
         ("from", plan.source, plan.request.ref.place),
         ("to", plan.target, plan.request.target),
     ):
-        kinds = f"container {side.container}, layout {side.layout}, step {side.step}"
+        kinds = f"container {side.container}, layout {side.layout}, {_step_of(side)}"
         stdout.say(f"{word:<6}{path}: {kinds}")
     tensors = plural(report.verified, "tensor")
     stdout.say(f"{tensors}, {size(report.bytes)}, read again and found as meant.")
@@ -98,6 +98,10 @@ def show_brief(stdout: Screen, plan: Plan, report: Report) -> None:
         others = f"; and {plural(len(updates) - 1, 'more group')}" if len(updates) > 1 else ""
         stdout.say(f"Next: {updates[0]}{others}.")
     stdout.say("--explain prints all of it, each with its reason.")
+
+
+def _step_of(side: Side) -> str:
+    return "a step that no file tells" if side.step is None else f"step {side.step}"
 
 
 def _first_clause(sentence: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from goldens import COMPACT, GOLDEN, bundles
 from replaying import BACKENDS, everywhere, marks, present
 from statekit.arrays.backend import backend
 from statekit.arrays.numpy_backend import NumpyBackend
+from statekit.cli.main import main
 from statekit.conversion import registry
 from statekit.conversion.contracts import Encoded, Exactness, Hints
 from statekit.conversion.convert import convert, plan
@@ -597,3 +599,38 @@ def test_an_order_that_neither_names_nor_shapes_prove_is_a_fact() -> None:
     assert [fact.value for fact in taken.facts] == ["the order of their names"] and taken.names[0] == "a"
     proven = numbered({0: (3,), 1: (2,)}, {"b": (2,), "a": (3,)}, {}, None, is_first_release=False)
     assert not proven.facts and not numbered({0: (2,), 1: (2,)}, params, {}, ["b", "a"], False).facts
+
+
+def test_a_count_that_states_alone_lack_is_unknown_in_every_verdict(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: no headline named it, and targets that count updates began again at 0."""
+    source = str(GOLDEN / UPDATER / "checkpoint" / "updater_states_only.states")
+    raw = [source, "--from", "mxnet-lans-mxnet", "--variant", "mxnet_unfused"]
+    neutral = str(tmp_path / "neutral")
+
+    def shown(*words: str, code: int = 0) -> str:
+        capsys.readouterr()
+        assert main([*words]) == code
+        out = capsys.readouterr()
+        return out.out + out.err
+
+    report = json.loads(shown("convert", *raw[:1], neutral, *raw[1:], "--to", "statekit", "--json"))
+    assert "unknown: count," in report["plan"]["headline"] and report["plan"]["target"]["step"] is None
+    (fact,) = [fact for fact in report["plan"]["facts"] if fact["name"] == "count"]
+    assert fact["source"] == "unknown" and "count updates" in fact["because"]
+    page = tmp_path / "page.html"
+    certificate = json.loads(
+        shown("verify", *raw[:1], neutral, *raw[1:], "--steps", "0", "--json", "--report", str(page))
+    )
+    assert "unknown: count" in certificate["verdict"]["headline"] and "unknown: count" in page.read_text()
+    assert '{"begin_num_update": ...}' in shown("resume", *raw)
+    assert main(["convert", *raw[:1], str(tmp_path / "again"), *raw[1:], "--to", "mxnet"]) == 0
+    for given in (raw, [neutral]):
+        asked = shown("convert", given[0], str(tmp_path / "x.pt"), *given[1:], code=3)
+        assert "--hparams count=..." in asked and not (tmp_path / "x.pt").exists()
+    told = shown("convert", neutral, str(tmp_path / "x.pt"), "--hparams", "count=3")
+    assert "unknown: count" not in told
+    with open_state(tmp_path / "x.pt") as opened:
+        assert opened.counts.updates == 3
+    assert '{"begin_num_update": 3}' in shown("resume", *raw, "--hparams", "count=3")

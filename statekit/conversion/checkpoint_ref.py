@@ -20,10 +20,11 @@ from statekit.errors import Faults, UsageError, meant
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
 from statekit.files.source import checkpoint_place
 from statekit.files.tree import Place
+from statekit.state.evidence import COUNT, Fact
 from statekit.state.facts import still_assumed
 from statekit.state.options import checked_hparams, is_known
 from statekit.state.schedules.call_text import call_text, parse_call
-from statekit.state.train_state import TrainState
+from statekit.state.train_state import Counts, TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import from_json
 from statekit.tensors.typed import typed
@@ -442,9 +443,15 @@ class CheckpointRef:
     def applied(self, state: TrainState) -> TrainState:
         """Returns a state with the hints in force: hyperparameters by their canonical names, or the variant's own.
 
+        Of a state whose files count no updates, `count` among the hyperparameters says how many were done.
+
         Raises:
             UsageError: A hyperparameter doesn't exist, can't have its value, or is said twice; lists every one.
         """
+        name = next((name for name in _COUNTS if name in self.hparams), None)
+        if name is not None and not state.counts.says_updates:
+            rest = {key: value for key, value in self.hparams.items() if key != name}
+            return replace(self, hparams=rest).applied(_counted(state, name, self.hparams[name]))
         hints = self.of(schema for schema, _ in state.optimizer.kinds)
         applied = state.each(lambda part: hints[part.optimizer.schema]._applied(part))
         return replace(applied, assumptions=still_assumed(applied))
@@ -457,6 +464,22 @@ class CheckpointRef:
         if self.variant is None:
             return state
         return replace(state, optimizer=replace(state.optimizer, variant=self.variant))
+
+
+_COUNTS = (COUNT, "begin_num_update")
+"""What says how many updates were done where files count none; the second is MXNet's word."""
+
+
+def _counted(state: TrainState, name: str, updates: Any) -> TrainState:
+    if type(updates) is not int or updates < 0:
+        raise UsageError(
+            "A count of updates can't be this.",
+            place=f"--hparams {name}",
+            expected="an integer from 0 on",
+            found=repr(updates),
+        )
+    state = replace(state, counts=Counts(updates, updates, says_schedule=False))
+    return state.with_facts(lambda facts: [*facts, Fact(COUNT, updates, "given")])
 
 
 class HintOptions(TypedDict, total=False):

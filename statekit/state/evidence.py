@@ -23,6 +23,8 @@ Source: TypeAlias = Literal["file", "given", "inferred", "assumed", "unknown"]
 OPTIMIZER, BEYOND, SCALED, DIALECT, ORDER = "optimizer", "beyond", "scaled", "class", "order"
 """Names of facts: which optimizer it is, what it does besides its schema's steps, how a map scaled a group, whose class
 has its form, and in which order an optimizer numbers its parameters."""
+COUNT = "count"
+"""Name of the fact how many updates are done."""
 _DECAY = ("weight_decay_rate", "wd", "exclude_from_weight_decay")
 """What programs set most often: named first."""
 MOST_NAMED = 3
@@ -151,7 +153,7 @@ def weakest(facts: Iterable[Fact]) -> list[Fact]:
 def _rank(fact: Fact) -> tuple[bool, bool]:
     """Returns the order in which facts of one source are named: the usual ones first, those that are off last."""
     off = fact.value is None or fact.value is False or fact.value in (0, [], "")
-    return fact.name.rpartition("/")[2] not in _DECAY, off
+    return fact.name.rpartition("/")[2] not in (COUNT, *_DECAY), off
 
 
 def headline(verdict: str, facts: Iterable[Fact]) -> str:

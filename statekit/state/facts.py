@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from statekit.errors import Faults, InexactError, UnknownRuleError, UsageError
-from statekit.state.evidence import BEYOND, OPTIMIZER, Fact
+from statekit.state.evidence import BEYOND, COUNT, OPTIMIZER, Fact
 from statekit.state.options import RATE_NAMES
 from statekit.state.schema import (
     WEIGHTS,
@@ -23,6 +23,7 @@ from statekit.state.train_state import Group, TrainState
 _FACTORING = ("factor_map", "logical_factor_rules", "factored", "min_dim_size_to_factor")
 """What says how parameters are factored: each parameter has its rule."""
 _ASSUMED = "; assumed: "
+_UNCOUNTED = "neither the optimizer nor its files count updates"
 _ASSIGNMENT = re.compile(r", (?=\w+=)")
 
 
@@ -74,7 +75,7 @@ def check_steps(state: TrainState, place: object, remedy: str = "") -> None:
         remedy: How to name the optimizer; the option and the argument if it is empty.
 
     Raises:
-        UnknownRuleError: Nobody said which optimizer it is, or it has no schema.
+        UnknownRuleError: Nobody said which optimizer it is, it has no schema, or its count is unknown.
         InexactError: What the run does besides has no place there; lists it.
     """
     without = [named_native(*kind) for kind in state.optimizer.kinds if is_native(kind[0])]
@@ -94,6 +95,7 @@ def check_steps(state: TrainState, place: object, remedy: str = "") -> None:
             found=fact.because,
             remedy=remedy or 'name it: --optimizer NAME, in Python optimizer="NAME"',
         )
+    check_count(state, place)
     besides = dict.fromkeys(
         fact.because for group in state.optimizer.groups for fact in group.facts if fact.name == BEYOND
     )
@@ -103,6 +105,31 @@ def check_steps(state: TrainState, place: object, remedy: str = "") -> None:
         place=place,
         remedy="carry it within its own system, or into a folder of statekit (--to statekit)",
     )
+
+
+def check_count(state: TrainState, place: object) -> None:
+    """Refuses to step a state whose updates depend on how many there were, where nothing counts them.
+
+    Raises:
+        UnknownRuleError: The count is unknown.
+    """
+    if any(_counts(state, *state.optimizer.kind(group)) for group in state.optimizer.groups):
+        raise UnknownRuleError(
+            "The next update depends on how many updates were done, and no file says it.",
+            place=place,
+            expected=COUNT,
+            found=_UNCOUNTED,
+            remedy=f'give the number of updates done: --hparams {COUNT}=..., in Python hparams={{"{COUNT}": ...}}',
+        )
+
+
+def _counts(state: TrainState, name: str, variant: str | None) -> bool:
+    """Tells whether a rule counts updates, and the state does not."""
+    if state.counts.says_updates or name == WEIGHTS or is_native(name):
+        return False
+    schema = load_schema(name)
+    kept = [schema.variant(made)["native_state"].values() for made in ([variant] if variant else schema.variants)]
+    return any(part["becomes"] == "counts" for parts in kept for part in parts)
 
 
 def facts_of(state: TrainState, makers: Mapping[str, Sequence[str]] = {}) -> tuple[Fact, ...]:
@@ -131,6 +158,8 @@ def _of_group(state: TrainState, group: Group, makers: Mapping[str, Sequence[str
     if is_native(name):
         yield Fact(f"the rule of {named_native(name, variant)}", because="statekit has no schema of it")
         return
+    if _counts(state, name, variant):
+        yield Fact(COUNT, because=_UNCOUNTED)
     prefix = f"{name}/" if state.optimizer.several else ""
     possible = (variant,) if variant is not None else tuple(makers.get(name, ()))
     if variant is None and len(possible) != 1:

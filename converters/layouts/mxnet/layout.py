@@ -33,9 +33,10 @@ from statekit.converters.layouts.mxnet.attributes import (
 )
 from statekit.converters.layouts.mxnet.lines import trainer_lines
 from statekit.converters.layouts.mxnet.order import Numbered, numbered
-from statekit.errors import Faults, InexactError, StateError, UsageError
+from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.lines.printing import SavedRun, State
+from statekit.state.evidence import COUNT
 from statekit.state.schema import load_schema
 from statekit.state.stored_params import MASTER
 from statekit.state.train_state import Counts, Group, KnownFrom, Optimizer, TrainState
@@ -47,7 +48,7 @@ HOME = "mxnet"
 """Key in `extra`: what MXNet's files hold besides."""
 FIRST_RELEASE = "mxnet.optimizer.optimizer."
 """Where MXNet 1 has the classes of its optimizers."""
-COUNT = "begin_num_update"
+BEGIN = "begin_num_update"
 _PREFIXES = ("arg:", "aux:")
 _GPU = 2
 
@@ -215,44 +216,32 @@ class MXNetReading:
             for index, param_slots in self.states.items()
             if param_slots is not None
         }
-        counts, hints = self._counts()
         # Before its first update an optimizer has no states; from then on who has none is frozen.
         moved = list(slots) if slots else list(dict.fromkeys(self.paths.values()))
         state = TrainState(
             self.params,
             slots,
             Optimizer(self.kind.schema, self.variant, tuple(self._groups(moved))),
-            counts,
+            self._counts(),
             extra={HOME: self._home()},
             assumptions=tuple(self._assumptions()),
         )
-        return hints.applied(state.with_facts(lambda facts: [*facts, *self.order.facts]))
+        return self.hints.applied(state.with_facts(lambda facts: [*facts, *self.order.facts]))
 
-    def _counts(self) -> tuple[Counts, CheckpointRef]:
-        hints, begin = self.hints, self.attributes.get(COUNT, 0)
+    def _counts(self) -> Counts:
+        begin = self.attributes.get(BEGIN, 0)
         if self.cls is None:
-            given = dict(hints.hyperparameters)
-            updates = given.pop(COUNT, 0)
-            if type(updates) is not int or updates < 0:
-                raise UsageError(
-                    "A count of updates can't be this.",
-                    place=f"--hparams {COUNT}",
-                    expected="an integer from 0 on",
-                    found=repr(updates),
-                )
-            is_counted = COUNT in hints.hyperparameters
-            counts = Counts(updates, updates, says_schedule=False, says_updates=is_counted)
-            return counts, replace(hints, hparams=given)
+            return Counts(0, 0, says_schedule=False, says_updates=False)
         early = {i: n for i, n in self.counted.counts.items() if n < begin}
         self.faults += [
-            (f"has a count of {n}, and {COUNT} is {begin}", f"index {i}") for i, n in early.items()
+            (f"has a count of {n}, and {BEGIN} is {begin}", f"index {i}") for i, n in early.items()
         ]
         self.refuse()
         done = {self.paths[i]: n - begin for i, n in self.counted.counts.items() if i in self.paths}
         updates = max(done.values(), default=0)
         behind = {path: n for path, n in done.items() if n != updates}
         behind |= {self.paths[i]: 0 for i in self.states if done and self.paths[i] not in done}
-        return Counts(updates, self.attributes.get("num_update", begin + updates), behind), hints
+        return Counts(updates, self.attributes.get("num_update", begin + updates), behind)
 
     def _groups(self, moved: Sequence[str]) -> Iterator[Group]:
         """Yields the groups: one; where the schema has no multipliers, one for each pair of them."""
@@ -338,8 +327,8 @@ class MXNetReading:
         if self.variant is None:
             yield f"The file doesn't say which variant ran: {', '.join(self.kind.makers)}. Name it with --variant."
         if self.cls is None:
-            if COUNT not in self.hints.hyperparameters:
-                yield f"The file holds no counts of updates: 0 are assumed. Give --hparams {COUNT}=<updates>."
+            if not {BEGIN, COUNT} & self.hints.hparams.keys():
+                yield f"The file holds no counts of updates. Give --hparams {COUNT}=<updates>."
             return
         if self.attributes.get("lr_scheduler") is not None:
             yield "The learning rate follows a schedule in the file, which statekit keeps and doesn't run."
@@ -425,7 +414,7 @@ class Writing:
         arguments = schema.native(form, offered)
         arguments |= {name: self._by_index(offered.get(name, {})) for name in MULTIPLIERS}
         attributes = {next((a for a, n in ARGUMENTS.items() if n == k), k): v for k, v in arguments.items()}
-        begin = int(attributes.get(COUNT, 0))
+        begin = int(attributes.get(BEGIN, 0))
         counts, counted = self.state.counts, self.home.get("counted") or written
         done = {i: begin + counts.behind.get(p, counts.updates) for p, i in self.index.items()}
         stored_counts = Counted(
@@ -515,7 +504,7 @@ class MXNetOptim:
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state.
 
-        Of states alone, the hint `begin_num_update` says how many updates there were.
+        Of states alone, the hint `count` says how many updates there were.
         """
         tree = checkpoint.tree
         if fits(tree, dict[Name, Any]) and (not tree.get("params") or "states" not in tree):

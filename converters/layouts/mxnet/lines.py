@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from statekit.lines.printing import SavedRun, State, quoted
+from statekit.state.evidence import COUNT
 
 
 def trainer_lines(state: State, saved: SavedRun, optimizer: str) -> list[str]:
@@ -16,13 +17,22 @@ def trainer_lines(state: State, saved: SavedRun, optimizer: str) -> list[str]:
     rates = saved.rates(state)
     schedule = rates.mxnet_lines()
     states = quoted((saved.folder or saved.path) / _named(saved, ".states", "trainer.states"))
+    begin = _begin(state)
     return [
         *network_lines(saved),
-        f'trainer = mx.gluon.Trainer(net.collect_params(), "{optimizer}")',
+        f'trainer = mx.gluon.Trainer(net.collect_params(), "{optimizer}"{begin})',
         *(schedule or ([] if rates.in_mxnet else rates.comment())),
-        f"trainer.load_states({states})  # brings the optimizer's own arguments with it",
+        f"trainer.load_states({states})" + ("" if begin else "  # brings the optimizer's own arguments with it"),
         *(["trainer.optimizer.lr_scheduler = schedule"] if schedule else []),
     ]
+
+
+def _begin(state: State) -> str:
+    """Returns the argument that says how many updates were done, where only the user can: states alone have no count."""
+    facts = [fact for group in state["groups"] for fact in group.get("facts", ()) if fact["name"] == COUNT]
+    if state["counts"].get("says_updates", True) and not facts:
+        return ""
+    return f', {{"begin_num_update": {facts[0]["value"] if facts else "..."}}}'
 
 
 def network_lines(saved: SavedRun) -> list[str]:
