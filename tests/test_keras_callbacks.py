@@ -55,3 +55,14 @@ def test_epochs_in_the_names_of_orbax_folders_are_no_steps(tmp_path: Path) -> No
     assert main(["convert", str(CASE / "orbax"), str(tmp_path / "again.weights.h5")]) == 0
     with open_state(tmp_path / "again.weights.h5") as opened:
         assert_as_saved(opened.state)
+
+
+def test_the_callbacks_own_form_is_read_only_and_the_remedy_names_what_keras_loads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Keras assigns by name and skips a name that doesn't fit. Seen red: "can't hold this value, found: bool"."""
+    target = tmp_path / "again"
+    assert main(["convert", str(CASE / "orbax"), str(target), "--to", "orbax", "--layout", "keras"]) == 2
+    refusal = capsys.readouterr().err
+    assert "OrbaxCheckpoint writes is read only" in refusal and "write .keras or .weights.h5" in refusal
+    assert not target.exists()

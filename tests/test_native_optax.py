@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import statekit
+from statekit.cli.main import main
 from statekit.conversion.open_state import open_state
 from statekit.converters.layouts.optax.optax_native import Layers, _with_lists
 from statekit.errors import StatekitError, UnknownRuleError
@@ -166,7 +167,9 @@ def saved(path: Path, optimizer: Any) -> Path:
     return path
 
 
-def test_its_slots_have_their_own_names_and_its_rule_is_unknown(tmp_path: Path) -> None:
+def test_its_slots_have_their_own_names_and_its_rule_is_unknown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     source = saved(tmp_path / "run.msgpack", originals()["rmsprop"]())
     with open_state(source) as opened:
         assert opened.state.optimizer.kinds == (("optax_native", "centered RMSprop with momentum"),)
@@ -175,6 +178,8 @@ def test_its_slots_have_their_own_names_and_its_rule_is_unknown(tmp_path: Path) 
     assert made.headline == "BITWISE; unknown: the rule of centered RMSprop with momentum"
     with pytest.raises(UnknownRuleError, match="statekit has no step of centered RMSprop with momentum"):
         cold_start(source)
+    assert main(["resume", str(source)]) == 0
+    assert "= ...  # the run's own optimizer: centered RMSprop with momentum" in capsys.readouterr().out
     with pytest.raises(StatekitError, match="state of centered RMSprop"):
         statekit.plan(source, tmp_path / "out.pt")
 

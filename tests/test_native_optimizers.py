@@ -11,6 +11,7 @@ import pytest
 import statekit
 import statekit.torch
 from statekit.attestation.doctor import doctor
+from statekit.cli.main import main
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.open_state import open_state
 from statekit.errors import InexactError, StatekitError, UnknownRuleError
@@ -214,9 +215,13 @@ def test_steps_are_refused_in_one_sentence(tmp_path: Path) -> None:
         statekit.torch.load_optimizer(source, torch.nn.Linear(1, 1).named_parameters())
 
 
-def test_the_headline_says_that_the_rule_is_unknown(tmp_path: Path) -> None:
+def test_the_headline_says_that_the_rule_is_unknown_and_the_lines_name_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     plan = statekit.plan(CASES / "lion_pytorch" / "checkpoint.pt", tmp_path / "out.pt")
     assert plan.headline == "BITWISE; unknown: the rule of Lion"
+    assert main(["resume", str(CASES / "lion_pytorch" / "checkpoint.pt")]) == 0
+    assert "optimizer = ...  # the run's own optimizer: Lion" in capsys.readouterr().out
 
 
 def test_a_slot_of_another_shape_is_refused_by_name_in_a_map() -> None:

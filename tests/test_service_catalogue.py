@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import closing
+from html import unescape
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,11 @@ from statekit.service.catalogue import Catalogue
 from statekit.service.database import FILE, OWNER, Database, Ownership
 from statekit.service.lineage import MOST_NODES, lineage_of
 from statekit.service.records import Query
+from statekit.service.runs import runs_below
 from statekit.service.server import _tried
 from statekit.service.tables import CHECKPOINTS, JOBS, METADATA, RESULTS, SUBJECTS
 from statekit.service.tasks.child import Child, Died, Zygote
+from statekit.service.web.drawing import _pages
 from statekit.tensors.digest import json_digest
 
 pytestmark = pytest.mark.usefixtures("shared_zygotes")
@@ -164,6 +167,10 @@ def test_what_opens_and_cannot_be_decoded_is_never_called_weights(database: Data
     catalogue.scan()
     [odd] = catalogue.checkpoints().items
     assert not odd.resumable and "weights" not in f"{odd}"
+    (listed,) = runs_below(folder)
+    assert odd.undecoded and listed.newest.why == f"{odd.undecoded} `statekit inspect` lists its tensors"
+    shown = _pages().get_template("parts.html").module.optimizer_of(odd)  # type: ignore[attr-defined]
+    assert unescape(shown) == f"not known: {odd.undecoded}"
 
 
 def test_steps_of_a_folder_are_one_run_and_a_seal_changes_no_checkpoint(

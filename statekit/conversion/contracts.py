@@ -336,6 +336,17 @@ class OnlyIfAsked(Protocol):
 
 
 @runtime_checkable
+class OnlyReads(Protocol):
+    """A layout that reads what another system writes into some containers, and isn't written there.
+
+    Attributes:
+        only_reads: Container -> why not, and what to write instead.
+    """
+
+    only_reads: Mapping[str, tuple[str, str]]
+
+
+@runtime_checkable
 class GoesBack(Protocol):
     """A layout that writes a state only into the form of the file that it came from, and refuses any other state."""
 

@@ -21,7 +21,7 @@ from typing import Any
 
 from statekit.conversion import registry
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.contracts import Container, ForTarget
+from statekit.conversion.contracts import Container, ForTarget, OnlyReads
 from statekit.conversion.plan import Request
 from statekit.conversion.registry import ContainerCard, LayoutCard
 from statekit.errors import UnknownRuleError, UsageError, meant
@@ -131,6 +131,12 @@ def layouts_for(
                 place="--layout",
                 expected=f"a layout of {kinds_in_words}: {_names(layouts, len(schemas) > 1)}",
                 found=f"{name}{f' in {container.name}' if alone else ''}, which holds {', '.join(card.variants)}",
+            )
+        layout = registry.layout(name)
+        if isinstance(layout, OnlyReads) and container.name in layout.only_reads:
+            why, remedy = layout.only_reads[container.name]
+            raise UsageError(
+                why, place="--layout", expected=", ".join(card.containers), found=container.name, remedy=remedy
             )
         return [card]
     homes = [card for card in layouts if _is_home(card, container.name, schemas, source)]

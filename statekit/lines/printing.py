@@ -18,7 +18,7 @@ from statekit.maps.pretrained import Pretrained
 from statekit.optim.adafactor_forms import AdafactorHyperparameters
 from statekit.state.hyperparameters import alike
 from statekit.state.run import RunState
-from statekit.state.schema import WEIGHTS, load_schema
+from statekit.state.schema import WEIGHTS, is_native, load_schema, named_native
 
 RATE = "learning_rate"
 UNKNOWN = "..."
@@ -231,6 +231,18 @@ def kind_of(state: State, group: Mapping[str, Any]) -> dict[str, Any]:
     """Returns schema and variant of a group."""
     whose = group if "schema" in group else state
     return {"schema": whose["schema"], "variant": whose["variant"]}
+
+
+def own_call(kind: Mapping[str, Any]) -> str:
+    """Returns `...` for the call of an optimizer whose class isn't known, and the name that `inspect` has for it.
+
+    Example:
+        >>> own_call({"schema": "torch_native", "variant": "torch Adagrad"})
+        "...  # the run's own optimizer: torch Adagrad"
+    """
+    schema, variant = kind["schema"], kind["variant"]
+    name = named_native(schema, variant) if is_native(schema) else f"{schema}, variant {variant or 'unknown'}"
+    return f"{UNKNOWN}  # the run's own optimizer: {name}"
 
 
 def paths_of(state: State) -> list[str]:

@@ -35,9 +35,9 @@ _OF_RUN = ("id", "root", "path", "name", "steps", "first_step", "last_step", "si
 _WORDS = 8
 """Words of a search that count."""
 _OPEN: Mapping[str, Any] = {
-    "unreadable": None, "container": None, "layout": None, "optimizer": None, "step": None, "tensors": None,
-    "parameters": None, "elements": None, "resumable": False, "digest": None, "made": None, "source_digest": None,
-    "seal": "unknown",
+    "unreadable": None, "undecoded": None, "container": None, "layout": None, "optimizer": None, "step": None,
+    "tensors": None, "parameters": None, "elements": None, "resumable": False, "digest": None, "made": None,
+    "source_digest": None, "seal": "unknown",
 }  # fmt: skip
 """What a scan says of a checkpoint, where it doesn't say it."""
 
@@ -484,6 +484,7 @@ def _records(connection: Connection, rows: Sequence[Row[Any]]) -> tuple[Checkpoi
             checked=_utc(row.checked),
             verdict=row.verdict,
             unreadable=row.unreadable,
+            undecoded=row.undecoded,
             status=row.status,
             replaced_by=row.replaced_by,
             tags=tuple(tags.get(row.id, ())),
@@ -619,7 +620,6 @@ def _reconciled(connection: Connection, root: int, seen: Sequence[Seen]) -> Coun
             "size": one.size, "modified": one.modified, "print": one.print, "proof": one.proof, "seen": now,
             "status": "present", **_OPEN, **one.columns,
         }  # fmt: skip
-        values.pop("undecoded", None)
         same = before is not None and before.print == one.print
         if before is not None and (same or before.unreadable is not None):
             if same:

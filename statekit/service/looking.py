@@ -10,7 +10,7 @@ from statekit.conversion import registry
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.checkpoints_at import CheckpointAt, checkpoints_at
 from statekit.conversion.inspection import Inspection, inspect
-from statekit.errors import StatekitError, UnknownFormatError
+from statekit.errors import StatekitError, UnknownFormatError, printable
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.file_changes import Change
 from statekit.service.tasks.listener import Listener
@@ -22,6 +22,8 @@ _NAMED = (".ckpt", ".pth", ".msgpack")
 """Ends of names, beside those that containers give their files, by which a file says that it is a checkpoint."""
 _GREATEST = 2**63 - 1
 _LINE = 200
+MOST_SAID = 300
+"""Characters of why no state is made of a checkpoint."""
 
 
 def places(request: Mapping[str, Any], listener: Listener) -> dict[str, Any]:
@@ -105,7 +107,7 @@ def _columns(seen: Inspection, step: int | None) -> dict[str, Any]:
         "tensors": totals["parameters"] + totals["slots"] + totals["others"],
         "parameters": totals["parameters"],
         "elements": min(totals["elements"], _GREATEST),
-        "undecoded": seen.undecoded,
+        "undecoded": None if seen.undecoded is None else printable(seen.undecoded)[:MOST_SAID],
         "resumable": is_run and (bool(totals["slots"]) or _may_lack_slots(optimizer)),
     }
 

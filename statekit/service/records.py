@@ -86,6 +86,7 @@ class Checkpoint(_Record):
         checked: When `check` has read every byte and found no fault, in UTC.
         verdict: What doctor has found, if it was asked.
         unreadable: Why it can't be read.
+        undecoded: Why no state is made of what is read; None where one is.
         status: Whether it is still there, and the same.
         replaced_by: The number of the one that is there now, of one that has changed.
         tags: Words that somebody gave it.
@@ -115,6 +116,7 @@ class Checkpoint(_Record):
     checked: datetime | None
     verdict: Verdict | None
     unreadable: str | None
+    undecoded: str | None
     status: Status
     replaced_by: int | None
     tags: tuple[str, ...]

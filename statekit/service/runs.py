@@ -9,13 +9,11 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from statekit.errors import StatekitError, printable
+from statekit.errors import StatekitError
 from statekit.service.looking import KINDS
 from statekit.service.scanning import Scanner, Seen, run_key
 from statekit.service.tasks.listener import Listener
 
-MOST_SAID = 300
-"""Characters of a reason."""
 COLUMNS = ("step", "container", "layout", "optimizer", "resumable", "seal")
 
 
@@ -129,7 +127,7 @@ def _why_not(columns: Mapping[str, Any]) -> str:
     if columns["resumable"]:
         return ""
     if columns.get("undecoded"):
-        return f"{printable(columns['undecoded'])[:MOST_SAID]} `statekit inspect` lists its tensors"
+        return f"{columns['undecoded']} `statekit inspect` lists its tensors"
     if columns.get("optimizer") is None:
         return "weights alone: no optimizer's state"
     return "the optimizer's state holds no slot"

@@ -89,4 +89,4 @@ def fault_of(step: Any) -> str:
         return "it isn't what its manifest says"
     if step.verdict == "findings":
         return "doctor found faults in its values"
-    return "" if step.resumable else "it holds no optimizer's state"
+    return "" if step.resumable else step.undecoded or "it holds no optimizer's state"

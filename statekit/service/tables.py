@@ -67,6 +67,7 @@ CHECKPOINTS = Table(
     Column("checked", Float),
     Column("verdict", String(16)),
     Column("unreadable", Text),
+    Column("undecoded", Text),
     Column("status", String(16), nullable=False),
     Column("replaced_by", Integer, ForeignKey("checkpoints.id")),
     Column("note", Text, nullable=False, server_default=""),

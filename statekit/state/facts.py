@@ -128,7 +128,9 @@ def _counts(state: TrainState, name: str, variant: str | None) -> bool:
     if state.counts.says_updates or name == WEIGHTS or is_native(name):
         return False
     schema = load_schema(name)
-    kept = [schema.variant(made)["native_state"].values() for made in ([variant] if variant else schema.variants)]
+    kept = [
+        schema.variant(made)["native_state"].values() for made in ([variant] if variant else schema.variants)
+    ]
     return any(part["becomes"] == "counts" for parts in kept for part in parts)
 
 

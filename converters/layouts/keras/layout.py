@@ -92,6 +92,15 @@ class Keras:
     containers: tuple[str, ...] = ("keras-h5", "keras")
     schedule_in: str = "iterations"
     stores_values: bool = True
+    only_reads: Mapping[str, tuple[str, str]] = field(
+        default_factory=lambda: {
+            _ORBAX: (
+                "What Keras' OrbaxCheckpoint writes is read only: Keras loads it by the names of a model's variables and "
+                "passes over every name that doesn't fit, without an error.",
+                "write .keras or .weights.h5, load that in Keras, and let the callback go on from there",
+            )
+        }
+    )
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for an optimizer with numbered variables."""

@@ -13,7 +13,7 @@ Source: apache/mxnet, python/mxnet/optimizer/{lans,lamb,adam}.py, `create_state`
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal, NotRequired, TypedDict
 
 from statekit.conversion.checkpoint_ref import CheckpointRef

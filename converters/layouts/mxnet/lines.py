@@ -22,13 +22,14 @@ def trainer_lines(state: State, saved: SavedRun, optimizer: str) -> list[str]:
         *network_lines(saved),
         f'trainer = mx.gluon.Trainer(net.collect_params(), "{optimizer}"{begin})',
         *(schedule or ([] if rates.in_mxnet else rates.comment())),
-        f"trainer.load_states({states})" + ("" if begin else "  # brings the optimizer's own arguments with it"),
+        f"trainer.load_states({states})"
+        + ("" if begin else "  # brings the optimizer's own arguments with it"),
         *(["trainer.optimizer.lr_scheduler = schedule"] if schedule else []),
     ]
 
 
 def _begin(state: State) -> str:
-    """Returns the argument that says how many updates were done, where only the user can: states alone have no count."""
+    """Returns the argument that tells the updates done where only the user can: states alone have no count."""
     facts = [fact for group in state["groups"] for fact in group.get("facts", ()) if fact["name"] == COUNT]
     if state["counts"].get("says_updates", True) and not facts:
         return ""

@@ -25,6 +25,7 @@ from statekit.lines.printing import (
     kind_of,
     missing_of,
     native_arguments,
+    own_call,
     paths_of,
     quoted,
 )
@@ -81,7 +82,7 @@ def optax_lines(state: State, saved: SavedRun) -> list[str]:
         name = CLASSES.get((alone["schema"], alone["variant"]), UNKNOWN)
         if name == "optax.adamw" and _NO_DECAY in arguments and _is_short(saved):
             name, arguments = "optax.adam", [argument for argument in arguments if argument != _NO_DECAY]
-        return _call(name, arguments, code)
+        return own_call(alone) if name == UNKNOWN else _call(name, arguments, code)
 
     others = [] if has_several(state) else native_arguments(state, _NOT_ARGUMENTS)[1]
     others = [argument for argument in others if not argument.startswith(_CLIP)]
@@ -188,8 +189,6 @@ def own_lines(state: State, saved: SavedRun) -> list[str]:
 
 
 def _call(name: str, arguments: Sequence[str], code: Mapping[str, str]) -> str:
-    if name == UNKNOWN:
-        return f"{UNKNOWN}  # the run's optimizer, whose class is not known"
     kept = [argument for argument in arguments if argument.partition("=")[0] not in code]
     return f"{name}({', '.join([*kept, *(f'{name}={value}' for name, value in code.items())])})"
 
@@ -251,8 +250,7 @@ def _reading(saved: SavedRun) -> list[str]:
 
 def native_lines(state: State, saved: SavedRun) -> list[str]:
     """Returns the lines for an optimizer that has no schema: the program's own."""
-    optimizer = [f"optimizer = {UNKNOWN}  # the run's optimizer: its rule is not known"]
-    return _tree_lines(saved, "import optax", optimizer, paths_of(state))
+    return _tree_lines(saved, "import optax", [f"optimizer = {own_call(state)}"], paths_of(state))
 
 
 def _tree_lines(saved: SavedRun, module: str, optimizer: Sequence[str], paths: Collection[str]) -> list[str]:

@@ -25,6 +25,7 @@ from statekit.lines.printing import (
     listed,
     model_place,
     native_arguments,
+    own_call,
     paths_of,
     quoted,
     subscripts,
@@ -549,11 +550,7 @@ def _candidates(state: State) -> list[str]:
 
 def _call(state: State, arguments: str) -> str:
     name = class_of(state)
-    return (
-        f"{UNKNOWN}  # the run's optimizer: its class is not known"
-        if name == UNKNOWN
-        else f"{name}({arguments})"
-    )
+    return own_call(state) if name == UNKNOWN else f"{name}({arguments})"
 
 
 def clip_comment(state: State) -> list[str]:
