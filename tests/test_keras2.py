@@ -6,6 +6,7 @@ tests/cases/keras2/make.py.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from safetensors.numpy import load_file
 
 import statekit.tensorflow
+from statekit.cli.main import main
 from statekit.conversion.changing.changes import Changes
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Exactness
@@ -206,3 +209,66 @@ def test_weights_come_out_of_a_file_that_does_not_name_its_optimizer(tmp_path: P
     with open_state(target) as weights, h5py.File(source) as file:
         kernel = np.asarray(file["layers/dense/vars/0"])
         np.testing.assert_array_equal(weights.params["dense/kernel"].read(), kernel)
+
+
+OTHERS = Path(__file__).parent / "cases/keras2_others"
+
+
+@pytest.mark.parametrize("name", ["lion", "nadam", "legacy_nadam"])
+def test_objects_of_another_optimizer_are_neither_adams_nor_weights_alone(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: a legacy Nadam was converted as Adam, and the slots of Lion and Nadam were called weights."""
+    folder, target = str(OTHERS / name / "tfckpt"), str(tmp_path / "x.pt")
+    assert main(["convert", folder, target]) == 3
+    kind = "Nadam" if "nadam" in name else "Lion"
+    assert f"the optimizer {kind}" in capsys.readouterr().err
+    assert main(["inspect", folder, "--json"]) == 0
+    seen = json.loads(capsys.readouterr().out)
+    assert {parameter["path"] for parameter in seen["parameters"]} == {
+        "embed/embeddings", "gru/gru_cell/kernel", "gru/gru_cell/recurrent_kernel", "gru/gru_cell/bias",
+        "ln/gamma", "ln/beta", "frozen/kernel", "frozen/bias", "head/kernel", "head/bias",
+    }  # fmt: skip
+    assert main(["convert", folder, str(tmp_path / "w.safetensors"), "--params-only"]) == 0
+
+
+def test_a_legacy_optimizer_of_a_name_of_its_own_is_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Adamax keeps m and v and betas too, and its class is in no checkpoint. Seen red: it was called Adam."""
+    folder, target = str(OTHERS / "legacy_adamax_named" / "tfckpt"), str(tmp_path / "x.pt")
+    assert main(["convert", folder, target]) == 3
+    assert "one of adam, adamax" in capsys.readouterr().err
+    assert main(["convert", folder, target, "--optimizer", "adamax"]) == 3
+    assert main(["convert", folder, str(tmp_path / "neutral"), "--to", "statekit"]) == 0
+    assert "if you know which it is (adam or adamax)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("form", ["model.keras", "model.h5"])
+def test_a_file_of_another_optimizer_names_it_and_gives_its_weights(
+    form: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: the remedy was to name the optimizer, or to read the .keras file, of the .keras file itself."""
+    target = tmp_path / "weights.safetensors"
+    assert main(["convert", str(OTHERS / "lion" / form), str(tmp_path / "x.pt")]) == 3
+    refusal = capsys.readouterr().err
+    assert "The optimizer is Lion" in refusal and "--params-only" in refusal
+    assert main(["convert", str(OTHERS / "lion" / form), str(target), "--params-only"]) == 0
+    expected = [*np.load(OTHERS / "lion" / "now.npz").values()]
+    weights = load_file(target).values()
+    assert len(weights) == len(expected) == 10
+    assert all(any(np.array_equal(weight, value) for value in expected) for weight in weights)
+
+
+@pytest.mark.parametrize(("name", "form"), [("adamw_cosine_ema", "model.h5"), ("adam_amsgrad", "tfckpt")])
+def test_a_model_of_branches_with_a_frozen_layer_has_its_slots_by_name(name: str, form: str) -> None:
+    slots = {"m": "m", "v": "v", "v_max": "vhat", "average": "average"}
+    variables = {key.replace("|", "/"): value for key, value in np.load(OTHERS / name / "slots.npz").items()}
+    with open_state(OTHERS / name / form) as opened:
+        assert opened.counts.updates == 4 and len(opened.slots) == 8
+        assert not any("frozen" in path for path in opened.slots)
+        for path, kept in opened.slots.items():
+            assert {*kept} == {"m", "v", "average" if name == "adamw_cosine_ema" else "v_max"}
+            for slot, tensor in kept.items():
+                [key] = [key for key in variables if key.endswith(f"{slots[slot]}/{path}:0")]
+                np.testing.assert_array_equal(tensor.read(), variables[key], strict=True)

@@ -58,7 +58,7 @@ def told(lines: str) -> str:
     """Returns the lines with what no file says, as the program knows it."""
     for unknown, value in (
         ('rules["b"] = optax.adamw(weight_decay=..., learning_rate=...', 'rules["b"] = optax.adamw(0.003'),
-        ("optimizer = ...  # the run's own optimizer: lion", "optimizer = optax.lion(0.01)"),
+        ("optimizer = ...  # the run's own optimizer: Lion", "optimizer = optax.lion(0.01)"),
         ("learning_rate=...", "learning_rate=0.01"),
         ("weight_decay=...", "weight_decay=0.1"),
         ("every_k_schedule=...", "every_k_schedule=2"),

@@ -136,7 +136,11 @@ def layouts_for(
         if isinstance(layout, OnlyReads) and container.name in layout.only_reads:
             why, remedy = layout.only_reads[container.name]
             raise UsageError(
-                why, place="--layout", expected=", ".join(card.containers), found=container.name, remedy=remedy
+                why,
+                place="--layout",
+                expected=", ".join(card.containers),
+                found=container.name,
+                remedy=remedy,
             )
         return [card]
     homes = [card for card in layouts if _is_home(card, container.name, schemas, source)]

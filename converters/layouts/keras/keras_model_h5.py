@@ -45,7 +45,6 @@ from statekit.converters.layouts.keras.slot_names import owners
 from statekit.converters.layouts.keras.state import (
     HOME,
     ITERATION,
-    SCHEMAS,
     VARIANT,
     Named,
     Numbered,
@@ -56,10 +55,11 @@ from statekit.converters.layouts.keras.state import (
     order_of,
     places,
     state_of,
+    unknown_class,
     variables_of,
 )
 from statekit.converters.layouts.keras.variables import Order, Place, Variable, in_order, is_group, without
-from statekit.errors import InexactError, StateError
+from statekit.errors import InexactError
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint
 from statekit.lines.printing import SavedRun, State
 from statekit.state.train_state import TrainState
@@ -154,13 +154,7 @@ def _named(tree: Mapping[str, Any], checkpoint: Checkpoint) -> Named:
     config = listed_config(tree)
     named = by_config(config, is_keras2(tree))
     if named is None:
-        record = (config or {}).get("compile_config", {}).get("optimizer", {})
-        raise StateError(
-            "The file doesn't say which optimizer of Keras it is about, or statekit does not know it.",
-            place=checkpoint.path,
-            expected=", ".join(SCHEMAS),
-            found=record.get("class_name") or "no optimizer_config",
-        )
+        raise unknown_class(config, "no optimizer_config", checkpoint.path)
     return named
 
 

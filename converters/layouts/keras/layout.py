@@ -53,6 +53,7 @@ from statekit.converters.layouts.keras.state import (
     order_of,
     rate_of,
     state_of,
+    unknown_class,
     usual_name,
     variables_of,
 )
@@ -95,8 +96,8 @@ class Keras:
     only_reads: Mapping[str, tuple[str, str]] = field(
         default_factory=lambda: {
             _ORBAX: (
-                "What Keras' OrbaxCheckpoint writes is read only: Keras loads it by the names of a model's variables and "
-                "passes over every name that doesn't fit, without an error.",
+                "What Keras' OrbaxCheckpoint writes is read only: Keras loads it by the names of a model's variables "
+                "and passes over every name that doesn't fit, without an error.",
                 "write .keras or .weights.h5, load that in Keras, and let the callback go on from there",
             )
         }
@@ -135,13 +136,7 @@ class Keras:
         if named is None and (signature := _native_signature(tree, config, hints.optimizer)) is not None:
             return _native_state(checkpoint, tree, signature, hints)
         if named is None:
-            raise StateError(
-                "The file doesn't say which optimizer of Keras it is about.",
-                place=checkpoint.path,
-                expected=", ".join(SCHEMAS),
-                found=attribute(tree, OPTIMIZER, "name") or "no name",
-                remedy="name the optimizer that ran (--optimizer Adam), or read the .keras file, which has its config",
-            )
+            raise unknown_class(config, attribute(tree, OPTIMIZER, "name"), checkpoint.path)
         manifest = manifest_state(checkpoint, named.schema)
         every = variables(tree, config)
         trained = [variable.tensor for variable in every if variable.trained]

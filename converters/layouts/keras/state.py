@@ -336,6 +336,35 @@ def class_and_config(record: Mapping[str, Any]) -> tuple[str, Mapping[str, Any] 
     return kind.removeprefix("Custom>"), settings
 
 
+def unknown_class(config: Any, name: Any, place: object) -> StateError:
+    """Returns the error of a file of Keras whose optimizer has no schema, by the name that its config has for it.
+
+    Args:
+        config: The model's config.
+        name: What the file calls the optimizer elsewhere.
+        place: The file.
+    """
+    compiled = config.get("compile_config") if isinstance(config, Mapping) else None
+    record = compiled.get("optimizer") if isinstance(compiled, Mapping) else None
+    kind = class_and_config(record)[0] if isinstance(record, Mapping) and record.get("class_name") else None
+    alone = "statekit convert FILE weights.safetensors --params-only takes the weights alone"
+    if kind is not None:
+        return StateError(
+            f"The optimizer is {kind}, and statekit does not read it from this form of file.",
+            place=place,
+            expected=", ".join(SCHEMAS),
+            found=kind,
+            remedy=alone,
+        )
+    return StateError(
+        "The file doesn't say which optimizer of Keras it is about.",
+        place=place,
+        expected=", ".join(SCHEMAS),
+        found=name or "no name",
+        remedy=f"name the optimizer that ran (--optimizer Adam), read the .keras file, which has its config; {alone}",
+    )
+
+
 LOSS_SCALES = ("LossScaleOptimizer", "LossScaleOptimizerV3")
 
 

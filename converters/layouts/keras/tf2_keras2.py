@@ -13,6 +13,7 @@ keras/optimizers/legacy/optimizer_v2.py, `_restore_slot_variable`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -55,6 +56,7 @@ from statekit.converters.layouts.keras.state import (
 from statekit.errors import InexactError, StateError
 from statekit.files.checkpoint import Checkpoint
 from statekit.lines.printing import SavedRun, State
+from statekit.state.evidence import fits_several
 from statekit.state.schema import load_schema
 from statekit.state.train_state import TrainState
 from statekit.tensors.object_graph import GRAPH, METRICS, Graph
@@ -64,6 +66,8 @@ _MOMENTS, _FACTORS = {"_momentums", "_velocities"}, {"_r", "_c", "_v"}
 _NEVER = {"_u_product", "_average_gradients"}
 """Lists of other optimizers that have momentums and velocities too: Nadam, RMSprop."""
 _LEGACY = {"iter", "beta_1", "beta_2"}
+_OTHERS = re.compile(r"(?i)(adamax|nadam)(_\d+)?")
+"""Names of legacy optimizers that have Adam's slots and betas too; Nadam has a cache besides."""
 _ARGUMENTS = ("learning_rate", "decay", "beta_1", "beta_2")
 
 
@@ -125,7 +129,11 @@ class Keras2Graph:
         home = graph_home(tree, objects, placed, owned, self.name)
         home["graph"]["arguments"] = dict(optimizer.arguments)
         parts = Parts(named, slots, params, {name: tree[key] for name, key in frozen.items()}, (), home)
-        return state_of(parts, HOME, manifest_state(checkpoint, named.schema), hints)
+        state = state_of(parts, HOME, manifest_state(checkpoint, named.schema), hints)
+        if not _is_renamed(objects):
+            return state
+        because = f"the slots m and v of a legacy optimizer that is named {objects.name}, and its class is in no file"
+        return state.with_facts(lambda facts: [*facts, fits_several(("adam", "adamax"), because)])
 
     def encode(self, state: TrainState) -> Encoded:
         """Returns the flat tree of keys: the objects that the state came from, with its values."""
@@ -205,14 +213,27 @@ def _legacy(graph: Graph, node: int) -> Keras2Optimizer | None:
     for slot in graph.nodes[node].slots:
         by_kind.setdefault(slot.name, {})[slot.variable] = slot.node
     first, second, maxima = by_kind["m"], by_kind["v"], by_kind["vhat"]
-    is_adam = graph.nodes[node].children.keys() >= _LEGACY and len(by_kind) == 3
-    if not is_adam or not first or first.keys() != second.keys():
+    children = graph.nodes[node].children
+    is_adam = children.keys() >= _LEGACY and "momentum_cache" not in children and len(by_kind) == 3
+    if not is_adam or not first or first.keys() != second.keys() or _OTHERS.fullmatch(_name(graph, node)):
         return None
     pairs = [slot for param in first for slot in (first[param], second[param])]
-    variables = _values(graph, [graph.nodes[node].children["iter"], *pairs, *maxima.values()])
+    variables = _values(graph, [children["iter"], *pairs, *maxima.values()])
     params = _values(graph, first)
     keys = _variable_keys(graph, node, {name: name for name in _ARGUMENTS})
-    return Keras2Optimizer(GraphOptimizer(graph, node, "Adam", variables, params), keys, "Adam")
+    return Keras2Optimizer(GraphOptimizer(graph, node, _name(graph, node), variables, params), keys, "Adam")
+
+
+def _name(graph: Graph, node: int) -> str:
+    """Returns what a legacy optimizer calls itself in the name of its count."""
+    count = graph.nodes[graph.nodes[node].children["iter"]].variable
+    return count.full_name.partition("/")[0] if count is not None else ""
+
+
+def _is_renamed(objects: GraphOptimizer) -> bool:
+    """Tells whether a legacy optimizer, which the graph gives slots, has another name than Keras gives Adam."""
+    is_legacy = bool(objects.graph.nodes[objects.node].slots)
+    return is_legacy and re.fullmatch(r"Adam(_\d+)?|", objects.name) is None
 
 
 def _values(graph: Graph, nodes: Iterable[int]) -> tuple[tuple[str, str], ...]:

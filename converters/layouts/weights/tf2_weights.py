@@ -34,8 +34,9 @@ from statekit.tensors.typed import Name, typed
 
 HOME = "tf_objects"
 """Key in `extra`: the objects, where each parameter lies, and what is no parameter."""
-_COUNTS, _MOVED = ({"_iterations"}, {"iter", "learning_rate"}), "_trainable_variables"
-"""What tells optimizers of Keras 3 and 2: where they count updates; and the list of what they move.
+_COUNTS = ({"_iterations"}, {"iter", "learning_rate"})
+_MOVED, _KEPT = "_trainable_variables", "_variables"
+"""What tells optimizers of Keras 3 and 2: where they count updates; the lists of what they move, and of what they keep.
 
 Source: keras-team/keras, keras/src/optimizers/base_optimizer.py; tensorflow/tensorflow v2.15,
 python/keras/optimizer_v2/optimizer_v2.py.
@@ -119,7 +120,7 @@ def _keys(checkpoint: Checkpoint) -> dict[str, str]:
     tree, graph = checkpoint.tree, Graph.from_record(checkpoint.meta.get(GRAPH))
     if checkpoint.container != "tf-bundle" or graph is None or not isinstance(tree, Mapping):
         return {}
-    if GRAPH not in tree or any(node.slots or _has_moved(graph, node) for node in graph.nodes):
+    if GRAPH not in tree or any(node.slots or _has_moved(graph, i) for i, node in enumerate(graph.nodes)):
         return {}
     idle = {child for node in graph.nodes if _is_optimizer(node) for child in node.children.values()}
     keys = _named(tree, graph, idle)
@@ -129,10 +130,12 @@ def _keys(checkpoint: Checkpoint) -> dict[str, str]:
 
 
 def _kind(graph: Graph, node: int) -> str:
-    """Returns what an optimizer calls itself in the name of its count, and what it keeps."""
+    """Returns what an optimizer calls itself in the name of its count or of a slot, and what it keeps."""
     counts = (graph.child(node, name) for name in ("_iterations", "iter"))
     names = [value.full_name for i in counts if i is not None and (value := graph.nodes[i].variable)]
+    slots = [value.full_name for i in _slots(graph, node) if (value := graph.nodes[i].variable)]
     above = names[0].rpartition("/")[0] if names else ""
+    above = above or (slots[0].partition("/")[0] if slots else "")
     kept = {*graph.nodes[node].children, *(slot.name for slot in graph.nodes[node].slots)}
     return f"the optimizer {above}" if above else f"an optimizer that keeps {', '.join(sorted(kept))}"
 
@@ -172,9 +175,17 @@ def _is_optimizer(node: Node) -> bool:
     return any(names <= node.children.keys() for names in _COUNTS)
 
 
-def _has_moved(graph: Graph, node: Node) -> bool:
-    """Tells whether an object is an optimizer that knows of parameters."""
-    return _is_optimizer(node) and bool(graph.items(node.children.get(_MOVED)))
+def _has_moved(graph: Graph, node: int) -> bool:
+    """Tells whether an object is an optimizer that knows of parameters, or keeps more than its count and its rate."""
+    moved = graph.items(graph.nodes[node].children.get(_MOVED))
+    return _is_optimizer(graph.nodes[node]) and bool(moved or _slots(graph, node))
+
+
+def _slots(graph: Graph, node: int) -> list[int]:
+    """Returns what an optimizer lists beside its count and its rate; Keras 2 lists slots, and not what they are of."""
+    children = graph.nodes[node].children
+    alone = {children.get(name) for name in ("_iterations", "_learning_rate")}
+    return [item for item in graph.items(children.get(_KEPT)) if item not in alone]
 
 
 def _step(checkpoint: Checkpoint) -> int | None:
