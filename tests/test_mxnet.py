@@ -629,8 +629,8 @@ def test_a_count_that_states_alone_lack_is_unknown_in_every_verdict(
     for given in (raw, [neutral]):
         asked = shown("convert", given[0], str(tmp_path / "x.pt"), *given[1:], code=3)
         assert "--hparams count=..." in asked and not (tmp_path / "x.pt").exists()
-    told = shown("convert", neutral, str(tmp_path / "x.pt"), "--hparams", "count=3")
-    assert "unknown: count" not in told
+    counted = shown("convert", neutral, str(tmp_path / "x.pt"), "--hparams", "count=3")
+    assert "unknown: count" not in counted
     with open_state(tmp_path / "x.pt") as opened:
         assert opened.counts.updates == 3
     assert '{"begin_num_update": 3}' in shown("resume", *raw, "--hparams", "count=3")

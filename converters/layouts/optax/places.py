@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from statekit.converters.layouts.optax.kinds import WRAPPERS
+from statekit.converters.layouts.optax.kinds import IDLE, NEIGHBOURS, STRANGERS, WRAPPERS
 from statekit.converters.layouts.optax.links import (
     CORE_LINKS,
     LABELLED,
@@ -162,11 +162,22 @@ def covering(
     inside = [link.path for link in among or core_links]
     places: list[Path] = []
     level: list[tuple[Path, Any]] = [((), tree)] if slots else []
+    fields: set[Path] = set()
     while level:
-        places += [path for path, node in level if all(is_tensor(at(node, slot)) for slot in slots)]
+        covers = [path for path, node in level if all(is_tensor(at(node, slot)) for slot in slots)]
+        places += [path for path in covers if path not in fields]
         below = [((*path, name), child) for path, node in level for name, child in children(node)]
+        fields = {(*path, name) for path, node in level if _is_state(node) for name, _ in children(node)}
         level = [(path, node) for path, node in below if children(node) and not _is_in(path, inside)]
     return places
+
+
+_STATES = frozenset({*WRAPPERS, *NEIGHBOURS, *STRANGERS, *IDLE})
+
+
+def _is_state(node: Any) -> bool:
+    """Tells whether a node is what a link or a wrapper keeps: its fields may be shaped like the parameters."""
+    return isinstance(node, Mapping) and frozenset(map(str, node)) in _STATES
 
 
 def _slots(core_links: Iterable[Link]) -> list[Path]:

@@ -69,7 +69,7 @@ ALIASES: Final[dict[str, Alias]] = {
 }
 _SHORT = ("adam", "adamax", "radam", "nadam", "yogi", "adabelief", "adopt")
 _LONG = ("adamw", "nadamw", "adamaxw", "acprop", "lamb", "rmsprop")
-_BY_LENGTH = {1: _SHORT, 2: _LONG, 3: ("lamb",)}
+_BY_LENGTH = {1: _SHORT, 2: _LONG, 3: ("lamb", "scale_by_adam")}
 """By how many links stand behind Adam, the last of them the rate, the optimizers of Optax that have so many."""
 _BY_FIELDS = {"adafactor": "its state has v_row and v_col", "muon": "its state has ns_coeffs"}
 """The kinds of links that are of one optimizer, and why."""
