@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -620,3 +621,35 @@ def test_a_link_that_averages_updates_is_no_average_of_the_run() -> None:
         assert run_of(read(tree).extra).parts == ()
         [part] = run_of(read({**tree, "ema": tree["params"]}, meta={MODEL_KEY: "params"}).extra).parts
         assert part.what == "averages"
+
+
+@pytest.mark.parametrize("wrapped", ["zero_nans", "schedule_free", "MultiSteps"])
+def test_of_a_pickled_pair_no_field_of_the_optimizers_state_is_taken_for_the_parameters(
+    wrapped: str, tmp_path: Path
+) -> None:
+    """Seen red: `0` and `1/0/found_nan`, or `1/z`, might both have been the parameters."""
+    import jax
+    import optax
+
+    tx = {
+        "zero_nans": lambda: optax.chain(optax.zero_nans(), optax.adamw(0.01)),
+        "schedule_free": lambda: optax.contrib.schedule_free_adamw(0.01),
+        "MultiSteps": lambda: optax.MultiSteps(optax.adamw(0.01), 4).gradient_transformation(),
+    }[wrapped]()
+    pair = jax.tree.map(np.asarray, run_of(tx))
+    (tmp_path / "run.pkl").write_bytes(pickle.dumps(pair))
+    expected = flat(pair[0])
+    with open_state(tmp_path / "run.pkl") as opened:
+        assert opened.params.keys() == expected.keys()
+        assert all(np.array_equal(opened.params[path].read(), value) for path, value in expected.items())
+
+
+def test_four_links_with_adam_first_are_lambs_or_those_of_another_chain() -> None:
+    """Seen red: the headline of such a chain didn't say that it was taken for LAMB."""
+    import optax
+
+    links = (optax.scale_by_adam(), optax.clip_by_block_rms(1.0), optax.add_decayed_weights(0.1))
+    state = read(tree_of(*run_of(optax.chain(*links, optax.scale_by_learning_rate(0.01)))))
+    [fact] = facts(state, OPTIMIZER)
+    assert (fact.value, fact.source, fact.others) == ("lamb", "inferred", ("scale_by_adam",))
+    assert fact.is_weak

@@ -290,7 +290,7 @@ def _prepared(request: Request) -> Plan:
         if request.changes is not None and request.changes.state_only:
             encoded, changes, reads = _without_model(encoded, (layout.name, container.name), state, changes)
         options = _options(request, maps, opened.state, passed_over)
-        target = Side(container.name, layout.name, encoded.step if state.counts.says_updates else None)
+        target = Side(container.name, layout.name, _step_of(encoded, state))
         keeps = container.target_kind == "folder" or isinstance(container, KeepsManifest)
         plan = build_plan(
             opened.checkpoint,
@@ -319,6 +319,10 @@ def _prepared(request: Request) -> Plan:
     )
     finalize(plan, _close, id(plan))
     return plan
+
+
+def _step_of(encoded: Encoded, state: TrainState) -> int | None:
+    return encoded.step if state.counts.says_updates else None
 
 
 def _check_asked_dtypes(state: TrainState, request: Request) -> None:

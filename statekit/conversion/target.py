@@ -132,16 +132,7 @@ def layouts_for(
                 expected=f"a layout of {kinds_in_words}: {_names(layouts, len(schemas) > 1)}",
                 found=f"{name}{f' in {container.name}' if alone else ''}, which holds {', '.join(card.variants)}",
             )
-        layout = registry.layout(name)
-        if isinstance(layout, OnlyReads) and container.name in layout.only_reads:
-            why, remedy = layout.only_reads[container.name]
-            raise UsageError(
-                why,
-                place="--layout",
-                expected=", ".join(card.containers),
-                found=container.name,
-                remedy=remedy,
-            )
+        _check_written(card, container.name)
         return [card]
     homes = [card for card in layouts if _is_home(card, container.name, schemas, source)]
     if not homes and WEIGHTS in schemas:
@@ -160,6 +151,15 @@ def layouts_for(
             remedy="name one with --layout, or choose another container with --to",
         )
     return sorted(homes, key=lambda card: (card.name != source, card.containers.index(container.name)))
+
+
+def _check_written(card: LayoutCard, container: str) -> None:
+    """Refuses a layout that only reads what lies in a container."""
+    layout = registry.layout(card.name)
+    if isinstance(layout, OnlyReads) and container in layout.only_reads:
+        why, remedy = layout.only_reads[container]
+        places = ", ".join(card.containers)
+        raise UsageError(why, place="--layout", expected=places, found=container, remedy=remedy)
 
 
 def _is_home(card: LayoutCard, container: str, schemas: Collection[str], source: str) -> bool:

@@ -79,10 +79,10 @@ def optax_lines(state: State, saved: SavedRun) -> list[str]:
             return f"{UNKNOWN}  # {fitting}: the file fits each, and --optimizer names the run's"
         if fact is not None and fact["value"] not in (*_PROGRAMS, OF_MUON):
             return _call(_code(fact["value"]), [*_arguments_of(fact["value"], arguments)], code)
-        name = CLASSES.get((alone["schema"], alone["variant"]), UNKNOWN)
+        name = CLASSES.get((alone["schema"], alone["variant"]), own_call(alone))
         if name == "optax.adamw" and _NO_DECAY in arguments and _is_short(saved):
             name, arguments = "optax.adam", [argument for argument in arguments if argument != _NO_DECAY]
-        return own_call(alone) if name == UNKNOWN else _call(name, arguments, code)
+        return _call(name, arguments, code)
 
     others = [] if has_several(state) else native_arguments(state, _NOT_ARGUMENTS)[1]
     others = [argument for argument in others if not argument.startswith(_CLIP)]
@@ -189,6 +189,8 @@ def own_lines(state: State, saved: SavedRun) -> list[str]:
 
 
 def _call(name: str, arguments: Sequence[str], code: Mapping[str, str]) -> str:
+    if name.startswith(UNKNOWN):
+        return name
     kept = [argument for argument in arguments if argument.partition("=")[0] not in code]
     return f"{name}({', '.join([*kept, *(f'{name}={value}' for name, value in code.items())])})"
 

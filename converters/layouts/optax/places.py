@@ -162,21 +162,23 @@ def covering(
     inside = [link.path for link in among or core_links]
     places: list[Path] = []
     level: list[tuple[Path, Any]] = [((), tree)] if slots else []
-    fields: set[Path] = set()
     while level:
-        covers = [path for path, node in level if all(is_tensor(at(node, slot)) for slot in slots)]
-        places += [path for path in covers if path not in fields]
+        places += [path for path, node in level if all(is_tensor(at(node, slot)) for slot in slots)]
         below = [((*path, name), child) for path, node in level for name, child in children(node)]
-        fields = {(*path, name) for path, node in level if _is_state(node) for name, _ in children(node)}
         level = [(path, node) for path, node in below if children(node) and not _is_in(path, inside)]
-    return places
+    return _without_fields(tree, places)
+
+
+def _without_fields(tree: Tree, places: Sequence[Path]) -> list[Path]:
+    """Returns places without the fields of what a link or a wrapper keeps, which may be shaped like the parameters."""
+    return [path for path in places if not path or not _is_state(under(tree, path[:-1]))]
 
 
 _STATES = frozenset({*WRAPPERS, *NEIGHBOURS, *STRANGERS, *IDLE})
 
 
 def _is_state(node: Any) -> bool:
-    """Tells whether a node is what a link or a wrapper keeps: its fields may be shaped like the parameters."""
+    """Tells whether a node is what a link or a wrapper keeps."""
     return isinstance(node, Mapping) and frozenset(map(str, node)) in _STATES
 
 
