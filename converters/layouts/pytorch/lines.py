@@ -114,8 +114,9 @@ def torch_file_lines(state: State, saved: SavedRun, form: str | None) -> list[st
         *(['manifest = json.loads(checkpoint["statekit"])'] if saved.is_converted else []),
         *_group_lines(state, saved),
         *_optimizer_lines(state, saved),
+        *(_apart_lines(state) if form == "flat" else []),
         *load[form],
-        *([] if form is None else _empty_group_lines(state)),
+        *(_back_lines(state) if form == "flat" else _empty_group_lines(state) if form else []),
         *_late_schedule(rates, f"checkpoint{subscripts(rates.torch_place)}"),
     ]
 
@@ -206,7 +207,7 @@ def distributed_lines(state: State, saved: SavedRun, form: str | None) -> list[s
         *_manifest_in_folder(saved),
         *_group_lines(state, saved),
         *_optimizer_lines(state, saved),
-        *([_FLAT] if flat else []),
+        *([_FLAT, *_apart_lines(state)] if flat else []),
         f'parts = dict(zip(("model", "optimizer"), get_state_dict(model, optimizer{options})))',
         *([f"{schedule} = scheduler.state_dict()"] if rates.torch_call() else []),
         *(
@@ -216,7 +217,7 @@ def distributed_lines(state: State, saved: SavedRun, form: str | None) -> list[s
         ),
         f"dcp.load({loaded}, checkpoint_id={quoted(saved.path)})",
         *(put if flat else [f"set_state_dict(model, optimizer, {weights}, {slots})"]),
-        *_empty_group_lines(state),
+        *(_back_lines(state) if flat else _empty_group_lines(state)),
         *_late_schedule(rates, schedule),
     ]
 
@@ -238,6 +239,7 @@ def distributed_safetensors_lines(state: State, saved: SavedRun) -> list[str]:
         *_group_lines(state, saved),
         *_optimizer_lines(state, saved),
         _FLAT,
+        *_apart_lines(state),
         "weights, slots = get_state_dict(model, optimizer, options=options)",
         'tensors = {f"optim.{name}": value for name, value in slots.items() if torch.is_tensor(value)}',
         'counts = {f"optim.{name}": torch.tensor(value) for name, value in slots.items() '
@@ -247,7 +249,7 @@ def distributed_safetensors_lines(state: State, saved: SavedRun) -> list[str]:
         'slots.update({name.removeprefix("optim."): value.item() for name, value in counts.items()})',
         f"slots.update(json.loads(pathlib.Path({options}).read_text()))",
         "set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=slots, options=options)",
-        *_empty_group_lines(state),
+        *_back_lines(state),
         *_late_schedule(rates, schedule),
     ]
 
@@ -495,6 +497,30 @@ def _empty_group_lines(state: State) -> list[str]:
         "for group in optimizer.param_groups:",
         "    for name, value in optimizer.defaults.items():",
         "        group.setdefault(name, value)  # set_state_dict drops those of a group without parameters",
+    ]
+
+
+def _apart_lines(state: State) -> list[str]:
+    """Returns the lines that take groups without parameters aside while a flat state is loaded.
+
+    Source: pytorch/pytorch torch/distributed/checkpoint/state_dict.py, `_unflatten_optim_state_dict`, which asks each
+    group for its first parameter.
+    """
+    if all(group["paths"] for group in state["groups"]):
+        return []
+    return [
+        "all_groups = optimizer.param_groups",
+        'optimizer.param_groups = [group for group in all_groups if group["params"]]  # a flat state has no others',
+    ]
+
+
+def _back_lines(state: State) -> list[str]:
+    """Returns the lines that put groups without parameters in their places again."""
+    if not _apart_lines(state):
+        return []
+    return [
+        "loaded = iter(optimizer.param_groups)",
+        'optimizer.param_groups = [next(loaded) if group["params"] else group for group in all_groups]',
     ]
 
 
