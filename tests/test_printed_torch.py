@@ -16,6 +16,7 @@ from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
 from statekit.conversion.resume import of_checkpoint, of_plan, resume_lines
 from statekit.conversion.seal import seal
+from statekit.errors import UnknownRuleError
 from statekit.tensors.tree import to_json
 
 pytestmark = pytest.mark.torch
@@ -35,6 +36,10 @@ class Tower(torch.nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         result: torch.Tensor = self.last(self.norm(self.first(x)))
         return result
+
+
+NOISE = ("first.bias", "norm.running_mean")
+"""Batch normalisation takes the bias away again: its gradients are rounding, of which Adam makes steps."""
 
 
 def named(net: torch.nn.Module, *names: str) -> list[torch.nn.Parameter]:
@@ -155,7 +160,12 @@ def test_the_printed_block_goes_on_and_saves(
         scope["accelerator"] = pytest.importorskip("accelerate").Accelerator(cpu=True)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        exec(compile("\n".join(lines), "to go on", "exec"), scope)
+        code = compile("\n".join(lines), "to go on", "exec")
+        if "statekit" in home and rule == "Adam":
+            with pytest.raises(UnknownRuleError, match="weight decay in the gradient"):
+                exec(code, scope)
+            return
+        exec(code, scope)
     ours = scope["optimizer"]
     updated(net, optimizer, UPDATES)
     updated(fresh, ours, UPDATES)
@@ -165,10 +175,13 @@ def test_the_printed_block_goes_on_and_saves(
     again.load_state_dict(copy.deepcopy(fresh.state_dict()))
     saved = copy.deepcopy(getattr(ours, "optimizer", ours).state_dict())
     places = {param: name for name, param in fresh.named_parameters()}
-    groups = [
-        {"params": named(again, *(places[param] for param in group["params"]))} for group in ours.param_groups
+    names = [[places[param] for param in group["params"]] for group in ours.param_groups]
+    groups: list[dict[str, Any]] = [
+        {"params": [*zip(own, named(again, *own), strict=True)] if "statekit" in home else named(again, *own)}
+        for own in names
     ]
-    next_one = type(getattr(ours, "optimizer", ours))(groups, lr=0.5)
+    inner = getattr(ours, "optimizer", ours)
+    next_one = type(inner)(groups, lr=0.5, **({} if exact else {"variant": inner.param_groups[0]["variant"]}))
     next_one.load_state_dict(saved)
     updated(net, optimizer, 2 * UPDATES)
     updated(again, next_one, 2 * UPDATES)
@@ -177,4 +190,6 @@ def test_the_printed_block_goes_on_and_saves(
 
 def same_values(mine: torch.nn.Module, theirs: torch.nn.Module, exact: bool) -> None:
     for (name, value), other in zip(mine.state_dict().items(), theirs.state_dict().values(), strict=True):
+        if name in NOISE and not exact:
+            continue
         assert torch.allclose(value, other, rtol=0 if exact else 1e-5, atol=0 if exact else 1e-6), name

@@ -22,6 +22,7 @@ from statekit.maps.links import StateMap
 from statekit.maps.model_map import maps_of
 from statekit.maps.modules import TargetModel
 from statekit.state.options import RATE_NAMES
+from statekit.state.run import BUFFERS
 from statekit.state.schema import load_schema
 from statekit.state.stored_params import as_variable
 from statekit.state.train_state import Axis, Rule, TrainState
@@ -223,7 +224,7 @@ def _fitted(
     state: TrainState, makers: Sequence[str], model: torch.nn.Module, place: object
 ) -> list[tuple[torch.Tensor, Tensor]]:
     """Returns each tensor of a model with what is copied into it."""
-    buffers: Mapping[str, Tensor] = state.extra.get("buffers", {})
+    buffers: Mapping[str, Tensor] = state.extra.get(BUFFERS, {})
     stored = [*state.params.items(), *buffers.items()]
     sources = {path_of(name): (name, tensor) for name, tensor in stored}
     tensors = _tensors_of(model)
@@ -384,7 +385,10 @@ def _grouped(
     pairs = pairs_of(named_parameters)
     given = {path_of(name): param for name, param in pairs}
     mine = {path_of(n): Given(n, tuple(p.shape), p.requires_grad) for n, p in pairs}
-    stored = {path_of(path): tensor.shape for path, tensor in state.params.items()}
+    # What the run's optimizer didn't move stands beside its parameters, and stays as it is.
+    beside: Mapping[str, Any] = state.extra.get(BUFFERS) or {}
+    held = {**{name: leaf for name, leaf in beside.items() if isinstance(leaf, Tensor)}, **state.params}
+    stored = {path_of(path): tensor.shape for path, tensor in held.items()}
     moved = [path_of(path) for path in state.optimizer.paths]
     faults = [
         ("stands twice among the parameters", n)
