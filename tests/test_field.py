@@ -694,3 +694,55 @@ def test_a_file_of_names_tells_the_order_of_a_run_with_a_frozen_encoder(tmp_path
     (run / "parameter_names.json").unlink()
     with pytest.raises(NamesError, match=r"in the optimizer, .* in the model"):
         statekit.open(run)
+
+
+# SpeechBrain
+
+
+SPEECHBRAIN = HERE / "cases" / "speechbrain"
+"""Checkpoints of SpeechBrain 1.1.2's Checkpointer: two modules under one AdamW, and each under its own."""
+
+
+def test_each_object_of_speechbrain_lies_in_a_file_and_all_are_one_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: a folder with two models was no checkpoint, and lr_annealing.ckpt was lost in silence."""
+    folder = SPEECHBRAIN / "two_models"
+    state = torch.load(folder / "optimizer.ckpt", weights_only=True)["state"]
+    # The run's modules are enc and dec, and their files lie the other way round: shapes tell.
+    names = ["enc/0/weight", "enc/0/bias", "dec/weight", "dec/bias"]
+    assert_moments(folder, {name: state[i]["exp_avg"].numpy() for i, name in enumerate(names)})
+    with statekit.open(folder) as opened:
+        assert "lr_annealing" in opened.state.extra["torch"]
+    assert "nothing found" in told(["doctor", folder], 0, capsys)
+    assert "BITWISE" in told(["convert", folder, tmp_path / "run.pt"], 0, capsys)
+    assert "checkpointer.recover_if_possible" in told(["resume", folder], 0, capsys)
+
+
+def test_of_modules_with_equal_shapes_the_order_of_files_tells_nothing(tmp_path: Path) -> None:
+    parts = {name: torch.nn.Linear(3, 3) for name in ("query", "key")}
+    optimizer = trained(
+        torch.nn.ModuleDict(parts), torch.optim.AdamW(torch.nn.ModuleDict(parts).parameters())
+    )
+    objects: dict[str, Any] = {**parts, "optimizer": optimizer}
+    for name, part in objects.items():
+        torch.save(part.state_dict(), tmp_path / f"{name}.ckpt")
+    (tmp_path / "CKPT.yaml").write_text("end-of-epoch: true\n")
+    with pytest.raises(NamesError):
+        statekit.open(tmp_path)
+    order = [f"{name}.{kind}" for name in parts for kind in ("weight", "bias")]
+    moments = [
+        optimizer.state[param]["exp_avg"].numpy() for part in parts.values() for param in part.parameters()
+    ]
+    expected = {name.replace(".", "/"): moment for name, moment in zip(order, moments, strict=True)}
+    assert_moments(tmp_path, expected, param_names=order)
+
+
+def test_several_optimizers_of_speechbrain_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = SPEECHBRAIN / "two_optimizers"
+    asked = told(["convert", folder, tmp_path / "x.pt"], 3, capsys)
+    assert "optimizers at modelopt, wav2vec_opt" in asked and "--model-key model --optimizer-key" in asked
+    told_of = ["--model-key", "wav2vec2", "--optimizer-key", "wav2vec_opt"]
+    assert "BITWISE" in told(["convert", folder, tmp_path / "x.pt", *told_of], 0, capsys)

@@ -177,8 +177,12 @@ def test_the_printed_block_goes_on_and_saves(
     places = {param: name for name, param in fresh.named_parameters()}
     names = [[places[param] for param in group["params"]] for group in ours.param_groups]
     groups: list[dict[str, Any]] = [
-        {"params": [*zip(own, named(again, *own), strict=True)] if "statekit" in home else named(again, *own)}
-        for own in names
+        {
+            "params": [*zip(paths, named(again, *paths), strict=True)]
+            if "statekit" in home
+            else named(again, *paths)
+        }
+        for paths in names
     ]
     inner = getattr(ours, "optimizer", ours)
     next_one = type(inner)(groups, lr=0.5, **({} if exact else {"variant": inner.param_groups[0]["variant"]}))

@@ -29,6 +29,7 @@ from statekit.converters.containers.step_folders import files_beside
 from statekit.converters.containers.torch_halves import (
     BESIDE,
     SB3,
+    SPEECHBRAIN,
     Halves,
     Ranks,
     find_halves,
@@ -41,7 +42,7 @@ from statekit.converters.containers.torch_halves import (
 from statekit.converters.formats.pytorch.reader import generation, named, read_object
 from statekit.converters.formats.pytorch.writer import MANIFEST_KEY, write_torch
 from statekit.errors import FormatError, NotFoundError, StatekitError, UsageError
-from statekit.files.checkpoint import CLASSES, FILES_BESIDE, HALVES, OPTIMIZER_NAME, STEPS, Checkpoint
+from statekit.files.checkpoint import CLASSES, FILES_BESIDE, HALVES, OPTIMIZER_NAME, SORTED, STEPS, Checkpoint
 from statekit.files.integrity import proof_inside
 from statekit.files.source import Files, Source, opening, read_small
 from statekit.files.stage import Stage
@@ -194,18 +195,58 @@ def _open_halves(folder: Place, halves: Halves, files: Files) -> Checkpoint:
     Raises:
         FormatError: As `TorchFile.open`.
     """
-    beside = {name.partition(".")[0]: name for name in BESIDE if (folder / name).is_file()}
-    names = {**halves.parts, **({} if halves.steps else beside)}
+    names = _names_of(folder, halves)
     opened = {part: open_torch(folder / name, files) for part, name in names.items()}
-    meta: dict[str, Any] = {HALVES: names, **({STEPS: [*halves.steps]} if halves.steps else {})}
-    if (folder / _CONFIG).is_file():
-        match = _NAME.search(read_small(folder / _CONFIG, files).decode("utf-8", "replace"))
-        meta |= {OPTIMIZER_NAME: match[1]} if match else {}
+    steps = {STEPS: [*halves.steps]} if halves.steps else {}
+    meta: dict[str, Any] = {HALVES: names, **steps, **_configured(folder, files)}
     if classes := [part.meta[CLASSES] for part in opened.values() if CLASSES in part.meta]:
         meta[CLASSES] = ", ".join(dict.fromkeys(classes))
     findings = tuple(finding for side in opened.values() for finding in side.findings)
-    tree = named({part: half.tree for part, half in opened.items()})
-    return Checkpoint(CONTAINER.name, folder, tree, meta, halves.step, findings)
+    tree = {part: half.tree for part, half in opened.items()}
+    if halves.is_of_objects:
+        meta[FILES_BESIDE] = files_beside(folder, {*names.values()}, files)
+        tree, odd = _as_one_model(tree)
+        meta |= odd
+    return Checkpoint(CONTAINER.name, folder, named(tree), meta, halves.step, findings)
+
+
+def _names_of(folder: Place, halves: Halves) -> Mapping[str, str]:
+    """Returns the torch files that make up a checkpoint, by their parts."""
+    if halves.is_of_objects:
+        return {
+            part: name for part, name in halves.parts.items() if CONTAINER.detect(folder / name) is not None
+        }
+    beside = {name.partition(".")[0]: name for name in BESIDE if (folder / name).is_file()}
+    return {**halves.parts, **({} if halves.steps else beside)}
+
+
+def _configured(folder: Place, files: Files) -> dict[str, str]:
+    """Returns what OLMo's configuration calls the optimizer."""
+    if not (folder / _CONFIG).is_file():
+        return {}
+    match = _NAME.search(read_small(folder / _CONFIG, files).decode("utf-8", "replace"))
+    return {OPTIMIZER_NAME: match[1]} if match else {}
+
+
+def _as_one_model(objects: dict[str, Tree]) -> tuple[dict[str, Tree], dict[str, Any]]:
+    """Returns the objects of a run with the modules that one optimizer moves as one model, and what is odd then."""
+    models = [name for name, tree in objects.items() if _is_state_dict(tree)]
+    if len(models) < 2 or sum(map(_is_of_optimizer, objects.values())) != 1:
+        return objects, {}
+    weights = {f"{model}.{name}": leaf for model in models for name, leaf in objects[model].items()}
+    rest = {name: tree for name, tree in objects.items() if name not in models}
+    # The files lie by their names, and the run has its modules in an order of its own.
+    return {"model": weights, **rest}, {SORTED: True, HALVES: {}, CLASSES: SPEECHBRAIN}
+
+
+def _is_state_dict(tree: Tree) -> bool:
+    return (
+        isinstance(tree, Mapping) and bool(tree) and all(isinstance(leaf, Tensor) for leaf in tree.values())
+    )
+
+
+def _is_of_optimizer(tree: Tree) -> bool:
+    return isinstance(tree, Mapping) and tree.keys() >= {"state", "param_groups"}
 
 
 _SHARED = "DeviceMesh"

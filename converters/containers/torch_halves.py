@@ -1,7 +1,7 @@
 """Files of torch.save that are one checkpoint: a model's and its optimizer's in a folder, or the members of an archive.
 
     model.pt, optim.pt, train.pt, config.yaml      OLMo's unsharded folder
-    model.ckpt, optimizer.ckpt                     SpeechBrain's
+    model.ckpt, optimizer.ckpt, CKPT.yaml          SpeechBrain's: a file for each object, several models among them
     params.pt, optimizer.pt, criterion.pt          skorch's
     model_world_size_2_rank_0.pt, optim_world_size_2_rank_0.pt, ..._rank_1.pt    verl's, a file of each for each rank
     checkpoint_rank_0.pt, checkpoint_rank_1.pt     what a program saves on each rank
@@ -53,7 +53,10 @@ _BARE = ("model", "optimizer")
 _TRAINING = "training_state"
 """What AllenNLP calls an optimizer with all that it keeps beside it."""
 _OF_ALLENNLP = re.compile(r"(model_state|training_state)_(?:epoch_|e)(\d{1,9})(?:_b(\d{1,9}))?\.th")
-SB3 = "stable_baselines3"
+_OF_SPEECHBRAIN, _OBJECT = "CKPT.yaml", ".ckpt"
+_AN_OPTIMIZER = re.compile(r"opt(im(izer)?)?$|^optim")
+"""In the names under which SpeechBrain's recipes save optimizers: optimizer, modelopt, wav2vec_opt."""
+SB3, SPEECHBRAIN = "stable_baselines3", "speechbrain"
 _POLICY, _SUFFIX, _OF_NETWORK, _TARGET = "policy", ".pth", ".optimizer", "_target"
 _TARGETS, _REST = "targets", "policy_rest"
 """Keys of target networks, and of what of a policy no optimizer moves."""
@@ -146,11 +149,13 @@ class Halves:
         parts: Name of the file of `model`, of `optimizer`, and of averages.
         step: The number in their names; None where they have none.
         steps: All steps that lie in the folder.
+        is_of_objects: Whether `parts` are all objects of a run by their names; some are no torch files.
     """
 
     parts: Mapping[str, str]
     step: int | None = None
     steps: tuple[int, ...] = ()
+    is_of_objects: bool = False
 
 
 def find_halves(folder: Place, step: int | None = None) -> Halves | None:
@@ -165,6 +170,8 @@ def find_halves(folder: Place, step: int | None = None) -> Halves | None:
         raise NotFoundError(
             "There is no such step.", place=folder, expected=step, found=", ".join(map(str, steps)) or "none"
         )
+    if step is None and (folder / _OF_SPEECHBRAIN).is_file() and (objects := _objects_of(folder)):
+        return Halves(objects, is_of_objects=True)
     # Files without a number are those of the run as it ended.
     newest = () if () in whole else max(whole, default=None)
     key = newest if step is None else (step,)
@@ -172,6 +179,15 @@ def find_halves(folder: Place, step: int | None = None) -> Halves | None:
         return None
     number = key[0] if len(key) == 1 else None
     return Halves({**whole[key], **_averages(folder, number)}, number, steps)
+
+
+def _objects_of(folder: Place) -> dict[str, str]:
+    """Returns the files of a run's objects by their names; none where no optimizer is among them."""
+    names = sorted(
+        entry.name for entry in listing(folder) if entry.name.endswith(_OBJECT) and entry.is_file()
+    )
+    objects = {name.removesuffix(_OBJECT): name for name in names}
+    return objects if any(_AN_OPTIMIZER.search(name) for name in objects) else {}
 
 
 def _whole(folder: Place) -> dict[tuple[int, ...], dict[str, str]]:

@@ -48,7 +48,7 @@ LOST = ": "
 _WORDS: Mapping[str, Half] = {
     **dict.fromkeys(("optimizer", "optimizers", "optimiser", "optim", "optims", "optstate"), "optimizer"),
     **dict.fromkeys(("ema", "emas", "swa", "averaged", "average", "averages", "polyak"), "average"),
-    **dict.fromkeys(("scheduler", "schedulers", "sched", "lrscheduler"), "schedule"),
+    **dict.fromkeys(("scheduler", "schedulers", "sched", "lrscheduler", "annealing"), "schedule"),
     **dict.fromkeys(("scaler", "scalers", "gradscaler"), "scaler"),
 }
 """Word of a name -> what it stands for."""

@@ -387,8 +387,8 @@ def _grouped(
     mine = {path_of(n): Given(n, tuple(p.shape), p.requires_grad) for n, p in pairs}
     # What the run's optimizer didn't move stands beside its parameters, and stays as it is.
     beside: Mapping[str, Any] = state.extra.get(BUFFERS) or {}
-    held = {**{name: leaf for name, leaf in beside.items() if isinstance(leaf, Tensor)}, **state.params}
-    stored = {path_of(path): tensor.shape for path, tensor in held.items()}
+    weights = {**{name: leaf for name, leaf in beside.items() if isinstance(leaf, Tensor)}, **state.params}
+    stored = {path_of(path): tensor.shape for path, tensor in weights.items()}
     moved = [path_of(path) for path in state.optimizer.paths]
     faults = [
         ("stands twice among the parameters", n)

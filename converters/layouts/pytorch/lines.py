@@ -57,11 +57,16 @@ _BY_LIBRARY = {
         "model = Algorithm.load({path}, env=env)",
         "model.learn(total_timesteps=..., reset_num_timesteps=False)",
     ],
+    "speechbrain": [
+        "# checkpointer: that of the run's Brain, which has each object under the name of its file",
+        "checkpointer.recover_if_possible(ckpt_predicate=lambda checkpoint: str(checkpoint.path) == {path})",
+    ],
 }
 """What goes on from a library's whole file, by what the classes in it are called.
 
 Source: open-mmlab/mmengine mmengine/runner/runner.py, `Runner.resume`; DLR-RM/stable-baselines3
-stable_baselines3/common/base_class.py, `BaseAlgorithm.load`.
+stable_baselines3/common/base_class.py, `BaseAlgorithm.load`; speechbrain/speechbrain, utils/checkpoints.py,
+`Checkpointer.recover_if_possible`.
 """
 _CLIP = "global_norm_clip_threshold"
 _ENGINE_CLIPS = "# without gradient_clipping in config DeepSpeed clips at a norm of 1.0; 0.0 is none"
