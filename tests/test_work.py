@@ -26,6 +26,7 @@ from statekit.errors import (
     TargetExistsError,
     UsageError,
 )
+from statekit.files.manifest import FILE
 from statekit.scale import folder, running
 from statekit.scale.engine import Outcome, Pool, Processes, carry_out, shard
 from statekit.scale.work import Work, split
@@ -236,6 +237,21 @@ def test_a_forged_record_of_another_shape_is_refused(work: Work) -> None:
     work.part_place(0).write_text(json.dumps(_sealed(document)))
     with pytest.raises(UsageError, match="has other tensors than the task"):
         work.finish()
+
+
+@pytest.mark.parametrize("name", [FILE, "sitecustomize.py"])
+def test_a_forged_record_of_a_file_that_no_task_writes_is_refused(name: str, work: Work) -> None:
+    _all_but_finish(work)
+    part = work.part(0)
+    assert part is not None
+    file = work.files_of(part) / name
+    file.write_text("{}")
+    document = json.loads(work.part_place(0).read_text())
+    document["files"][name] = {"bytes": 2, "blake3": "0" * 64, "changed": file.stat().st_mtime_ns}
+    work.part_place(0).write_text(json.dumps(_sealed(document)))
+    with pytest.raises(UsageError, match=f"doesn't write: {name}"):
+        work.finish()
+    assert not work.target.exists()
 
 
 @pytest.mark.parametrize("record", [None, [], "x", [[0, 1]] * 99, [[0, [1]]], [[-1, 2]], {"0": 1}])

@@ -202,7 +202,7 @@ def _arrays_section(
             name: open_array(store, folders[name], _header(tensor), name) for name, tensor in arrays.items()
         }
 
-    return Section(section, arrays, write, read)
+    return Section(section, arrays, write, read, files=tuple(f"{prefix}{folders[name]}/" for name in arrays))
 
 
 def _header(tensor: Tensor) -> Header:

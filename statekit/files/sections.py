@@ -44,13 +44,14 @@ class Section:
     """Files of a target that a process writes by itself.
 
     Attributes:
-        name: What it is called among the target's sections: its file, or what its files begin with.
+        name: What it is called among the target's sections.
         tensors: Name in the target -> tensor: all whose values lie in it, in their order.
         write: Writes it into a stage; returns plain JSON that the container's `join` needs of it.
         read: Opens it below a path, by what `write` returned: its tensors by their names in the target.
         repeats: Whether writing it again gives the same files and bytes; of an OCDBT database it doesn't.
         record: The type of what `write` returns.
         rows: How long that is, if it is `Rows`.
+        files: What the names of its files begin with; the section's name if none is given.
     """
 
     name: str
@@ -60,6 +61,7 @@ class Section:
     repeats: bool = True
     record: Any = None.__class__
     rows: int = 0
+    files: tuple[str, ...] = ()
 
     @property
     def bytes(self) -> int:

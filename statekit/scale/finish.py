@@ -26,7 +26,15 @@ from statekit.conversion.convert import (
     stated,
 )
 from statekit.conversion.rounded import Measured
-from statekit.errors import CommitError, Faults, NotFoundError, StatekitError, TargetExistsError, UsageError
+from statekit.errors import (
+    CommitError,
+    Faults,
+    NotFoundError,
+    StatekitError,
+    TargetExistsError,
+    UsageError,
+    some,
+)
 from statekit.files.durable import new_file, writing
 from statekit.files.homes import Entries, permissions
 from statekit.files.integrity import check_no_damage
@@ -95,6 +103,11 @@ def _digests(opened: Opened, parts: Sequence[PartRecord]) -> dict[str, str]:
         names = [name for section in sections for name in section.tensors]
         if names != list(part.tensors):
             faults.add("has other tensors than the task", f"part record of task {part.task}")
+        begins = tuple(begin for section in sections for begin in section.files or (section.name,))
+        if foreign := [name for name in part.files if not name.startswith(begins)]:
+            faults.add(
+                f"has files that the task doesn't write: {some(foreign)}", f"part record of task {part.task}"
+            )
         for section in sections:
             faults += section.record_faults(part.records.get(section.name))
     if rest.keys() != opened.rest.keys():
