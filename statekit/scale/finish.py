@@ -7,7 +7,7 @@ import errno
 import os
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -96,25 +96,25 @@ def _parts(work: WorkFolder) -> list[PartRecord]:
 def _digests(opened: Opened, parts: Sequence[PartRecord]) -> dict[str, str]:
     """Returns the digests of the source's tensors, as the tasks had them, and checks what they wrote."""
     rest = {name: digest for part in parts for name, digest in part.checked.items()}
-    faults = Faults()
-    for part in parts:
-        task = opened.tasks[part.task]
-        sections = [opened.sections[name] for name in task.names if task.kind == "write"]
-        names = [name for section in sections for name in section.tensors]
-        if names != list(part.tensors):
-            faults.add("has other tensors than the task", f"part record of task {part.task}")
-        begins = tuple(begin for section in sections for begin in section.files or (section.name,))
-        if foreign := [name for name in part.files if not name.startswith(begins)]:
-            faults.add(
-                f"has files that the task doesn't write: {some(foreign)}", f"part record of task {part.task}"
-            )
-        for section in sections:
-            faults += section.record_faults(part.records.get(section.name))
+    faults = Faults(fault for part in parts for fault in _part_faults(opened, part))
     if rest.keys() != opened.rest.keys():
         faults.add("lack digests of the source's tensors, or have others", "part records")
     faults.check(UsageError, "Part records aren't those of this work's tasks", remedy="run the tasks again")
     streamed = {name: entry for part in parts for name, entry in part.tensors.items()}
     return source_digests(rest, opened.passed, streamed)
+
+
+def _part_faults(opened: Opened, part: PartRecord) -> Iterator[tuple[str, str]]:
+    """Yields what in a part record isn't what its task writes, and where."""
+    task, place = opened.tasks[part.task], f"part record of task {part.task}"
+    sections = [opened.sections[name] for name in task.names if task.kind == "write"]
+    if [name for section in sections for name in section.tensors] != list(part.tensors):
+        yield "has other tensors than the task", place
+    begins = tuple(begin for section in sections for begin in section.files or (section.name,))
+    if foreign := [name for name in part.files if not name.startswith(begins)]:
+        yield f"has files that the task doesn't write: {some(foreign)}", place
+    for section in sections:
+        yield from section.record_faults(part.records.get(section.name))
 
 
 def _joined(
