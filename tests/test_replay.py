@@ -59,6 +59,7 @@ def test_every_element_of_every_step_lies_in_the_bound(path: Path, start: Start,
     assert_within(path, start, backend(name))
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("path", "start", "name"),
     [*compiled("jax", "checkpoint"), *compiled("jax", "init"), *compiled("tensorflow", "init")],
