@@ -39,6 +39,7 @@ def trained(name: str) -> tuple[Any, Any]:
         "adamw": optax.adamw(schedule),
         "amsgrad": optax.amsgrad(schedule),
         "adafactor": optax.adafactor(0.01, min_dim_size_to_factor=4),
+        "lion": optax.lion(schedule),
         "masked": optax.MultiSteps(
             optax.masked(optax.adamw(0.01), lambda p: jax.tree.map(np.ndim, p) and True), 1
         ),
@@ -239,3 +240,44 @@ def test_optimizers_of_optax_that_are_carried_together_lack_nothing(
     (tmp_path / "run.msgpack").write_bytes(serialization.msgpack_serialize(tree))
     assert main(["doctor", str(tmp_path / "run.msgpack")]) == 0
     assert "nothing found" in capsys.readouterr().out
+
+
+def test_the_copies_of_an_optimizer_without_a_schema_are_one_too(tmp_path: Path) -> None:
+    """Seen red: Lion under pmap had no name and no count, an axis of devices, and copies that nobody compared."""
+    import jax
+    from flax import serialization
+
+    params, state = trained("lion")
+    tree = serialization.to_state_dict({"params": params, "opt_state": state, "step": np.asarray(UPDATES)})
+    copies = jax.tree.map(lambda leaf: np.stack([np.asarray(leaf)] * 4), tree)
+    (tmp_path / "run.msgpack").write_bytes(serialization.msgpack_serialize(copies))
+    with open_state(tmp_path / "run.msgpack") as opened:
+        assert opened.state.optimizer.kinds == (("optax_native", "Lion"),)
+        assert opened.counts.updates == UPDATES
+        assert np.array_equal(opened.slots["out/w"]["mu"].read(), state[0].mu["out"]["w"])
+        assert any("4 copies" in note for note in opened.state.assumptions)
+    copies["opt_state"]["0"]["mu"]["out"]["w"][2, 0, 0] += 1
+    (tmp_path / "run.msgpack").write_bytes(serialization.msgpack_serialize(copies))
+    with pytest.raises(StateError, match="copies of a tensor differ"):
+        convert(plan(tmp_path / "run.msgpack", tmp_path / "neutral", to="statekit"))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_stream_of_easylm_of_an_optimizer_without_a_schema_is_carried(dtype: str, tmp_path: Path) -> None:
+    """After EasyLM's checkpoint.py, `save_train_state_to_file`. Seen red: "No layout fits"."""
+    import jax
+    import msgpack
+    from flax import serialization, traverse_util
+
+    params, state = jax.tree.map(
+        lambda leaf: leaf.astype(dtype) if leaf.dtype.kind == "f" else leaf, trained("lion")
+    )
+    tree = serialization.to_state_dict({"step": np.int32(UPDATES), "params": params, "opt_state": state})
+    rows = traverse_util.flatten_dict(tree).items()
+    packed = [msgpack.packb((keys, serialization.to_bytes(np.asarray(leaf)))) for keys, leaf in rows]
+    (tmp_path / "streaming_train_state").write_bytes(b"".join(packed))
+    made = convert(plan(tmp_path / "streaming_train_state", tmp_path / "neutral", to="statekit"))
+    assert made.plan.headline == "BITWISE; unknown: the rule of Lion"
+    with open_state(tmp_path / "neutral") as opened:
+        assert opened.counts.updates == UPDATES
+        assert np.array_equal(opened.slots["out/w"]["mu"].read(), np.asarray(state[0].mu["out"]["w"]))

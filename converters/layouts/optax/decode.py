@@ -30,7 +30,7 @@ from statekit.converters.layouts.optax.links import (
     with_sequences,
 )
 from statekit.converters.layouts.optax.places import find_network, find_params, has_network
-from statekit.converters.layouts.optax.replicated import as_one, copies_of
+from statekit.converters.layouts.optax.replicated import as_one, note_of
 from statekit.converters.layouts.optax.skeleton import as_buffers, frame_of
 from statekit.errors import Faults
 from statekit.files.checkpoint import (
@@ -168,13 +168,7 @@ def opened(checkpoint: Checkpoint, kinds: Collection[str], faults: Faults) -> Op
     where, all_links = network.where, network.links
     params = dict(params_of(checkpoint.tree, where, faults))
     counting = tuple(link for link in all_links if link.kind == "schedule")
-    copies = copies_of(stored)
-    same = (
-        f"Every leaf has {copies} copies, one for each device of a jax.pmap: they are read as one."
-        if copies
-        else ""
-    )
-    return Opened(checkpoint, all_links, where, params, left_out, counting, network.assumed, same)
+    return Opened(checkpoint, all_links, where, params, left_out, counting, network.assumed, note_of(stored))
 
 
 def tree_of(checkpoint: Checkpoint) -> Tree:

@@ -35,6 +35,7 @@ from statekit.converters.layouts.optax.links import (
     under,
 )
 from statekit.converters.layouts.optax.places import find_network, has_network
+from statekit.converters.layouts.optax.replicated import as_one, note_of
 from statekit.converters.layouts.optax.skeleton import (
     COUNT,
     Contents,
@@ -92,7 +93,7 @@ class Layers:
     assumed: str = ""
 
 
-_READ = ("npz", "pickle")
+_READ = ("npz", "pickle", "easylm")
 """Containers that such states are read from beside those that have them as their own."""
 
 
@@ -110,7 +111,7 @@ class OptaxNative:
         """Looks for parameters, and for an optimizer's state beside them."""
         if checkpoint.container not in (*self.containers, *_READ):
             return None
-        tree = checkpoint.tree
+        tree = as_one(checkpoint.tree)
         known = _links(tree)
         is_strange = any(link.kind == STRANGER for link in known) or {link.kind for link in known} == {"ema"}
         if is_strange and has_network(tree, known, _KINDS):
@@ -121,6 +122,7 @@ class OptaxNative:
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the state, under the optimizer's own names."""
+        note, checkpoint = note_of(checkpoint.tree), replace(checkpoint, tree=as_one(checkpoint.tree))
         layers = _layers(checkpoint)
         tree = checkpoint.tree
         if checkpoint.meta.get(SEQUENCES_AS_MAPS):
@@ -153,7 +155,7 @@ class OptaxNative:
                 Counts(done, done, says_schedule=False, says_updates=counted is not None),
                 {},
                 {**form, **buffers},
-                (layers.assumed,) if layers.assumed else (),
+                tuple(filter(None, (layers.assumed, note))),
             )
         )
 

@@ -10,18 +10,30 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from statekit.converters.layouts.optax.kinds import STRANGERS
 from statekit.converters.layouts.optax.links import KINDS, is_tensor, leaves
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Tree
 from statekit.tensors.views import Copies
 
-_COUNT = "count"
+_COUNT, _STEP = "count", "step"
+_LINKS = frozenset({*KINDS, *STRANGERS})
 
 
 def as_one(tree: Tree) -> Tree:
     """Returns a tree whose leaves have no axis of devices: the copies of each are one tensor, which compares them."""
     devices = copies_of(tree)
     return tree if devices is None else _as_one(tree, devices, ())
+
+
+def note_of(tree: Tree) -> str:
+    """Returns that leaves have copies, in a sentence; "" where they have none."""
+    copies = copies_of(tree)
+    return (
+        f"Every leaf has {copies} copies, one for each device of a jax.pmap: they are read as one."
+        if copies
+        else ""
+    )
 
 
 def copies_of(tree: Tree) -> int | None:
@@ -35,13 +47,16 @@ def copies_of(tree: Tree) -> int | None:
 
 
 def _counters(tree: Tree) -> Iterator[Shape]:
-    """Yields the shapes of the counts in the states of links."""
+    """Yields the shapes of the counts in the states of links, and of a program's own at the top."""
+    own = tree.get(_STEP) if isinstance(tree, Mapping) else None
+    if isinstance(own, Tensor):
+        yield own.shape
     stack: list[Any] = [tree]
     while stack:
         node = stack.pop()
         if isinstance(node, Mapping):
             count = node.get(_COUNT)
-            if frozenset(node) in KINDS and isinstance(count, Tensor):
+            if frozenset(node) in _LINKS and isinstance(count, Tensor):
                 yield count.shape
             stack += [child for child in node.values() if isinstance(child, (Mapping, list))]
         elif isinstance(node, list):
