@@ -115,6 +115,73 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "case": "test_field.py::test_of_two_networks_in_one_tree_each_goes_with_its_own_optimizer",
         "further": "test_optax_recognised.py::test_each_network_has_the_optimizer_of_its_branch_or_of_its_name",
     },
+    "a count that no file has": {
+        "case": "test_uncounted.py::test_a_count_that_no_file_has_is_unknown_everywhere",
+        "further": "test_mxnet.py::test_a_count_that_states_alone_lack_is_unknown_in_every_verdict",
+    },
+    "Optax: links around Adam": {
+        "case": "test_optax_recognised.py::test_what_changes_the_updates_is_said_by_its_name",
+        "further": "test_optax_recognised.py::test_four_links_with_adam_first_are_lambs_or_those_of_another_chain",
+    },
+    "Optax: rates by label": {
+        "case": "test_optax_recognised.py::test_each_label_of_a_partition_has_its_own_rate_and_may_begin_anew",
+        "further": "test_printed_nnx.py::*",
+    },
+    "nnx.Optimizer": {
+        "case": "test_optax_recognised.py::test_a_module_and_an_optimizer_of_nnx_are_read_attested_and_written_again",
+        "further": "test_printed_nnx.py::test_the_printed_block_loads_what_nnx_saved_goes_on_and_saves",
+    },
+    "EasyLM's streams": {
+        "case": "test_names_beside.py::test_a_stream_of_easylm_says_that_it_rounded_parameters_and_slots",
+        "further": "test_jax_trees.py::test_a_stream_of_easylm_of_an_optimizer_without_a_schema_is_carried",
+    },
+    "copies of pmap": {
+        "case": "test_jax_trees.py::test_the_copies_of_pmap_are_one_and_differing_ones_an_error",
+        "further": "test_jax_trees.py::test_the_copies_of_an_optimizer_without_a_schema_are_one_too",
+    },
+    "big_vision's npz": {
+        "case": "test_jax_trees.py::test_big_vision_s_npz_names_the_fields_of_states_by_their_place",
+        "further": "test_jax_trees.py::test_an_npz_by_the_keys_of_jax_is_the_tree",
+    },
+    "pickled pairs": {
+        "case": "test_jax_trees.py::test_a_pickled_tree_is_read_without_running_it",
+        "further": "test_optax_recognised.py::"
+        "test_of_a_pickled_pair_no_field_of_the_optimizers_state_is_taken_for_the_parameters",
+    },
+    "Keras 2": {
+        "case": "test_keras2.py::test_every_form_of_keras_2_holds_what_its_whole_model_file_names",
+        "further": "test_keras2.py::test_a_model_of_branches_with_a_frozen_layer_has_its_slots_by_name",
+    },
+    "Keras 2's other optimizers": {
+        "case": "test_keras2.py::test_objects_of_another_optimizer_are_neither_adams_nor_weights_alone",
+        "further": "test_keras2.py::test_a_legacy_optimizer_of_a_name_of_its_own_is_asked_for",
+    },
+    "Keras' OrbaxCheckpoint": {
+        "case": "test_keras_callbacks.py::test_the_optimizer_inside_a_loss_scale_is_read_with_its_own_count",
+        "further": "test_keras_callbacks.py::"
+        "test_the_callbacks_own_form_is_read_only_and_the_remedy_names_what_keras_loads",
+    },
+    "several replicas": {
+        "case": "test_tensorflow_replicas.py::test_two_replicas_make_the_update_of_the_whole_gradient",
+        "further": "test_tensorflow_replicas.py::test_a_wrong_reduction_is_noticed",
+    },
+    "GluonNLP's names": {
+        "case": "test_names_beside.py::test_the_states_of_a_local_rank_belong_to_the_parameters_of_their_stem",
+        "further": "test_names_beside.py::test_an_earlier_checkpoint_of_gluonnlp_is_chosen_by_its_step",
+    },
+    "icefall with buffers and names": {
+        "case": "test_names_beside.py::test_icefall_goes_to_icefall_with_buffers_by_the_names_that_were_given",
+        "further": "test_field.py::test_icefalls_whole_file_goes_back_with_its_average_scaler_and_sampler",
+    },
+    "doctor of steps by name": {
+        "case": "test_doctor.py::test_moments_that_a_later_step_repeats_are_found",
+        "further": "test_doctor.py::test_stale_moments_are_found_however_the_steps_are_named",
+    },
+    "the catalogue's reasons": {
+        "case": "test_service_catalogue.py::test_what_opens_and_cannot_be_decoded_is_never_called_weights",
+        "further": "test_service_catalogue.py::"
+        "test_a_folder_with_a_part_that_is_cut_off_is_one_checkpoint_that_cannot_be_read",
+    },
 }
 """Every kind of issues' sections -> the test of its case, and that of a further case of the real library."""
 
@@ -144,8 +211,30 @@ REPORTED: Mapping[str, str] = {
     "plain_adam_resume": "test_field.py::test_the_lines_of_torchs_adam_name_adam",
     "silent_wrappers": "test_field.py::test_wrappers_and_look_alikes_of_optax_are_not_converted_as_adam",
     "two_nets": "test_field.py::test_of_two_networks_in_one_tree_each_goes_with_its_own_optimizer",
+    "decay_schedule": "test_optax_recognised.py::"
+    "test_a_schedule_right_behind_adam_is_of_the_decay_or_of_the_rate",
+    "easylm_streaming": "test_names_beside.py::"
+    "test_a_stream_of_easylm_says_that_it_rounded_parameters_and_slots",
+    "flax_nnx_optimizer": "test_optax_recognised.py::"
+    "test_a_module_and_an_optimizer_of_nnx_are_read_attested_and_written_again",
+    "gluonnlp_names": "test_names_beside.py::"
+    "test_the_states_of_a_local_rank_belong_to_the_parameters_of_their_stem",
+    "icefall_resume": "test_names_beside.py::"
+    "test_icefall_goes_to_icefall_with_buffers_by_the_names_that_were_given",
+    "keras215": "test_keras2.py::test_every_form_of_keras_2_holds_what_its_whole_model_file_names",
+    "keras3_h5": "test_keras2.py::test_a_whole_model_file_of_keras_3_is_the_state_of_the_keras_file_beside_it",
+    "maxtext_adam_pax": "test_optax_recognised.py::"
+    "test_moments_that_maxtext_corrects_in_advance_become_averages",
+    "maxtext_skip_spikes": "test_optax_recognised.py::"
+    "test_what_wrappers_of_optax_do_is_a_finding_of_a_conversion_that_leaves_optax",
+    "multisteps_mid": "test_optax_recognised.py::"
+    "test_what_wrappers_of_optax_do_is_a_finding_of_a_conversion_that_leaves_optax",
+    "partition_reset": "test_optax_recognised.py::"
+    "test_each_label_of_a_partition_has_its_own_rate_and_may_begin_anew",
+    "resume_trainstate": "test_field.py::test_the_lines_of_a_train_state_of_flax_run",
+    "schedule_before_adam": "test_field.py::test_a_schedule_before_adam_is_asked_for_or_refused",
 }
-"""Every case that people report of PyTorch, and three of Optax -> its test."""
+"""Every case that people report -> its test."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -616,6 +705,73 @@ def test_of_two_networks_in_one_tree_each_goes_with_its_own_optimizer(
     """two_nets: by the branch that both are in, or by the prefix of their names."""
     with statekit.open(case("two_nets") / tree, model_key=key) as opened:
         assert opened.counts.updates == updates
+
+
+def test_the_lines_of_a_train_state_of_flax_run(capsys: pytest.CaptureFixture[str]) -> None:
+    """resume_trainstate: CheckpointManager's step, params and opt_state; a program has params of their shapes."""
+    import jax
+
+    folder = case("resume_trainstate") / "run"
+    with statekit.open(folder) as opened:
+        stored = {path: np.asarray(tensor.read()) for path, tensor in opened.params.items()}
+        moments = {path: np.asarray(slots["m"].read()) for path, slots in opened.slots.items()}
+    params: dict[str, Any] = {}
+    for path, value in stored.items():
+        *above, last = path.split("/")
+        node = params
+        for key in above:
+            node = node.setdefault(key, {})
+        node[last] = np.zeros_like(value)
+    program: dict[str, Any] = {"params": jax.tree.map(jax.numpy.asarray, params)}
+    exec(told_lines(folder, capsys).replace("learning_rate=...", "learning_rate=0.01"), program)
+    restored = program["state"]
+    assert restored["step"] == 5 == restored["opt_state"][0].count
+    for path, value in stored.items():
+        param, moment = restored["params"], restored["opt_state"][0].mu
+        for key in path.split("/"):
+            param, moment = param[key], moment[key]
+        assert np.array_equal(param, value) and np.array_equal(moment, moments[path])
+
+
+def test_a_schedule_before_adam_is_asked_for_or_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """schedule_before_adam: what scales gradients before Adam is no rate behind it."""
+    [folder] = [path for path in case("schedule_before_adam").iterdir() if path.is_dir()]
+    refusal = told(["convert", folder, tmp_path / "x.pt"], 3, capsys)
+    assert "before Adam" in refusal
+    assert main(["convert", str(folder), str(tmp_path / "neutral"), "--to", "statekit"]) == 0
+
+
+def test_icefalls_whole_file_goes_back_with_its_average_scaler_and_sampler(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """icefall's checkpoint.py, `save_checkpoint`, around a recorded ScaledAdam of bfloat16, saved under DDP."""
+    [recorded] = (HERE / "golden" / "scaled_adam" / "zipformer2025_bf16" / "checkpoint").glob("*.pt")
+    tree = torch.load(recorded, weights_only=False)
+    weights = {f"module.{name}": value for name, value in tree["model"].items()}
+    sampler = {"epoch": 2, "rank": 0, "time_constraint": {"max_duration": 600.0, "max_cuts": None}}
+    tree |= {
+        "model": weights,
+        "model_avg": {name: value.double() for name, value in tree["model"].items()},
+        "grad_scaler": {"scale": 2.0, "growth_factor": 2.0, "growth_interval": 2000, "_growth_tracker": 7},
+        "sampler": {**sampler, "diagnostics": {"stats_per_epoch": {2: {"num_batches": 7}}}},
+        "exp_dir": Path("zipformer/exp"),
+        "use_fp16": True,
+    }
+    torch.save(tree, tmp_path / "checkpoint-4.pt")
+    assert "BITWISE" in told(["convert", tmp_path / "checkpoint-4.pt", tmp_path / "again.pt"], 0, capsys)
+    assert "nothing found" in told(["doctor", tmp_path / "checkpoint-4.pt"], 0, capsys)
+    again = torch.load(tmp_path / "again.pt", weights_only=False)
+    assert again["grad_scaler"] == tree["grad_scaler"] and again["sampler"] == tree["sampler"]
+    for place in ("model", "model_avg"):
+        assert again[place].keys() == tree[place].keys()
+        assert all(torch.equal(again[place][name], value) for name, value in tree[place].items())
+    for number, slots in tree["optimizer"]["state"].items():
+        kept = again["optimizer"]["state"][number]
+        assert all(
+            torch.equal(kept[name], value) for name, value in slots.items() if isinstance(value, torch.Tensor)
+        )
 
 
 # Transformers

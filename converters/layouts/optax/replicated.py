@@ -48,9 +48,9 @@ def copies_of(tree: Tree) -> int | None:
 
 def _counters(tree: Tree) -> Iterator[Shape]:
     """Yields the shapes of the counts in the states of links, and of a program's own at the top."""
-    own = tree.get(_STEP) if isinstance(tree, Mapping) else None
-    if isinstance(own, Tensor):
-        yield own.shape
+    step = tree.get(_STEP) if isinstance(tree, Mapping) else None
+    if isinstance(step, Tensor):
+        yield step.shape
     stack: list[Any] = [tree]
     while stack:
         node = stack.pop()
