@@ -1087,3 +1087,27 @@ def test_halves_in_folders_of_their_own_are_one_checkpoint(
     assert torch.equal(
         first.get("exp_avg", first.get("m")), optimizer.state[model.get_parameter("0.weight")]["exp_avg"]
     )
+
+
+def test_a_rate_that_is_a_tensor_goes_on(tmp_path: Path) -> None:
+    """torch.optim takes a tensor as rate, and the scheduler's `initial_lr` is one then."""
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1e-3), foreach=False)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    path = tmp_path / "run.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+    (group,) = load_optimizer(path, model.named_parameters()).param_groups
+    assert (group["lr"], group["initial_lr"]) == pytest.approx((5e-4, 1e-3))
+
+
+@pytest.mark.parametrize("key", [0, None])
+def test_a_group_whose_keys_are_no_names_is_compared(key: object, tmp_path: Path) -> None:
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    state = optimizer.state_dict()
+    state["param_groups"][0][key] = state["param_groups"][0].pop("maximize")
+    torch.save({"model": model.state_dict(), "optimizer": state}, tmp_path / "run.pt")
+    assert not attest(optimizer, model, tmp_path / "run.pt").findings

@@ -244,7 +244,7 @@ def _described(tensor: Tensor) -> str:
 
 def _differ(name: str, right: Mapping[str, object], live: Mapping[str, object]) -> bool:
     """Tells whether an option differs; one that only one side has says nothing, unless it is of the state."""
-    if not name.startswith(_STATE) and not (name in right and name in live):
+    if not f"{name}".startswith(_STATE) and not (name in right and name in live):
         return False
     values = [to_json(side.get(name)) for side in (right, live)]
     return bool(values[0] != values[1])
@@ -290,5 +290,5 @@ def _unsaid(
             if name not in other[path]
         }
         for name in names:
-            if not name.startswith(_STATE):
+            if not f"{name}".startswith(_STATE):
                 yield f"{name}: {side} doesn't say it"

@@ -16,6 +16,7 @@ from statekit.optim.run import counts_apart
 from statekit.state.schema import load_schema
 from statekit.state.train_state import BY_NAME, Rule, RuleRecord
 from statekit.tensors.tensor import Tensor, blocks, widens
+from statekit.tensors.tree import mapped
 from statekit.tensors.typed import fits
 from statekit.torch.groups import ParamGroup, rate_fault
 from statekit.torch.sharding import is_sharded, laid_out_like, own_part
@@ -86,7 +87,8 @@ def match(
         if partner is None:
             fitted.append(group)
             continue
-        stored = saved["param_groups"][partner]
+        group_saved = saved["param_groups"][partner]
+        stored = {key: value if key in _KEPT else mapped(value, _own) for key, value in group_saved.items()}
         if _schema_of(stored) != group["schema"]:
             faults.add(f"is of {_schema_of(stored)}, the optimizer of {group['schema']}", f"group {i}")
             continue
@@ -170,8 +172,16 @@ def _value_faults(saved: Mapping[str, Any], schema: str, place: str) -> Iterator
         yield fault, f"{place}/lr"
 
 
+def _own(value: Any) -> Any:
+    """Returns a value of a group for itself: a number of a file's tensor of one, as a tensor rate's `initial_lr` is."""
+    if not isinstance(value, Tensor):
+        return copy.deepcopy(value)
+    array = value.read()
+    return array.item() if array.size == 1 else backend("torch").asarray(array)
+
+
 def _merged(group: ParamGroup, saved: Mapping[str, Any], theirs: Mapping[str, _Saved]) -> ParamGroup:
-    values = {key: copy.deepcopy(value) for key, value in saved.items() if key not in _KEPT}
+    values = {key: value for key, value in saved.items() if key not in _KEPT}
     if values.get("lr") is None:  # unknown there
         values.pop("lr", None)
     if not isinstance(values.get("foreach"), bool):  # torch.optim has other words for it
