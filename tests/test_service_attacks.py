@@ -236,6 +236,8 @@ def test_numbers_that_no_record_can_have_are_the_clients_fault(digits: str, serv
 def test_what_is_nested_as_nobody_means_it_is_the_clients_fault(served: Served) -> None:
     cursor = base64.urlsafe_b64encode(b"[" * 5000).decode()
     assert served.client.get(f"/?cursor={cursor}").status_code == 422
+    half = base64.urlsafe_b64encode(b'["\\ud800", 1]').decode()
+    assert served.client.get(f"{API}/checkpoints?sort=path&cursor={half}").status_code == 422
     value: Any = 1
     for _ in range(400):
         value = [value]

@@ -541,7 +541,12 @@ def decoded_cursor(cursor: str, text: bool) -> tuple[Any, int]:
         value, number = json.loads(base64.urlsafe_b64decode(cursor + "=" * (-len(cursor) % 4)))
     except (ValueError, TypeError, RecursionError):
         value, number = None, None
-    fits = isinstance(value, str) if text else isinstance(value, int | float) and not isinstance(value, bool)
+    # Half a character is in no row, and the database takes none.
+    fits = (
+        isinstance(value, str) and value.isprintable()
+        if text
+        else isinstance(value, int | float) and not isinstance(value, bool)
+    )
     if (
         not fits
         or type(number) is not int

@@ -87,8 +87,7 @@ def match(
         if partner is None:
             fitted.append(group)
             continue
-        group_saved = saved["param_groups"][partner]
-        stored = {key: value if key in _KEPT else mapped(value, _own) for key, value in group_saved.items()}
+        stored = _read(saved["param_groups"][partner])
         if _schema_of(stored) != group["schema"]:
             faults.add(f"is of {_schema_of(stored)}, the optimizer of {group['schema']}", f"group {i}")
             continue
@@ -170,6 +169,11 @@ def _value_faults(saved: Mapping[str, Any], schema: str, place: str) -> Iterator
             yield f"is {saved[name]!r:.80}, {fault}", f"{place}/{name}"
     if fault := rate_fault(saved.get("lr")):
         yield fault, f"{place}/lr"
+
+
+def _read(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a group of a state with values of its own; slots are read when they are fitted."""
+    return {key: value if key in _KEPT else mapped(value, _own) for key, value in group.items()}
 
 
 def _own(value: Any) -> Any:
