@@ -902,3 +902,52 @@ def test_several_optimizers_of_speechbrain_are_named(
     assert "optimizers at modelopt, wav2vec_opt" in asked and "--model-key model --optimizer-key" in asked
     told_of = ["--model-key", "wav2vec2", "--optimizer-key", "wav2vec_opt"]
     assert "BITWISE" in told(["convert", folder, tmp_path / "x.pt", *told_of], 0, capsys)
+
+
+# LoRA of diffusers
+
+
+class Attention(torch.nn.Module):
+    """The projections of diffusers' attention with PEFT's adapters, by the names of a live UNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_q, self.to_k = self.adapted(), self.adapted()
+        self.to_out = torch.nn.ModuleList([self.adapted()])
+
+    def adapted(self) -> torch.nn.Module:
+        pairs = {"lora_A": torch.nn.Linear(4, 2, bias=False), "lora_B": torch.nn.Linear(2, 4, bias=False)}
+        return torch.nn.ModuleDict(
+            {key: torch.nn.ModuleDict({"default": part}) for key, part in pairs.items()}
+        )
+
+
+def name_of_diffusers(name: str, is_old: bool) -> str:
+    """Returns the name in a file of diffusers 0.42, or of those before PEFT, whose processors had the matrices."""
+    name = name.replace(".lora_A.default", ".lora.down").replace(".lora_B.default", ".lora.up")
+    if is_old:
+        name = (
+            name.replace("to_out.0", "to_out").replace(".lora", "_lora").replace("attn1.", "attn1.processor.")
+        )
+    return f"unet.{name}"
+
+
+@pytest.mark.parametrize("is_old", [False, True])
+def test_the_lora_names_of_diffusers_are_those_of_the_live_adapter(is_old: bool, tmp_path: Path) -> None:
+    """Seen red with diffusers 0.42.1 and PEFT 0.21.2: attest raised that the model hasn't the names."""
+    from safetensors.torch import save_file
+
+    model = torch.nn.ModuleDict({"attn1": Attention()})
+    optimizer = adamw(model)
+    weights = {name_of_diffusers(name, is_old): part.detach() for name, part in model.named_parameters()}
+    assert f"unet.attn1.{'processor.to_out_' if is_old else 'to_out.0.'}lora.down.weight" in weights
+    save_file(weights, tmp_path / "pytorch_lora_weights.safetensors")
+    torch.save(optimizer.state_dict(), tmp_path / "optimizer.bin")
+    assert attest(optimizer, model, tmp_path).passed
+    live: Any = load_optimizer(tmp_path, model.named_parameters(), param_names=[*weights])
+    param = model.get_parameter("attn1.to_out.0.lora_B.default.weight")
+    assert torch.equal(live.state[param]["m"], optimizer.state[param]["exp_avg"])
+    swapped = copy.deepcopy(optimizer.state_dict())
+    swapped["state"][0], swapped["state"][2] = swapped["state"][2], swapped["state"][0]
+    optimizer.load_state_dict(swapped)
+    assert not attest(optimizer, model, tmp_path).passed

@@ -7,7 +7,8 @@ pair is taken only where it is the only one.
 Source: pytorch/pytorch torch/_dynamo/eval_frame.py, `OptimizedModule`; torch/nn/parallel/distributed.py;
 torch/distributed/fsdp/_common_utils.py, `FSDP_WRAPPED_MODULE`;
 torch/distributed/algorithms/_checkpoint/checkpoint_wrapper.py; huggingface/peft, utils/save_and_load.py,
-`get_peft_model_state_dict`, and peft_model.py, `PeftModel.save_pretrained`.
+`get_peft_model_state_dict`, and peft_model.py, `PeftModel.save_pretrained`; huggingface/diffusers,
+utils/state_dict_utils.py.
 """
 
 from __future__ import annotations
@@ -30,6 +31,13 @@ _ADAPTED = re.compile(
     r"lora_[A-Za-z_]+|ia3_[A-Za-z]+|vera_[A-Za-z_]+|hada_[A-Za-z0-9_]+|oft_[A-Za-z]+"
     r"|trainable_tokens_[A-Za-z]+"
 )
+_OF_DIFFUSERS = (
+    (re.compile(r"\.(?:lora|lora_linear_layer)\.(down|up)(?=\.weight$)"), r".\1"),
+    (re.compile(r"(?:^|\.)processor\.(to_[qkv])_lora\.(down|up)(?=\.weight$)"), r".\1.\2"),
+    (re.compile(r"(?:^|\.)processor\.(to_out)_lora\.(down|up)(?=\.weight$)"), r".\1.0.\2"),
+)
+"""What diffusers' files call PEFT's two matrices, and what stands around their names: of today, and before PEFT."""
+_MATRICES = {"down": "lora_A", "up": "lora_B"}
 _BARE = "lora_magnitude_vector"
 """DoRA's parameter, whose own `weight` PEFT's file leaves out with the adapter's name."""
 _SAVED, _USUAL = "modules_to_save", "default"
@@ -47,8 +55,10 @@ def inner_name(name: str) -> str:
     Example:
         >>> inner_name("_orig_mod.h.0.weight"), inner_name("base_model.model.q.lora_A.default.weight")
         ('h.0.weight', 'q.lora_A.weight')
+        >>> inner_name("attn1.to_q.lora.down.weight"), inner_name("attn1.processor.to_out_lora.up.weight")
+        ('attn1.to_q.lora_A.weight', 'attn1.to_out.0.lora_B.weight')
     """
-    keys = [key for key in name.replace("/", ".").split(".") if key not in _AROUND]
+    keys = [key for key in _as_peft(name.replace("/", ".")).split(".") if key not in _AROUND]
     while len(keys) > 1 and keys[0] in _FIRST:
         keys = keys[2:] if keys[:2] == ["base_model", "model"] and len(keys) > 2 else keys[1:]
     inner: list[str] = []
@@ -61,6 +71,20 @@ def inner_name(name: str) -> str:
     if inner[-2:] == [_BARE, "weight"]:
         inner.pop()
     return ".".join(inner)
+
+
+def _as_peft(name: str) -> str:
+    """Returns a name of diffusers' LoRA files as PEFT has it; any other name as it is.
+
+    Source: huggingface/diffusers, src/diffusers/utils/state_dict_utils.py, `PEFT_TO_DIFFUSERS` and
+    `DIFFUSERS_OLD_TO_PEFT`.
+    """
+    for pattern, around in _OF_DIFFUSERS:
+        if pattern.search(name):
+            head, _, _ = pattern.sub(around, name).lstrip(".").rpartition(".")
+            head, _, matrix = head.rpartition(".")
+            return f"{head}.{_MATRICES[matrix]}.weight"
+    return name
 
 
 def wrapped_names(ours: Iterable[str], theirs: Collection[str]) -> dict[str, str]:
