@@ -1,10 +1,13 @@
 """Compiles kernels for an NVIDIA GPU that needn't be there; raises what Triton's compiler raises.
 
+    python kernels_compiled.py [OPTIMIZER ...]    # all of them, unless some are named
+
 `test_torch_kernels.py` runs it in a process of its own, with Triton and without TensorFlow.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -66,6 +69,6 @@ if __name__ == "__main__":
     with ExitStack() as stack:
         for patched in patches():
             stack.enter_context(patched)
-        for kind, options in OPTIMIZERS.items():
-            compile_update(kind, options, SHAPES)
+        for kind in sys.argv[1:] or OPTIMIZERS:
+            compile_update(kind, OPTIMIZERS[kind], SHAPES)
             print(kind)

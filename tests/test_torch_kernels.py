@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -63,15 +64,23 @@ def test_processes_that_share_tensors_move_them_by_the_rule_of_the_whole(world: 
 
 
 @needs_triton
-def test_kernels_in_bfloat16_compile_for_a_gpu(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "kinds",
+    [
+        ("Adafactor", "LANS"),
+        pytest.param(("AdamW", "LAMB", "Adafactor", "LANS", "ScaledAdam"), marks=pytest.mark.slow),
+    ],
+    ids=len,
+)
+def test_kernels_in_bfloat16_compile_for_a_gpu(kinds: Sequence[str], tmp_path: Path) -> None:
     environment = {**environment_with_triton(), "TRITON_CACHE_DIR": str(tmp_path)}
     environment.pop("TRITON_INTERPRET", None)
     ended = subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "tests" / "kernels_compiled.py")],
+        [sys.executable, "-W", "ignore", str(ROOT / "tests" / "kernels_compiled.py"), *kinds],
         env=environment, cwd=ROOT, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout[-400:] + ended.stderr[-2000:]
-    assert len(ended.stdout.split()) == 5
+    assert ended.stdout.split() == [*kinds]
 
 
 def test_nothing_imports_triton_on_a_cpu() -> None:
