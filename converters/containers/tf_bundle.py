@@ -96,7 +96,7 @@ class TFBundle:
             number = _number(prefix)
             place = prefix.with_name(f"{prefix.name}.index")
             data = sorted(
-                one for one in listing(prefix.parent) if one.name.startswith(f"{prefix.name}.data-")
+                file for file in listing(prefix.parent) if file.name.startswith(f"{prefix.name}.data-")
             )
             meta: dict[str, Any] = {"prefix": prefix.name, "shards": shards.count, STEPS: _steps(path)}
             if isinstance(tree.get(GRAPH), bytes):
@@ -224,7 +224,7 @@ def _in_folder(folder: Place, step: int | None, files: Files | None) -> Place:
 def _steps(path: Place) -> list[int]:
     """Returns the steps of a run's folder, by the numbers at the end of its prefixes."""
     return sorted(
-        number for one in listing(path, ".index") if (number := _number(one.with_suffix(""))) is not None
+        number for file in listing(path, ".index") if (number := _number(file.with_suffix(""))) is not None
     )
 
 

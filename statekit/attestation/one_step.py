@@ -134,10 +134,10 @@ def _of_files(opened: OpenState, read: Readings) -> Iterator[Finding]:
     expected = {"files": "files of one step, whole", "damaged": "what was written", UNREAD: _ALL_READ}
     for name, each in by_kind.items():
         for what in dict.fromkeys(one.what for one in each) if name else ():
-            where = [one.place for one in each if one.what == what]
+            where = [finding.place for finding in each if finding.what == what]
             yield fault(name, where, expected.get(name, "values of the run"), what)
     for error in dict.fromkeys(read.damaged.values()):
-        where = [place(key) for key, one in read.damaged.items() if one is error]
+        where = [place(key) for key, damage in read.damaged.items() if damage is error]
         yield fault("damaged", where, "what was written", error.line)
 
 

@@ -119,13 +119,13 @@ class Prepared(AbstractContextManager["Prepared"]):
 
     def close(self) -> None:
         """Closes the source, and what was opened beside it."""
-        for one in (self.opened, *self.beside):
-            one.close()
+        for opened in (self.opened, *self.beside):
+            opened.close()
 
     @property
     def is_current(self) -> bool:
         """Whether the source's files are as they were."""
-        each = (_stats_of(one.checkpoint) for one in (self.opened, *self.beside))
+        each = (_stats_of(opened.checkpoint) for opened in (self.opened, *self.beside))
         return self.files == {name: fact for facts in each for name, fact in facts.items()}
 
     @property
@@ -191,7 +191,9 @@ class Prepared(AbstractContextManager["Prepared"]):
         Raises:
             InexactError: Names them.
         """
-        if self.rule_change is not None and any(one.what == _COUNTED for one in self.rule_change.differences):
+        if self.rule_change is not None and any(
+            difference.what == _COUNTED for difference in self.rule_change.differences
+        ):
             return
         counts, now = self.state.counts, back.counts.behind
         lost = [f"{path}: {n}" for path, n in counts.behind.items() if now.get(path) != n]
@@ -225,7 +227,7 @@ class Prepared(AbstractContextManager["Prepared"]):
                 back = self.layout.decode(written, self.reads)
             self._check_counts(back)
             # Where nothing else tells, what no optimizer moves is a buffer, as a frozen parameter is.
-            stored, meant = (_outline(one) | _buffers(one) for one in (back, self.state))
+            stored, meant = (_outline(state) | _buffers(state) for state in (back, self.state))
             left = {"step"} if UPDATES in self.encoded.dropped else set()
             faults = Faults(
                 (f"is {stored.get(key)}, meant {meant.get(key)}", key)
@@ -467,7 +469,7 @@ def _options(
         "require": request.require.name.lower(),
         **({"like": request.like.name} if request.like is not None else {}),
         **({"passed_over": passed_over} if passed_over else {}),
-        **({"maps": [one.to_json() for one in maps]} if maps else _made_by_map(state)),
+        **({"maps": [model_map.to_json() for model_map in maps]} if maps else _made_by_map(state)),
         **({"accept_damaged": True} if request.ref.accept_damaged else {}),
         **({"changes": request.changes.to_json()} if request.changes is not None else {}),
     }
@@ -608,7 +610,7 @@ def _record_goes_along(state: TrainState, encoded: Encoded) -> bool:
 
 def _is_lost(name: str, dropped: Mapping[str, str]) -> bool:
     """Tells whether something, or a part of it, or all around it, is dropped."""
-    return any(f"{one}/".startswith(f"{name}/") or f"{name}/".startswith(f"{one}/") for one in dropped)
+    return any(f"{path}/".startswith(f"{name}/") or f"{name}/".startswith(f"{path}/") for path in dropped)
 
 
 def _like(
@@ -633,7 +635,7 @@ def _paced(schedules: Sequence[Schedule], state: TrainState) -> Paced:
     rates_of = RatesOf(schedules, state.to_json())
     rates = map(rates_of.of, range(len(state.optimizer.groups)))
     at = state.counts.schedule
-    return Paced(at, tuple(None if isinstance(one, str) else one.rate(at) for one in rates))
+    return Paced(at, tuple(None if isinstance(rate, str) else rate.rate(at) for rate in rates))
 
 
 def encoded_in(layout: Layout, state: TrainState) -> tuple[Encoded, TrainState]:
@@ -686,7 +688,9 @@ def _going_on(
     for card in cards:
         change = rule_change_to(card, state, source)
         if change is not None and change.exactness > request.require:
-            worst = next(one for one in change.differences if one.exactness > request.require)
+            worst = next(
+                difference for difference in change.differences if difference.exactness > request.require
+            )
             passed[card.name] = f"{worst.exactness.name.lower()}: {worst}"
         elif facts := missing(card, change):
             names = some([fact.name for fact in facts])
@@ -740,14 +744,14 @@ def _nearest(opened: OpenState, request: Request) -> list[str]:
     """Returns the layouts that hold the optimizer and go on as exactly as was required."""
     state = opened.state
     cards = map(registry.layout_card, registry.layout_names())
-    layouts = [one for one in cards if one.holds([schema for schema, _ in state.optimizer.kinds])]
-    ways = {one.name: rule_change_to(one, opened.state, opened.layout) for one in layouts}
+    layouts = [card for card in cards if card.holds([schema for schema, _ in state.optimizer.kinds])]
+    ways = {card.name: rule_change_to(card, opened.state, opened.layout) for card in layouts}
     return [name for name, way in ways.items() if way is None or way.exactness <= request.require]
 
 
 def _buffers(state: TrainState) -> dict[str, Any]:
     buffers: Mapping[str, Any] = state.extra.get("buffers") or {}
-    return {name.replace(".", "/"): getattr(one, "shape", None) for name, one in buffers.items()}
+    return {name.replace(".", "/"): getattr(buffer, "shape", None) for name, buffer in buffers.items()}
 
 
 def _outline(state: TrainState) -> dict[str, Any]:

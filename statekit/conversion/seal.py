@@ -296,7 +296,7 @@ def _manifest(
         if tensors != proof.tensors:
             fields = {key: value for key, value in fields.items() if key not in _OF_VALUES} | {"state": {}}
         stated = proof.manifest["files"]
-        others = {name: one for name, one in stated.items() if place.parent / name not in proof.files}
+        others = {name: fact for name, fact in stated.items() if place.parent / name not in proof.files}
         files, foreign = {**others, **files}, {*proof.manifest.get(SEALED, ()), *changed}
     top = top_of(checkpoint).relative_to(place.parent).as_posix()
     digests = {**records_of(checkpoint), "tensors": tensors, "files": files}

@@ -79,11 +79,11 @@ def stored_in(tensor: Tensor) -> Iterator[Stored]:
 
 
 def _stored(part: Any) -> Iterator[Stored]:
-    for one in part if isinstance(part, (list, tuple)) else (part,):
-        if is_dataclass(one):
-            yield from stored_in(one)  # type: ignore[arg-type]  # a segment holds a tensor
-        elif isinstance(one, (list, tuple)):
-            yield from _stored(one)
+    for item in part if isinstance(part, (list, tuple)) else (part,):
+        if is_dataclass(item):
+            yield from stored_in(item)  # type: ignore[arg-type]  # a segment holds a tensor
+        elif isinstance(item, (list, tuple)):
+            yield from _stored(item)
 
 
 def of_tensor(tensor: Tensor) -> str:

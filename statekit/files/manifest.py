@@ -523,7 +523,7 @@ def stated_spans(rest: Mapping[str, Any]) -> list[tuple[int, int]]:
     """
     if len(rest["apart"]) > MOST_APART:
         raise ValueError(f"{len(rest['apart'])} runs of bytes are apart")
-    pairs = [one.split("+") for one in rest["apart"]]
+    pairs = [pair.split("+") for pair in rest["apart"]]
     return sorted((int(start), int(count)) for start, count in pairs)
 
 

@@ -95,7 +95,9 @@ def safetensors_section(
 
     def write(stage: Stage) -> str:
         with stage.file(file) as output:
-            return save_safetensors(tensors, output, lambda name, one: stream(stage, name, one), metadata)
+            return save_safetensors(
+                tensors, output, lambda name, tensor: stream(stage, name, tensor), metadata
+            )
 
     def read(path: Place, files: Files, record: Any) -> dict[str, Tensor]:
         opened = open_safetensors(path / file, files)

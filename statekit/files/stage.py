@@ -351,7 +351,9 @@ class Stage:
                     ((_, passing),) = read.values()
                     with writing(self.target):
                         self._unfinished.finish(passing)
-                digests = (each if len(read) > 1 else map)(lambda one: one[1].digest(one[0]), read.values())
+                digests = (each if len(read) > 1 else map)(
+                    lambda pair: pair[1].digest(pair[0]), read.values()
+                )
                 entries = {
                     name: {"bytes": file.size, "blake3": digest}
                     for (name, (file, _)), digest in zip(read.items(), digests, strict=True)

@@ -77,7 +77,7 @@ def _swept(objects: Objects, target: str, idle_hours: float | None) -> list[Left
     if is_complete(objects, target):
         release(objects, claim)
         return [Left(place, f"{last}", "completed", "", len(there))]
-    foreign = [name for other in claims for name in remove(objects, other, [one.mark for one in claims])]
+    foreign = [name for other in claims for name in remove(objects, other, [claim.mark for claim in claims])]
     release(objects, claim)
     why = f"{len(set(foreign))} objects that statekit didn't put stay" if foreign else ""
     return [Left(place, f"{last}", "removed", why, len(there) - len(set(foreign)))]

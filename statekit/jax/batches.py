@@ -104,7 +104,7 @@ class Stacks:
         """Returns a function that takes all its arrays, and returns all of its own, with one more first axis."""
 
         def run(*stacks: Any) -> Any:
-            return jax.lax.map(lambda one: function(*one), stacks, batch_size=_round(stacks))
+            return jax.lax.map(lambda member: function(*member), stacks, batch_size=_round(stacks))
 
         return run
 

@@ -203,7 +203,7 @@ def _settled_by_name(pool: _Pool) -> bool:
 def _candidates(pool: _Pool, target: str) -> Iterator[str]:
     """Yields what an open parameter may be made of, the nearest names first."""
     fitting = [*pool.fitting(target), *_joins(pool, target)]
-    yield from sorted(fitting, key=lambda one: -_alike(target, one))
+    yield from sorted(fitting, key=lambda source: -_alike(target, source))
 
 
 def _joins(pool: _Pool, target: str) -> list[str]:

@@ -94,7 +94,7 @@ class Template:
         match = self._pattern.fullmatch(path)
         if match is None:
             return None
-        first = {name: {mine: one for one, mine in table.items()} for name, table in self.words.items()}
+        first = {name: {mine: word for word, mine in table.items()} for name, table in self.words.items()}
         return {
             name: first[name][text] if name in first else int(text)
             for name, text in match.groupdict().items()
@@ -341,7 +341,7 @@ class ModelMap:
         if not buffers:
             return state
         said = f"The map leaves behind what no optimizer moves and it has no name for: {', '.join(buffers)}."
-        extra = {key: one for key, one in state.extra.items() if key != BUFFERS}
+        extra = {key: record for key, record in state.extra.items() if key != BUFFERS}
         return replace(state, extra=extra, assumptions=(*state.assumptions, said))
 
     def _live(self, tree: Mapping[str, Any]) -> dict[str, Any]:
@@ -812,7 +812,9 @@ def pretrained_of(name: str) -> Pretrained | None:
 def pretrained_class(name: str) -> Pretrained | None:
     """Returns what builds a class of a library, by its name; None if no map is of it."""
     made = (pretrained_of(name) for name in map_names())
-    return next((one for one in made if one is not None and one.class_name == name), None)
+    return next(
+        (model_map for model_map in made if model_map is not None and model_map.class_name == name), None
+    )
 
 
 def _given_values(values: Mapping[str, Any], keys: Collection[str] | None) -> dict[str, Any]:
@@ -835,7 +837,7 @@ def _refusals(
     """Returns the names of a side that a map refuses, and the alternatives, each with the reason."""
     listed = () if by_modules else data.get("refused", ())
     names = tuple((Template(one[source], words_of), str(one["because"])) for one in listed if source in one)
-    return names, tuple((one["when"], str(one["because"])) for one in listed if "when" in one)
+    return names, tuple((rule["when"], str(rule["because"])) for rule in listed if "when" in rule)
 
 
 def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str, Any]) -> ModelMap:
@@ -843,7 +845,7 @@ def _read(name: str, data: Mapping[str, Any], turned: bool, config: Mapping[str,
     source, target = ("target", "source") if turned else ("source", "target")
     words = data.get("words", {})
     tables = {
-        "source": {name: {one: one for one in table} for name, table in words.items()},
+        "source": {name: {word: word for word in table} for name, table in words.items()},
         "target": words,
     }
 
@@ -1048,8 +1050,8 @@ def maps_of(
         if settings is not None:
             config = settings.translated(config or {}, faults := Faults())
             faults.check(UsageError, f"The map {name} can't take its configuration", place="--config")
-        maps = [load(one, config, files) for one in chained(name)]
-    maps = _with_choices([replace(one, budget=budget) for one in maps])
+        maps = [load(link, config, files) for link in chained(name)]
+    maps = _with_choices([replace(model_map, budget=budget) for model_map in maps])
     maps = _building(maps, builds)
     if maps and model is not None:
         maps[-1] = replace(maps[-1], model=model)
@@ -1060,7 +1062,10 @@ def maps_of(
 
 def _building(maps: Sequence[ModelMap], builds: bool) -> list[ModelMap]:
     """Returns maps of which the last alone makes what its library builds the model from, if any does."""
-    return [one if builds and one is maps[-1] else replace(one, pretrained=None) for one in maps]
+    return [
+        model_map if builds and model_map is maps[-1] else replace(model_map, pretrained=None)
+        for model_map in maps
+    ]
 
 
 def _check_used(
@@ -1085,7 +1090,7 @@ def _check_used(
 
 def settings_in(name: str | None, files: Files | None = None) -> Settings:
     """Returns what the codebases of a map, or of several joined, call the settings of their models."""
-    each = [data_of(one, files)[0] for one in chained(name)]
+    each = [data_of(link, files)[0] for link in chained(name)]
     return settings_of(*(data[side].get("settings") for data in each for side in _SIDES))
 
 

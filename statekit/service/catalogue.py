@@ -187,8 +187,8 @@ class Catalogue:
             number=self._begun,
             done=self._done,
             running=is_running,
-            entries=sum(one.entries for one in each),
-            looked=sum(one.looked for one in each),
+            entries=sum(scan.entries for scan in each),
+            looked=sum(scan.looked for scan in each),
             last=self.last_scan,
             problem=self._problem,
         )
@@ -220,7 +220,7 @@ class Catalogue:
             behind = tuple_(*decoded_cursor(cursor, name in _TEXTS))
             chosen = chosen.where(at < behind if falling else at > behind)
         both = (column, CHECKPOINTS.c.id)
-        chosen = chosen.order_by(*((one.desc() for one in both) if falling else both)).limit(limit + 1)
+        chosen = chosen.order_by(*((column.desc() for column in both) if falling else both)).limit(limit + 1)
         with self._database.reading() as connection:
             total = connection.scalar(select(func.count()).select_from(CHECKPOINTS).where(wanted)) or 0
             rows = connection.execute(chosen.add_columns(column.label("sorted"))).all()
@@ -460,8 +460,8 @@ def _records(connection: Connection, rows: Sequence[Row[Any]]) -> tuple[Checkpoi
     numbers = [row.id for row in rows]
     if numbers:
         chosen = select(TAGS).where(TAGS.c.checkpoint.in_(numbers)).order_by(TAGS.c.tag)
-        for one in connection.execute(chosen):
-            tags.setdefault(one.checkpoint, []).append(one.tag)
+        for row in connection.execute(chosen):
+            tags.setdefault(row.checkpoint, []).append(row.tag)
     return tuple(
         Checkpoint(
             id=row.id,
@@ -707,14 +707,14 @@ def learned(connection: Connection, job: Job, result: Any) -> None:
         connection.execute(update(CHECKPOINTS).where(CHECKPOINTS.c.id == number).values(**values))
 
     if job.kind == "check":
-        faults = any(one["faults"] for one in result["checkpoints"])
-        sealed = all(one["manifest"] for one in result["checkpoints"])
+        faults = any(checkpoint["faults"] for checkpoint in result["checkpoints"])
+        sealed = all(checkpoint["manifest"] for checkpoint in result["checkpoints"])
         seal: dict[str, Any] = {"seal": "damaged"} if faults else {"seal": "sealed"} if sealed else {}
         note(job.subjects[0], checked=None if faults else time.time(), **seal)
     elif job.kind == "seal":
         note(job.subjects[0], seal="sealed", proof=_JUST_SEALED)
     elif job.kind == "doctor":
-        for number, one in zip(job.subjects, result["by_subject"], strict=True):
-            note(number, verdict="findings" if one["findings"] else "clean")
+        for number, result_of_one in zip(job.subjects, result["by_subject"], strict=True):
+            note(number, verdict="findings" if result_of_one["findings"] else "clean")
     elif job.kind == "convert" and result.get("report") and result["report"]["source_digest"]:
         note(job.subjects[0], digest=result["report"]["source_digest"])

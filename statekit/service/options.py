@@ -155,7 +155,7 @@ REGION = Option(
     lambda value: (
         isinstance(value, list | tuple)
         and len(value) == 4
-        and all(_is_number(one) for one in value)
+        and all(_is_number(item) for item in value)
         and 0 <= value[0] < value[1]
         and 0 <= value[2] < value[3]
     ),

@@ -45,7 +45,7 @@ class _Record:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the record as plain data: times in ISO 8601, records as mappings, tuples as lists."""
-        return {one.name: report_json(getattr(self, one.name)) for one in fields(self)}  # type: ignore[arg-type]
+        return {field.name: report_json(getattr(self, field.name)) for field in fields(self)}  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

@@ -111,11 +111,13 @@ def thin(
         return {**said, "dry_run": True, "bytes_after": after, "freed": before - after}
     facts = _facts(going)
     listener.progress(None, "checking every byte of the checkpoint")
-    report = check(source, container=container, on_progress=lambda one: _tell(listener, one, 0.0, 0.4))
+    report = check(
+        source, container=container, on_progress=lambda progress: _tell(listener, progress, 0.0, 0.4)
+    )
     _refuse_damage(report.to_json()["checkpoints"], source)
     if not is_of_plan(target, planned):
-        convert(planned, on_progress=lambda one: _tell(listener, one, 0.4, 0.8))
-    written = check(target, on_progress=lambda one: _tell(listener, one, 0.8, 1.0))
+        convert(planned, on_progress=lambda progress: _tell(listener, progress, 0.4, 0.8))
+    written = check(target, on_progress=lambda progress: _tell(listener, progress, 0.8, 1.0))
     _refuse_damage(written.to_json()["checkpoints"], target)
     after = _allocated([target, beside(target)])
     record = _listed_to_go(trash, going, {**said, "bytes_after": after, "freed": before - after})

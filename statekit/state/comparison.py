@@ -355,7 +355,7 @@ class _States:
         if len(theirs) == len(mine) and {frozenset(group.paths) for group in theirs} == by_paths.keys():
             mine = tuple(by_paths[frozenset(group.paths)] for group in theirs)  # in whatever order they are
         for i, pair in enumerate(zip_longest(theirs, mine)):
-            slots = [dict(one.slots) if one else {} for one in pair]
+            slots = [dict(side.slots) if side else {} for side in pair]
             for name in _both(*slots):
                 yield from self._pair(f"groups/{i}/{name}", "", name, slots[0].get(name), slots[1].get(name))
 

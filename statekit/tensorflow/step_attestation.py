@@ -133,9 +133,13 @@ class _Watch:
         def rate(group: Group) -> Any:
             if not isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
                 return None
-            number = next((i for i, one in enumerate(live) if group.paths[0] in one.paths), 0)
+            number = next(
+                (i for i, group_of_live in enumerate(live) if group.paths[0] in group_of_live.paths), 0
+            )
             calls = tf.constant(self._calls_before + int(self._calls) - 1, tf.int64)
-            rates = [float(one(calls)) for one in (schedule, tf.function(schedule, jit_compile=True))]
+            rates = [
+                float(function(calls)) for function in (schedule, tf.function(schedule, jit_compile=True))
+            ]
             decoded = Optimizer("", None, ()) if sides.live is None else sides.live.optimizer
             factor = rate_factor(self._optimizer, decoded, number)
             return enclosed_rate([rate * factor for rate in rates])

@@ -299,7 +299,7 @@ class Rescaled(EachElement, OfOne):
         """Reads a block, computed in float64 and rounded once."""
         index = normal_index(index, self.shape)
         there = tuple(index[i] for i in self.axes)
-        part, whole = (one.read(there).astype(np.float64) for one in (self.part, self.whole))
+        part, whole = (tensor.read(there).astype(np.float64) for tensor in (self.part, self.whole))
         with np.errstate(invalid="ignore", divide="ignore"):
             ratio = np.where(whole == 0, 1.0, part / whole)
             along = tuple(i for i in range(len(self.shape)) if i not in self.axes)

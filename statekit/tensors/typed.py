@@ -285,11 +285,11 @@ def _of_entries(key: _Form, item: _Form) -> _Form:
             yield f"is {shown(value)}, expected {text}", place
             return
         is_anything = item.text == "anything"
-        for name, one in value.items():
+        for name, member in value.items():
             if not key.takes(name):
                 yield f"has the key {shown(name)}, expected {key.text}", place
-            elif not is_anything and not (item.is_leaf and item.takes(one)):
-                yield from item.faults(one, (*place, name))
+            elif not is_anything and not (item.is_leaf and item.takes(member)):
+                yield from item.faults(member, (*place, name))
 
     return _Form(text, f"maps of {item.plural}", faults, lambda value: isinstance(value, Mapping))
 

@@ -213,7 +213,7 @@ def opens_large_in_little(trial: Trial) -> None:
 def _enlarged(opened: Checkpoint) -> tuple[Tree, int | None]:
     """Returns a checkpoint's tree in which one tensor has become large: a parameter rather than part of something."""
     leaves = [(path, leaf) for path, leaf in walk(opened.tree) if isinstance(leaf, Tensor) and nbytes(leaf)]
-    _, small = min(leaves, key=lambda one: (one[1].dtype.kind not in "fV", len(one[0]), -nbytes(one[1])))
+    _, small = min(leaves, key=lambda leaf: (leaf[1].dtype.kind not in "fV", len(leaf[0]), -nbytes(leaf[1])))
     rest = nbytes(small) // (small.shape or (1,))[0]
     random = np.random.default_rng(0).bytes(-(-LARGE // rest) * rest)
     large = in_memory(np.frombuffer(random, small.dtype).reshape(-1, *small.shape[1:]))

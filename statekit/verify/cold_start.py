@@ -162,13 +162,15 @@ def cold_start(
             )
         warm = chosen.of(state)
         rates, notes = rates_of(warm)
-        (probe, *_) = [one for one in drawn(warm, ("random",), updates, seed) if one.name == USUAL]
-        sides = [_updates(one, probe.updates, rates, on_update) for one in (warm, cold(warm, warm))]
+        (probe, *_) = [
+            candidate for candidate in drawn(warm, ("random",), updates, seed) if candidate.name == USUAL
+        ]
+        sides = [_updates(run, probe.updates, rates, on_update) for run in (warm, cold(warm, warm))]
         count: dict[str, int] = {}
         for other in chosen.stands_for.values():
             count[other] = count.get(other, 0) + 1
         layers = [_layer(p, [s[p] for s in sides], count.get(p, 0)) for p in chosen.paths]
-        layers.sort(key=lambda one: -one.apart[0])
+        layers.sort(key=lambda layer: -layer.apart[0])
         place = opened.checkpoint.path
     return ColdStart(place, state.counts.updates, tuple(layers), chosen.to_json(), notes)
 

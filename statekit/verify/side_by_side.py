@@ -228,13 +228,13 @@ class SideBySide:
             "target": sides[1].title,
             "classes_of_ulp": [*EDGES, "more"],
             "probes": rows,
-            "tensors": [_summary(key, one) for key, one in worst.items()],
+            "tensors": [_summary(key, distance) for key, distance in worst.items()],
             "notes": self._notes,
         }
         return (
             data,
             self._verdicts(worst, sample),
-            [_said(one, wrong[n], seen.get(n), right) for n, one in pending.items()],
+            [_said(fault, wrong[n], seen.get(n), right) for n, fault in pending.items()],
         )
 
     def _side(self, state: TrainState, layout: str, rates: Rates, *, is_source: bool = False) -> Side:

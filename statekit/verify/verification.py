@@ -205,7 +205,7 @@ def _request(asked: Asked, target: OpenState) -> tuple[Request, list[str]]:
     if options:
         records = options.get("maps", ())
         # maps that are said again replace all but renamings, which the manifest alone says
-        maps = (*(_map_of(one) for one in records if not maps or "rename" in one), *maps)
+        maps = (*(_map_of(record) for record in records if not maps or "rename" in record), *maps)
         if offset == "keep":
             offset = (options.get("step_offset") or {}).get("asked", "keep")
         if (record := options.get("changes")) is not None:
@@ -307,7 +307,7 @@ class _Verification:
     def certificate(self) -> Certificate:
         asked, plan = self._asked, self._plan
         reader = Reader(lambda name, size: self._tell("reading", name, size))
-        sides = [reader.digests(one.checkpoint) for one in (self._source, self._target)]
+        sides = [reader.digests(opened.checkpoint) for opened in (self._source, self._target)]
         rows = compared(self._expected, self._actual, plan, reader)
         pairs = bijection(rows, self._expected, self._source.checkpoint, self._target.checkpoint)
         there_and_back = self._round_trip(reader)
@@ -389,11 +389,11 @@ class _Verification:
         fields: list[dict[str, Any]] = []
         equal = 0
         for part, other in zip(self._carried.parts(), self._expected.parts(), strict=True):
-            for one in _fields(part, other, change):
-                if one.fate == "equal":
+            for entry in _fields(part, other, change):
+                if entry.fate == "equal":
                     equal += 1
                 else:
-                    fields.append({**to_json(vars(one)), "schema": part.optimizer.schema})
+                    fields.append({**to_json(vars(entry)), "schema": part.optimizer.schema})
         kinds = [
             " and ".join(f"{s}/{v or 'unknown'}" for s, v in x.optimizer.kinds)
             for x in (self._carried, self._expected)
@@ -403,7 +403,7 @@ class _Verification:
             "to": change.target if change else kinds[1],
             "exactness": (change.exactness if change else Exactness.BITWISE).name.lower(),
             "equal": equal,
-            "fields": [dict(one) for one in {json_digest(field): field for field in fields}.values()],
+            "fields": [dict(entry) for entry in {json_digest(field): field for field in fields}.values()],
             "compensated": list(change.compensated_by) if change else [],
         }
 
@@ -524,7 +524,7 @@ class _Verification:
 def _made_up(prepared: Prepared, plan: Plan, target: OpenState) -> list[str]:
     """Returns what the target's file holds and neither the source nor a user says, as `name=value`."""
     assert prepared.carried is not None  # `prepare` made it
-    card, home = (registry.layout_card(one) for one in (target.layout, plan.source.layout))
+    card, home = (registry.layout_card(layout) for layout in (target.layout, plan.source.layout))
     if not card.stores_values or is_carried(prepared.carried, home.name, card, home):
         return []
     stored = {

@@ -526,7 +526,7 @@ class HuggingFaceFolder:
             save_safetensors(
                 laid.model,
                 output,
-                lambda name, one: stage.stream(_in_model(name), one),
+                lambda name, tensor: stage.stream(_in_model(name), tensor),
                 metadata_of(laid.ties),
             )
 

@@ -228,7 +228,8 @@ def _plain_name(name: str) -> bool:
 def _apart(reading: _Reading) -> None:
     """Notes pieces that share bytes: each is written by itself, so one of them lies."""
     ordered = sorted(
-        ((p.file, p.start, p.size, key) for (key, _), p in reading.pieces.items()), key=lambda one: one[:3]
+        ((p.file, p.start, p.size, key) for (key, _), p in reading.pieces.items()),
+        key=lambda piece: piece[:3],
     )
     for (file, start, size, key), (other, begin, _, following) in pairwise(ordered):
         if file == other and start + size > begin:

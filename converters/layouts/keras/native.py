@@ -128,7 +128,7 @@ def told(config: Any, name: Any, said: Any, given: str | None) -> Signature | No
         return None if said in SCHEMAS else signature_of(said)
     plain_name = re.sub(r"_\d+$", "", name) if isinstance(name, str) else ""
     wanted = (given or "").replace("_", "").casefold()
-    kinds = (k for k, one in _known().items() if one["name"] == plain_name or k.casefold() == wanted)
+    kinds = (k for k, card in _known().items() if card["name"] == plain_name or k.casefold() == wanted)
     return next(map(signature_of, kinds), None)
 
 

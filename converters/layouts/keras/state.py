@@ -552,7 +552,7 @@ def kind_of(state: TrainState, home: Mapping[str, Any]) -> str:
 
 def usual_name(kind: str) -> str:
     """Returns what an optimizer of a class is called unless it was given a name."""
-    return next(name for name, one in _NAMES.items() if one == kind)
+    return next(name for name, word in _NAMES.items() if word == kind)
 
 
 def order_of(state: TrainState) -> list[str]:

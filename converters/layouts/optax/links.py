@@ -61,7 +61,7 @@ SLOT_TREES: dict[str, tuple[str, ...]] = {
     "adam": ("mu", "nu", "nu_max"),
     "muon": ("mu",),
     "ema": ("ema",),
-    "stranger": tuple(dict.fromkeys(name for one in (*STRANGERS.values(), NOVOGRAD) for name in one.trees)),
+    "stranger": tuple(dict.fromkeys(name for link in (*STRANGERS.values(), NOVOGRAD) for name in link.trees)),
 }
 """The fields of a link's state that are trees like the parameters'."""
 _SLOTS = {name for names in SLOT_TREES.values() for name in names}

@@ -360,7 +360,7 @@ def _without_kernels(document: Any) -> Any:
             for key, value in document.items()
             if not key.endswith("_implementation") and key not in ("use_kernels", "kernel_config")
         }
-    return [_without_kernels(one) for one in document] if isinstance(document, list) else document
+    return [_without_kernels(part) for part in document] if isinstance(document, list) else document
 
 
 def print_architecture() -> None:
@@ -392,7 +392,7 @@ def print_architecture() -> None:
         names.setdefault(id(param), []).append(one)
     saved = saved_names(model)
     for given in names.values():
-        given += [saved[one] for one in given if one in saved]
+        given += [saved[name] for name in given if name in saved]
     decayed = transformers.Trainer.get_decay_parameter_names(None, model)
     record = {
         "params": [names[id(param)] for _, param in model.named_parameters()],

@@ -243,14 +243,16 @@ def signature_of(parts: Parts, variants: Mapping[str, str] = MappingProxyType({}
     slots |= parts.common.keys()
     groups = [group for group in parts.groups if group["params"]] or parts.groups
     candidates = [
-        one
-        for one in _candidates(parts.places[1])
-        if not one.asked or variants.get(one.schema or "", variants.get("")) == one.variant
+        candidate
+        for candidate in _candidates(parts.places[1])
+        if not candidate.asked or variants.get(candidate.schema or "", variants.get("")) == candidate.variant
     ]
     fits = [signature for signature in candidates if signature.fits(slots, groups)]
     if not fits:
         fits = [signature for signature in candidates if _has_lost(signature, slots, groups)]
-    return max(fits, key=lambda one: len(slots & {*one.slots}) + len(one.options), default=None)
+    return max(
+        fits, key=lambda candidate: len(slots & {*candidate.slots}) + len(candidate.options), default=None
+    )
 
 
 def _candidates(place: Path) -> list[Signature]:
@@ -329,7 +331,7 @@ def _by_parameter(
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
         for index, name in zip(group["params"], mine, strict=True):
             record = parts.state.get(index, {})
-            numbers = {f"state/{key}": one for key, one in record.items() if not isinstance(one, Tensor)}
+            numbers = {f"state/{key}": item for key, item in record.items() if not isinstance(item, Tensor)}
             yield path_of(name), dict(_tensors(record)), {**options, **numbers}
 
 

@@ -204,7 +204,7 @@ class LowBit:
             by_key = {key: dtypes.get(name, FLOAT32) for key, name in _named(node)}
             tree = _replaced(tree, path, self.library.native(node, by_key, is_old))
         others = (encoded.by_name, encoded.side_by_side)
-        by_name, beside = (one and self._native(one, dtypes, is_old) for one in others)
+        by_name, beside = (state and self._native(state, dtypes, is_old) for state in others)
         return replace(encoded, tree=tree, by_name=by_name, side_by_side=beside)
 
     def _moments(self, state: TrainState) -> dict[str, dict[str, Tensor]]:

@@ -574,8 +574,8 @@ def _are_found(tree: Tree, model_at: Path, optimizer_at: Path) -> bool:
 def are_ties(part: Any, model: Mapping[str, Tensor]) -> bool:
     """Tells whether a part of a tree names further names of a model's tensors, which the model itself hasn't."""
     return isinstance(part, Mapping) and all(
-        isinstance(name, str) and isinstance(one, str) and name not in model and one in model
-        for name, one in part.items()
+        isinstance(name, str) and isinstance(item, str) and name not in model and item in model
+        for name, item in part.items()
     )
 
 
@@ -716,9 +716,9 @@ def _renamed(name: str, renamed: Mapping[str, str]) -> str:
 def by_index(optimizer: Mapping[str, Any]) -> Mapping[str, Any]:
     """Returns an optimizer under the indices of its parameters over all groups; undoes `by_name`."""
     lists = [group["params"] for group in optimizer["param_groups"]]
-    if not all(isinstance(one, Sequence) for one in lists):
+    if not all(isinstance(members, Sequence) for members in lists):
         return optimizer
-    params = [param for one in lists for param in one]
+    params = [param for members in lists for param in members]
     if not params or not all(isinstance(param, str) for param in params):
         return optimizer
     index = {name: i for i, name in enumerate(params)}

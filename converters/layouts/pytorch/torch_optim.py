@@ -1095,7 +1095,7 @@ def _clipped(groups: Iterable[Group], parts: Parts, checkpoint: Checkpoint) -> l
     limit = at(checkpoint.tree, (TRAINER_ARGUMENTS, _LIMIT))
     if limit is None:
         limits = [group.get(_LIMIT) for group in parts.groups if group["params"]]
-        limit = limits[0] if limits and all(one == limits[0] for one in limits) else None
+        limit = limits[0] if limits and all(value == limits[0] for value in limits) else None
     if not fits(limit, Finite) or limit <= 0:
         return list(groups)
     return [

@@ -273,7 +273,7 @@ def _offset_said(
     if variant is None or "step_offset" not in schema.hyperparameters:
         return []
     made_up = rule_change["made_up"] if rule_change else ()
-    if any("step_offset" in one for one in made_up):
+    if any("step_offset" in option for option in made_up):
         return [f"{variant} has no step_offset: its count of updates begins there instead, exactly"]
     if "step_offset" not in schema.variant(variant)["defaults"] or not known.get("step_offset"):
         return []
