@@ -21,12 +21,12 @@ FORMS = ("run.keras", "run.weights.h5", "checkpoint")
 NAMES = {
     "SGD": "SGD", "SGD with momentum": "SGD", "scheduled SGD": "SGD", "RMSprop": "RMSprop",
     "centered RMSprop": "RMSprop", "Adadelta": "Adadelta", "Adagrad": "Adagrad", "Adamax": "Adamax",
-    "Nadam": "Nadam", "Ftrl": "Ftrl", "Lion": "Lion", "Muon": "Muon", "ScheduleFreeAdamW": "ScheduleFreeAdamW",
+    "Nadam": "Nadam", "Ftrl": "Ftrl", "Lion": "Lion", "ScheduleFreeAdamW": "ScheduleFreeAdamW",
 }  # fmt: skip
 """What no schema describes, each with what it is called."""
 GOES_ON = {
     "Adam": "adamw", "AMSGrad": "adamw", "AdamW": "adamw", "Adafactor": "adafactor", "Lamb": "lamb",
-    "averaged Adam": "adamw",
+    "averaged Adam": "adamw", "Muon": "muon",
 }  # fmt: skip
 MORE = {"accumulating Adam", "scaled Adam", "MultiOptimizer"}
 ASKED = {("accumulating Adam", "run.weights.h5"): "gradient_accumulation_steps"}
