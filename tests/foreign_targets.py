@@ -36,7 +36,9 @@ def put(what: str, source: Path, target: Path) -> None:
         case ["device"]:
             os.mknod(target, stat.S_IFCHR | 0o600, os.makedev(1, 3))
         case ["our", kind, *changed]:
-            convert(plan(source, target, to={"file": "torch", "folder": "statekit"}[kind]))
+            place = real / "ours"  # no target may have a manifest's name
+            convert(plan(source, place, to={"file": "torch", "folder": "statekit"}[kind]))
+            place.rename(target)
             if changed:
                 written = target if kind == "file" else max(target.glob("*.safetensors"))
                 written.write_bytes(written.read_bytes()[:-1] + b"x")
