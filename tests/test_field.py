@@ -75,6 +75,14 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "case": "test_torch_cases.py::test_halves_of_one_step_are_one_checkpoint",
         "further": "test_field.py::test_the_files_of_verls_only_rank_are_one_checkpoint",
     },
+    "files that each rank pickles": {
+        "case": "test_rank_files.py::test_the_files_of_two_ranks_are_one_checkpoint",
+        "further": "test_rank_files.py::test_what_fsdp2_and_tensor_parallelism_save_is_joined",
+    },
+    "a file for each object": {
+        "case": "test_field.py::test_each_object_of_speechbrain_lies_in_a_file_and_all_are_one_checkpoint",
+        "further": "test_field.py::test_several_optimizers_of_speechbrain_are_named",
+    },
     "averages": {
         "case": "test_torch_cases.py::test_where_lightning_averages_the_runs_own_weights_go_on",
         "further": "test_field.py::test_a_file_whose_only_weights_are_an_average_is_no_fault_for_doctor",
