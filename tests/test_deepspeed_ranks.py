@@ -22,6 +22,7 @@ pytestmark = pytest.mark.torch
 RECORDED = Path(__file__).parent / "cases" / "deepspeed_ranks"
 EXPERTS = {"experts_zero1_bf16": 16, "experts_zero0": 16}
 PIPELINES = {"pipeline_zero1_bf16": 7, "pipeline_zero0": 9}
+ORDERS = {"round_robin_zero2_bf16": 7, "sub_groups_zero3": 7}
 """How many parameters each run has."""
 
 
@@ -32,7 +33,7 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize(("name", "count"), {**EXPERTS, **PIPELINES}.items())
+@pytest.mark.parametrize(("name", "count"), {**EXPERTS, **PIPELINES, **ORDERS}.items())
 def test_a_recorded_run_is_what_the_engine_kept(name: str, count: int) -> None:
     engine = load_file(RECORDED / name / "engine.safetensors")
     with open_state(RECORDED / name) as opened:
@@ -45,6 +46,15 @@ def test_a_recorded_run_is_what_the_engine_kept(name: str, count: int) -> None:
             for key, tensor in arrays.items():
                 expected = engine[f"{path.replace('/', '.')}|{key}"]
                 assert tensor.read().tobytes() == expected.tobytes(), f"{path}: {key}"
+
+
+@pytest.mark.parametrize("name", ORDERS)
+def test_groups_keep_their_parameters(name: str) -> None:
+    with open_state(RECORDED / name) as opened:
+        groups = [
+            (len(g.paths), g.hyperparameters["weight_decay_rate"]) for g in opened.state.optimizer.groups
+        ]
+    assert groups == [(4, 0.0), (3, 0.1)]
 
 
 def test_experts_stand_layer_by_layer_in_their_order() -> None:

@@ -46,7 +46,7 @@ from statekit.converters.containers.deepspeed.slices import (
 )
 from statekit.converters.containers.deepspeed.universal import universal_state
 from statekit.converters.containers.deepspeed.universal_writer import fitted_to_engine, write_universal
-from statekit.converters.containers.deepspeed.zero import Shapes, joined, part_of
+from statekit.converters.containers.deepspeed.zero import Shapes, by_group, joined, part_of
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, some
 from statekit.files.checkpoint import STEPS, Checkpoint, Finding
@@ -468,7 +468,7 @@ def _ranked(
         return by_rank.whole, by_rank.joined(parts, stage), groups, engine
     for count in counts if isinstance(counts, list) else ():
         complete(slice_.optimizers, count if type(count) is int else len(parts), "optimizer")
-    return shapes, joined(parts, shapes, stage), groups, engine
+    return by_group(shapes, parts[0]), joined(parts, shapes, stage), groups, engine
 
 
 def _stage(node: Any) -> int:

@@ -111,6 +111,21 @@ def _address(node: Any, place: str) -> tuple[int, int]:
     raise FormatError("A slice has no start and length.", place=place, found=str(node)[:80])
 
 
+def by_group(shapes: Shapes, part: Part) -> Shapes:
+    """Returns parameters by the optimizer's groups; stage 3 lists them by sub-group, of which a group may have several.
+
+    Args:
+        shapes: As the model's file lists them.
+        part: What a rank holds, with its groups.
+    """
+    if len(shapes) == len(part.groups) or len(shapes) != len(part.masters):
+        return shapes
+    return [
+        {name: shape for number in group.get("params", ()) for name, shape in shapes[number].items()}
+        for group in part.groups
+    ]
+
+
 def joined(parts: Sequence[Part], shapes: Shapes, stage: int) -> dict[str, dict[str, Any]]:
     """Returns the optimizer's state by parameter, its float32 weight among it.
 
@@ -148,7 +163,7 @@ def _concatenated(parts: Sequence[Part], shapes: Shapes) -> Iterator[tuple[str, 
         if number >= len(parts[0].masters):
             raise CorruptError("A group has no flat weights.", place=parts[0].place, found=f"group {number}")
         spans = [_own_spans(part, number) for part in parts]
-        if any(of_rank is None for of_rank in spans):
+        if not _follow(spans, group):
             spans = list(_usual_spans(parts, number, group))
         for name, shape in group.items():
             runs = [
@@ -157,6 +172,19 @@ def _concatenated(parts: Sequence[Part], shapes: Shapes) -> Iterator[tuple[str, 
                 if of_rank and name in of_rank
             ]
             yield name, shape, [run for run in runs if run[3]]
+
+
+def _follow(spans: Sequence[Mapping[str, tuple[int, int]] | None], group: Mapping[str, Shape]) -> bool:
+    """Tells whether ranks say where parameters lie, in the order of the model's file.
+
+    With round_robin_gradients they say it of another order than that of their vectors, which the model's file has.
+    Source: deepspeedai/DeepSpeed deepspeed/runtime/zero/stage_1_and_2.py, `_link_all_hp_params`;
+    deepspeed/runtime/engine.py, `_get_zero_param_shapes`.
+    """
+    if any(of_rank is None for of_rank in spans):
+        return False
+    names = dict.fromkeys(name for of_rank in spans for name in of_rank or ())
+    return [*names] == [name for name in group if name in names]
 
 
 def _own_spans(part: Part, number: int) -> Mapping[str, tuple[int, int]] | None:

@@ -1,10 +1,12 @@
-"""Records a run of DeepSpeed whose ranks hold different experts, or stages of a pipeline, on a CPU with gloo.
+"""Records runs of DeepSpeed on a CPU with gloo: of experts, of pipelines, and of ZeRO's rarer orders.
 
     run() { for rank in $(seq 0 $(($1 - 1))); do python make_ranks.py $rank $@ & done; wait; }
     run 4 1 bf16 experts experts_zero1_bf16
     run 2 0 fp32 experts experts_zero0
     run 4 1 bf16 tied pipeline_zero1_bf16
     run 2 0 fp32 pipeline pipeline_zero0
+    run 2 2 bf16 round_robin round_robin_zero2_bf16
+    run 2 3 fp32 sub_groups sub_groups_zero3
 
 Made with deepspeed 0.19.8 and torch 2.13.0. Writes the checkpoint, and beside it what the engine holds of each
 parameter, gathered over the engine's own groups of processes: FOLDER.engine<rank>.safetensors. `engine.safetensors` is
@@ -23,12 +25,15 @@ import torch
 from deepspeed.moe.layer import MoE
 from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
-from deepspeed.utils import groups
+from deepspeed.utils import groups, safe_get_full_fp32_param, safe_get_full_optimizer_state
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 RANK, RANKS, STAGE = (int(number) for number in sys.argv[1:4])
 DTYPE, KIND, FOLDER = sys.argv[4:]
+ZERO: dict[str, dict[str, Any]] = {
+    "round_robin": {"round_robin_gradients": True}, "sub_groups": {"sub_group_size": 24},
+}  # fmt: skip
 SLOTS = ("exp_avg", "exp_avg_sq")
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.01, "betas": (0.9, 0.98), "eps": 1e-8}
 
@@ -50,6 +55,26 @@ class Experts(nn.Module):
         loss = nn.functional.cross_entropy(self.head(hidden), targets)
         total: Tensor = loss + 0.01 * (first + second)
         return total
+
+
+class Plain(nn.Module):
+    """Matrices and vectors in two groups."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.norm, self.b = nn.Linear(4, 7), nn.LayerNorm(7), nn.Linear(7, 6, bias=False)
+        self.head = nn.Linear(6, 4)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Tensor:
+        """Returns the loss."""
+        hidden = self.b(torch.relu(self.norm(self.a(inputs))))
+        return nn.functional.cross_entropy(self.head(hidden), targets)
+
+    def in_groups(self) -> list[dict[str, Any]]:
+        """Returns vectors, then matrices in another order than the module's."""
+        vectors = [param for param in self.parameters() if param.ndim == 1]
+        matrices = [param for param in self.parameters() if param.ndim > 1]
+        return [{"params": vectors, "weight_decay": 0.0}, {"params": matrices[::-1], "weight_decay": 0.1}]
 
 
 class Embedding(nn.Module):
@@ -121,6 +146,16 @@ def kept_by_zero(optimizer: Any) -> dict[Tensor, dict[str, Tensor]]:
     return by_param
 
 
+def kept_by_stage_3(module: nn.Module) -> dict[Tensor, dict[str, Tensor]]:
+    """Returns by parameter what stage 3 keeps of it."""
+    by_param: dict[Tensor, dict[str, Tensor]] = {}
+    for param in module.parameters():
+        vectors = {"fp32": safe_get_full_fp32_param(param)}
+        vectors |= {slot: safe_get_full_optimizer_state(param, slot) for slot in SLOTS}
+        by_param[param] = {key: vector.reshape(vars(param)["ds_shape"]).clone() for key, vector in vectors.items()}
+    return by_param
+
+
 def name_in_whole(name: str, modules: dict[str, Any]) -> str:
     """Returns the name that a rank's parameter has in the whole model."""
     path, mark, rest = name.partition(".deepspeed_moe.experts.deepspeed_experts.")
@@ -138,8 +173,9 @@ os.environ |= {
 torch.set_num_threads(1)
 deepspeed.init_distributed("gloo")
 torch.manual_seed(RANK)
-network = Experts() if KIND == "experts" else pipeline()
-params: Any = list(network.parameters())
+plain = KIND in ("round_robin", "sub_groups")
+network: Any = Plain() if plain else Experts() if KIND == "experts" else pipeline()
+params: Any = network.in_groups() if plain else list(network.parameters())
 if KIND == "experts":
     params = split_params_into_different_moe_groups_for_optimizer(
         {"params": params, "name": "all", **OPTIONS}
@@ -147,7 +183,7 @@ if KIND == "experts":
 config = {
     "train_micro_batch_size_per_gpu": 8,
     "gradient_clipping": 1.0,
-    "zero_optimization": {"stage": STAGE},
+    "zero_optimization": {"stage": STAGE, **ZERO.get(KIND, {})},
     "bf16": {"enabled": DTYPE == "bf16"},
 }
 engine, *_ = deepspeed.initialize(
@@ -155,13 +191,13 @@ engine, *_ = deepspeed.initialize(
 )
 data = batches()
 for _ in range(3):
-    if KIND == "experts":
+    if plain or KIND == "experts":
         engine.backward(engine(*next(data)))
         engine.step()
     else:
         engine.train_batch(data)
 engine.save_checkpoint(FOLDER)
-by_param = kept_by_zero(engine.optimizer) if STAGE else None
+by_param = kept_by_stage_3(network) if STAGE == 3 else kept_by_zero(engine.optimizer) if STAGE else None
 modules, arrays = dict(network.named_modules()), {}
 for name, param in network.named_parameters():
     slots = by_param[param] if by_param else {"fp32": param.detach(), **engine.optimizer.state[param]}
