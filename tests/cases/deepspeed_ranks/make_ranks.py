@@ -152,7 +152,9 @@ def kept_by_stage_3(module: nn.Module) -> dict[Tensor, dict[str, Tensor]]:
     for param in module.parameters():
         vectors = {"fp32": safe_get_full_fp32_param(param)}
         vectors |= {slot: safe_get_full_optimizer_state(param, slot) for slot in SLOTS}
-        by_param[param] = {key: vector.reshape(vars(param)["ds_shape"]).clone() for key, vector in vectors.items()}
+        by_param[param] = {
+            key: vector.reshape(vars(param)["ds_shape"]).clone() for key, vector in vectors.items()
+        }
     return by_param
 
 
