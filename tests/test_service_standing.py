@@ -11,7 +11,14 @@ from statekit.service.standing import Rule, fault_of, spare_of, standing
 
 
 def step(number: int, **known: Any) -> SimpleNamespace:
-    usual = {"unreadable": None, "seal": "sealed", "verdict": "clean", "resumable": True, "size": 10}
+    usual = {
+        "unreadable": None,
+        "undecoded": None,
+        "seal": "sealed",
+        "verdict": "clean",
+        "resumable": True,
+        "size": 10,
+    }
     return SimpleNamespace(id=100 + number, step=number, **usual | known)
 
 
