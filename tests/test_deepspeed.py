@@ -36,7 +36,7 @@ from statekit.errors import (
     RefusedError,
 )
 from statekit.optim.run import load, mover, store
-from statekit.state.stored_params import MASTER, as_params
+from statekit.state.stored_params import MASTER, Proven, as_params
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import in_memory
 from statekit.verify.recording import open_recording
@@ -254,6 +254,12 @@ def test_masters_of_a_variant_that_keeps_them_stay() -> None:
     with open_state(RECORDED[0] / "checkpoint") as opened:
         state = opened.state
         assert as_params(state) == (state, {})
+
+
+def test_a_master_of_another_shape_is_no_master() -> None:
+    master, param = (in_memory(np.zeros(shape, np.float32)) for shape in ((6, 4), (6,)))
+    with pytest.raises(CorruptError, match="another shape"):
+        Proven(master, param, "w")
 
 
 def test_infinite_and_nan_parameters_follow_their_masters() -> None:

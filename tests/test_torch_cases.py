@@ -19,7 +19,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 
 import statekit
 from statekit.cli.main import main
+from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.convert import convert, plan
+from statekit.conversion.open_state import open_state
 from statekit.converters.layouts.pytorch import param_order
 from statekit.errors import NamesError, StateError, UnknownFormatError
 from statekit.torch import attest, load_optimizer, load_params
@@ -1101,6 +1103,23 @@ def test_a_rate_that_is_a_tensor_goes_on(tmp_path: Path) -> None:
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
     (group,) = load_optimizer(path, model.named_parameters()).param_groups
     assert (group["lr"], group["initial_lr"]) == pytest.approx((5e-4, 1e-3))
+    with open_state(path) as opened:
+        (stored,) = opened.state.optimizer.groups
+        assert stored.hyperparameters["learning_rate"] == np.float32(5e-4)
+    convert(plan(path, tmp_path / "again.pt", layout="torch-optim"))
+    (back,) = torch.load(tmp_path / "again.pt")["optimizer"]["param_groups"]
+    assert torch.equal(back["lr"], optimizer.param_groups[0]["lr"]) and back["lr"].shape == ()
+    convert(plan(path, tmp_path / "orbax", to="orbax", layout="optax"))
+    convert(plan(path, tmp_path / "universal", to="deepspeed"))
+    convert(
+        plan(
+            path,
+            tmp_path / "other.pt",
+            layout="torch-optim",
+            hints=CheckpointRef(hparams={"learning_rate": 0.25}),
+        )
+    )
+    assert torch.load(tmp_path / "other.pt")["optimizer"]["param_groups"][0]["lr"] == 0.25
 
 
 @pytest.mark.parametrize("key", [0, None])

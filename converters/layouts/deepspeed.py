@@ -31,7 +31,7 @@ from statekit.state.evidence import Fact, ordered
 from statekit.state.schema import load_schema
 from statekit.state.stored_params import BEGUN_MASTER, MASTER, Proven, in_full, is_low, said_of_masters
 from statekit.state.train_state import Axis, Counts, Rule, TrainState
-from statekit.tensors.tensor import Filled, Tensor
+from statekit.tensors.tensor import Filled, Tensor, scalar
 from statekit.tensors.tree import Path as Keys
 from statekit.tensors.tree import at, put
 from statekit.tensors.typed import Name, fits, typed
@@ -173,10 +173,11 @@ class DeepSpeed:
             for path, slots in state.slots.items()
         }
         records = {name: {**record, _WEIGHT: weights[name]} for name, record in optimizer["state"].items()}
+        groups = [{key: scalar(value) for key, value in group.items()} for group in optimizer["param_groups"]]
         low = [path for path, slots in state.slots.items() if is_low(state.params[path], slots)]
         return replace(
             encoded,
-            tree=put(encoded.tree, place, {**optimizer, "state": records}),
+            tree=put(encoded.tree, place, {"state": records, "param_groups": groups}),
             exactness={**encoded.exactness, **_begun_masters(place, [name_of[path] for path in low])},
             assumptions=(*encoded.assumptions, *said_of_masters(low)),
         )

@@ -246,7 +246,14 @@ class _Filling:
         params = {path: np.zeros(0, np.float32) for path in group.paths}
         if group.hyperparameters.get("clipping_scale") is None or not params:
             return group
-        fresh = scaled_adam.begin(NumpyBackend(), params, group, load_schema(SCHEMA).stepped[-1])
+        schema = load_schema(SCHEMA)
+        faults = Faults(
+            (f"is {value!r}, {fault}", name)
+            for name, value in group.hyperparameters.items()
+            if (fault := schema.fault(name, value))
+        )
+        faults.check(StateError, f"Hyperparameters of {SCHEMA} can't be these")
+        fresh = scaled_adam.begin(NumpyBackend(), params, group, schema.stepped[-1])
         group_slots = {}
         for name, array in fresh.items():
             value = shared.get(name)

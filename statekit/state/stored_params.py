@@ -60,6 +60,7 @@ class Proven:
         defect: What it means that they differ; "" where both are right, and the target has no place for both.
 
     Raises:
+        CorruptError: They have different shapes.
         InexactError, CorruptError: When read, it turns out not to be; the second where that is a defect.
     """
 
@@ -67,6 +68,15 @@ class Proven:
     param: Tensor
     path: str
     defect: str = ""
+
+    def __post_init__(self) -> None:
+        if self.master.shape != self.param.shape:
+            raise CorruptError(
+                "A master has another shape than its parameter.",
+                place=self.path,
+                expected=self.param.shape,
+                found=self.master.shape,
+            )
 
     @property
     def shape(self) -> Shape:

@@ -124,6 +124,8 @@ TREES: list[tuple[str, str, Path, Any]] = [
     ("torch", "torch-optim", ("model",), {5: 5}),
     ("torch", "icefall", ("optimizer", "state", 0, "delta"), [1]),
     ("torch", "icefall", ("optimizer", "state", 0, "num_clipped"), "@"),
+    ("torch", "icefall", ("optimizer", "param_groups", 0, "betas"), (0.9, 0.98, 0.9)),
+    ("torch", "icefall", ("optimizer", "param_groups", 0, "clipping_update_period"), 0.5),
     ("torch", "statekit-torch", ("optimizer", "param_groups", 0, "schema"), {}),
     ("torch", "statekit-torch", ("optimizer", "param_groups", 0, "rules"), {"a": 5}),
     (
@@ -150,6 +152,8 @@ TREES: list[tuple[str, str, Path, Any]] = [
     ("keras-h5", "statekit-keras", ("@", "statekit_keras"), {"class": {}, "kept": 5, "variables": [[]]}),
     ("keras-h5", "keras-weights", ("@",), 5),
     ("keras", "keras", ("@", "config.json"), [5]),
+    ("keras", "keras", ("@", "metadata.json"), [5]),
+    ("keras-h5", "keras", ("@", "statekit_keras"), {"kept": {"rate": True, "x": True}}),
     ("deepspeed", "deepspeed", ("model",), {"w": b""}),
     ("deepspeed", "deepspeed", ("optimizer", "param_groups", 0, "params"), [{}]),
     ("megatron", "megatron", ("sharded",), {5: 5}),

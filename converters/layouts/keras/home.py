@@ -10,6 +10,7 @@ from statekit.converters.layouts.keras.variables import CONFIG, VARIABLES, VERSI
 from statekit.errors import StateError
 from statekit.files.checkpoint import ATTRIBUTES
 from statekit.state.train_state import TrainState
+from statekit.tensors.tree import at
 from statekit.tensors.typed import Name, fits
 
 OPTIMIZER = "optimizer"
@@ -34,7 +35,7 @@ def config_of(tree: Mapping[str, Any]) -> Any:
 def is_keras2(tree: Mapping[str, Any]) -> bool:
     """Tells whether Keras 2 wrote a file, by the version that it has there."""
     attributes = tree.get(ATTRIBUTES, {})
-    version = attributes.get(VERSIONS, attributes).get("keras_version")
+    version = at(attributes, (VERSIONS, "keras_version") if VERSIONS in attributes else ("keras_version",))
     return fits(version, Name) and version.startswith("2.")
 
 

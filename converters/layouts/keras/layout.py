@@ -372,7 +372,8 @@ def _named(tree: Mapping[str, Any], config: Any, optimizer: str | None) -> Named
     )
     if named is None or "kept" not in names:
         return named
-    return replace(named, kept=Kept(**names["kept"]))
+    options = {key: value for key, value in names["kept"].items() if key in KeptRecord.__annotations__}
+    return replace(named, kept=Kept(**options))
 
 
 def given_order(

@@ -141,12 +141,12 @@ def _has_no_decay(name: str, shape: Shape) -> bool:
 
 def _check(groups: Sequence[Mapping[str, Any]], shapes: Mapping[str, Shape]) -> None:
     """Refuses groups that the rule wouldn't make again."""
-    if len(groups) == 1:
+    if len(groups) < 2:
         return
     faults = Faults(_misplaced(groups, shapes))
     if len(groups) > 2:
         faults.add(f"are {len(groups)} groups", "param_groups")
-    if len({tuple(group[name] for name in MULTIPLIERS) for group in groups}) < len(groups):
+    elif all(groups[0][name] == groups[1][name] for name in MULTIPLIERS):
         faults.add("have the same multipliers", "param_groups")
     if faults:
         raise faults.error(

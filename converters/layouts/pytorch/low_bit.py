@@ -166,7 +166,7 @@ class LowBit:
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
         """Returns the canonical state; moments in few bits read as the values that the next update starts from."""
-        state = _with_numbers(self._torch.decode(self._plain(checkpoint), hints))
+        state = self._torch.decode(self._plain(checkpoint), hints)
         is_old = any(self.library.is_old(node) for _, node in _optimizers(checkpoint.tree))
         return replace(state, extra={**state.extra, self._old: True}) if is_old else state
 
@@ -253,15 +253,6 @@ class LowBit:
             places = self.native_slots if is_native else MOMENTS
             for name in slots.keys() - {*places}:
                 yield f"has slot {name}, for which there is no place", path
-
-
-def _with_numbers(state: TrainState) -> TrainState:
-    """Returns a state whose hyperparameters are numbers where the file has tensors of one: torchao's rates."""
-    groups = tuple(
-        replace(group, hyperparameters={key: scalar(value) for key, value in group.hyperparameters.items()})
-        for group in state.optimizer.groups
-    )
-    return replace(state, optimizer=replace(state.optimizer, groups=groups))
 
 
 def _has_large_codes(tree: Any) -> bool:

@@ -25,7 +25,7 @@ from statekit.converters.layouts.pytorch.networks import paired, unpaired_networ
 from statekit.errors import UsageError, printable
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
 from statekit.state.run import BESIDE
-from statekit.tensors.tensor import TIES, Tensor, ties_of
+from statekit.tensors.tensor import TIES, Tensor, scalar, ties_of
 from statekit.tensors.tree import (
     Path,
     Tree,
@@ -425,7 +425,10 @@ def extra_of(parts: Parts, params: Iterable[str], options: Iterable[str]) -> dic
         BUFFERS: {name: leaf for name, leaf in parts.model.items() if name not in taken and name not in ties},
         TIES: {path_of(name): path_of(tie) for name, tie in ties.items()},
         NAMES: stated_names([*moved, *ties]),
-        GROUPS: [{key: value for key, value in group.items() if key not in read} for group in parts.groups],
+        GROUPS: [
+            {key: value for key, value in group.items() if key not in read or isinstance(value, Tensor)}
+            for group in parts.groups
+        ],
         BESIDE: rest if isinstance(rest, Mapping) else _by_position(rest),
         PLACES: [list(place) for place in parts.places],
     }
@@ -536,8 +539,19 @@ def nameable(extra: Mapping[str, Tree]) -> tuple[Mapping[str, Tree], dict[str, s
 
 def with_others(extra: Mapping[str, Tree], groups: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Returns an optimizer's groups with what the extra holds for each."""
-    others = extra.get(GROUPS) or []
-    return [{**(others[i] if i < len(others) else {}), **group} for i, group in enumerate(groups)]
+    others = [*(extra.get(GROUPS) or ()), *({} for _ in groups)]
+    return [
+        {**rest, **group, **_tensors_of(rest, group)} for rest, group in zip(others, groups, strict=False)
+    ]
+
+
+def _tensors_of(others: Mapping[str, Tree], group: Mapping[str, Any]) -> dict[str, Tree]:
+    """Returns the options that were tensors of one number, as long as nobody has given them another."""
+    return {
+        key: value
+        for key, value in others.items()
+        if isinstance(value, Tensor) and key in group and scalar(value) == group[key]
+    }
 
 
 def beside_optimizers(

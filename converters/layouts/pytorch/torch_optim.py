@@ -1008,13 +1008,16 @@ def _groups(
         renamed = {} if kind.signature is None else kind.signature.renamed
         said = {renamed.get(key, key): value for key, value in options.items()}
         values = schema.canonical(str(kind.variant), said, f"param_groups/{i}")
+        numbers = {
+            name: scalar(value) for name, value in values.items()
+        }  # torch.optim takes a tensor as rate
         faults = Faults()
         for name, value in values.items():
-            if value is not scalar(value) and (fault := schema.fault(name, scalar(value))):
-                faults.add(f"is {scalar(value)!r}, {fault}", f"groups/{i}/{name}")
+            if value is not numbers[name] and (fault := schema.fault(name, numbers[name])):
+                faults.add(f"is {numbers[name]!r}, {fault}", f"groups/{i}/{name}")
         faults.check(StateError, f"Hyperparameters of {schema.name} can't be these")
         known: dict[str, KnownFrom] = dict.fromkeys(values, "file")
-        yield _told_by_dialect(Group(tuple(map(path_of, param_names)), values, known), kind, decoupled)
+        yield _told_by_dialect(Group(tuple(map(path_of, param_names)), numbers, known), kind, decoupled)
 
 
 def _decoupled(checkpoint: Checkpoint, hints: CheckpointRef) -> tuple[bool, KnownFrom] | None:
