@@ -37,7 +37,7 @@ def test_what_torch_itself_wrote_is_opened(tmp_path: Path) -> None:
     with open_state(file(tmp_path)) as opened:
         assert opened.state.optimizer.groups[0].hyperparameters["beta2"] == 0.999
     with open_state(file(tmp_path, lr=torch.tensor(0.25))) as opened:
-        assert opened.state.optimizer.groups[0].hyperparameters["learning_rate"].read() == 0.25
+        assert opened.state.optimizer.groups[0].hyperparameters["learning_rate"] == 0.25
 
 
 @pytest.mark.parametrize(
