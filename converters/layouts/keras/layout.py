@@ -460,7 +460,8 @@ def with_config(
     config = config_of(tree)
     if not isinstance(config, Mapping):
         return
-    compiled = {"loss": None, **(config.get("compile_config") or {})}
+    stated = config.get("compile_config")
+    compiled = {"loss": None, **(stated if isinstance(stated, Mapping) else {})}
     optimizer = {
         "module": module,
         "class_name": kind,

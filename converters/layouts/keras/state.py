@@ -451,6 +451,12 @@ def _slots(
     """Returns the slots by path, the rules by which they are factored, and what is no slot: derived or waiting."""
     slots, rules = dict[str, dict[str, Tensor]](), dict[str, Rule]()
     derived, accumulated = dict[str, Tensor](), dict[str, Tensor]()
+    if len(parts.moved) != len(parts.numbered.slots):
+        raise StateError(
+            "The optimizer moves another number of parameters than the model has.",
+            expected=len(parts.moved),
+            found=len(parts.numbered.slots),
+        )
     for (path, param), stored in zip(parts.moved.items(), parts.numbered.slots, strict=True):
         slots[path] = dict(stored)
         if ACCUMULATOR in stored:

@@ -258,7 +258,7 @@ def _arguments(tree: Mapping[str, Any], optimizer: Keras2Optimizer) -> dict[str,
     return {
         name: float(tensor.read())
         for name, tensor in tensors.items()
-        if isinstance(tensor, Tensor) and tensor.shape == ()
+        if isinstance(tensor, Tensor) and tensor.shape == () and tensor.dtype.kind in "fiu"
     }
 
 

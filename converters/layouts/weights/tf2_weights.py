@@ -194,8 +194,8 @@ def _step(checkpoint: Checkpoint) -> int | None:
     Source: tensorflow/tensorflow, python/checkpoint/checkpoint.py, `Checkpoint.save`.
     """
     saves = checkpoint.tree.get(f"{SAVE_COUNTER}{SUFFIX}")
-    counts = isinstance(saves, Tensor) and saves.shape == () and int(saves.read()) == checkpoint.step
-    return None if counts else checkpoint.step
+    is_count = isinstance(saves, Tensor) and saves.shape == () and saves.dtype.kind in "iu"
+    return None if is_count and int(saves.read()) == checkpoint.step else checkpoint.step
 
 
 def _new(params: Mapping[str, Tensor]) -> dict[str, Any]:
