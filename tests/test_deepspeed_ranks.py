@@ -8,6 +8,7 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.numpy import load_file
@@ -15,7 +16,9 @@ from safetensors.numpy import load_file
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
 from statekit.converters.containers.deepspeed.experts import spread
+from statekit.converters.containers.deepspeed.zero import part_of
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError
+from statekit.tensors.tensor import in_memory
 
 pytestmark = pytest.mark.torch
 
@@ -103,6 +106,38 @@ def test_a_universal_checkpoint_of_a_pipeline_counts_one_slice(tmp_path: Path) -
     assert torch.load(file, weights_only=False)["mp_world_size"] == 1
 
 
+@pytest.mark.parametrize(
+    ("run", "file", "twin"),
+    [
+        ("pipeline_zero0", "layer_03-model_states.pt", "layer_3-model_states.pt"),
+        (
+            "experts_zero1_bf16",
+            "bf16_zero_pp_rank_1_mp_rank_00_optim_states.pt",
+            "zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        ),
+        (
+            "experts_zero0",
+            "layer_0_expert_1_mp_rank_00_model_states.pt",
+            "layer_0_expert_01_mp_rank_00_model_states.pt",
+        ),
+    ],
+    indirect=["run"],
+)
+def test_two_files_of_one_part_are_refused(run: Path, file: str, twin: str) -> None:
+    shutil.copyfile(run / "global_step3" / file, run / "global_step3" / twin)
+    with pytest.raises(CorruptError, match="same part"):
+        open_state(run)
+
+
+def test_positions_of_vectors_are_integers() -> None:
+    vector = in_memory(np.zeros(3, np.float32))
+    optimizer = {"state": {}, "param_groups": [{"params": [0.0]}]}
+    with pytest.raises(FormatError, match="another vector"):
+        part_of(
+            {"optimizer_state_dict": {"fp32_flat_groups": [vector], "optimizer_state_dict": optimizer}}, "x"
+        )
+
+
 def test_buffers_of_a_stage_stay_with_the_model() -> None:
     with open_state(RECORDED / "pipeline_zero0") as opened:
         names = {path for path in opened.checkpoint.tree["model"] if path.startswith("4.")}
@@ -122,7 +157,12 @@ def test_ranks_in_another_order_do_not_fit_their_weights(run: Path, tmp_path: Pa
 
 @pytest.mark.parametrize(
     ("key", "value", "error"),
-    [("ds_autoep_layers", [{"name": "moe"}], RefusedError), ("num_experts", [8, 2], CorruptError)],
+    [
+        ("ds_autoep_layers", [{"name": "moe"}], RefusedError),
+        ("num_experts", [8, 2], CorruptError),
+        ("num_experts", [2**62, 2], CorruptError),
+        ("dp_world_size", 2**62, CorruptError),
+    ],
 )
 def test_experts_of_another_form_are_refused(run: Path, key: str, value: object, error: type) -> None:
     file = run / "global_step3" / "mp_rank_00_model_states.pt"

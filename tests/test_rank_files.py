@@ -18,6 +18,7 @@ from rank_saving import NAMES, Net
 import statekit
 from statekit.cli.main import main
 from statekit.converters.containers.torch_halves import find_ranks
+from statekit.converters.formats.pytorch.dtensors import joined
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError
 from statekit.torch import attest, load_optimizer
 
@@ -195,3 +196,11 @@ def test_what_fsdp2_and_tensor_parallelism_save_is_joined(kind: str, ranks: int,
     command = [sys.executable, "-W", "ignore", HERE / "rank_saving.py", kind, f"{ranks}", tmp_path / "run"]
     subprocess.run([*map(str, command)], check=True, timeout=120)
     assert_whole(tmp_path / "run", torch.load(tmp_path / "whole.pt"))
+
+
+@pytest.mark.parametrize(
+    "others", [{"0": 1}, {0: 2}, 5], ids=["another kind of key", "another value", "no map"]
+)
+def test_what_ranks_hold_otherwise_is_a_contradiction(others: Any) -> None:
+    with pytest.raises(CorruptError):
+        joined([{0: 1}, others], Path("ranks"), ())

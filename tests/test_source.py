@@ -363,3 +363,16 @@ def test_nothing_heavy_is_imported_to_read() -> None:
         "assert not {'h5py', 'tensorstore', 'zstandard', 'torch', 'jax', 'tensorflow'} & sys.modules.keys()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_no_process_looks_for_modules_in_its_working_directory() -> None:
+    """It may be a checkpoint's folder, with a json.py in it: `-P` keeps it off the path."""
+    started = [
+        line.strip()
+        for path in (ROOT / "statekit").rglob("*.py")
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if "sys.executable, " in line and "testing" not in path.parts
+    ]
+    assert len(started) >= 6
+    safe = ('sys.executable, "-P"', 'sys.executable, "-I"')
+    assert [line for line in started if not any(words in line for words in safe)] == []

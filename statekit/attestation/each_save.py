@@ -93,7 +93,10 @@ def sealed_and_examined(path: Path) -> Save:
     seal, problem = _verb("seal", path)
     if problem is not None:
         return Save(path, None, (), problem)
-    (sealed,) = (checkpoint for part in seal["seals"] for checkpoint in part["checkpoints"])
+    seals = [checkpoint for part in seal["seals"] for checkpoint in part["checkpoints"]]
+    if len(seals) != 1:
+        return Save(path, None, (), f"seal: {len(seals)} checkpoints lie there, and one was expected")
+    (sealed,) = seals
     doctor, problem = _verb("doctor", path)
     examined = doctor.get("checkpoints", ())
     findings = dict.fromkeys(finding["name"] for checkpoint in examined for finding in checkpoint["findings"])
@@ -102,7 +105,7 @@ def sealed_and_examined(path: Path) -> Save:
 
 def _verb(name: str, path: Path) -> tuple[dict[str, Any], str | None]:
     """Returns what a verb prints, and None; or nothing, and why it failed."""
-    command: Sequence[str] = (sys.executable, "-m", "statekit", name, str(path), "--json")
+    command: Sequence[str] = (sys.executable, "-P", "-m", "statekit", name, str(path), "--json")
     ended = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     try:
         printed = json.loads(ended.stdout)

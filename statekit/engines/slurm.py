@@ -97,7 +97,7 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def _statekit() -> list[str]:
-    return [sys.executable, "-m", "statekit"]
+    return [sys.executable, "-P", "-m", "statekit"]
 
 
 def _submitted(command: list[str]) -> str:

@@ -254,7 +254,7 @@ class _ProcessPool:
         threads = max(1, cores() // count)
         self.slots = count
         self._command = [
-            sys.executable, "-m", "statekit", "work", "run", f"{work}", "--tasks", "-", "--threads", f"{threads}",
+            sys.executable, "-P", "-m", "statekit", "work", "run", f"{work}", "--tasks", "-", "--threads", f"{threads}",
         ]  # fmt: skip
         self._workers: list[_Worker] = []
 

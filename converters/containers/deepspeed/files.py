@@ -18,6 +18,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any
 
 from statekit.converters.containers.step_folders import check_step
@@ -125,12 +126,15 @@ def tag_of(folder: Place) -> Tag | None:
         return None
     names = [entry.name for entry in listing(folder)]
     models, optimizers = _ranks(folder, names, _MODEL), _ranks(folder, names, _OPTIMIZER)
+    _check_once(folder, sum(_OPTIMIZER.fullmatch(name) is not None for name in names), optimizers)
     if not models:
         return None
     universal = (folder / UNIVERSAL).is_dir() and not optimizers
     experts = _experts(folder, [] if universal else [name for name in names if _EXPERTS.fullmatch(name)])
     slices = _slices(folder, models, optimizers)
-    layers = {(int(m[1]), int(m[2] or 0)): folder / m[0] for m in map(_LAYER.fullmatch, names) if m}
+    of_layers = [match for match in map(_LAYER.fullmatch, names) if match]
+    layers = {(int(match[1]), int(match[2] or 0)): folder / match[0] for match in of_layers}
+    _check_once(folder, len(of_layers), layers)
     if experts.weights and len(slices) > 1:
         raise RefusedError(
             "Ranks of this run hold experts and slices of the model, which statekit doesn't join.",
@@ -141,6 +145,22 @@ def tag_of(folder: Place) -> Tag | None:
     return Tag(folder, slices, layers, experts, universal)
 
 
+def _check_once(folder: Place, count: int, files: Mapping[Any, Place]) -> None:
+    """Refuses two files of the same part, such as layer_3 and layer_03: nothing tells which is the run's.
+
+    Raises:
+        CorruptError: There are more files than parts.
+    """
+    if count != len(files):
+        raise CorruptError(
+            "Two files of a DeepSpeed checkpoint hold the same part.",
+            place=folder,
+            expected=f"{len(files)} files",
+            found=f"{count}, of which some differ only in how their names write a number or a dtype",
+            remedy="keep the files of one run",
+        )
+
+
 def _experts(folder: Place, names: Sequence[str]) -> ExpertFiles:
     """Returns the files of experts.
 
@@ -149,14 +169,15 @@ def _experts(folder: Place, names: Sequence[str]) -> ExpertFiles:
     """
     weights = {(int(m[1]), int(m[2])): folder / m[0] for m in map(_EXPERT.fullmatch, names) if m}
     optimizers = {int(m[1]): folder / m[0] for m in map(_EXPERTS_OPTIMIZER.fullmatch, names) if m}
-    read = {path.name for path in (*weights.values(), *optimizers.values())}
-    if others := [name for name in names if name not in read]:
+    known_names = (_EXPERT, _EXPERTS_OPTIMIZER)
+    if others := [name for name in names if not any(pattern.fullmatch(name) for pattern in known_names)]:
         raise RefusedError(
             "Files of experts have names that statekit doesn't know.",
             place=folder,
             expected="layer_<l>_expert_<e>_mp_rank_00_model_states.pt, expp_rank_<r>_mp_rank_00_optim_states.pt",
             found=", ".join(others[:3]),
         )
+    _check_once(folder, len(names), {**weights, **optimizers})
     return ExpertFiles(weights, optimizers)
 
 
@@ -297,13 +318,13 @@ def complete(files: Mapping[int, Place], ranks: int, what: str) -> list[Place]:
     Raises:
         CorruptError: Some are missing, or there are more than ranks.
     """
-    missing = [rank for rank in range(ranks) if rank not in files]
+    missing = [*islice((rank for rank in range(ranks) if rank not in files), 5)]
     if missing or len(files) != ranks:
         raise CorruptError(
             f"A DeepSpeed checkpoint doesn't have the files of all ranks: {what}.",
             place=next(iter(files.values())).parent,
             expected=f"{ranks} ranks",
-            found=f"{len(files)} files, without rank {', '.join(map(str, missing[:5]))}"
+            found=f"{len(files)} files, without rank {', '.join(map(str, missing))}"
             if missing
             else len(files),
             remedy="copy what every machine of the run wrote into one folder",

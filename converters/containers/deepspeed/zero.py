@@ -79,7 +79,7 @@ def part_of(tree: Tree, place: str) -> Part:
     ]
     spans = None if cut else _spans(optimizer.get("param_slice_mappings"), place)
     lists = [require(group.get("params", []), (list, tuple), "a list", place) for group in groups]
-    if any(i not in range(len(flats)) for numbers in lists for i in numbers):
+    if any(type(i) is not int or not 0 <= i < len(flats) for numbers in lists for i in numbers):
         raise FormatError("A group has another vector than there are.", place=place, expected=f"{len(flats)}")
     return Part(flats, state, groups, spans, place)
 

@@ -130,7 +130,7 @@ def joined(trees: Sequence[Tree], place: Place, path: Keys = ()) -> Tree:
     if isinstance(first, (list, tuple)):
         nodes = [joined(nodes, place, (*path, i)) for i, nodes in _by_key(trees, place, path)]
         return nodes if isinstance(first, list) else tuple(nodes)
-    if _is_part(first):
+    if all(map(_is_part, trees)):
         return _joined_parts([_part(tree, path, place) for tree in trees], place, path)
     return _agreed(trees, place, path)
 
@@ -139,7 +139,7 @@ def _by_key(trees: Sequence[Tree], place: Place, path: Keys) -> Iterator[tuple[A
     """Yields what all ranks have under each key, or at each place in a sequence."""
     maps = [dict(enumerate(tree)) if isinstance(tree, (list, tuple)) else tree for tree in trees]
     keys = [sorted(map(str, tree)) if isinstance(tree, dict) else type(tree).__name__ for tree in maps]
-    if any(names != keys[0] for names in keys):
+    if any(names != keys[0] for names in keys) or any(tree.keys() != maps[0].keys() for tree in maps):
         raise _contradiction(keys, place, path)
     yield from ((key, [tree[key] for tree in maps]) for key in maps[0])
 
@@ -185,6 +185,8 @@ def refuse_flat(tree: Tree, place: Place) -> None:
 
 def _mesh(parts: Sequence[Part], place: Place, path: Keys) -> Shape:
     """Returns the number of ranks along each axis of the mesh that all of them make up."""
+    if len({len(part.at) for part in parts}) != 1:
+        raise _contradiction([f"{list(part.at)} in the mesh" for part in parts], place, path)
     mesh = tuple(1 + max(axis) for axis in zip(*(part.at for part in parts), strict=True))
     # A mesh may be a part of a larger one: then several ranks stand at one place in it and have the same.
     places = Counter(part.at for part in parts)
