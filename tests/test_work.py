@@ -94,6 +94,19 @@ def test_arrays_and_databases_are_cut_too(to: str, tmp_path: Path) -> None:
 
 @pytest.mark.jax
 @pytest.mark.slow
+def test_a_source_may_be_named_by_a_relative_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever runs a task stands elsewhere, and knows the source by its whole path."""
+    monkeypatch.chdir(OF_T5X.parent)
+    plan = statekit.plan(OF_T5X.name, tmp_path / "there", to="statekit", require="lossy")
+    split(plan, tmp_path / "work").close()
+    monkeypatch.chdir(tmp_path)
+    with Work(tmp_path / "work") as work:
+        for number in work.missing():
+            work.run(number)
+        work.finish()
+    assert statekit.check(tmp_path / "there").passed
+
+
 def test_orbax_restores_what_many_workers_wrote(tmp_path: Path) -> None:
     ocp = pytest.importorskip("orbax.checkpoint")
     plan = statekit.plan(OF_T5X, tmp_path / "checkpoint_4", to="orbax", require="lossy")

@@ -33,6 +33,7 @@ from statekit.files.file_changes import SMALL_BYTES
 from statekit.files.integrity import check_no_damage
 from statekit.files.sections import CutPoints, Section
 from statekit.files.source import read_small
+from statekit.files.tree import spelled
 from statekit.scale.fingerprint import check_fingerprint
 from statekit.scale.parts import PartRecord, check_own_digest, read_part
 from statekit.scale.request import RequestDocument, from_json
@@ -255,7 +256,7 @@ def _proven_files(prepared: Prepared) -> dict[str, int]:
 
 def facts_of(prepared: Prepared) -> dict[str, list[int]]:
     """Returns size and time of the last change of the source's files: what all machines see alike."""
-    return {f"{place}": [facts.size, facts.changed or 0] for place, facts in prepared.files.items()}
+    return {spelled(place): [facts.size, facts.changed or 0] for place, facts in prepared.files.items()}
 
 
 def _changed(then: Mapping[str, Sequence[int]], now: Mapping[str, Sequence[int]]) -> list[str]:
