@@ -156,7 +156,7 @@ def _check_once(folder: Place, count: int, files: Mapping[Any, Place]) -> None:
             "Two files of a DeepSpeed checkpoint hold the same part.",
             place=folder,
             expected=f"{len(files)} files",
-            found=f"{count}, of which some differ only in how their names write a number or a dtype",
+            found=f"{count} files: some names differ in leading zeros or in bf16_ alone",
             remedy="keep the files of one run",
         )
 

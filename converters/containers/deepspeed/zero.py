@@ -112,7 +112,7 @@ def _address(node: Any, place: str) -> tuple[int, int]:
 
 
 def by_group(shapes: Shapes, part: Part) -> Shapes:
-    """Returns parameters by the optimizer's groups; stage 3 lists them by sub-group, of which a group may have several.
+    """Returns parameters by the optimizer's groups. Stage 3 lists them by sub-group; a group may have several.
 
     Args:
         shapes: As the model's file lists them.
