@@ -15,12 +15,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1])]
 
 import torch
 
 import statekit.torch
+from statekit.torch.kernels import grouped
 from statekit.torch.kernels.direct import DirectUpdate
 
 DEVICE = "cuda"
@@ -95,6 +97,23 @@ def like_the_text(kind: str, dtype: torch.dtype) -> str:
         type(batch.fast).__name__ == "GroupedMove" for plan in ours._plans.values() for batch in plan.batches
     )
     assert difference < allowed, f"differs by {difference:.2e}"
+    return f"differs by {difference:.1e}"
+
+
+def many_tiles(dtype: torch.dtype) -> str:
+    """Compares a rule where a block takes several tiles, as of large models, with one where each takes one."""
+    moved = []
+    for fewest in (2**40, 0):
+        with patch.object(grouped, "MANY_BLOCKS", fewest):
+            made = optimizer("Adafactor", dtype, DEVICE)
+            for step in range(3):
+                give(made, step)
+                made.step()
+            moved.append(made)
+    most = [max(batch.launches.tiles for batch in made._direct[0].batches) for made in moved]
+    assert most == [1, grouped.TILES_OF_BLOCK], most
+    difference = gap(*moved)
+    assert difference < (2e-6 if dtype is torch.float32 else 2e-2), f"differs by {difference:.2e}"
     return f"differs by {difference:.1e}"
 
 
@@ -240,6 +259,8 @@ def listed() -> list[tuple[str, Callable[[], str]]]:
                     name = f"{check.__name__} {kind} {str(dtype)[6:]}"
                     checks.append((name, partial(check, kind, dtype)))
     checks.append(("like_the_text LANS float16", partial(like_the_text, "LANS", torch.float16)))
+    for dtype in (torch.float32, torch.bfloat16):
+        checks.append((f"many_tiles {str(dtype)[6:]}", partial(many_tiles, dtype)))
     checks.append(("short_forms bfloat16", short_forms))
     checks.append(("compiled_training AdamW", partial(compiled_training, "AdamW", torch.float32)))
     return checks

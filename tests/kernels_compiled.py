@@ -39,6 +39,7 @@ def compile_stages(launches: grouped.Launches, *update: Any) -> None:
     constants = {
         "SCALED": False, "ALIGNED": launches.aligned, "FILLED": launches.filled, "SPLIT": False,
         "BR": launches.tile[0], "BC": launches.tile[1], "BV": grouped.SIDE_BLOCK,
+        "TILES": grouped.TILES_OF_BLOCK if launches.program.matrix else 1, "AHEAD": grouped.AHEAD,
     }  # fmt: skip
     for stage in launches.stages:
         kinds = {name: ARGUMENTS.get(name, "i32") for name in stage.arg_names}

@@ -13,6 +13,7 @@ from kernel_judging import NeverWaits, judged, outside
 from test_torch_fast import NAMES, RATE, SETTINGS, about_as_large, poisoned, tried
 
 import statekit.torch
+from statekit.torch.kernels import grouped
 from statekit.torch.kernels.grouped import GroupedMove
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of what a GPU does in silence
@@ -80,6 +81,26 @@ def test_what_overflows_or_is_no_number_goes_where_the_text_has_it(schema: str) 
 def test_a_rate_that_is_off_by_a_thousandth_is_noticed(schema: str) -> None:
     variant, changes = next((variant, changes) for name, variant, changes in SETTINGS if name == schema)
     assert outside(tried(schema, variant, changes), rate=RATE * 1.001)[1]
+
+
+@pytest.mark.parametrize(
+    ("variant", "changes"),
+    [(variant, changes) for name, variant, changes in SETTINGS if name == "adafactor"][:3],
+)
+def test_a_block_takes_several_tiles(
+    variant: str, changes: Mapping[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grouped, "MANY_BLOCKS", 0)
+    monkeypatch.setattr(grouped, "TILES", {2: (16, 32), 4: (16, 32)})
+    monkeypatch.setattr(grouped, "TILES_OF_BLOCK", 2)
+    count, left = judged("adafactor", variant, changes)
+    assert count > 0
+    assert left == []
+
+
+def test_tiles_are_joined_as_blocks_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_checks, "SHAPES", ((128, 129),))
+    gpu_checks.many_tiles(torch.bfloat16)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), LOW)
@@ -157,6 +178,22 @@ def test_gradients_of_another_dtype_are_read_as_they_are(kind: str) -> None:
             made.step()
     assert gpu_checks.gap(ours, text) < 1e-6
     assert ours._direct
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "Adafactor"])
+def test_a_gradient_that_is_transposed_where_it_lies_is_noticed(kind: str) -> None:
+    moved = []
+    for way in (True, False):
+        generator = torch.Generator().manual_seed(0)
+        param = torch.nn.Parameter(torch.randn(8, 8, generator=generator))
+        param.grad = torch.randn(8, 8, generator=generator)
+        made = getattr(statekit.torch, kind)([("p", param)], lr=1e-2, foreach=way)
+        for _ in range(2):
+            made.step()
+        param.grad = param.grad.t()
+        made.step()
+        moved.append(param.detach())
+    torch.testing.assert_close(*moved, rtol=1e-6, atol=1e-6)
 
 
 def test_vectors_of_any_length_go_together() -> None:

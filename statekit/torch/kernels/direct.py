@@ -54,10 +54,13 @@ class DirectBatch:
         stays = param_addresses == self.param_addresses
         if self._first_slots() != self.slot_addresses or not (stays or self._keeps_params()):
             return False
-        if stays and grad_addresses == self.grad_addresses:
+        # Memory that stays may hold a gradient by other strides.
+        if not all(map(torch.Tensor.is_contiguous, grads)):
+            return False
+        if stays and grad_addresses == self.grad_addresses and grads[0].dtype == self.grad_dtype:
             return True
         # A gradient has its parameter's shape and device: torch takes no other.
-        fits = all(map(torch.Tensor.is_contiguous, grads)) and set(map(_DTYPE, grads)) == {self.grad_dtype}
+        fits = set(map(_DTYPE, grads)) == {self.grad_dtype}
         if fits:
             addresses = {"param": param_addresses, "grad": grad_addresses}
             self.launches.place({"param": self.params, "grad": grads, **self.slots}, addresses)

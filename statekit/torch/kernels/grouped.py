@@ -34,9 +34,16 @@ Table: TypeAlias = np.ndarray[Any, np.dtype[np.int64]]
 BLOCKS = {2: 2048, 4: 1024}
 """Elements of a block of vectors, by the bytes of a parameter's element; one pass that does all takes the fewest."""
 TILES = {2: (8, 512), 4: (8, 256)}
-"""Rows and columns of a block of matrices."""
+"""Rows and columns of a tile of matrices."""
 SHORTEST = 2
 """Elements that a block has along each axis at least: numbers are rounded to bfloat16 two by two."""
+TILES_OF_BLOCK = 8
+"""Tiles that a block of a matrix takes one after the other, where there are many: the fewer blocks, the fewer partial
+sums, and a block that begins waits for addresses."""
+MANY_BLOCKS = 2048
+"""So many blocks keep a GPU busy."""
+AHEAD = 3
+"""Tiles that are on their way while another one is computed."""
 SIDE_BLOCK = 64
 MIXED = (4096, 65536)
 """Vectors up to these lengths go in one launch, whatever their lengths: norms and biases are many and small."""
@@ -291,7 +298,8 @@ class Launches:
             function[(blocks * self.items,)](
                 self.pointers, self.scalars, self.work, self.lengths, self.items, *self.extent, self.side_blocks,
                 self.width, SCALED=scaled, ALIGNED=self.aligned, FILLED=self.filled, SPLIT=split is not None,
-                BR=self.tile[0], BC=self.tile[1], BV=SIDE_BLOCK, num_warps=WARPS, enable_fp_fusion=False,
+                BR=self.tile[0], BC=self.tile[1], BV=SIDE_BLOCK, TILES=self.tiles, AHEAD=AHEAD, num_warps=WARPS,
+                enable_fp_fusion=False,
             )  # fmt: skip
             if split and span == FULL and parts:
                 join(self.work.view(self.items, self.width), self._regions(parts), split.group)
@@ -377,8 +385,12 @@ class Launches:
         rows, most = TILES[self.program.width]
         columns = min(most, max(SHORTEST, _power(shape[1])))
         self.tile = (min(rows * most // columns, max(SHORTEST, _power(shape[0]))), columns)
-        self.filled = math.prod(shape) > 0 and not (shape[0] % self.tile[0] or shape[1] % self.tile[1])
         down, across = (max(1, -(-n // block)) for n, block in zip(shape, self.tile, strict=True))
+        is_many = self.items * down * across >= MANY_BLOCKS * TILES_OF_BLOCK
+        self.tiles = TILES_OF_BLOCK if is_many else 1
+        down = -(-down // self.tiles)
+        rows = self.tile[0] * self.tiles
+        self.filled = math.prod(shape) > 0 and not (shape[0] % rows or shape[1] % self.tile[1])
         self.blocks, self.side_blocks = down * across, -(-max(whole) // SIDE_BLOCK)
         self.extent, self.contiguous = shape, {shape[1]}
         counts = {"R": whole[0], "C": whole[1], "n_S": self.side_blocks, "n_rt": down, "n_ct": across}
@@ -388,7 +400,7 @@ class Launches:
         """Does the same with vectors."""
         longest, only_pass = max(lengths), len(self.program.spans) == 1
         block = min(BLOCKS.values()) if only_pass else BLOCKS[self.program.width]
-        self.tile = (1, min(block, max(SHORTEST, _power(longest))))
+        self.tile, self.tiles = (1, min(block, max(SHORTEST, _power(longest)))), 1
         self.contiguous = set(lengths)
         self.filled = self.contiguous == {longest} and longest > 0 and not longest % self.tile[1]
         self.blocks, self.side_blocks = max(1, -(-longest // self.tile[1])), 1

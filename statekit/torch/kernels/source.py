@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -50,7 +50,7 @@ def rounded_to_bfloat16(x):
 ARGUMENTS = "pointers, scalars, work, sizes, items, rows, cols, sides, width"
 CONSTANTS = (
     "SCALED: tl.constexpr, ALIGNED: tl.constexpr, FILLED: tl.constexpr, SPLIT: tl.constexpr, "
-    "BR: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr"
+    "BR: tl.constexpr, BC: tl.constexpr, BV: tl.constexpr, TILES: tl.constexpr, AHEAD: tl.constexpr"
 )
 
 FORMULA: Mapping[str, Callable[..., str]] = {
@@ -178,15 +178,24 @@ def _whole(length: str) -> str:
     return f"W_{length}" if length in ("R", "C", "N") else length
 
 
-@dataclass
 class _StageWriter:
-    """Source of one stage."""
+    """Source of one stage.
 
-    whole: _Writer
-    stage: Stage
-    lines: list[str] = field(default_factory=list)
-    names: dict[tuple[Traced, str], str] = field(default_factory=dict)
-    taken: set[str] = field(default_factory=set)
+    A block of a matrix takes several tiles, one below the other: while one is computed, the next are on their way.
+
+    Attributes:
+        lines: What a block does first.
+        tile: What it does with each tile; of vectors it has one, and these are the same lines.
+        after: What it does with all that its tiles have left.
+    """
+
+    def __init__(self, whole: _Writer, stage: Stage) -> None:
+        self.whole, self.stage = whole, stage
+        self.lines: list[str] = []
+        self.tile: list[str] = [] if whole.matrix else self.lines
+        self.after: list[str] = []
+        self.names: dict[tuple[Traced, str], str] = {}
+        self.taken: set[str] = set()
 
     def text(self, number: int) -> str:
         kind = self.stage.time % 3
@@ -196,7 +205,10 @@ class _StageWriter:
             "@triton.jit(do_not_specialize=['items', 'rows', 'cols', 'sides', 'width'])",
             f"def stage_{number}({ARGUMENTS}, {CONSTANTS}):",
         ]
-        return "\n".join(head + ["    " + line for line in self.lines])
+        if self.whole.matrix and self.tile:
+            self._add("for tile in tl.range(0, TILES, num_stages=AHEAD):")
+            self._add(*("    " + line for line in self.tile))
+        return "\n".join(head + ["    " + line for line in self.lines + self.after])
 
     def _start(self, blocks: str) -> None:
         """Writes where a block is.
@@ -206,7 +218,7 @@ class _StageWriter:
         """
         self._add("pid = tl.program_id(0)")
         if self.whole.matrix:
-            self._add("R = rows", "C = cols", "n_rt = tl.maximum(tl.cdiv(R, BR), 1)")
+            self._add("R = rows", "C = cols", "n_rt = tl.maximum(tl.cdiv(R, BR * TILES), 1)")
             self._add("n_ct = tl.maximum(tl.cdiv(C, BC), 1)", "if ALIGNED:", "    C = C // 16 * 16")
         else:
             self._add("n_rt = rows")
@@ -234,12 +246,14 @@ class _StageWriter:
         if self.whole.matrix:
             self._start("n_rt * n_ct")
             self._add("block_r = block // n_ct", "block_c = block % n_ct")
-            self._add("r = block_r * BR + tl.arange(0, BR)", "c = block_c * BC + tl.arange(0, BC)")
-            self._add("in_r = (r < R)[:, None]", "in_c = (c < C)[None, :]", "if FILLED:")
-            self._add("    in_r = tl.full([BR, 1], 1, tl.int1)", "    in_c = tl.full([1, BC], 1, tl.int1)")
-            self._add("inside = in_r & in_c")
-            self._add("at = r.to(tl.int64)[:, None] * C + c[None, :]", "r = r[:, None]", "c = c[None, :]")
-            self._add("if SPLIT:", "    r += tl.load(sizes + 2)", "    c += tl.load(sizes + 3)")
+            self._add("c = (block_c * BC + tl.arange(0, BC))[None, :]", "in_c = c < C", "if FILLED:")
+            self._add("    in_c = tl.full([1, BC], 1, tl.int1)", "left = c", "first_r = 0", "if SPLIT:")
+            self._add("    first_r = tl.load(sizes + 2)", "    c += tl.load(sizes + 3)")
+            self._add_to_tile(
+                "r = ((block_r * TILES + tile) * BR + tl.arange(0, BR))[:, None]", "in_r = r < R",
+                "if FILLED:", "    in_r = tl.full([BR, 1], 1, tl.int1)", "inside = in_r & in_c",
+                "at = r.to(tl.int64) * C + left", "r += first_r",
+            )  # fmt: skip
         else:
             self._start("n_rt")
             self._add("at = block.to(tl.int64) * BC + tl.arange(0, BC)", "inside = at < N")
@@ -283,16 +297,22 @@ class _StageWriter:
     def _leave_part(self, part: Traced, side: str) -> None:
         arg, room = part.args[0], self._room("part", part)
         x, inside = self.of(arg, side), self._inside(arg, side)
-        masked = f"tl.where({inside}, {x}, 0.0)"
-        total = f"tl.{part.op}"
-        if arg.space != frozenset("RC"):
+        masked, total = f"tl.where({inside}, {x}, 0.0)", f"tl.{part.op}"
+        if span(arg) != FULL:
             self._add(f"tl.store({room} + block, {total}({masked}, 0))")
-        elif part.space == frozenset("R"):
-            self._add(f"tl.store({room} + block_c * W_R + r, {total}({masked}, 1)[:, None], mask=in_r)")
-        elif part.space == frozenset("C"):
-            self._add(f"tl.store({room} + block_r * W_C + c, {total}({masked}, 0)[None, :], mask=in_c)")
+            return
+        if part.space == frozenset("R"):
+            self._add_to_tile(
+                f"tl.store({room} + block_c * W_R + r, {total}({masked}, 1)[:, None], mask=in_r)"
+            )
+            return
+        name = f"tiles_{part.number}"
+        self._add(f"{name} = tl.zeros([{'BR, BC' if self.whole.matrix else 'BC'}], tl.float32)")
+        self._add_to_tile(f"{name} = {_joined(part.op).format(name, masked)}")
+        if part.space == frozenset("C"):
+            self.after.append(f"tl.store({room} + block_r * W_C + c, {total}({name}, 0)[None, :], mask=in_c)")
         else:
-            self._add(f"tl.store({room} + block, {total}({masked}))")
+            self.after.append(f"tl.store({room} + block, {total}({name}))")
 
     def _leave(self, value: Traced, side: str) -> None:
         x = self.of(value, side)
@@ -307,9 +327,9 @@ class _StageWriter:
         place, inside = self._place(array, side), self._inside(array, side)
         pointer, number = self._pointer(name, place), list(self.whole.arrays).index(name)
         if inside:
-            self._add(f"moved_{number} = {inside}", "if SCALED:")
-            self._add(f"    moved_{number} = tl.where({inside}, alive, 0.0) > 0.5")
-            self._add(f"tl.store({pointer}, {x}.to(tl.{array.dtype}), mask=moved_{number})")
+            self._add_for(value, f"moved_{number} = {inside}", "if SCALED:")
+            self._add_for(value, f"    moved_{number} = tl.where({inside}, alive, 0.0) > 0.5")
+            self._add_for(value, f"tl.store({pointer}, {x}.to(tl.{array.dtype}), mask=moved_{number})")
             return
         self._add(f"moved_{number} = {x}", "if SCALED:")
         self._add(f"    moved_{number} = tl.where(alive > 0.5, {x}, tl.load({pointer}).to(tl.float32))")
@@ -321,7 +341,7 @@ class _StageWriter:
         if key not in self.names:
             text = self._made(value, side)
             self.names[key] = f"x{len(self.names)}"
-            self._add(f"{self.names[key]} = {text}")
+            self._add_for(value, f"{self.names[key]} = {text}")
         return self.names[key]
 
     def _made(self, value: Traced, side: str) -> str:
@@ -384,7 +404,8 @@ class _StageWriter:
         text = f"tl.load({self._pointer(name, place)}{options}).to(tl.float32)"
         if name != "grad":
             return text
-        self._add(f"gradient = {text}", "if SCALED:", "    gradient = tl.div_rn(gradient, tl.load(scalars))")
+        self._add_for(value, f"gradient = {text}", "if SCALED:")
+        self._add_for(value, "    gradient = tl.div_rn(gradient, tl.load(scalars))")
         return "gradient"
 
     def _kept(self, value: Traced, side: str) -> str:
@@ -395,7 +416,7 @@ class _StageWriter:
     def _total(self, part: Traced, side: str) -> str:
         """Writes the sum of what the blocks have left."""
         room, number = self._room("part", part), len(self.names)
-        join = "{} + {}" if part.op == "sum" else "tl.maximum({}, {})"
+        join = _joined(part.op)
         total = f"total_{number}"
         count = " * ".join(
             length.replace("n_rt", "sum_rt").replace("n_ct", "sum_ct") for length in _part_room(part)
@@ -442,15 +463,27 @@ class _StageWriter:
                 hint = (
                     f"({DTYPES[self.whole.arrays[name].dtype].itemsize}, 16)" if self.whole.matrix else "16"
                 )
-                self._add(f"at_{name} = to_{name} + at", "if ALIGNED:")
-                self._add(f"    at_{name} = tl.multiple_of(at_{name}, {hint})")
+                self._add_to_tile(f"at_{name} = to_{name} + at", "if ALIGNED:")
+                self._add_to_tile(f"    at_{name} = tl.multiple_of(at_{name}, {hint})")
         return f"at_{name}" if span(self.whole.arrays[name]) == FULL else f"to_{name} + {place}"
 
     def _room(self, kind: str, value: Traced) -> str:
         return f"room_{self.whole.place(kind, value)}"
 
+    def _add_for(self, value: Traced, *lines: str) -> None:
+        """Adds lines of a value where tiles have different ones, or before them."""
+        differs = self.stage.time % 3 == FULL and bool(value.space & frozenset("RN"))
+        (self.tile if differs else self.lines).extend(lines)
+
     def _add(self, *lines: str) -> None:
         self.lines.extend(lines)
+
+    def _add_to_tile(self, *lines: str) -> None:
+        self.tile.extend(lines)
+
+
+def _joined(op: str) -> str:
+    return "{} + {}" if op == "sum" else "tl.maximum({}, {})"
 
 
 NUMBERS: Mapping[str, Callable[..., str]] = {
