@@ -312,6 +312,25 @@ def test_printed_lines_give_each_parameter_its_own_moments(
         assert torch.equal(moment, optimizer.state[param]["exp_avg"]), name
 
 
+@pytest.mark.parametrize("framework", [("--framework", "torch"), ()])
+def test_printed_lines_keep_what_was_given_over_the_file(
+    run: tuple[Path, torch.nn.Module, torch.optim.Optimizer],
+    framework: tuple[str, ...],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`load_state_dict` puts the file's options back."""
+    folder, model, _ = run
+    monkeypatch.chdir(folder)
+    given = ("--param-names", "names.txt", "--hparams", "beta1=0.8", "--hparams", "learning_rate=0.5")
+    assert main(["resume", "ord.pt", *given, *framework, "--json"]) == 0
+    scope: dict[str, Any] = {"model": model}
+    exec("\n".join(json.loads(capsys.readouterr().out)["lines"]), scope)
+    [group] = scope["optimizer"].param_groups
+    assert (group["beta1"] if framework else group["betas"][0]) == 0.8
+    assert group["lr"] == 0.5
+
+
 def test_a_checkpoint_of_a_gan_is_loaded_and_attested(
     run: tuple[Path, torch.nn.Module, torch.optim.Optimizer],
 ) -> None:

@@ -19,7 +19,7 @@ from typing import Any, TypedDict
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence, Exactness
 from statekit.converters.layouts.hyperparameters import require_optimizer
-from statekit.converters.layouts.pytorch.lines import deepspeed_lines
+from statekit.converters.layouts.pytorch.lines import deepspeed_lines, with_given
 from statekit.converters.layouts.pytorch.param_order import MODEL_PART, ORDERS
 from statekit.converters.layouts.pytorch.parts import find_parts, names_of, path_of
 from statekit.converters.layouts.pytorch.torch_fqn import LAYOUT as BY_NAME
@@ -184,7 +184,7 @@ class DeepSpeed:
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the lines that go on in DeepSpeed."""
-        return deepspeed_lines(state, saved)
+        return with_given(state, saved, deepspeed_lines(state, saved))
 
 
 def _begun_masters(place: Keys, names: Sequence[str]) -> dict[str, tuple[Exactness, str]]:

@@ -285,7 +285,7 @@ def native_arguments(
         return [UNKNOWN], []
     schema = load_schema(state["schema"])
     usual = schema.native(state["variant"], schema.settings(state["variant"]))
-    groups = [schema.native(state["variant"], _settings(group)) for group in state["groups"]]
+    groups = [schema.native(state["variant"], settings_of(group)) for group in state["groups"]]
     arguments: list[str] = []
     others: list[str] = []
     for name, default in usual.items():
@@ -300,7 +300,8 @@ def native_arguments(
     return arguments + _needed(state), others
 
 
-def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a group's hyperparameters as Python has them, without its rules."""
     return {name: _plain(value) for name, value in group["hyperparameters"].items() if name not in RULES}
 
 

@@ -169,7 +169,9 @@ class MaxText:
 
 def _is_wrapped(opt_state: Tree) -> bool:
     """Tells whether MaxText's optimizer is several, or one in a wrapper: moments have no `params` above their names."""
-    return isinstance(opt_state, Mapping) and not opt_state.keys() >= {*_MOMENTS}
+    # Flax writes a chain, which is a tuple, as a mapping by index.
+    is_chain = isinstance(opt_state, Mapping) and all(str(key).isdigit() for key in opt_state)
+    return isinstance(opt_state, Mapping) and not is_chain and not opt_state.keys() >= {*_MOMENTS}
 
 
 def _below_params(tree: Tree) -> Tree:

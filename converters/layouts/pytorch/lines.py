@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
+from typing import Any
 
 from statekit.files.checkpoint import RANK
 from statekit.lines.printing import (
@@ -28,12 +29,13 @@ from statekit.lines.printing import (
     own_call,
     paths_of,
     quoted,
+    settings_of,
     subscripts,
 )
 from statekit.lines.rate_code import MATH
 from statekit.lines.rates import RatesOf
 from statekit.state.evidence import BEYOND, DIALECT, OPTIMIZER, SCALED
-from statekit.state.schema import load_schema
+from statekit.state.schema import is_native, load_schema
 
 _ADAMW, _ADAM = "torch.optim.AdamW", "torch.optim.Adam"
 CLASSES: Mapping[tuple[str, str | None], str] = {
@@ -69,6 +71,7 @@ stable_baselines3/common/base_class.py, `BaseAlgorithm.load`; speechbrain/speech
 `Checkpointer.recover_if_possible`.
 """
 _CLIP = "global_norm_clip_threshold"
+_DECOUPLED = "decoupled_weight_decay"
 _ENGINE_CLIPS = "# without gradient_clipping in config DeepSpeed clips at a norm of 1.0; 0.0 is none"
 _WITHOUT_ADAPTER = '.replace(".modules_to_save.default", "").replace(".default", "")'
 _BEFORE = "before the state is loaded: making it sets the rate"
@@ -402,6 +405,44 @@ def trainer_schedule(state: State, saved: SavedRun) -> tuple[list[str], str]:
         return lines, "scheduler"
     unknown = "# nothing tells the run's schedule: args makes the rates after the next update's"
     return rates.comment() or [unknown], "None"
+
+
+def with_given(state: State, saved: SavedRun, lines: list[str]) -> list[str]:
+    """Returns lines that keep the options that the user gave, in whose place loading puts the file's."""
+    options = [_given_options(state, group) for group in state["groups"]]
+    if saved.is_converted or not any(options):
+        return lines
+    if not any(line.startswith(("optimizer = ", "optimizers = [")) for line in lines):
+        given = {name: value for group in options for name, value in group.items()}
+        return [
+            f"# it goes on with the file's options: after loading, update the optimizer's groups by {given!r}",
+            *lines,
+        ]
+    groups = "optimizer.param_groups"
+    if "optimizers = [" in lines:
+        groups = "(group for optimizer in optimizers for group in optimizer.param_groups)"
+        options = [options[i] for side in _sides(state, saved) for i in side]
+    if all(group == options[0] for group in options):
+        update = [f"for group in {groups}:", f"    group.update({options[0]!r})"]
+    else:
+        update = [f"for group, given in zip({groups}, {options!r}):", "    group.update(given)"]
+    update[-1] += "  # you gave it; loading brings the file's"
+    return [*lines, *update]
+
+
+def _given_options(state: State, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the options of a group that the user gave, as its class has them."""
+    kind = kind_of(state, group)
+    if kind["variant"] is None or is_native(kind["schema"]):
+        return {}
+    schema, variant = load_schema(kind["schema"]), kind["variant"]
+    offered = schema.variant(variant)["defaults"].keys() - {_DECOUPLED}  # which the class says
+    given = [name for name, origin in group["known_from"].items() if origin == "given" and name in offered]
+    names = {schema.spelling(variant, name).argument for name in given} & {
+        *state.get(OPTIONS, schema.arguments(variant))
+    }
+    options = schema.native(variant, settings_of(group))
+    return {name: value for name, value in options.items() if name in names}
 
 
 def class_of(state: State) -> str:

@@ -333,6 +333,9 @@ class TorchOptim:
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the lines that go on in PyTorch, Accelerate, Lightning or Transformers' Trainer."""
+        return lines.with_given(state, saved, self._lines(state, saved))
+
+    def _lines(self, state: State, saved: SavedRun) -> list[str]:
         match saved.container:
             case "hf-trainer":
                 return lines.trainer_lines(state, saved)
