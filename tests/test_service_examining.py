@@ -9,10 +9,12 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from serving import Served
+from serving import TORCH, Served, write_step
+from sqlalchemy import update
 
 from statekit.service.examining import BY_ITSELF, examine_next
 from statekit.service.records import Query
+from statekit.service.tables import CHECKPOINTS
 
 GIB = 2**30
 
@@ -70,3 +72,27 @@ def test_nothing_is_read_beyond_the_budget(lab: Served) -> None:
     assert job is not None
     lab.service.jobs.cancel(job.id)
     assert examine_next(lab.service, smallest) is None  # today's is used up
+
+
+def test_every_step_is_examined_with_the_one_before_it_and_with_no_other(tmp_path: Path) -> None:
+    """Pairs met every second step alone, and checkpoints of no run were held against each other."""
+    served = Served(tmp_path)
+    for step in (9, 10, 11):
+        write_step(TORCH, step, served.root / "later" / f"step-{step}.pt", "torch", "torch-optim")
+    for name in ("lone", "other"):
+        write_step(TORCH, 12, served.root / name / "step-12.pt", "torch", "torch-optim")
+    for file in served.root.rglob("*"):
+        os.utime(file, (1e9, 1e9))
+    catalogue = served.service.catalogue
+    catalogue.scan()
+    pairs = []
+    while (job := examine_next(served.service, GIB)) is not None:
+        served.service.jobs.cancel(job.id)
+        with served.database.writing() as connection:  # as a worker does when it ends
+            examined = update(CHECKPOINTS).where(CHECKPOINTS.c.id.in_(job.subjects))
+            connection.execute(examined.values(verdict="clean"))
+        pairs.append([catalogue.checkpoint(number) for number in job.subjects])
+    steps = {tuple(one.step for one in pair) for pair in pairs if pair[-1].path.startswith("later/")}
+    assert {(9, 10), (10, 11)} <= steps
+    assert all(pair[0].run == pair[-1].run is not None for pair in pairs if len(pair) == 2)
+    assert len({pair[-1].id for pair in pairs}) == len(pairs)

@@ -121,6 +121,8 @@ def test_a_checkpoints_page_names_the_optimizer_beside_it_that_is_not_read(serve
     page = served.client.get(f"/checkpoints/{number(served, 'halves')}", headers=PAGE).text
     section = page.partition('id="unread"')[2].partition("</section>")[0]
     assert "What is not read" in section and "my_opt.pt" in section
+    verdict = page.partition('id="standing"')[2].partition("</div>")[0]
+    assert "No run goes on from it" in verdict and "no optimizer" in verdict
 
 
 def test_every_kind_of_job_was_asked_for() -> None:

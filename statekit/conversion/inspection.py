@@ -338,10 +338,11 @@ def _native(
 
 
 def _why_undecoded(checkpoint: Checkpoint, error: StatekitError) -> str:
-    """Returns why no state was made of a checkpoint, in a sentence and what was found."""
+    """Returns why no state was made of a checkpoint, in a sentence and what was found, or the first fault of many."""
     if not checkpoint.tensors:
         return "It holds no tensor."
-    return " ".join(f"{error.subject} {error.found or ''}".split())
+    first = "The first: {} @ {}".format(*error.faults[0]) if len(error.faults) > 1 else None
+    return " ".join(f"{error.subject} {first or error.found or ''}".split())
 
 
 def _of_no_layout(checkpoint: Checkpoint, contents: Contents, error: StatekitError) -> tuple[Finding, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from sqlalchemy import Connection, Row, and_, func, select
+from sqlalchemy import ColumnElement, Connection, and_, func, or_, select
 
 from statekit.service.records import ENDED, Job
 from statekit.service.service import Service
@@ -54,39 +54,45 @@ def _subjects(connection: Connection, left: int) -> tuple[int, ...]:
     is_open = and_(JOBS.c.requested_by == BY_ITSELF, JOBS.c.state.not_in(ENDED))
     if connection.scalar(select(JOBS.c.id).where(is_open).limit(1)) is not None:
         return ()
-    table = CHECKPOINTS.c
-    asked = (
-        select(SUBJECTS.c.checkpoint).join(JOBS, JOBS.c.id == SUBJECTS.c.job).where(JOBS.c.kind == "doctor")
+    step, earlier = CHECKPOINTS.alias(), CHECKPOINTS.alias()
+    several = SUBJECTS.alias()
+    asked = (  # the first of several had none before it
+        select(SUBJECTS.c.checkpoint)
+        .join(JOBS, JOBS.c.id == SUBJECTS.c.job)
+        .where(
+            JOBS.c.kind == "doctor",
+            or_(
+                SUBJECTS.c.position > 0,
+                ~select(several.c.job).where(several.c.job == JOBS.c.id, several.c.position > 0).exists(),
+            ),
+        )
     )
+    before = _is_before(earlier.c, step.c, left)
     is_new = and_(
-        table.status == "present",
-        table.resumable,
-        table.verdict.is_(None),
-        table.unreadable.is_(None),
-        table.modified < time.time() - SETTLED_SECONDS,
-        table.size <= left,
-        table.id.not_in(asked),
+        _can_be_read(step.c),
+        or_(step.c.verdict.is_(None), select(earlier.c.id).where(before).exists()),
+        step.c.modified < time.time() - SETTLED_SECONDS,
+        step.c.size <= left,
+        step.c.id.not_in(asked),
     )
-    newest = select(CHECKPOINTS).where(is_new).order_by(table.modified.desc(), table.id.desc()).limit(1)
-    row = connection.execute(newest).one_or_none()
-    if row is None:
+    newest = select(step.c.id).where(is_new).order_by(step.c.modified.desc(), step.c.id.desc()).limit(1)
+    number: int | None = connection.scalar(newest)
+    if number is None:
         return ()
-    before = _before(connection, row, left - row.size)
-    return (row.id,) if before is None else (before, row.id)
+    those = select(earlier.c.id).where(before, step.c.id == number).order_by(earlier.c.step.desc())
+    last: int | None = connection.scalar(those.limit(1))
+    return (number,) if last is None else (last, number)
 
 
-def _before(connection: Connection, row: Row[Any], left: int) -> int | None:
-    """Returns the step before a checkpoint in its run, where it can be read with it."""
-    table = CHECKPOINTS.c
-    is_earlier = and_(
-        table.run == row.run,
-        table.status == "present",
-        table.resumable,
-        table.unreadable.is_(None),
-        table.step < row.step,
-        table.size <= left,
+def _can_be_read(table: Any) -> ColumnElement[bool]:
+    return and_(table.status == "present", table.resumable, table.unreadable.is_(None))
+
+
+def _is_before(earlier: Any, step: Any, left: int) -> ColumnElement[bool]:
+    """Tells whether one is an earlier step of the same run, and can be read with it; no run is no run's."""
+    return and_(
+        _can_be_read(earlier),
+        earlier.run == step.run,
+        earlier.step < step.step,
+        earlier.size <= left - step.size,
     )
-    number: int | None = connection.scalar(
-        select(table.id).where(is_earlier).order_by(table.step.desc()).limit(1)
-    )
-    return number

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -107,8 +108,12 @@ def _columns(seen: Inspection, step: int | None) -> dict[str, Any]:
         "tensors": totals["parameters"] + totals["slots"] + totals["others"],
         "parameters": totals["parameters"],
         "elements": min(totals["elements"], _GREATEST),
-        "undecoded": None if seen.undecoded is None else printable(seen.undecoded)[:MOST_SAID],
-        "resumable": is_run and (bool(totals["slots"]) or _may_lack_slots(optimizer)),
+        "undecoded": None
+        if seen.undecoded is None
+        else textwrap.shorten(printable(seen.undecoded), MOST_SAID, placeholder=" ..."),
+        # Where numbers stand in the place of names, its own system goes on by them.
+        "resumable": is_run
+        and (bool(totals["slots"] or (seen.undecoded and seen.parameters)) or _may_lack_slots(optimizer)),
     }
 
 

@@ -125,7 +125,12 @@ def _why_not(columns: Mapping[str, Any]) -> str:
     if columns.get("unreadable"):
         return str(columns["unreadable"])
     if columns["resumable"]:
-        return ""
+        numbered = columns.get("undecoded")
+        return (
+            f"its own system goes on; others need names, or the model's config: {numbered}"
+            if numbered
+            else ""
+        )
     if columns.get("undecoded"):
         return f"{columns['undecoded']} `statekit inspect` lists its tensors"
     if columns.get("optimizer") is None:
