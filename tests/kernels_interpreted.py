@@ -13,6 +13,7 @@ from kernel_judging import NeverWaits, judged, outside
 from test_torch_fast import NAMES, RATE, SETTINGS, about_as_large, poisoned, tried
 
 import statekit.torch
+from statekit.errors import UsageError
 from statekit.torch.kernels import grouped
 from statekit.torch.kernels.grouped import GroupedMove
 
@@ -194,6 +195,20 @@ def test_a_gradient_that_is_transposed_where_it_lies_is_noticed(kind: str) -> No
         made.step()
         moved.append(param.detach())
     torch.testing.assert_close(*moved, rtol=1e-6, atol=1e-6)
+
+
+def test_a_gradient_that_becomes_sparse_is_refused_by_name() -> None:
+    table = torch.nn.Embedding(4, 2)
+    made = statekit.torch.AdamW([("w", table.weight)], lr=1e-2)
+    for step in range(3):
+        table.sparse = step == 2
+        table.weight.grad = None
+        table(torch.tensor([1])).sum().backward()
+        if table.sparse:
+            with pytest.raises(UsageError, match="sparse"):
+                made.step()
+        else:
+            made.step()
 
 
 def test_vectors_of_any_length_go_together() -> None:

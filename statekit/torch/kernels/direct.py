@@ -48,7 +48,7 @@ class DirectBatch:
         grads = list(map(_GRAD, self.params))
         try:
             grad_addresses = list(map(_ADDRESS, grads))
-        except TypeError:  # a gradient is None
+        except (TypeError, RuntimeError):  # a gradient is None, or sparse
             return False
         param_addresses = list(map(_ADDRESS, self.params))
         stays = param_addresses == self.param_addresses
