@@ -50,6 +50,12 @@ def test_the_lines_of_weights_put_the_loss_scale_around_the_optimizer(
     assert "keras.optimizers.LossScaleOptimizer(keras.optimizers.AdamW(" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("file", ["model.weights.h5", "model.keras"])
+def test_printed_lines_keep_a_rate_that_was_given(file: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["resume", str(CASE / file), "--hparams", "learning_rate=0.5"]) == 0
+    assert "model.optimizer.inner_optimizer.learning_rate = 0.5" in capsys.readouterr().out
+
+
 def test_epochs_in_the_names_of_orbax_folders_are_no_steps(tmp_path: Path) -> None:
     assert main(["doctor", str(CASE / "orbax")]) == 0
     assert main(["convert", str(CASE / "orbax"), str(tmp_path / "again.weights.h5")]) == 0

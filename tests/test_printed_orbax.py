@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
 from statekit.conversion.resume import of_checkpoint, of_plan, resume_lines
@@ -122,6 +123,20 @@ def test_the_printed_block_goes_on_and_saves(kind: str, tmp_path: Path) -> None:
     with open_state(path) as opened:
         lines = resume_lines(of_checkpoint(opened), to_json(opened.state.to_json()))
     goes_on(told("\n".join(lines)), rule, params, state, tmp_path / "next")
+
+
+def test_what_was_given_outweighs_what_inject_hyperparams_restores(tmp_path: Path) -> None:
+    rule, params = rule_of("inject_hyperparams"), tree_of(99)
+    params, state = updated(rule, params, rule.init(params), 0)
+    path = saved("bare", tmp_path / "run", {"params": params, "opt_state": state})
+    with open_state(path, hints=Hints({"beta1": 0.8, "learning_rate": 0.5})) as opened:
+        lines = resume_lines(of_checkpoint(opened), to_json(opened.state.to_json()))
+    scope: dict[str, Any] = {"params": params}
+    exec("\n".join(lines), scope)
+    _, restored = updated(scope["optimizer"], params, scope["state"]["opt_state"], 0)
+    values = restored.hyperparams
+    assert float(values["b1"]) == pytest.approx(0.8)
+    assert float(values["learning_rate"]) == 0.5
 
 
 @pytest.mark.parametrize("container", ["orbax", "flax"])

@@ -305,6 +305,25 @@ def settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: _plain(value) for name, value in group["hyperparameters"].items() if name not in RULES}
 
 
+def given_options(state: State, group: Mapping[str, Any], *without: str) -> dict[str, Any]:
+    """Returns the options of a group that the user gave, as its class has them; loading puts the file's in their place.
+
+    Args:
+        state: The state.
+        group: One of its groups.
+        *without: Hyperparameters that are no option of the class.
+    """
+    kind = kind_of(state, group)
+    if kind["variant"] is None or is_native(kind["schema"]):
+        return {}
+    schema, variant = load_schema(kind["schema"]), kind["variant"]
+    offered = schema.variant(variant)["defaults"].keys() - {*without}
+    given = [name for name, origin in group["known_from"].items() if origin == "given" and name in offered]
+    names = {schema.spelling(variant, name).argument for name in given}
+    options = schema.native(variant, settings_of(group))
+    return {name: value for name, value in options.items() if name in names & {*schema.arguments(variant)}}
+
+
 def _plain(value: Any) -> Any:
     """Returns a hyperparameter as Python has it: a tuple, where a state as plain data marks it."""
     return tuple(value["$tuple"]) if isinstance(value, Mapping) and value.keys() == {"$tuple"} else value

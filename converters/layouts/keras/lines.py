@@ -14,6 +14,7 @@ from statekit.lines.printing import (
     UNKNOWN,
     SavedRun,
     State,
+    given_options,
     has_several,
     kind_of,
     native_arguments,
@@ -44,6 +45,7 @@ def model_file_lines(state: State, saved: SavedRun) -> list[str]:
         load,
         *([] if saved.rates(state).in_keras else schedule),
         *(["model.optimizer.learning_rate = schedule"] if after else []),
+        *_given_lines(state, saved, "model.optimizer", is_made=False),
     ]
 
 
@@ -63,6 +65,7 @@ def weights_file_lines(state: State, saved: SavedRun) -> list[str]:
         f"model.load_weights({path})",
         *([] if before else schedule),
         *(["model.optimizer.learning_rate = schedule"] if after else []),
+        *_given_lines(state, saved, "model.optimizer"),
     ]
 
 
@@ -81,6 +84,29 @@ def object_lines(state: State, saved: SavedRun) -> list[str]:
         f"checkpoint.restore({quoted(saved.step_path('model.ckpt-{step}'))}).assert_existing_objects_matched()",
         *([] if before else schedule),
         *(["optimizer.learning_rate = schedule"] if after else []),
+        *_given_lines(state, saved, "optimizer"),
+    ]
+
+
+def _given_lines(state: State, saved: SavedRun, optimizer: str, *, is_made: bool = True) -> list[str]:
+    """Returns the lines that keep what the user gave: loading brings the file's rate, and a whole model's options.
+
+    Args:
+        state: The state.
+        saved: Its checkpoint.
+        optimizer: The code of the optimizer.
+        is_made: Whether the lines before make it, with what the user gave.
+    """
+    if saved.is_converted or len(state["groups"]) != 1:
+        return []
+    given = given_options(state, state["groups"][0], *_NOT_ARGUMENTS)
+    if saved.rates(state).keras_lines():
+        given.pop(RATE, None)  # the schedule's
+    optimizer += ".inner_optimizer" if _is_scaled(saved) else ""
+    return [
+        f"{optimizer}.{name} = {value!r}  # you gave it; loading brings the file's"
+        for name, value in given.items()
+        if name == RATE or not is_made
     ]
 
 
@@ -174,8 +200,13 @@ def _call(state: State, arguments: str) -> str:
 
 def _scaled(saved: SavedRun, call: str) -> str:
     """Returns the call of an optimizer with the loss scale around it that its file has, as Keras wrote it."""
-    is_around = any(name.startswith("optimizer/inner_optimizer/") for name in saved.tensors)
-    return f"keras.optimizers.LossScaleOptimizer({call})" if is_around and not saved.is_converted else call
+    return f"keras.optimizers.LossScaleOptimizer({call})" if _is_scaled(saved) else call
+
+
+def _is_scaled(saved: SavedRun) -> bool:
+    return not saved.is_converted and any(
+        name.startswith("optimizer/inner_optimizer/") for name in saved.tensors
+    )
 
 
 def _class(state: State) -> str:

@@ -21,6 +21,7 @@ from statekit.lines.printing import (
     UNKNOWN,
     SavedRun,
     State,
+    given_options,
     has_several,
     kind_of,
     missing_of,
@@ -91,7 +92,34 @@ def optax_lines(state: State, saved: SavedRun) -> list[str]:
     passed_over += _taken_lines(state)
     optimizer = _optimizer_lines(state, saved, call, mask)
     lines = _tree_lines(saved, "import optax", [*passed_over, *optimizer], paths_of(state))
-    return [*lines, *_clip_lines(state, optimizer)]
+    return [*lines, *_given_lines(state, saved, lines), *_clip_lines(state, optimizer)]
+
+
+def _given_lines(state: State, saved: SavedRun, lines: Sequence[str]) -> list[str]:
+    """Returns the lines that keep what the user gave, where inject_hyperparams has the file's values restored.
+
+    Source: google-deepmind/optax optax/tree_utils/_state_utils.py, `tree_set`.
+    """
+    if saved.is_converted or has_several(state) or not any("inject_hyperparams(" in line for line in lines):
+        return []
+    stored = {name.rpartition("/")[2] for name in saved.tensors if "/hyperparams/" in name}
+    given = {
+        name: value
+        for group in state["groups"]
+        for name, value in given_options(state, group, *_NOT_ARGUMENTS).items()
+        if name in stored
+    }
+    if not given:
+        return []
+    values = ", ".join(f"{name}={value!r}" for name, value in given.items())
+    place = f'state["{_STATE}"]'
+    if not any(line.startswith("state = ") for line in lines):
+        return [
+            f"# the restored state has the file's values: optax.tree_utils.tree_set(opt_state, {values}) has yours"
+        ]
+    return [
+        f"{place} = optax.tree_utils.tree_set({place}, {values})  # you gave it; the file's were restored"
+    ]
 
 
 def _optimizer_fact(group: Mapping[str, Any]) -> Mapping[str, Any] | None:

@@ -21,6 +21,7 @@ from statekit.lines.printing import (
     SavedRun,
     State,
     after_loading,
+    given_options,
     has_several,
     kind_of,
     listed,
@@ -29,13 +30,12 @@ from statekit.lines.printing import (
     own_call,
     paths_of,
     quoted,
-    settings_of,
     subscripts,
 )
 from statekit.lines.rate_code import MATH
 from statekit.lines.rates import RatesOf
 from statekit.state.evidence import BEYOND, DIALECT, OPTIMIZER, SCALED
-from statekit.state.schema import is_native, load_schema
+from statekit.state.schema import load_schema
 
 _ADAMW, _ADAM = "torch.optim.AdamW", "torch.optim.Adam"
 CLASSES: Mapping[tuple[str, str | None], str] = {
@@ -409,40 +409,32 @@ def trainer_schedule(state: State, saved: SavedRun) -> tuple[list[str], str]:
 
 def with_given(state: State, saved: SavedRun, lines: list[str]) -> list[str]:
     """Returns lines that keep the options that the user gave, in whose place loading puts the file's."""
-    options = [_given_options(state, group) for group in state["groups"]]
+    options = [_given_of(state, group) for group in state["groups"]]
     if saved.is_converted or not any(options):
         return lines
-    if not any(line.startswith(("optimizer = ", "optimizers = [")) for line in lines):
-        given = {name: value for group in options for name, value in group.items()}
-        return [
-            f"# it goes on with the file's options: after loading, update the optimizer's groups by {given!r}",
-            *lines,
-        ]
-    groups = "optimizer.param_groups"
+    if any(line.startswith("optimizer = ") for line in lines):
+        return [*lines, *_updates("optimizer.param_groups", options)]
     if "optimizers = [" in lines:
         groups = "(group for optimizer in optimizers for group in optimizer.param_groups)"
-        options = [options[i] for side in _sides(state, saved) for i in side]
+        return [*lines, *_updates(groups, [options[i] for side in _sides(state, saved) for i in side])]
+    given = {name: value for group in options for name, value in group.items()}
+    return [
+        f"# it goes on with the file's options: after loading, update the optimizer's groups by {given!r}",
+        *lines,
+    ]
+
+
+def _given_of(state: State, group: Mapping[str, Any]) -> dict[str, Any]:
+    given = given_options(state, group, _DECOUPLED)
+    return {name: value for name, value in given.items() if name in state.get(OPTIONS, given)}
+
+
+def _updates(groups: str, options: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Returns the lines that give each group its options, once where all have the same."""
+    reason = "you gave it; loading brings the file's"
     if all(group == options[0] for group in options):
-        update = [f"for group in {groups}:", f"    group.update({options[0]!r})"]
-    else:
-        update = [f"for group, given in zip({groups}, {options!r}):", "    group.update(given)"]
-    update[-1] += "  # you gave it; loading brings the file's"
-    return [*lines, *update]
-
-
-def _given_options(state: State, group: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the options of a group that the user gave, as its class has them."""
-    kind = kind_of(state, group)
-    if kind["variant"] is None or is_native(kind["schema"]):
-        return {}
-    schema, variant = load_schema(kind["schema"]), kind["variant"]
-    offered = schema.variant(variant)["defaults"].keys() - {_DECOUPLED}  # which the class says
-    given = [name for name, origin in group["known_from"].items() if origin == "given" and name in offered]
-    names = {schema.spelling(variant, name).argument for name in given} & {
-        *state.get(OPTIONS, schema.arguments(variant))
-    }
-    options = schema.native(variant, settings_of(group))
-    return {name: value for name, value in options.items() if name in names}
+        return [f"for group in {groups}:", f"    group.update({options[0]!r})  # {reason}"]
+    return [f"for group, given in zip({groups}, {options!r}):", f"    group.update(given)  # {reason}"]
 
 
 def class_of(state: State) -> str:
