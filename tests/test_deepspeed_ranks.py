@@ -5,16 +5,21 @@ The runs are DeepSpeed's own: see tests/cases/deepspeed_ranks/make_ranks.py.
 
 from __future__ import annotations
 
+import re
 import shutil
+import struct
+import zipfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from deepspeed_files import TAG, Made, some_groups, write
 from safetensors.numpy import load_file
 
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
+from statekit.converters.containers.deepspeed.container import CONTAINER as DEEPSPEED
 from statekit.converters.containers.deepspeed.experts import spread
 from statekit.converters.containers.deepspeed.zero import part_of
 from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError
@@ -80,6 +85,78 @@ def test_a_missing_file_is_noticed(run: Path, pattern: str) -> None:
         file.unlink()
     with pytest.raises((CorruptError, FormatError)):
         open_state(run)
+
+
+def number(before: float, after: float) -> tuple[bytes, bytes]:
+    """Returns how a pickle has a number, and another one in its place."""
+    return b"()" + re.escape(b"G" + struct.pack(">d", before)), b"G" + struct.pack(">d", after)
+
+
+PATCHES: dict[str, tuple[bytes, bytes]] = {
+    "step": (b"()^" + re.escape(struct.pack("<f", 3)) + b"$", struct.pack("<f", 900)),
+    "lr": number(1e-2, 0.5),
+    "betas": number(0.98, 0.97),
+    "eps": number(1e-8, 1e-6),
+    "weight_decay": number(0.1, 0.2),
+    "global_steps": (rb"(global_stepsq.K)\x03", b"\x09"),
+    "skipped_steps": (rb"(skipped_stepsq.K)\x00", b"\x09"),
+}
+"""What a file of another step has otherwise -> a pattern of it in these runs' files, and other bytes."""
+OTHERS = {
+    "experts_zero1_bf16": ("*rank_3_mp_rank_00_optim_states.pt", "step lr betas eps"),
+    "experts_zero0": ("expp_rank_1_*", "step lr betas eps"),
+    "pipeline_zero1_bf16": ("*_1_mp_rank_01_optim_states.pt", "step lr betas eps"),
+    "pipeline_zero0": ("mp_rank_01_model_states.pt", "global_steps skipped_steps lr betas eps"),
+    "round_robin_zero2_bf16": ("*_rank_1_*optim_states.pt", "step lr betas eps weight_decay"),
+    "sub_groups_zero3": ("*_rank_1_*optim_states.pt", "step lr betas eps weight_decay"),
+}
+"""A rank's file of each run, and what is made another step's in it."""
+OF_ANOTHER_STEP = [(name, pattern, key) for name, (pattern, keys) in OTHERS.items() for key in keys.split()]
+OF_ANOTHER_STEP += [
+    ("sub_groups_zero3", "*_rank_1_*model_states.pt", key) for key in ("global_steps", "skipped_steps")
+]
+
+
+def patched(file: Path, pattern: bytes, new: bytes) -> None:
+    """Puts other bytes into the members of a torch file, behind what the pattern keeps."""
+    with zipfile.ZipFile(file) as archive:
+        members = {member.filename: archive.read(member) for member in archive.infolist()}
+    assert any(re.search(pattern, data, re.DOTALL) for data in members.values())
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, re.sub(pattern, lambda m: m[1] + new, data, flags=re.DOTALL))
+
+
+@pytest.mark.parametrize(
+    ("run", "pattern", "key"), OF_ANOTHER_STEP, indirect=["run"], ids=map(" ".join, OF_ANOTHER_STEP)
+)
+def test_a_rank_of_another_step_is_refused(run: Path, pattern: str, key: str) -> None:
+    """Seen red: such folders were converted as bitwise."""
+    (file,) = run.glob(f"global_step3/{pattern}")
+    patched(file, *PATCHES[key])
+    with pytest.raises((CorruptError, RefusedError), match=key) as caught:
+        open_state(run)
+    if caught.type is CorruptError:
+        for text in (
+            file.name,
+            "of one step of one run",
+            "expected: ",
+            "found: ",
+            "do: put the files of one save",
+        ):
+            assert text in f"{caught.value}"
+
+
+def test_what_an_optimizer_measures_of_a_piece_is_each_ranks_own(tmp_path: Path) -> None:
+    """Adafactor of Transformers keeps the root mean square of a rank's vector, and makes it anew in each step."""
+    run = write(Made(some_groups([(3, 4), (5,)])), tmp_path / "run")
+    for rank in (0, 1):
+        file = run / TAG / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+        saved = torch.load(file)
+        saved["optimizer_state_dict"]["base_optimizer_state"]["state"][0]["RMS"] = 0.5 + rank
+        torch.save(saved, file)
+    with DEEPSPEED.open(run) as opened:
+        assert [finding.what for finding in opened.findings if "RMS isn't the same" in finding.what]
 
 
 @pytest.mark.parametrize("run", EXPERTS, indirect=True)

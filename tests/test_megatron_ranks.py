@@ -226,6 +226,18 @@ def _is_of_two_iterations(run: Path) -> None:
     _change(run, lambda saved: saved.update(iteration=5))
 
 
+def _is_of_another_count(run: Path) -> None:
+    _change(run, lambda saved: saved["optimizer"]["state"][0]["step"].fill_(900))
+
+
+def _has_another_rate(run: Path) -> None:
+    _change(run, lambda saved: saved["optimizer"]["param_groups"][1].update(lr=0.5))
+
+
+def _has_another_schedule(run: Path) -> None:
+    _change(run, lambda saved: saved["opt_param_scheduler"].update(num_steps=900))
+
+
 def _lost_a_parameter(run: Path) -> None:
     _change(run, lambda saved: saved["model"].pop("decoder.layers.1.mlp.linear_fc2.weight"))
 
@@ -255,7 +267,10 @@ def _change(run: Path, change: Any, rank: int = 1) -> None:
     [
         (_lacks_a_rank, NotFoundError, "rank's folder isn't there"),
         (_has_a_stage, RefusedError, "stages of a pipeline"),
-        (_is_of_two_iterations, CorruptError, "other iterations"),
+        (_is_of_two_iterations, CorruptError, "of one step.*(.|\n)*mp_rank_01(.|\n)*iteration 4, as in"),
+        (_is_of_another_count, CorruptError, "of one step(.|\n)*step 900"),
+        (_has_another_rate, CorruptError, "of one step(.|\n)*param_groups/1/lr 0.5"),
+        (_has_another_schedule, CorruptError, "of one step(.|\n)*opt_param_scheduler/num_steps 900"),
         (_lost_a_parameter, CorruptError, "other parameters"),
         (_norms_drifted, CorruptError, "different values"),
         (_knows_no_cut, RefusedError, "Nothing says how ranks cut"),

@@ -24,13 +24,14 @@ from statekit.conversion.contracts import Evidence, ReadOnly
 from statekit.converters.containers.step_folders import files_beside
 from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.containers.torch_file import open_torch
+from statekit.converters.formats.pytorch.one_step import check_one_step
 from statekit.converters.formats.pytorch.reader import named
-from statekit.errors import CorruptError, FormatError, NotFoundError
+from statekit.errors import FormatError, NotFoundError
 from statekit.files.checkpoint import FILES_BESIDE, Checkpoint
 from statekit.files.source import listing, opening
 from statekit.files.tree import Place
-from statekit.tensors.tensor import Shape, Tensor, same_values
-from statekit.tensors.tree import Tree, walk
+from statekit.tensors.tensor import Shape, Tensor
+from statekit.tensors.tree import Tree
 from statekit.tensors.views import Concatenated, Segment
 
 _RANK = re.compile(r"rank(\d{1,5})\.pt")
@@ -105,12 +106,14 @@ def _joined(path: Place, ranks: Sequence[Mapping[str, Any]]) -> Tree:
     if not _are_names(fqns) or not _are_shapes(shapes) or len(shapes) != len(fqns):
         raise FormatError("Names and shapes of a flat parameter don't fit.", place=path)
     spans = list(_spans(fqns, [tuple(shape) for shape in shapes]))
-    group = _group(ranks[0], path)
-    records = [_record(rank, path) for rank in ranks]
-    slots, beside = _cut_and_whole(records)
-    for number, (rank, record) in enumerate(zip(ranks, records, strict=True)):
-        options = {slot: record.get(slot) for slot in beside}, _group(rank, path)
-        _check_step(path / f"rank{number}.pt", options, (beside, group))
+    groups = [_group(rank, path) for rank in ranks]
+    slots, beside = _cut_and_whole(records := [_record(rank, path) for rank in ranks])
+    check_one_step(
+        [
+            (path / f"rank{number}.pt", {**group, **{slot: record.get(slot) for slot in beside}})
+            for number, (group, record) in enumerate(zip(groups, records, strict=True))
+        ]
+    )
     whole = [rank["flat_param_shard"] for rank in ranks]
     state = {
         name: {**beside, **{slot: _part(pieces, at, shape, path) for slot, pieces in slots.items()}}
@@ -118,23 +121,8 @@ def _joined(path: Place, ranks: Sequence[Mapping[str, Any]]) -> Tree:
     }
     return {
         "model": {name: _part(whole, at, shape, path) for name, at, shape in spans},
-        "optimizer": {"state": state, "param_groups": [{**group, "params": list(fqns)}]},
+        "optimizer": {"state": state, "param_groups": [{**groups[0], "params": list(fqns)}]},
     }
-
-
-def _check_step(file: Place, options: tuple[Tree, Tree], of_first: tuple[Tree, Tree]) -> None:
-    """Refuses a rank whose count and options aren't those of rank 0.
-
-    Raises:
-        CorruptError: They are of another step.
-    """
-    if not all(map(_is_same, options, of_first)):
-        raise CorruptError(
-            "The files of ranks aren't of one step.",
-            place=file,
-            expected="the count and the options of rank 0's optimizer",
-            remedy="put the files of one save into a folder of their own",
-        )
 
 
 def _group(rank: Mapping[str, Any], path: Place) -> Mapping[str, Any]:
@@ -159,17 +147,6 @@ def _record(rank: Mapping[str, Any], path: Place) -> Mapping[str, Any]:
     if isinstance(record, Mapping):
         return record
     raise FormatError("A rank's optimizer has no state of the flat parameter.", place=path)
-
-
-def _is_same(left: Tree, right: Tree) -> bool:
-    """Tells whether two records hold the same, tensors by their values."""
-    leaves, twins = list(walk(left)), list(walk(right))
-    if [path for path, _ in leaves] != [path for path, _ in twins]:
-        return False
-    return all(
-        same_values(leaf, twin) if isinstance(leaf, Tensor) and isinstance(twin, Tensor) else leaf == twin
-        for (_, leaf), (_, twin) in zip(leaves, twins, strict=True)
-    )
 
 
 def _are_names(fqns: Any) -> bool:

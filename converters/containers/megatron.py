@@ -31,6 +31,7 @@ from statekit.converters.containers.dcp import open_folder, step_folder, steps_b
 from statekit.converters.containers.step_folders import step_prefix
 from statekit.converters.formats.dcp.metadata import METADATA
 from statekit.converters.formats.dcp.writer import DcpFolder
+from statekit.converters.formats.pytorch.one_step import OfRanks, check_one_step, check_slots, options
 from statekit.converters.formats.pytorch.reader import named, read_object
 from statekit.converters.formats.pytorch.writer import write_archive
 from statekit.errors import FormatError, NotFoundError, RefusedError, StatekitError
@@ -45,6 +46,8 @@ COMMON, SHARDED = "common", "sharded"
 """The parts of the tree."""
 _CONFIG, _COMMON_FILE = "metadata.json", "common.pt"
 _MODEL, _GATHERED = "model_optim_rng.pt", "distrib_optim.pt"
+_ALIKE = ("iteration", "opt_param_scheduler")
+"""What Megatron-LM writes alike into every rank's file."""
 _LEGACY, _RANK, _RANKS = f"mp_rank_00/{_MODEL}", re.compile(r"mp_rank_\d{2,3}"), "ranks"
 _DISTRIBUTED = "optimizer.distributed.dp_group_idx_0"
 """Where a distributed optimizer of one model-parallel rank lies in the tree."""
@@ -115,12 +118,14 @@ class Megatron:
         place, number, steps = step_folder(path, step, _LEGACY, "checkpoint of Megatron-LM")
         ranks = _ranks(place)
         with opening(path, budget) as files:
-            saved = [read_object(files.source(place / rank / _MODEL)) for rank in ranks]
+            paths = [place / rank / _MODEL for rank in ranks]
+            saved = [*map(read_object, map(files.source, paths))]
             models = [part.tree for part in saved]
-            for rank, tree in zip(ranks, models, strict=True):
+            for file, tree in zip(paths, models, strict=True):
                 if not isinstance(tree, dict) or not isinstance(tree.get("model"), dict):
-                    raise FormatError("A file of Megatron-LM holds no model.", place=place / rank / _MODEL)
+                    raise FormatError("A file of Megatron-LM holds no model.", place=file)
             _check_ranks(place, ranks, models[0].get("args"))
+            _check_steps([*zip(paths, models, strict=True)])
             others = {key: part for key, part in models[0].items() if key not in ("model", "optimizer")}
             findings = [finding for part in saved for finding in part.findings]
             if all(_has_state(tree.get("optimizer")) for tree in models):
@@ -213,6 +218,44 @@ def _check_ranks(place: Place, ranks: list[str], arguments: Any) -> None:
         )
 
 
+def _check_steps(of_ranks: OfRanks) -> None:
+    """Refuses a rank's file of another step than the first's, or with other options: tensor-parallel ranks move as one.
+
+    Raises:
+        CorruptError: There is one.
+    """
+    optimizers = [_inner(tree.get("optimizer")) for _, tree in of_ranks]
+    check_one_step(
+        [
+            (
+                place,
+                {**{key: tree.get(key) for key in _ALIKE}, "param_groups": [*map(options, _groups(inner))]},
+            )
+            for (place, tree), inner in zip(of_ranks, optimizers, strict=True)
+        ]
+    )
+    states = [_record(inner.get("state")) for inner in optimizers]
+    for number in states[0]:
+        check_slots(
+            [(place, _record(of.get(number))) for (place, _), of in zip(of_ranks, states, strict=True)]
+        )
+
+
+def _record(node: Any) -> Mapping[Any, Any]:
+    return node if isinstance(node, dict) else {}
+
+
+def _groups(optimizer: Mapping[Any, Any]) -> list[Mapping[str, Any]]:
+    groups = optimizer.get("param_groups")
+    return [group for group in groups if isinstance(group, dict)] if isinstance(groups, list) else []
+
+
+def _inner(optimizer: Any) -> Mapping[Any, Any]:
+    """Returns what has groups and state: the optimizer, or the one beside masters."""
+    parts = _record(optimizer)
+    return _record(parts.get("optimizer", parts))
+
+
 def _gathered_file(rank: Place) -> Place:
     """Returns the file with the values of a rank's distributed optimizer."""
     values = rank / _GATHERED
@@ -223,9 +266,7 @@ def _gathered_file(rank: Place) -> Place:
 
 def _has_state(optimizer: Any) -> bool:
     """Tells whether a model's file has the optimizer's slots, by number, as it has without a distributed optimizer."""
-    parts = optimizer if isinstance(optimizer, dict) else {}
-    inner = parts.get("optimizer", parts)
-    return isinstance(inner, dict) and bool(inner.get("state"))
+    return bool(_inner(optimizer).get("state"))
 
 
 def _gathered(tree: dict[str, Any], values: Any) -> dict[str, Any]:

@@ -46,7 +46,8 @@ from statekit.converters.containers.deepspeed.slices import (
 )
 from statekit.converters.containers.deepspeed.universal import universal_state
 from statekit.converters.containers.deepspeed.universal_writer import fitted_to_engine, write_universal
-from statekit.converters.containers.deepspeed.zero import Shapes, by_group, joined, part_of
+from statekit.converters.containers.deepspeed.zero import Part, Shapes, by_group, joined, part_of
+from statekit.converters.formats.pytorch.one_step import check_one_step
 from statekit.converters.formats.pytorch.reader import named
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError, some
 from statekit.files.checkpoint import STEPS, Checkpoint, Finding
@@ -61,6 +62,8 @@ _OPTIMIZER_TAKEN = {
     "base_optimizer_state", "optimizer_state_dict", "single_partition_of_fp32_groups", "fp32_flat_groups",
     "param_slice_mappings", "param_groups",
 }  # fmt: skip
+_ALIKE = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", SLICES)
+"""What the engine writes alike into every file of the model."""
 _SHARED = "shared_params"
 _STAGE = "zero_stage"
 
@@ -125,6 +128,7 @@ def _tree(tag: Tag, files: Files, findings: list[Finding]) -> dict[str, Tree]:
         [_model_file(path, bool(tag.layers), files, findings) for _, path in sorted(slice_.models.items())]
         for slice_ in tag.slices
     ]
+    _check_engines(tag, models)
     first, place = models[0][0], f"{tag.path}"
     trainers = beside_tag(tag.path.parent, files)
     joins = Joins(require(first.get(INFO) or {}, dict, "patterns", place), place, files.account)
@@ -155,6 +159,17 @@ def _tree(tag: Tag, files: Files, findings: list[Finding]) -> dict[str, Tree]:
     }
 
 
+def _check_engines(tag: Tag, models: Sequence[Sequence[Mapping[str, Any]]]) -> None:
+    """Refuses a model's file that has made other steps than the first: ZeRO-3 has one for each rank.
+
+    Raises:
+        CorruptError: One has.
+    """
+    paths = [path for slice_ in tag.slices for _, path in sorted(slice_.models.items())]
+    of_engines = [{key: model.get(key) for key in _ALIKE} for of_slice in models for model in of_slice]
+    check_one_step([*zip(paths, of_engines, strict=True)])
+
+
 def _joined(
     tag: Tag,
     models: list[list[dict[str, Any]]],
@@ -178,9 +193,8 @@ def _joined(
         part for pair in zip(tag.slices, models, strict=True) for part in _sliced(tag, *pair, files, findings)
     ]
     stages = len(slices) if tag.experts.weights else stages
-    findings += findings_of(
-        whole := joined_slices(slices, stages, buffers, joins), joins, len(slices) // stages
-    )
+    whole = joined_slices(slices, stages, buffers, joins, findings)
+    findings += findings_of(whole, joins, len(slices) // stages)
     return whole
 
 
@@ -235,14 +249,14 @@ def _sliced(
     if first.get("param_shapes") is None and isinstance(first.get("optimizer"), dict):
         whole = [_unsharded(first, place)] if not experts else None
         return whole or _unsharded_experts(tag, first, experts, files, findings)
-    shapes, state, groups, engine = _ranked(
-        tag, slice_, first, _shapes(first.get("param_shapes"), place), files, findings
-    )
+    of_files = _shapes(first.get("param_shapes"), place)
+    shapes, state, engine, parts = _ranked(tag, slice_, first, of_files, files, findings)
+    groups = parts[0].groups
     _check_groups(groups, shapes, place)
     for of_expert in experts.values():
         first["module"] |= of_expert
     model = {} if tag.layers else _model(models, state, shapes, place)
-    return [Sliced(model, state, groups, [list(group) for group in shapes], engine)]
+    return [Sliced(model, state, groups, [list(group) for group in shapes], engine, parts)]
 
 
 def _unsharded_experts(
@@ -272,6 +286,9 @@ def _unsharded_experts(
         optimizer = require(tree.get("optimizer"), dict, "an optimizer", path)
         module = {**first["module"], **own_experts(experts, rank, ranks, f"{tag.path}")}
         slices.append(_unsharded({**first, "module": module, "optimizer": optimizer}, f"{path}"))
+    check_one_step(
+        [(part.place, {"param_groups": part.options}) for slice_ in slices for part in slice_.ranks]
+    )
     return slices
 
 
@@ -346,6 +363,7 @@ def _unsharded(first: Mapping[str, Any], place: str) -> Sliced:
         groups,
         [[name_of[i] for i in group["params"]] for group in groups],
         {_STAGE: 0, **ahead},
+        [Part((), (), groups, None, {}, place)],
     )
 
 
@@ -446,8 +464,8 @@ def _ranked(
     shapes: Shapes,
     files: Files,
     findings: list[Finding],
-) -> tuple[Shapes, dict[str, dict[str, Any]], list[Mapping[str, Any]], dict[str, Tree]]:
-    """Returns the whole model's parameters, their state by name, the groups, and what the engine keeps beside."""
+) -> tuple[Shapes, dict[str, dict[str, Any]], dict[str, Tree], list[Part]]:
+    """Returns the whole model's parameters, their state by name, what the engine keeps beside, and the ranks' parts."""
     if not slice_.optimizers:
         raise FormatError(
             "A DeepSpeed checkpoint has no optimizer's state.",
@@ -462,13 +480,13 @@ def _ranked(
     optimizer = trees[0]["optimizer_state_dict"]
     engine = {str(key): value for key, value in optimizer.items() if key not in _OPTIMIZER_TAKEN}
     stage = _stage(optimizer.get(_STAGE))
-    groups, counts = list(parts[0].groups), optimizer.get("partition_count")
+    counts = optimizer.get("partition_count")
     if tag.experts.weights:
         by_rank = spread(shapes, counts, len(parts), model.get("ds_config"), f"{tag.path}")
-        return by_rank.whole, by_rank.joined(parts, stage), groups, engine
+        return by_rank.whole, by_rank.joined(parts, stage), engine, parts
     for count in counts if isinstance(counts, list) else ():
         complete(slice_.optimizers, count if type(count) is int else len(parts), "optimizer")
-    return by_group(shapes, parts[0]), joined(parts, shapes, stage), groups, engine
+    return by_group(shapes, parts[0]), joined(parts, shapes, stage), engine, parts
 
 
 def _stage(node: Any) -> int:

@@ -8,12 +8,20 @@ deepspeedai/DeepSpeed deepspeed/checkpoint/reshape_meg_2d.py, `meg_2d_parallel_m
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from statekit.converters.containers.deepspeed.files import MASTER
 from statekit.converters.containers.deepspeed.joins import INFO, Joins
+from statekit.converters.containers.deepspeed.zero import Part
+from statekit.converters.formats.pytorch.one_step import (
+    check_one_step,
+    check_slots,
+    named_by,
+    options,
+    unlike,
+)
 from statekit.errors import CorruptError, RefusedError
 from statekit.files.checkpoint import Finding
 from statekit.tensors.boxes import Agreed, Cut
@@ -35,6 +43,7 @@ class Sliced:
         groups: The optimizer's groups.
         names: The parameters of each group.
         engine: What the engine keeps beside the optimizer.
+        ranks: What each rank holds of it, under ZeRO.
     """
 
     model: Mapping[str, Tree]
@@ -42,6 +51,7 @@ class Sliced:
     groups: Sequence[Mapping[str, Any]]
     names: Sequence[Sequence[str]]
     engine: Mapping[str, Tree]
+    ranks: Sequence[Part] = ()
 
     @property
     def optimizer(self) -> dict[str, Tree]:
@@ -53,7 +63,9 @@ class Sliced:
         }
 
 
-def joined_slices(slices: Sequence[Sliced], stages: int, buffers: set[str], joins: Joins) -> Sliced:
+def joined_slices(
+    slices: Sequence[Sliced], stages: int, buffers: set[str], joins: Joins, findings: list[Finding]
+) -> Sliced:
     """Returns the whole model of its slices.
 
     Args:
@@ -61,9 +73,10 @@ def joined_slices(slices: Sequence[Sliced], stages: int, buffers: set[str], join
         stages: How many stages a pipeline has, 1 without one.
         buffers: Names of tensors that aren't parameters: each rank has them whole.
         joins: How pieces join.
+        findings: Where what is odd is noted.
 
     Raises:
-        CorruptError: The slices don't fit each other.
+        CorruptError: The slices don't fit each other, or are of several steps.
         RefusedError: Nothing says how they join.
     """
     if stages < 1 or len(slices) % stages:
@@ -74,8 +87,38 @@ def joined_slices(slices: Sequence[Sliced], stages: int, buffers: set[str], join
             found=f"{len(slices)} slices of the model",
         )
     ranks = len(slices) // stages
-    parts = [_of_ranks(slices[i : i + ranks], buffers, joins) for i in range(0, len(slices), ranks)]
+    of_stages = [slices[i : i + ranks] for i in range(0, len(slices), ranks)]
+    findings += _check_ranks([[part for rank in stage for part in rank.ranks] for stage in of_stages])
+    parts = [_of_ranks(stage, buffers, joins) for stage in of_stages]
     return parts[0] if len(parts) == 1 else _of_stages(parts, joins)
+
+
+def _check_ranks(of_stages: Sequence[Sequence[Part]]) -> list[Finding]:
+    """Refuses a rank that is of another step than the others.
+
+    Args:
+        of_stages: What the ranks of each stage hold.
+
+    Returns:
+        Numbers that aren't counts, and that ranks have each for themselves.
+
+    Raises:
+        CorruptError: It has other counts, or other options than its stage.
+    """
+    for of_stage in of_stages:
+        check_one_step([(part.place, {**part.engine, "param_groups": part.options}) for part in of_stage])
+    parts = [part for of_stage in of_stages for part in of_stage]
+    vectors = range(max((len(part.masters) for part in parts), default=0))
+    names = dict.fromkeys(name for number in vectors for name in check_slots([*_slots_of(parts, number)]))
+    why = "isn't the same on all ranks: each parameter has that of the first rank that holds a piece of it"
+    return [Finding(f"{name} {why}", parts[0].place) for name in names]
+
+
+def _slots_of(parts: Sequence[Part], number: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yields the slots that ranks have of a flat vector; a rank without an element of it may have none."""
+    for part in parts:
+        if number < len(part.masters) and (part.state[number] or part.masters[number].shape != (0,)):
+            yield part.place, part.state[number]
 
 
 def _of_ranks(slices: Sequence[Sliced], buffers: set[str], joins: Joins) -> Sliced:
@@ -90,10 +133,12 @@ def _of_ranks(slices: Sequence[Sliced], buffers: set[str], joins: Joins) -> Slic
         for name, tensor in first.model.items()
         if all(name in rank.model for rank in slices) or name in buffers
     }
-    return Sliced(model, state, first.groups, first.names, first.engine)
+    return Sliced(model, state, first.groups, first.names, first.engine, first.ranks)
 
 
 def _slots(name: str, records: Sequence[Mapping[str, Any]], joins: Joins) -> dict[str, Any]:
+    """Returns the slots of a parameter of what tensor-parallel ranks hold."""
+    check_slots([(f"{name} on rank {i} in {joins.place}", record) for i, record in enumerate(records)])
     slots = dict[str, Any]()
     for key, value in records[0].items():
         pieces = [piece for record in records if isinstance(piece := record.get(key), Tensor)]
@@ -106,15 +151,25 @@ def _slots(name: str, records: Sequence[Mapping[str, Any]], joins: Joins) -> dic
     return slots
 
 
-def _of_stages(parts: Sequence[Sliced], joins: Joins) -> Sliced:
-    """Returns a pipeline's model of its stages, which may share parameters."""
-    if len({len(part.groups) for part in parts}) != 1:
+def _check_groups(parts: Sequence[Sliced], joins: Joins) -> None:
+    """Refuses stages whose groups have other options: a state has the options of each group once.
+
+    Raises:
+        RefusedError: There are such.
+    """
+    first, *others = ([*map(options, part.groups)] for part in parts)
+    if unlike_paths := [path for other in others for path in unlike(first, other)]:
         raise RefusedError(
             "The optimizers of a pipeline's stages have different groups, and nothing says which are the same.",
             place=joins.place,
-            found=", ".join(f"{len(part.groups)} groups" for part in parts),
+            found=f"{', '.join(f'{len(part.groups)} groups' for part in parts)}; other {named_by(unlike_paths[0])}",
             remedy="make a universal checkpoint: ds_to_universal.py",
         )
+
+
+def _of_stages(parts: Sequence[Sliced], joins: Joins) -> Sliced:
+    """Returns a pipeline's model of its stages, which may share parameters."""
+    _check_groups(parts, joins)
     model, state = dict[str, Tree](), dict[str, dict[str, Any]]()
     for part in parts:
         model |= {name: tensor for name, tensor in part.model.items() if name not in model}
@@ -122,9 +177,11 @@ def _of_stages(parts: Sequence[Sliced], joins: Joins) -> Sliced:
             if name not in state:
                 state[name] = dict(slots)
             elif not joins.is_of_stages(name):
-                state[name] = {
-                    key: _shared(value, slots.get(key), name) for key, value in state[name].items()
-                }
+                owner = next(other for other in parts if name in other.state)
+                check_slots(
+                    [(f"{name} in {other.ranks[0].place}", other.state[name]) for other in (owner, part)]
+                )
+                state[name] = {key: _shared(value, slots[key], name) for key, value in state[name].items()}
     names = [
         list(dict.fromkeys(name for part in parts for name in part.names[number]))
         for number in range(len(parts[0].groups))
@@ -133,6 +190,7 @@ def _of_stages(parts: Sequence[Sliced], joins: Joins) -> Sliced:
 
 
 def _shared(value: Any, other: Any, name: str) -> Any:
+    """Returns what two stages hold of a parameter that they share."""
     both = isinstance(value, Tensor) and isinstance(other, Tensor) and value.shape == other.shape
     return Agreed((value, other), name) if both and value.shape else value
 

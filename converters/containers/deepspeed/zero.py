@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from statekit.converters.containers.deepspeed.files import MASTER, require
+from statekit.converters.formats.pytorch.one_step import options
 from statekit.errors import CorruptError, FormatError
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Record, Tree
@@ -26,6 +27,9 @@ Shapes: TypeAlias = Sequence[Mapping[str, Shape]]
 """For each group of the optimizer, the shape of each parameter by name, in order."""
 Flat: TypeAlias = Mapping[str, Any]
 """What the optimizer keeps of one flat vector: tensors as long as it, and scalars."""
+_ALIKE = (
+    "zero_stage", "loss_scaler", "dynamic_loss_scale", "clip_grad", "partition_count", "base_optimizer_state_step",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,14 +41,21 @@ class Part:
         state: The optimizer's state of each of these.
         groups: The optimizer's groups; `params` are positions in `masters`.
         spans: Where each parameter lies in each of `masters`, if it says so: name -> start, count.
-        place: For messages.
+        engine: What the engine keeps beside, which each rank has whole.
+        place: Its file, for messages.
     """
 
     masters: Sequence[Tensor]
     state: Sequence[Flat]
     groups: Sequence[Mapping[str, Any]]
     spans: Sequence[Mapping[str, tuple[int, int]]] | None
+    engine: Mapping[str, Tree]
     place: str
+
+    @property
+    def options(self) -> list[dict[str, Tree]]:
+        """The options of each group, without its parameters."""
+        return [*map(options, self.groups)]
 
 
 def part_of(tree: Tree, place: str) -> Part:
@@ -81,7 +92,15 @@ def part_of(tree: Tree, place: str) -> Part:
     lists = [require(group.get("params", []), (list, tuple), "a list", place) for group in groups]
     if any(type(i) is not int or not 0 <= i < len(flats) for numbers in lists for i in numbers):
         raise FormatError("A group has another vector than there are.", place=place, expected=f"{len(flats)}")
-    return Part(flats, state, groups, spans, place)
+    return Part(flats, state, groups, spans, _engine(optimizer), place)
+
+
+def _engine(optimizer: Mapping[Any, Any]) -> dict[str, Tree]:
+    """Returns what every rank keeps alike of its engine: the loss scaler moves on all ranks at once."""
+    parts = {key: optimizer[key] for key in _ALIKE if key in optimizer}
+    return {
+        key: node.state if isinstance(node, Record) and node.state else node for key, node in parts.items()
+    }
 
 
 def _flat(node: Any, place: str) -> Tensor:

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from statekit.converters.formats.pytorch.one_step import MIXED
 from statekit.errors import CorruptError, FormatError, RefusedError
 from statekit.files.tree import Place
 from statekit.tensors.boxes import Agreed, Box, Joined, tiling_fault
@@ -33,7 +34,6 @@ _CLASS = re.compile(r"torch\.distributed\.(_tensor|tensor)\.(_?api\.)?DTensor")
 _CUTS = ("Shard", "_StridedShard")
 _SHAPE = 3
 """Argument of `_rebuild_wrapper_subclass` that is the shape of the whole, behind function, class and dtype."""
-_MIXED = "put the files of one save into a folder of their own"
 _WHOLE = (
     "name the folder, where the files of all ranks are called <name>_rank_<r>.pt or rank_<r>.pt; or save the run with "
     "torch.distributed.checkpoint, or whole with get_state_dict(..., options=StateDictOptions(full_state_dict=True))"
@@ -152,7 +152,7 @@ def _agreed(trees: Sequence[Tree], place: Place, path: Keys) -> Tree:
     if any(kind != kinds[0] for kind in kinds) or not (isinstance(trees[0], Tensor) or _are_equal(trees)):
         raise _contradiction(kinds, place, path)
     is_shared = isinstance(trees[0], Tensor) and len(trees) > 1
-    return Agreed(tuple(trees), _name(path), _MIXED) if is_shared else trees[0]
+    return Agreed(tuple(trees), _name(path), MIXED) if is_shared else trees[0]
 
 
 def _are_equal(trees: Sequence[Tree]) -> bool:
@@ -294,5 +294,5 @@ def _contradiction(views: Sequence[Any], place: Place, path: Keys) -> CorruptErr
         place=f"{_name(path) or 'the whole'} in {place}",
         expected=f"as on rank 0: {views[0]}"[:200],
         found=f"on rank {differing}: {views[differing]}"[:200],
-        remedy=_MIXED,
+        remedy=MIXED,
     )
