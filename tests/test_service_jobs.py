@@ -301,16 +301,21 @@ def test_a_target_outside_of_the_roots_is_a_problem_and_nothing_is_written(share
 def test_a_conversion_of_a_job_and_one_of_the_command_line_are_in_the_lineage(lab: Lab) -> None:
     source = lab.number("run/checkpoint_4")
     assert lab.do("convert", [source], target={"root": 1, "path": "job.pt"}, to="torch").state == "done"
+    assert lab.do("convert", [source], target={"root": 1, "path": "in"}, to="orbax").state == "done"
     statekit.convert(lab.root / "job.pt", lab.root / "line.pt", layout="statekit-torch", step_offset="reset")
     lab.catalogue.scan()
     line = lab.number("line.pt")
     lineage = lineage_of(lab.database, line)
     names = [node.checkpoint.path for node in lineage.nodes if node.checkpoint]
-    assert names == ["run/checkpoint_4", "job.pt", "line.pt"]
+    assert names == ["run/checkpoint_4", "job.pt", "in/checkpoint_4", "line.pt"]
     edges = {(edge.source, edge.target): edge for edge in lineage.edges}
     of_job = edges[f"checkpoint-{source}", f"checkpoint-{lab.number('job.pt')}"]
     of_line = edges[f"checkpoint-{lab.number('job.pt')}", f"checkpoint-{line}"]
     assert of_job.job is not None and of_line.job is None
+    assert edges[f"checkpoint-{source}", f"checkpoint-{lab.number('in/checkpoint_4')}"].job not in (
+        None,
+        of_job.job,
+    )
     assert of_line.tool == f"statekit {statekit.__version__}"
     assert of_line.options["step_offset"]["asked"] == "reset"
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -84,6 +85,27 @@ def test_a_run_says_which_slots_stand_still_while_weights_move(served: Served) -
     job = ended(served, "doctor", ("checkpoint_4", "checkpoint_5"), {})
     page = served.client.get(address, headers=PAGE).text.partition("The same bits as at the step before")[2]
     assert "moments-stale" in page and f"slots/{EMBEDDING}" in page and f"/jobs/{job.id}" not in page
+    write_step(before, 9, served.root / "run" / "checkpoint_9", "t5x", "t5x")
+    served.service.catalogue.scan()
+    ended(served, "doctor", ("checkpoint_5", "checkpoint_9"), {})  # in which it has no step before it
+    for name, is_stale in (("checkpoint_4", False), ("checkpoint_5", True), ("checkpoint_9", False)):
+        page = served.client.get(f"/checkpoints/{number(served, name)}", headers=PAGE).text
+        of_doctor = page.partition("<h3>Doctor")[2].partition("<h3>What it is")[0]
+        assert ("moments-stale" in of_doctor, "findings</span>" in of_doctor) == (is_stale, is_stale), name
+
+
+def test_a_run_that_is_not_sealed_is_sealed_as_a_whole_before_it_is_thinned(served: Served) -> None:
+    (run,) = served.client.get("/api/v1/runs").json()["items"]
+    address = f"/runs/{run['id']}/thin"
+    page = served.client.get(f"{address}?last=1", headers=PAGE).text
+    form = page.partition('name="kind" value="seal"')[2].partition("</form>")[0]
+    subjects = re.findall(r'name="subject" value="(\d+)"', form)
+    assert subjects and f"Seal {len(subjects)} step" in form
+    answer = served.client.post(address, data={"kind": "seal", "subject": subjects}, headers=PAGE)
+    sealing = served.client.get("/api/v1/jobs?kind=seal").json()["items"]
+    assert answer.status_code == 200 and {int(one) for one in subjects} <= {
+        job["subjects"][0] for job in sealing
+    }
 
 
 def test_what_a_job_of_before_lacks_is_asked_for_anew(

@@ -322,7 +322,7 @@ def _order(parts: Parts, is_sorted: bool) -> Order:
             if (other := claimed.setdefault(shape, number)) != number:
                 faults.add(f"stands in the groups {other} and {number}", f"shape {shape}")
             elif is_sorted and count > 1:
-                faults.add(f"{count} of it, {BY_NAME}", f"shape {shape}")
+                faults.add(f"{count} parameters have it, {BY_NAME}", f"shape {shape}")
             elif in_model != count:
                 faults.add(f"{count} in the optimizer, {in_model} in the model", f"shape {shape}")
         shapes = {shape for _, shape in batches.values()}

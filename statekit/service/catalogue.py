@@ -715,6 +715,13 @@ def learned(connection: Connection, job: Job, result: Any) -> None:
         note(job.subjects[0], seal="sealed", proof=_JUST_SEALED)
     elif job.kind == "doctor":
         for number, result_of_one in zip(job.subjects, result["by_subject"], strict=True):
-            note(number, verdict="findings" if result_of_one["findings"] else "clean")
+            if result_of_one["findings"]:
+                note(number, verdict="findings")
+            elif number == job.subjects[0] != job.subjects[-1]:
+                # Nothing stood before the first of several: what was found with its own earlier step still holds.
+                unseen = and_(CHECKPOINTS.c.id == number, CHECKPOINTS.c.verdict.is_(None))
+                connection.execute(update(CHECKPOINTS).where(unseen).values(verdict="clean"))
+            else:
+                note(number, verdict="clean")
     elif job.kind == "convert" and result.get("report") and result["report"]["source_digest"]:
         note(job.subjects[0], digest=result["report"]["source_digest"])

@@ -153,9 +153,15 @@ class _Written:
 
 def _made(source: Checkpoint, target: Row[Any], written: _Written) -> Edge:
     """Returns the edge of a conversion, with the job that ran it where that was one of ours."""
-    name, plan = os.fsdecode(target.place.rpartition(b"/")[2]), target.made.get("plan")
+    plan = target.made.get("plan")
+    names = os.fsdecode(target.place).split("/")[
+        -2:
+    ]  # a run's folder may be the target, and the step lie in it
     fitting = [
-        job for job in written.writers(source.id).get(name, ()) if job.kind == "thin" or job.plan == plan
+        job
+        for name in reversed(names)
+        for job in written.writers(source.id).get(name, ())
+        if job.plan == plan or (job.kind == "thin" and name == names[-1])
     ]
     return _edge(_name(source), target, fitting[0] if fitting else None)
 

@@ -358,7 +358,9 @@ def _names_by_shape(
             faults.add(f"stands in groups {sorted(set(numbers))}", f"shape {shape}")
         elif is_sorted and len(numbers) > 1:
             alike[shape] = _by_number(alike[shape])
-            faults += [(f"{len(numbers)} of it, {BY_NAME}", f"shape {shape}")] * (not alike[shape])
+            faults += [(f"{len(numbers)} parameters have it, {BY_NAME}", f"shape {shape}")] * (
+                not alike[shape]
+            )
     faults.check(NamesError, "Shapes don't tell which parameters the optimizer's indices mean", remedy=remedy)
     return alike
 

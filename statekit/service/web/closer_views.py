@@ -97,11 +97,11 @@ def _run(routes: APIRouter, of: Screens) -> None:
 
     @routes.post("/runs/{number}/thin")
     async def thin_spare(request: Request, number: Id) -> Response:
-        subjects = subjects_of(await request.form())
-        await run_in_threadpool(
-            of.jobs.submit_each, "thin", subjects, requested_by=user_of(request, "browser")
-        )
-        return RedirectResponse("/jobs?kind=thin", HTTPStatus.SEE_OTHER)
+        """Asks for what the page of spare steps offers: to thin them, or to seal those that are unsealed."""
+        form = await request.form()
+        kind, subjects = "seal" if form.get("kind") == "seal" else "thin", subjects_of(form)
+        await run_in_threadpool(of.jobs.submit_each, kind, subjects, requested_by=user_of(request, "browser"))
+        return RedirectResponse(f"/jobs?kind={kind}", HTTPStatus.SEE_OTHER)
 
 
 def _doctor_of(of: Screens, steps: tuple[int, ...]) -> Job | None:

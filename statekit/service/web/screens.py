@@ -73,9 +73,22 @@ class Screens:
         return fitting[0] if len(fitting) == 1 else None
 
     def latest(self, number: int) -> dict[str, Job]:
-        """Returns the youngest job of each kind about a checkpoint."""
+        """Returns the youngest job of each kind about a checkpoint; doctor's with its earlier step, if there is one."""
         recent = self.jobs.jobs(subject=number, limit=MOST_RECENT).items
-        return {job.kind: job for job in reversed(recent)}
+        begins = [
+            job for job in recent if job.kind == "doctor" and job.subjects[0] == number != job.subjects[-1]
+        ]
+        others = [job for job in recent if job not in begins]
+        return {job.kind: job for job in reversed([*others, *begins])}
+
+    def examined(self, job: Job | None, number: int) -> dict[str, Any] | None:
+        """Returns what doctor found in a checkpoint, of all that a job has read."""
+        result = self.result_of(job)
+        if job is None or result is None:
+            return None
+        mine = result["by_subject"][job.subjects.index(number)]["checkpoints"]
+        places = [result["checkpoints"][i] for i in mine]
+        return {name: [one for place in places for one in place[name]] for name in ("findings", "notes")}
 
     def result_of(self, job: Job | None) -> Mapping[str, Any] | None:
         """Returns what came of a job, if anything did that pages can show: not what lacks what they ask by now."""

@@ -197,7 +197,6 @@ def _checkpoint(routes: APIRouter, of: Screens) -> None:
         """Shows a checkpoint; `open` are the modules of its tree that stand open."""
         about, recent, contents = of.about(number), of.latest(number), of.contents_of(number)
         checkpoint = about["checkpoint"]
-        examined = of.result_of(recent.get("doctor"))
         context = {
             **about,
             "run": _run_of(of.catalogue.run, checkpoint),
@@ -205,7 +204,7 @@ def _checkpoint(routes: APIRouter, of: Screens) -> None:
             "seal_said": _SEAL_SAID[checkpoint.seal],
             "fault": fault_of(checkpoint),
             "jobs": recent,
-            "examined": examined and examined["checkpoints"][0],
+            "examined": of.examined(recent.get("doctor"), number),
             "contents": contents,
             "branch": contents and branch(contents.tree),
             "below": partial(_below, contents, frozenset(unfolded[:MOST_OPEN])),

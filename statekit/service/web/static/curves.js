@@ -17,6 +17,10 @@
 
   const short = (value) => (value === null || value === undefined ? "-" : String(Number(value.toPrecision(6))));
 
+  // Ticks of powers with the digits that they have; uPlot leaves those out between them that it has no room for.
+  const powers = (_plot, ticks) =>
+    ticks.map((value) => (value === null ? "" : value >= 1e-3 && value < 1e6 ? short(value) : value.toExponential(0)));
+
   // Ticks with as many digits as tell them apart.
   const apart = (_plot, ticks, _axis, _space, step) =>
     ticks.map((value) => String(Number(value.toFixed(Math.min(Math.max(-Math.floor(Math.log10(step)), 0), 20)))));
@@ -62,7 +66,7 @@
       ],
       axes: [
         { ...axis, label: said.index, labelSize: 20, size: 36, ...(said.whole ? { incrs: whole } : {}) },
-        { ...axis, label: said.unit, labelSize: 20, size: 68, ...(said.powers ? {} : { values: apart }) },
+        { ...axis, label: said.unit, labelSize: 20, size: 68, values: said.powers ? powers : apart },
       ],
       hooks: { draw: [guides(said)] },
     };
