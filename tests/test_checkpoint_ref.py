@@ -331,6 +331,23 @@ def test_printed_lines_keep_what_was_given_over_the_file(
     assert group["lr"] == 0.5
 
 
+@pytest.mark.parametrize(
+    ("bundle", "given", "line"),
+    [
+        ("mxnet_lans/fused_bounds_clip_rescale", "beta1=0.7", "trainer.optimizer.beta1 = 0.7"),
+        ("mxnet_lans/fused_bounds_clip_rescale", "learning_rate=0.5", "trainer.set_learning_rate(0.5)"),
+        ("scaled_adam/zipformer2025_bf16", "eps=1e-07", "group.update({'eps': 1e-07})"),
+        ("scaled_adam/zipformer2025_bf16", "lr=0.5", "include_names=True), lr=0.5)"),
+    ],
+)
+def test_lines_of_other_systems_keep_what_was_given(
+    bundle: str, given: str, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = COMPACT / bundle / "checkpoint"
+    assert main(["resume", str(source), "--hparams", given]) == 0
+    assert line in capsys.readouterr().out
+
+
 def test_a_checkpoint_of_a_gan_is_loaded_and_attested(
     run: tuple[Path, torch.nn.Module, torch.optim.Optimizer],
 ) -> None:

@@ -20,6 +20,7 @@ import numpy as np
 from statekit.arrays.numpy_backend import NumpyBackend
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence
+from statekit.converters.layouts.pytorch.lines import updating
 from statekit.converters.layouts.pytorch.param_order import (
     BY_NAME,
     MODEL_PART,
@@ -41,7 +42,7 @@ from statekit.converters.layouts.pytorch.parts import (
 )
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import SORTED, Checkpoint
-from statekit.lines.printing import RATE, UNKNOWN, SavedRun, State, quoted
+from statekit.lines.printing import UNKNOWN, SavedRun, State, quoted
 from statekit.optim import scaled_adam
 from statekit.optim.scaled_adam_clip import JOINT, batches
 from statekit.state.schedules.called import KEY as CALLED
@@ -52,6 +53,8 @@ from statekit.tensors.tensor import Shape, Tensor, in_memory
 from statekit.tensors.typed import Natural, misfits
 from statekit.tensors.views import Slice, Stack
 
+_LR = "lr"
+"""What ScaledAdam calls the rate, which is canonical too."""
 SCHEMA = "scaled_adam"
 _SCHEDULER = "scheduler"
 _SHARED = ("model_norms", "model_norm_threshold", "num_clipped")
@@ -141,10 +144,12 @@ class Icefall:
 
     def lines(self, state: State, saved: SavedRun) -> list[str]:
         """Returns the lines that go on in icefall."""
-        rates, stated = (
-            saved.rates(state),
-            {repr(group["hyperparameters"].get(RATE)) for group in state["groups"]},
-        )
+        rates = saved.rates(state)
+        stated = {
+            repr(group["hyperparameters"].get(_LR))
+            for group in state["groups"]
+            if not saved.run.schedules or group["known_from"].get(_LR) == "given"
+        }
         # The schedule multiplies the rate that each group began with.
         values = [schedule.parameters.get("base_lr") for schedule in saved.run.schedules]
         bases = {repr(value) for value in values if value is not None}
@@ -161,7 +166,22 @@ class Icefall:
             f"optimizer = ScaledAdam({groups}, lr={rate})",
             'optimizer.load_state_dict(checkpoint["optimizer"])',
             *(schedule if eden else other),
+            *_given_lines(state, saved, is_scheduled=bool(eden or other)),
         ]
+
+
+def _given_lines(state: State, saved: SavedRun, *, is_scheduled: bool) -> list[str]:
+    """Returns the lines that keep what the user gave, in whose place loading puts the file's."""
+    passed_over = ("parameters_names", *([_LR] if is_scheduled else []))
+    given = [
+        {
+            name: group["hyperparameters"][name]
+            for name, origin in group["known_from"].items()
+            if origin == "given" and name not in passed_over
+        }
+        for group in state["groups"]
+    ]
+    return [] if saved.is_converted or not any(given) else updating("optimizer.param_groups", given)
 
 
 class Record(TypedDict, total=False):

@@ -6,9 +6,12 @@ Source: apache/mxnet python/mxnet/gluon/trainer.py, `Trainer.load_states`; pytho
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from statekit.lines.printing import SavedRun, State, quoted
+from statekit.lines.printing import RATE, SavedRun, State, given_options, quoted
 from statekit.state.evidence import COUNT
 
 
@@ -17,7 +20,10 @@ def trainer_lines(state: State, saved: SavedRun, optimizer: str) -> list[str]:
     rates = saved.rates(state)
     schedule = rates.mxnet_lines()
     states = quoted((saved.folder or saved.path) / _named(saved, ".states", "trainer.states"))
-    begin = _begin(state)
+    given = given_options(state, state["groups"][0]) if state["groups"] and not saved.is_converted else {}
+    if schedule or rates.in_mxnet:
+        given.pop(RATE, None)  # the schedule's
+    begin = _begin(state, given)
     return [
         *network_lines(saved),
         f'trainer = mx.gluon.Trainer(net.collect_params(), "{optimizer}"{begin})',
@@ -25,15 +31,30 @@ def trainer_lines(state: State, saved: SavedRun, optimizer: str) -> list[str]:
         f"trainer.load_states({states})"
         + ("" if begin else "  # brings the optimizer's own arguments with it"),
         *(["trainer.optimizer.lr_scheduler = schedule"] if schedule else []),
+        *([] if begin else _given_lines(given)),
     ]
 
 
-def _begin(state: State) -> str:
-    """Returns the argument that tells the updates done where only the user can: states alone have no count."""
+def _given_lines(given: Mapping[str, Any]) -> list[str]:
+    """Returns the lines that keep what the user gave, in whose place the states bring the file's."""
+    reason = "you gave it; the states bring the file's"
+    return [
+        f"trainer.set_learning_rate({value!r})  # {reason}"
+        if name == RATE
+        else f"trainer.optimizer.{name} = {value!r}  # {reason}"
+        for name, value in given.items()
+    ]
+
+
+def _begin(state: State, given: Mapping[str, Any]) -> str:
+    """Returns the arguments that only the user can tell: states alone have neither a count nor hyperparameters."""
     facts = [fact for group in state["groups"] for fact in group.get("facts", ()) if fact["name"] == COUNT]
     if state["counts"].get("says_updates", True) and not facts:
         return ""
-    return f', {{"begin_num_update": {facts[0]["value"] if facts else "..."}}}'
+    options = "".join(
+        f", {json.dumps(name)}: {value!r}" for name, value in given.items() if name != "begin_num_update"
+    )
+    return f', {{"begin_num_update": {facts[0]["value"] if facts else "..."}{options}}}'
 
 
 def network_lines(saved: SavedRun) -> list[str]:

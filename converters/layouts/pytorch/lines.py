@@ -413,10 +413,10 @@ def with_given(state: State, saved: SavedRun, lines: list[str]) -> list[str]:
     if saved.is_converted or not any(options):
         return lines
     if any(line.startswith("optimizer = ") for line in lines):
-        return [*lines, *_updates("optimizer.param_groups", options)]
+        return [*lines, *updating("optimizer.param_groups", options)]
     if "optimizers = [" in lines:
         groups = "(group for optimizer in optimizers for group in optimizer.param_groups)"
-        return [*lines, *_updates(groups, [options[i] for side in _sides(state, saved) for i in side])]
+        return [*lines, *updating(groups, [options[i] for side in _sides(state, saved) for i in side])]
     given = {name: value for group in options for name, value in group.items()}
     return [
         f"# it goes on with the file's options: after loading, update the optimizer's groups by {given!r}",
@@ -429,7 +429,7 @@ def _given_of(state: State, group: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if name in state.get(OPTIONS, given)}
 
 
-def _updates(groups: str, options: Sequence[Mapping[str, Any]]) -> list[str]:
+def updating(groups: str, options: Sequence[Mapping[str, Any]]) -> list[str]:
     """Returns the lines that give each group its options, once where all have the same."""
     reason = "you gave it; loading brings the file's"
     if all(group == options[0] for group in options):
