@@ -9,7 +9,6 @@ save, and lets doctor examine it while the run goes on.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Mapping
 from dataclasses import replace
 from os import PathLike
@@ -32,7 +31,6 @@ try:
     from statekit.attestation.each_save import SealsEachSave
     from statekit.attestation.once import AttestsOnce
     from statekit.torch.attestation import attest, unwrapped
-    from statekit.torch.zero import is_low, zero_optimizer
 except ModuleNotFoundError as error:
     if error.name in ("torch", "transformers"):
         raise MissingExtraError(
@@ -66,9 +64,6 @@ class AttestCallback(AttestsOnce, TrainerCallback):  # type: ignore[misc]  # its
             StateError: With `strict`, the live run isn't the checkpoint's.
         """
         optimizer = given["optimizer"]
-        if zero_optimizer(optimizer) is not None and is_low(unwrapped(given["model"])):
-            warnings.warn("not attested: ZeRO moves copies of parameters of less than float32", stacklevel=2)
-            return
 
         def attested() -> Attestation:
             result = attest(

@@ -650,3 +650,44 @@ def test_a_class_into_which_another_classes_groups_were_loaded_is_found(kind: An
         live.load_state_dict(state)
         result = statekit.torch.attest(live, model, tmp_path / "run.pt")
         assert [finding.name for finding in result.findings][:1] == wrong
+
+
+@pytest.mark.parametrize("form", ["FP16_UnfusedOptimizer", "FP16_Optimizer"])
+def test_without_zero_deepspeed_moves_masters_of_what_is_below_float32(form: str, tmp_path: Path) -> None:
+    """Its wrappers keep them one by one or behind one another; seen red: every right resume was stopped."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)).to(torch.bfloat16)
+    params = list(model.parameters())
+    masters = [torch.nn.Parameter(param.detach().float()) for param in params]
+    by_param = torch.optim.AdamW(masters, lr=0.1)
+    for master in masters:
+        master.grad = torch.randn_like(master)
+    by_param.step()
+    for param, master in zip(params, masters, strict=True):
+        param.data.copy_(master)
+    whole = dict(zip(dict(model.named_parameters()), masters, strict=True))
+    torch.save({"model": whole, "optimizer": by_param.state_dict()}, tmp_path / "run.pt")
+    flat = torch.nn.Parameter(torch.cat([master.detach().flatten() for master in masters]))
+    joined = torch.optim.AdamW([flat], lr=0.1)
+    rows = [by_param.state[master] for master in masters]
+    joined.state[flat] = {
+        "step": rows[0]["step"],
+        **{key: torch.cat([row[key].flatten() for row in rows]) for key in ("exp_avg", "exp_avg_sq")},
+    }
+    parts = {
+        "FP16_UnfusedOptimizer": {"optimizer": by_param, "fp32_groups": [masters]},
+        "FP16_Optimizer": {"optimizer": joined, "fp32_groups_flat": [flat]},
+    }
+    wrapper = type(form, (), {"fp16_groups": [params], **parts[form]})()
+
+    def findings() -> list[str]:
+        result = statekit.torch.attest(wrapper, model, tmp_path / "run.pt", strict=False)
+        return [finding.name for finding in result.findings]
+
+    assert findings() == []
+    params[2].data.mul_(1.5)  # the model's weight isn't its master's any more
+    assert findings() == ["parameter-differs"]
+    params[2].data.copy_(masters[2])
+    for slots in parts[form]["optimizer"].state.values():
+        slots["exp_avg"].zero_()
+    assert findings() == ["slot-zero"]

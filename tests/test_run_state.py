@@ -93,6 +93,15 @@ def test_a_row_of_schedules_may_hold_anything(parts: Any, bounds: Any) -> None:
         assert schedule.kind == "SequentialLR" and all(isinstance(rates, str) for rates in schedule.rates)
 
 
+def test_a_schedule_that_trainer_and_deepspeed_both_save_is_one() -> None:
+    """Seen red: attest called the second one a schedule of the checkpoint that the live run lacks."""
+    state = {"base_lrs": [0.1], "lr_lambdas": [None], "last_epoch": 3, "_last_lr": [0.05]}
+    assert len(run_of({"torch": {"scheduler": state, "lr_scheduler": dict(state)}}).schedules) == 1
+    later = {**state, "last_epoch": 4}
+    assert len(run_of({"torch": {"scheduler": state, "lr_scheduler": later}}).schedules) == 2
+    assert len(run_of({"torch": {"lr_schedulers": [state, dict(state)]}}).schedules) == 2
+
+
 def test_eden_and_accumulation_are_found() -> None:
     extra = {
         "torch": {

@@ -24,6 +24,12 @@ WRONG = {
     "count": "step",
 }
 """What is wrong with a resume, and the finding that names it."""
+UNDER_ZERO = {
+    "right": [],
+    **{way: [WRONG[way]] for way in ("rate", "moments", "decay", "count", "swapped")},
+    "weights": ["parameter-differs"],
+}
+"""What is found under DeepSpeed, where the model's weights can also differ from the optimizer's masters."""
 
 
 FORMS = ("full", "sharded")
@@ -73,7 +79,18 @@ def test_under_zero_a_right_resume_passes_and_each_wrong_one_is_named(stage: int
     """Seen red: ZeRO's optimizer moves flat pieces, and every right resume was stopped."""
     cases: list[dict[str, Any]] = [{"stage": stage, "schedule": schedule} for schedule in SCHEDULES]
     results = driven("zero_matrix_driving.py", tmp_path, cases)
-    wrong = {way: [WRONG[way]] for way in ("rate", "moments", "decay", "count")}
-    assert dict(zip(SCHEDULES, results, strict=True)) == {
-        schedule: {"right": [], **wrong} for schedule in SCHEDULES
-    }
+    assert dict(zip(SCHEDULES, results, strict=True)) == dict.fromkeys(SCHEDULES, UNDER_ZERO)
+
+
+@pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs deepspeed")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_below_float32_the_masters_of_deepspeed_are_attested(ranks: int, tmp_path: Path) -> None:
+    """Seen red: they were not attested, and without ZeRO every right resume was stopped."""
+    cases: list[dict[str, Any]] = [
+        *({"stage": stage, "dtype": dtype} for stage in range(4) for dtype in ("bf16", "fp16")),
+        {"stage": 1, "dtype": "bf16", "summed": "fp32"},
+        *({"stage": stage, "dtype": "bf16", "frozen": True} for stage in (1, 2, 3)),
+    ]
+    given = [{**case, "schedule": "linear", "ranks": ranks} for case in cases]
+    results = driven("zero_matrix_driving.py", tmp_path, given)
+    assert list(zip(cases, results, strict=True)) == [(case, UNDER_ZERO) for case in cases]

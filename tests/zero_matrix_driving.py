@@ -2,8 +2,8 @@
 
     python zero_matrix_driving.py FOLDER
 
-`FOLDER/cases.json` lists cases of a `stage` and a `schedule`. What the callback found of each way to go on goes to
-`FOLDER/result.json`. Needs DeepSpeed, which runs on CPUs with gloo here.
+`FOLDER/cases.json` lists cases of a `stage` and a `schedule`, of a `dtype` below float32, of `ranks` other than 2.
+What the callback found of each way to go on goes to `FOLDER/result.json`. Needs DeepSpeed, which runs on CPUs here.
 """
 
 from __future__ import annotations
@@ -30,40 +30,77 @@ from statekit.errors import StateError
 RANKS, STEPS, SAVED = 2, 5, 3
 
 
-def zeroed(optimizer: Any) -> None:
-    for slots in optimizer.state.values():
+def moved_by(run: Any) -> Any:
+    """Returns the optimizer that makes the update, inside of DeepSpeed's."""
+    return getattr(run.optimizer, "optimizer", run.optimizer)
+
+
+def zeroed(run: Any) -> None:
+    for slots in moved_by(run).state.values():
         for name in slots.keys() - {"step"}:
             slots[name].zero_()
 
 
-def counted_on(optimizer: Any) -> None:
-    for slots in optimizer.state.values():
+def counted_on(run: Any) -> None:
+    for slots in moved_by(run).state.values():
         slots["step"] = slots["step"] + 1
+
+
+def swapped(run: Any) -> None:
+    """Lets two parameters of one shape have each other's slots, as another order of parameters does."""
+    first, other = run.module[1].weight, run.module[2].weight
+    if not hasattr(first, "ds_id") and not hasattr(first, "_hp_mapping"):
+        params, state = moved_by(run).param_groups[0]["params"], moved_by(run).state
+        state[params[2]], state[params[4]] = state[params[4]], state[params[2]]
+        return
+    if hasattr(run.optimizer, "_lazy_init_hp_params_optimizer_state"):
+        run.optimizer._lazy_init_hp_params_optimizer_state()
+    deepspeed: Any = import_module("deepspeed.utils")
+    for slot in ("exp_avg", "exp_avg_sq"):
+        ours, theirs = (
+            deepspeed.safe_get_full_optimizer_state(param, slot).clone() for param in (first, other)
+        )
+        deepspeed.safe_set_full_optimizer_state(first, theirs, slot)
+        deepspeed.safe_set_full_optimizer_state(other, ours, slot)
+
+
+def weighed(run: Any) -> None:
+    """Gives the model another weight than its master, as a load of weights behind the optimizer's back does."""
+    param = run.module[1].weight
+    if not hasattr(param, "ds_id"):
+        param.data.mul_(1.5)
+        return
+    with import_module("deepspeed.runtime.zero").GatheredParameters([param], modifier_rank=0):
+        param.data.mul_(1.5)
 
 
 def times(name: str, factor: float) -> Callable[[Any], None]:
     """Returns what multiplies an option of the first group."""
 
-    def change(optimizer: Any) -> None:
-        optimizer.param_groups[0][name] *= factor
+    def change(run: Any) -> None:
+        moved_by(run).param_groups[0][name] *= factor
 
     return change
 
 
 WAYS: dict[str, Callable[[Any], None]] = {
-    "right": lambda optimizer: None,
+    "right": lambda run: None,
     "rate": times("lr", 10.0),
     "moments": zeroed,
     "decay": times("weight_decay", 0.5),
     "count": counted_on,
+    "swapped": swapped,
+    "weights": weighed,
 }
 
 
 def engine(case: dict[str, Any]) -> Any:
     """Returns DeepSpeed's engine around a small model."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Linear(12, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, weight_decay=0.1)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 12), torch.nn.Linear(12, 12), torch.nn.Linear(12, 12))
+    model[0].requires_grad_(not case.get("frozen"))
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01, weight_decay=0.1)
     kind = case["schedule"]
     scheduler = transformers.get_scheduler(
         kind, optimizer, 1, STEPS, scheduler_specific_kwargs=SPECIAL.get(kind)
@@ -73,6 +110,8 @@ def engine(case: dict[str, Any]) -> Any:
         "zero_optimization": {"stage": case["stage"], "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
+        **({case["dtype"]: {"enabled": True}} if "dtype" in case else {}),
+        **({"data_types": {"grad_accum_dtype": case["summed"]}} if "summed" in case else {}),
     }
     given = {"model": model, "optimizer": optimizer, "lr_scheduler": scheduler, "config": config}
     return import_module("deepspeed").initialize(**given, dist_init_required=False)[0]
@@ -83,7 +122,8 @@ def save(case: dict[str, Any], folder: Path) -> None:
     run = engine(case)
     for step in range(SAVED):
         torch.manual_seed(step)
-        run.backward(run(torch.randn(2, 8)).square().mean())
+        rows = torch.randn(2, 8, dtype=next(run.module.parameters()).dtype)
+        run.backward(run(rows).square().mean())
         run.step()
     folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
@@ -99,7 +139,7 @@ def findings(case: dict[str, Any], folder: Path, change: Callable[[Any], None]) 
     """Returns what the callback finds of a way to go on."""
     run = engine(case)
     run.load_checkpoint(str(folder), tag=f"global_step{SAVED}")
-    change(run.optimizer.optimizer if case["stage"] else run.optimizer)
+    change(run)
     callback = statekit.hf.AttestCallback(folder)
     args, state = transformers.TrainingArguments(use_cpu=True), transformers.TrainerState()
     given = {"model": run, "optimizer": run.optimizer, "lr_scheduler": run.lr_scheduler}
@@ -110,19 +150,30 @@ def findings(case: dict[str, Any], folder: Path, change: Callable[[Any], None]) 
     return []
 
 
+def ranks_of(folder: Path) -> int:
+    """Returns how many processes the cases run in."""
+    cases = json.loads((folder / "cases.json").read_text())
+    return int(cases[0].get("ranks", RANKS))
+
+
 def work(rank: int, folder: Path, port: int) -> None:
     """Goes through all cases, in one of the processes."""
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "DS_ACCELERATOR": "cpu"}
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS), **place}
+    cases = json.loads((folder / "cases.json").read_text())
+    ranks = str(ranks_of(folder))
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": ranks, **place}
     deepspeed: Any = import_module("deepspeed")
+    import_module("deepspeed.accelerator").get_accelerator().is_fp16_supported = lambda: (
+        True
+    )  # torch computes it
     # Its own collectives in shared memory would be compiled first.
     vars(import_module("deepspeed.comm.torch"))["build_shm_op"] = lambda: None
     deepspeed.init_distributed("gloo")
     results = []
-    for i, case in enumerate(json.loads((folder / "cases.json").read_text())):
+    for i, case in enumerate(cases):
         run = folder / f"run{i}" / f"checkpoint-{SAVED}"
         save(case, run)
         results.append({way: findings(case, run, change) for way, change in WAYS.items()})
@@ -137,4 +188,4 @@ if __name__ == "__main__":
         free.bind(("127.0.0.1", 0))
         chosen = free.getsockname()[1]
     spawn: Any = import_module("torch.multiprocessing").spawn
-    spawn(work, (Path(sys.argv[1]), chosen), RANKS)
+    spawn(work, (Path(sys.argv[1]), chosen), ranks_of(Path(sys.argv[1])))

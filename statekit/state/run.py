@@ -263,7 +263,8 @@ def run_of(extra: Mapping[str, Tree]) -> RunState:
     for path, node in _nodes({key: part for key, part in extra.items() if key != CALLED}, ("extra",)):
         name = "/".join(map(str, path))
         if (schedule := _schedule(node, name, around)) is not None:
-            schedules.append(schedule)
+            if not _lies_twice(schedule, schedules):
+                schedules.append(schedule)
         elif why := _has_only_a_count(node, path):
             counts.append(Schedule(None, {}, None, name, (why,)))
         elif (kind := _what(name)) is not None:
@@ -277,6 +278,17 @@ def run_of(extra: Mapping[str, Tree]) -> RunState:
         tuple(parts),
         dict(ties) if isinstance(ties, Mapping) else {},
         _counts_of(extra.get(SIDE_BY_SIDE)),
+    )
+
+
+def _lies_twice(schedule: Schedule, others: Sequence[Schedule]) -> bool:
+    """Tells whether a schedule is another's copy: Trainer saves beside DeepSpeed what DeepSpeed saves itself."""
+    folder, _, name = schedule.place.rpartition("/")
+    twin = {"scheduler": "lr_scheduler", "lr_scheduler": "scheduler"}.get(name)
+    return twin is not None and any(
+        replace(other, place=schedule.place) == schedule
+        for other in others
+        if other.place == f"{folder}/{twin}"
     )
 
 

@@ -1,35 +1,40 @@
-"""A run under DeepSpeed's ZeRO, whose optimizer moves flat pieces: its parameters and their slots as wholes.
+"""A run under DeepSpeed, whose optimizer moves pieces or copies: its parameters and their slots as wholes.
 
 ZeRO puts parameters behind one another and gives each process a piece. What the run's checkpoint holds by parameter is
-gathered here by DeepSpeed's own calls, which all processes make; each then has all of it.
+gathered here by DeepSpeed's own calls, which all processes make; each then has all of it. Where parameters are of less
+than float32, the optimizer moves masters of float32, with ZeRO and without; they are the parameters of the run then.
 Source: deepspeedai/DeepSpeed, deepspeed/utils/tensor_fragment.py, `safe_get_full_fp32_param`,
-`safe_get_full_optimizer_state`; runtime/zero/stage_1_and_2.py, `bit16_groups`; runtime/zero/stage3.py, `fp16_groups`.
+`safe_get_full_optimizer_state`; runtime/zero/stage_1_and_2.py, `bit16_groups`; runtime/zero/stage3.py, `fp16_groups`;
+runtime/bf16_optimizer.py; runtime/fp16/fused_optimizer.py, `fp32_groups_flat`, and unfused_optimizer.py, `fp32_groups`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from statekit.errors import UsageError
-
-_STAGES_1_AND_2, _STAGE_3 = "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer_Stage3"
+_STAGE_3 = "DeepSpeedZeroOptimizer_Stage3"
+_GROUPS = {
+    "DeepSpeedZeroOptimizer": "bit16_groups",
+    _STAGE_3: "fp16_groups",
+    "BF16_Optimizer": "bf16_groups",
+    "FP16_Optimizer": "fp16_groups",
+    "FP16_UnfusedOptimizer": "fp16_groups",
+}
+"""Where DeepSpeed's optimizers keep the parameters of each group, by class."""
+_UNCUT = ("FP16_Optimizer", "FP16_UnfusedOptimizer")
+_Moved: TypeAlias = tuple[torch.nn.Parameter, torch.Tensor, Mapping[str, Any]]
+"""A parameter of the model, its master, and the master's slots, all as wholes."""
 
 
 def zero_optimizer(optimizer: Any) -> Any:
-    """Returns the optimizer of ZeRO inside of wrappers; None where there is none."""
-    while optimizer is not None and type(optimizer).__name__ not in (_STAGES_1_AND_2, _STAGE_3):
+    """Returns DeepSpeed's optimizer inside of wrappers; None where there is none."""
+    while optimizer is not None and type(optimizer).__name__ not in _GROUPS:
         inner = getattr(optimizer, "optimizer", None)
         optimizer = None if inner is optimizer else inner
     return optimizer
-
-
-def is_low(model: torch.nn.Module) -> bool:
-    """Tells whether a model has parameters of less than float32, of which ZeRO moves copies."""
-    return any(param.dtype.itemsize < 4 for param in model.parameters())
 
 
 def gathered(
@@ -38,70 +43,95 @@ def gathered(
     """Returns an optimizer with the whole parameters and slots of a run, and the parameters by name.
 
     Args:
-        zero: ZeRO's optimizer.
+        zero: DeepSpeed's optimizer.
         model: The model, without wrappers.
-
-    Raises:
-        UsageError: The model has parameters of less than float32.
     """
-    if is_low(model):
-        raise UsageError(
-            "A run under ZeRO is attested where its parameters are of float32.",
-            found=", ".join({str(param.dtype) for param in model.parameters()}),
-            remedy="attest what DeepSpeed saves next: statekit diff of both checkpoints",
-        )
     inner: torch.optim.Optimizer = zero.optimizer
-    slots, counts = _kinds(zero)
-    wholes, named = dict[torch.nn.Parameter, _Whole](), list[tuple[str, torch.nn.Parameter]]()
-    for name, param in model.named_parameters():
-        wholes[param] = _whole(param, slots)
-        named.append((name, wholes[param].param))
+    of_groups = list(_of_groups(zero))
+    masters = _copies(zero) if type(zero).__name__ in _UNCUT else _joined(zero, of_groups)
+    # All processes get here in one order of parameters: each makes a call that the others wait for.
+    moved = {param: (_as_it_computes(param, master), slots) for param, master, slots in masters}
+    named = [
+        (name, moved[param][0] if param in moved else _full(param))
+        for name, param in model.named_parameters()
+    ]
     groups = [
-        {**group, "params": [wholes[param].param for param in of_group]}
-        for group, of_group in zip(inner.param_groups, _of_groups(zero), strict=True)
+        {**group, "params": [moved[param][0] for param in params]}
+        for group, params in zip(inner.param_groups, of_groups, strict=True)
     ]
     optimizer: torch.optim.Optimizer = object.__new__(type(inner))
     torch.optim.Optimizer.__init__(optimizer, groups, inner.defaults)
-    for of_group in _of_groups(zero):
-        for param in of_group:
-            optimizer.state[wholes[param].param] = {**counts, **wholes[param].slots}
+    for param, slots in moved.values():
+        optimizer.state[param] = dict(slots)
     return optimizer, named
 
 
-@dataclass(frozen=True)
-class _Whole:
-    """A whole parameter and its slots."""
+def _full(param: torch.nn.Parameter) -> torch.nn.Parameter:
+    """Returns a parameter of the model as a whole, of which ZeRO 3 leaves each process a piece."""
+    if not hasattr(param, "ds_id"):
+        return param
+    from deepspeed.runtime.zero import GatheredParameters
 
-    param: torch.nn.Parameter
-    slots: Mapping[str, torch.Tensor]
-
-
-def _kinds(zero: Any) -> tuple[list[str], dict[str, Any]]:
-    """Returns the names of the slots that are cut as parameters are, and what every parameter has alike."""
-    record: Mapping[str, Any] = next((slots for slots in zero.optimizer.state.values() if slots), {})
-    slots = [key for key, part in record.items() if isinstance(part, torch.Tensor) and part.numel() > 1]
-    if slots and type(zero).__name__ == _STAGES_1_AND_2:  # as its next step does: the pieces are found by it
-        zero._lazy_init_hp_params_optimizer_state()
-    return slots, {key: part for key, part in record.items() if key not in slots}
+    with GatheredParameters([param]):
+        return torch.nn.Parameter(param.detach().clone(), param.requires_grad)
 
 
-def _whole(param: torch.nn.Parameter, slots: Sequence[str]) -> _Whole:
-    """Returns a whole parameter with its slots; one that ZeRO doesn't move has none."""
-    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
-
-    shape = getattr(param, "ds_shape", param.shape)
-    full = safe_get_full_fp32_param(param)
-    if full is None:
-        return _Whole(param, {})
-    whole_slots = {key: safe_get_full_optimizer_state(param, key).reshape(shape) for key in slots}
-    return _Whole(torch.nn.Parameter(full.reshape(shape).clone(), param.requires_grad), whole_slots)
+def _as_it_computes(param: torch.nn.Parameter, master: torch.Tensor) -> torch.nn.Parameter:
+    """Returns a parameter's master; the model's own weight where that isn't what the master is rounded to."""
+    model_weight = _full(param).detach()
+    is_rounded = torch.equal(master.to(model_weight.dtype), model_weight)
+    return torch.nn.Parameter(master if is_rounded else model_weight.to(master.dtype), param.requires_grad)
 
 
 def _of_groups(zero: Any) -> Iterator[Sequence[torch.nn.Parameter]]:
     """Yields the parameters of each group; ZeRO 3 cuts a group into several that are handled one by one."""
-    if type(zero).__name__ == _STAGES_1_AND_2:
-        yield from zero.bit16_groups
+    of_groups = getattr(zero, _GROUPS[type(zero).__name__])
+    if type(zero).__name__ != _STAGE_3:
+        yield from of_groups
         return
     for number in range(len(zero.optimizer.param_groups)):
         numbers = zero.sub_group_to_group_id
-        yield [param for i, part in enumerate(zero.fp16_groups) if numbers[i] == number for param in part]
+        yield [param for i, part in enumerate(of_groups) if numbers[i] == number for param in part]
+
+
+def _joined(zero: Any, of_groups: Sequence[Sequence[torch.nn.Parameter]]) -> Iterator[_Moved]:
+    """Yields parameters that ZeRO has cut, each with its whole master and slots, by calls that all processes make."""
+    from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
+
+    record: Mapping[str, Any] = next((slots for slots in zero.optimizer.state.values() if slots), {})
+    # A count has no axis, and is every parameter's; what is cut as parameters are has one.
+    cut = [key for key, part in record.items() if isinstance(part, torch.Tensor) and part.dim()]
+    counts = {key: part for key, part in record.items() if key not in cut}
+    if cut and hasattr(
+        zero, "_lazy_init_hp_params_optimizer_state"
+    ):  # its next step does it: pieces are found by it
+        zero._lazy_init_hp_params_optimizer_state()
+    for param in (param for params in of_groups for param in params):
+        shape = getattr(param, "ds_shape", param.shape)
+        slots = {key: safe_get_full_optimizer_state(param, key).reshape(shape) for key in cut}
+        yield param, safe_get_full_fp32_param(param).reshape(shape).clone(), {**counts, **slots}
+
+
+def _copies(zero: Any) -> Iterator[_Moved]:
+    """Yields parameters with the master and the slots that each process has of them as wholes."""
+    for number, params in enumerate(zero.fp16_groups):
+        if hasattr(zero, "fp32_groups_flat"):
+            yield from _unflattened(params, zero.fp32_groups_flat[number], zero.optimizer.state)
+            continue
+        for param, master in zip(params, zero.fp32_groups[number], strict=True):
+            yield param, master.detach(), zero.optimizer.state[master]
+
+
+def _unflattened(
+    params: Sequence[torch.nn.Parameter], flat: torch.Tensor, state: Mapping[torch.Tensor, Mapping[str, Any]]
+) -> Iterator[_Moved]:
+    """Yields the parameters that lie behind one another in a flat master."""
+    start = 0
+    for param in params:
+
+        def piece(value: Any, start: int = start, param: torch.nn.Parameter = param) -> Any:
+            is_flat = isinstance(value, torch.Tensor) and value.shape == flat.shape
+            return value.detach()[start : start + param.numel()].reshape(param.shape) if is_flat else value
+
+        yield param, piece(flat), {key: piece(value) for key, value in state[flat].items()}
+        start += param.numel()
