@@ -5,14 +5,14 @@ Every conversion goes native -> canonical -> native, so that n containers and k 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from statekit.budget import Budget
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import UsageError
-from statekit.files.checkpoint import Checkpoint, Finding
+from statekit.files.checkpoint import FILES_BESIDE, Checkpoint, Finding
 from statekit.files.sections import CutPoints, Section
 from statekit.files.stage import Stage
 from statekit.files.tree import Place
@@ -20,7 +20,7 @@ from statekit.state.exactness import Exactness as Exactness  # noqa: PLC0414 - p
 from statekit.state.train_state import Counts, Optimizer, TrainState
 from statekit.tensors.tensor import Tensor
 from statekit.tensors.tree import Path as Keys
-from statekit.tensors.tree import Tree
+from statekit.tensors.tree import Tree, leaf_names
 
 
 @dataclass(frozen=True)
@@ -119,6 +119,23 @@ class Encoded:
     paced: Paced | None = None
     variables: tuple[str, ...] = ()
     custom: Mapping[str, Any] = field(default_factory=dict)
+
+
+def dropped_from(extra: Mapping[str, Tree], placed: Collection[str], system: str) -> dict[str, str]:
+    """Returns canonical name -> reason of everything in `extra` that isn't placed, tensor or not.
+
+    Args:
+        extra: The state's.
+        placed: Its keys that the target holds.
+        system: What the target is called.
+    """
+    others = {key: part for key, part in extra.items() if key not in (*placed, FILES_BESIDE)}
+    dropped = {f"extra/{name}": f"{system} has no place for it" for name in leaf_names(others)}
+    for name in extra.get(FILES_BESIDE, ()):
+        dropped[f"extra/{FILES_BESIDE}/{name}"] = (
+            "a file beside the arrays; copy it yourself if the run shall go on with it"
+        )
+    return dropped
 
 
 class Container(Protocol):

@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.conversion.contracts import Encoded
-from statekit.converters.layouts.dropped import dropped_from
+from statekit.conversion.contracts import Encoded, dropped_from
 from statekit.converters.layouts.keras.home import INNER
 from statekit.converters.layouts.keras.state import (
     ACCUMULATOR,

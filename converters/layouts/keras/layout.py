@@ -17,8 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, NotRequired, TypedDict
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.contracts import Encoded, Evidence, Exactness
-from statekit.converters.layouts.dropped import dropped_from
+from statekit.conversion.contracts import Encoded, Evidence, Exactness, dropped_from
 from statekit.converters.layouts.hyperparameters import manifest_state
 from statekit.converters.layouts.keras import muon, native
 from statekit.converters.layouts.keras.home import (

@@ -23,8 +23,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.contracts import Encoded, Evidence, Exactness
-from statekit.converters.layouts.dropped import dropped_from
+from statekit.conversion.contracts import Encoded, Evidence, Exactness, dropped_from
 from statekit.converters.layouts.hyperparameters import require_optimizer
 from statekit.converters.layouts.megatron.buckets import has_buckets, with_groups, without_buckets
 from statekit.converters.layouts.megatron.groups import with_params, without_params

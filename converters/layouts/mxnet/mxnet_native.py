@@ -18,8 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NotRequired, TypedDict
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.layouts.dropped import dropped_from
+from statekit.conversion.contracts import Encoded, Evidence, dropped_from
 from statekit.converters.layouts.mxnet.attributes import (
     BY_DEVICE,
     CURRENT,

@@ -21,8 +21,7 @@ from typing import Any
 import numpy as np
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.contracts import Contents, Encoded, Evidence
-from statekit.converters.layouts.dropped import dropped_from
+from statekit.conversion.contracts import Contents, Encoded, Evidence, dropped_from
 from statekit.converters.layouts.hyperparameters import require_optimizer
 from statekit.converters.layouts.optax.layout import Optax
 from statekit.converters.layouts.optax.links import links

@@ -22,8 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.conversion.contracts import Encoded, Exactness
-from statekit.converters.layouts.dropped import dropped_from
+from statekit.conversion.contracts import Encoded, Exactness, dropped_from
 from statekit.converters.layouts.optax.links import (
     CORE_LINKS,
     OWN_CORE_LINKS,

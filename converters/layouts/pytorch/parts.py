@@ -19,8 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NotRequired, TypeAlias, TypedDict
 
-from statekit.conversion.contracts import Encoded
-from statekit.converters.layouts.dropped import dropped_from
+from statekit.conversion.contracts import Encoded, dropped_from
 from statekit.converters.layouts.pytorch.networks import paired, unpaired_network
 from statekit.errors import UsageError, printable
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint

@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from statekit.conversion.contracts import Encoded
-from statekit.converters.layouts.dropped import dropped_from
+from statekit.conversion.contracts import Encoded, dropped_from
 from statekit.errors import Faults, InexactError
 from statekit.state.factoring import by_size
 from statekit.state.stored_slots import with_placeholders

@@ -22,8 +22,7 @@ from typing import Any
 import numpy as np
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.layouts.dropped import dropped_from
+from statekit.conversion.contracts import Encoded, Evidence, dropped_from
 from statekit.converters.layouts.hyperparameters import manifest_state
 from statekit.converters.layouts.tensorflow.lines import graph_lines
 from statekit.converters.layouts.tensorflow.names import (

@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.layouts.dropped import dropped_from
+from statekit.conversion.contracts import Encoded, Evidence, dropped_from
 from statekit.converters.layouts.weights.lines import jax_lines
 from statekit.converters.layouts.weights.state import VARIANTS, not_weights, require_weights, weights_state
 from statekit.errors import Faults, StateError

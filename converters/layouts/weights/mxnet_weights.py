@@ -10,8 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.layouts.dropped import dropped_from
+from statekit.conversion.contracts import Encoded, Evidence, dropped_from
 from statekit.converters.layouts.mxnet.lines import network_lines
 from statekit.converters.layouts.weights.state import VARIANTS, not_weights, require_weights, weights_state
 from statekit.files.checkpoint import Checkpoint

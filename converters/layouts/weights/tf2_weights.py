@@ -19,8 +19,7 @@ from typing import Any, TypedDict
 import numpy as np
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.contracts import Contents, Encoded, Evidence
-from statekit.converters.layouts.dropped import dropped_from
+from statekit.conversion.contracts import Contents, Encoded, Evidence, dropped_from
 from statekit.converters.layouts.tensorflow.names import OF_OPTIMIZERS
 from statekit.converters.layouts.weights.lines import object_lines
 from statekit.converters.layouts.weights.state import VARIANTS, not_weights, require_weights, weights_state

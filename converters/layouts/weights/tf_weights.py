@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.layouts.dropped import dropped_from
+from statekit.conversion.contracts import Encoded, Evidence, dropped_from
 from statekit.converters.layouts.tensorflow.names import GLOBAL_STEP, OF_OPTIMIZERS
 from statekit.converters.layouts.tensorflow.slices import cut, joined
 from statekit.converters.layouts.weights.lines import graph_lines

@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from statekit.conversion.checkpoint_ref import CheckpointRef
-from statekit.conversion.contracts import Encoded, Evidence
-from statekit.converters.layouts.dropped import dropped_from
+from statekit.conversion.contracts import Encoded, Evidence, dropped_from
 from statekit.converters.layouts.pytorch.parts import (
     MODELS,
     NAMES,

@@ -124,10 +124,10 @@ CLASSES: Mapping[tuple[str, str, str], Class] = {
 }
 """By layout, schema and variant, the class that goes on with such a file."""
 DROP_INS: Mapping[str, Class] = {
-    "statekit-torch": Class("statekit.torch", ("torch",), "torch_drop_ins"),
+    "statekit-torch": Class("statekit.torch", ("torch",), "torch_classes"),
     "statekit-jax": Class("statekit.jax", _OF_OPTAX, "jax_classes"),
-    "statekit-keras": Class("statekit.tensorflow", _OF_KERAS, "tensorflow_drop_ins", 8.0),
-    "tf2-statekit": Class("statekit.tensorflow", _OF_KERAS, "tensorflow_drop_ins", 8.0),
+    "statekit-keras": Class("statekit.tensorflow", _OF_KERAS, "keras_classes", 8.0),
+    "tf2-statekit": Class("statekit.tensorflow", _OF_KERAS, "keras_classes", 8.0),
 }
 """By layout, statekit's own classes, which follow any variant that is stepped."""
 

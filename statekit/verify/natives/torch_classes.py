@@ -1,35 +1,55 @@
-"""PyTorch's and Transformers' optimizers, which load what torch.load reads of a file that was just written."""
+"""PyTorch's and Transformers' optimizers, which load what torch.load reads of a file, and statekit's own of PyTorch."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
+import statekit.torch
 from statekit.arrays.backend import backend
 from statekit.state.train_state import TrainState
 from statekit.torch.live import live_checkpoint, live_state
 from statekit.verify.natives import Native, Rates, Updates, written
 
+Params: TypeAlias = dict[str, torch.nn.Parameter]
+
 
 def runner(name: str, variant: str) -> Native:
-    """Returns what makes updates with a class."""
-    constructor = _class(name)
+    """Returns what makes updates with a class; `statekit.torch` is that of a state's optimizer."""
+    make = _drop_in if name == "statekit.torch" else _class_of(name)
 
     def run(state: TrainState, updates: Updates, rates: Rates) -> TrainState:
+        params = _params_of(state)
+        return _moved(make(state, params, variant), params, updates, rates)
+
+    return run
+
+
+def _drop_in(state: TrainState, params: Params, variant: str) -> torch.optim.Optimizer:
+    """Returns statekit's own optimizer, as somebody loads it who goes on from a file."""
+    named = [(path.replace("/", "."), param) for path, param in params.items()]
+    with tempfile.TemporaryDirectory() as folder:
+        path = written(state, "torch", "statekit-torch", Path(folder))
+        return statekit.torch.load_optimizer(path, named, variant=variant)
+
+
+def _class_of(name: str) -> Callable[[TrainState, Params, str], torch.optim.Optimizer]:
+    constructor = _class(name)
+
+    def loaded(state: TrainState, params: Params, variant: str) -> torch.optim.Optimizer:
         with tempfile.TemporaryDirectory() as folder:
             path = written(state, "torch", "torch-optim", Path(folder))
             saved = torch.load(path, weights_only=True)
-        params = params_of(state)
         groups = [{"params": [params[path] for path in group.paths]} for group in state.optimizer.groups]
-        optimizer = constructor(groups)
+        optimizer: torch.optim.Optimizer = constructor(groups)
         optimizer.load_state_dict(saved["optimizer"])
-        return moved(optimizer, params, updates, rates)
+        return optimizer
 
-    return run
+    return loaded
 
 
 def _class(name: str) -> Any:
@@ -41,15 +61,13 @@ def _class(name: str) -> Any:
     return getattr(torch.optim, kind)
 
 
-def params_of(state: TrainState) -> dict[str, torch.nn.Parameter]:
+def _params_of(state: TrainState) -> Params:
     """Returns the parameters of a state by path."""
     xp = backend("torch")
     return {path: torch.nn.Parameter(xp.asarray(param.read())) for path, param in state.params.items()}
 
 
-def moved(
-    optimizer: torch.optim.Optimizer, params: Mapping[str, torch.nn.Parameter], updates: Updates, rates: Rates
-) -> TrainState:
+def _moved(optimizer: torch.optim.Optimizer, params: Params, updates: Updates, rates: Rates) -> TrainState:
     """Returns the state after updates."""
     xp = backend("torch")
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
