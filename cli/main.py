@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
-import gc
 import io
 import json
 import os
@@ -18,6 +16,7 @@ from typing import NamedTuple, cast
 
 import click
 
+from statekit.budget import collecting_rarely
 from statekit.errors import StatekitError, UsageError, meant, printable
 
 COMPLETE = "_STATEKIT_COMPLETE"
@@ -28,8 +27,6 @@ STOPPED = 128
 """Exit code of a verb that a signal stopped, less the signal's number: 143 after SIGTERM. Source: bash(1)."""
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end a verb with nothing left behind: Ctrl-C, and what a scheduler that preempts a job sends."""
-_NEW_OBJECTS = 1_000_000
-"""Objects between two searches for cycles: of a checkpoint of 10 000 tensors stay 300 000."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -97,24 +94,6 @@ class _Nowhere(io.TextIOBase):
 
 
 _NOWHERE = _Nowhere()
-
-
-@contextmanager
-def _collecting_rarely(for_good: bool) -> Iterator[None]:
-    """Has Python look for cycles less often: what a checkpoint's names become stays, and is looked at in vain.
-
-    Args:
-        for_good: Whether the process ends with the verb, before which Python would look through all once more.
-    """
-    usual = gc.get_threshold()
-    if for_good:
-        atexit.register(gc.freeze)
-    gc.set_threshold(_NEW_OBJECTS, *usual[1:])
-    try:
-        yield
-    finally:
-        if not for_good:
-            gc.set_threshold(*usual)
 
 
 class Verb(NamedTuple):
@@ -216,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with (
             stoppable(),
-            _collecting_rarely(arguments is None),
+            collecting_rarely(arguments is None),
             statekit.make_context("statekit", line) as context,
         ):
             debug = context.params["debug"]

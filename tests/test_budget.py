@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import gc
 import json
 import math
 import re
@@ -19,11 +20,12 @@ from safetensors.numpy import save_file
 from zarr_files import write_array
 
 import statekit
-from goldens import bundles
+from goldens import GOLDEN, bundles
 from statekit.budget import DEFAULT, Account, Budget, Limits
 from statekit.cli import main
 from statekit.conversion import registry
 from statekit.conversion.contracts import NO_HINTS
+from statekit.conversion.inspection import Request, inspect
 from statekit.converters.formats.zarr.array import open_array
 from statekit.converters.formats.zarr.headers import parse_zarray
 from statekit.converters.formats.zarr.stores import FolderStore
@@ -322,3 +324,19 @@ def test_no_reader_has_a_limit_of_its_own() -> None:
     assert {path.name: limits for path in READERS if (limits := own_limits(path.read_text()))} == {}
     seeds = ("MAX_HEAP = 64\n", 'MAX_HEAP = 64\n"""The largest."""', "record(s, 0, n, 2**16, 'A header')")
     assert all(map(own_limits, seeds)) and not own_limits('MAX_RANK = 64\n"""Axes. Source: NumPy."""')
+
+
+@pytest.mark.parametrize(("usual", "while_open"), [(700, 10**6), (0, 0), (2 * 10**6, 2 * 10**6)])
+def test_a_caller_keeps_how_often_he_looks_for_cycles(usual: int, while_open: int) -> None:
+    """Opening makes objects by the hundred thousand, and none of them is a part of a cycle."""
+    before, seen = gc.get_threshold(), set[int]()
+    path = GOLDEN / "torch_adafactor" / "adafactor_bf16" / "checkpoint" / "checkpoint.pt"
+    gc.set_threshold(usual, *before[1:])
+    try:
+        inspect(path, Request(stats=True), lambda done, size: seen.add(gc.get_threshold()[0]))
+        assert seen == {while_open} and gc.get_threshold() == (usual, *before[1:])
+        with pytest.raises(StatekitError):
+            inspect(Path("there is no such file"))
+        assert gc.get_threshold() == (usual, *before[1:])
+    finally:
+        gc.set_threshold(*before)

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from statekit.budget import Budget
+from statekit.budget import Budget, collecting_rarely
 from statekit.conversion import registry
 from statekit.conversion.belonging import contents_without_optimizer, disagreements, uncounted, unread
 from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
@@ -244,6 +244,7 @@ OnProgress = Callable[[int, int], object]
 """Gets bytes read so far and bytes to read."""
 
 
+@collecting_rarely()
 def inspect(
     source: CheckpointRef | Place,
     request: Request = Request(),

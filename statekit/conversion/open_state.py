@@ -10,7 +10,7 @@ from functools import cached_property
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from statekit.budget import Budget
+from statekit.budget import Budget, collecting_rarely
 from statekit.conversion import registry
 from statekit.conversion.belonging import contents_without_optimizer, disagreements, unread
 from statekit.conversion.checkpoint_ref import CheckpointRef, ref_of
@@ -222,6 +222,7 @@ def chosen_layout(checkpoint: Checkpoint, layout: str | None) -> tuple[Layout, E
     return registry.detect_layout(checkpoint) if layout is None else (registry.layout(layout), _NAMED)
 
 
+@collecting_rarely()
 def open_state(
     source: CheckpointRef | Place,
     *,

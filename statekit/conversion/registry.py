@@ -22,7 +22,7 @@ from importlib.metadata import EntryPoint, entry_points
 from itertools import islice
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
-from statekit.budget import Account, Budget
+from statekit.budget import Account, Budget, collecting_rarely
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import (
     AlsoCalled,
@@ -524,6 +524,7 @@ def detect_layout(checkpoint: Checkpoint) -> tuple[Layout, Evidence]:
     return fitting[best]
 
 
+@collecting_rarely()
 def opened(
     container: Container, path: Place, step: int | None, hints: CheckpointRef, budget: Budget | None = None
 ) -> Checkpoint:
@@ -609,6 +610,7 @@ def _check_hints(layout: Layout, hints: CheckpointRef) -> None:
         )
 
 
+@collecting_rarely()
 def decoded(layout: Layout, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
     """Decodes a checkpoint by a layout, which may be one that somebody named for names that aren't its own.
 

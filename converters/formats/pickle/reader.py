@@ -301,6 +301,8 @@ class Machine:
                 f"at most {MAX_KEY_NODES} parts, {MAX_KEY_DEPTH} levels",
                 "more",
             )
+        if value is None or value.__class__ in _PLAIN:
+            return value
         freeze = partial(self._frozen, depth=depth - 1, left=left)
         if isinstance(value, dict):
             return tuple((freeze(k), freeze(v)) for k, v in value.items())
@@ -308,11 +310,13 @@ class Machine:
             return tuple(map(freeze, value))
         if isinstance(value, Record):
             return Record(value.name, tuple(map(freeze, value.args)), freeze(value.state))
-        if value is not None and not isinstance(value, (str, int, float, bytes, Tensor)):
+        if not isinstance(value, (str, int, float, bytes, Tensor)):
             raise self.broken(f"a {value.__class__.__name__} in the key of a dict")
         return value
 
 
+_PLAIN = frozenset((str, int, bool, float, bytes))
+"""Classes of what is a key as it stands."""
 MAX_LONG_BYTES = 255
 """A stored integer: 2040 bits, what protocol 2 writes with its short opcode."""
 MAX_TEXT_NUMBER = 1000
@@ -521,7 +525,8 @@ def _pop_mark(m: Machine) -> None:
 
 def _get(m: Machine, index: int) -> None:
     m.cost += _SLOT
-    value = m.memo[index] if 0 <= index < len(m.memo) else m.far[index]
+    memo = m.memo
+    value = memo[index] if 0 <= index < len(memo) else m.far[index]
     m.stack.append(m.newest(value) if value.__class__ is Record else value)
 
 
@@ -852,43 +857,47 @@ def _expanded(tree: Any, place: str, account: Account) -> int:
         RefusedError: It has cycles, or too many levels.
     """
     most = account.budget.limits.held // NODE_BYTES
-    sizes: dict[int, tuple[int, int]] = {}  # id -> nodes, levels; leaves aren't listed
+    sizes: dict[int, int] = {}  # by id, like the levels; what has no parts isn't listed
+    heights: dict[int, int] = {}
     above: set[int] = set()
-    work = [(tree, False)]
+    work = [tree]
     counted = 0
     while work:
-        node, finished = work.pop()
-        if not finished:
-            parts = _parts(node)
-            if not parts or id(node) in sizes:
-                continue
+        node = work.pop()
+        if node is _FINISHED:
+            node, nodes, holders = work.pop(), work.pop(), work.pop()
+            above.discard(id(node))
+        elif id(node) in sizes:
+            continue
+        else:
             if id(node) in above:
                 raise _refused(place, "a part that holds itself")
-            above.add(id(node))
+            parts = _parts(node)
             counted += NODE_BYTES + _SLOT * len(parts)
             if counted > LARGE:
                 account.hold(counted, "What a pickle holds", place)
                 counted = 0
-            work.append((node, True))
-            work.extend([(part, False) for part in parts if part.__class__ in _HOLDERS])
-            continue
-        above.discard(id(node))
-        nodes, levels = 1, 0
-        for part in _parts(node):
-            n, depth = sizes.get(id(part), _LEAF) if part.__class__ in _HOLDERS else _LEAF
-            nodes += n
-            levels = max(levels, depth) if depth else levels
-        levels += 1
-        sizes[id(node)] = nodes, levels
+            holders = [part for part in parts if part.__class__ in _HOLDERS and part]
+            nodes = 1 + len(parts) - len(holders)
+            if holders:
+                above.add(id(node))
+                work += (holders, nodes, node, _FINISHED, *holders)
+                continue
+        levels = 1
+        for part in holders:
+            nodes += sizes[id(part)]
+            levels = max(levels, heights[id(part)] + 1)
+        sizes[id(node)], heights[id(node)] = nodes, levels
         if nodes > most:
             account.nodes(nodes, "What a pickle holds", place)
         if levels > MAX_DEPTH:
             raise _refused(place, f"{levels} levels")
-    return sizes.get(id(tree), (1, 0))[0]
+    return sizes[id(tree)]
 
 
 _HOLDERS = frozenset((dict, list, tuple, Record))
-_LEAF = 1, 0
+_FINISHED = object()
+"""Comes in the work before a node whose parts are counted."""
 
 
 def _parts(node: Any) -> Collection[Any]:
