@@ -16,7 +16,8 @@ from statekit.converters.layouts.keras.layout import LAYOUT as KERAS
 from statekit.converters.layouts.optax.kinds import STRANGERS, Stranger
 from statekit.converters.layouts.optax.optax_native import LAYOUT as OPTAX
 from statekit.converters.layouts.pytorch import contents
-from statekit.converters.layouts.pytorch.contents import Signature
+from statekit.converters.layouts.pytorch.contents import Signature, signature_of
+from statekit.converters.layouts.pytorch.parts import Parts
 from statekit.converters.layouts.pytorch.torch_optim import LAYOUT as TORCH
 from statekit.errors import UsageError
 from statekit.files.checkpoint import ATTRIBUTES, Checkpoint
@@ -91,3 +92,67 @@ def test_a_user_gives_a_name_that_the_structure_may_have() -> None:
     assert named.optimizer.kinds == (("optax_native", "moon"),)
     with pytest.raises(UsageError, match="an optimizer that has no schema"):
         decoded(OPTAX, nameless, CheckpointRef(optimizer="adamw"))
+
+
+OF_TIMM = {
+    "Lookahead of timm around another optimizer": (
+        "exp_avg exp_avg_sq",
+        "betas eps amsgrad maximize fused decoupled_weight_decay lookahead_alpha lookahead_k lookahead_step",
+    ),
+    "Adafactor of timm": (
+        "RMS exp_avg_sq",
+        "eps eps_scale clip_threshold decay_rate beta1 scale_parameter relative_step warmup_init caution",
+    ),
+    "AdafactorBigVision of timm": (
+        "exp_avg exp_avg_sq",
+        "min_dim_size_to_factor decay_rate decay_offset beta2_cap momentum momentum_dtype eps unscaled_wd caution",
+    ),
+    "LARS or LARC of timm": (
+        "momentum_buffer",
+        "momentum dampening nesterov trust_coeff eps trust_clip always_adapt",
+    ),
+    "LAMB of timm": (
+        "exp_avg exp_avg_sq",
+        "bias_correction betas eps grad_averaging max_grad_norm trust_clip always_adapt caution foreach step",
+    ),
+    "NovoGrad of timm": ("exp_avg exp_avg_sq", "betas eps grad_averaging amsgrad decoupled_decay"),
+    "AdamP of timm": ("exp_avg exp_avg_sq", "betas eps delta wd_ratio nesterov caution"),
+    "ADOPT of timm": ("exp_avg exp_avg_sq", "betas eps clip_exp decoupled caution corrected_weight_decay"),
+    "NAdamW of timm": ("exp_avg exp_avg_sq", "betas eps caution clipping_threshold corrected_weight_decay"),
+    "AdamW of timm": ("exp_avg exp_avg_sq", "betas eps amsgrad caution clipping_threshold maximize foreach"),
+    "SGDW of timm": ("momentum_buffer", "momentum dampening nesterov caution corrected_weight_decay"),
+    "Lion": ("exp_avg", "betas caution corrected_weight_decay"),
+    "torch Adam or AdamW": (
+        "exp_avg exp_avg_sq",
+        "betas eps amsgrad maximize lr_scale initial_lr group_name",
+    ),
+}
+"""Name -> slots, and options of its groups beside lr and weight_decay: those of timm 1.0.31, made with the library."""
+
+
+@pytest.mark.parametrize("name", OF_TIMM)
+def test_options_that_change_an_update_are_no_other_optimizers(name: str) -> None:
+    """Seen red: Lookahead's AdamW was AdamW, timm's LARS torch's SGD, its LAMB Fira, its Adafactor Hugging Face's."""
+    slots, options = (text.split() for text in OF_TIMM[name])
+    group = {"params": [0], **dict.fromkeys([*options, "lr", "weight_decay"], 0.0)}
+    record = {slot: tensor(2, 3) for slot in slots}
+    parts = Parts(
+        model={"w": tensor(2, 3)}, groups=[group], state={0: record}, form="index", places=((), ()), rest={}
+    )
+    signature = signature_of(parts)
+    assert signature is not None and signature.name == name
+    assert (signature.schema is None) == (name != "torch Adam or AdamW")
+
+
+def test_options_of_nobody_are_no_adam_although_its_slots_are() -> None:
+    """Seen red: without `betas` a state of Adam's slots was Adam's, whose decay and epsilon were unknown."""
+    group = {"tempo": 0.5, "beta1": 0.9, "lr": 0.1, "params": [0]}
+    tree = {
+        "model": {"w": tensor(2, 3)},
+        "optimizer": {
+            "state": {0: {"exp_avg": tensor(2, 3), "exp_avg_sq": tensor(2, 3)}},
+            "param_groups": [group],
+        },
+    }
+    state = decoded(TORCH, Checkpoint("torch", Path("run.pt"), tree), CheckpointRef())
+    assert state.optimizer.kinds == (("torch_native", None),)

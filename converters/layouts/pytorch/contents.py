@@ -83,11 +83,15 @@ class Signature:
     def fits(self, slots: Collection[str], groups: Sequence[Mapping[str, Any]]) -> bool:
         """Tells whether an optimizer has its slots and no others, and its options in every group.
 
-        One that has made no update has no slots yet.
+        One that has made no update has no slots yet. Programs add options of their own to groups, as lr_scale; one that
+        changes the update, as Lookahead's, is the sign of another optimizer.
         """
         known = {*self.slots, *self.more, STEP}
         return (
-            (not slots or {*self.slots} <= {*slots})
+            not any(
+                _elsewhere().intersection(group).difference(self.options, self.private) for group in groups
+            )
+            and (not slots or {*self.slots} <= {*slots})
             and ("*" in self.more or known.issuperset(slots))
             and all(group.keys() >= {*self.options} for group in groups)
             and not any(key in group for group in groups for key in self.absent)
@@ -286,6 +290,12 @@ def unwrapped_record(record: Mapping[str, Any]) -> Mapping[str, Any]:
 def signatures() -> tuple[Signature, ...]:
     """Returns all signatures, as signatures.json has them."""
     return tuple(map(_signature, shipped_json(__package__, "signatures.json")["optimizers"]))
+
+
+@cache
+def _elsewhere() -> frozenset[str]:
+    """Returns the options that change an update, and are of no optimizer whose signature doesn't name them."""
+    return frozenset(shipped_json(__package__, "signatures.json")["elsewhere"])
 
 
 def _signature(entry: Mapping[str, Any]) -> Signature:

@@ -882,8 +882,8 @@ def _says_no_options(parts: Parts) -> bool:
 
 
 def _is_bare(parts: Parts) -> bool:
-    """Tells whether the groups say nothing of their optimizer."""
-    return not any(kind.options[0] in group for kind in KINDS for group in parts.groups)
+    """Tells whether the groups say nothing of their optimizer, beyond what schedules add to those of any."""
+    return all(group.keys() <= {"params", "param_names", "lr", "initial_lr"} for group in parts.groups)
 
 
 def _as_torch(parts: Parts, kind: TorchOptimizer) -> Parts:
