@@ -16,7 +16,7 @@ from statekit.jax.transformation import OptimizerSpec, slots_of
 from statekit.optim.run import load, mover
 from statekit.state.train_state import Counts, Group, Optimizer, TrainState
 from statekit.tensors.tensor import Tensor, in_memory
-from statekit.verify.replay import named
+from statekit.verify.stepping import named
 from statekit.verify.verdict import compare
 
 Moment = tuple[Any, Any]

@@ -18,7 +18,7 @@ from statekit.tensors.tensor import Array
 from statekit.testing.step_cases import Case
 from statekit.torch.fast.dispatch import fast_path
 from statekit.torch.kernels.grouped import DeviceScene, GroupedMove
-from statekit.verify.replay import named
+from statekit.verify.stepping import named
 
 
 class NeverWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]  # untyped in PyTorch

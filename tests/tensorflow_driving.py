@@ -18,7 +18,7 @@ from statekit.state.train_state import TrainState
 from statekit.tensorflow.from_checkpoint import built
 from statekit.tensors.tensor import DTYPES, Array
 from statekit.verify.recording import Recording, Trajectory
-from statekit.verify.replay import named
+from statekit.verify.stepping import named
 from statekit.verify.verdict import Row, compare
 
 XP = backend("tensorflow")

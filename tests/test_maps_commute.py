@@ -23,8 +23,7 @@ from statekit.state.schema import load_schema, schema_names
 from statekit.state.train_state import Axis, Rule, TrainState
 from statekit.tensors.tensor import Array, Shape, in_memory
 from statekit.testing.step_cases import RATE, Case, case, run
-from statekit.verify.replay import named
-from statekit.verify.verdict import inside
+from statekit.verify.stepping import named
 
 R, C, B, N = Axis.ROW, Axis.COLUMN, Axis.BATCH, Axis.NONE
 Parameters = Mapping[str, tuple[Shape, tuple[Axis, ...]]]
@@ -92,7 +91,7 @@ def apart(one: Case, links: Sequence[Link]) -> tuple[Carried, list[tuple[str, st
     live = mover(bounds, first)(load(bounds, first), {p: bounds.asarray(g) for p, g in given.items()}, RATE)
     intervals = named(live.params, live.slots, live.shared)
     outside = [
-        key for key, value in theirs.items() if not inside(value.astype(np.float64), intervals[key]).all()
+        key for key, value in theirs.items() if not intervals[key].encloses(value.astype(np.float64)).all()
     ]
     return last, outside, [key for key, value in theirs.items() if value.tobytes() != ours[key].tobytes()]
 

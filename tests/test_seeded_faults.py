@@ -29,7 +29,7 @@ from statekit.state.train_state import Counts, TrainState
 from statekit.tensors.tensor import Array, Tensor
 from statekit.testing.steps import tensors
 from statekit.verify.recording import Rate, open_recording
-from statekit.verify.replay import named
+from statekit.verify.stepping import named
 from statekit.verify.verdict import compare
 
 Mistake = Callable[[TrainState], TrainState]

@@ -27,7 +27,7 @@ from statekit.testing.step_cases import Case, Table, case
 from statekit.torch.fast import batching, numba_runner
 from statekit.torch.fast.adafactor import FastAdafactor
 from statekit.torch.fast.dispatch import FAST, FastMove, fast_path
-from statekit.verify.replay import named
+from statekit.verify.stepping import named
 from statekit.verify.verdict import compare
 
 pytestmark = pytest.mark.torch

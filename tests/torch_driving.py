@@ -24,7 +24,8 @@ from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import Array
 from statekit.torch.from_checkpoint import OPTIMIZERS
 from statekit.verify.recording import Recording, Trajectory, open_recording
-from statekit.verify.replay import Subject, free_run, named
+from statekit.verify.replay import Subject, free_run
+from statekit.verify.stepping import named
 from statekit.verify.verdict import Row, compare
 
 XP, NUMPY = backend("torch"), backend("numpy")

@@ -19,7 +19,7 @@ from statekit.state.constants import variant_constants
 from statekit.state.schema import load_schema
 from statekit.state.train_state import Axis, Counts, Group, Optimizer, Rule, TrainState
 from statekit.tensors.tensor import DTYPES, Array, Shape, in_memory
-from statekit.verify.replay import named
+from statekit.verify.stepping import named
 
 R, C, B, N = Axis.ROW, Axis.COLUMN, Axis.BATCH, Axis.NONE
 Table: TypeAlias = Mapping[str, tuple[Shape, tuple[Axis, ...]]]

@@ -27,7 +27,7 @@ import numpy as np
 from statekit.state.constants import variant_constants
 from statekit.state.train_state import Axis, TrainState
 from statekit.tensors.tensor import Array, Shape
-from statekit.verify.replay import named
+from statekit.verify.stepping import named
 
 Index: TypeAlias = tuple[int, ...]
 Region: TypeAlias = tuple[Any, ...]

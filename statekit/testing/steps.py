@@ -31,7 +31,7 @@ from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array, Tensor
 from statekit.testing.step_cases import EMPTY, RATE, Case
 from statekit.testing.step_reach import first_index, reach
-from statekit.verify.replay import named
+from statekit.verify.stepping import named
 from statekit.verify.verdict import compare
 
 Grads: TypeAlias = Mapping[str, Array]

@@ -15,7 +15,7 @@ from statekit.state.train_state import TrainState
 from statekit.tensors.digest import json_digest, tensor_digest
 from statekit.tensors.distance import Distance, distance
 from statekit.tensors.tensor import Tensor, dtype_name, nbytes
-from statekit.verify.replay import named
+from statekit.verify.stepping import named
 
 Verdict: TypeAlias = Literal[
     "bit-exact", "within the rounding bound", "semantic difference", "not comparable", "refuted"

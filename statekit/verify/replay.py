@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from os import PathLike
@@ -38,6 +38,7 @@ from statekit.tensors.tree import Tree, report_json
 from statekit.verify.recorder import write_trajectory
 from statekit.verify.recording import Recording, Trajectory
 from statekit.verify.start_state import native_state, told
+from statekit.verify.stepping import named
 from statekit.verify.verdict import Row, compare
 
 Start = Literal["checkpoint", "init"]
@@ -357,15 +358,6 @@ def _verdict(step: _Stepper, start: TrainState, trajectory: Trajectory, on_step:
 
 def _tensors(state: TrainState) -> dict[tuple[str, str], Tensor]:
     return named(state.params, state.slots, [group.slots for group in state.optimizer.groups])
-
-
-def named(
-    params: Mapping[str, Any], slots: Mapping[str, Mapping[str, Any]], shared: Sequence[Mapping[str, Any]]
-) -> dict[tuple[str, str], Any]:
-    """Returns parameters and slots under (path or `groups/<i>`, `param` or the slot's name)."""
-    moved = {(path, "param"): value for path, value in params.items()}
-    owners = [*slots.items(), *((f"groups/{i}", arrays) for i, arrays in enumerate(shared))]
-    return moved | {(owner, name): value for owner, arrays in owners for name, value in arrays.items()}
 
 
 def _differences(ours: TrainState, recorded: TrainState) -> Iterator[str]:

@@ -9,7 +9,7 @@ which whoever keeps them in float64 has as well.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
@@ -25,8 +25,6 @@ from statekit.state.schema import load_schema
 from statekit.state.train_state import Group, TrainState
 from statekit.tensors.tensor import Array
 from statekit.verify.natives import Native, Rates, Updates
-from statekit.verify.replay import named
-from statekit.verify.verdict import inside
 
 Key: TypeAlias = tuple[str, str]
 Arrays: TypeAlias = Mapping[Key, Array]
@@ -81,7 +79,7 @@ class Bounds:
     def beyond(self, key: Key, values: Array) -> Array:
         """Tells of each element of a tensor whether it leaves the bound."""
         with np.errstate(all="ignore"):
-            leaves: Array = ~inside(values.astype(np.float64), self.intervals[key]) & ~self.undecided(key)
+            leaves: Array = ~self.intervals[key].encloses(values.astype(np.float64)) & ~self.undecided(key)
             return leaves
 
     def undecided(self, key: Key) -> Array:
@@ -231,3 +229,12 @@ def in_float64(state: TrainState, updates: Updates, rates: Rates) -> Arrays:
     """Returns every tensor after updates in float64; what is stored is rounded to its dtype."""
     live = run(ORACLE, state, updates, rates)
     return {key: np.asarray(value) for key, value in named(live.params, live.slots, live.shared).items()}
+
+
+def named(
+    params: Mapping[str, Any], slots: Mapping[str, Mapping[str, Any]], shared: Sequence[Mapping[str, Any]]
+) -> dict[tuple[str, str], Any]:
+    """Returns parameters and slots under (path or `groups/<i>`, `param` or the slot's name)."""
+    moved = {(path, "param"): value for path, value in params.items()}
+    owners = [*slots.items(), *((f"groups/{i}", arrays) for i, arrays in enumerate(shared))]
+    return moved | {(owner, name): value for owner, arrays in owners for name, value in arrays.items()}

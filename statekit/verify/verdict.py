@@ -74,7 +74,7 @@ def compare(
         return Row(step, path, tensor, 0.0, 0.0, 0.0, 0.0, 0, 0.0, 0.0, wrong, recorded.size, "shape")
     mine, theirs, old = (x.astype(np.float64) for x in (ours, recorded, before))
     with np.errstate(all="ignore"):
-        outside = ~(inside(mine, bound) & inside(theirs, bound))
+        outside = ~(bound.encloses(mine) & bound.encloses(theirs))
         apart = gap(mine, theirs)
         moved = float(np.max(np.nan_to_num(np.abs(theirs - old), nan=0.0, posinf=0.0)))
         width = np.nan_to_num(bound.high - bound.low, nan=0.0, posinf=0.0)
@@ -95,11 +95,6 @@ def compare(
             size=recorded.size,
             example=_example(outside, mine, theirs, bound) if outside.any() else "",
         )
-
-
-def inside(value: Array, bound: Interval) -> Array:
-    """Tells of each element whether it lies in its interval; where that is NaN, whether it is NaN too."""
-    return bound.encloses(value)
 
 
 def _over(top: Array, bottom: Array) -> Array:

@@ -12,7 +12,7 @@ from statekit.optim.steps import USUAL
 from statekit.state.constants import variant_constants
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array
-from statekit.verify.replay import named
+from statekit.verify.stepping import named
 
 Tensors: TypeAlias = Mapping[tuple[str, str], Array]
 Update: TypeAlias = Callable[[TrainState, Arrays, Sparse], Tensors]

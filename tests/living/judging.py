@@ -17,7 +17,7 @@ from statekit.arrays.intervals import Interval, IntervalBackend, gamma
 from statekit.optim.run import kernels_contract, load, mover, store
 from statekit.optim.steps import Repeated
 from statekit.state.train_state import TrainState
-from statekit.verify.replay import named
+from statekit.verify.stepping import named
 from statekit.verify.verdict import compare
 
 SQRT_UNITS = {"torch": 2.0, "transformers": 2.0, "optax": 2.0, "keras": 8.0}

@@ -9,7 +9,7 @@ import statekit
 from living.originals import RUNS, Case, Run
 from statekit.state.train_state import TrainState
 from statekit.tensors.tensor import Array
-from statekit.verify.replay import named
+from statekit.verify.stepping import named
 
 FORMS: dict[str, tuple[str, str, str]] = {
     "torch": ("torch", "torch-optim", "back.pt"),
