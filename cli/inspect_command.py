@@ -178,13 +178,13 @@ def _proven_by(inspection: Inspection) -> str:
         inside = " inside" if means.manifest == inspection.path else f" {shown_path(means.manifest)}"
         return f"{how} the manifest{inside}; `statekit check` reads every byte"
     bare, count = means.tensors.get("", 0), sum(means.tensors.values())
-    known = ", ".join(name for name in means.tensors if name)
+    names = ", ".join(name for name in means.tensors if name)
     if bare == count:
         return "no checksum in this format; `statekit seal` adds a manifest"
     if bare:
         tensors = f"{bare} of {plural(count, 'tensor')}"
-        return f"no checksum for {tensors}, {known} for the others; `statekit seal` adds a manifest"
-    return f"{known}, compared as values are read; `statekit seal` adds a manifest of every byte"
+        return f"no checksum for {tensors}, {names} for the others; `statekit seal` adds a manifest"
+    return f"{names}, compared as values are read; `statekit seal` adds a manifest of every byte"
 
 
 def _titled(choice: Choice) -> str:

@@ -168,9 +168,9 @@ def folded(reasons: Mapping[str, str]) -> Iterator[str]:
 def _mapped(plan: Plan, each: bool) -> Iterator[str]:
     """Yields what became of the source's parameters: in all, or of each with its slots."""
     if each and len(plan.mapped) <= MAX_ROWS:
-        for one in plan.mapped:
-            how = ", ".join((*one.operations, *one.slots))
-            yield f"{', '.join(one.sources)} -> {one.target}" + (f" ({how})" if how else "")
+        for entry in plan.mapped:
+            how = ", ".join((*entry.operations, *entry.slots))
+            yield f"{', '.join(entry.sources)} -> {entry.target}" + (f" ({how})" if how else "")
     elif plan.mapped:
         sources = {path for mapping in plan.mapped for path in mapping.sources}
         slots = sum(len(mapping.slots) for mapping in plan.mapped)

@@ -288,17 +288,17 @@ def _show(screen: Screen, data: Mapping[str, Any], counts: Mapping[str, int]) ->
         screen.say("Say it (--hparams NAME=VALUE), or accept documented defaults (--assume-defaults).")
     screen.say()
     for name, side in (("from", "source"), ("to", "target")):
-        one = data["identity"][side]
-        at = "" if one["step"] is None else f", step {one['step']}"
+        side_data = data["identity"][side]
+        at = "" if side_data["step"] is None else f", step {side_data['step']}"
         screen.say(f"{name:<6}{data['asked'][side]}")
-        amount = f"{plural(len(one['tensors']), 'tensor')}, {size(one['bytes'])}"
-        screen.say(f"{one['container']}, {one['layout']}{at}; {amount}", indent=6)
+        amount = f"{plural(len(side_data['tensors']), 'tensor')}, {size(side_data['bytes'])}"
+        screen.say(f"{side_data['container']}, {side_data['layout']}{at}; {amount}", indent=6)
     screen.show_list("Against it:", verdict["because"][:MAX_ROWS])
     if len(verdict["because"]) > MAX_ROWS:
         screen.say(f"and {len(verdict['because']) - MAX_ROWS} more; --json lists them", indent=2)
     screen.title("State")
     kept = "every stored bit is kept; with the updates " * (meaning(verdict) == BITS_KEPT)
-    screen.say(f"{kept}{', '.join(f'{count} {one}' for one, count in counts.items())}", indent=2)
+    screen.say(f"{kept}{', '.join(f'{count} {degree}' for degree, count in counts.items())}", indent=2)
     pairs, back = data["map"]["bijection"], data["map"]["round_trip"]
     whole = "each once" if not pairs["faults"] else "NOT each once"
     screen.say(f"{pairs['elements']} elements of parameters and slots, {whole}", indent=2)
@@ -330,8 +330,14 @@ def _show_rule(screen: Screen, rule: Mapping[str, Any]) -> None:
     active = [field for field in rule["fields"] if field["fate"] != "idle"]
     if active:
         table = Table(("field", "source", "target", "", "why"), drop=("why",))
-        for one in sorted(active, key=lambda one: one["fate"] != "semantic"):
-            table.add_row(one["what"], _value(one["source"]), _value(one["target"]), one["fate"], one["why"])
+        for difference in sorted(active, key=lambda difference: difference["fate"] != "semantic"):
+            table.add_row(
+                difference["what"],
+                _value(difference["source"]),
+                _value(difference["target"]),
+                difference["fate"],
+                difference["why"],
+            )
         screen.show(table)
     idle = [field["what"] for field in rule["fields"] if field["fate"] == "idle"]
     if idle:

@@ -145,8 +145,8 @@ def go_on(run: Run, folder: Path) -> Iterator[tuple[str, Continued]]:
         return optimizer
 
     def new(model: Any) -> Any:
-        known = run.meta["hyperparameters"]["min_dim_size_to_factor"]
-        return statekit.torch.Adafactor(model.named_parameters(), lr=1.0, min_dim_size_to_factor=known)
+        minimum = run.meta["hyperparameters"]["min_dim_size_to_factor"]
+        return statekit.torch.Adafactor(model.named_parameters(), lr=1.0, min_dim_size_to_factor=minimum)
 
     ways: Mapping[str, Callable[[Any], Any]] = {GOES_ON: loaded, EXCHANGED: exchanged, NEW: new}
     threads = torch.get_num_threads()

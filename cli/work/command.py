@@ -67,12 +67,14 @@ _WORK = click.argument("work", type=click.Path(path_type=Path))
 @_json_option
 def split_command(asked: Asked, task_bytes: int, work: Path | None, as_json: bool) -> int:
     """Splits a conversion into tasks. It takes the options of convert and reads no values."""
-    with split(asked.plan(), place_of_work(asked.target, work), task_bytes or TASK_BYTES) as made:
+    with split(asked.plan(), place_of_work(asked.target, work), task_bytes or TASK_BYTES) as work_plan:
         if as_json:
-            tasks = [{**vars(task), "names": len(task.names)} for task in made.tasks]
-            output.print_json("work", {"work": str(made.place), "target": str(made.target), "tasks": tasks})
+            tasks = [{**vars(task), "names": len(task.names)} for task in work_plan.tasks]
+            output.print_json(
+                "work", {"work": str(work_plan.place), "target": str(work_plan.target), "tasks": tasks}
+            )
         else:
-            show_split(output.screen(), made)
+            show_split(output.screen(), work_plan)
     return DONE
 
 

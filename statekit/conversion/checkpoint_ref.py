@@ -258,14 +258,14 @@ class CheckpointRef:
         Raises:
             UsageError: There is no such option, or a value cannot be one.
         """
-        known = [known.name for known in OPTIONS]
+        declared = [declared.name for declared in OPTIONS]
         for name in options:
-            if name not in known:
+            if name not in declared:
                 raise UsageError(
                     "There is no such argument.",
                     place=name,
-                    expected=", ".join(known),
-                    remedy=meant(name, known),
+                    expected=", ".join(declared),
+                    remedy=meant(name, declared),
                 )
         given = {name: value for name, value in options.items() if value is not None}
         return (
@@ -309,9 +309,9 @@ class CheckpointRef:
             *uses: Only those that tell this; all if none is given.
         """
         return {
-            known.name: getattr(self, known.name)
-            for known in OPTIONS
-            if (not uses or known.use in uses) and getattr(self, known.name) not in (None, False, {})
+            declared.name: getattr(self, declared.name)
+            for declared in OPTIONS
+            if (not uses or declared.use in uses) and getattr(self, declared.name) not in (None, False, {})
         }
 
     def stored(self) -> dict[str, Any]:
@@ -333,7 +333,7 @@ class CheckpointRef:
             FormatError: It says something of another form.
         """
         options: Any = from_json((manifest or {}).get("options") or {})  # JSON has no tables by numbers
-        meanings = [known.name for known in OPTIONS if known.use == "meaning"]
+        meanings = [declared.name for declared in OPTIONS if declared.use == "meaning"]
         stored: Any = typed(
             {name: options[name] for name in meanings if options.get(name)}, RefOptions, "options"
         )
@@ -363,8 +363,12 @@ class CheckpointRef:
             word for name, value in self.options(*uses).items() for word in self._words(option(name), value)
         ]
 
-    def _words(self, known: Option, value: Any) -> list[str]:
-        return [known.flag, self.files[known.name]] if known.name in self.files else known.words(value)
+    def _words(self, declared: Option, value: Any) -> list[str]:
+        return (
+            [declared.flag, self.files[declared.name]]
+            if declared.name in self.files
+            else declared.words(value)
+        )
 
     def job_budget(self) -> Budget:
         """Returns a new budget for the job that opens this checkpoint."""
@@ -522,9 +526,9 @@ class RefOptions(SourceOptions, PlaceOptions, total=False):
 
 
 def _options(of: Iterable[Field[Any]]) -> Iterator[Option]:
-    for known in of:
-        if (described := known.metadata.get("option")) is not None:
-            yield Option(known.name, *described)
+    for declared in of:
+        if (described := declared.metadata.get("option")) is not None:
+            yield Option(declared.name, *described)
 
 
 def ref_of(
@@ -550,4 +554,4 @@ OPTIONS: tuple[Option, ...] = tuple(_options(fields(CheckpointRef)))
 @cache
 def option(name: str) -> Option:
     """Returns the option of a field."""
-    return next(known for known in OPTIONS if known.name == name)
+    return next(declared for declared in OPTIONS if declared.name == name)

@@ -62,9 +62,7 @@ class Hints(CheckpointRef):
     @classmethod
     def of_model(cls, ref: CheckpointRef, model: Mapping[str, Tensor]) -> Hints:
         """Returns a ref with the model that goes on."""
-        return cls(
-            model=model, **{known.name: getattr(ref, known.name) for known in fields(ref) if known.init}
-        )
+        return cls(model=model, **{part.name: getattr(ref, part.name) for part in fields(ref) if part.init})
 
 
 NO_HINTS = CheckpointRef()

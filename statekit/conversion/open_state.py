@@ -75,9 +75,9 @@ class OpenState:
     @property
     def makers(self) -> tuple[str, ...]:
         """The variants that may have made the state: its own, or, where it is not given, all that its layout is of."""
-        known = registry.layout_card(self.layout).variants
+        variants = registry.layout_card(self.layout).variants
         each = [
-            (variant,) if variant else tuple(known.get(schema, ()))
+            (variant,) if variant else tuple(variants.get(schema, ()))
             for schema, variant in self.state.optimizer.kinds
         ]
         return tuple(dict.fromkeys(name for names in each for name in names))
@@ -148,11 +148,11 @@ class OpenState:
     def _repr_html_(self) -> str:
         """Returns what a notebook shows: a summary, the groups' hyperparameters, and the parameters with slots."""
         parts = [f"<p><b>{_shown(self.checkpoint.path)}</b><br>{_shown(self._summary)}</p>"]
-        for i, known in enumerate(self.hyperparameters):
+        for i, settings in enumerate(self.hyperparameters):
             group = self.groups[i]
             title = f"group {i}: {len(group.paths)} parameters"
             title += f" of {group.schema}, variant {group.variant or 'unknown'}" if group.schema else ""
-            rows = [(name, repr(one.value), one.known_from or "") for name, one in known.items()]
+            rows = [(name, repr(entry.value), entry.known_from or "") for name, entry in settings.items()]
             parts.append(_table(title, ("hyperparameter", "value", "known from"), rows))
         parts.append(_table("", ("parameter", "shape", "dtype", "slots"), self._rows()))
         more = len(self.params) - MOST_ROWS
@@ -307,8 +307,8 @@ def _named_near(
             found=f"{shapes}; names from {way} were tried: {failed.line}".removeprefix("; "),
             remedy=failed.remedy or error.remedy,
         ) from error
-    said = f"The order of the parameters is that of names_from={way}, as nothing else in the checkpoint tells it."
-    return replace(state, assumptions=(*state.assumptions, said))
+    sentence = f"The order of the parameters is that of names_from={way}, as nothing else in the checkpoint tells it."
+    return replace(state, assumptions=(*state.assumptions, sentence))
 
 
 def open_beside(path: Place, ref: CheckpointRef, budget: Budget | None = None) -> OpenState:

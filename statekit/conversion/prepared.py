@@ -171,8 +171,8 @@ class Prepared(AbstractContextManager["Prepared"]):
             of_another_kind = isinstance(error, StatekitError) and not isinstance(error, StateError)
             if self.container.name in self.layout.containers or of_another_kind:
                 raise
-            said = error.line if isinstance(error, StatekitError) else f"{type(error).__name__}: {error}"
-            raise self._unfit(said) from error
+            reason = error.line if isinstance(error, StatekitError) else f"{type(error).__name__}: {error}"
+            raise self._unfit(reason) from error
 
     def _check_told(self, written: Checkpoint) -> None:
         """Refuses names that tell no layout what they mean; another than the target's may have the same.
@@ -725,8 +725,8 @@ def _targets(schema: str, variants: Sequence[str], state: TrainState) -> list[st
 
     One of a class with two rules is followed by runs of that class alone, where others have a class to themselves.
     """
-    known = load_schema(schema)
-    variants = [name for name in variants if "beside" not in known.variant(name)] or variants
+    definition = load_schema(schema)
+    variants = [name for name in variants if "beside" not in definition.variant(name)] or variants
     homes = [home for home in state.extra.values() if isinstance(home, Mapping)]
     before = [home.get("variant") for home in homes]
     return sorted(variants, key=lambda variant: variant not in before)

@@ -137,8 +137,8 @@ def of_layout(layout: Layout) -> LayoutCard:
     return LayoutCard(layout.name, layout.title, containers, variants, several, schedule_in, stores, asked)
 
 
-def _schedule_in(one: Container | Layout) -> str | None:
-    return one.schedule_in if isinstance(one, StandsIn) else None
+def _schedule_in(converter: Container | Layout) -> str | None:
+    return converter.schedule_in if isinstance(converter, StandsIn) else None
 
 
 def kept_container(name: str) -> ContainerCard | None:

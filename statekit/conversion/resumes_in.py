@@ -96,11 +96,11 @@ def _resumption(opened: OpenState, card: LayoutCard, own_card: LayoutCard) -> Re
     if not here:
         try:
             change = rule_change_to(card, state, opened.layout)
-            there = change.state if change else state
+            target_state = change.state if change else state
             if card.stores_values and not is_carried(state, opened.layout, card, own_card):
-                asks = unsaid(state, there, opened.ref)
+                asks = unsaid(state, target_state, opened.ref)
                 check_said(asks, opened.ref.path, card.name)
-            encoded, _ = encoded_in(registry.layout(card.name), there)
+            encoded, _ = encoded_in(registry.layout(card.name), target_state)
             dropped = encoded.dropped
             losses = losses_in(encoded)
         except (InexactError, UnknownRuleError, UsageError) as error:

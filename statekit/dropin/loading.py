@@ -92,9 +92,9 @@ class Call:
         Raises:
             UsageError: The ref can't be made.
         """
-        known = {option.name for option in OPTIONS}
-        given = {name: value for name, value in options.items() if name in known}
-        others = {name: value for name, value in options.items() if name not in {*known, *_LOADING}}
+        option_names = {option.name for option in OPTIONS}
+        given = {name: value for name, value in options.items() if name in option_names}
+        others = {name: value for name, value in options.items() if name not in {*option_names, *_LOADING}}
         return cls(
             CheckpointRef.given(source, **given),
             dict(options.get("names") or {}),

@@ -340,9 +340,11 @@ class ModelMap:
                     faults.add(f"can't be held by the target: {why}", name)
         if not buffers:
             return state
-        said = f"The map leaves behind what no optimizer moves and it has no name for: {', '.join(buffers)}."
+        sentence = (
+            f"The map leaves behind what no optimizer moves and it has no name for: {', '.join(buffers)}."
+        )
         extra = {key: record for key, record in state.extra.items() if key != BUFFERS}
-        return replace(state, extra=extra, assumptions=(*state.assumptions, said))
+        return replace(state, extra=extra, assumptions=(*state.assumptions, sentence))
 
     def _live(self, tree: Mapping[str, Any]) -> dict[str, Any]:
         """Returns live arrays under the other side's names."""

@@ -298,10 +298,10 @@ class Named:
         """Returns what is known of the variables that it keeps."""
         if self.kept is not None:
             return asdict(self.kept)
-        said = {**(self.config or {}), **hints.hyperparameters}
+        stated = {**(self.config or {}), **hints.hyperparameters}
         options = {AVERAGE: "use_ema", "amsgrad": "amsgrad", "accumulate": "gradient_accumulation_steps"}
-        known = said.keys() if self.config is None else options.values()
-        kept = {name: bool(said.get(option)) for name, option in options.items() if option in known}
+        known = stated.keys() if self.config is None else options.values()
+        kept = {name: bool(stated.get(option)) for name, option in options.items() if option in known}
         if self.config is not None:
             kept["rate"] = not self.is_keras2 and not isinstance(self.config.get(RATE), Mapping)
         return kept
@@ -504,8 +504,8 @@ def called_by(config: Mapping[str, Any] | None) -> dict[str, Any]:
         return {CALLED: {"function": "InverseTimeDecay", "arguments": arguments, "whole": True}}
     if not isinstance(made, Mapping) or not isinstance(made.get("config"), Mapping):
         return {}
-    said = {"function": str(made.get("class_name")), "arguments": dict(made["config"]), "whole": True}
-    return {CALLED: said}
+    call = {"function": str(made.get("class_name")), "arguments": dict(made["config"]), "whole": True}
+    return {CALLED: call}
 
 
 @cache
@@ -522,8 +522,8 @@ def _settings(parts: Parts) -> tuple[Hyperparameters, list[str]]:
     usual.pop(RATE)
     settings = Hyperparameters().over(usual, "assumed")
     notes = []
-    said = schema.canonical(VARIANT, named.config or {})
-    settings = settings.over({n: v for n, v in said.items() if n != RATE}, "file")
+    stated = schema.canonical(VARIANT, named.config or {})
+    settings = settings.over({n: v for n, v in stated.items() if n != RATE}, "file")
     if named.config is None or named.is_partial:
         seen = {"use_ema": kept.average} | ({"amsgrad": kept.amsgrad} if schema.name == "adamw" else {})
         settings = settings.over({n: v for n, v in seen.items() if n in usual}, "file")
@@ -543,8 +543,8 @@ def _rate(parts: Parts) -> float | None:
         return None
     if parts.numbered.rate is not None:
         return float(parts.numbered.rate.read())
-    said = (parts.named.config or {}).get(RATE)
-    return said if parts.named.is_keras2 and fits(said, float) else None
+    rate = (parts.named.config or {}).get(RATE)
+    return rate if parts.named.is_keras2 and fits(rate, float) else None
 
 
 def kind_of(state: TrainState, home: Mapping[str, Any]) -> str:

@@ -383,8 +383,12 @@ def _configured(optimizer: Own, variant: str, paths: tuple[str, ...], rate: floa
             continue
         free = {path: None for path in free if path not in here}
         kind = (str(entry.get("schema", optimizer.schema)), str(entry.get("variant", variant)))
-        said = {n: v for n, v in entry.items() if n not in ("paths", "schema", "variant", FACTOR)}
-        values = {**offered(*kind), **_common(optimizer, kind, kind == (optimizer.schema, variant)), **said}
+        options = {n: v for n, v in entry.items() if n not in ("paths", "schema", "variant", FACTOR)}
+        values = {
+            **offered(*kind),
+            **_common(optimizer, kind, kind == (optimizer.schema, variant)),
+            **options,
+        }
         origins: dict[str, KnownFrom] = dict.fromkeys(values, origin)
         if rate is not None:
             name = _rate_name(kind[0])

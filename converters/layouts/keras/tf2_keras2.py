@@ -121,8 +121,8 @@ class Keras2Graph:
         frozen = _frozen(tree, objects)
         order = [*params]
         owned = [
-            (None if i is None else order[i], what)
-            for i, what, _ in places(named.schema, slots.shapes, slots.kept)
+            (None if i is None else order[i], slot)
+            for i, slot, _ in places(named.schema, slots.shapes, slots.kept)
         ]
         placed = {name: key for key, name in objects.moved} | frozen
         home = graph_home(tree, objects, placed, owned, self.name)
@@ -140,8 +140,8 @@ class Keras2Graph:
         had = home.get("graph") or {}
         _, rows = variables_of(state, home, self.name)
         order = order_of(state)
-        values = {(None if i is None else order[i], what): tensor for i, what, tensor in rows}
-        is_same = values.keys() == {(path, what) for _, path, what in had.get("own", ())}
+        values = {(None if i is None else order[i], slot): tensor for i, slot, tensor in rows}
+        is_same = values.keys() == {(path, slot) for _, path, slot in had.get("own", ())}
         if had.get("layout") != self.name or not is_same or had["places"].keys() != state.params.keys():
             raise InexactError(
                 "statekit writes Keras 2's objects only where a state came from them.",
@@ -151,7 +151,7 @@ class Keras2Graph:
                 remedy="write a checkpoint of Keras 3 (--layout tf2-keras)",
             )
         tree = {**had["others"], GRAPH: had["objects"]}
-        tree |= {key: values[path, what] for key, path, what in had["own"]}
+        tree |= {key: values[path, slot] for key, path, slot in had["own"]}
         tree |= {had["places"][path]: tensor for path, tensor in state.params.items()}
         tree |= _changed(state, tree, had["arguments"])
         dropped = dropped_from(state.extra, (HOME,), "tf.train.Checkpoint")
@@ -306,10 +306,10 @@ def _moved(
     """
     if objects.moved:
         return objects.moved
-    what = [name for _, name, _ in places(schema, slots.shapes, slots.kept)]
+    slot_names = [name for _, name, _ in places(schema, slots.shapes, slots.kept)]
     second = [
         (name, tree[key].shape)
-        for (key, name), slot in zip(objects.variables, what, strict=True)
+        for (key, name), slot in zip(objects.variables, slot_names, strict=True)
         if slot == "v"
     ]
     keys = _model_keys(tree, objects)

@@ -71,11 +71,11 @@ def has_buckets(sharded: Mapping[str, Any]) -> bool:
 def with_groups(common: Mapping[str, Any], sharded: Mapping[str, Any]) -> dict[str, Any]:
     """Returns common.pt as `fully_reshardable` has it: with the groups, which lie among the objects otherwise."""
     groups = next((node for name, node in _objects(sharded) if name == _GROUPS), None)
-    said = (common.get("optimizer", {}), common.get(_CONTENT, {}))
-    if not all(isinstance(part, Mapping) for part in said):
+    records = (common.get("optimizer", {}), common.get(_CONTENT, {}))
+    if not all(isinstance(part, Mapping) for part in records):
         return dict(common)  # no optimizer of Megatron's, which its layout says
-    optimizer = {**said[0], _SHARDING: _WHOLE}
-    content = {**said[1], "distrib_optim_sharding_type": _WHOLE}
+    optimizer = {**records[0], _SHARDING: _WHOLE}
+    content = {**records[1], "distrib_optim_sharding_type": _WHOLE}
     return {
         **common,
         "optimizer": {**optimizer, **({"optimizer": groups} if groups else {})},

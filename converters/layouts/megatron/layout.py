@@ -137,12 +137,12 @@ class MegatronAdam:
         if _inner(common) is None or self._is_other(common["optimizer"]):
             return None
         between = "" if self.masters is None else "/optimizer"
-        said = "" if self.sharding is None else f", {_SHARDING}"
+        shown = "" if self.sharding is None else f", {_SHARDING}"
         if has_ranks(tree):
             return Evidence(
                 25, f"{RANKS}/mp_rank_00/optimizer{between}/param_groups beside a model, rank by rank"
             )
-        return Evidence(20, f"{COMMON}/optimizer{between}/param_groups{said} beside keys of {SHARDED}")
+        return Evidence(20, f"{COMMON}/optimizer{between}/param_groups{shown} beside keys of {SHARDED}")
 
     def _is_other(self, optimizer: Mapping[str, Any]) -> bool:
         """Tells whether an optimizer is of one of the other forms."""
@@ -214,9 +214,9 @@ class MegatronAdam:
         inner = _native_inner(groups, steps, is_sharded=sharding is not None)
         notes += said_of_masters([*low])
         if _COMMON not in state.extra:
-            schedule, said = constant_schedule(groups, run_of(state.extra).schedules, updates)
+            schedule, note = constant_schedule(groups, run_of(state.extra).schedules, updates)
             kept |= {KEY: schedule} if schedule else {}
-            notes += (said,)
+            notes += (note,)
         common = {
             "optimizer": {**beside, "optimizer": inner} if nested else {**beside, **inner},
             "iteration": updates,

@@ -244,9 +244,9 @@ class MXNetReading:
 
     def _groups(self, moved: Sequence[str]) -> Iterator[Group]:
         """Yields the groups: one; where the schema has no multipliers, one for each pair of them."""
-        values, known = self._hyperparameters()
+        values, origins = self._hyperparameters()
         if self._has_multipliers:
-            yield Group(tuple(moved), values, known)
+            yield Group(tuple(moved), values, origins)
             return
         rates, decays = (self.factors[name] for name in MULTIPLIERS)
         members: dict[tuple[float, float], list[str]] = {}
@@ -257,7 +257,7 @@ class MXNetReading:
             scaled = {
                 name: values[name] * multiplied[name] for name in multiplied if values.get(name) is not None
             }
-            yield Group(tuple(paths), {**values, **scaled}, known)
+            yield Group(tuple(paths), {**values, **scaled}, origins)
 
     @property
     def _has_multipliers(self) -> bool:
@@ -270,12 +270,12 @@ class MXNetReading:
         values = self.schema.canonical(self.variant or self.kind.makers[0], arguments)
         if self.variant is None:
             values.pop("use_fused_step", None)
-        known: dict[str, KnownFrom] = dict.fromkeys(values, "file")
+        origins: dict[str, KnownFrom] = dict.fromkeys(values, "file")
         for name, factors in self.factors.items():
             if name in values:
                 values[name] = factors
-                known[name] = "file" if factors else "assumed"
-        return values, known
+                origins[name] = "file" if factors else "assumed"
+        return values, origins
 
     def _by_path(self, factors: Mapping[Any, float]) -> dict[str, float]:
         """Returns multipliers by path: they stand by index or by name."""
@@ -462,9 +462,9 @@ class Writing:
 
     def _by_index(self, factors: Mapping[str, float]) -> dict[Any, float]:
         """Returns multipliers by name where the optimizer holds names, else by index."""
-        known = self.home.get("attributes", {}).get("idx2name", {})
+        names = self.home.get("attributes", {}).get("idx2name", {})
         index = {path: self.index[path] for path in factors if path in self.index}
-        return {self.bare[p] if known.get(i) == self.bare[p] else i: factors[p] for p, i in index.items()}
+        return {self.bare[p] if names.get(i) == self.bare[p] else i: factors[p] for p, i in index.items()}
 
 
 @dataclass(frozen=True)

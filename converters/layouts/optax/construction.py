@@ -169,8 +169,8 @@ def _injecting(call: Call, names: Collection[str], places: Mapping[str, str]) ->
         if not injected or not opens:
             return whole
         static = tuple(name for name in _STATIC if name not in injected and callee == "optax.adafactor")
-        said = f", static_args={static!r}" if static else ""
-        return f"optax.inject_hyperparams({callee}{said})({arguments}"
+        static_code = f", static_args={static!r}" if static else ""
+        return f"optax.inject_hyperparams({callee}{static_code})({arguments}"
 
     return injecting
 

@@ -260,8 +260,8 @@ def _configured(state: TrainState, config: Mapping[str, Any], names: Collection[
         replace(
             group,
             known_from={
-                name: "file" if name in meant and known == "given" else known
-                for name, known in group.known_from.items()
+                name: "file" if name in meant and origin == "given" else origin
+                for name, origin in group.known_from.items()
             },
         )
         for group in state.optimizer.groups
@@ -283,14 +283,14 @@ def _masked(state: TrainState) -> TrainState:
 def _parts_by_mask(group: Group) -> Iterator[Group]:
     """Yields what of a group decays, and what a mask keeps from it; the group itself without a mask."""
     decay, mask = _BY_MASK
-    patterns, known = group.hyperparameters.get(mask), group.known_from
+    patterns, origins = group.hyperparameters.get(mask), group.known_from
     spared = [path for path in group.paths if IS_EXCLUDED["mask"](path.removeprefix("params/"), patterns)]
     kept = [path for path in group.paths if path not in spared]
     settings = {**group.hyperparameters, mask: None}
     if kept or not spared:
         yield replace(group, paths=tuple(kept), hyperparameters=settings) if patterns else group
     if spared:
-        from_mask = {**known, decay: known.get(mask, "given")}
+        from_mask = {**origins, decay: origins.get(mask, "given")}
         without = {**settings, decay: 0.0}
         yield replace(group, paths=tuple(spared), hyperparameters=without, known_from=from_mask)
 
@@ -391,12 +391,12 @@ def _otherwise_cut(state: TrainState) -> Iterator[tuple[str, str]]:
     """Yields the parameters of Muon that MaxText moves by Adam, and those in which it sees another matrix."""
     expected = dict(_matrices(state))
     for path in (path for group in state.optimizer.groups if group.schema == "muon" for path in group.paths):
-        known = state.rules.get(path)
+        rule = state.rules.get(path)
         is_kernel = path.endswith("/kernel") and "logits_dense" not in path
         if not is_kernel or path not in expected:
             yield "is moved by Muon, and MaxText moves it by Adam", path
-        elif known is not None and known.axes != expected[path].axes:
-            yield f"is a matrix along {[axis.value for axis in known.axes]}, and another for MaxText", path
+        elif rule is not None and rule.axes != expected[path].axes:
+            yield f"is a matrix along {[axis.value for axis in rule.axes]}, and another for MaxText", path
 
 
 def _chain(state: TrainState, opt_state: Tree) -> Tree:

@@ -112,11 +112,11 @@ class OptaxNative:
         if checkpoint.container not in (*self.containers, *_READ):
             return None
         tree = as_one(checkpoint.tree)
-        known = _links(tree)
-        is_strange = any(link.kind == STRANGER for link in known) or {link.kind for link in known} == {"ema"}
-        if is_strange and has_network(tree, known, _KINDS):
-            return Evidence(15, f"{'/'.join(map(str, known[0].path))} is a state of Optax")
-        if known or (layers := _by_name(tree)) is None:
+        chain = _links(tree)
+        is_strange = any(link.kind == STRANGER for link in chain) or {link.kind for link in chain} == {"ema"}
+        if is_strange and has_network(tree, chain, _KINDS):
+            return Evidence(15, f"{'/'.join(map(str, chain[0].path))} is a state of Optax")
+        if chain or (layers := _by_name(tree)) is None:
             return None
         return Evidence(15, f"{'/'.join(map(str, layers.optimizer))} stands beside {PARAMS}")
 
@@ -195,10 +195,10 @@ def _layers(checkpoint: Checkpoint) -> Layers:
         StateError: Nothing tells it.
         UsageError: There is nothing where the user says.
     """
-    tree, known = checkpoint.tree, _links(checkpoint.tree)
-    if known:
+    tree, chain = checkpoint.tree, _links(checkpoint.tree)
+    if chain:
         keys = (checkpoint.meta.get(MODEL_KEY), checkpoint.meta.get(OPTIMIZER_KEY))
-        network = find_network(tree, known, _KINDS, *keys, checkpoint.path)
+        network = find_network(tree, chain, _KINDS, *keys, checkpoint.path)
         where, first = network.where, network.links[0].path
         shared = next((i for i, (a, b) in enumerate(zip(where, first, strict=False)) if a != b), len(where))
         return Layers(where, first[: shared + 1], network.assumed)
@@ -278,10 +278,10 @@ def _in_fields(
     tree: Tree, fields: Mapping[Path, str], params: Mapping[str, Tensor]
 ) -> Iterator[tuple[Path, str, str, Tensor]]:
     """Yields each slot's tensor: the keys in its field, its parameter, its name."""
-    known = {tuple(path.split("/")) for path in params}
+    keys_of_params = {tuple(path.split("/")) for path in params}
     for place, name in fields.items():
         for keys, leaf in leaves(under(tree, place)):
-            if is_tensor(leaf) and (owner := _owner(keys, known)) is not None:
+            if is_tensor(leaf) and (owner := _owner(keys, keys_of_params)) is not None:
                 yield (*place, *keys), "/".join(owner), ".".join((name, *map(str, keys[len(owner) :]))), leaf
 
 
@@ -360,10 +360,10 @@ def _with_lists(tree: Tree, layers: Layers) -> Tree:
 
 def _name(tree: Tree) -> str | None:
     """Returns what the optimizer is, by the fields of its links; None where they tell nothing."""
-    known = _links(tree)
-    first, *others = dict.fromkeys(map(called, known)) or (None,)
-    if not others and known and {*known[0].state} in ({"trace"}, {"count", "ema"}):
-        first = _of_momentum(tree, known[0])
+    chain = _links(tree)
+    first, *others = dict.fromkeys(map(called, chain)) or (None,)
+    if not others and chain and {*chain[0].state} in ({"trace"}, {"count", "ema"}):
+        first = _of_momentum(tree, chain[0])
     behind = [_BEHIND.get(str(name), f"and {name}") for name in others]
     name = first and " ".join((first, *behind))
     around = " around ".join(dict.fromkeys(_wrappers(tree)))

@@ -86,13 +86,13 @@ class Signature:
         One that has made no update has no slots yet. Programs add options of their own to groups, as lr_scale; one that
         changes the update, as Lookahead's, is the sign of another optimizer.
         """
-        known = {*self.slots, *self.more, STEP}
+        names = {*self.slots, *self.more, STEP}
         return (
             not any(
                 _elsewhere().intersection(group).difference(self.options, self.private) for group in groups
             )
             and (not slots or {*self.slots} <= {*slots})
-            and ("*" in self.more or known.issuperset(slots))
+            and ("*" in self.more or names.issuperset(slots))
             and all(group.keys() >= {*self.options} for group in groups)
             and not any(key in group for group in groups for key in self.absent)
             and all(group.get(key, value) == value for group in groups for key, value in self.fixed.items())
@@ -123,16 +123,16 @@ def _of_optimizer(checkpoint: Checkpoint, parts: Parts, names: Sequence[str] | N
     if not parts.model:
         return _without_weights(checkpoint, parts, name, listed)
     has_schema = signature and signature.schema
-    what = f"{name}: {'a state that fits no layout' if has_schema else 'no schema yet'}; {listed}"
+    summary = f"{name}: {'a state that fits no layout' if has_schema else 'no schema yet'}; {listed}"
     params = {path_of(key): tensor for key, tensor in parts.model.items()}
     order: list[tuple[str, Mapping[str, Tensor], Mapping[str, Any]]] = []
     try:
         order += _by_parameter(parts, bool(checkpoint.meta.get(SORTED)), names)
     except StateError as error:
-        what = f"{what}; whose they are isn't known: {error.line}"
+        summary = f"{summary}; whose they are isn't known: {error.line}"
     slots = {path: tensors for path, tensors, _ in order}
     others = _untaken(checkpoint, params, slots)
-    return Contents(what, params, slots, others, {path: options for path, _, options in order})
+    return Contents(summary, params, slots, others, {path: options for path, _, options in order})
 
 
 def _untaken(
@@ -156,8 +156,8 @@ def unknown(parts: Parts) -> str:
 def _without_weights(checkpoint: Checkpoint, parts: Parts, name: str, listed: str) -> Contents:
     """Returns what a file holds whose optimizer's weights aren't there, or may be several parts."""
     if models := possible_models(checkpoint.tree):
-        what = f"{name}, and weights at {' or '.join(models)}: --model-key says which are the optimizer's; {listed}"
-        return Contents(what, {}, {}, checkpoint.tensors)
+        summary = f"{name}, and weights at {' or '.join(models)}: --model-key says which are the optimizer's; {listed}"
+        return Contents(summary, {}, {}, checkpoint.tensors)
     count = sum(len(group["params"]) for group in parts.groups)
     unnamed = unnamed_tensors(checkpoint)
     lacking = (
@@ -184,14 +184,14 @@ def _several(checkpoint: Checkpoint, beside: SideBySide) -> Contents:
     """Returns what a file holds that has several optimizers."""
     if not beside.joint.model and (unpaired := _unpaired(checkpoint)):
         return unpaired
-    what = f"{len(beside.places)} optimizers: {'; '.join(_each_called(beside))}"
+    summary = f"{len(beside.places)} optimizers: {'; '.join(_each_called(beside))}"
     params = {path_of(key): tensor for key, tensor in beside.joint.model.items()}
     try:
         order = _by_parameter(beside.joint, bool(checkpoint.meta.get(SORTED)))
         slots = {path: tensors for path, tensors, _ in order}
     except StateError as error:
-        what, slots = f"{what}; whose their slots are isn't known: {error.line}", {}
-    return Contents(what, params, slots, _untaken(checkpoint, params, slots))
+        summary, slots = f"{summary}; whose their slots are isn't known: {error.line}", {}
+    return Contents(summary, params, slots, _untaken(checkpoint, params, slots))
 
 
 def _each_called(beside: SideBySide) -> Iterator[str]:
@@ -212,8 +212,8 @@ def _networks(checkpoint: Checkpoint, pairs: Mapping[Path, Path]) -> Contents:
         signature = signature_of(parts) if parts else None
         name = signature.name if signature else _UNKNOWN
         said.append(f"{key}, moved by {name} at {'/'.join(map(str, optimizer))}")
-    what = f"{len(pairs)} networks, of which --model-key names one: {'; '.join(said)}"
-    return Contents(what, {}, {}, checkpoint.tensors)
+    summary = f"{len(pairs)} networks, of which --model-key names one: {'; '.join(said)}"
+    return Contents(summary, {}, {}, checkpoint.tensors)
 
 
 def _unpaired(checkpoint: Checkpoint) -> Contents | None:
@@ -228,8 +228,8 @@ def _unpaired(checkpoint: Checkpoint) -> Contents | None:
     if not models:
         return None
     keys = "--model-key and --optimizer-key say which go together"
-    what = f"optimizers at {', '.join(optimizers)}, and weights at {', '.join(models)}: {keys}"
-    return Contents(what, {}, {}, checkpoint.tensors)
+    summary = f"optimizers at {', '.join(optimizers)}, and weights at {', '.join(models)}: {keys}"
+    return Contents(summary, {}, {}, checkpoint.tensors)
 
 
 def signature_of(parts: Parts, variants: Mapping[str, str] = MappingProxyType({})) -> Signature | None:
@@ -309,8 +309,8 @@ def _weights(checkpoint: Checkpoint) -> Contents | None:
     place = model_place(checkpoint.tree, checkpoint.meta.get(MODEL_KEY))
     models = possible_models(checkpoint.tree)
     if place is None and models:
-        what = f"weights at {' or '.join(models)}: --model-key says which; no optimizer"
-        return Contents(what, {}, {}, checkpoint.tensors)
+        summary = f"weights at {' or '.join(models)}: --model-key says which; no optimizer"
+        return Contents(summary, {}, {}, checkpoint.tensors)
     if place is None:
         return None
     model = at(checkpoint.tree, place) if place else loose(checkpoint.tree)
@@ -326,8 +326,8 @@ def _schedule(checkpoint: Checkpoint) -> Contents | None:
     schedules = () if checkpoint.tensors else run_of({BESIDE: {"scheduler": checkpoint.tree}}).schedules
     if not schedules or not checkpoint.tree.keys() & {"last_epoch", "_last_lr"}:
         return None
-    what = f"a learning-rate schedule alone ({schedules[0].kind}): no weights and no optimizer"
-    return Contents(what, {}, {}, {})
+    summary = f"a learning-rate schedule alone ({schedules[0].kind}): no weights and no optimizer"
+    return Contents(summary, {}, {}, {})
 
 
 def _by_parameter(

@@ -443,8 +443,8 @@ def _partly_moved(
     groups: Sequence[Sequence[Shape | None]], model: Mapping[str, Shape], source: str, remedy: str
 ) -> Order | None:
     """Returns the order where slots have shapes of their own, in a file that sorts by name; None where they haven't."""
-    known = {shape for group in groups for shape in group}
-    moved = {name: shape for name, shape in model.items() if shape in known}
+    shapes = {shape for group in groups for shape in group}
+    moved = {name: shape for name, shape in model.items() if shape in shapes}
     others = [name for name in model if name not in moved]
     return _with_slots(groups, moved, others, source, True, remedy)
 

@@ -209,8 +209,8 @@ def part_place(usual: Sequence[Path], models: Mapping[Path, Any], key: str | Non
     """
     if key is None:
         models = _moved(models)
-        known = next((path for path in usual if path in models), None)
-        return next(iter(models)) if known is None and len(models) == 1 else known
+        place = next((path for path in usual if path in models), None)
+        return next(iter(models)) if place is None and len(models) == 1 else place
     names = {"/".join(map(str, path)): path for path in models}
     if key not in names:
         raise UsageError(
@@ -615,8 +615,8 @@ def not_plain(parts: Mapping[Any, Tree], under: str) -> dict[str, str]:
     for key, part in parts.items():
         if not is_plain(part):
             objects = list(dict.fromkeys(record_names(part)))
-            what = f"an object of {objects[0]}" if objects else "what isn't plain data"
-            reason = f"{key} holds {what}, and a torch file that loads with weights_only can't hold it"
+            content = f"an object of {objects[0]}" if objects else "what isn't plain data"
+            reason = f"{key} holds {content}, and a torch file that loads with weights_only can't hold it"
             dropped |= {f"{under}/{name}": reason for name in leaf_names({key: part})}
     return dropped
 

@@ -525,12 +525,12 @@ def _parts_and_kinds(
         place=checkpoint.path,
         remedy=f"`statekit inspect` lists their slots; --optimizer-key {places[0]} takes one alone",
     )
-    said = (
+    notes = (
         f"The file has {len(places)} optimizers, {' and '.join(places)}; their groups are numbered through."
     )
     counted = [[list(place), len(kinds)] for place, kinds in zip(beside.places, of_sides, strict=True)]
     joint = replace(beside.joint, groups=[group for parts in sides for group in parts.groups])
-    return joint, [kind for kinds in of_sides for kind in kinds], [said], counted
+    return joint, [kind for kinds in of_sides for kind in kinds], [notes], counted
 
 
 def _without_schema(
@@ -646,10 +646,10 @@ def _without_model(checkpoint: Checkpoint) -> StateError:
 def _with_experts(parts: Parts, checkpoint: Checkpoint, hints: CheckpointRef) -> Parts:
     """Returns parts whose model has the experts of a layer as one parameter, where the optimizer moved them so."""
     is_told = hints.names_from is not None or hints.param_names is not None
-    known = {tensor.shape for tensor in parts.model.values()}
+    shapes = {tensor.shape for tensor in parts.model.values()}
     slots = (tensor for record in parts.state.values() for tensor in record.values())
     lacks = any(
-        isinstance(slot, Tensor) and len(slot.shape) == 3 and slot.shape not in known for slot in slots
+        isinstance(slot, Tensor) and len(slot.shape) == 3 and slot.shape not in shapes for slot in slots
     )
     if not (is_told and lacks and has_config(checkpoint)):
         return parts
@@ -1009,8 +1009,8 @@ def _groups(
             continue
         schema = load_schema(kind.schema)
         renamed = {} if kind.signature is None else kind.signature.renamed
-        said = {renamed.get(key, key): value for key, value in options.items()}
-        values = schema.canonical(str(kind.variant), said, f"param_groups/{i}")
+        stated = {renamed.get(key, key): value for key, value in options.items()}
+        values = schema.canonical(str(kind.variant), stated, f"param_groups/{i}")
         numbers = {
             name: scalar(value) for name, value in values.items()
         }  # torch.optim takes a tensor as rate
@@ -1019,8 +1019,8 @@ def _groups(
             if value is not numbers[name] and (fault := schema.fault(name, numbers[name])):
                 faults.add(f"is {numbers[name]!r}, {fault}", f"groups/{i}/{name}")
         faults.check(StateError, f"Hyperparameters of {schema.name} can't be these")
-        known: dict[str, KnownFrom] = dict.fromkeys(values, "file")
-        yield _told_by_dialect(Group(tuple(map(path_of, param_names)), numbers, known), kind, decoupled)
+        origins: dict[str, KnownFrom] = dict.fromkeys(values, "file")
+        yield _told_by_dialect(Group(tuple(map(path_of, param_names)), numbers, origins), kind, decoupled)
 
 
 def _decoupled(checkpoint: Checkpoint, hints: CheckpointRef) -> tuple[bool, KnownFrom] | None:
@@ -1050,26 +1050,26 @@ def _told_by_dialect(group: Group, kind: TorchOptimizer, decoupled: tuple[bool, 
     dialect = kind.signature
     if dialect is None or DECOUPLED not in load_schema(kind.schema).variant(str(kind.variant))["defaults"]:
         return group
-    values, known = dict(group.hyperparameters), dict(group.known_from)
+    values, origins = dict(group.hyperparameters), dict(group.known_from)
     facts = list(group.facts)
     for name, value in dialect.inferred.items():
         if name not in values:
-            values[name], known[name] = value, "inferred"
+            values[name], origins[name] = value, "inferred"
     decays = bool(values.get("weight_decay_rate"))
     for name, (value, whose) in dialect.assumed.items():
-        values[name], known[name] = value, "assumed" if decays else "inferred"
+        values[name], origins[name] = value, "assumed" if decays else "inferred"
         facts += [Fact(name, value, "assumed", whose)] if decays else []
     if dialect.several:
         because = f"its groups have {', '.join(dialect.options)}, as those of several libraries"
         facts.append(fits_several(dialect.several, because))
     elif DECOUPLED not in values and decoupled is not None:
-        values[DECOUPLED], known[DECOUPLED] = decoupled
+        values[DECOUPLED], origins[DECOUPLED] = decoupled
     elif DECOUPLED not in values and not decays:
-        values[DECOUPLED], known[DECOUPLED] = True, "inferred"
+        values[DECOUPLED], origins[DECOUPLED] = True, "inferred"
     elif DECOUPLED not in values:
         facts.append(fits_several(tuple(_DECOUPLES), _ADAM_OR_ADAMW))
     facts += _of_own_class(dialect)
-    return replace(group, hyperparameters=values, known_from=known, facts=tuple(facts))
+    return replace(group, hyperparameters=values, known_from=origins, facts=tuple(facts))
 
 
 def _of_own_class(dialect: Signature) -> Iterator[Fact]:

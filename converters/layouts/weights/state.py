@@ -31,19 +31,19 @@ def weights_state(
     Raises:
         UsageError: The user says something of an optimizer.
     """
-    said = {
+    stated = {
         "--hparams": hints.hyperparameters,
         "--variant": hints.variant,
         "--param-names": hints.param_names,
     }
-    if asked := [option for option, value in said.items() if value]:
+    if asked := [option for option, value in stated.items() if value]:
         raise UsageError(
             "The checkpoint is read as weights: it has no optimizer for this option.",
             place=", ".join(asked),
             remedy="leave it out, or name the file that holds the optimizer too",
         )
-    known = manifest_state(checkpoint, WEIGHTS)
-    done = checkpoint.step or (known.schedule if known else 0)
+    manifest = manifest_state(checkpoint, WEIGHTS)
+    done = checkpoint.step or (manifest.schedule if manifest else 0)
     return TrainState(
         params, {}, Optimizer(WEIGHTS, None, ()), Counts(done, done, says_schedule=False), {}, extra
     )

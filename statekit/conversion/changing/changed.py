@@ -268,11 +268,13 @@ def _dropped(state: TrainState, names: Collection[str], done: list[Change]) -> T
     off = _switched_off(state, names)
     gone = [f"{path}/{n}" for path, tensors in state.slots.items() for n in tensors if n in names]
     switched = ", ".join(f"{key}={value}" for key, value in off.items())
-    what = "parameters go on without their float32 masters" if list(names) == [MASTER] else "the run goes on"
+    sentence = (
+        "parameters go on without their float32 masters" if list(names) == [MASTER] else "the run goes on"
+    )
     done.append(
         Change(
             option("slot_policy"),
-            f"{', '.join(names)} dropped; {what}{f' with {switched}' if switched else ''}",
+            f"{', '.join(names)} dropped; {sentence}{f' with {switched}' if switched else ''}",
             tuple(gone),
             Exactness.LOSSY,
         )
@@ -417,7 +419,9 @@ def _at_schedule(state: TrainState, asked: StepOffset, done: list[Change]) -> Tr
         raise UsageError(
             "The checkpoint holds the schedule's own record, which counts its step in the system's own way.",
             place=option("schedule_step"),
-            found=", ".join(f"{one.kind or 'a schedule'} at {one.at} ({one.place})" for one in stored),
+            found=", ".join(
+                f"{schedule.kind or 'a schedule'} at {schedule.at} ({schedule.place})" for schedule in stored
+            ),
             expected="keep",
             remedy="begin the schedule anew in the program, without loading its record",
         )
