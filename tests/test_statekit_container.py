@@ -135,7 +135,8 @@ def test_the_manifest_follows_its_schema(folder: Path) -> None:
     document = json.loads((folder / manifest.FILE).read_text())
     validator.validate(document)
     for broken in (
-        {**document, "version": 2},
+        {**document, "version": 3},
+        {**document, "files": {"x": {"bytes": 1, "blake3": "0" * 64, "leaves": [[0, 0, "a"]]}}},
         {**document, "digest": "sha256"},
         {key: value for key, value in document.items() if key != "tensors"},
         {**document, "files": {"../x": {"bytes": 1, "blake3": "0" * 64}}},
@@ -408,7 +409,7 @@ def test_deep_trees_are_a_typed_error(folder: Path) -> None:
 
 def test_newer_manifests_are_refused_with_a_remedy(folder: Path) -> None:
     path = folder / manifest.FILE
-    path.write_text(path.read_text().replace('"version": 1', '"version": 2'))
+    path.write_text(path.read_text().replace('"version": 1', '"version": 3'))
     with pytest.raises(FormatError, match="newer"):
         opened(folder)
 

@@ -85,7 +85,9 @@ class Report:
         return {
             "target": str(self.target),
             "plan": self.plan.digest,
-            "files": dict(self.files),
+            "files": {
+                name: {key: entry[key] for key in ("bytes", "blake3")} for name, entry in self.files.items()
+            },
             "bytes": self.bytes,
             "seconds": round(self.seconds, 3),
             "verified": self.verified,
@@ -236,7 +238,7 @@ def _converted(plan: Plan, replace: bool, replace_foreign: bool, tell: OnProgres
 
         @cache
         def damage() -> Faults:  # of files, once their tensors have been read
-            return Faults([*known, *file_faults()])
+            return Faults([*known, *file_faults(source_digests(rest, passed, stage.tensors))])
 
         with (
             proving_files(

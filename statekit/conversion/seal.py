@@ -206,11 +206,13 @@ def _changed_inside(checkpoint: Checkpoint, proof: Proof, budget: Budget) -> lis
     Where checksums of the format fit nevertheless, somebody wrote them with the values.
     """
     faults = [(finding.what, finding.place) for finding in checkpoint.findings if finding.damage]
+    digests = dict[str, str]()
     with proving_files(checkpoint, budget) as rest:
         for name, tensor in checkpoint.tensors.items():
-            if fault := value_fault(tensor, proof.tensors.get(name), tensor_digest(tensor)):
+            digests[name] = tensor_digest(tensor)
+            if fault := value_fault(tensor, proof.tensors.get(name), digests[name]):
                 faults.append((fault, name))
-        faults += rest()
+        faults += rest(digests)
     if not faults:
         return []
     has_checksums = all(map(of_tensor, checkpoint.tensors.values()))

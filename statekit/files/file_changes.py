@@ -10,15 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from statekit.errors import FormatError, NotFoundError
-from statekit.files.source import File, Files, source_digest
+from statekit.files.manifest import digest_by
+from statekit.files.source import File, Files
 from statekit.files.tree import Place, stat_of
 from statekit.pipeline import each
 
 SMALL_BYTES = 2**20
 """Files up to this size, in bytes, are digested when a checkpoint is opened; digests of tensors cover larger ones."""
+
+
+Digest: TypeAlias = Callable[[File, Mapping[str, Any]], str]
 
 
 class Change(Enum):
@@ -51,7 +55,7 @@ def file_faults(
     files: Files,
     digested: Collection[Place] | None = None,
     tell: Callable[[Place], object] = lambda path: None,
-    digest: Callable[[File], str] = source_digest,
+    digest: Digest = lambda file, entry: digest_by(None, file, entry),
 ) -> list[FileFault]:
     """Compares files with their entries in a manifest: sizes, and digests.
 
@@ -61,7 +65,7 @@ def file_faults(
         files: Those of the checkpoint that is opened, by whose links they may be reached.
         digested: Those whose bytes are read; small ones if None.
         tell: Gets each file that was read.
-        digest: Gives the digest of one whose bytes are read.
+        digest: Gives the digest of one whose bytes are read, in the form of its entry.
 
     Raises:
         RefusedError: A file lies behind a link out of the checkpoint.
@@ -85,15 +89,13 @@ def file_faults(
     return [_fault(path, what, written, is_copy) for path, what in wrong.items()]
 
 
-def _wrong(
-    path: Place, entry: Mapping[str, Any], files: Files, digest: Callable[[File], str] | None
-) -> _Wrong | None:
+def _wrong(path: Place, entry: Mapping[str, Any], files: Files, digest: Digest | None) -> _Wrong | None:
     files.links.check(path)  # no fault of the file, and said with its own remedy
     try:
         source = files.source(path)
         if source.size != entry["bytes"]:
             return _Wrong(f"has {source.size} bytes, expected {entry['bytes']}")
-        return _Wrong("") if digest and digest(source) != entry["blake3"] else None
+        return _Wrong("") if digest and digest(source, entry) != entry["blake3"] else None
     except (NotFoundError, FormatError) as error:
         return _Wrong(error.subject, True)
 

@@ -33,7 +33,6 @@ from statekit.files.manifest import (
     SEALED,
     Around,
     FindChecked,
-    Passing,
     Unfinished,
     files_below,
     is_manifest,
@@ -158,7 +157,7 @@ class LocalHome:
         waiting = unfinished(self._path, manifest, encode, checked, around)
         if self._path.stat().st_size > SMALL_BYTES:
             return None, waiting
-        return waiting.finish(Passing()), None  # opening digests so small a file
+        return waiting.finish(waiting.passing()), None  # opening digests so small a file
 
     def write_manifest(self, data: bytes) -> None:
         place = self._path / FILE

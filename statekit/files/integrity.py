@@ -15,7 +15,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -33,8 +33,10 @@ from statekit.files.manifest import (
     Passing,
     beside,
     check_inside,
+    digest_by,
     files_below,
     is_manifest,
+    leaves_in,
     parse,
     size_fault,
     stated_spans,
@@ -362,27 +364,38 @@ def prove_files(
         tell: Gets the name of each file that has been read, and how many bytes of how many are done.
     """
     with proving_files(checkpoint, budget, tell) as faults:
-        return faults()
+        return faults({})
 
 
-def _proving_inside(checkpoint: Checkpoint, proof: Proof, budget: Budget) -> Iterator[Callable[[], Faults]]:
+ProveFiles: TypeAlias = Callable[[Mapping[str, str]], Faults]
+"""Gives the files that aren't what a manifest says, from the digests of tensors that were read meanwhile, by name."""
+
+
+def _none_wrong(digests: Mapping[str, str]) -> Faults:
+    """Finds nothing wrong."""
+    return Faults()
+
+
+def _proving_inside(checkpoint: Checkpoint, proof: Proof, budget: Budget) -> Iterator[ProveFiles]:
     """Does what `proving_files` does for one file that has its manifest inside."""
     known_faults = {(finding.what, finding.place) for finding in checkpoint.findings}
     with Files(budget, checkpoint.path) as files:
-        file, passing = files.source(proof.place), Passing(_apart(proof))
+        leaves = leaves_in(proof.manifest.get(REST, {}))
+        file, passing = files.source(proof.place), Passing(_apart(proof), leaves)
 
-        def compare() -> Faults:
+        def compare(digests: Mapping[str, str]) -> Faults:
+            passing.tensors.update(digests)
             faults = _rest_faults(proof, file, partial(whole_file_fault, passing=passing))
             return Faults(fault for fault in faults if fault not in known_faults)
 
         with passing.read(file):
-            yield compare if file.size > SMALL_BYTES else Faults
+            yield compare if file.size > SMALL_BYTES else _none_wrong
 
 
 @contextmanager
 def proving_files(
     checkpoint: Checkpoint, budget: Budget, tell: Callable[[str, int, int], object] = _nobody
-) -> Iterator[Callable[[], Faults]]:
+) -> Iterator[ProveFiles]:
     """Proves files as `prove_files`, by what is read of them in a context for something else, as far as it is.
 
     Args:
@@ -391,11 +404,12 @@ def proving_files(
         tell: As in `prove_files`.
 
     Yields:
-        Gives the files that aren't what the manifest says, after reading what nobody else has.
+        Gives the files that aren't what the manifest says, after reading what nobody else has. It takes the digests of
+        the tensors that were read in the context, as far as there are.
     """
     proof, done = checkpoint.proof, 0
     if proof is None:
-        yield Faults
+        yield _none_wrong
         return
     if proof.is_inside:
         yield from _proving_inside(checkpoint, proof, budget)
@@ -419,13 +433,16 @@ def proving_files(
             with suppress(StatekitError):  # which comparing it says
                 file = files.source(path)
                 if file.identity not in passings:  # a file may have several names
-                    passing = passings[file.identity] = Passing()
+                    passing = passings[file.identity] = Passing((), leaves_in(proof.files[path]))
                     stack.enter_context(passing.read(file))
 
-        def digest(file: File) -> str:
-            return passings.get(file.identity, Passing()).digest(file)
+        def digest(file: File, entry: Mapping[str, Any]) -> str:
+            return digest_by(passings.get(file.identity), file, entry)
 
-        def compare() -> Faults:
+        def compare(digests: Mapping[str, str]) -> Faults:
+            if proof.is_whole:  # otherwise tensors have other names in the manifest
+                for passing in passings.values():
+                    passing.tensors.update(digests)
             faults = file_faults(proof.files, proof.place, files, large, count, digest)
             return Faults((fault.what, f"{fault.path}") for fault in faults if f"{fault.path}" not in damaged)
 

@@ -5,25 +5,31 @@ has it beside, as `statekit.<name>.json`. docs/format.md defines every field.
 
 A manifest inside a file holds the digest of all other bytes of that file:
 
-    "rest": {"bytes": "...", "blake3": "...", "apart": ["<start>+<count>", ...]}
+    "rest": {"bytes": "...", "blake3": "...", "apart": ["<start>+<count>", ...], "leaves": [...]}
 
 What is apart are the manifest's own text, which holds the digest, and checksums of the format that depend on it; both
 are proven by themselves. For the digest their bytes count as zeros. The numbers are as wide as the widest, so that a
 file is written with a manifest that knows none of them, and then gets them in their places.
+
+A large file has leaves, runs of bytes that are the values of one tensor. Its digest is of the digests of these and of
+the bytes around them. So whoever has digested the tensor has digested the leaf, and each byte is digested once.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import threading
 import zlib
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple, NotRequired, TypedDict, cast
+from typing import Any, BinaryIO, NamedTuple, NotRequired, TypeAlias, TypedDict, cast
 
 from blake3 import blake3
 
@@ -34,7 +40,7 @@ from statekit.files.source import File, Files, read_small, source_digest, walked
 from statekit.files.tree import AnyPlace, Place
 from statekit.pipeline import ahead, working
 from statekit.tensors.digest import json_digest
-from statekit.tensors.tensor import BLOCK_BYTES, Tensor, dtype_name
+from statekit.tensors.tensor import BLOCK_BYTES, DTYPES, Tensor, dtype_name
 from statekit.tensors.tree import strict_json
 from statekit.tensors.typed import Name, Natural, typed
 
@@ -49,7 +55,24 @@ RECORDS = "records"
 REST = "rest"
 """Field of a manifest inside a file: the digest of all other bytes of the file."""
 FORMAT = "statekit-manifest"
-VERSION = 1
+_BROKEN = "The manifest doesn't follow its format"
+VERSIONS = 1, 2
+"""Versions that are read; the second is that of a manifest with a file that has leaves, whose digest is another."""
+
+
+LEAVES = "leaves"
+"""Field of a file's entry: its leaves, each as first byte, size in bytes, and the tensor's name."""
+LEAF_BYTES = 2**20
+"""Bytes of a tensor from which on it is a leaf: digesting less costs no more than naming it."""
+WORTH_BYTES = 2**26
+"""Bytes of leaves from which on a file has such: below, older readers are worth more than a hundredth of a second."""
+_WITHOUT_LEAVES = ("bool",)
+"""Dtypes whose values don't say every bit that is stored."""
+_GAP = 2**16
+"""Bytes that nobody has read, up to which they are read in between."""
+_KEPT = 4
+Spans: TypeAlias = Sequence[tuple[int, int]]
+LeafRow: TypeAlias = tuple[Natural, Natural, Name]
 
 
 class Side(TypedDict):
@@ -65,6 +88,7 @@ class FileEntry(TypedDict):
 
     bytes: Natural
     blake3: str
+    leaves: NotRequired[list[LeafRow]]
 
 
 class TensorEntry(TypedDict):
@@ -81,6 +105,7 @@ class Rest(TypedDict):
     bytes: str
     blake3: str
     apart: list[str]
+    leaves: NotRequired[list[LeafRow]]
 
 
 class Document(TypedDict):
@@ -102,8 +127,14 @@ class Document(TypedDict):
 
 def sealed(fields: Mapping[str, Any]) -> dict[str, Any]:
     """Returns a manifest with its heading and, last, the digest of its own canonical JSON."""
-    document = {"format": FORMAT, "version": VERSION, "tool": f"statekit {version('statekit')}", **fields}
+    number = VERSIONS[any(LEAVES in entry for entry in _entries(fields))]
+    document = {"format": FORMAT, "version": number, "tool": f"statekit {version('statekit')}", **fields}
     return {**document, "digest": json_digest(document)}
+
+
+def _entries(fields: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """Returns what a manifest says of files: of those that it names, and of the one that it stands in."""
+    return [*fields.get("files", {}).values(), *([fields[REST]] if REST in fields else [])]
 
 
 def to_text(manifest: Mapping[str, Any]) -> str:
@@ -167,11 +198,11 @@ def parse_damaged(
     document = strict_json(text, place, account)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise FormatError("This isn't a statekit manifest.", place=place, expected=f'"format": "{FORMAT}"')
-    if document.get("version") != VERSION:
+    if document.get("version") not in VERSIONS:
         raise FormatError(
             "The manifest has another version than this statekit reads.",
             place=place,
-            expected=f"version {VERSION}",
+            expected=f"version {' or '.join(map(str, VERSIONS))}",
             found=repr(document.get("version")),
             remedy="read it with the statekit that wrote it, or a newer one",
         )
@@ -182,8 +213,18 @@ def parse_damaged(
     faults = Faults()
     if document.get("digest") != digest:
         faults.add("was changed after it was written: its digest doesn't fit", f"{place}")
-    typed(document, Document, place, "The manifest doesn't follow its format")
+    typed(document, Document, place, _BROKEN)
+    Faults(_faults_of_leaves(document)).check(FormatError, _BROKEN, place=place)
     return document, faults
+
+
+def _faults_of_leaves(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yields what of a manifest's leaves can't be, and of which file; that inside it is compared with the file."""
+    if document["version"] == VERSIONS[0] and any(LEAVES in entry for entry in _entries(document)):
+        yield f"has leaves, which version {VERSIONS[0]} lacks", FILE
+    for name, entry in document["files"].items():
+        yield from ((fault, name) for fault in leaf_faults(entry["bytes"], leaves_in(entry)))
+    yield from ((fault, REST) for fault in leaf_faults(2**63, leaves_in(document.get(REST, {}))))
 
 
 def require_manifest(folder: Place, files: Files | None = None) -> dict[str, Any]:
@@ -225,7 +266,7 @@ def tensor_entry(tensor: Tensor, digest: str) -> dict[str, Any]:
 
 
 def file_entry(path: Place, files: Files | None = None) -> dict[str, Any]:
-    """Returns a file's entry in a manifest.
+    """Returns a file's entry in a manifest, by the digest of all its bytes.
 
     Args:
         path: The file.
@@ -280,12 +321,8 @@ def check_inside(folder: Place, manifest: Mapping[str, Any]) -> None:
 
 _WIDTH = 20
 _BLOCK = 2**20
-_GAP = 2**16
-"""Bytes that nobody has read, up to which they are read in between."""
-_KEPT = 4
 MOST_APART = 16
 """Runs of bytes that a digest leaves out at most, as each block that is read is compared with all; we write three."""
-Spans = Sequence[tuple[int, int]]
 
 
 class Around:
@@ -317,19 +354,107 @@ class Around:
         return "" if same else "has other bytes around its tensors than were written"
 
 
-class Passing:
-    """The BLAKE3 digest of a file, taken from its bytes as they are read, in order.
+class Leaf(NamedTuple):
+    """A run of a file's bytes that are the values of a tensor, little-endian and in C order.
 
-    What passes in another order is read once more at the end.
-
-    Args:
-        spans: Runs of bytes that count as zeros.
-        at: How many bytes have passed already.
-        hasher: What took them.
+    Attributes:
+        start: The first byte.
+        bytes: How many.
+        name: The tensor's name.
     """
 
-    def __init__(self, spans: Spans = (), at: int = 0, hasher: blake3 | None = None) -> None:
+    start: int
+    bytes: int
+    name: str
+
+    @property
+    def stop(self) -> int:
+        """The byte behind the last."""
+        return self.start + self.bytes
+
+
+def leaves_in(entry: Mapping[str, Any]) -> tuple[Leaf, ...]:
+    """Returns the leaves of a file by its entry in a manifest."""
+    return tuple(Leaf(*row) for row in entry.get(LEAVES, ()))
+
+
+def field_of(leaves: Sequence[Leaf]) -> dict[str, Any]:
+    """Returns the field of a file's entry; none if it has no leaves."""
+    return {LEAVES: [list(leaf) for leaf in leaves]} if leaves else {}
+
+
+def leaf_faults(size: int, leaves: Sequence[Leaf], apart: Spans = ()) -> Iterator[str]:
+    """Yields why runs can't be the leaves of a file: together with the bytes around them they are all of it, once.
+
+    Args:
+        size: Bytes of the file.
+        leaves: The runs.
+        apart: Runs of bytes that its digest leaves out.
+    """
+    for leaf in leaves:
+        if not 0 <= leaf.start < leaf.stop <= size:
+            yield f"the leaf {leaf.start}+{leaf.bytes} isn't within {size} bytes"
+        if any(leaf.start < start + count and start < leaf.stop for start, count in apart):
+            yield f"the leaf {leaf.start}+{leaf.bytes} holds bytes that the digest leaves out"
+    for before, leaf in pairwise(leaves):
+        if leaf.start < before.stop:
+            yield f"the leaf {leaf.start}+{leaf.bytes} doesn't lie behind {before.start}+{before.bytes}"
+
+
+class Written:
+    """Where in a file the values of tensors were written."""
+
+    def __init__(self) -> None:
+        self._runs: list[Leaf] = []
+
+    def take(self, start: int, size: int, name: str) -> None:
+        """Takes that bytes of a tensor were written, and where; of each tensor in the order of its bytes."""
+        last = self._runs[-1] if self._runs else None
+        if last is not None and (last.name, last.stop) == (name, start):
+            self._runs[-1] = Leaf(last.start, last.bytes + size, name)
+        else:
+            self._runs.append(Leaf(start, size, name))
+
+    def leaves(self, tensors: Mapping[str, Mapping[str, Any]]) -> tuple[Leaf, ...]:
+        """Returns the file's leaves, in its order.
+
+        Args:
+            tensors: Entries of the tensors by name.
+        """
+        leaves = sorted(run for run in self._runs if run.name in tensors and _is_leaf(run, tensors[run.name]))
+        return tuple(leaves) if sum(leaf.bytes for leaf in leaves) >= WORTH_BYTES else ()
+
+
+def _is_leaf(run: Leaf, entry: Mapping[str, Any]) -> bool:
+    """Tells whether a run that was written is a whole tensor, and worth to be a leaf."""
+    size = math.prod(entry["shape"]) * DTYPES[entry["dtype"]].itemsize
+    return run.bytes == size >= LEAF_BYTES and entry["dtype"] not in _WITHOUT_LEAVES
+
+
+class Passing:
+    """The digest of a file, taken from its bytes as they are read, in order.
+
+    What passes in another order is read once more at the end. A leaf isn't digested if all of it passes, and whoever
+    reads it says in `tensors` what the digest of its tensor is.
+
+    Args:
+        spans: Runs of bytes that count as zeros; none lies in a leaf.
+        leaves: The file's leaves.
+        at: How many bytes have passed already.
+        hasher: What took them.
+
+    Attributes:
+        leaves: The file's leaves.
+        tensors: Name -> digest, of tensors whose values were digested while they passed.
+    """
+
+    def __init__(
+        self, spans: Spans = (), leaves: Sequence[Leaf] = (), at: int = 0, hasher: blake3 | None = None
+    ) -> None:
+        self.leaves, self.tensors = tuple(leaves), dict[str, str]()
         self._spans = frozenset(spans)
+        self._starts = [leaf.start for leaf in self.leaves]
+        self._passed = self._starts.copy()
         self._hasher, self._at = hasher or blake3(), at
         self._before: deque[tuple[int, blake3]] = deque(maxlen=_KEPT)
         self._lock = threading.RLock()
@@ -337,16 +462,44 @@ class Passing:
 
     def take(self, start: int, data: memoryview) -> None:
         """Takes bytes that pass by, and where they stand."""
+        stop = start + len(data)
         with self._lock:
+            self._note(start, stop)
             if self._file is not None and self._at < start <= self._at + _GAP:
                 self._file.read(self._at, start - self._at)  # which tells of these bytes
-            if not start <= self._at < start + len(data):
+            if not start <= self._at < stop:
                 return
             if self._spans:  # of a folder's thousands of files, copies would be most of what is held
                 self._before.append((self._at, self._hasher.copy()))
-            with working("digest"):
-                self._hasher.update(_blanked(data[self._at - start :], self._at, self._spans))
-            self._at = start + len(data)
+            for first, last in self._around(self._at, stop):
+                with working("digest"):
+                    self._hasher.update(_blanked(data[first - start : last - start], first, self._spans))
+            self._at = self._behind(stop)
+
+    def _note(self, start: int, stop: int) -> None:
+        """Notes how far leaves have passed."""
+        number = max(bisect_right(self._starts, start) - 1, 0)
+        while number < len(self.leaves) and self._starts[number] < stop:
+            if start <= self._passed[number] < stop:
+                self._passed[number] = min(stop, self.leaves[number].stop)
+            number += 1
+
+    def _around(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Yields the runs of bytes between two places that aren't in a leaf, as first byte and byte behind the last."""
+        at = start
+        for leaf in self.leaves[max(bisect_right(self._starts, start) - 1, 0) :]:
+            if leaf.start >= stop:
+                break
+            if at < leaf.start:
+                yield at, leaf.start
+            at = max(at, leaf.stop)
+        if at < stop:
+            yield at, stop
+
+    def _behind(self, at: int) -> int:
+        """Returns the end of the leaf that a place lies in, or the place itself if it lies in none."""
+        number = bisect_right(self._starts, at) - 1
+        return max(at, self.leaves[number].stop) if number >= 0 else at
 
     @contextmanager
     def read(self, file: File) -> Iterator[None]:
@@ -365,16 +518,68 @@ class Passing:
         with self._lock:
             states = [(0, blake3()), *self._before, (self._at, self._hasher)]
         at, hasher = next((at, state.copy()) for at, state in reversed(states) if at <= first)
-        for block in ahead(_blocks(file, at, spans)):
-            with working("digest"):
-                hasher.update(block)
+        digests = list[str]()
+        for number, leaf in enumerate(self.leaves):  # in the file's order, as a store likes to be read
+            self._update(hasher, file, at, leaf.start, spans)
+            at = max(at, leaf.stop)
+            digests.append(self._leaf_digest(file, number))
+        self._update(hasher, file, at, file.size, spans)
+        if not self.leaves:
+            return str(hasher.hexdigest())
+        return digest_of_leaves(file.size, hasher.hexdigest(), self.leaves, digests)
+
+    def _leaf_digest(self, file: File, number: int) -> str:
+        leaf = self.leaves[number]
+        digest = self.tensors.get(leaf.name)
+        if digest is not None and self._passed[number] == leaf.stop:
+            return digest
+        hasher = blake3()
+        self._update(hasher, file, leaf.start, leaf.stop, ())
         return str(hasher.hexdigest())
 
+    def _update(self, hasher: blake3, file: File, start: int, stop: int, spans: Spans) -> None:
+        """Has a run of a file's bytes digested."""
+        blocks = _blocks(file, start, stop, spans)
+        for block in ahead(blocks) if stop - start > BLOCK_BYTES else blocks:
+            with working("digest"):
+                hasher.update(block)
 
-def _blocks(file: File, at: int, spans: Spans) -> Iterator[memoryview]:
-    for start in range(at, file.size, BLOCK_BYTES):
-        block = file.read(start, min(BLOCK_BYTES, file.size - start))
-        yield _blanked(block.data, start, spans)
+
+def digest_of_leaves(size: int, around: str, leaves: Sequence[Leaf], digests: Sequence[str]) -> str:
+    """Returns the digest of a file with leaves: of the canonical JSON of what it is made of.
+
+    Args:
+        size: Bytes of the file.
+        around: Digest of all bytes that are in no leaf, one after the other.
+        leaves: The leaves, in the file's order.
+        digests: Their digests.
+    """
+    runs = [[leaf.start, leaf.bytes, digest] for leaf, digest in zip(leaves, digests, strict=True)]
+    return json_digest({"format": "statekit-file", "bytes": size, "around": around, LEAVES: runs})
+
+
+def digest_by(passing: Passing | None, file: File, entry: Mapping[str, Any], spans: Spans = ()) -> str:
+    """Returns a file's digest in the form that its entry in a manifest has.
+
+    Args:
+        passing: What took the file's bytes as they were read. Where it has another digest than the entry by what
+            others digested, the file's own bytes decide.
+        file: The file.
+        entry: Its entry.
+        spans: Runs of bytes that count as zeros.
+    """
+    leaves = leaves_in(entry)
+    if passing is not None and passing.leaves == leaves:
+        digest = passing.digest(file, spans)
+        if not leaves or digest == entry["blake3"]:
+            return digest
+    return Passing(spans, leaves).digest(file, spans) if leaves or spans else source_digest(file)
+
+
+def _blocks(file: File, start: int, stop: int, spans: Spans) -> Iterator[memoryview]:
+    for at in range(start, stop, BLOCK_BYTES):
+        block = file.read(at, min(BLOCK_BYTES, stop - at))
+        yield _blanked(block.data, at, spans)
 
 
 def _blanked(data: memoryview, at: int, spans: Iterable[tuple[int, int]]) -> memoryview:
@@ -410,18 +615,19 @@ def nothing_checked(file: File, at: int) -> None:
     """Finds no CRC-32: of formats that have none."""
 
 
-def unknown_rest(apart: int) -> dict[str, Any]:
+def unknown_rest(apart: int, leaves: Sequence[Leaf]) -> dict[str, Any]:
     """Returns the field of a manifest whose file isn't written yet.
 
     Args:
         apart: How many runs of bytes it will have apart.
+        leaves: Its leaves, which are all written.
     """
-    return _field("0" * 64, 0, [(0, 0)] * apart)
+    return _field("0" * 64, 0, [(0, 0)] * apart, leaves)
 
 
-def _field(digest: str, size: int, spans: Spans) -> dict[str, Any]:
+def _field(digest: str, size: int, spans: Spans, leaves: Sequence[Leaf]) -> dict[str, Any]:
     wide = [f"{start:0{_WIDTH}}+{count:0{_WIDTH}}" for start, count in spans]
-    return {"bytes": f"{size:0{_WIDTH}}", "blake3": digest, "apart": wide}
+    return {"bytes": f"{size:0{_WIDTH}}", "blake3": digest, "apart": wide, **field_of(leaves)}
 
 
 @dataclass(frozen=True)
@@ -450,6 +656,10 @@ class Unfinished:
         fields = self.run.fields if self.run else ()
         return [(self.at, len(self.encode(self.manifest))), *((field, 4) for field in fields)]
 
+    def passing(self) -> Passing:
+        """Returns what takes the file's digest as it is read again."""
+        return Passing(self.spans, leaves_in(self.manifest[REST]))
+
     def finish(self, passing: Passing) -> dict[str, Any]:
         """Fills in the digest, syncs the file, and reads that again; returns what the manifest now says of the file.
 
@@ -464,7 +674,7 @@ class Unfinished:
             file = files.source(path)
             if what := self.around.fault(file):
                 raise CommitError(f"The written file differs from the data: it {what}.", place=path)
-            rest = _field(passing.digest(file, spans), file.size, spans)
+            rest = _field(passing.digest(file, spans), file.size, spans, passing.leaves)
         new = self.encode(sealed({**{k: v for k, v in self.manifest.items() if k != "digest"}, REST: rest}))
         if len(new) != spans[0][1]:
             raise CommitError("A manifest doesn't fit its place.", place=path)
@@ -552,11 +762,12 @@ def whole_file_fault(file: File, rest: Mapping[str, Any], passing: Passing | Non
     """
     if what := size_fault(file, rest):
         return what
-    size, spans = file.size, stated_spans(rest)
+    size, spans, leaves = file.size, stated_spans(rest), leaves_in(rest)
     fits = all(0 <= start <= start + count <= size for start, count in spans)
-    if not fits or (passing or Passing()).digest(file, spans) != rest["blake3"]:
-        return "isn't the file that was written: bytes were changed since, or are damaged"
-    return ""
+    fits = fits and not any(leaf_faults(size, leaves, spans))
+    if fits and digest_by(passing, file, rest, spans) == rest["blake3"]:
+        return ""
+    return "isn't the file that was written: bytes were changed since, or are damaged"
 
 
 def _only(file: File, text: bytes) -> int:

@@ -202,7 +202,7 @@ class Upload(io.RawIOBase):
 
     def passing(self) -> Passing:
         """Returns what has digested all that was written, to go on with what comes."""
-        return Passing((), self._size, self._digest.copy())
+        return Passing((), (), self._size, self._digest.copy())
 
     def write(self, data: Any, /) -> int:
         view = memoryview(data).cast("B")

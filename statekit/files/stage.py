@@ -30,8 +30,12 @@ from statekit.files.manifest import (
     REST,
     Around,
     FindChecked,
+    Leaf,
     Passing,
     Unfinished,
+    Written,
+    digest_by,
+    field_of,
     file_entry,
     inside,
     nothing_checked,
@@ -107,8 +111,9 @@ class Stage:
     _done: int = 0
     _following: Mapping[str, tuple[str, Tensor]] = field(default_factory=dict)
     _begun: str | None = None
-    _streamed: object = None
+    _streamed: tuple[str, object] = "", None
     _around: Around = field(default_factory=Around)
+    _written: dict[str, Written] = field(default_factory=dict)
     _unfinished: Unfinished | None = None
     _rest: dict[str, Any] | None = None
     _adopted: dict[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -154,7 +159,16 @@ class Stage:
                 expected="a relative name below the folder" if self.kind == "folder" else "no name",
                 found=repr(relative),
             )
-        with self.home.file(relative, synced, None if synced else self._take, seeks) as output:
+        written = self._written[relative] = Written()
+
+        def take(start: int, data: memoryview) -> None:
+            name, streamed = self._streamed
+            if data.obj is streamed:  # the values of tensors have digests of their own
+                written.take(start, len(data), name)
+            elif not synced:
+                self._around.take(start, data)
+
+        with self.home.file(relative, synced, take, seeks) as output:
             yield output
 
     @contextmanager
@@ -173,10 +187,6 @@ class Stage:
             source = files.source(self.path / name)
             for start in range(0, source.size, BLOCK_BYTES):
                 output.write(source.read(start, min(BLOCK_BYTES, source.size - start)).data)
-
-    def _take(self, start: int, data: memoryview) -> None:
-        if data.obj is not self._streamed:  # the values of tensors have digests of their own
-            self._around.take(start, data)
 
     def stream(self, name: str, tensor: Tensor) -> Iterator[memoryview]:
         """Yields the bytes of a tensor in C order, little-endian, block by block, and digests them under its name.
@@ -197,9 +207,9 @@ class Stage:
             begin(following)  # while this one is streamed
         for block in tensor_bytes(tensor):
             digested = lane("digest", _digest, hasher, block)  # while it is written
-            self._streamed = block.obj
+            self._streamed = name, block.obj
             yield block
-            self._streamed = None
+            self._streamed = "", None
             digested()
             self._done += len(block)
             self._on_progress(Progress("write", name, self._done, self._total))
@@ -238,7 +248,8 @@ class Stage:
         """
         if apart:
             self.home.hold()
-        return sealed({**self._manifest_fields({}), **({REST: unknown_rest(apart)} if apart else {})})
+        rest = {REST: unknown_rest(apart, self._leaves(""))} if apart else {}
+        return sealed({**self._manifest_fields({}), **rest})
 
     def complete(
         self,
@@ -272,7 +283,7 @@ class Stage:
             if self.kind == "folder":
                 # What only the opened checkpoint can say is added once it is proven, as are large files' digests.
                 place = self.path
-                outlines = {name: self._adopted.get(name) or _outline(place / name) for name in names}
+                outlines = {name: self._adopted.get(name) or self._outline(place, name) for name in names}
                 self._write_manifest(outlines, {})
                 place = self.path
                 unread = [name for name in names if name not in self._adopted]
@@ -298,6 +309,18 @@ class Stage:
         with writing(self.target):
             place = self.path
             return self._verify(reopen, place, {name: place / name for name in self.home.names()})[1]
+
+    def _outline(self, place: Place, name: str) -> dict[str, Any]:
+        """Returns a file's entry as far as opening a checkpoint looks at it: a large one without its digest."""
+        entry = {"bytes": size_of(place / name), "blake3": "", **field_of(self._leaves(name))}
+        if entry["bytes"] > SMALL_BYTES:
+            return entry
+        with Files() as files:
+            return {**entry, "blake3": digest_by(None, files.source(place / name), entry)}
+
+    def _leaves(self, relative: str) -> tuple[Leaf, ...]:
+        """Returns the leaves of a file that was written, by its name below the folder; "" is the target itself."""
+        return self._written[relative].leaves(self.tensors) if relative in self._written else ()
 
     def _manifest_fields(self, files: Entries) -> dict[str, Any]:
         return {**self._fields(self.tensors), **self._kept, "tensors": self.tensors, "files": files}
@@ -335,8 +358,7 @@ class Stage:
         """
         try:
             with self._budget.reading_again(), Files(self._budget) as files, ExitStack() as stack:
-                spans = self._unfinished.spans if self._unfinished else ()
-                read = {name: (files.source(path), Passing(spans)) for name, path in paths.items()}
+                read = {name: (files.source(path), self._passing(name)) for name, path in paths.items()}
                 for file, passing in read.values():
                     stack.enter_context(passing.read(file))
                 with reopen(place) as written:
@@ -346,18 +368,16 @@ class Stage:
                     }
                     faults = Faults(tensor_faults({"tensors": self.tensors}, written.tensors))
                     faults += self._value_faults(written.tensors) if not faults else []
+                    for _, passing in read.values():  # where a tensor has another digest, that is a fault
+                        passing.tensors.update(
+                            (name, self.tensors[name]["blake3"]) for name in self._unread()
+                        )
                     faults += self._whole_file_faults(read)
                 if self._unfinished is not None and not faults:
                     ((_, passing),) = read.values()
                     with writing(self.target):
                         self._unfinished.finish(passing)
-                digests = (each if len(read) > 1 else map)(
-                    lambda pair: pair[1].digest(pair[0]), read.values()
-                )
-                entries = {
-                    name: {"bytes": file.size, "blake3": digest}
-                    for (name, (file, _)), digest in zip(read.items(), digests, strict=True)
-                }
+                entries = _digested(read)
         except (
             CommitError,
             InexactError,
@@ -373,6 +393,15 @@ class Stage:
         )
         return facts, entries
 
+    def _passing(self, name: str) -> Passing:
+        """Returns what takes the digest of a file that was written as it is read again."""
+        spans = self._unfinished.spans if self._unfinished else ()
+        return Passing(spans, self._leaves(name if self.kind == "folder" else ""))
+
+    def _unread(self) -> list[str]:
+        """Returns the names of the tensors that nobody has read again yet."""
+        return [name for name in self.tensors if name not in self._proven]
+
     def _value_faults(self, tensors: Mapping[str, Tensor]) -> Iterator[tuple[str, str]]:
         done = 0
 
@@ -381,16 +410,18 @@ class Stage:
             done += size
             self._on_progress(Progress("verify", name, done, self._done))
 
-        unread = {name: tensor for name, tensor in tensors.items() if name not in self._proven}
-        for name, digest in tensor_digests(unread, tell):
+        for name, digest in tensor_digests({name: tensors[name] for name in self._unread()}, tell):
             if digest != self.tensors[name]["blake3"]:
                 yield "reads back with other values than were written", name
 
 
-def _outline(path: Place) -> dict[str, Any]:
-    """Returns a file's entry as far as opening a checkpoint looks at it: a large one without its digest."""
-    size = size_of(path)
-    return file_entry(path) if size <= SMALL_BYTES else {"bytes": size, "blake3": ""}
+def _digested(read: Mapping[str, tuple[File, Passing]]) -> dict[str, dict[str, Any]]:
+    """Returns the entries of files that were read again, by name."""
+    digests = (each if len(read) > 1 else map)(lambda pair: pair[1].digest(pair[0]), read.values())
+    return {
+        name: {"bytes": file.size, "blake3": digest, **field_of(passing.leaves)}
+        for (name, (file, passing)), digest in zip(read.items(), digests, strict=True)
+    }
 
 
 def _digest(hasher: blake3, block: memoryview) -> None:

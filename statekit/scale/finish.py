@@ -182,7 +182,10 @@ def _take_files(folder: Path, stage: Stage, part: PartRecord) -> None:
                 raise
             with (folder / name).open("rb") as source, new_file(place) as output:
                 shutil.copyfileobj(source, output, 2**23)
-    files = {name: {"bytes": entry["bytes"], "blake3": entry["blake3"]} for name, entry in part.files.items()}
+    files = {
+        name: {key: fact for key, fact in entry.items() if key != "changed"}
+        for name, entry in part.files.items()
+    }
     stage.adopt(part.tensors, files)
 
 

@@ -8,11 +8,11 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
-from statekit.errors import CorruptError, RefusedError
+from statekit.errors import CorruptError, Faults, RefusedError
 from statekit.files.durable import new_file, rename_new, sync_folder
-from statekit.files.manifest import inside
+from statekit.files.manifest import LeafRow, inside, leaf_faults, leaves_in
 from statekit.files.source import read_small
 from statekit.tensors.digest import json_digest
 from statekit.tensors.tree import strict_json
@@ -20,7 +20,7 @@ from statekit.tensors.typed import Finite, Name, Natural, typed
 
 _ATTEMPT = re.compile(r"\d{5,}-[0-9a-f]{32}")
 FORMAT = "statekit-part"
-VERSION = 1
+VERSION = 2
 _BROKEN = "A part record can't be trusted"
 
 
@@ -30,6 +30,7 @@ class PartFile(TypedDict):
     bytes: Natural
     blake3: str
     changed: Natural
+    leaves: NotRequired[list[LeafRow]]
 
 
 class PartTensor(TypedDict):
@@ -141,6 +142,11 @@ def read_part(place: Path) -> PartRecord:
         raise RefusedError(
             f"{_BROKEN}: it names files elsewhere.", place=place, found=repr(fields["attempt"])
         )
+    Faults(
+        (fault, name)
+        for name, entry in fields["files"].items()
+        for fault in leaf_faults(entry["bytes"], leaves_in(entry))
+    ).check(CorruptError, _BROKEN, place=place, remedy="run the task again")
     names = ("work", "task", "attempt", "files", "tensors", "checked", "records")
     values: dict[str, Any] = {name: document[name] for name in names}
     return PartRecord(**values, measured=tuple(fields["measured"]), seconds=float(fields["seconds"]))
