@@ -68,12 +68,14 @@ def collecting_rarely(for_good: bool = False) -> Iterator[None]:
     usual = gc.get_threshold()
     if for_good:
         atexit.register(gc.freeze)
-    if 0 < usual[0] < _NEW_OBJECTS:
+    changes = 0 < usual[0] < _NEW_OBJECTS
+    if changes:
         gc.set_threshold(_NEW_OBJECTS, *usual[1:])
     try:
         yield
     finally:
-        if not for_good:
+        # A thread that found another one's setting leaves it to that one.
+        if changes and not for_good:
             gc.set_threshold(*usual)
 
 

@@ -21,7 +21,7 @@ from zarr_files import write_array
 
 import statekit
 from goldens import GOLDEN, bundles
-from statekit.budget import DEFAULT, Account, Budget, Limits
+from statekit.budget import DEFAULT, Account, Budget, Limits, collecting_rarely
 from statekit.cli import main
 from statekit.conversion import registry
 from statekit.conversion.contracts import NO_HINTS
@@ -340,3 +340,12 @@ def test_a_caller_keeps_how_often_he_looks_for_cycles(usual: int, while_open: in
         assert gc.get_threshold() == (usual, *before[1:])
     finally:
         gc.set_threshold(*before)
+
+
+def test_threads_that_open_at_once_leave_the_search_for_cycles_as_it_was() -> None:
+    usual = gc.get_threshold()
+    first, second = collecting_rarely(), collecting_rarely()
+    with first:
+        second.__enter__()
+    second.__exit__(None, None, None)
+    assert gc.get_threshold() == usual
