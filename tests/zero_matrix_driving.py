@@ -2,12 +2,14 @@
 
     python zero_matrix_driving.py FOLDER
 
-`FOLDER/cases.json` lists cases of a `stage` and a `schedule`, of a `dtype` below float32, of `ranks` other than 2.
-What the callback found of each way to go on goes to `FOLDER/result.json`. Needs DeepSpeed, which runs on CPUs here.
+`FOLDER/cases.json` lists cases of a `stage` and a `schedule`, of a `dtype` below float32, of `ranks` other than 2; with
+an `optim`, Trainer drives DeepSpeed itself. What the callback found of each way to go on goes to `FOLDER/result.json`.
+Needs DeepSpeed, which runs on CPUs with gloo here.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -22,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
-from trainer_matrix_driving import SPECIAL
+from trainer_matrix_driving import SPECIAL, Spoils, model_of
 
 import statekit.hf
 from statekit.errors import StateError
@@ -37,7 +39,7 @@ def moved_by(run: Any) -> Any:
 
 def zeroed(run: Any) -> None:
     for slots in moved_by(run).state.values():
-        for name in slots.keys() - {"step"}:
+        for name in slots.keys() - {"step", "RMS"}:
             slots[name].zero_()
 
 
@@ -46,17 +48,29 @@ def counted_on(run: Any) -> None:
         slots["step"] = slots["step"] + 1
 
 
+def alike(run: Any) -> tuple[Any, Any]:
+    """Returns two parameters of one shape that are trained."""
+    trained = [param for param in run.module.parameters() if param.requires_grad]
+    pairs = itertools.combinations(trained, 2)
+    return next(
+        pair for pair in pairs if len({getattr(param, "ds_shape", param.shape) for param in pair}) == 1
+    )
+
+
 def swapped(run: Any) -> None:
     """Lets two parameters of one shape have each other's slots, as another order of parameters does."""
-    first, other = run.module[1].weight, run.module[2].weight
+    first, other = alike(run)
     if not hasattr(first, "ds_id") and not hasattr(first, "_hp_mapping"):
-        params, state = moved_by(run).param_groups[0]["params"], moved_by(run).state
-        state[params[2]], state[params[4]] = state[params[4]], state[params[2]]
+        state = moved_by(run).state
+        pairs = itertools.combinations(state, 2)
+        first, other = next(pair for pair in pairs if pair[0].shape == pair[1].shape)
+        state[first], state[other] = state[other], state[first]
         return
     if hasattr(run.optimizer, "_lazy_init_hp_params_optimizer_state"):
         run.optimizer._lazy_init_hp_params_optimizer_state()
     deepspeed: Any = import_module("deepspeed.utils")
-    for slot in ("exp_avg", "exp_avg_sq"):
+    record = next(iter(moved_by(run).state.values()))
+    for slot in [name for name, value in record.items() if isinstance(value, torch.Tensor) and value.dim()]:
         ours, theirs = (
             deepspeed.safe_get_full_optimizer_state(param, slot).clone() for param in (first, other)
         )
@@ -66,7 +80,7 @@ def swapped(run: Any) -> None:
 
 def weighed(run: Any) -> None:
     """Gives the model another weight than its master, as a load of weights behind the optimizer's back does."""
-    param = run.module[1].weight
+    param = alike(run)[0]
     if not hasattr(param, "ds_id"):
         param.data.mul_(1.5)
         return
@@ -117,8 +131,46 @@ def engine(case: dict[str, Any]) -> Any:
     return import_module("deepspeed").initialize(**given, dist_init_required=False)[0]
 
 
+def trainer(case: dict[str, Any], folder: Path, *callbacks: Any) -> Any:
+    """Returns Trainer that drives DeepSpeed itself, by a configuration among its arguments."""
+    vars(transformers.training_args)["is_torch_bf16_gpu_available"] = lambda: (
+        True
+    )  # torch computes it, without one
+    config = {
+        "train_micro_batch_size_per_gpu": "auto",
+        "zero_optimization": {"stage": case["stage"], "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": "auto"},
+    }
+    args = transformers.TrainingArguments(
+        output_dir=str(folder.parent), optim=case["optim"], bf16="dtype" in case, deepspeed=config,
+        per_device_train_batch_size=2, max_steps=STEPS, save_steps=SAVED, warmup_steps=1, learning_rate=0.01,
+        weight_decay=0.1, lr_scheduler_type=case["schedule"], report_to="none", disable_tqdm=True,
+    )  # fmt: skip
+    rows = [{"input_ids": row, "labels": row} for row in torch.arange(8).repeat(16, 1)]
+    return transformers.Trainer(model_of("full"), args, train_dataset=rows, callbacks=[*callbacks])
+
+
+def trainer_findings(case: dict[str, Any], folder: Path, change: Callable[[Any], None]) -> list[str]:
+    """Returns what the callback finds of a way to go on in Trainer."""
+    callback = statekit.hf.AttestCallback(folder)
+    run = trainer(case, folder)
+    spoils = Spoils(lambda optimizer: change(run.model_wrapped))
+    for each in (spoils, callback):
+        run.add_callback(each)
+    try:
+        run.train(resume_from_checkpoint=str(folder))
+    except StateError as error:
+        return [finding.name for finding in callback.result.findings] if callback.result else [error.subject]
+    return []
+
+
 def save(case: dict[str, Any], folder: Path) -> None:
     """Trains up to the step that is saved, and saves it as Trainer does."""
+    if "optim" in case:
+        trainer(case, folder).train()
+        return
     run = engine(case)
     for step in range(SAVED):
         torch.manual_seed(step)
@@ -176,7 +228,8 @@ def work(rank: int, folder: Path, port: int) -> None:
     for i, case in enumerate(cases):
         run = folder / f"run{i}" / f"checkpoint-{SAVED}"
         save(case, run)
-        results.append({way: findings(case, run, change) for way, change in WAYS.items()})
+        find = trainer_findings if "optim" in case else findings
+        results.append({way: find(case, run, change) for way, change in WAYS.items()})
     if rank == 0:
         (folder / "result.json").write_text(json.dumps(results))
     dist.barrier()

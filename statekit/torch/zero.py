@@ -25,6 +25,8 @@ _GROUPS = {
 }
 """Where DeepSpeed's optimizers keep the parameters of each group, by class."""
 _UNCUT = ("FP16_Optimizer", "FP16_UnfusedOptimizer")
+_OF_A_PIECE = ("RMS",)
+"""What an optimizer takes of its own process' piece, and takes anew before it uses it: Hugging Face's Adafactor."""
 _Moved: TypeAlias = tuple[torch.nn.Parameter, torch.Tensor, Mapping[str, Any]]
 """A parameter of the model, its master, and the master's slots, all as wholes."""
 
@@ -48,7 +50,7 @@ def gathered(
     """
     inner: torch.optim.Optimizer = zero.optimizer
     of_groups = list(_of_groups(zero))
-    masters = _copies(zero) if type(zero).__name__ in _UNCUT else _joined(zero, of_groups)
+    masters = _copies(zero) if type(zero).__name__ in _UNCUT else _joined(zero)
     # All processes get here in one order of parameters: each makes a call that the others wait for.
     moved = {param: (_as_it_computes(param, master), slots) for param, master, slots in masters}
     named = [
@@ -94,22 +96,31 @@ def _of_groups(zero: Any) -> Iterator[Sequence[torch.nn.Parameter]]:
         yield [param for i, part in enumerate(of_groups) if numbers[i] == number for param in part]
 
 
-def _joined(zero: Any, of_groups: Sequence[Sequence[torch.nn.Parameter]]) -> Iterator[_Moved]:
+def _joined(zero: Any) -> Iterator[_Moved]:
     """Yields parameters that ZeRO has cut, each with its whole master and slots, by calls that all processes make."""
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
-    record: Mapping[str, Any] = next((slots for slots in zero.optimizer.state.values() if slots), {})
-    # A count has no axis, and is every parameter's; what is cut as parameters are has one.
-    cut = [key for key, part in record.items() if isinstance(part, torch.Tensor) and part.dim()]
-    counts = {key: part for key, part in record.items() if key not in cut}
-    if cut and hasattr(
-        zero, "_lazy_init_hp_params_optimizer_state"
-    ):  # its next step does it: pieces are found by it
-        zero._lazy_init_hp_params_optimizer_state()
-    for param in (param for params in of_groups for param in params):
-        shape = getattr(param, "ds_shape", param.shape)
-        slots = {key: safe_get_full_optimizer_state(param, key).reshape(shape) for key in cut}
-        yield param, safe_get_full_fp32_param(param).reshape(shape).clone(), {**counts, **slots}
+    if any(zero.optimizer.state.values()) and hasattr(zero, "_lazy_init_hp_params_optimizer_state"):
+        zero._lazy_init_hp_params_optimizer_state()  # its next step does it: pieces are found by it
+    for params, record in _records(zero):
+        # A count has no axis, and is that of all that lies behind one another; what is cut as parameters are has one.
+        cut = [key for key, part in record.items() if isinstance(part, torch.Tensor) and part.dim()]
+        shared = {key: part for key, part in record.items() if key not in (*cut, *_OF_A_PIECE)}
+        for param in params:
+            shape = getattr(param, "ds_shape", param.shape)
+            slots = {key: safe_get_full_optimizer_state(param, key).reshape(shape) for key in cut}
+            yield param, safe_get_full_fp32_param(param).reshape(shape).clone(), {**shared, **slots}
+
+
+def _records(zero: Any) -> Iterator[tuple[Sequence[torch.nn.Parameter], Mapping[str, Any]]]:
+    """Yields parameters that lie behind one another, with what the optimizer keeps of this process' piece of them."""
+    of_groups = getattr(zero, _GROUPS[type(zero).__name__])
+    if type(zero).__name__ == _STAGE_3:
+        pieces = zero.fp32_partitioned_groups_flat
+    else:
+        pieces = [group["params"][0] for group in zero.optimizer.param_groups]
+    for params, piece in zip(of_groups, pieces, strict=True):
+        yield params, zero.optimizer.state.get(piece, {})
 
 
 def _copies(zero: Any) -> Iterator[_Moved]:
