@@ -348,6 +348,14 @@ def test_lines_of_other_systems_keep_what_was_given(
     assert line in capsys.readouterr().out
 
 
+def test_lines_of_a_graph_say_which_option_names_its_variant(capsys: pytest.CaptureFixture[str]) -> None:
+    source = str(COMPACT / "t2t/late_beta1_scaled_extlr/checkpoint")
+    assert main(["resume", source]) == 0
+    assert "nothing here says its variant, which --variant names" in capsys.readouterr().out
+    assert main(["resume", source, "--variant", "t2t_late"]) == 0
+    assert "has these arguments: " in capsys.readouterr().out
+
+
 def test_a_checkpoint_of_a_gan_is_loaded_and_attested(
     run: tuple[Path, torch.nn.Module, torch.optim.Optimizer],
 ) -> None:

@@ -26,14 +26,19 @@ def graph_lines(state: State, saved: SavedRun, trainer: str = "") -> list[str]:
     path, rates = saved.step_path(STEP), saved.rates(state)
     code = rates.python_function()
     schedule = [f"# its learning rate, of the updates done: {code}"] if code else rates.comment()
-    arguments = [] if has_several(state) else native_arguments(state)[0]
+    arguments = [] if has_several(state) or state["variant"] is None else native_arguments(state)[0]
     arguments = [name for name in arguments if not schedule or name.partition("=")[0] not in (RATE, "lr")]
     # A trainer's graph has more variables than the source of another system.
     is_foreign = saved.source not in (None, "tf-bundle")
     folder = shlex.quote(printable(str(path.parent)))
     command = f"  # or {trainer.format(folder=folder)}" if trainer and not is_foreign else ""
+    optimizer = "has the run's own arguments: nothing here says them"
+    if arguments:
+        optimizer = f"has these arguments: {', '.join(arguments)}"
+    elif state["variant"] is None and not has_several(state):
+        optimizer = "is the run's own: nothing here says its variant, which --variant names"
     return [
-        f"# into a graph whose optimizer has these arguments: {', '.join(arguments)}",
+        f"# into a graph whose optimizer {optimizer}",
         *schedule,
         "import tensorflow as tf",
         f"tf.compat.v1.train.Saver().restore(session, {quoted(path)}){command}",
