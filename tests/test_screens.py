@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, BrowserContext, Page, expect
+from playwright.sync_api import Browser, BrowserContext, Locator, Page, expect
 from serving import write_step
 
 from browsing import (
@@ -474,7 +474,20 @@ def test_a_run_is_held_against_itself_and_a_slot_followed_alone(page: Page) -> N
     assert axe(page) == []
 
 
-def test_curves_are_read_off_and_zoomed_into_by_keys(page: Page) -> None:
+def test_a_curve_that_hardly_moves_is_drawn(page: Page) -> None:
+    """The cosine between steps of a run that has nearly ended; an error left the place of the plot blank."""
+    plot = _layers(page)
+    expect(plot.locator("canvas")).to_be_visible(timeout=SOON)
+    figure = page.locator("figure").filter(has_text="Slot v_row by layer")
+    nearly = {"at": [1, 2, 3], "curves": {"p": [None, 0.9999999962725793, 0.9999999999998608]}, "guides": {},
+              "index": "step", "unit": "cosine", "powers": False, "whole": True}  # fmt: skip
+    figure.evaluate("(figure, said) => { figure.dataset.curves = JSON.stringify(said); }", nearly)
+    page.evaluate("document.documentElement.dataset.theme = 'dark'")
+    expect(figure.locator(".u-axis").first).to_be_visible()
+
+
+def _layers(page: Page) -> Locator:
+    """Opens a checkpoint's curves along the layers, and returns one of them."""
     opened(page, "checkpoint_8")
     page.get_by_role("link", name="Layers").click()
     measure = page.get_by_role("button", name="Measure norms")
@@ -482,6 +495,11 @@ def test_curves_are_read_off_and_zoomed_into_by_keys(page: Page) -> None:
     expect(measure.or_(plot)).to_be_visible(timeout=SOON)
     if measure.count():
         measure.click()
+    return plot
+
+
+def test_curves_are_read_off_and_zoomed_into_by_keys(page: Page) -> None:
+    plot = _layers(page)
     expect(plot.locator("canvas")).to_be_visible(timeout=SOON)
     plot.focus()
     page.keyboard.press("Home")

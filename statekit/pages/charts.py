@@ -518,7 +518,7 @@ def lineage(
             f'fill="{_PAPER}" stroke="{_INK}"/>{_text(left + 10, y + 18, _short(name, 40))}'
             f"{_text(left + 10, y + 35, _short(below, 46))}<title>{_safe(name)}: {_safe(below)}</title></a>"
         )
-        drawn.append(_text(left + 10, y - 6, _short(ways, 46)) if ways else "")
+        drawn.append(_text(left + 10, y - 6, _short(ways, 40)) if ways else "")
     width, height = left + _BESIDE - 30, 10 + len(nodes) * _ROW - 24
     return Markup(
         f'<svg class="lineage" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '

@@ -25,6 +25,13 @@
   const apart = (_plot, ticks, _axis, _space, step) =>
     ticks.map((value) => String(Number(value.toFixed(Math.min(Math.max(-Math.floor(Math.log10(step)), 0), 20)))));
 
+  // What hardly differs gets a range that ticks can tell apart: uPlot fails on a narrower one.
+  const wide = (_plot, low, high) => {
+    if (low === null) return [0, 1];
+    const least = 1e-6 * Math.max(Math.abs(low), Math.abs(high));
+    return high - low < least ? [low - least, high + least] : uPlot.rangeNum(low, high, 0.1, true);
+  };
+
   function guides(said) {
     return (plot) => {
       const { ctx, bbox } = plot;
@@ -52,7 +59,7 @@
     return {
       width,
       height: HEIGHT,
-      scales: { x: { time: false }, y: { distr: said.powers ? 3 : 1 } },
+      scales: { x: { time: false }, y: said.powers ? { distr: 3 } : { range: wide } },
       cursor: { drag: { x: true, y: false } },
       series: [
         { label: said.index },
