@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import copy
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import statekit
 from statekit.cli.main import main
 from statekit.conversion.belonging import half_of
 from statekit.errors import NamesError, UnknownFormatError, UnknownRuleError
+from statekit.state.param_names import wrapped_names
 from statekit.torch import attest, load_optimizer
 
 pytestmark = pytest.mark.torch
@@ -23,6 +25,10 @@ HERE = Path(__file__).parent
 SHARED = HERE.parents[1] / "shared" / "cases"
 
 KINDS: Mapping[str, Mapping[str, str]] = {
+    "HF Adafactor with bf16 weights": {
+        "case": "test_torch_cases.py::test_slots_of_bfloat16_weights_are_proven_in_the_dtype_that_the_run_has",
+        "further": "test_field.py::test_adafactor_of_transformers_over_bfloat16_goes_on_in_the_drop_in",
+    },
     "1 evidence, a weakest fact in the headline": {
         "case": "test_optax_recognised.py::test_a_masked_decay_is_asked_for",
         "further": "test_evidence.py::test_an_order_that_nothing_proves_stands_in_the_headline_of_every_verb",
@@ -61,7 +67,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     },
     "clipping and the rest of training_args.bin": {
         "case": "test_torch_cases.py::test_another_limit_of_the_gradients_norm_is_no_resume_of_a_trainers_run",
-        "further": "test_trainer_to_optax.py::*",
+        "further": "test_field.py::test_what_else_trainers_arguments_do_to_gradients_is_named",
     },
     "schedules": {
         "case": "test_schedules_attested.py::*",
@@ -959,3 +965,57 @@ def test_the_lora_names_of_diffusers_are_those_of_the_live_adapter(is_old: bool,
     swapped["state"][0], swapped["state"][2] = swapped["state"][2], swapped["state"][0]
     optimizer.load_state_dict(swapped)
     assert not attest(optimizer, model, tmp_path).passed
+
+
+def test_the_old_lora_names_of_text_encoders_are_those_of_peft() -> None:
+    """Seen red with the names of diffusers' `DIFFUSERS_OLD_TO_PEFT` beside a PEFT model's."""
+    layer = "text_model.encoder.layers.0.self_attn"
+    live = [f"{layer}.{part}_proj.lora_{m}.default.weight" for part in ("q", "k", "v", "out") for m in "AB"]
+    old = [
+        f"text_encoder.{layer}.to_{part}_lora.{m}.weight"
+        for part in ("q", "k", "v", "out")
+        for m in ("down", "up")
+    ]
+    assert wrapped_names(live, old) == dict(zip(live, old, strict=True))
+
+
+@pytest.mark.parametrize("is_scaled", [False, True])
+def test_adafactor_of_transformers_over_bfloat16_goes_on_in_the_drop_in(
+    is_scaled: bool, tmp_path: Path
+) -> None:
+    """Seen red: verify refuted it though right, since torch's load casts the source's own slots."""
+    transformers = pytest.importorskip("transformers.optimization")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.Linear(6, 3)).bfloat16()
+    options = {"lr": 0.01, "relative_step": False, "scale_parameter": is_scaled}
+    optimizer = transformers.Adafactor(model.parameters(), **options)
+    for _ in range(3):
+        model(torch.randn(5, 4).bfloat16()).float().square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    source, target = tmp_path / "run.pt", tmp_path / "there.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
+    assert main(["convert", str(source), str(target), "--layout", "statekit-torch"]) == 0
+    assert main(["verify", str(source), str(target)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("gradient_accumulation_steps", 4),
+        ("label_smoothing_factor", 0.1),
+        ("neftune_noise_alpha", 5.0),
+        ("average_tokens_across_devices", False),
+    ],
+)
+def test_what_else_trainers_arguments_do_to_gradients_is_named(
+    option: str, value: object, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    step = tmp_path / "checkpoint-6"
+    shutil.copytree(HERE / "cases" / "lora_trainer" / "run" / "checkpoint-6", step)
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, **{option: value})
+    torch.save(arguments, step / "training_args.bin")
+    names = str(HERE / "cases" / "lora_trainer" / "names.txt")
+    assert main(["inspect", str(step), "--param-names", names]) == 0
+    assert f"{option}={value}" in capsys.readouterr().out

@@ -32,11 +32,12 @@ _ADAPTED = re.compile(
     r"|trainable_tokens_[A-Za-z]+"
 )
 _OF_DIFFUSERS = (
+    (re.compile(r"\.self_attn\.to_([qkv]|out)_lora\.(down|up)(?=\.weight$)"), r".self_attn.\1_proj.\2"),
     (re.compile(r"\.(?:lora|lora_linear_layer)\.(down|up)(?=\.weight$)"), r".\1"),
     (re.compile(r"(?:^|\.)processor\.(to_[qkv])_lora\.(down|up)(?=\.weight$)"), r".\1.\2"),
     (re.compile(r"(?:^|\.)processor\.(to_out)_lora\.(down|up)(?=\.weight$)"), r".\1.0.\2"),
 )
-"""What diffusers' files call PEFT's two matrices, and what stands around their names: of today, and before PEFT."""
+"""What diffusers' files call PEFT's two matrices, and what stands around their names: before PEFT, and of today."""
 _MATRICES = {"down": "lora_A", "up": "lora_B"}
 _BARE = "lora_magnitude_vector"
 """DoRA's parameter, whose own `weight` PEFT's file leaves out with the adapter's name."""
@@ -57,6 +58,8 @@ def inner_name(name: str) -> str:
         ('h.0.weight', 'q.lora_A.weight')
         >>> inner_name("attn1.to_q.lora.down.weight"), inner_name("attn1.processor.to_out_lora.up.weight")
         ('attn1.to_q.lora_A.weight', 'attn1.to_out.0.lora_B.weight')
+        >>> inner_name("layers.0.self_attn.to_out_lora.up.weight")
+        'layers.0.self_attn.out_proj.lora_B.weight'
     """
     keys = [key for key in _as_peft(name.replace("/", ".")).split(".") if key not in _AROUND]
     while len(keys) > 1 and keys[0] in _FIRST:
