@@ -620,11 +620,47 @@ def test_a_group_without_parameters_is_kept_named_and_goes_on(
     assert [group["lr"] for group in program["optimizer"].param_groups][1] == 0.01
 
 
-def told_lines(path: Path, capsys: pytest.CaptureFixture[str]) -> str:
+def told_lines(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> str:
     """Returns the printed lines of Python that go on with a run."""
     capsys.readouterr()
-    assert main(["resume", str(path)]) == 0
+    assert main(["resume", str(path), *options]) == 0
     return capsys.readouterr().out.partition("\n\n")[0]
+
+
+def test_printed_lines_load_the_network_that_is_meant_and_not_its_average(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The file of a StyleGAN2. Seen red: `g_ema` was loaded as the weights, and both optimizers into one's groups."""
+    model, other = Net(), Net()
+    optimizers = [
+        trained(net, torch.optim.Adam(net.parameters(), lr=rate))
+        for net, rate in ((model, 0.01), (other, 0.02))
+    ]
+    average = {name: 0.5 * param.detach() for name, param in model.named_parameters()}
+    optim = dict(zip(("g_optim", "d_optim"), (part.state_dict() for part in optimizers), strict=True))
+    tree = {"d": other.state_dict(), "g_ema": average, "g": model.state_dict(), **optim}
+    torch.save(tree, tmp_path / "000004.pt")
+    assert "--model-key g, in Python model_key='g'" in told(
+        ["convert", tmp_path / "000004.pt", "x.pt"], 3, capsys
+    )
+    converted = ["convert", tmp_path / "000004.pt", tmp_path / "g.pt", "--model-key", "g"]
+    assert told(converted, 0, capsys).startswith("BITWISE")
+    for path, options in ((tmp_path / "000004.pt", ("--model-key", "g")), (tmp_path / "g.pt", ())):
+        program: dict[str, Any] = {"model": Net()}
+        exec(told_lines(path, capsys, *options), program)
+        assert_goes_on_alike(program["model"], program["optimizer"], model, optimizers[0])
+
+
+def assert_goes_on_alike(
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    first: torch.nn.Module,
+    run: torch.optim.Optimizer,
+) -> None:
+    first, run = copy.deepcopy((first, run))
+    trained(model, optimizer)
+    trained(first, run)
+    assert all(map(torch.equal, model.parameters(), first.parameters()))
 
 
 def test_a_group_without_parameters_in_a_file_by_index_is_named_too(

@@ -424,6 +424,7 @@ class Contents:
             where they are known.
         unnamed: The state without parameters, where the layout knows everything but which is which: its optimizer,
             counts and extra, with numbers in the place of paths; None elsewhere.
+        remedy: What its user can do to get a state.
     """
 
     what: str
@@ -432,6 +433,7 @@ class Contents:
     others: Mapping[str, Tensor]
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     unnamed: Unnamed | None = None
+    remedy: str = "`statekit inspect` lists its tensors"
 
 
 @runtime_checkable

@@ -518,7 +518,7 @@ def detect_layout(checkpoint: Checkpoint) -> tuple[Layout, Evidence]:
             place=checkpoint.path,
             expected="weights and an optimizer of a schema that `statekit schemas` lists",
             found=seen.what,
-            remedy="`statekit inspect` lists its tensors",
+            remedy=seen.remedy,
         )
     best = _best([(lay.name, e) for lay, e in fitting], f"{checkpoint.path}", "layout", "--layout")
     return fitting[best]

@@ -29,6 +29,8 @@ _NEEDED = {
     **dict.fromkeys(("adamw", "lamb"), _ADAM),
 }
 """Schema -> hyperparameters without which nobody can step."""
+_MODEL = "model"
+"""Where a conversion puts a model that lay at another place."""
 _INDEX = re.compile(r"0|[1-9][0-9]*")
 State = Mapping[str, Any]
 """A state without its tensors, as `TrainState.to_json` gives it."""
@@ -256,7 +258,10 @@ def model_place(saved: SavedRun, paths: Collection[str]) -> str | None:
         return saved.ref.model_key
     ends = tuple("/" + path.replace("/", ".") for path in paths)
     places = (name.removesuffix(end) for name in saved.tensors for end in ends if name.endswith(end))
-    return next((place for place in places if "/state" not in place), None)
+    found = dict.fromkeys(place for place in places if "/state" not in place)
+    # Another network, or an average, has parameters of the same names.
+    meant = (place for place in (*saved.run.places[:1], _MODEL) if place in found)
+    return next(meant, next(iter(found), None))
 
 
 def subscripts(place: str) -> str:

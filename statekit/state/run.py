@@ -30,6 +30,8 @@ BESIDE = "torch"
 """Key in a state's extra: what lay beside model and optimizer in a file or folder of PyTorch."""
 TRAINER_ARGUMENTS = "trainer_arguments"
 """Key beside a Trainer's parts: those of its arguments that make its schedule, as its folder's container reads them."""
+PARTS = "torch_places"
+"""Key in a state's extra: where model and optimizer lie in a file of PyTorch."""
 SIDE_BY_SIDE = "torch_optimizers"
 """Key in `extra`: place of each optimizer of a run that has several, and how many of the groups are its own."""
 Part: TypeAlias = Literal["scaler", "accumulation", "averages", "random", "data", "epoch", "trainer"]
@@ -148,12 +150,14 @@ class RunState:
         parts: The other things, each with where it is known from.
         ties: Further name of a parameter -> its path.
         optimizers: How many of the groups, in their order, each of several optimizers has that lay side by side.
+        places: Where a file of PyTorch has its model and its optimizer, keys joined by `/`; none where unknown.
     """
 
     schedules: tuple[Schedule, ...] = ()
     parts: tuple[RunPart, ...] = ()
     ties: Mapping[str, str] = field(default_factory=dict)
     optimizers: tuple[int, ...] = ()
+    places: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """Returns the run as plain data; what isn't known is absent."""
@@ -278,7 +282,14 @@ def run_of(extra: Mapping[str, Tree]) -> RunState:
         tuple(parts),
         dict(ties) if isinstance(ties, Mapping) else {},
         _counts_of(extra.get(SIDE_BY_SIDE)),
+        _places_of(extra.get(PARTS)),
     )
+
+
+def _places_of(parts: Tree) -> tuple[str, ...]:
+    """Returns the places of a model and its optimizer; none where nothing says them."""
+    rows = parts if isinstance(parts, (list, tuple)) else ()
+    return tuple("/".join(map(str, place)) for place in rows if isinstance(place, (list, tuple)))
 
 
 def _lies_twice(schedule: Schedule, others: Sequence[Schedule]) -> bool:

@@ -14,6 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from statekit.conversion.contracts import Contents
+from statekit.converters.layouts.pytorch.networks import by_model_key
 from statekit.converters.layouts.pytorch.param_order import found_order
 from statekit.converters.layouts.pytorch.parts import (
     Parts,
@@ -157,7 +158,7 @@ def _without_weights(checkpoint: Checkpoint, parts: Parts, name: str, listed: st
     """Returns what a file holds whose optimizer's weights aren't there, or may be several parts."""
     if models := possible_models(checkpoint.tree):
         summary = f"{name}, and weights at {' or '.join(models)}: --model-key says which are the optimizer's; {listed}"
-        return Contents(summary, {}, {}, checkpoint.tensors)
+        return Contents(summary, {}, {}, checkpoint.tensors, remedy=by_model_key(models[0]))
     count = sum(len(group["params"]) for group in parts.groups)
     unnamed = unnamed_tensors(checkpoint)
     lacking = (
@@ -213,7 +214,8 @@ def _networks(checkpoint: Checkpoint, pairs: Mapping[Path, Path]) -> Contents:
         name = signature.name if signature else _UNKNOWN
         said.append(f"{key}, moved by {name} at {'/'.join(map(str, optimizer))}")
     summary = f"{len(pairs)} networks, of which --model-key names one: {'; '.join(said)}"
-    return Contents(summary, {}, {}, checkpoint.tensors)
+    first = "/".join(map(str, next(iter(pairs))))
+    return Contents(summary, {}, {}, checkpoint.tensors, remedy=by_model_key(first))
 
 
 def _unpaired(checkpoint: Checkpoint) -> Contents | None:
@@ -229,7 +231,8 @@ def _unpaired(checkpoint: Checkpoint) -> Contents | None:
         return None
     keys = "--model-key and --optimizer-key say which go together"
     summary = f"optimizers at {', '.join(optimizers)}, and weights at {', '.join(models)}: {keys}"
-    return Contents(summary, {}, {}, checkpoint.tensors)
+    remedy = f"name both, for example --model-key {models[0]} --optimizer-key {optimizers[0]}"
+    return Contents(summary, {}, {}, checkpoint.tensors, remedy=remedy)
 
 
 def signature_of(parts: Parts, variants: Mapping[str, str] = MappingProxyType({})) -> Signature | None:
@@ -310,7 +313,7 @@ def _weights(checkpoint: Checkpoint) -> Contents | None:
     models = possible_models(checkpoint.tree)
     if place is None and models:
         summary = f"weights at {' or '.join(models)}: --model-key says which; no optimizer"
-        return Contents(summary, {}, {}, checkpoint.tensors)
+        return Contents(summary, {}, {}, checkpoint.tensors, remedy=by_model_key(models[0]))
     if place is None:
         return None
     model = at(checkpoint.tree, place) if place else loose(checkpoint.tree)

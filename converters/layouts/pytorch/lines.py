@@ -720,4 +720,8 @@ def _optimizer_keys(saved: SavedRun) -> list[str]:
     if saved.ref is not None and saved.ref.optimizer_key is not None:
         return [subscripts(saved.ref.optimizer_key)]
     places = (name.partition(mark)[0] for name in saved.tensors for mark in _STATE if mark in name)
-    return [subscripts(place) for place in dict.fromkeys(places)]
+    found = dict.fromkeys(places)
+    if len(found) > 1 and not saved.run.optimizers:  # the others move other networks
+        meant = [place for place in (*saved.run.places[1:], "optimizer") if place in found][:1]
+        found = dict.fromkeys(meant or found)
+    return [subscripts(place) for place in found]

@@ -60,8 +60,13 @@ def several_networks(pairs: Mapping[Path, Path], place: object) -> StateError:
         "The checkpoint has several networks, each with an optimizer.",
         place=place,
         found="; ".join(f"{model}, moved by {optimizer}" for model, optimizer in named),
-        remedy=f"name one: --model-key {named[0][0]}, in Python model_key={named[0][0]!r}",
+        remedy=by_model_key(named[0][0]),
     )
+
+
+def by_model_key(first: str) -> str:
+    """Returns the remedy where several parts may be the model."""
+    return f"name one: --model-key {first}, in Python model_key={first!r}"
 
 
 def unpaired_network(model: str, optimizers: Iterable[Path]) -> UsageError:

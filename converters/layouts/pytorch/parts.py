@@ -23,7 +23,7 @@ from statekit.conversion.contracts import Encoded, dropped_from
 from statekit.converters.layouts.pytorch.networks import paired, unpaired_network
 from statekit.errors import UsageError, printable
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
-from statekit.state.run import BESIDE
+from statekit.state.run import BESIDE, PARTS
 from statekit.tensors.tensor import TIES, Tensor, scalar, ties_of
 from statekit.tensors.tree import (
     Path,
@@ -89,7 +89,7 @@ megatron/core/optimizer/optimizer.py, `Float16OptimizerWithFloat16Params.state_d
 """
 BUFFERS, GROUPS = "buffers", "param_groups"
 """Parts of `extra` that lie elsewhere in the file: in `model`, and in the groups; as `BESIDE` does at the top."""
-PLACES = "torch_places"
+PLACES = PARTS
 """Key in `extra`: where model and optimizer lie in the file."""
 NAMES = "torch_names"
 """Key in `extra`: name by path, of parameters whose names have slashes, which paths have in the place of dots."""

@@ -43,7 +43,7 @@ from statekit.converters.layouts.pytorch.contents import (
     unwrapped_record,
 )
 from statekit.converters.layouts.pytorch.flat_vector import unflattened
-from statekit.converters.layouts.pytorch.networks import several_networks, unpaired_networks
+from statekit.converters.layouts.pytorch.networks import by_model_key, several_networks, unpaired_networks
 from statekit.converters.layouts.pytorch.param_order import OF_GROUPS, REMEDY, Order, found_order
 from statekit.converters.layouts.pytorch.parts import (
     GROUPS,
@@ -629,7 +629,7 @@ def _without_model(checkpoint: Checkpoint) -> StateError:
             "Several parts of the checkpoint may be the model.",
             place=checkpoint.path,
             found=", ".join(models),
-            remedy=f"name one: --model-key {models[0]}, in Python model_key={models[0]!r}",
+            remedy=by_model_key(models[0]),
         )
     averages, unnamed = averaged_models(checkpoint.tree), unnamed_tensors(checkpoint)
     has_average = f"an average of them at {', '.join(averages)}" if averages else None
