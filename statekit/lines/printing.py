@@ -258,10 +258,10 @@ def model_place(saved: SavedRun, paths: Collection[str]) -> str | None:
         return saved.ref.model_key
     ends = tuple("/" + path.replace("/", ".") for path in paths)
     places = (name.removesuffix(end) for name in saved.tensors for end in ends if name.endswith(end))
-    found = dict.fromkeys(place for place in places if "/state" not in place)
+    models = dict.fromkeys(place for place in places if "/state" not in place)
     # Another network, or an average, has parameters of the same names.
-    meant = (place for place in (*saved.run.places[:1], _MODEL) if place in found)
-    return next(meant, next(iter(found), None))
+    marked = (place for place in (*saved.run.places[:1], _MODEL) if place in models)
+    return next(marked, next(iter(models), None))
 
 
 def subscripts(place: str) -> str:

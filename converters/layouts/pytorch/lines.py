@@ -720,8 +720,8 @@ def _optimizer_keys(saved: SavedRun) -> list[str]:
     if saved.ref is not None and saved.ref.optimizer_key is not None:
         return [subscripts(saved.ref.optimizer_key)]
     places = (name.partition(mark)[0] for name in saved.tensors for mark in _STATE if mark in name)
-    found = dict.fromkeys(places)
-    if len(found) > 1 and not saved.run.optimizers:  # the others move other networks
-        meant = [place for place in (*saved.run.places[1:], "optimizer") if place in found][:1]
-        found = dict.fromkeys(meant or found)
-    return [subscripts(place) for place in found]
+    optimizers = [*dict.fromkeys(places)]
+    if not saved.run.optimizers:  # the others move other networks
+        marked = [place for place in (*saved.run.places[1:], "optimizer") if place in optimizers]
+        optimizers = marked[:1] or optimizers
+    return [subscripts(place) for place in optimizers]
