@@ -124,7 +124,6 @@ def test_a_conversion_from_a_bucket_is_that_of_the_local_files(store: Served, tm
     assert SECRET not in json.dumps(manifests[1])
 
 
-@pytest.mark.slow
 def test_the_hub_is_read_at_the_commit_that_a_revision_names(tmp_path: Path) -> None:
     pytest.importorskip("huggingface_hub")
     with serving("hub", contents(T5X)) as (address, served):

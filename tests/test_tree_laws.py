@@ -73,7 +73,7 @@ def remote(
     return TreeTrial(listed, change if changes else None, fail if kind == "s3" else None)
 
 
-@pytest.mark.parametrize("scheme", ["s3", pytest.param("gs", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("scheme", ["s3", "gs"])
 @pytest.mark.parametrize("law", TREE_LAWS)
 def test_a_bucket_obeys(law: str, scheme: str, serve: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("obstore")

@@ -7,7 +7,7 @@ folder and nowhere else.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -27,6 +27,15 @@ _SMALL = 2**16
 _AT_ONCE = 256
 """Headers that are looked for at once."""
 
+_JOINED: Mapping[str, Any] = {
+    "experimental_read_coalescing_threshold_bytes": 2**16,
+    "experimental_read_coalescing_merged_bytes": 2**22,
+    "experimental_read_coalescing_interval": "2ms",
+}
+"""Values of a database in a store that lie side by side come in one request, which waits a little for the next.
+
+The header of each array is a value of its own. Source: tensorstore 0.1.86, driver `ocdbt`.
+"""
 _CACHED_PART = 8
 """The part of the bytes that a job may hold which an OCDBT database's inner nodes are kept in: 64 MiB by default."""
 _MANIFEST = "manifest.ocdbt"
@@ -152,10 +161,10 @@ class OcdbtStore:
         """
         import tensorstore as ts
 
-        base = _driver_of(folder)
+        base, joined = _driver_of(folder), _JOINED
         if base is None:
             _check_files(folder, files)
-            base = {"driver": "file", "path": f"{os.path.realpath(folder)}/"}
+            base, joined = {"driver": "file", "path": f"{os.path.realpath(folder)}/"}, {}
         cached, limit = files.account.budget.limits.held // _CACHED_PART, {"limit": threads()}
         context = ts.Context(
             {
@@ -164,7 +173,7 @@ class OcdbtStore:
                 "data_copy_concurrency": limit,
             }
         )
-        spec = {"driver": "ocdbt", "base": base}
+        spec = {"driver": "ocdbt", "base": base, **joined}
         try:
             database = ts.KvStore.open(spec, context=context).result()
             return OcdbtStore(str(folder), database, files, folder / _MANIFEST)
