@@ -44,6 +44,17 @@ def test_each_save_is_sealed_and_examined_beside_the_run(tmp_path: Path) -> None
     assert statekit.check(tmp_path / "bad.pt").passed
 
 
+def test_a_save_of_several_checkpoints_is_a_problem_and_no_crash(tmp_path: Path) -> None:
+    """Seen red: a ValueError ended the thread that seals, and `wait` raised it."""
+    seals = SealsEachSave()
+    for name in ("first.pt", "second.pt"):
+        saved(tmp_path / name)
+    seals.begin(tmp_path)
+    seals.wait()
+    (save,) = seals.saves
+    assert not save.passed and "2 checkpoints lie there, and one was expected" in str(save)
+
+
 def test_what_the_hook_raises_is_raised_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("statekit.attestation.each_save.sealed_and_examined", lambda path: path)
     seals = SealsEachSave(lambda save: 1 / 0)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import struct
 import subprocess
 import sys
+import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +22,8 @@ from statekit.cli.main import main
 from statekit.converters.containers.torch_halves import find_ranks
 from statekit.converters.formats.pytorch.dtensors import joined
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError, StatekitError
+from statekit.tensors.tensor import in_memory
+from statekit.tensors.tree import Record
 from statekit.torch import attest, load_optimizer
 
 pytestmark = pytest.mark.torch
@@ -161,8 +165,6 @@ def test_parts_lie_where_pytorch_says(tmp_path: Path) -> None:
     ],
 )
 def test_parts_that_are_described_otherwise_are_refused(old: bytes, new: bytes, tmp_path: Path) -> None:
-    import zipfile
-
     for file in (CASE / "fsdp2").glob("model*"):
         with zipfile.ZipFile(file) as source, zipfile.ZipFile(tmp_path / file.name, "w") as target:
             for name in source.namelist():
@@ -204,3 +206,41 @@ def test_what_fsdp2_and_tensor_parallelism_save_is_joined(kind: str, ranks: int,
 def test_what_ranks_hold_otherwise_is_a_contradiction(others: Any) -> None:
     with pytest.raises(CorruptError):
         joined([{0: 1}, others], Path("ranks"), ())
+
+
+def part_at(*place: int) -> Record:
+    """Returns how a rank at a place in its mesh pickles a DTensor that each rank has whole."""
+    mesh = Record("torch.distributed.device_mesh.DeviceMesh", (), {"_coordinate_on_dim": list(place)})
+    copies = tuple(Record("torch.distributed.tensor.placement_types.Replicate") for _ in place)
+    spec = Record(
+        "torch.distributed.tensor._dtensor_spec.DTensorSpec", (), {"mesh": mesh, "placements": copies}
+    )
+    state = {"_local_tensor": in_memory(np.zeros(2, np.float32)), "_spec": spec}
+    return Record("torch.distributed.tensor.DTensor", (None, None, None, (2,)), state)
+
+
+def test_ranks_of_meshes_with_other_axes_are_a_contradiction() -> None:
+    """Seen red: a ValueError of `zip`."""
+    whole = joined([part_at(0, 0), part_at(0, 1)], Path("ranks"), ())
+    assert whole.shape == (2,)
+    with pytest.raises(CorruptError, match=r"\[0, 0\] in the mesh[\s\S]*on rank 1: \[1\] in the mesh"):
+        joined([part_at(0, 0), part_at(1)], Path("ranks"), ())
+
+
+@pytest.mark.parametrize("key", ["step", "lr"])
+def test_a_rank_of_another_step_is_refused(key: str, tmp_path: Path) -> None:
+    """Counts are tensors, which are compared when they are read; options are compared at once."""
+    folder = tmp_path / "run"
+    shutil.copytree(CASE / "fsdp2", folder)
+    file = folder / "optim_world_size_2_rank_1.pt"
+    old, new = {
+        "step": (struct.pack("<f", 4), struct.pack("<f", 900)),
+        "lr": (b"G" + struct.pack(">d", 0.01), b"G" + struct.pack(">d", 0.5)),
+    }[key]
+    with zipfile.ZipFile(CASE / "fsdp2" / file.name) as source, zipfile.ZipFile(file, "w") as target:
+        for name in source.namelist():
+            data = source.read(name)
+            is_pickle = name.endswith("data.pkl")
+            target.writestr(name, data.replace(old, new) if is_pickle or data == old else data)
+    with pytest.raises(CorruptError, match=r"contradict each other|Ranks hold different values"):
+        statekit.open(folder)
