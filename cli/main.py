@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import io
 import json
 import os
@@ -27,6 +28,8 @@ STOPPED = 128
 """Exit code of a verb that a signal stopped, less the signal's number: 143 after SIGTERM. Source: bash(1)."""
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 """Signals that end a verb with nothing left behind: Ctrl-C, and what a scheduler that preempts a job sends."""
+_MOMENT = 0.05
+"""Seconds after which a signal is raised again that a garbage collection passed over."""
 
 
 class Stopped(KeyboardInterrupt):
@@ -41,7 +44,8 @@ class Stopped(KeyboardInterrupt):
 def stoppable() -> Iterator[None]:
     """Lets the signals of `STOPPING` end what runs, where nobody else has said what they do.
 
-    Whatever the code in which one arrives makes of it, as a library that is being imported says that it can't be.
+    Whatever the code in which one arrives makes of it, as a library that is being imported says that it can't be, and
+    as a garbage collection passes over what its callbacks raise.
 
     Raises:
         Stopped: One arrived.
@@ -51,7 +55,7 @@ def stoppable() -> Iterator[None]:
         return
     arrived: list[int] = []
 
-    shown = sys.stderr
+    shown, hook = sys.stderr, sys.unraisablehook
 
     def stop(number: int, frame: FrameType | None) -> None:
         arrived.append(number)
@@ -59,12 +63,23 @@ def stoppable() -> Iterator[None]:
             sys.stderr = _NOWHERE
         raise Stopped(number)
 
+    def once_more(passed_over: sys.UnraisableHookArgs) -> None:
+        if not isinstance(passed_over.exc_value, Stopped):
+            hook(passed_over)
+        elif taken:  # raised in a moment, when the garbage collection is over
+            again = threading.Timer(_MOMENT, _thread.interrupt_main, (passed_over.exc_value.number,))
+            again.daemon = True
+            again.start()
+
     before = {number: signal.getsignal(number) for number in STOPPING}
     taken = [number for number in STOPPING if before[number] in (signal.SIG_DFL, signal.default_int_handler)]
     for number in taken:
         signal.signal(number, stop)
+    sys.unraisablehook = once_more
     try:
         yield
+        if arrived:
+            raise Stopped(arrived[0])
     except Stopped:
         raise
     except BaseException as error:
@@ -72,7 +87,7 @@ def stoppable() -> Iterator[None]:
             raise Stopped(arrived[0]) from error
         raise
     finally:
-        sys.stderr = shown
+        sys.stderr, sys.unraisablehook = shown, hook
         for number in taken:
             signal.signal(number, before[number])
 

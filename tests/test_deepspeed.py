@@ -293,6 +293,7 @@ MADE = {
     "float32 of 3": Made(some_groups(*SHAPES), 2, 3, "float32"),
     "sub-groups": Made(some_groups(*SHAPES), 2, 3, "float16", sub_groups=2),
     "frozen": Made(some_groups(*SHAPES), 3, 3, frozen={"head.w": np.arange(10, dtype=np.float32).reshape(5, 2)}),
+    "frozen without elements": Made(some_groups(*SHAPES), 3, 3, frozen={"head.w": np.zeros((0, 2), np.float32)}),
     "many small": Made(some_groups([(1,)] * 40), 7, 1),
 }  # fmt: skip
 

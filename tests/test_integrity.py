@@ -302,3 +302,19 @@ def test_what_befell_a_file_is_told_by_its_time_where_that_tells(tmp_path: Path)
     os.utime(copy / manifest.FILE, (late - 1, late - 1))
     with pytest.raises(CorruptError, match="was changed since it was written, or is damaged"):
         open_state(copy)
+
+
+@pytest.mark.parametrize("kind", ["folder", "FIFO", "a link to nothing"])
+@pytest.mark.parametrize("name", ["statekit.checkpoint.pt.json", "checkpoint-4/statekit.json"])
+def test_a_manifest_that_is_no_file_is_damage(name: str, kind: str, tmp_path: Path) -> None:
+    """Seen red: the checkpoint passed for one that was never sealed."""
+    shutil.copytree(TRAINER, tmp_path / TRAINER.name)
+    shutil.copyfile(ADAMW, tmp_path / ADAMW.name)
+    if kind == "a link to nothing":
+        (tmp_path / name).symlink_to("nowhere")
+    else:
+        (os.mkfifo if kind == "FIFO" else os.mkdir)(tmp_path / name)
+    checkpoint = tmp_path / (TRAINER.name if name.startswith(TRAINER.name) else ADAMW.name)
+    with pytest.raises(CorruptError, match="the manifest is no file"):
+        statekit.open(checkpoint)
+    assert not statekit.check(checkpoint).passed

@@ -329,6 +329,20 @@ def test_a_forged_claim_removes_nothing_and_is_named(
     assert store.files == before
 
 
+def test_a_forged_claim_beside_a_complete_object_removes_nothing(
+    store: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: it was removed, as it carries the claim's mark. An object is put whole or not at all."""
+    written("s3://bucket/runs/run.pt", to="torch")
+    (mark,) = {mark for name, mark in store.marks.items() if name == "runs/run.pt"}
+    claim = f"runs/{WORK}run.pt/claim-0001.json"
+    store.files[claim] = json.dumps({**CLAIM, "mark": mark, "target": "runs/run.pt"}).encode()
+    store.marks[claim] = mark
+    assert main(["sweep", "s3://bucket/runs", "--idle-hours", "0"]) == DONE
+    assert "completed" in capsys.readouterr().out
+    assert [*store.files] == ["runs/run.pt"]
+
+
 def test_the_hub_is_no_target() -> None:
     assert main(["convert", f"{T5X}", "hf://owner/name/run"]) != DONE
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gc
 import json
 import os
 import shutil
@@ -25,7 +26,7 @@ from samples import state_writer, target_name, writable
 from goldens import GOLDEN
 from statekit.cli.main import FAILED, STOPPED, STOPPING, Stopped, main, stoppable
 from statekit.conversion.contracts import Exactness
-from statekit.conversion.convert import convert, plan
+from statekit.conversion.convert import _check_ours, convert, plan
 from statekit.conversion.open_state import open_state
 from statekit.conversion.plan import Plan
 from statekit.errors import CommitError, FormatError, InexactError, RefusedError, TargetExistsError
@@ -225,6 +226,46 @@ def test_a_signal_stops_whatever_a_library_makes_of_it(number: signal.Signals) -
         assert caught.value.number == number and signal.getsignal(number) is signal.SIG_DFL
     finally:
         signal.signal(number, before)
+
+
+@pytest.mark.parametrize("works_on", [True, False])
+def test_a_signal_inside_a_garbage_collection_stops_all_the_same(works_on: bool) -> None:
+    """Seen red: Python passes over what a callback of the collection raises, and the conversion was completed."""
+
+    def arrive(phase: str, facts: object) -> None:
+        if phase == "start":
+            gc.callbacks.remove(arrive)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    before, hook = signal.signal(signal.SIGTERM, signal.SIG_DFL), sys.unraisablehook
+    until = time.monotonic() + 10
+    try:
+        with pytest.raises(Stopped) as caught, stoppable():
+            gc.callbacks.append(arrive)
+            gc.collect()
+            while works_on and time.monotonic() < until:
+                pass
+        assert caught.value.number == signal.SIGTERM and time.monotonic() < until
+        assert sys.unraisablehook is hook
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def test_a_link_that_is_exchanged_meanwhile_is_no_crash(
+    source: Path, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """Seen red: an OSError of `readlink`, where a target was exchanged for a link and back all the time."""
+    target = tmp_path / "target"
+    target.symlink_to("elsewhere")
+
+    def exchanged(path: object) -> str:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL), path)
+
+    monkeypatch.setattr(os, "readlink", exchanged)
+    with pytest.raises(TargetExistsError, match="isn't there any more"):
+        _check_ours(target)
+    with pytest.raises(CommitError, match="Invalid argument"):
+        convert(plan(source, target, to="statekit"), replace=True)
 
 
 def test_a_signal_that_is_ignored_stays_ignored(source: Path, tmp_path: Path) -> None:

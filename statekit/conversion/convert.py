@@ -347,6 +347,14 @@ def measured_of(plan: Plan, tensors: Iterable[Tensor]) -> tuple[Measured, ...]:
     return measured_in(tensors)
 
 
+def _aim(link: Path) -> str:
+    """Returns where a link leads, for a message."""
+    try:
+        return os.readlink(link)
+    except OSError:  # somebody put something else in its place meanwhile
+        return "what isn't there any more"
+
+
 def _check_ours(target: Path) -> None:
     """Refuses to replace what statekit didn't write: a link, or a file without a manifest inside.
 
@@ -356,7 +364,7 @@ def _check_ours(target: Path) -> None:
         raise TargetExistsError(
             "The target is a link, which statekit didn't make.",
             place=target,
-            found=f"a link to {os.readlink(target)}",
+            found=f"a link to {_aim(target)}",
             remedy="name the link's target, or choose another name; --replace-foreign replaces the link",
         )
     if not target.is_file():

@@ -25,6 +25,7 @@ from statekit.conversion.contracts import Container, ForTarget, OnlyReads
 from statekit.conversion.plan import Request
 from statekit.conversion.registry import ContainerCard, LayoutCard
 from statekit.errors import UnknownRuleError, UsageError, meant
+from statekit.files.durable import writing
 from statekit.files.tree import Place
 from statekit.state.evidence import ORDER, Fact
 from statekit.state.exactness import Exactness
@@ -187,7 +188,8 @@ def check_apart(source: Place, target: Place) -> None:
                 remedy="choose another target",
             )
         return
-    origin, place = Path(os.path.realpath(source)), Path(os.path.realpath(target))
+    with writing(target):  # a link may be exchanged for something else while it is followed
+        origin, place = Path(os.path.realpath(source)), Path(os.path.realpath(target))
     if not origin.exists():
         return
     ways = (("the source itself", _same(origin, place)), ("inside the source", _within(place, origin)))

@@ -131,8 +131,12 @@ def _beside(checkpoint: Checkpoint, files: Files, findings: list[Finding]) -> Pr
     run went on in the manifest's folder, only the checkpoint's own files count: the run writes others, and removes
     old ones.
     """
+    nearest = manifest_place(checkpoint), checkpoint.path / FILE
     for place in _places(checkpoint):
         if not place.is_file():
+            if place in nearest and (place.exists() or place.is_symlink()):
+                findings.append(Finding("the manifest is no file", f"{place}", True))
+                return None
             continue
         try:
             manifest = parse(read_small(place, files), place, files.account)
@@ -144,7 +148,7 @@ def _beside(checkpoint: Checkpoint, files: Files, findings: list[Finding]) -> Pr
             return None
         files_named = {place.parent / name: entry for name, entry in manifest["files"].items()}
         mine = {path: entry for path, entry in files_named.items() if _is_part(path, checkpoint)}
-        if mine or place in (manifest_place(checkpoint), checkpoint.path / FILE):
+        if mine or place in nearest:
             is_whole = _is_whole(checkpoint, place, manifest)
             stated = mine if _went_on(place.parent, manifest) else files_named
             return Proof(place, manifest, stated, manifest["tensors"] if is_whole else {}, is_whole)

@@ -545,7 +545,8 @@ def _frozen(models: list[dict[str, Any]], name: str, shape: Shape, place: str) -
     left = [min(length, max(0, count - rank * length)) for rank in range(len(models))]
     if len(parts) != len(models) or any(part.shape[0] < n for part, n in zip(parts, left, strict=True)):
         raise CorruptError("The ranks' parts don't make up a frozen parameter.", place=f"{name} in {place}")
-    return Concatenated(tuple(Segment(part, 0, n) for part, n in zip(parts, left, strict=True) if n), shape)
+    pieces = tuple(Segment(part, 0, n) for part, n in zip(parts, left, strict=True) if n)
+    return Concatenated(pieces or (Segment(parts[0], 0, 0),), shape)  # a parameter may have no elements
 
 
 def _apart(models: list[dict[str, Any]]) -> dict[str, Tree]:
