@@ -404,11 +404,13 @@ class Unnamed:
         optimizer: Its groups have numbers in the place of paths.
         counts: The steps.
         extra: What else the checkpoint holds, as a state's.
+        assumptions: What the run does that no optimizer's file shows, as a state's.
     """
 
     optimizer: Optimizer
     counts: Counts
     extra: Mapping[str, Tree]
+    assumptions: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -365,6 +365,7 @@ def _with_unnamed(seen: Inspection, unnamed: Unnamed | None) -> Inspection:
         contents=None if seen.parameters else seen.contents,
         extra=tuple(unnamed.extra),
         run=run_of(unnamed.extra),
+        assumptions=unnamed.assumptions,
     )
 
 

@@ -572,7 +572,7 @@ def _unnamed(checkpoint: Checkpoint) -> Unnamed | None:
     extra |= {SIDE_BY_SIDE: sides} if sides else {}
     done = _stated_updates(kinds, parts, checkpoint)
     optimizer = Optimizer.of(groups, [(kind.schema, kind.variant) for kind in kinds])
-    return Unnamed(optimizer, _counts(counts, (), done), extra)
+    return Unnamed(optimizer, _counts(counts, (), done), extra, tuple(_of_gradients(checkpoint)))
 
 
 def _stated_updates(kinds: Sequence[TorchOptimizer], parts: Parts, checkpoint: Checkpoint) -> int | None:
