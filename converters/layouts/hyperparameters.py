@@ -97,8 +97,8 @@ class OptimizerSpec:
 
     def group(self) -> Group:
         """Returns the parameters as a group of a state."""
-        known = self.hyperparameters
-        return Group(self.paths, known.values, known.known_from, facts=self.facts)
+        hyperparameters = self.hyperparameters
+        return Group(self.paths, hyperparameters.values, hyperparameters.known_from, facts=self.facts)
 
 
 @dataclass(frozen=True)

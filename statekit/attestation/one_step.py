@@ -269,9 +269,9 @@ def _alike(state: TrainState, read: Mapping[Key, Reading], added: bool) -> Itera
             beside a matrix of its own, as biases do.
     """
     by_digest: dict[tuple[str, str], list[str]] = {}
-    for path, name, one in _keys(state, read):
-        if not one.is_zero and nbytes(state.slots[path][name]) >= SMALL:
-            by_digest.setdefault((name, one.digest), []).append(path)
+    for path, name, slot_values in _keys(state, read):
+        if not slot_values.is_zero and nbytes(state.slots[path][name]) >= SMALL:
+            by_digest.setdefault((name, slot_values.digest), []).append(path)
     around = {_module(path) for path, param in state.params.items() if len(param.shape) > 1}
     for (name, _), paths in by_digest.items():
         modules = {_module(path) for path in paths}
@@ -589,10 +589,11 @@ def _counts(opened: OpenState) -> Iterator[Finding]:
     state, checkpoint = opened.state, opened.checkpoint
     if state.optimizer.schema == WEIGHTS or not state.counts.updates:
         return
-    known = {bytes_of(tensor) for tensor in _values(state)}
+    read_values = {bytes_of(tensor) for tensor in _values(state)}
     counts = {state.counts.updates, state.counts.schedule, *state.counts.behind.values()} - {0}
     yield from narrow_counts(
-        {name: tensor for name, tensor in checkpoint.tensors.items() if bytes_of(tensor) not in known}, counts
+        {name: tensor for name, tensor in checkpoint.tensors.items() if bytes_of(tensor) not in read_values},
+        counts,
     )
     for step in said_steps(checkpoint, state):
         if abs(step.step) >= _NO_COUNT:

@@ -254,7 +254,9 @@ def _may_belong(name: str, top: str) -> bool:
 
 def _belongs(name: str, top: str, is_there: bool) -> bool:
     """Tells whether a file beside a whole run is that run's, by its name."""
-    ours, theirs = ({w for w in _words(each.partition(".")[0]) if w not in _WORDS} for each in (top, name))
+    ours, theirs = (
+        {w for w in _words(name_of_file.partition(".")[0]) if w not in _WORDS} for name_of_file in (top, name)
+    )
     return (bool(theirs) and ours == theirs) or (not theirs and not is_there)
 
 
@@ -422,7 +424,7 @@ def on_trust(names: Sequence[str]) -> str:
 
 def said_steps(checkpoint: Checkpoint, state: TrainState) -> Iterator[Said]:
     """Yields every step that is said beside the optimizer's own count: by a name, a trainer's record, a schedule."""
-    yield from (said for said in (_named(checkpoint), _recorded(checkpoint)) if said is not None)
+    yield from (remark for remark in (_named(checkpoint), _recorded(checkpoint)) if remark is not None)
     for schedule in run_of(state.extra).schedules:
         if schedule.at is not None:
             yield Said(schedule.at, schedule.place)

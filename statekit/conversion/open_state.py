@@ -76,11 +76,11 @@ class OpenState:
     def makers(self) -> tuple[str, ...]:
         """The variants that may have made the state: its own, or, where it is not given, all that its layout is of."""
         variants = registry.layout_card(self.layout).variants
-        each = [
+        descriptions = [
             (variant,) if variant else tuple(variants.get(schema, ()))
             for schema, variant in self.state.optimizer.kinds
         ]
-        return tuple(dict.fromkeys(name for names in each for name in names))
+        return tuple(dict.fromkeys(name for names in descriptions for name in names))
 
     @property
     def slots(self) -> Mapping[str, Mapping[str, Tensor]]:

@@ -125,8 +125,8 @@ class Prepared(AbstractContextManager["Prepared"]):
     @property
     def is_current(self) -> bool:
         """Whether the source's files are as they were."""
-        each = (_stats_of(opened.checkpoint) for opened in (self.opened, *self.beside))
-        return self.files == {name: fact for facts in each for name, fact in facts.items()}
+        facts_of_sides = (_stats_of(opened.checkpoint) for opened in (self.opened, *self.beside))
+        return self.files == {name: fact for facts in facts_of_sides for name, fact in facts.items()}
 
     @property
     def places(self) -> Iterator[Place]:

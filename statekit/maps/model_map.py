@@ -416,7 +416,7 @@ class ModelMap:
         faults += [("isn't a name that the map knows", path) for path in shapes if path not in covered]
         chosen = self._chosen(bound, faults, taken)
         faults += [(f"can't go over: {why}", words(where)) for where, why in self._refused_for(chosen)]
-        taken += [said for where, said in self.notes if _holds(where, chosen)]
+        taken += [note for where, note in self.notes if _holds(where, chosen)]
         active = [entry.of(chosen) for entry in self.entries if _holds(entry.when, chosen)]
         return active, {entry: bound[entry.origin or entry] for entry in active}, chosen
 
@@ -838,7 +838,9 @@ def _refusals(
 ) -> tuple[tuple[tuple[Template, str], ...], tuple[tuple[Mapping[str, str], str], ...]]:
     """Returns the names of a side that a map refuses, and the alternatives, each with the reason."""
     listed = () if by_modules else data.get("refused", ())
-    names = tuple((Template(one[source], words_of), str(one["because"])) for one in listed if source in one)
+    names = tuple(
+        (Template(entry[source], words_of), str(entry["because"])) for entry in listed if source in entry
+    )
     return names, tuple((rule["when"], str(rule["because"])) for rule in listed if "when" in rule)
 
 
@@ -1004,19 +1006,19 @@ _STATISTICS = (("optax", "tree", "batch_stats"), ("jax_weights", "batch_stats"))
 def _with_choices(maps: Sequence[ModelMap]) -> list[ModelMap]:
     """Returns a chain's maps, each without an alternative that is another's: several may have a choice of one name."""
     theirs: dict[str, set[Any]] = {}
-    for each in maps:
-        for choice, alternatives in each.choices.items():
+    for model_map in maps:
+        for choice, alternatives in model_map.choices.items():
             theirs.setdefault(choice, set()).update(alternatives)
     return [
         replace(
-            each,
+            model_map,
             config={
                 key: value
-                for key, value in each.config.items()
-                if key not in each.choices or value in each.choices[key] or value not in theirs[key]
+                for key, value in model_map.config.items()
+                if key not in model_map.choices or value in model_map.choices[key] or value not in theirs[key]
             },
         )
-        for each in maps
+        for model_map in maps
     ]
 
 
@@ -1092,8 +1094,8 @@ def _check_used(
 
 def settings_in(name: str | None, files: Files | None = None) -> Settings:
     """Returns what the codebases of a map, or of several joined, call the settings of their models."""
-    each = [data_of(link, files)[0] for link in chained(name)]
-    return settings_of(*(data[side].get("settings") for data in each for side in _SIDES))
+    links_as_data = [data_of(link, files)[0] for link in chained(name)]
+    return settings_of(*(data[side].get("settings") for data in links_as_data for side in _SIDES))
 
 
 _SIDES = ("source", "target")

@@ -140,12 +140,17 @@ def why_unmapped(name: str) -> str:
 
 def settings_of(*names: str | None) -> Settings:
     """Returns how codebases say what their models are: the first in its checkpoints too, all of them by `--config`."""
-    each = [Settings() if name is None else _known()[name] for name in names]
+    settings_by_name = [Settings() if name is None else _known()[name] for name in names]
     keys: dict[str, Word] = {}
-    for settings in reversed(each):
+    for settings in reversed(settings_by_name):
         keys |= settings.keys
-    gin = dict.fromkeys(name for settings in each for name in settings.gin)
-    return Settings(keys, tuple(gin), each[0].places if each else (), any(part.beside for part in each[:1]))
+    gin = dict.fromkeys(name for settings in settings_by_name for name in settings.gin)
+    return Settings(
+        keys,
+        tuple(gin),
+        settings_by_name[0].places if settings_by_name else (),
+        any(part.beside for part in settings_by_name[:1]),
+    )
 
 
 def gin_configurables() -> tuple[str, ...]:

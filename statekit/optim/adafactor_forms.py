@@ -88,8 +88,8 @@ class Setting(steps.Setting[AdafactorConstants, AdafactorHyperparameters]):
     @property
     def compute_dtype(self) -> str:
         """The dtype that every operation of the original returns."""
-        each = self.form["compute_dtype"] == "each_operation" and self.execution == "op_by_op"
-        return self.dtype if each else "float32"
+        rounds_each = self.form["compute_dtype"] == "each_operation" and self.execution == "op_by_op"
+        return self.dtype if rounds_each else "float32"
 
     def returned(self, value: Value) -> Value:
         """Returns what an operation of the original returns."""

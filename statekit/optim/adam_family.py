@@ -89,9 +89,9 @@ class MomentSetting(Setting[C, S], Generic[C, S]):
         if form["compute_dtype"] == "converted":
             compiled = rounds_of(scene, form["compute_dtype"]) == "compiled"
             return cls(scene.xp, form, hyper, scene.xp.cast(rate, dtype), scene.step, dtype, compiled)
-        each = form["compute_dtype"] == "each_operation"
-        fused = each and rounds_of(scene, form["compute_dtype"]) == "compiled"
-        rounds = each and not fused
+        rounds_each = form["compute_dtype"] == "each_operation"
+        fused = rounds_each and rounds_of(scene, form["compute_dtype"]) == "compiled"
+        rounds = rounds_each and not fused
         rounded_to = dtype if rounds else "float32"
         return cls(scene.xp, form, hyper, rate, scene.step, rounded_to, fused, rounds_added(scene))
 

@@ -301,9 +301,9 @@ def check(state: TrainState, group: Group) -> None:
 
 def _require_matrix(state: TrainState, path: str, form: MuonConstants) -> None:
     """Raises UnknownRuleError if a parameter is no matrix for a variant, or nobody knows which axes make one."""
-    rank, known = len(state.params[path].shape), state.rules.get(path)
+    rank, rule = len(state.params[path].shape), state.rules.get(path)
     ranks = {"filters": (2, 3, 4), "by_rule": (2,)}.get(form["rank_above_two"], (2,))
-    sides = None if known is None else [set(known.dims(side)) for side in (Axis.ROW, Axis.COLUMN, Axis.NONE)]
+    sides = None if rule is None else [set(rule.dims(side)) for side in (Axis.ROW, Axis.COLUMN, Axis.NONE)]
     no_matrix = rank not in ranks if sides is None else not (sides[0] and sides[1]) or bool(sides[2])
     if no_matrix:
         by_rule = form["rank_above_two"] == "by_rule" and rank > 2

@@ -118,8 +118,8 @@ def mover(xp: Backend, state: TrainState, execution: Execution | None = None) ->
         limits = {group.hyperparameters.get(LIMIT_OF_ALL) for group in groups}
         together = grads if len(groups) > 1 and len(limits) == 1 else None
         by_group = rates if isinstance(rates, tuple) else (rates,) * len(groups)
-        each = zip(groups, rules, configs_by_group, live["shared"], by_group, strict=True)
-        for group, (steps, variant), configs, whole, rate in each:
+        parts_of_groups = zip(groups, rules, configs_by_group, live["shared"], by_group, strict=True)
+        for group, (steps, variant), configs, whole, rate in parts_of_groups:
             new_params, new_slots, new_whole = move_group(
                 steps,
                 Scene(xp, variant, rate, count, execution, together),

@@ -46,12 +46,12 @@ def places(request: Mapping[str, Any], listener: Listener) -> dict[str, Any]:
     except StatekitError as error:
         return {"unreadable": error.line}
     try:
-        each = list(checkpoints_at(hints.at(path, container=container.name)))
+        checkpoints = list(checkpoints_at(hints.at(path, container=container.name)))
     except StatekitError as error:
         return {"container": container.name, "unreadable": error.line}
     return {
         "container": container.name,
-        "places": [{"path": str(place.path), "step": place.step} for place in each],
+        "places": [{"path": str(place.path), "step": place.step} for place in checkpoints],
     }
 
 

@@ -327,8 +327,8 @@ def _form(name: str, annotation: Any) -> Option:
     if hasattr(annotation, "__metadata__"):
         written: Option = annotation.__metadata__[0]
         return written
-    known = option(name)
-    return _one_of(*known.choices) if known.choices else _FORMS[known.kind]
+    declared = option(name)
+    return _one_of(*declared.choices) if declared.choices else _FORMS[declared.kind]
 
 
 OPTIONS: Mapping[Kind, Mapping[str, Option]] = {

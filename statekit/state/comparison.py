@@ -312,8 +312,8 @@ class _States:
     def _beside(self) -> Iterator[Difference]:
         """Yields in what tensors differ that are no parameters and no slots: averages, statistics, summed gradients."""
         theirs, mine = (
-            dict(_tensors({key: part for key, part in one.extra.items() if key != BUFFERS}, "extra"))
-            for one in (self._right, self._other)
+            dict(_tensors({key: part for key, part in side.extra.items() if key != BUFFERS}, "extra"))
+            for side in (self._right, self._other)
         )
         for name in filter(self._is_random, list(_both(theirs, mine))):
             theirs.pop(name, None)  # the parts of a run say of these that they aren't compared

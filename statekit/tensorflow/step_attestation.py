@@ -200,8 +200,8 @@ class _Watch:
             if index is None:
                 continue
             parts = [tf.convert_to_tensor(grad)[index] if index else tf.convert_to_tensor(grad)]
-            if (one := summed.get(id(variable))) is not None:
-                parts.append(one.value[index] if index else tf.convert_to_tensor(one.value))
+            if (total := summed.get(id(variable))) is not None:
+                parts.append(total.value[index] if index else tf.convert_to_tensor(total.value))
             if path not in self._left:
                 with tf.init_scope():
                     self._left[path] = [tf.Variable(tf.zeros(part.shape, part.dtype)) for part in parts]

@@ -337,8 +337,8 @@ class Repeated(OfOne):
     def read(self, index: Index | None = None) -> Array:
         """Reads a block: once, however often it stands there."""
         index, at = normal_index(index, self.shape), self.axis
-        one = self.tensor.read((*index[:at], *index[at + 1 :]))
-        return np.ascontiguousarray(np.broadcast_to(np.expand_dims(one, at), index_shape(index)))
+        values = self.tensor.read((*index[:at], *index[at + 1 :]))
+        return np.ascontiguousarray(np.broadcast_to(np.expand_dims(values, at), index_shape(index)))
 
     def to_json(self) -> dict[str, Any]:
         return {"op": "repeated", "source": self.tensor.to_json(), "axis": self.axis, "count": self.count}
@@ -378,8 +378,8 @@ class Padded(OfOne):
             along = slice(wanted.start, wanted.start + old)
             block[(*head, slice(0, old))] = self.tensor.read((*index[:at], along, *index[at + 1 :]))
         if self.new is not None and old < wanted.stop - wanted.start:
-            one = self.new.read((*index[:at], *index[at + 1 :]))
-            block[(*head, slice(old, None))] = np.expand_dims(one, at)
+            values = self.new.read((*index[:at], *index[at + 1 :]))
+            block[(*head, slice(old, None))] = np.expand_dims(values, at)
         return block
 
     def to_json(self) -> dict[str, Any]:

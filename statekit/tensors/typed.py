@@ -254,9 +254,9 @@ def _of_items(item: _Form, classes: tuple[type, ...]) -> _Form:
         if not takes(value):
             yield f"is {shown(value)}, expected {text}", place
             return
-        for i, one in enumerate(value):
-            if not (item.is_leaf and item.takes(one)):
-                yield from item.faults(one, (*place, i))
+        for i, entry in enumerate(value):
+            if not (item.is_leaf and item.takes(entry)):
+                yield from item.faults(entry, (*place, i))
 
     return _Form(text, f"lists of {item.plural}", faults, takes)
 
@@ -271,8 +271,8 @@ def _of_places(items: Sequence[_Form]) -> _Form:
         if not takes(value):
             yield f"is {shown(value)}, expected {text}", place
             return
-        for i, (one, item) in enumerate(zip(value, items, strict=True)):
-            yield from item.faults(one, (*place, i))
+        for i, (entry, item) in enumerate(zip(value, items, strict=True)):
+            yield from item.faults(entry, (*place, i))
 
     return _Form(text, text, faults, takes)
 

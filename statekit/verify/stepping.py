@@ -198,8 +198,8 @@ def rules(
     execution: Execution | None = None,
 ) -> Rules:
     """Returns what a source's and a target's rule make of one state; arguments are those of `bounds`."""
-    one, other = _with_numbers_of_float32(before), _with_numbers_of_float32(right)
-    return Rules(in_float64(one, updates, rates), bounds(other, updates, rates, sqrt_units, execution))
+    left, other = _with_numbers_of_float32(before), _with_numbers_of_float32(right)
+    return Rules(in_float64(left, updates, rates), bounds(other, updates, rates, sqrt_units, execution))
 
 
 def _with_numbers_of_float32(state: TrainState) -> TrainState:

@@ -231,8 +231,8 @@ def _shapes(
     if schema == "adafactor" and not kept.placeholders:
         copies = len(model) * (kept.average + kept.accumulate)
         return _shapes_apart([variable.shape for variable in variables[before + copies :]])
-    each = step + kept.average + kept.accumulate + kept.amsgrad
-    count, left = divmod(len(variables) - before, each)
+    per_param = step + kept.average + kept.accumulate + kept.amsgrad
+    count, left = divmod(len(variables) - before, per_param)
     if left or count < 0:
         return None
     if kept.average or kept.accumulate:
@@ -300,8 +300,8 @@ class Named:
             return asdict(self.kept)
         stated = {**(self.config or {}), **hints.hyperparameters}
         options = {AVERAGE: "use_ema", "amsgrad": "amsgrad", "accumulate": "gradient_accumulation_steps"}
-        known = stated.keys() if self.config is None else options.values()
-        kept = {name: bool(stated.get(option)) for name, option in options.items() if option in known}
+        names = stated.keys() if self.config is None else options.values()
+        kept = {name: bool(stated.get(option)) for name, option in options.items() if option in names}
         if self.config is not None:
             kept["rate"] = not self.is_keras2 and not isinstance(self.config.get(RATE), Mapping)
         return kept

@@ -442,8 +442,8 @@ def _inner(common: Mapping[str, Any]) -> Mapping[str, Any] | None:
 def _without_optimizer(common: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what isn't the optimizer's: counts and arguments, and what lies beside it, such as a scaler."""
     node = common["optimizer"]
-    known = ("param_groups", "state") if "param_groups" in node else ("optimizer",)
-    beside = {key: part for key, part in node.items() if key not in known}
+    keys = ("param_groups", "state") if "param_groups" in node else ("optimizer",)
+    beside = {key: part for key, part in node.items() if key not in keys}
     kept = {key: part for key, part in common.items() if key != "optimizer"}
     return {**kept, "optimizer": beside} if beside else kept
 

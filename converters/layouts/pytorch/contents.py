@@ -337,8 +337,10 @@ def _by_parameter(
     parts: Parts, is_sorted: bool, names: Sequence[str] | None = None
 ) -> Iterator[tuple[str, Mapping[str, Tensor], Mapping[str, Any]]]:
     """Yields each parameter's path, slots, and options with what else its state holds."""
-    known = {tensor.shape for tensor in parts.model.values()}
-    shapes = [[shape_of(parts.state.get(i, {}), known) for i in group["params"]] for group in parts.groups]
+    shapes_of_model = {tensor.shape for tensor in parts.model.values()}
+    shapes = [
+        [shape_of(parts.state.get(i, {}), shapes_of_model) for i in group["params"]] for group in parts.groups
+    ]
     order = found_order(parts.groups, shapes, parts.model, names, is_sorted)
     for group, mine in zip(parts.groups, order.groups, strict=True):
         options = {key: value for key, value in group.items() if key not in ("params", "param_names")}
@@ -348,11 +350,11 @@ def _by_parameter(
             yield path_of(name), dict(_tensors(record)), {**options, **numbers}
 
 
-def shape_of(record: Mapping[str, Any], known: set[Shape]) -> Shape | None:
+def shape_of(record: Mapping[str, Any], shapes_of_model: set[Shape]) -> Shape | None:
     """Returns the shape of a parameter, if a slot has it: its largest one, if a parameter has that shape."""
     shapes = [tensor.shape for _, tensor in _tensors(record)]
     largest = max(shapes, key=math.prod, default=None)
-    return largest if largest in known else None
+    return largest if largest in shapes_of_model else None
 
 
 def _tensors(record: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -813,9 +813,9 @@ def _kinds(parts: Parts, variants: Mapping[str, str] = MappingProxyType({})) -> 
     kind = _kind(parts, variants)
     if kind is not None and not kind.is_native:
         return [kind] * len(parts.groups)
-    each = [_kind(_only(parts, group), variants) for group in parts.groups]
-    kinds = [other for other in each if other is not None and not other.is_native]
-    if len(kinds) == len(each) > 1:
+    kinds_of_groups = [_kind(_only(parts, group), variants) for group in parts.groups]
+    kinds = [other for other in kinds_of_groups if other is not None and not other.is_native]
+    if len(kinds) == len(kinds_of_groups) > 1:
         return kinds
     return [] if kind is None else [kind] * len(parts.groups)
 

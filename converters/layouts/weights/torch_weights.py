@@ -133,10 +133,10 @@ def _saved_place(saved: SavedRun) -> str | None:
         return saved.ref.model_key
     places = dict.fromkeys(name.rpartition("/")[0] for name in saved.tensors)
     usual = ["/".join(map(str, path)) for path in MODELS]
-    known = next((place for place in usual if place in places), None)
-    if known is None and len(places) == 1:
-        known = next(iter(places))
-    return known or None
+    usual_place = next((place for place in usual if place in places), None)
+    if usual_place is None and len(places) == 1:
+        usual_place = next(iter(places))
+    return usual_place or None
 
 
 LAYOUT = TorchWeights()

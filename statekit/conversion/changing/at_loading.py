@@ -177,7 +177,8 @@ def _begun(state: TrainState, old: Group, path: str, shape: Shape, dtype: DType)
     param = Filled(shape, dtype, 0.0, "the model's own")
     slots = _first_slots((schema_name, variant), group, path, param, rule, "begins anew, as asked")
     groups = tuple(
-        group if one.paths[:1] == old.paths[:1] and one.paths else one for one in state.optimizer.groups
+        group if other.paths[:1] == old.paths[:1] and other.paths else other
+        for other in state.optimizer.groups
     )
     apart = {path: 0} if counts_apart(schema_name, str(variant)) else {}
     return replace(

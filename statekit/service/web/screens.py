@@ -88,7 +88,9 @@ class Screens:
             return None
         mine = result["by_subject"][job.subjects.index(number)]["checkpoints"]
         places = [result["checkpoints"][i] for i in mine]
-        return {name: [one for place in places for one in place[name]] for name in ("findings", "notes")}
+        return {
+            name: [remark for place in places for remark in place[name]] for name in ("findings", "notes")
+        }
 
     def result_of(self, job: Job | None) -> Mapping[str, Any] | None:
         """Returns what came of a job, if anything did that pages can show: not what lacks what they ask by now."""
