@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import statekit
@@ -329,3 +331,49 @@ def test_a_number_of_each_parameter_is_refused_by_name_where_parameters_are_stac
         pieces = [Piece("torch_native", state.params["1/weight"], state.slots["1/weight"], over=())] * 2
         with pytest.raises(InexactError, match="the slot mu_product of shape"):
             Stack(0).of(pieces)
+
+
+@pytest.mark.parametrize("name", ["SGD", "RMSprop"])
+def test_filters_of_four_axes_are_permuted_with_their_slots_and_come_back(name: str, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Conv2d(2, 3, 5), torch.nn.Conv2d(3, 4, 2))
+    optimizer = getattr(torch.optim, name)(model.parameters(), lr=0.01, momentum=0.5)
+    for _ in range(3):
+        model(torch.randn(2, 2, 9, 9)).square().sum().backward()
+        optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
+    order = {
+        "source": "{n}/weight",
+        "target": "{n}/kernel",
+        "operations": [{"op": "permute", "order": [2, 3, 1, 0]}],
+    }
+    kept = {"source": "{n}/bias", "target": "{n}/bias"}
+    sides = {"source": {"title": "mine"}, "target": {"title": "theirs"}, "facts": ["my code"]}
+    rules = {"title": "Filters", **sides, "parameters": [order, kept]}
+    (tmp_path / "map.json").write_text(json.dumps(rules))
+    for source, target, way in (("run.pt", "there.pt", ""), ("there.pt", "back.pt", ":back")):
+        statekit.convert(tmp_path / source, tmp_path / target, map=f"{tmp_path / 'map.json'}{way}")
+    with (
+        statekit.open(tmp_path / "run.pt") as run,
+        statekit.open(tmp_path / "there.pt") as there,
+        statekit.open(tmp_path / "back.pt") as back,
+    ):
+        before, permuted, after = (
+            {key: tensor.read() for key, tensor in values_of(opened.state).items()}
+            for opened in (run, there, back)
+        )
+    assert {key: value.tobytes() for key, value in before.items()} == {
+        key: value.tobytes() for key, value in after.items()
+    }
+    filters = [key for key, value in before.items() if value.ndim == 4]
+    assert len(filters) > 2
+    for key in filters:
+        assert np.array_equal(permuted[key.replace("weight", "kernel")], before[key].transpose(2, 3, 1, 0)), (
+            key
+        )
+
+
+def values_of(state: Any) -> dict[str, Any]:
+    """Returns parameters and slots by where they are."""
+    slots = {f"{path}/{slot}": tensor for path, kept in state.slots.items() for slot, tensor in kept.items()}
+    return {**dict(state.params.items()), **slots}
