@@ -57,6 +57,17 @@ $(TRITON): $(READY)
 	@if $(BIN)/python $(PIP_INSTALL) --no-deps --upgrade --target .triton triton==3.9.0 2>/dev/null; then touch $@; \
 		else echo "Triton couldn't be installed: the tests of kernels are skipped."; fi
 
+# Servers of stores that others wrote; where they can't be installed, their tests are skipped.
+MOTO := .moto/.ready
+$(MOTO): $(READY)
+	@if $(BIN)/python $(PIP_INSTALL) --target .moto 'moto[server]==5.2.5' 2>/dev/null; then touch $@; \
+		else echo "moto couldn't be installed: the tests of its store are skipped."; fi
+
+AZURITE := .azurite/.ready
+$(AZURITE): $(READY)
+	@if npm install --silent --no-audit --no-fund --prefix .azurite azurite@3.35.0 >/dev/null 2>&1; then touch $@; \
+		else echo "azurite couldn't be installed: the tests of its store are skipped."; fi
+
 # A file is one worker's, which compiles, converts and starts once what its tests share.
 # Three workers for two cores: many tests wait for a disk, a service or a child. Threads of frameworks would wait for
 # each other on cores that the others have; `make test-all` lets them.
@@ -64,14 +75,14 @@ test: export OMP_NUM_THREADS := 1
 test: export OPENBLAS_NUM_THREADS := 1
 test: export TF_NUM_INTRAOP_THREADS := 1
 test: export TF_NUM_INTEROP_THREADS := 1
-test: $(READY) $(TRITON)
+test: $(READY) $(TRITON) $(MOTO) $(AZURITE)
 	@$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder -m "not slow"
 
-test-all: $(READY) $(TRITON)
+test-all: $(READY) $(TRITON) $(MOTO) $(AZURITE)
 	@$(BIN)/pytest -q -n 3 --dist loadfile --no-loadscope-reorder
 
-test-stores: $(READY)
-	@$(BIN)/pytest -q tests/test_places.py tests/test_stores.py tests/test_remote_targets.py tests/test_tree_laws.py
+test-stores: $(READY) $(MOTO) $(AZURITE)
+	@$(BIN)/pytest -q tests/test_places.py tests/test_stores.py tests/test_remote_targets.py tests/test_tree_laws.py tests/test_store_servers.py
 	@$(BIN)/pytest -q tests/test_decoder_maps.py -k from_the_hub
 
 test-engines: $(READY)
@@ -148,4 +159,4 @@ tables: $(READY)
 	@$(BIN)/python tests/recognised_table.py
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .living .reliability .service .triton
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .living .reliability .service .triton .moto .azurite
