@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_serving import SECRET, Served, serving
+from store_serving import _S3, SECRET, Served, serving
 
 import statekit
 from statekit.cli.main import DONE, main
@@ -341,6 +342,51 @@ def test_a_forged_claim_beside_a_complete_object_removes_nothing(
     assert main(["sweep", "s3://bucket/runs", "--idle-hours", "0"]) == DONE
     assert "completed" in capsys.readouterr().out
     assert [*store.files] == ["runs/run.pt"]
+
+
+def row(name: str, size: int = 5) -> str:
+    """Returns an object as a listing has it."""
+    moment = "<LastModified>2026-11-27T12:00:00.000Z</LastModified>"
+    return f'<Contents><Key>{name}</Key><Size>{size}</Size><ETag>"x"</ETag>{moment}</Contents>'
+
+
+LIES: dict[str, tuple[str, str]] = {
+    "larger objects": (r"<Size>(\d+)</Size>", r"<Size>1\1</Size>"),
+    "huge objects": (r"<Size>\d+</Size>", "<Size>4611686018427387904</Size>"),
+    "empty objects": (r"<Size>\d+</Size>", "<Size>0</Size>"),
+    "each object twice": (r"(<Contents>.*?</Contents>)", r"\1\1"),
+    "other states": (r"<ETag>.*?</ETag>", "<ETag>other</ETag>"),
+    "objects that nobody asked for": (
+        "</List",
+        row("prod/x") + row("run/../prod/x") + row("run/.") + "</List",
+    ),
+    "odd names": (
+        "</List",
+        row("run//") + row("run//x") + row("/") + row("run/a&#10;b") + row("run") + "</List",
+    ),
+    "no listing": (r".*", ""),
+}
+"""What a listing says wrong -> a pattern in it, and what stands in its place."""
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_listing_that_lies_is_no_crash_and_nothing_else_is_read(
+    lie: str,
+    store: Served,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    store.files |= {f"run/{p.relative_to(T5X)}": p.read_bytes() for p in T5X.rglob("*") if p.is_file()}
+    honest = _S3.listed
+    monkeypatch.setattr(
+        _S3, "listed", lambda *asked: re.sub(*LIES[lie], honest(*asked).decode(), flags=re.DOTALL).encode()
+    )
+    for line in (["inspect"], ["check"], ["convert", f"{tmp_path / 'x.pt'}"]):
+        assert main([line[0], "s3://bucket/run", *line[1:]]) in range(4)
+    shown = capsys.readouterr()
+    assert "itself has failed" not in shown.out + shown.err
+    assert not any("prod" in request.partition("?")[0] for request in store.requests)
 
 
 def test_the_hub_is_no_target() -> None:
