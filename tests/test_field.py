@@ -1056,3 +1056,22 @@ def test_what_else_trainers_arguments_do_to_gradients_is_named(
     for given in (["--param-names", names], []):  # an order of parameters isn't needed for it
         assert main(["inspect", str(step), *given]) == 0
         assert f"{option}={value}" in capsys.readouterr().out
+
+
+def test_slots_of_matrices_alone_are_no_fault_of_an_optimizer_whose_rule_is_unknown(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As CAME, SOAP and timm's Adafactor save them. Seen red: doctor ended with 1, as vectors lacked the matrices'."""
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    params = [*model.parameters()]
+    state: dict[int, dict[str, Any]] = {
+        i: {"tide": torch.rand(param.shape), **({"row": torch.rand(len(param))} if param.ndim > 1 else {})}
+        for i, param in enumerate(params)
+    }
+    groups = [{"tempo": 0.5, "params": [*range(len(params))]}]
+    tree = {"model": model.state_dict(), "optimizer": {"state": state, "param_groups": groups}, "step": 3}
+    torch.save(tree, tmp_path / "run.pt")
+    assert "nothing found" in told(["doctor", tmp_path / "run.pt"], 0, capsys)
+    del state[0]["row"]
+    torch.save(tree, tmp_path / "cut.pt")
+    assert "slots/0/weight/row" in told(["doctor", tmp_path / "cut.pt"], 1, capsys)

@@ -23,10 +23,10 @@ from statekit.state.constants import variant_constants
 from statekit.state.evidence import TAKEN
 from statekit.state.factoring import by_shape, swapped
 from statekit.state.param_names import is_adapted
-from statekit.state.schema import WEIGHTS, load_schema
+from statekit.state.schema import WEIGHTS, is_native, load_schema
 from statekit.state.stored_params import MASTER
 from statekit.state.stored_slots import FACTORED
-from statekit.state.train_state import Axis, Group, TrainState
+from statekit.state.train_state import Axis, Group, Kind, TrainState
 from statekit.tensors.tensor import DTYPES, Shape, Tensor, bytes_of, nbytes
 
 SMALL = 16
@@ -300,9 +300,24 @@ def _missing_in(group: Group, state: TrainState) -> Iterator[Finding]:
     is_frozen = any(map(is_adapted, having)) and not any(map(is_adapted, bare))
     if bare and having and not is_frozen:
         yield fault("slot-missing", [f"slots/{path}" for path in bare], ", ".join(names), "nothing")
-    common = _common({*names}, state.optimizer.kind(group)[1])
-    if where := [*_lacking(having, shapes, common)]:
+    where = [*_lacking_among(having, shapes, state.optimizer.kind(group))]
+    if where:
         yield fault("slot-missing", where, "the slots that others have", "nothing")
+
+
+def _lacking_among(
+    having: Mapping[str, Mapping[str, Tensor]], shapes: Mapping[str, Shape], kind: Kind
+) -> Iterator[str]:
+    """Yields the slots that parameters lack and others have; of a rule that isn't known, others of their shape.
+
+    Such a rule may factor by rank or size.
+    """
+    schema, variant = kind
+    alike = {path: shapes[path] if is_native(schema) else None for path in having}
+    for shape in dict.fromkeys(alike.values()):
+        compared = {path: slots for path, slots in having.items() if alike[path] == shape}
+        names = {name for slots in compared.values() for name in slots}
+        yield from _lacking(compared, shapes, _common(names, variant))
 
 
 def _lacking(
