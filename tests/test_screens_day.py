@@ -106,8 +106,8 @@ def _older_ones_are_thinned(page: Page, good: str, file: Path) -> None:
     expect(page.locator(".verdict.bad")).to_contain_text("the last step of its run")
     lineage = page.locator("figure svg")
     page.goto(good.replace("/checkpoints/", "/lineage/"))
-    for said in ("hf.pt", "convert", "verify"):
-        expect(lineage.get_by_text(said, exact=True).first).to_be_visible()
+    for label in ("hf.pt", f"convert and verify of {lab_day.GOOD}"):
+        expect(lineage.get_by_text(label, exact=True).first).to_be_visible()
     until(page, lambda: page.goto(old.replace("/checkpoints/", "/lineage/")), lineage.get_by_text("thin"))
     expect(page.locator("svg a").filter(has_text="weights")).to_be_visible()
     assert axe(page) == []

@@ -532,7 +532,10 @@ def _ways(ways: Sequence[tuple[str, str]]) -> str:
     sources: dict[str, list[str]] = {}
     for how, source in ways:
         sources.setdefault(how, []).append(source)
-    return ", ".join(f"{how} of {' or '.join(names)}" for how, names in sources.items())
+    same: dict[str, list[str]] = {}
+    for how, names in sources.items():
+        same.setdefault(" or ".join(names), []).append(how)
+    return ", ".join(f"{' and '.join(hows)} of {names}" for names, hows in same.items())
 
 
 def _lanes(spans: Sequence[tuple[int, int]]) -> list[int]:
