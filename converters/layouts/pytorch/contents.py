@@ -58,6 +58,7 @@ class Signature:
         assumed: Options that nothing says, with a default and whose that is.
         renamed: Slots and options of other names -> the names of PyTorch's own.
         private: Options that mean nothing to PyTorch's own.
+        allowed: Options that its groups may have, though they change an update.
         beyond: Why no other system goes on with it; "" if others do.
         several: Optimizers of which any may have left such a state.
         called: The class under whose name the file has the state; without it the state is another's.
@@ -76,6 +77,7 @@ class Signature:
     assumed: Mapping[str, tuple[Any, str]] = field(default_factory=dict)
     renamed: Mapping[str, str] = field(default_factory=dict)
     private: tuple[str, ...] = ()
+    allowed: tuple[str, ...] = ()
     beyond: str = ""
     several: tuple[str, ...] = ()
     called: str = ""
@@ -90,7 +92,8 @@ class Signature:
         names = {*self.slots, *self.more, STEP}
         return (
             not any(
-                _elsewhere().intersection(group).difference(self.options, self.private) for group in groups
+                _elsewhere().intersection(group).difference(self.options, self.private, self.allowed)
+                for group in groups
             )
             and (not slots or {*self.slots} <= {*slots})
             and ("*" in self.more or names.issuperset(slots))
