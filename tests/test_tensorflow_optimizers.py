@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import statekit
 from statekit.errors import StateError, UnknownRuleError, UsageError
+from statekit.state.run import run_of
 
 pytestmark = [
     pytest.mark.tensorflow,
@@ -266,6 +268,34 @@ def test_groups_have_their_own_hyperparameters_and_rates() -> None:
     half_of_its_own = [{"paths": ["net/first/bias"], "learning_rate_factor": 0.5}]
     with pytest.raises(UsageError, match="none is given"):
         applied(st.Adafactor(None, variant="hf", groups=half_of_its_own), grads)
+
+
+def test_groups_multiply_the_rate_of_a_schedule_in_files_too(tmp_path: Path) -> None:
+    """No group has a number of its own that says it: the next update, a file again, and PyTorch's rates have it."""
+    slow = [{"paths": ["net/first/bias"], "learning_rate_factor": 0.125}]
+    schedule = keras.optimizers.schedules.CosineDecay(0.5, 20)
+    net = model()
+    net.build((None, 6))
+    net.compile(st.AdamW(schedule, variant="torch", groups=slow))
+    grads = gradients(net)
+    net.optimizer.apply(grads, net.trainable_variables)
+    net.save(tmp_path / "run.keras")
+    statekit.convert(tmp_path / "run.keras", tmp_path / "neutral", to="statekit")
+    statekit.convert(tmp_path / "neutral", tmp_path / "again.keras", layout="statekit-keras")
+    after = []
+    for file in ("run.keras", "neutral", "again.keras"):
+        after.append(model())
+        after[-1].build((None, 6))
+        after[-1].set_weights(net.get_weights())
+        optimizer = st.load_optimizer(tmp_path / file, after[-1], schedule)
+        optimizer.apply(grads, after[-1].trainable_variables)
+    net.optimizer.apply(grads, net.trainable_variables)
+    for resumed in after:
+        for mine, right in zip(resumed.get_weights(), net.get_weights(), strict=True):
+            np.testing.assert_array_equal(mine, right)
+    with statekit.open(tmp_path / "run.keras") as run:
+        rates = run_of(run.state.extra).schedules[0].rates
+    assert [paced.rate(0) for paced in rates if not isinstance(paced, str)] == [0.0625, 0.5]
 
 
 def test_a_group_without_a_gradient_moves_where_the_rule_moves_what_has_none() -> None:

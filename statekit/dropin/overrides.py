@@ -13,6 +13,7 @@ from statekit.optim.adafactor_forms import MOMENTUM_ON
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import map_entries
 from statekit.state.options import FACTOR_MAP, RATE_NAMES, read_options, rule_of, taken
+from statekit.state.run import rate_factors
 from statekit.state.schema import load_schema
 from statekit.state.train_state import EXCLUDED, MULTIPLIERS, SCALE, Group, TrainState
 from statekit.tensors.tensor import DTYPES, Cast, DType, Filled, Tensor
@@ -81,7 +82,16 @@ def rate_factor(state: TrainState, group: Group) -> float:
     """Returns what a learning rate that is given for the whole run is multiplied by in one of its groups."""
     hyperparameters = load_schema(state.optimizer.kind(group)[0]).hyperparameters
     name = next((name for name in RATE_NAMES if name in hyperparameters), None)
-    return 1.0 if name is None else float(state.optimizer.followed(group, {name: 1.0})[name])
+    scheduled = _scheduled_factor(state, group)
+    return scheduled * (1.0 if name is None else float(state.optimizer.followed(group, {name: 1.0})[name]))
+
+
+def _scheduled_factor(state: TrainState, group: Group) -> float:
+    """Returns what a group of a run with a schedule of Keras multiplied its rate by."""
+    factors, groups = rate_factors(state.extra), state.optimizer.groups
+    if len(factors) != len(groups):
+        return 1.0
+    return next((f for f, other in zip(factors, groups, strict=True) if other.paths == group.paths), 1.0)
 
 
 def _rate_of(rates: Any, schema: str, state: TrainState, place: str) -> Any:

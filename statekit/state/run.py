@@ -199,6 +199,8 @@ _NO_FUNCTION = (
 )
 KERAS_SCHEDULE = "extra/keras/schedule"
 """Canonical name of what says that an optimizer of Keras has a schedule in the place of a learning rate."""
+RATE_FACTORS = "rate_factors"
+"""Key in Keras' part of `extra` of what each group multiplies the schedule's rate by."""
 _NO_CONFIG = (
     "Keras' weights don't say a schedule, which stands in the config of a .keras file; --schedule tells it"
 )
@@ -252,6 +254,14 @@ GRADIENTS: Mapping[str, int] = {
 }
 """Pattern of what is made of gradients and no slot -> their power in it: sums or means of those that wait for their
 update, and the second moments that Keras makes of its factors."""
+
+
+def rate_factors(extra: Mapping[str, Tree]) -> tuple[float, ...]:
+    """Returns what each group multiplies the rate of Keras' schedule by; none where all have that rate."""
+    home = extra.get("keras")
+    factors = home.get(RATE_FACTORS) if isinstance(home, Mapping) else None
+    numbers = factors if isinstance(factors, (list, tuple)) else ()
+    return tuple(float(factor) for factor in numbers if isinstance(factor, (int, float)))
 
 
 def run_of(extra: Mapping[str, Tree]) -> RunState:
@@ -352,6 +362,7 @@ class _Around:
         call: The call that makes it.
         iterations: The updates of a run of Megatron-LM.
         program: The arguments of Megatron-LM, where its files have them.
+        factors: What each group multiplies the rate of Keras' schedule by.
     """
 
     arguments: Mapping[str, Any] | None = None
@@ -359,6 +370,7 @@ class _Around:
     call: Mapping[str, Any] | None = None
     iterations: Any = None
     program: Mapping[str, Any] = field(default_factory=dict)
+    factors: tuple[float, ...] = ()
 
     @staticmethod
     def of(extra: Mapping[str, Tree]) -> _Around:
@@ -375,7 +387,14 @@ class _Around:
             tuple(base if type(base) in (int, float) else None for base in bases),
             call if isinstance(call, Mapping) else None,
             *_of_megatron(extra.get(_COMMON)),
+            rate_factors(extra),
         )
+
+    def of_groups(self, rates: Told) -> tuple[Told, ...]:
+        """Returns a schedule's rates as each group has them."""
+        if isinstance(rates, str):
+            return (rates,)
+        return tuple(rates.times(factor) for factor in self.factors) or (rates,)
 
 
 def _of_megatron(common: Tree) -> tuple[Any, Mapping[str, Any]]:
@@ -399,11 +418,15 @@ def _with_call(schedules: list[Schedule], around: _Around) -> list[Schedule]:
     place = f"extra/{CALLED}"
     if len(schedules) != 1:
         stated = arguments if isinstance(arguments, Mapping) else {}
-        return [Schedule(str(name), stated, None, place, (called_rates(around.call),)), *schedules]
+        return [
+            Schedule(str(name), stated, None, place, around.of_groups(called_rates(around.call))),
+            *schedules,
+        ]
     (schedule,) = schedules
     bases = schedule.bases or (around.bases if around.bases and None not in around.bases else (None,))
     stated = {**schedule.parameters, **(arguments if isinstance(arguments, Mapping) else {})}
-    paced = schedule.following([called_rates(around.call, base) for base in bases])
+    paces = [called_rates(around.call, base) for base in bases]
+    paced = schedule.following(around.of_groups(paces[0]) if len(paces) == 1 else paces)
     return [replace(paced, kind=schedule.kind or str(name), parameters=stated)]
 
 

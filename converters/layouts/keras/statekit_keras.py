@@ -49,6 +49,7 @@ from statekit.lines.printing import SavedRun, State
 from statekit.state.constants import variant_constants
 from statekit.state.factoring import map_entries, shown_rule
 from statekit.state.options import CLASSES, FACTOR, KERAS, LOGICAL, RATE_NAMES, offered, rule_of, stored_rate
+from statekit.state.run import RATE_FACTORS, rate_factors
 from statekit.state.schema import load_schema
 from statekit.state.train_state import (
     Counts,
@@ -228,6 +229,7 @@ def own_state(
     }
     home |= {"iteration_dtype": iteration.dtype.name, "schedule": rate is None}
     home |= _rate_home(_first_rate(mover.groups), 0.0 if rate is None else float(rate.read()))
+    home |= _factors_home(optimizer, mover.groups, rate)
     state = TrainState(
         {**moved, **frozen},
         slots,
@@ -286,6 +288,14 @@ def _rate_home(first: float | None, base: float) -> dict[str, float]:
     if first:
         return {"first_factor": first / base}
     return {"base_rate": base} if first == 0 else {}
+
+
+def _factors_home(optimizer: Own, groups: Sequence[Group], rate: Tensor | None) -> dict[str, list[float]]:
+    """Returns what each group multiplies a schedule's rate by; without a schedule the rate of each group says it."""
+    entries = (optimizer.said(GROUPS) or ()) if rate is None else ()
+    by_path = {path: float(entry.get(FACTOR, 1.0)) for entry in reversed(entries) for path in entry["paths"]}
+    factors = [by_path.get(path, 1.0) for path in (group.paths[0] for group in groups)]
+    return {RATE_FACTORS: factors} if {*factors} - {1.0} else {}
 
 
 def _shown_schemas(optimizer: Own, named: Mapping[str, Mapping[str, Tensor]]) -> dict[str, str]:
@@ -557,7 +567,15 @@ def arguments(state: TrainState, before: Own | None) -> dict[str, Any]:
             }
             for g, values, whose in trios
         ]
+        settings[GROUPS] = _multiplied(settings[GROUPS], rate_factors(state.extra) if rate is None else ())
     return settings | _by_parameter(state, same)
+
+
+def _multiplied(groups: list[dict[str, Any]], factors: Sequence[float]) -> list[dict[str, Any]]:
+    """Returns groups with what each multiplies a schedule's rate by."""
+    if len(factors) != len(groups):
+        return groups
+    return [g if f == 1.0 else {**g, FACTOR: f} for g, f in zip(groups, factors, strict=True)]
 
 
 def _kinds_of(state: TrainState) -> list[tuple[str, str]]:
