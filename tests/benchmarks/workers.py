@@ -38,7 +38,7 @@ WORKERS, BYTES, RATE, OVERHEAD = 64, 2e12, 0.4e9, 0.15
 SLOW_WORKERS, SLOW_RATE = 2, 0.2
 """Slow workers, and their part of the usual rate."""
 TASK = 4 * 2**30
-CONNECTION = 4e5
+CONNECTION = 4e6
 """Bytes a second of a connection to the store of `two`."""
 
 
@@ -83,7 +83,7 @@ def two(folder: Path) -> str:
 
     from store_serving import _S3, serving
 
-    source = weights(folder / "source", 24, 10**6)
+    source = weights(folder / "source", 24, 3 * 10**7)
     data = (source / "model.safetensors").read_bytes()
     whole: Callable[..., None] = _S3.file
 
@@ -106,7 +106,7 @@ def two(folder: Path) -> str:
         def seconds(count: int) -> float:
             """Returns how long so many workers take, each with one thread, as on a machine of its own."""
             program, place = [sys.executable, "-m", "statekit", "work"], folder / f"to-{count}"
-            options = ["--to", "safetensors", "--task-bytes", "16MB"]
+            options = ["--to", "safetensors", "--task-bytes", "1440MB"]
             split_ = [*program, "split", "s3://bucket/run", f"{place}", *options]
             subprocess.run(split_, env=environment, check=True, stdout=subprocess.DEVNULL)
             run = [*program, "run", f"{place}.work", "--threads", "1", "--shard"]
