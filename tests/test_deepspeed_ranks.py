@@ -183,6 +183,14 @@ def test_a_universal_checkpoint_of_a_pipeline_counts_one_slice(tmp_path: Path) -
     assert torch.load(file, weights_only=False)["mp_world_size"] == 1
 
 
+def test_printed_lines_say_what_a_stage_of_a_pipeline_lacks(tmp_path: Path) -> None:
+    """DeepSpeed 0.19.8 on two stages: load_state_dict refuses the other stage's names, and `named` lacks them."""
+    for name, staged in (("pipeline_zero1_bf16", True), ("experts_zero1_bf16", False)):
+        convert(plan(RECORDED / name, tmp_path / name, to="deepspeed"))
+        manifest = (tmp_path / name / "statekit.json").read_text()
+        assert ("several stages of a pipeline" in manifest) == staged
+
+
 @pytest.mark.parametrize(
     ("run", "file", "twin"),
     [

@@ -270,6 +270,12 @@ def rank_lines(saved: SavedRun) -> list[str]:
     ]
 
 
+_STAGES = (
+    "# on several stages of a pipeline a rank has its own layers alone: give load_state_dict strict=False,"
+    " and leave out of each group the paths that `named` lacks"
+)
+
+
 def deepspeed_lines(state: State, saved: SavedRun) -> list[str]:
     """Returns the lines for a checkpoint of DeepSpeed: what it wrote itself needs the engine alone.
 
@@ -290,6 +296,7 @@ def deepspeed_lines(state: State, saved: SavedRun) -> list[str]:
         "import deepspeed",
         f'model.load_state_dict(torch.load({weights}, weights_only=True)["module"])'
         "  # what DeepSpeed leaves as it is: buffers, frozen weights",
+        *([_STAGES] if _is_pipeline(state) else []),
         *_manifest_in_folder(saved),
         *_group_lines(state, saved),
         *_optimizer_lines(state, saved),
@@ -300,6 +307,12 @@ def deepspeed_lines(state: State, saved: SavedRun) -> list[str]:
         *_after_stage_3(state),
         *([] if rates.torch_call() else rates.torch_lines() or rates.comment()),
     ]
+
+
+def _is_pipeline(state: State) -> bool:
+    """Tells whether all parameters have names as in a pipeline: the number of a layer, or what layers share."""
+    heads = {path.partition("/")[0] for group in state["groups"] for path in group["paths"]}
+    return all(head == "tied_modules" or head.isdigit() for head in heads)
 
 
 def _after_stage_3(state: State) -> list[str]:
