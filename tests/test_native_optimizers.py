@@ -297,6 +297,27 @@ def test_doctor_finds_what_is_wrong_with_slots_that_no_schema_describes(
         assert [finding.name for finding in later.findings] == ["moments-stale"]
 
 
+SLOTS_BY_DESIGN: dict[str, Callable[[torch.Tensor], dict[str, torch.Tensor]]] = {
+    "a slot that is zero yet": lambda param: {"row": torch.rand_like(param), "tide": torch.zeros_like(param)},
+    "a slot in fewer bits": lambda param: {"row": torch.rand_like(param), "tide": param.detach().bfloat16()},
+    "a mask, and no elements": lambda param: {"mask": torch.zeros_like(param).bool(), "tide": torch.zeros(0)},
+}
+"""What AdaShift and SM3, AdaFactor, and SaRA of pytorch_optimizer 4.1.0 save."""
+
+
+@pytest.mark.parametrize("kind", SLOTS_BY_DESIGN)
+def test_what_an_unknown_rule_may_keep_so_is_no_fault(kind: str, tmp_path: Path) -> None:
+    """Seen red: doctor found `moments-zero` and `slots-narrow`."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(5, 4), torch.nn.Linear(4, 3))
+    state = {i: SLOTS_BY_DESIGN[kind](param) for i, param in enumerate(model.parameters())}
+    groups = [{"tempo": 0.5, "params": [*state]}]
+    tree = {"model": model.state_dict(), "optimizer": {"state": state, "param_groups": groups}, "step": 3}
+    torch.save(tree, tmp_path / "run.pt")
+    (examined,) = doctor(tmp_path / "run.pt")
+    assert (examined.updates, examined.findings) == (3, ())
+
+
 def test_slots_of_the_parameters_shape_follow_it_through_maps() -> None:
     from statekit.maps.operations import Merge, Part, Permute, Piece, Stack, Unstack
 

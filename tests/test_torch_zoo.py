@@ -166,15 +166,20 @@ def with_common_entry(state: dict[str, Any]) -> dict[str, Any]:
     return {**state, "state": {**state["state"], "total_step": 3, "current_step": 54}}
 
 
+def with_common_table(state: dict[str, Any]) -> dict[str, Any]:
+    return {**state, "state": {**state["state"], "ema": {"short": 0.0, "long": 0.0}}}
+
+
 WRAPPERS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
     "an entry of no parameter": (with_common_entry, "an optimizer that isn't known"),
+    "a table of no parameter": (with_common_table, "an optimizer that isn't known"),
     "a wrapper of Magma": (lambda state: {"base": state, "magma_state": {(0, 0): {}}, "tau": 2.0}, "Magma"),
     "a wrapper of another": (lambda state: {"inner": state, "slow": {"w0": torch.ones(1)}}, "isn't known"),
     "tensors beside the state": (lambda state: {**state, "slow": {0: torch.ones(1)}}, "isn't known"),
 }
 """What a state_dict of Adam becomes where more than Adam moves the weights -> what statekit calls it.
 
-The first is what SPAM adds, the second Magma's form, both as pytorch_optimizer 4.1.0 saves them."""
+The first is what SPAM adds, the second what EmoNavi adds, the third Magma's form, all as pytorch_optimizer 4.1.0 saves them."""
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
@@ -188,6 +193,22 @@ def test_what_wraps_adam_is_never_called_adam(
     for target in ("out.pt", "out.statekit"):
         assert main(["convert", str(tmp_path / "run.pt"), str(tmp_path / target)]) == 3
         assert name in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_table_of_no_parameter_is_no_damage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As EmoNavi of pytorch_optimizer 4.1.0 saves it. Seen red: doctor found `undecodable`."""
+    params, optimizer = trained(torch.optim.AdamW, SHAPES["mixed"])
+    state = with_common_table(optimizer.state_dict())
+    for record in state["state"].values():
+        record.pop("step", None)
+    options = ("eps", "fixed_decay", "foreach", "shadow_weight", "use_shadow", "weight_decay", "weight_decouple")
+    group = {**dict.fromkeys(options), "lr": 0.1, "betas": (0.9, 0.999), "step": 3, "params": [0, 1, 2, 3]}
+    model = {f"w{i}": param.detach() for i, param in enumerate(params)}
+    torch.save({"model": model, "optimizer": {**state, "param_groups": [group]}}, tmp_path / "run.pt")
+    done = answers(tmp_path / "run.pt", {"out.pt": []}, tmp_path, capsys)
+    assert "EmoNavi of pytorch_optimizer" in done.shown
+    assert done.converted["out.pt"].code == 3
+    assert "EmoNavi of pytorch_optimizer" in done.converted["out.pt"].text
 
 
 def test_the_page_has_every_signature() -> None:

@@ -214,6 +214,8 @@ def _zero(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
     for path, name, reading in each:
         if state.counts.updates >= _first_value(state, path, name):
             due.setdefault(name, {})[path] = reading
+    if is_native(state.optimizer.schema) and not _are_lost(state, due):
+        return
     for name, readings in due.items():
         zeros = [path for path, reading in readings.items() if reading.is_zero]
         if len(zeros) == len(readings):
@@ -221,6 +223,20 @@ def _zero(state: TrainState, read: Mapping[Key, Reading]) -> Iterator[Finding]:
             yield fault("moments-zero", where, f"values after {state.counts.updates} updates", "zeros")
         elif where := [place((path, name)) for path in zeros if _never_zero(state, path, name)]:
             yield fault("second-moment-zero", where, "at least epsilon1", "zeros")
+
+
+def _are_lost(state: TrainState, readings: Mapping[str, Mapping[str, Reading]]) -> bool:
+    """Tells whether all slots are zero of an optimizer whose rule isn't known: some of them it may leave at zero.
+
+    Masks and slots without elements say nothing.
+    """
+    telling = [
+        reading
+        for name, each in readings.items()
+        for path, reading in each.items()
+        if reading.size and state.slots[path][name].dtype.kind != "b"
+    ]
+    return bool(telling) and all(reading.is_zero for reading in telling)
 
 
 def _first_value(state: TrainState, path: str, name: str) -> int:
@@ -400,7 +416,9 @@ def _narrow(state: TrainState) -> Iterator[Finding]:
             and name not in asked
             and slot.dtype.itemsize < state.params[path].dtype.itemsize
         ]
-        if narrow:
+        # A rule that isn't known may keep one of its slots in fewer bits by design.
+        kept = sum(len(state.slots.get(path, {})) for path in group.paths)
+        if narrow and not (is_native(schema.name) and len(narrow) < kept):
             path, _, slot = narrow[0]
             where = [f"slots/{path}/{name}" for path, name, _ in narrow]
             yield fault("slots-narrow", where, state.params[path].dtype.name, slot.dtype.name)

@@ -650,13 +650,17 @@ def is_nested(node: Any) -> bool:
 def of_no_parameter(state: Mapping[Any, Any]) -> dict[str, Any]:
     """Returns what an optimizer's state holds of no parameter, under a name of its own: a count of all, mostly.
 
+    A table under a name is a parameter's record, unless parameters have numbers.
+
     Source: pytorch/pytorch torch/optim/optimizer.py, `Optimizer.state_dict`, which packs every key that is no tensor
-    as it is; facebookresearch/madgrad madgrad/madgrad.py, `state['k']`.
+    as it is; facebookresearch/madgrad madgrad/madgrad.py, `state['k']`; kozistr/pytorch_optimizer
+    pytorch_optimizer/optimizer/emonavi.py, `state['ema']`.
     """
+    are_numbered = any(isinstance(index, int) for index in state)
     return {
         index: entry
         for index, entry in state.items()
-        if isinstance(index, str) and not isinstance(entry, Mapping)
+        if isinstance(index, str) and (are_numbered or not isinstance(entry, Mapping))
     }
 
 
