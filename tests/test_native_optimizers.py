@@ -297,7 +297,7 @@ def test_doctor_finds_what_is_wrong_with_slots_that_no_schema_describes(
         assert [finding.name for finding in later.findings] == ["moments-stale"]
 
 
-SLOTS_BY_DESIGN: dict[str, Callable[[torch.Tensor], dict[str, torch.Tensor]]] = {
+SLOTS_BY_DESIGN: dict[str, Callable[[Any], dict[str, Any]]] = {
     "a slot that is zero yet": lambda param: {"row": torch.rand_like(param), "tide": torch.zeros_like(param)},
     "a slot in fewer bits": lambda param: {"row": torch.rand_like(param), "tide": param.detach().bfloat16()},
     "a mask, and no elements": lambda param: {"mask": torch.zeros_like(param).bool(), "tide": torch.zeros(0)},
@@ -316,6 +316,24 @@ def test_what_an_unknown_rule_may_keep_so_is_no_fault(kind: str, tmp_path: Path)
     torch.save(tree, tmp_path / "run.pt")
     (examined,) = doctor(tmp_path / "run.pt")
     assert (examined.updates, examined.findings) == (3, ())
+
+
+def test_halves_of_a_matrix_are_not_taken_for_the_shape_of_a_vector(tmp_path: Path) -> None:
+    """As Adalite of pytorch_optimizer 4.1.0 saves them. Seen red: "3 in the optimizer, 1 in the model"."""
+    torch.manual_seed(0)
+    weights = {"a": torch.rand(4, 3), "b": torch.rand(3), "c": torch.rand(3, 4), "d": torch.rand(4)}
+    state = {
+        i: {f"half_{axis}": torch.rand(size) for axis, size in enumerate(weight.shape)}
+        for i, weight in enumerate(weights.values())
+    }
+    groups = [{"tempo": 0.5, "params": [*state]}]
+    torch.save({"model": weights, "optimizer": {"state": state, "param_groups": groups}}, tmp_path / "run.pt")
+    with open_state(tmp_path / "run.pt") as opened:
+        assert opened.state.optimizer.paths == tuple(weights)
+        for i, slots in enumerate(opened.state.slots.values()):
+            assert all(
+                slots[name].read().tobytes() == half.numpy().tobytes() for name, half in state[i].items()
+            )
 
 
 def test_slots_of_the_parameters_shape_follow_it_through_maps() -> None:

@@ -179,7 +179,8 @@ WRAPPERS: dict[str, tuple[Callable[[dict[str, Any]], dict[str, Any]], str]] = {
 }
 """What a state_dict of Adam becomes where more than Adam moves the weights -> what statekit calls it.
 
-The first is what SPAM adds, the second what EmoNavi adds, the third Magma's form, all as pytorch_optimizer 4.1.0 saves them."""
+The first is what SPAM adds, the second what EmoNavi adds, the third Magma's form, all as pytorch_optimizer 4.1.0
+saves them."""
 
 
 @pytest.mark.parametrize("kind", WRAPPERS)
@@ -201,7 +202,15 @@ def test_a_table_of_no_parameter_is_no_damage(tmp_path: Path, capsys: pytest.Cap
     state = with_common_table(optimizer.state_dict())
     for record in state["state"].values():
         record.pop("step", None)
-    options = ("eps", "fixed_decay", "foreach", "shadow_weight", "use_shadow", "weight_decay", "weight_decouple")
+    options = [
+        "eps",
+        "fixed_decay",
+        "foreach",
+        "shadow_weight",
+        "use_shadow",
+        "weight_decay",
+        "weight_decouple",
+    ]
     group = {**dict.fromkeys(options), "lr": 0.1, "betas": (0.9, 0.999), "step": 3, "params": [0, 1, 2, 3]}
     model = {f"w{i}": param.detach() for i, param in enumerate(params)}
     torch.save({"model": model, "optimizer": {**state, "param_groups": [group]}}, tmp_path / "run.pt")

@@ -354,10 +354,14 @@ def _by_parameter(
 
 
 def shape_of(record: Mapping[str, Any], shapes_of_model: set[Shape]) -> Shape | None:
-    """Returns the shape of a parameter, if a slot has it: its largest one, if a parameter has that shape."""
-    shapes = [tensor.shape for _, tensor in _tensors(record)]
-    largest = max(shapes, key=math.prod, default=None)
-    return largest if largest in shapes_of_model else None
+    """Returns the shape of a parameter, if a slot has it: its largest one, if a parameter has that shape.
+
+    Where slots of as many axes have others, they are halves or factors, and none shows the parameter's shape.
+    """
+    shapes = [tensor.shape for _, tensor in _tensors(record) if math.prod(tensor.shape)]
+    largest = max(shapes, key=lambda shape: (len(shape), math.prod(shape)), default=None)
+    is_one = all(shape == largest or len(shape) < len(largest or ()) for shape in shapes)
+    return largest if is_one and largest in shapes_of_model else None
 
 
 def _tensors(record: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
