@@ -309,7 +309,11 @@ def test_what_was_not_written_as_it_is_is_no_leaf(tmp_path: Path) -> None:
     assert leaves(lambda output, block: output.write(bytes(block))) == ()
     assert leaves(lambda output, block: output.write(block[: 2**19])) == ()
     assert leaves(lambda output, block: [output.write(block[: 2**19]), output.write(b"-")]) == ()
-    halves = lambda output, block: [output.write(block[: 2**19]), output.write(block[2**19 :])]  # noqa: E731
+
+    def halves(output: Any, block: Any) -> None:
+        output.write(block[: 2**19])
+        output.write(block[2**19 :])
+
     assert leaves(halves) == (Leaf(0, 2**20, "a"),)
 
 

@@ -168,7 +168,7 @@ def test_opening_a_database_takes_requests_by_files_and_not_by_arrays(store: Ser
 
     params = {f"layer{i}.weight": torch.nn.Parameter(torch.ones(2, 2)) for i in range(60)}
     optimizer = torch.optim.AdamW(params.values())
-    sum(param.sum() for param in params.values()).backward()  # type: ignore[union-attr]
+    sum(param.sum() for param in params.values()).backward()  # type: ignore[union-attr]  # a sum of tensors is no int
     optimizer.step()
     torch.save({"model": params, "optimizer": optimizer.state_dict()}, tmp_path / "run.pt")
     far = "s3://bucket/run"

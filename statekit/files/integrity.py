@@ -408,8 +408,8 @@ def proving_files(
         tell: As in `prove_files`.
 
     Yields:
-        Gives the files that aren't what the manifest says, after reading what nobody else has. It takes the digests of
-        the tensors that were read in the context, as far as there are.
+        A function that returns the files that differ from the manifest. It reads the bytes that weren't read in the
+        context, and takes the digests of the tensors that were.
     """
     proof, done = checkpoint.proof, 0
     if proof is None:

@@ -219,7 +219,7 @@ def parse_damaged(
 
 
 def _faults_of_leaves(document: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yields what of a manifest's leaves can't be, and of which file; that inside it is compared with the file."""
+    """Yields the faults of a manifest's leaves, with the file of each. Where the file ends is checked with the file."""
     if document["version"] == VERSIONS[0] and any(LEAVES in entry for entry in _entries(document)):
         yield f"has leaves, which version {VERSIONS[0]} lacks", FILE
     for name, entry in document["files"].items():
@@ -546,7 +546,7 @@ class Passing:
 
 
 def digest_of_leaves(size: int, around: str, leaves: Sequence[Leaf], digests: Sequence[str]) -> str:
-    """Returns the digest of a file with leaves: of the canonical JSON of what it is made of.
+    """Returns the digest of a file with leaves, which is that of a canonical JSON of its parts.
 
     Args:
         size: Bytes of the file.

@@ -69,7 +69,7 @@ def gathered(
 
 
 def _full(param: torch.nn.Parameter) -> torch.nn.Parameter:
-    """Returns a parameter of the model as a whole, of which ZeRO 3 leaves each process a piece."""
+    """Returns a whole parameter of the model: ZeRO 3 leaves each process a piece of it."""
     if not hasattr(param, "ds_id"):
         return param
     from deepspeed.runtime.zero import GatheredParameters

@@ -15,7 +15,7 @@ from statekit.tensors.tensor import Tensor, same_values
 from statekit.tensors.tree import Path, Tree, walk
 
 OfRanks: TypeAlias = Sequence[tuple[object, Mapping[Any, Any]]]
-"""For each rank the place of its file, and what it holds."""
+"""Each rank's file: its place and its contents."""
 MIXED = "put the files of one save into a folder of their own"
 """What to do about ranks of several steps."""
 _COUNTS = frozenset({"step", "steps"})
