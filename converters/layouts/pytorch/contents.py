@@ -216,7 +216,7 @@ def _networks(checkpoint: Checkpoint, pairs: Mapping[Path, Path]) -> Contents:
         signature = signature_of(parts) if parts else None
         name = signature.name if signature else _UNKNOWN
         said.append(f"{key}, moved by {name} at {'/'.join(map(str, optimizer))}")
-    summary = f"{len(pairs)} networks, of which --model-key names one: {'; '.join(said)}"
+    summary = f"{len(pairs)} networks; --model-key names one of them: {'; '.join(said)}"
     first = "/".join(map(str, next(iter(pairs))))
     return Contents(summary, {}, {}, checkpoint.tensors, remedy=by_model_key(first))
 
