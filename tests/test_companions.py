@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +198,51 @@ def test_loaders_of_one_checkpoint_warn_once(tmp_path: Path) -> None:
         statekit.torch.load_params(tmp_path / "run.pt", model)
         statekit.torch.load_optimizer(tmp_path / "run.pt", model.named_parameters())
     assert len(warned) == 1 and warned[0].filename == __file__
+
+
+def with_optimizer(path: Path) -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "export.safetensors"])
+def test_a_whole_checkpoint_beside_exported_weights_is_named_whatever_it_is_called(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"weight": torch.ones(2, 3)}, tmp_path / name)
+    torch.save({"weight": torch.ones(2, 3)}, tmp_path / "backup.pt")
+    assert not [finding for finding in statekit.inspect(tmp_path).findings if finding.kind == UNREAD]
+    with_optimizer(tmp_path / "last.pt")
+    seen = statekit.inspect(tmp_path)
+    assert [finding.place for finding in seen.findings if finding.kind == UNREAD] == [
+        f"{tmp_path / 'last.pt'}"
+    ]
+    assert main(["doctor", f"{tmp_path}"]) == 1
+    assert "last.pt looks like an optimizer" in capsys.readouterr().out
+    assert main(["ls", f"{tmp_path}"]) == 0
+    assert "last.pt looks like an optimizer" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 300], ids=["empty", "of zeros"])
+def test_a_file_that_a_save_left_broken_is_named_beside_a_whole_one(
+    content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with_optimizer(tmp_path / "s1.pt")
+    (tmp_path / "notes.bin").write_bytes(content)  # of another kind: it says nothing of checkpoints
+    assert main(["inspect", f"{tmp_path}"]) == 0
+    (tmp_path / "s2.pt").write_bytes(content)
+    capsys.readouterr()
+    for verb in ("inspect", "check", "doctor"):
+        assert main([verb, f"{tmp_path}"]) == 3
+        assert "s2.pt" in capsys.readouterr().err
+    assert main(["ls", f"{tmp_path}", "--json"]) == 0
+    whys = {
+        Path(step["path"]).name: step["why"]
+        for run in json.loads(capsys.readouterr().out)["runs"]
+        for step in run["checkpoints"]
+    }
+    assert whys["s1.pt"] == ""
+    assert whys["s2.pt"] == ("No container fits." if content else "The file is empty.")

@@ -56,8 +56,8 @@ FILE_FAULTS: Mapping[str, Fault] = {
     UNREAD: Fault(
         "Something that looks like a part of the run isn't read.",
         "the run goes on without it: an optimizer begins anew, an average or a schedule is lost",
-        "give it the name under which its program saves it, or open the folder that holds both; if it is of another "
-        f"run, --ignore {UNREAD}",
+        "open it itself if it is whole, give it the name under which its program saves it, or open the folder that "
+        f"holds both; if it is of another run, --ignore {UNREAD}",
     ),
     "undecodable": Fault(
         "What is stored makes no state.",

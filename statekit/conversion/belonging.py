@@ -27,6 +27,7 @@ from pathlib import PurePath
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from statekit.budget import Budget
+from statekit.conversion import registry
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import StatekitError, plural, some
 from statekit.files.checkpoint import STEPS, Checkpoint, Finding
@@ -92,6 +93,8 @@ _SEGMENTS = re.compile(r"[^/.\[\]'\"]+")
 AS_SUCH = "nothing reads it as such"
 _LEVELS = 6
 """Levels of a state's extra that are looked at."""
+_OPENED = 16
+"""Files of a folder that are opened at most, where their names don't tell what they are."""
 _RECORD = frozenset({"state", "param_groups"})
 """Keys of an optimizer's state_dict. Source: pytorch/pytorch torch/optim/optimizer.py, `Optimizer.state_dict`."""
 
@@ -126,7 +129,10 @@ def unread(
         budget: The job's, which knows the files that were read.
     """
     run = run_of(state.extra) if state is not None else RunState()
-    halves = dict(_near(checkpoint, state, run, _is_read(checkpoint, budget)))
+    is_read = _is_read(checkpoint, budget)
+    halves = dict(_near(checkpoint, state, run, is_read))
+    if state is None or state.optimizer.schema == WEIGHTS:
+        halves |= {str(file): "optimizer" for file in _further_checkpoints(checkpoint.path, ref, is_read)}
     findings = []
     for half in dict.fromkeys(halves.values()):
         places = [place for place, kind in halves.items() if kind == half]
@@ -213,6 +219,30 @@ def _near(
             and (is_bare or _belongs(entry.name, top.name, half_of(entry.name) in has))
         ]
     yield from ((str(entry), half) for entry in near if (half := half_at(entry)))
+
+
+def _further_checkpoints(top: Place, ref: CheckpointRef, is_read: Callable[[Place], bool]) -> list[Place]:
+    """Returns the files of a folder of weights that are whole checkpoints by what they hold, whatever they are called.
+
+    An export lies beside the checkpoint of its run, as `model.safetensors` beside `last.pt`.
+    """
+    if not top.is_dir():
+        return []
+    suffixes = registry.checkpoint_suffixes()
+    files = [entry for entry in _entries_in(top) if entry.name.endswith(suffixes) and not is_read(entry)]
+    return [file for file in files[:_OPENED] if half_of(file.name) is None and _holds_optimizer(file, ref)]
+
+
+def _holds_optimizer(file: Place, ref: CheckpointRef) -> bool:
+    """Tells whether a file is a checkpoint that has an optimizer's records; of an unreadable file nobody can tell."""
+    try:
+        container, _ = registry.detect_container(file)
+        alone = CheckpointRef(budget=ref.budget, follow_links=ref.follow_links)
+        with registry.opened(container, file, None, alone) as checkpoint:
+            nodes = [node for _, node in _nodes({"": checkpoint.tree})]
+    except StatekitError:
+        return False
+    return any(isinstance(node, Mapping) and node.keys() >= _RECORD for node in nodes)
 
 
 def _halves_of(run: RunState) -> set[Half]:

@@ -490,16 +490,35 @@ def _by_step(path: Place) -> list[tuple[int, str]]:
     return [(int(part), "") if part.isdecimal() else (-1, part) for part in parts]
 
 
+_FURTHER_SUFFIXES = (".ckpt", ".pth", ".msgpack")
+"""Ends of names, beside those that containers give their files, by which a file says that it is a checkpoint."""
+
+
+@cache
+def checkpoint_suffixes() -> tuple[str, ...]:
+    """Returns the ends of names by which a file says that it is a checkpoint."""
+    suffixes = (end for name in container_names() for end in container_card(name).suffixes)
+    return tuple(dict.fromkeys((*_FURTHER_SUFFIXES, *suffixes)))
+
+
 def checkpoints_inside(folder: Place) -> dict[str, str]:
-    """Returns the checkpoints directly in a folder, by name, each with its container and why it is one."""
-    inside = {}
+    """Returns the checkpoints directly in a folder, by name, each with its container and why it is one.
+
+    Last come the files that have the suffix of one of these, and fit nothing: a save that ended early leaves them, and
+    one of them may be the newest.
+    """
+    inside, unfit = {}, []
     for entry in islice(sorted(listing(folder), key=_by_step), MOST_ENTRIES):
         fitting = _fitting(entry)
         top = max((e.specificity for _, e in fitting), default=0)
         fits = [f"{c.name} ({e.because})" for c, e in fitting if e.specificity == top]
         if fits and not entry.name.startswith("."):
             inside[entry.name] = " or ".join(fits)
-    return inside
+        elif not fits and entry.suffix in checkpoint_suffixes() and entry.is_file():
+            unfit.append(entry)
+    suffixes = {os.path.splitext(name)[1] for name in inside}
+    broken = [entry for entry in unfit if entry.suffix in suffixes]
+    return inside | {entry.name: "no container fits" if size_of(entry) else "0 bytes" for entry in broken}
 
 
 def detect_layout(checkpoint: Checkpoint) -> tuple[Layout, Evidence]:

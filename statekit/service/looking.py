@@ -15,12 +15,10 @@ from statekit.errors import StatekitError, UnknownFormatError, printable
 from statekit.files.checkpoint import Checkpoint
 from statekit.files.file_changes import Change
 from statekit.service.tasks.listener import Listener
-from statekit.state.schema import WEIGHTS, is_native
+from statekit.state.schema import NO_OPTIMIZER, WEIGHTS, is_native
 from statekit.state.train_state import Optimizer
 from statekit.tensors.digest import json_digest
 
-_NAMED = (".ckpt", ".pth", ".msgpack")
-"""Ends of names, beside those that containers give their files, by which a file says that it is a checkpoint."""
 _GREATEST = 2**63 - 1
 _LINE = 200
 MOST_SAID = 300
@@ -41,8 +39,8 @@ def places(request: Mapping[str, Any], listener: Listener) -> dict[str, Any]:
     except UnknownFormatError as error:
         if path.is_dir() and _is_recording(path):
             return {"recording": True}
-        named = path.is_file() and path.name.lower().endswith(_suffixes())
-        return {"unreadable": error.line} if named and path.stat().st_size else {}
+        is_named = path.is_file() and path.name.lower().endswith(registry.checkpoint_suffixes())
+        return {"unreadable": error.subject} if is_named else {}
     except StatekitError as error:
         return {"unreadable": error.line}
     try:
@@ -66,13 +64,6 @@ def _is_recording(folder: Path) -> bool:
             return True
     except StatekitError:
         return False
-
-
-def _suffixes() -> tuple[str, ...]:
-    return (
-        *_NAMED,
-        *(end for name in registry.container_names() for end in registry.container_card(name).suffixes),
-    )
 
 
 def describe(request: Mapping[str, Any], listener: Listener) -> dict[str, Any]:
@@ -108,13 +99,19 @@ def _columns(seen: Inspection, step: int | None) -> dict[str, Any]:
         "tensors": totals["parameters"] + totals["slots"] + totals["others"],
         "parameters": totals["parameters"],
         "elements": min(totals["elements"], _GREATEST),
-        "undecoded": None
-        if seen.undecoded is None
-        else textwrap.shorten(printable(seen.undecoded), MOST_SAID, placeholder=" ..."),
+        "undecoded": _why_no_run(seen),
         # Where numbers stand in the place of names, its own system goes on by them.
         "resumable": is_run
         and (bool(totals["slots"] or (seen.undecoded and seen.parameters)) or _may_lack_slots(optimizer)),
     }
+
+
+def _why_no_run(seen: Inspection) -> str | None:
+    """Returns why no state is made of a checkpoint, or what of its run isn't read; None where nothing is amiss."""
+    why = seen.undecoded
+    if why is None and seen.optimizer is None and seen.contents != NO_OPTIMIZER:
+        why = seen.contents
+    return None if why is None else textwrap.shorten(printable(why), MOST_SAID, placeholder=" ...")
 
 
 def _may_lack_slots(optimizer: Optimizer | None) -> bool:

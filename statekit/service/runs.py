@@ -132,7 +132,8 @@ def _why_not(columns: Mapping[str, Any]) -> str:
             else ""
         )
     if columns.get("undecoded"):
-        return f"{columns['undecoded']} `statekit inspect` lists its tensors"
+        is_listed = columns.get("layout") is None
+        return f"{columns['undecoded']}{' `statekit inspect` lists its tensors' if is_listed else ''}"
     if columns.get("optimizer") is None:
         return "weights alone: no optimizer's state"
     return "the optimizer's state holds no slot"
