@@ -110,9 +110,12 @@ def _first_clause(sentence: str) -> str:
     Example:
         >>> _first_clause("beta1 isn't stored: m is in use, so momentum was on; a step needs its value.")
         "beta1 isn't stored: m is in use, so momentum was on"
+        >>> _first_clause("DeepSpeed loads it; so does the run.")
+        'DeepSpeed loads it'
     """
     first = re.split(r";\s| \(|\.$", sentence, maxsplit=1)[0]
-    return first[:1].lower() + first[1:] if first[1:2].islower() or first[1:2] == " " else first
+    is_name = not first.partition(" ")[0][1:].islower() and first[1:2] != " "
+    return first if is_name else first[:1].lower() + first[1:]
 
 
 def _worse(plan: Plan) -> list[Difference]:

@@ -202,3 +202,19 @@ def test_deepspeed_goes_on_under_another_stage_and_another_number_of_ranks(
     assert apart[0] == 0.0 and len(apart) == 5 and max(apart) <= OF_RANKS, apart
     with statekit.open(tmp_path / "saved") as opened:
         assert opened.state.counts.updates == 8
+
+
+@in_deepspeed
+@pytest.mark.parametrize(("name", "stage", "ranks"), [("experts_zero0", 1, 2), ("experts_zero1_bf16", 2, 1)])
+def test_deepspeed_runs_the_lines_of_experts(name: str, stage: int, ranks: int, tmp_path: Path) -> None:
+    """The recorded runs had ep_size 2. Seen red: no group was marked as of experts."""
+    recorded = HERE / "cases/deepspeed_ranks" / name
+    statekit.convert(recorded, tmp_path / "run", to="deepspeed-universal")
+    manifest = json.loads((tmp_path / "run/statekit.json").read_text())
+    text = "\n".join(manifest["resume"]).replace("/path/to/checkpoint", str(tmp_path / "run"))
+    (tmp_path / "lines.py").write_text(text)
+    words = (tmp_path / "lines.py", recorded / "engine.safetensors", stage, ranks, tmp_path / "saved")
+    folder = os.environ["STATEKIT_DEEPSPEED"]
+    assert driven(sys.executable, "deepspeed_experts.py", *map(str, words), PYTHONPATH=folder) == [48, 0.0]
+    with statekit.open(tmp_path / "saved") as opened:
+        assert opened.state.counts.updates == 4

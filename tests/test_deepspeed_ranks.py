@@ -5,11 +5,13 @@ The runs are DeepSpeed's own: see tests/cases/deepspeed_ranks/make_ranks.py.
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import struct
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +24,7 @@ from statekit.conversion.open_state import open_state
 from statekit.converters.containers.deepspeed.container import CONTAINER as DEEPSPEED
 from statekit.converters.containers.deepspeed.experts import spread
 from statekit.converters.containers.deepspeed.zero import part_of
-from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError
+from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError, UsageError
 from statekit.tensors.tensor import in_memory
 
 pytestmark = pytest.mark.torch
@@ -189,6 +191,36 @@ def test_printed_lines_say_what_a_stage_of_a_pipeline_lacks(tmp_path: Path) -> N
         convert(plan(RECORDED / name, tmp_path / name, to="deepspeed"))
         manifest = (tmp_path / name / "statekit.json").read_text()
         assert ("several stages of a pipeline" in manifest) == staged
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_printed_lines_mark_groups_of_experts(name: str, tmp_path: Path) -> None:
+    """Seen red: DeepSpeed 0.19.8 refused the optimizer. The lines that go behind are run in test_codebases."""
+    convert(plan(RECORDED / name, tmp_path / "out", to="deepspeed"))
+    lines = json.loads((tmp_path / "out/statekit.json").read_text())["resume"]
+    params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    vars(params[1])["group_name"] = "ep_size_1"
+    names: dict[str, Any] = {"groups": [{"params": [param]} for param in params], "torch": torch}
+    first = next(i for i, line in enumerate(lines) if line.startswith("experts = "))
+    exec("\n".join(lines[first : first + 4]), names)
+    marks = [(group.get("moe"), group.get("name")) for group in names["optimizer"].param_groups]
+    assert marks == [(None, None), (True, "ep_size_1")]
+    names["optimizer"].param_groups[1]["name"] = "ep_size_2"
+    exec("\n".join(lines[-2:]), names)
+    assert names["optimizer"].param_groups[1]["name"] == "ep_size_1"
+
+
+def test_experts_beside_others_in_a_group_are_not_written(tmp_path: Path) -> None:
+    """DeepSpeed would begin the second of its groups anew, of which the file has none."""
+    names = ["a.weight", "moe.deepspeed_moe.experts.deepspeed_experts.0.weight"]
+    params = {name: torch.nn.Parameter(torch.ones(2, 2)) for name in names}
+    optimizer = torch.optim.AdamW(params.values())
+    for param in params.values():
+        param.grad = torch.ones(2, 2)
+    optimizer.step()
+    torch.save({"model": params, "optimizer": optimizer.state_dict()}, tmp_path / "x.pt")
+    with pytest.raises(UsageError, match="experts beside others"):
+        convert(plan(tmp_path / "x.pt", tmp_path / "out", to="deepspeed"))
 
 
 @pytest.mark.parametrize(

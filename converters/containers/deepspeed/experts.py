@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -160,9 +160,9 @@ def check_names(expert: int, weights: Mapping[str, Tensor], place: object) -> No
         )
 
 
-def has_experts(names: Iterable[str]) -> bool:
-    """Tells whether names are of DeepSpeed's layers of experts."""
-    return any(_NAME.fullmatch(name) for name in names)
+def is_of_expert(name: str) -> bool:
+    """Tells whether a name is of one of DeepSpeed's experts."""
+    return _NAME.fullmatch(name) is not None
 
 
 def own_experts(

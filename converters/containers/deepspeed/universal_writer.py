@@ -22,7 +22,7 @@ from typing import Any, TypeAlias
 
 from statekit.budget import Account
 from statekit.conversion.contracts import Encoded
-from statekit.converters.containers.deepspeed.experts import has_experts
+from statekit.converters.containers.deepspeed.experts import is_of_expert
 from statekit.converters.containers.deepspeed.files import (
     ENGINE,
     FIRST_STEPS,
@@ -71,7 +71,7 @@ def fitted_to_engine(encoded: Encoded) -> Encoded:
     if not isinstance(encoded.tree, Mapping):
         return encoded
     encoded = moved_to(encoded, {"model": "model", "optimizer": "optimizer", "scheduler": _SCHEDULER})
-    if has_experts(at(encoded.tree, ("model",)) or ()) and _EXPERTS not in encoded.assumptions:
+    if any(map(is_of_expert, at(encoded.tree, ("model",)) or ())) and _EXPERTS not in encoded.assumptions:
         encoded = replace(encoded, assumptions=(*encoded.assumptions, _EXPERTS))
     if isinstance(encoded.tree.get(_ENGINE), Mapping):
         return _counted(_without_scaler(_in_one_slice(encoded)))
@@ -195,6 +195,12 @@ def _key_faults(tree: Mapping[str, Any], optimizer: Mapping[str, Any]) -> Iterat
         yield from (("is no tensor", f"{key} of {name}") for key in others)
     moved = {name for group in optimizer["param_groups"] for name in group["params"]}
     yield from (("is in no group, or has no state", name) for name in moved ^ optimizer["state"].keys())
+    for number, group in enumerate(optimizer["param_groups"]):
+        if {*map(is_of_expert, group["params"])} == {True, False}:
+            yield (
+                "has experts beside others, and DeepSpeed moves them in groups of their own",
+                f"group {number}",
+            )
     taken = ENGINE | TAKEN - {"optimizer"}
     yield from (("is a key of DeepSpeed's own", f"{key}") for key in tree.keys() & taken)
 

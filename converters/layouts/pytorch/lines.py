@@ -11,6 +11,7 @@ src/transformers/trainer.py, `Trainer.train`; src/transformers/modeling_utils.py
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any
@@ -274,6 +275,8 @@ _STAGES = (
     "# on several stages of a pipeline a rank has its own layers alone: give load_state_dict strict=False,"
     " and leave out of each group the paths that `named` lacks"
 )
+_EXPERT = re.compile("/deepspeed_experts/")
+_ANY_STAGE = "with any ZeRO stage from 1 to 3, on any ranks"
 
 
 def deepspeed_lines(state: State, saved: SavedRun) -> list[str]:
@@ -290,6 +293,7 @@ def deepspeed_lines(state: State, saved: SavedRun) -> list[str]:
     schedule = ", lr_scheduler=scheduler" if rates.torch_call() else ""
     without = "" if rates.torch_call() else ", load_lr_scheduler_states=False"
     norms = {group["hyperparameters"].get(_CLIP) for group in state["groups"]} - {None, 0.0}
+    marking, stages, again = _experts_lines(state) or ([], _ANY_STAGE, _after_stage_3(state))
     return [
         *_group_imports(state, saved, "import pathlib"),
         *_imports(state),
@@ -299,14 +303,37 @@ def deepspeed_lines(state: State, saved: SavedRun) -> list[str]:
         *([_STAGES] if _is_pipeline(state) else []),
         *_manifest_in_folder(saved),
         *_group_lines(state, saved),
+        *marking,
         *_optimizer_lines(state, saved),
         *([f"# config['gradient_clipping'] is {norm!r} in the run" for norm in norms] or [_ENGINE_CLIPS]),
-        'config = {**config, "checkpoint": {"load_universal": True}}  # with any ZeRO stage from 1 to 3, on any ranks',
+        f'config = {{**config, "checkpoint": {{"load_universal": True}}}}  # {stages}',
         f"engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config{schedule})[0]",
         f"engine.load_checkpoint({where}{without})",
-        *_after_stage_3(state),
+        *again,
         *([] if rates.torch_call() else rates.torch_lines() or rates.comment()),
     ]
+
+
+def _experts_lines(state: State) -> tuple[list[str], str, list[str]] | None:
+    """Returns the lines that mark groups of experts, before loading and behind it, and under which stages they go on.
+
+    DeepSpeed marks them itself only where it makes the optimizer. None where there are no experts.
+    Source: deepspeedai/DeepSpeed deepspeed/moe/utils.py, `configure_moe_param_groups`; runtime/zero/stage_1_and_2.py,
+    `_configure_moe_settings`.
+    """
+    numbers = [i for i, group in enumerate(state["groups"]) if any(map(_EXPERT.search, group["paths"]))]
+    if not numbers:
+        return None
+    marking = [
+        f'experts = {{i: groups[i]["params"][0].group_name for i in {numbers}}}  # the name of their ranks',
+        "for i, name in experts.items():",
+        "    groups[i].update(moe=True, name=name)  # without the mark DeepSpeed refuses the optimizer",
+    ]
+    again = [
+        "for i, name in experts.items():",
+        '    optimizer.param_groups[i]["name"] = name  # loading brings that of the run before',
+    ]
+    return marking, "with ZeRO stage 1 or 2 and layers of ep_size=1, on any ranks", again
 
 
 def _is_pipeline(state: State) -> bool:
