@@ -16,9 +16,10 @@ from torch_driving import (
     verdict,
 )
 
+from descriptions import open_recording
 from goldens import COMPACT, GOLDEN
 from replaying import first_state
-from statekit.verify.recording import Recording, open_recording
+from statekit.verify.recording import Recording
 
 pytestmark = pytest.mark.torch
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 from statekit.state.train_state import TrainState
@@ -15,10 +14,7 @@ GRADS, TRAJECTORY, DESCRIPTION = "grads.safetensors", "trajectory.safetensors", 
 
 
 class System(Protocol):
-    """How one system's recordings are read. One small module each, in `statekit.verify.systems`."""
-
-    def describe(self, folder: Path, meta: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the content of `recording.json` for a folder that has the system's own `meta.json`."""
+    """How one system's recordings are read. A module of `statekit.verify.systems` each."""
 
     def decode(self, tensors: Mapping[str, Tensor], step: int, phase: Phase) -> TrainState:
         """Returns the canonical state of one step; names are those of the trajectory without the step."""
