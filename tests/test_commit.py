@@ -566,9 +566,10 @@ def test_a_new_process_with_an_old_pid_is_another_one(tmp_path: Path) -> None:
 
 
 def test_only_abandoned_empty_folders_go_without_an_owner(tmp_path: Path) -> None:
-    young, old, full, cut, cut_later = (tmp_path / f".statekit-tmp-{c * 32}" for c in "abcde")
-    for folder in (young, old, full, cut, cut_later):
+    young, old, full, cut, cut_later, deep = (tmp_path / f".statekit-tmp-{c * 32}" for c in "abcdef")
+    for folder in (young, old, full, cut, cut_later, deep):
         folder.mkdir()
+    (deep / durable.OWNER_FILE).write_bytes(b"[" * 200_000)  # deeper than JSON is read
     (full / "data").write_text("whose?")
     for folder in (cut, cut_later):  # the power went before the record was synced
         (folder / durable.OWNER_FILE).write_bytes(b"")

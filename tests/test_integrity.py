@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -318,3 +319,28 @@ def test_a_manifest_that_is_no_file_is_damage(name: str, kind: str, tmp_path: Pa
     with pytest.raises(CorruptError, match="the manifest is no file"):
         statekit.open(checkpoint)
     assert not statekit.check(checkpoint).passed
+
+
+def test_the_manifests_of_other_files_are_not_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = written("torch", tmp_path / "run")
+    statekit.seal(target)
+    parsed: list[str] = []
+
+    def parse(data: bytes, place: Path, account: Any) -> dict[str, Any]:
+        parsed.append(place.name)
+        return manifest.parse(data, place, account)
+
+    monkeypatch.setattr(integrity, "parse", parse)
+    others = [target.with_name(f"other{number}.pt") for number in range(3)]
+    for other in others:
+        other.write_bytes(ADAMW.read_bytes())
+        statekit.seal(other)
+    unsealed = target.with_name("unsealed.pt")
+    unsealed.write_bytes(ADAMW.read_bytes())
+    parsed.clear()
+    with open_state(unsealed) as opened:
+        assert opened.checkpoint.proof is None
+    assert parsed == []
+    with open_state(others[0]) as opened:
+        assert opened.checkpoint.proof is not None
+    assert {*parsed} == {"statekit.other0.pt.json"}

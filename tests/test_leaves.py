@@ -381,6 +381,23 @@ def test_any_order_of_reading_gives_the_digest_of_the_standard(seed: int, tmp_pa
         assert digest_by(None, file, entry) == entry["blake3"]
 
 
+class NotCopied(tuple[Leaf, ...]):
+    """Leaves of which nobody may take a part: it would be copied with each that is read."""
+
+    def __getitem__(self, number: Any) -> Any:
+        assert not isinstance(number, slice)
+        return super().__getitem__(number)
+
+
+def test_as_many_leaves_as_there_are_bytes_are_read_in_a_time_that_grows_as_they_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(data := bytes(range(200)))
+    leaves = NotCopied(Leaf(place, 1, "a") for place in range(200))
+    with Files() as files:
+        file, passing = files.source(tmp_path / "file"), Passing((), leaves)
+        passing.leaves = leaves
+        assert passing.digest(file) == plainly(data, [*leaves])
+
+
 def test_a_leaf_that_was_read_in_part_is_digested_from_the_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_bytes(data := bytes(range(200)))
     leaves = [Leaf(10, 100, "a")]

@@ -459,3 +459,60 @@ def test_a_manifest_says_what_a_file_of_keras_weights_cannot(tmp_path: Path) -> 
     convert(plan(source, tmp_path / "target.weights.h5", layout="statekit-keras"))
     with open_state(tmp_path / "target.weights.h5") as opened:
         assert opened.counts.behind == {path: opened.counts.updates - 1}
+
+
+CAME = [*FOREIGN, "our file", "our folder"]
+"""What may come to the place of a target while it is written: another conversion's result isn't ours to replace."""
+
+
+@pytest.mark.parametrize("what", CAME)
+@pytest.mark.parametrize(
+    ("before", "to"), [("nothing", "torch"), ("our file", "statekit"), ("our folder", "statekit")]
+)
+def test_what_comes_to_the_place_of_a_target_meanwhile_stays(
+    before: str, what: str, to: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, commit = tmp_path / "target", Stage.commit
+    if before != "nothing":
+        put(before, source, target)
+        (tmp_path / "precious").rename(tmp_path / "earlier")
+
+    def after_others(stage: Stage, *arguments: Any) -> Any:
+        monkeypatch.setattr(Stage, "commit", commit)
+        if before != "nothing":
+            shutil.rmtree(target) if target.is_dir() else target.unlink()
+        put(what, source, target)
+        monkeypatch.setattr(Stage, "commit", after_others)
+        there.append(facts(target))
+        return commit(stage, *arguments)
+
+    there: list[Any] = []
+    monkeypatch.setattr(Stage, "commit", after_others)
+    try:
+        with pytest.raises(TargetExistsError, match=r"changed while the conversion ran|exists"):
+            convert(plan(source, target, to=to), replace=True)
+    except PermissionError:
+        pytest.skip("only root makes devices")
+    assert [facts(target)] == there
+    assert not [path for path in tmp_path.iterdir() if path.name.startswith(".statekit-tmp")]
+
+
+@pytest.mark.parametrize("exchanges", [True, False], ids=["at once", "by two renames"])
+def test_a_file_that_a_run_adds_to_a_folder_meanwhile_stays(
+    exchanges: bool, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, commit = tmp_path / "target", Stage.commit
+    convert(plan(source, target, to="statekit"))
+    if not exchanges:
+        monkeypatch.setattr("statekit.files.durable._renameat2", lambda *arguments: False)
+
+    def after_others(stage: Stage, *arguments: Any) -> Any:
+        target.chmod(0o755)
+        (target / "thesis.txt").write_text("precious")
+        return commit(stage, *arguments)
+
+    monkeypatch.setattr(Stage, "commit", after_others)
+    with pytest.raises(TargetExistsError, match="changed while the conversion ran"):
+        convert(plan(source, target, to="statekit"), replace=True)
+    assert (target / "thesis.txt").read_text() == "precious"
+    assert {path.name for path in tmp_path.iterdir()} == {"source.pt", "target"}

@@ -435,7 +435,7 @@ def _read_owner(path: Path) -> dict[str, Any]:
         return {}
     try:
         record = json.loads(os.read(file, _OWNER_BYTES))
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     finally:
         os.close(file)

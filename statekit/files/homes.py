@@ -46,6 +46,8 @@ from statekit.files.tree import Place
 TargetKind: TypeAlias = Literal["file", "folder"]
 Entries: TypeAlias = Mapping[str, Mapping[str, Any]]
 """Name -> entry, as a manifest has them for its tensors and files."""
+Facts: TypeAlias = tuple[tuple[str, int, int, int], ...]
+"""Of each file and folder: its name and mode; of a file its size and time of change in nanoseconds, too."""
 Encode: TypeAlias = Callable[[Mapping[str, Any]], bytes]
 """Gives a manifest's bytes as they stand in a file."""
 
@@ -112,14 +114,18 @@ class LocalHome:
         target: The final path.
         kind: What is written.
         replace: Whether what is there may be replaced.
+        foreign: Whether that may be anything of anybody's; else it must be what was there at the beginning.
         mode: Permissions that its files may have at most.
+        seen: What was there at the beginning, as `_facts_of` gives it.
     """
 
     _path: Path
     _target: Path
     kind: TargetKind
     replace: bool = False
+    foreign: bool = False
     mode: int = 0o666
+    seen: Facts = ()
 
     @property
     def path(self) -> Place:
@@ -186,6 +192,7 @@ class LocalHome:
         mode = 0
         if replaced:
             old = exchange(self._path, self._target)
+            self._check_seen(old)
         else:
             try:
                 if was_empty:
@@ -210,6 +217,25 @@ class LocalHome:
         if replaced:
             _remove(old)
 
+    def _check_seen(self, old: Path) -> None:
+        """Gives the name back to what had it, if that isn't what was looked at: a conversion takes hours.
+
+        Raises:
+            TargetExistsError: It is another file or folder, or was changed meanwhile.
+        """
+        try:
+            _check_kind(old)
+            if self.foreign or _facts_of(old) == self.seen:
+                return
+        except TargetExistsError:
+            pass
+        _remove(exchange(old, self._target))
+        raise TargetExistsError(
+            "The target was changed while the conversion ran: what lies there now stays.",
+            place=self._target,
+            remedy="look at it, and convert again; or choose another name",
+        )
+
 
 @contextmanager
 def local_home(
@@ -217,6 +243,9 @@ def local_home(
 ) -> Iterator[LocalHome]:
     """Gives the home of a target on this machine, which is gone at the end; arguments and errors as in `staged`."""
     target = Path(os.path.abspath(target))
+    seen = (
+        _facts_of(target) if replace else ()
+    )  # before it is checked: what is checked is what was seen, or younger
     check_target(target, kind, replace=replace, foreign=foreign)
     sweep(target.parent)
     check_space(target, target.parent, total)
@@ -225,7 +254,7 @@ def local_home(
         if kind == "folder":
             with writing(target):
                 path.mkdir()  # ordinary permissions: the folder around it lets nobody in until the rename
-        yield LocalHome(path, target, kind, replace, mode)
+        yield LocalHome(path, target, kind, replace, foreign, mode, seen)
 
 
 def check_name(target: Place) -> None:
@@ -297,6 +326,18 @@ def _check_ours(target: Path) -> None:
             found=some(foreign),
             remedy="choose another name, or move the folder away; --replace-foreign deletes them",
         )
+
+
+def _facts_of(target: Path) -> Facts:
+    """Returns what tells a file, or all that lies in a folder, from another or from itself when it is changed."""
+    facts = []
+    for path in (target,) if target.is_symlink() else all_of(target):
+        with suppress(OSError):  # nothing is there, or it went meanwhile
+            entry = path.lstat()
+            # Folders are told by what lies in them. Inodes don't tell: file systems without their own make them up.
+            size, changed = (0, 0) if stat.S_ISDIR(entry.st_mode) else (entry.st_size, entry.st_mtime_ns)
+            facts.append((path.relative_to(target).as_posix(), entry.st_mode, size, changed))
+    return tuple(sorted(facts))
 
 
 def _changed(target: Path, manifest: Mapping[str, Any]) -> list[str]:

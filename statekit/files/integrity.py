@@ -9,6 +9,7 @@ names are none of its business: a run goes on in its folder.
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -134,18 +135,19 @@ def _beside(checkpoint: Checkpoint, files: Files, findings: list[Finding]) -> Pr
     nearest = manifest_place(checkpoint), checkpoint.path / FILE
     for place in _places(checkpoint):
         if not place.is_file():
-            if place in nearest and (place.exists() or place.is_symlink()):
+            if place in nearest and _is_named(place):
                 findings.append(Finding("the manifest is no file", f"{place}", True))
                 return None
             continue
         try:
-            manifest = parse(read_small(place, files), place, files.account)
-            check_inside(place.parent, manifest)
+            manifest = _manifest_at(place, checkpoint, files)
         except BudgetError:
             raise
         except StatekitError as error:
             findings.append(Finding(f"the manifest isn't trusted: {error.line}", f"{place}", True))
             return None
+        if manifest is None:
+            continue
         files_named = {place.parent / name: entry for name, entry in manifest["files"].items()}
         mine = {path: entry for path, entry in files_named.items() if _is_part(path, checkpoint)}
         if mine or place in nearest:
@@ -153,6 +155,27 @@ def _beside(checkpoint: Checkpoint, files: Files, findings: list[Finding]) -> Pr
             stated = mine if _went_on(place.parent, manifest) else files_named
             return Proof(place, manifest, stated, manifest["tensors"] if is_whole else {}, is_whole)
     return None
+
+
+def _is_named(place: Place) -> bool:
+    """Tells whether anything has a name, be it a link that leads nowhere."""
+    return place.exists() or place.is_symlink()
+
+
+def _manifest_at(place: Place, checkpoint: Checkpoint, files: Files) -> Mapping[str, Any] | None:
+    """Returns the manifest at a place; None of one that is another file's.
+
+    A folder has as many of these as it has sealed files, so they are searched for the checkpoint's names, not parsed.
+    """
+    data = read_small(place, files)
+    names = [json.dumps(part.name)[1:-1].encode("ascii") for part in checkpoint.parts or (checkpoint.path,)]
+    if place not in (manifest_place(checkpoint), place.parent / FILE) and not any(
+        name in data for name in names
+    ):
+        return None
+    manifest = parse(data, place, files.account)
+    check_inside(place.parent, manifest)
+    return manifest
 
 
 def _went_on(folder: Place, manifest: Mapping[str, Any]) -> bool:

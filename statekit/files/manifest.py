@@ -21,7 +21,7 @@ import json
 import math
 import threading
 import zlib
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -487,9 +487,11 @@ class Passing:
     def _around(self, start: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yields the runs of bytes between two places that aren't in a leaf, as first byte and byte behind the last."""
         at = start
-        for leaf in self.leaves[max(bisect_right(self._starts, start) - 1, 0) :]:
-            if leaf.start >= stop:
-                break
+        first = max(bisect_right(self._starts, start) - 1, 0)
+        for number in range(
+            first, bisect_left(self._starts, stop)
+        ):  # a slice would copy the rest at each read
+            leaf = self.leaves[number]
             if at < leaf.start:
                 yield at, leaf.start
             at = max(at, leaf.stop)
