@@ -185,29 +185,43 @@ def test_a_universal_checkpoint_of_a_pipeline_counts_one_slice(tmp_path: Path) -
     assert torch.load(file, weights_only=False)["mp_world_size"] == 1
 
 
-def test_printed_lines_say_what_a_stage_of_a_pipeline_lacks(tmp_path: Path) -> None:
-    """DeepSpeed 0.19.8 on two stages: load_state_dict refuses the other stage's names, and `named` lacks them."""
-    for name, staged in (("pipeline_zero1_bf16", True), ("experts_zero1_bf16", False)):
-        convert(plan(RECORDED / name, tmp_path / name, to="deepspeed"))
-        manifest = (tmp_path / name / "statekit.json").read_text()
-        assert ("several stages of a pipeline" in manifest) == staged
+def steps_of(name: str, folder: Path, run: dict[str, Any], first: str, behind: str) -> dict[str, Any]:
+    """Runs printed lines from the last that begins so, up to another, and returns their variables."""
+    if not (folder / name).exists():
+        convert(plan(RECORDED / name, folder / name, to="deepspeed"))
+    lines = json.loads((folder / name / "statekit.json").read_text())["resume"]
+    begins = max(i for i, line in enumerate(lines) if line.startswith(first))
+    ends = next((i for i, line in enumerate(lines) if behind and line.startswith(behind)), len(lines))
+    code = "\n".join(["import json, pathlib, torch", *lines[begins:ends]])
+    exec(code.replace("/path/to/checkpoint", str(folder / name)), run)
+    return run
+
+
+def test_printed_lines_take_what_a_stage_of_a_pipeline_has(tmp_path: Path) -> None:
+    """DeepSpeed 0.19.8 went on by them on one stage and on two. Seen red: each needed the other stage's layers."""
+    stage = torch.nn.Sequential(torch.nn.Linear(4, 8, bias=False))
+    assert steps_of("pipeline_zero0", tmp_path, {"model": stage}, "weights = ", "optimizer = ")["groups"] == [
+        {"params": [stage[0].weight]}
+    ]
+    with open_state(RECORDED / "pipeline_zero0") as opened:
+        assert (
+            stage[0].state_dict()["weight"].numpy().tobytes()
+            == opened.state.params["0/weight"].read().tobytes()
+        )
 
 
 @pytest.mark.parametrize("name", EXPERTS)
 def test_printed_lines_mark_groups_of_experts(name: str, tmp_path: Path) -> None:
-    """Seen red: DeepSpeed 0.19.8 refused the optimizer. The lines that go behind are run in test_codebases."""
-    convert(plan(RECORDED / name, tmp_path / "out", to="deepspeed"))
-    lines = json.loads((tmp_path / "out/statekit.json").read_text())["resume"]
+    """Seen red: DeepSpeed 0.19.8 refused the optimizer. test_codebases runs all of the lines in it."""
     params = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
     vars(params[1])["group_name"] = "ep_size_1"
-    names: dict[str, Any] = {"groups": [{"params": [param]} for param in params], "torch": torch}
-    first = next(i for i, line in enumerate(lines) if line.startswith("experts = "))
-    exec("\n".join(lines[first : first + 4]), names)
-    marks = [(group.get("moe"), group.get("name")) for group in names["optimizer"].param_groups]
-    assert marks == [(None, None), (True, "ep_size_1")]
-    names["optimizer"].param_groups[1]["name"] = "ep_size_2"
-    exec("\n".join(lines[-2:]), names)
-    assert names["optimizer"].param_groups[1]["name"] == "ep_size_1"
+    run: dict[str, Any] = {"groups": [{"params": [param]} for param in params], "torch": torch}
+    run = steps_of(name, tmp_path, run, "experts = ", "# without")
+    groups = run["optimizer"].param_groups
+    assert [(group.get("moe"), group.get("name")) for group in groups] == [(None, None), (True, "ep_size_1")]
+    groups[1]["name"] = "ep_size_2"
+    steps_of(name, tmp_path, run, "for i, name", "")
+    assert groups[1]["name"] == "ep_size_1"
 
 
 def test_experts_beside_others_in_a_group_are_not_written(tmp_path: Path) -> None:

@@ -271,10 +271,6 @@ def rank_lines(saved: SavedRun) -> list[str]:
     ]
 
 
-_STAGES = (
-    "# on several stages of a pipeline a rank has its own layers alone: give load_state_dict strict=False,"
-    " and leave out of each group the paths that `named` lacks"
-)
 _EXPERT = re.compile("/deepspeed_experts/")
 _ANY_STAGE = "with any ZeRO stage from 1 to 3, on any ranks"
 
@@ -293,14 +289,17 @@ def deepspeed_lines(state: State, saved: SavedRun) -> list[str]:
     schedule = ", lr_scheduler=scheduler" if rates.torch_call() else ""
     without = "" if rates.torch_call() else ", load_lr_scheduler_states=False"
     norms = {group["hyperparameters"].get(_CLIP) for group in state["groups"]} - {None, 0.0}
+    record, why = f'torch.load({weights}, weights_only=True)["module"]', "what DeepSpeed leaves as it is"
+    loading = [f"model.load_state_dict({record})  # {why}: buffers, frozen weights"]
+    if _is_pipeline(state):
+        loads = "model.load_state_dict({name: weights[name] for name in model.state_dict()})"
+        loading = [f"weights = {record}", f"{loads}  # a stage has its own layers alone"]
     marking, stages, again = _experts_lines(state) or ([], _ANY_STAGE, _after_stage_3(state))
     return [
         *_group_imports(state, saved, "import pathlib"),
         *_imports(state),
         "import deepspeed",
-        f'model.load_state_dict(torch.load({weights}, weights_only=True)["module"])'
-        "  # what DeepSpeed leaves as it is: buffers, frozen weights",
-        *([_STAGES] if _is_pipeline(state) else []),
+        *loading,
         *_manifest_in_folder(saved),
         *_group_lines(state, saved),
         *marking,
@@ -534,7 +533,9 @@ def _group_lines(state: State, saved: SavedRun) -> list[str]:
         return []
     paths = 'group["paths"]' if saved.is_converted else "group.paths"
     groups = 'manifest["state"]["groups"]' if saved.is_converted else "opened.groups"
-    params = f'{{"params": [named[path.replace("/", ".")] for path in {paths}]}}'
+    in_stages = saved.container == "deepspeed" and _is_pipeline(state)
+    condition = ' if path.replace("/", ".") in named' if in_stages else ""
+    params = f'{{"params": [named[path.replace("/", ".")] for path in {paths}{condition}]}}'
     code = f"groups = [{params} for group in {groups}]"
     named = "named = dict(model.named_parameters())"
     if _is_adapter(state):
