@@ -12,6 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from statekit.budget import collecting_rarely
 from statekit.conversion.convert import (
     Report,
     changed,
@@ -50,6 +51,7 @@ _NO_LINKS = {errno.EPERM, errno.EXDEV, errno.ENOSYS, errno.EOPNOTSUPP, errno.EML
 """What a file system answers that has no hard links, or has them within another part of it only."""
 
 
+@collecting_rarely()
 def finish(work: WorkFolder, again: bool = False) -> Report:
     """Finishes a work. Arguments and errors are those of `Work.finish`."""
     began = time.monotonic()

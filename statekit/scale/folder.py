@@ -19,6 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypedDict
 
+from statekit.budget import collecting_rarely
 from statekit.conversion.convert import damage_at_opening, passed_through, rest_of
 from statekit.conversion.plan import Plan
 from statekit.conversion.prepared import Prepared, carried_out, prepare
@@ -129,6 +130,7 @@ class WorkFolder:
         return Path(self.document["request"]["target"])
 
     @cached_property
+    @collecting_rarely()
     def opened(self) -> Opened:
         """The plan and its source, made anew from what was asked for.
 
