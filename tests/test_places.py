@@ -9,11 +9,13 @@ from pathlib import Path, PurePosixPath
 
 import numpy as np
 import pytest
+import torch
 
 import statekit
+from statekit.conversion import registry
 from statekit.errors import CorruptError, NotFoundError, RefusedError, UsageError
 from statekit.files.ahead import ReadAhead
-from statekit.files.source import Files, bring, checkpoint_place, listing, walked
+from statekit.files.source import Files, bring, checkpoint_place, listing, record, walked
 from statekit.files.tree import StoredPlace, address_of, fill
 from statekit.testing.stores import CountingTree, MemoryTree, stored
 
@@ -195,9 +197,70 @@ def test_small_runs_of_a_file_are_brought_together() -> None:
     assert brought == len(counting.reads) <= len(runs) + 1
 
 
-def test_telling_formats_apart_reads_no_tensor(targets: dict[str, Path]) -> None:
-    from statekit.conversion import registry
+PARAMETERS, SIDE = 30, 160
+"""So many matrices, of 100 KB each: their counts lie too far apart for one request."""
 
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of AdamW with large tensors, as torch writes it; beside it what it becomes in other containers."""
+    folder = tmp_path_factory.mktemp("large")
+    params = {f"layer{i}.weight": torch.nn.Parameter(torch.ones(SIDE, SIDE)) for i in range(PARAMETERS)}
+    optimizer = torch.optim.AdamW(params.values(), lr=1e-3)
+    for param in params.values():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    torch.save({"model": params, "optimizer": optimizer.state_dict(), "step": 1}, folder / "run.pt")
+    for container in ("dcp-safetensors", "flax", "mxnet", "keras-h5"):
+        path = folder / "".join((container, *registry.container(container).suffixes[:1]))
+        statekit.convert(folder / "run.pt", path, to=container, assume_defaults=True, require="lossy")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["run.pt", "dcp-safetensors"])
+def test_opening_reads_no_count_and_the_first_count_brings_all(name: str, large: Path) -> None:
+    far, counting = stored(large / name)
+    with registry.container(name if name != "run.pt" else "torch").open(far) as checkpoint:
+        files = sum(1 for file in (large / name).rglob("*")) or 1
+        assert len(counting.reads) <= 2 + 4 * files
+        assert sum(count for _, _, count in counting.reads) < 2**20
+        opening = len(counting.reads)
+        counts = [tensor for tensor in checkpoint.tensors.values() if tensor.shape == ()]
+        assert len(counts) == PARAMETERS and float(counts[0].read()) == 1
+        brought = len(counting.reads)
+        assert {float(count.read()) for count in counts} == {1.0}
+    assert brought == len(counting.reads) <= opening + PARAMETERS + 2
+
+
+@pytest.mark.parametrize("name", ["flax", "mxnet", "keras-h5.weights.h5"])
+def test_a_file_whose_headers_lie_among_its_values_is_read_once(name: str, large: Path) -> None:
+    far, counting = stored(large / name)
+    files = [file.stat().st_size for file in (large / name, *(large / name).rglob("*")) if file.is_file()]
+    statekit.inspect(far)
+    assert len(counting.reads) <= 2 + 4 * len(files)
+    assert sum(count for _, _, count in counting.reads) <= sum(files) + 2**17 * len(files)
+
+
+def test_a_large_header_is_read_to_its_end_and_no_further() -> None:
+    counting = CountingTree(MemoryTree({"x": bytes(2**25)}))
+    with Files() as files:
+        source = files.source(StoredPlace(ReadAhead(counting), PurePosixPath("x")))
+        source.read(0, 8)
+        assert len(record(source, 8, 9 * 2**20, None, "A header")) == 9 * 2**20
+    assert len(counting.reads) == 4 and sum(count for _, _, count in counting.reads) == 8 + 9 * 2**20
+
+
+def test_a_page_now_and_then_is_not_taken_for_a_tensor() -> None:
+    counting = CountingTree(MemoryTree({"x": bytes(2**25)}))
+    with Files() as files:
+        source = files.source(StoredPlace(ReadAhead(counting), PurePosixPath("x")))
+        for start in range(0, 2**25, 2**21):
+            for page in range(3):
+                source.read(start + page * 2**16, 2**16)
+    assert sum(count for _, _, count in counting.reads) <= 16 * 2**19
+
+
+def test_telling_formats_apart_reads_no_tensor(targets: dict[str, Path]) -> None:
     folder = targets["safetensors"]
     far, counting = stored(folder)
     registry.detect_container(far)

@@ -45,6 +45,8 @@ _AT_ONCE = 2**18
 """Bytes that are read at once to look at headers."""
 _SMALL, _EXTRA = 4096, 128
 """Bytes of a member that is brought with others, and of what its header may have beside its name."""
+_HELD = 2**26
+"""Bytes of a directory or a pickle that is brought from a store with its small neighbours."""
 _DESCRIPTOR_MAGIC = 0x08074B50
 _UTF8, _DESCRIPTOR = 0x0800, 0x0008
 
@@ -110,6 +112,7 @@ class Archive:
         self._checked: set[str] = set()
         self._passed: dict[str, tuple[int, int]] = {}
         """How many bytes of a member were read from its first on, and their CRC-32."""
+        self._small = _small_runs(entries) if is_stored(source) else []
 
     def read(self, name: str, start: int, count: int) -> Array:
         """Reads bytes of a member that is stored: (count,) uint8. Its checksum is compared the first time.
@@ -122,6 +125,9 @@ class Archive:
         member = self.members[name]
         if start < 0 or count < 0 or start + count > member.size:
             raise short(self.source, member.start + start, count)
+        if self._small and member.size <= _SMALL:  # whoever reads one count reads the others
+            bring(self.source, self._small)
+            self._small = []
         piece = self.source.read(member.start + start, count)
         if member.crc and name not in self._checked:
             checks = passage()
@@ -142,6 +148,9 @@ class Archive:
             BudgetError: It is more than the job may hold.
         """
         member = self.members[name]
+        stored = member.size if member.packed is None else member.packed
+        if _SMALL < stored <= _HELD:
+            bring(self.source, [(member.start, stored + _SMALL)])  # with PyTorch's first members behind it
         if member.packed is None:
             data = record(self.source, member.start, member.size, None, what)
         else:
@@ -221,7 +230,12 @@ def directory_bytes(source: Source) -> bytes:
     Raises:
         FormatError: There is none at the end of the file.
     """
-    start, size, _ = _end(source)
+    return _raw_directory(source, *_end(source)[:2])
+
+
+def _raw_directory(source: Source, start: int, size: int) -> bytes:
+    if size <= _HELD:
+        bring(source, [(max(0, start - _SMALL), min(_SMALL, start) + size)])  # with PyTorch's last members
     return record(source, start, size, None, "The directory of a zip archive")
 
 
@@ -274,7 +288,7 @@ def _same_end(source: Source, narrow: tuple[int, ...], wide: tuple[int, ...]) ->
 
 def _directory(source: Source, deflated: bool) -> tuple[list[_Entry], int]:
     start, size, count = _end(source)
-    raw = record(source, start, size, None, "The directory of a zip archive")
+    raw = _raw_directory(source, start, size)
     source.account.nodes(_NODES * count, "The directory of a zip archive", source.place)
     entries = []
     at = 0
@@ -357,15 +371,19 @@ def _members(source: Source, entries: list[_Entry], directory: int) -> dict[str,
             )
         locate = partial(_located, source, entry, limit)
         members[name] = Member(name, entry.size, entry.crc, entry.packed, locate)
-    if is_stored(source):  # a header is read with its member, and small members are read together
-        small = [entry for entry in ordered if entry.stored <= _SMALL]
-        bring(source, [(e.header, LOCAL.size + len(e.name) + _EXTRA + e.stored) for e in small])
+    if is_stored(source):  # a header is read with its member
         return members
     for entry, head, limit, member in zip(
         ordered, _heads(source, ordered), limits, members.values(), strict=True
     ):
         member.start = _start(source, entry, head, limit)
     return members
+
+
+def _small_runs(entries: Iterable[_Entry]) -> list[tuple[int, int]]:
+    """Returns first byte and number of bytes of small members, each with its header."""
+    small = [entry for entry in entries if entry.stored <= _SMALL]
+    return [(entry.header, LOCAL.size + len(entry.name) + _EXTRA + entry.stored) for entry in small]
 
 
 def _located(source: Source, entry: _Entry, limit: int) -> int:

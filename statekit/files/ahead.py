@@ -103,7 +103,7 @@ class ReadAhead:
         self._tree.read_into(facts, 0, memoryview(bytearray(min(facts.size, 1))))
 
     def bring(self, facts: Facts, runs: Iterable[tuple[int, int]]) -> None:
-        """Brings small runs of a file, first byte and count of each, many requests at once; they are read later."""
+        """Brings runs of a file, first byte and count of each, many requests at once; they are read later."""
         wanted: list[tuple[int, int]] = []
         for start, count in sorted(runs):
             stop = min(start + count, facts.size)
@@ -113,12 +113,21 @@ class ReadAhead:
                 wanted.append((start, stop))
 
         def read(run: tuple[int, int]) -> None:
-            self._keep(facts.name, _Window(run[0], self._read(facts, run[0], run[1] - run[0])))
+            self._keep(facts.name, _Window(run[0], self._read_once(facts, *run)))
 
-        missing = [
-            run for run in wanted if (window := self._at(facts.name, run[0])) is None or window.stop < run[1]
-        ]
-        list(self._threads.map(read, missing))
+        missing = ((self._past(facts.name, start, stop), stop) for start, stop in wanted)
+        pieces = (
+            (at, min(REQUEST_BYTES, stop - at))
+            for start, stop in missing
+            for at in range(start, stop, REQUEST_BYTES)
+        )
+        list(self._threads.map(read, pieces))
+
+    def _past(self, name: str, start: int, stop: int) -> int:
+        """Returns the first byte of a run that wasn't brought yet; the last are as if they weren't."""
+        while start < stop and (window := self._at(name, start)):
+            start = window.stop
+        return start
 
     def _at(self, name: str, start: int) -> _Window | None:
         """Returns the nearest window that begins at a byte or before, if the byte is in it."""
@@ -156,7 +165,8 @@ class ReadAhead:
             del runs[:-_MOST_RUNS]
         else:
             runs.append(runs.pop(runs.index(run)))
-            run.size, first = min(max(2 * run.size, 4 * count), _MOST), start
+            # Who reads a page twice in a row may be anywhere next; who reads blocks of a tensor reads all of it.
+            run.size, first = min(max(2 * run.size, 4 * count if count >= _AHEAD else 0), _MOST), start
         if run.size >= _AHEAD:
             window = self._next(facts, run, start)
         else:
@@ -174,7 +184,7 @@ class ReadAhead:
             _forget(run)
             run.stop = start
         while run.stop < min(start + run.size, facts.size):
-            count = min(REQUEST_BYTES, facts.size - run.stop)
+            count = min(REQUEST_BYTES, start + run.size - run.stop, facts.size - run.stop)
             run.coming[run.stop] = count, self._threads.submit(self._read_once, facts, run.stop, count)
             run.stop += count
         first = max(first for first in run.coming if first <= start)

@@ -18,12 +18,13 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, BinaryIO, TypeVar
 
 import numpy as np
 
 from statekit.errors import CorruptError, Faults, FormatError
-from statekit.files.source import File, Files, bytes_at, opening, record
+from statekit.files.source import File, Files, bring, bytes_at, opening, record
 from statekit.files.tree import Place, StoredPlace
 from statekit.pipeline import empty
 from statekit.tensors.digest import bytes_digest
@@ -47,6 +48,8 @@ MAX_HEADER_BYTES = 100_000_000
 """The largest header, in bytes. Source: safetensors, `MAX_HEADER_SIZE`."""
 MAX_RANK = 64
 """Axes of an array at most. Source: NumPy 2, `NPY_MAXDIMS`."""
+_COUNT = 64
+"""Bytes of a tensor that is read from a store together with all that are as small, such as counts of updates."""
 _NODES, _NODES_OF_ENTRY = 8, 2
 """Values of a tree that a tensor counts for, with what describes it; and that an entry of the metadata does."""
 
@@ -115,7 +118,15 @@ def open_safetensors(path: Place, files: Files | None = None) -> OpenFile:
         theirs.hold(len(head), "The header of a safetensors file", f"{path}")
         theirs.nodes(nodes, "The header of a safetensors file", f"{path}")
         _proven_by_library(source, head)
-    tensors = {name: _stored(source, name, extent, len(head)) for name, extent in extents.items()}
+    counts = [extent for extent in extents.values() if extent.stop - extent.start <= _COUNT]
+
+    @cache
+    def bring_counts() -> None:  # whoever reads one reads the others
+        bring(source, [(len(head) + extent.start, extent.stop - extent.start) for extent in counts])
+
+    tensors = {
+        name: _stored(source, name, extent, len(head), bring_counts) for name, extent in extents.items()
+    }
     return OpenFile(tensors, metadata, bytes_digest(head), lambda: None)
 
 
@@ -278,9 +289,13 @@ def _proven_by_library(source: File, head: bytes) -> None:
         raise FormatError("The safetensors library refuses a file.", place=source.path, found=error) from None
 
 
-def _stored(source: File, name: str, extent: _Extent, data_start: int) -> Stored:
+def _stored(
+    source: File, name: str, extent: _Extent, data_start: int, bring_counts: Callable[[], None]
+) -> Stored:
 
     def fetch(index: Index) -> Array:
+        if extent.stop - extent.start <= _COUNT:
+            bring_counts()
         block: Array = empty(index_shape(index), extent.dtype)
         into = block.reshape(-1).view(np.uint8).data
         for offset, run in _runs(extent, index):

@@ -61,6 +61,8 @@ MOST_OPEN = 64
 """Files of one checkpoint that are open at once: a run of a thousand ranks writes thousands."""
 _DIGESTED_AT_ONCE = 2**20
 _READ_AT_ONCE = 2**23
+_FEW, _BROUGHT = 2**16, 2**26
+"""Bytes that a first read of a store brings anyway, and that are brought at once of what is held."""
 
 
 class Source(Protocol):
@@ -151,9 +153,14 @@ def record(source: Source, start: int, count: int, limit: int | None, what: str)
         check_size(source, start, count, limit, what)
     hold(source, start, count, what)
     if count <= _READ_AT_ONCE:
+        bring(source, [(start, count)] if count > _FEW else [])
         return bytes_at(source, start, count)
     whole = io.BytesIO()  # which gives its bytes away without a copy
     for at in range(0, count, _READ_AT_ONCE):
+        if (
+            at % _BROUGHT == 0
+        ):  # these bytes and no others, however much a reader who goes on like this would get
+            bring(source, [(start + at, min(_BROUGHT, count - at))])
         whole.write(source.read(start + at, min(_READ_AT_ONCE, count - at)).data)
     return whole.getvalue()
 
@@ -189,6 +196,12 @@ def bring(source: Source, runs: Iterable[tuple[int, int]]) -> None:
         tree = source.path.tree
         if isinstance(tree, ReadAhead):
             tree.bring(cast(Facts, source.identity), runs)
+
+
+def bring_scattered(source: Source) -> None:
+    """Brings a file whose headers lie among its values; of a larger one than is kept, they are read one by one."""
+    if source.size <= _BROUGHT:
+        bring(source, [(0, source.size)])
 
 
 def bytes_at(source: Source, start: int, count: int) -> bytes:

@@ -17,7 +17,7 @@ from __future__ import annotations
 from copy import copy
 
 from statekit.errors import CorruptError, FormatError
-from statekit.files.source import Source, byte_of, bytes_at, require
+from statekit.files.source import Source, bring_scattered, byte_of, bytes_at, require
 
 SIGNATURE = b"\x89HDF\r\n\x1a\n"
 _WORD = 0xFFFFFFFF
@@ -114,6 +114,7 @@ class Structure:
         self._starts: set[int] = set()
         self._left = source.size
         self._pages: dict[int, bytes] = {}
+        bring_scattered(source)
         self.root = self._superblock()
 
     def _superblock(self) -> int:

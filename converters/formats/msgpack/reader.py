@@ -16,7 +16,7 @@ import numpy as np
 from statekit.budget import NODE_BYTES, Account
 from statekit.converters.formats.storage import checked_shape, dense
 from statekit.errors import CorruptError, FormatError, RefusedError
-from statekit.files.source import Part, Source, byte_of, bytes_at, filled, hold, require
+from statekit.files.source import Part, Source, bring_scattered, byte_of, bytes_at, filled, hold, require
 from statekit.tensors.tensor import Array, DType, Shape, Stored, dtype_named, in_memory
 from statekit.tensors.tree import MAX_DEPTH, MAX_NAME_BYTES
 
@@ -124,6 +124,7 @@ def parse(value: Source) -> Any:
         RefusedError: It is too deep.
         FormatError: It isn't what Flax writes.
     """
+    bring_scattered(value)
     cursor = _Cursor(value)
     parser = _Parser(cursor)
     tree = parser.tree()
@@ -148,6 +149,7 @@ def parse_stream(value: Source) -> Iterator[tuple[tuple[Any, ...], Any]]:
 
     Source: young-geng/EasyLM EasyLM/checkpoint.py, `StreamingCheckpointer.save_train_state_to_file`.
     """
+    bring_scattered(value)
     cursor = _Cursor(value)
     parser = _Parser(cursor)
     while cursor.position < value.size:

@@ -18,7 +18,7 @@ from statekit.converters.formats.mxnet.records import CPU, DTYPE_NAMES, read_rec
 from statekit.converters.formats.npy import MAGIC, SUFFIX, NpyBytes, is_npz, npz_arrays, read_npy
 from statekit.converters.formats.zip_archive import ZipForm, ZipWriter
 from statekit.errors import CorruptError, FormatError
-from statekit.files.source import Files, Source, bytes_at, listing
+from statekit.files.source import Files, Source, bring_scattered, bytes_at, listing
 from statekit.files.stage import Stage
 from statekit.files.tree import Place
 from statekit.tensors.tensor import DTYPES, DType, Shape, Stored, Tensor, nbytes
@@ -68,6 +68,7 @@ def read_params(source: Source) -> Params:
         CorruptError: Sizes or checksums disagree with the data.
         FormatError: It is neither a list of named arrays nor an npz, or breaks its format.
     """
+    bring_scattered(source)
     form = form_of(bytes_at(source, 0, min(source.size, 512)))
     if form is None:
         raise FormatError(

@@ -18,7 +18,7 @@ from statekit.converters.formats.pickle.extents import read_thin_pickle
 from statekit.converters.formats.pickle.names import CALLS, Call, kept, shown
 from statekit.converters.formats.pickle.writer import Called, LongBytes, Name, write_pickle
 from statekit.errors import CorruptError, FormatError
-from statekit.files.source import Held, Part, Source
+from statekit.files.source import Held, Part, Source, bring_scattered
 from statekit.files.stage import Stage
 from statekit.tensors.tensor import Tensor, nbytes
 from statekit.tensors.tree import Path, Record, Tree
@@ -58,6 +58,7 @@ def read_states(source: Source) -> States:
         CorruptError: The file is cut off, or an array reaches beyond its bytes.
         FormatError: It isn't a pickle of states.
     """
+    bring_scattered(source)
     read = read_thin_pickle(source, _calls)
     places = _Arrays(source.place)
     states, optimizer = read.value, None

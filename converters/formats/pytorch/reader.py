@@ -437,13 +437,14 @@ def _open_legacy(source: Source) -> Opened:
 def _open_zip(source: Source) -> Opened:
     archive = Archive(source)
     root = _root(archive, source.place)
+    pickled = f"{root}/data.pkl"
+    raw = archive.record(pickled, "The pickle of a torch file")
     order = _record(archive, f"{root}/byteorder", "little")
     if order not in ("little", "big"):
         raise FormatError("The byte order of a torch file is unknown.", place=source.place, found=order)
-    pickled = f"{root}/data.pkl"
     storages: dict[str, Storage] = {}
     pickled_tree = read_pickle(
-        archive.record(pickled, "The pickle of a torch file"),
+        raw,
         f"{pickled} in {source.place}",
         calls=torch_calls,
         persistent=partial(_storage, archive, root, order != sys.byteorder, storages),
@@ -510,7 +511,10 @@ def _record(archive: Archive, name: str, missing: str) -> str:
     if name not in archive.members:
         return missing
     size = archive.members[name].size
-    raw = archive.read(name, 0, min(size, MAX_RECORD)).tobytes()
+    if size <= MAX_RECORD:
+        raw = archive.record(name, "A record of a torch file")
+    else:
+        raw = archive.read(name, 0, MAX_RECORD).tobytes()
     return raw.decode("ascii", "replace").strip()
 
 
