@@ -54,11 +54,13 @@ def stoppable() -> Iterator[None]:
         yield
         return
     arrived: list[int] = []
-
+    ended: list[bool] = []
     shown, hook = sys.stderr, sys.unraisablehook
 
     def stop(number: int, frame: FrameType | None) -> None:
         arrived.append(number)
+        if ended:  # a second one, while the handlers are put back
+            return
         if _is_importing(frame):  # NumPy prints a traceback of what ends its import, from C
             sys.stderr = _NOWHERE
         raise Stopped(number)
@@ -87,6 +89,7 @@ def stoppable() -> Iterator[None]:
             raise Stopped(arrived[0]) from error
         raise
     finally:
+        ended.append(True)
         sys.stderr, sys.unraisablehook = shown, hook
         for number in taken:
             signal.signal(number, before[number])

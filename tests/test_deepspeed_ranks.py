@@ -149,6 +149,22 @@ def test_a_rank_of_another_step_is_refused(run: Path, pattern: str, key: str) ->
             assert text in f"{caught.value}"
 
 
+@pytest.mark.parametrize("run", ["sub_groups_zero3"], indirect=True)
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("key", ["param_shapes", "buffer_names", "shared_params"])
+def test_a_rank_with_another_model_is_refused(run: Path, rank: int, key: str) -> None:
+    """Seen red: padding was taken for an element of a parameter, and the conversion was called bitwise."""
+    (file,) = run.glob(f"global_step3/*_rank_{rank}_*model_states.pt")
+    saved = torch.load(file, weights_only=False)
+    if key == "param_shapes":
+        saved[key][0]["a.bias"] = torch.Size([8])
+    else:
+        saved[key] = {"a.bias": "b.bias"} if key == "shared_params" else ["a.bias"]
+    torch.save(saved, file)
+    with pytest.raises(CorruptError, match="aren't of one step of one run"):
+        open_state(run)
+
+
 def test_what_an_optimizer_measures_of_a_piece_is_each_ranks_own(tmp_path: Path) -> None:
     """Adafactor of Transformers keeps the root mean square of a rank's vector, and makes it anew in each step."""
     run = write(Made(some_groups([(3, 4), (5,)])), tmp_path / "run")

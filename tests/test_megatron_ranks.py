@@ -128,6 +128,19 @@ def test_ranks_hold_what_the_distributed_checkpoint_has_whole(
     assert all(np.array_equal(read[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize("number", [999, -1, "9", 9.0, True, [9], 8], ids=repr)
+@pytest.mark.parametrize("masters", [False, True])
+def test_a_number_of_no_state_in_a_group_is_refused(masters: bool, number: Any, tmp_path: Path) -> None:
+    """Seen red: a parameter lost its slots, and the conversion was called bitwise."""
+    run = legacy(tmp_path / "run", 1, masters)
+    (file,) = run.rglob("model_optim_rng.pt")
+    saved = torch.load(file, weights_only=False)
+    saved["optimizer"].get("optimizer", saved["optimizer"])["param_groups"][0]["params"][9] = number
+    torch.save(saved, file)
+    with pytest.raises(StateError, match="numbers don't fit"):
+        statekit.open(run)
+
+
 def test_a_schedule_that_counts_samples_is_one_of_updates_where_the_batch_is_known(tmp_path: Path) -> None:
     """Eight samples an update: 16 of warmup are two updates, and the next rate is that of the recorded run."""
     with statekit.open(legacy(tmp_path / "run", 1)) as opened:

@@ -136,6 +136,7 @@ def test_the_manifest_follows_its_schema(folder: Path) -> None:
     validator.validate(document)
     for broken in (
         {**document, "version": 3},
+        {**document, "version": True},
         {**document, "files": {"x": {"bytes": 1, "blake3": "0" * 64, "leaves": [[0, 0, "a"]]}}},
         {**document, "digest": "sha256"},
         {key: value for key, value in document.items() if key != "tensors"},

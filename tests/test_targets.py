@@ -228,6 +228,28 @@ def test_a_signal_stops_whatever_a_library_makes_of_it(number: signal.Signals) -
         signal.signal(number, before)
 
 
+def test_a_second_signal_waits_until_the_handlers_are_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seen red: it was raised among them, which left some, and Python printed a traceback of what it passed over."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in STOPPING}
+    put = signal.signal
+
+    def after_another(number: int, handler: Any) -> Any:
+        os.kill(os.getpid(), STOPPING[-1])
+        return put(number, handler)
+
+    try:
+        with pytest.raises(Stopped) as caught, stoppable():
+            monkeypatch.setattr(signal, "signal", after_another)
+            os.kill(os.getpid(), STOPPING[0])
+        monkeypatch.undo()
+        assert caught.value.number == STOPPING[0]
+        assert {signal.getsignal(number) for number in STOPPING} == {signal.SIG_DFL}
+    finally:
+        monkeypatch.undo()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("works_on", [True, False])
 def test_a_signal_inside_a_garbage_collection_stops_all_the_same(works_on: bool) -> None:
     """Seen red: Python passes over what a callback of the collection raises, and the conversion was completed."""

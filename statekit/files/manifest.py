@@ -198,7 +198,7 @@ def parse_damaged(
     document = strict_json(text, place, account)
     if not isinstance(document, dict) or document.get("format") != FORMAT:
         raise FormatError("This isn't a statekit manifest.", place=place, expected=f'"format": "{FORMAT}"')
-    if document.get("version") not in VERSIONS:
+    if document.get("version") is True or document.get("version") not in VERSIONS:
         raise FormatError(
             "The manifest has another version than this statekit reads.",
             place=place,

@@ -63,6 +63,7 @@ _OPTIMIZER_TAKEN = {
     "param_slice_mappings", "param_groups",
 }  # fmt: skip
 _ALIKE = ("global_steps", "global_samples", "skipped_steps", "dp_world_size", SLICES)
+_ALIKE_IN_SLICE = ("param_shapes", "frozen_param_shapes", "shared_params", "buffer_names")
 """What the engine writes alike into every file of the model."""
 _SHARED = "shared_params"
 _STAGE = "zero_stage"
@@ -160,11 +161,17 @@ def _tree(tag: Tag, files: Files, findings: list[Finding]) -> dict[str, Tree]:
 
 
 def _check_engines(tag: Tag, models: Sequence[Sequence[Mapping[str, Any]]]) -> None:
-    """Refuses a model's file that has made other steps than the first: ZeRO-3 has one for each rank.
+    """Refuses a model's file that has made other steps than the first, or has another model than its slice's first.
+
+    ZeRO-3 has a file for each rank.
 
     Raises:
         CorruptError: One has.
     """
+    for slice_, of_slice in zip(tag.slices, models, strict=True):
+        of_ranks = [{key: model.get(key) for key in _ALIKE_IN_SLICE} for model in of_slice]
+        places = [path for _, path in sorted(slice_.models.items())]
+        check_one_step([*zip(places, of_ranks, strict=True)])
     paths = [path for slice_ in tag.slices for _, path in sorted(slice_.models.items())]
     of_engines = [{key: model.get(key) for key in _ALIKE} for of_slice in models for model in of_slice]
     check_one_step([*zip(paths, of_engines, strict=True)])

@@ -13,6 +13,7 @@ megatron/core/optimizer/optimizer.py, `Float16OptimizerWithFloat16Params.state_d
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,6 +27,7 @@ from statekit.tensors.tree import Tree
 RANKS, COMMON, SHARDED = "ranks", "common", "sharded"
 _MASTERS = "fp32_from_fp16_params"
 _COUNTED = "No file says how many tensor-parallel ranks the run had: those here are taken for all ({})."
+_MISNUMBERED = "The optimizer's numbers don't fit the model's parameters"
 _RANDOM = "Random states of ranks other than the first stay behind."
 BUCKETS, _STATE = "buckets", "optimizer.state."
 """Where a rank has the buckets of a distributed optimizer; what the key of a slot begins with."""
@@ -118,9 +120,10 @@ def _by_name(
     if not isinstance(groups, list) or not isinstance(state, Mapping):
         raise StateError("The optimizer of a rank has no groups or no state.", place=place)
     names = params_of_groups(groups, {name: tensor.shape for name, tensor in model.items()}, place)
-    faults, slots = Faults(), dict[str, tuple[str, Tensor]]()
+    faults, slots = Faults(_misplaced(groups, state)), dict[str, tuple[str, Tensor]]()
+    faults.check(StateError, _MISNUMBERED, place=place)
     for group, named in zip(groups, names, strict=True):
-        numbers = group.get("params", [])
+        numbers = _numbers(group)
         if len(numbers) != len(named):
             faults.add(
                 f"moves {len(numbers)} parameters, and the model has {len(named)} of its kind", "param_groups"
@@ -136,8 +139,24 @@ def _by_name(
         for key, (name, tensor) in slots.items()
         if tensor.shape != model[name].shape
     ]
-    faults.check(StateError, "The optimizer's numbers don't fit the model's parameters", place=place)
+    faults.check(StateError, _MISNUMBERED, place=place)
     return slots
+
+
+def _numbers(group: Mapping[str, Any]) -> Sequence[Any]:
+    """Returns what a group calls its parameters."""
+    numbers = group.get("params", [])
+    return numbers if isinstance(numbers, list) else []
+
+
+def _misplaced(groups: Sequence[Mapping[str, Any]], state: Mapping[Any, Any]) -> Iterator[tuple[str, str]]:
+    """Yields numbers of parameters that are none, or stand twice, and slots of no group: none of them would be read."""
+    numbers = [number for group in groups for number in _numbers(group)]
+    odd = [number for number in numbers if type(number) is not int]
+    yield from (("is no number of a parameter", f"param_groups/params/{number!r}") for number in odd)
+    counts = Counter(number for number in numbers if type(number) is int)
+    yield from (("stands twice", f"param_groups/params/{n}") for n, count in counts.items() if count > 1)
+    yield from (("has slots, and stands in no group", f"state/{n}") for n in state if n not in counts)
 
 
 def _tensors(record: Any) -> Iterator[tuple[str, Tensor]]:
