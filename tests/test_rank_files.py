@@ -8,7 +8,7 @@ import struct
 import subprocess
 import sys
 import zipfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,8 @@ pytestmark = pytest.mark.torch
 HERE = Path(__file__).parent
 CASE = HERE / "cases" / "verl_two_ranks"
 """What verl's manager saves, made by PyTorch 2.13 with FSDP2 and FSDP1 on two gloo ranks (rank_saving.py)."""
+SHARDED = HERE / "cases" / "fsdp1_two_ranks"
+"""FSDP1's ShardedTensors in a file of each rank, made by PyTorch 2.13 on two gloo ranks (rank_saving.py)."""
 
 
 def told(arguments: list[Any], code: int, capsys: pytest.CaptureFixture[str]) -> str:
@@ -181,7 +183,6 @@ def test_parts_that_are_described_otherwise_are_refused(old: bytes, new: bytes, 
 
 def test_folders_of_other_systems_hold_no_files_of_ranks(tmp_path: Path) -> None:
     names = [
-        "rank0.pt",
         "mp_rank_00_model_states.pt",
         "rng_state_0.pth",
         "zero_pp_rank_0_mp_rank_00_optim_states.pt",
@@ -244,3 +245,185 @@ def test_a_rank_of_another_step_is_refused(key: str, tmp_path: Path) -> None:
             target.writestr(name, data.replace(old, new) if is_pickle or data == old else data)
     with pytest.raises(CorruptError, match=r"contradict each other|Ranks hold different values"):
         statekit.open(folder)
+
+
+def saved_on_ranks(kind: str, ranks: int, folder: Path) -> None:
+    command = [sys.executable, "-W", "ignore", HERE / "rank_saving.py", kind, f"{ranks}", folder / "run"]
+    subprocess.run([*map(str, command)], check=True, timeout=120)
+
+
+def test_the_sharded_tensors_of_fsdp1_are_joined(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Seen red: refused as a call of getattr."""
+    assert_whole(SHARDED / "run", torch.load(SHARDED / "whole.pt"))
+    assert "nothing found" in told(["doctor", SHARDED / "run"], 0, capsys)
+    assert "BITWISE" in told(["convert", SHARDED / "run", tmp_path / "run.pt"], 0, capsys)
+    with statekit.open(SHARDED / "run") as opened:  # each rank's generator is its own
+        assert {"rng/rank_0", "rng/rank_1"} <= opened.checkpoint.tensors.keys()
+    for file in sorted((SHARDED / "run").iterdir()):
+        with pytest.raises(RefusedError, match=r"one rank's parts[\s\S]*a ShardedTensor"):
+            statekit.open(file)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        (b"shard_offsets", b"shard_offsats"),
+        (b"shards_metadata", b"shards_metadate"),
+        (b"X\x06\x00\x00\x00tensor", b"X\x06\x00\x00\x00tensar"),
+        (b"ProcessGroupState", b"process_groupstat"),
+        (b"torch.distributed._shard.sharded_tensor.api\nShardedTensor", b"os\nsystem"),
+    ],
+)
+def test_sharded_tensors_that_are_described_otherwise_are_refused(
+    old: bytes, new: bytes, tmp_path: Path
+) -> None:
+    for file in (SHARDED / "run").iterdir():
+        changed(file, tmp_path / file.name, lambda data: data.replace(old, new))
+    with pytest.raises(FormatError):
+        statekit.open(tmp_path)
+
+
+def test_pieces_that_are_missing_are_named(tmp_path: Path) -> None:
+    for name in ("ckpt_rank0.pt", "ckpt_rank1.pt"):
+        shutil.copy(SHARDED / "run" / "ckpt_rank0.pt", tmp_path / name)
+    with pytest.raises(CorruptError, match=r"pieces don't make up[\s\S]*no piece at \[6, 0\]"):
+        statekit.open(tmp_path)
+
+
+def changed(file: Path, to: Path, change: Callable[[bytes], bytes]) -> None:
+    """Writes a torch file with another pickle."""
+    with zipfile.ZipFile(file) as source, zipfile.ZipFile(to, "w") as target:
+        for name in source.namelist():
+            data = source.read(name)
+            target.writestr(name, change(data) if name.endswith("data.pkl") else data)
+
+
+@pytest.mark.slow
+def test_what_fsdp1_saves_goes_on_by_its_printed_lines(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    saved_on_ranks("fsdp1_sharded", 3, tmp_path)
+    whole = torch.load(tmp_path / "whole.pt")
+    assert_whole(tmp_path / "run", whole)
+    capsys.readouterr()
+    assert main(["resume", str(tmp_path / "run")]) == 0
+    lines = capsys.readouterr().out.partition("\n\n")[0]
+    (tmp_path / "lines.py").write_text(lines)
+    saved_on_ranks("lines", 3, tmp_path)
+    assert_equal(torch.load(tmp_path / "next.pt"), whole["next"])
+
+
+def assert_equal(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.slow
+def test_the_local_weights_of_fsdp1_are_refused(tmp_path: Path) -> None:
+    saved_on_ranks("fsdp1_local", 2, tmp_path)
+    for place in (tmp_path / "run", tmp_path / "run" / "ckpt_rank1.pt"):
+        with pytest.raises(RefusedError, match=r"weights of FSDP1 are flat[\s\S]*LOCAL_STATE_DICT"):
+            statekit.open(place)
+
+
+NAMED = [
+    ("model_rank0.pt", "model_rank1.pt"),
+    ("rank_0.pt", "rank_1.pt"),
+    ("rank0.pt", "rank1.pt"),
+    ("epoch1_rank00.pth", "epoch1_rank01.pth"),
+    ("rank0_epoch1.pt", "rank1_epoch1.pt"),
+    ("pytorch_model.rank0.bin", "pytorch_model.rank1.bin"),
+]
+"""Names of a folder's files that are one save."""
+APART = [
+    ("gpu0.pt", "gpu1.pt"),
+    ("ckpt_1_of_2.pt", "ckpt_2_of_2.pt"),
+    ("checkpoint_last-shard0.pt", "checkpoint_last-shard1.pt"),
+    ("consolidated.00.pth", "consolidated.01.pth"),
+    ("rank0/ckpt.pt", "rank1/ckpt.pt"),
+]
+"""Names of files of ranks that no folder is opened by."""
+
+
+def trained(seed: int) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def saved_by_ranks(
+    folder: Path, names: Sequence[str], seeds: Sequence[int], *, weights: bool = False
+) -> None:
+    for rank, (name, seed) in enumerate(zip(names, seeds, strict=True)):
+        model, optimizer = trained(seed)
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        run = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "rank": rank}
+        torch.save(model.state_dict() if weights else run, folder / name)
+
+
+@pytest.mark.parametrize("names", [*NAMED, *APART], ids=lambda names: names[0])
+def test_a_ranks_file_names_the_others(
+    names: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: nothing named the other rank, and weights were called weights alone."""
+    saved_by_ranks(tmp_path, names, [0, 1])
+    file = tmp_path / names[0]
+    other = Path(names[1]).name
+    for verb, code in (("inspect", 0), ("doctor", 1)):
+        assert f"{other} looks like another rank's file" in told([verb, file], code, capsys)
+    model, optimizer = trained(0)
+    result = attest(optimizer, model, file)  # a rank that goes on from its own file isn't stopped
+    assert result.passed and "another rank's file" in str(result)
+    with pytest.warns(UserWarning, match="another rank's file"):
+        load_optimizer(file, model.named_parameters())
+    saved_by_ranks(tmp_path, names, [0, 1], weights=True)
+    shown = told(["inspect", file], 0, capsys)
+    assert "weights alone" not in shown and f"{other} looks like another rank's file" in shown
+
+
+@pytest.mark.parametrize("names", NAMED, ids=lambda names: names[0])
+def test_ranks_that_differ_without_a_word_are_refused(
+    names: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: inspect and ls showed the first rank's as the run."""
+    saved_by_ranks(tmp_path, names, [0, 1])
+    for verb in ("inspect", "doctor", "resume"):
+        assert "Ranks hold different values of a tensor" in told([verb, tmp_path], 3, capsys)
+
+
+@pytest.mark.parametrize("names", [*NAMED, *APART], ids=lambda names: names[0])
+def test_replicas_are_one_run(
+    names: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under DDP each rank may save the same; its number is its own."""
+    saved_by_ranks(tmp_path, names, [0, 0])
+    for file in [tmp_path / names[0], *([tmp_path] if names in NAMED else [])]:
+        assert "nothing found" in told(["doctor", file], 0, capsys)
+
+
+def test_several_saves_of_ranks_are_told_apart(tmp_path: Path) -> None:
+    """Seen red: one of them won in silence."""
+    for epoch in (1, 2):
+        saved_by_ranks(tmp_path, [f"epoch{epoch}_rank{rank}.pt" for rank in range(2)], [epoch, epoch])
+    for step, number in ((None, 2), (1, 1), (2, 2)):
+        with statekit.open(tmp_path, step=step) as opened:
+            assert opened.checkpoint.step == number and opened.checkpoint.meta["steps"] == [1, 2]
+            weight = trained(number)[0].state_dict()["weight"]
+            assert np.array_equal(np.asarray(opened.params["weight"].read()), weight)
+    with pytest.raises(NotFoundError, match="no such step"):
+        statekit.open(tmp_path, step=3)
+    for name in ("best", "last"):
+        saved_by_ranks(tmp_path, [f"{name}_rank{rank}.pt" for rank in range(2)], [0, 0])
+    with pytest.raises(NotFoundError, match="files of one save: best, last"):
+        statekit.open(tmp_path)
+
+
+def test_numbers_that_count_no_ranks_name_nothing(tmp_path: Path) -> None:
+    """The ranks of adapters, parts of a data set, and files of several steps."""
+    for name in ("lora_rank8.pt", "lora_rank16.pt", "model_1.pt", "model_2.pt"):
+        torch.save(torch.nn.Linear(2, 2).state_dict(), tmp_path / name)
+    for name in ("lora_rank8.pt", "model_1.pt"):
+        with statekit.open(tmp_path / name) as opened:
+            assert "weights alone" in repr(opened)

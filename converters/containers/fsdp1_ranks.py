@@ -22,19 +22,19 @@ from typing import Any
 from statekit.budget import Budget
 from statekit.conversion.contracts import Evidence, ReadOnly
 from statekit.converters.containers.step_folders import files_beside
-from statekit.converters.containers.torch_file import CONTAINER as TORCH
 from statekit.converters.containers.torch_file import open_torch
 from statekit.converters.formats.pytorch.one_step import check_one_step
-from statekit.converters.formats.pytorch.reader import named
-from statekit.errors import FormatError, NotFoundError
+from statekit.converters.formats.pytorch.reader import named, read_object
+from statekit.errors import FormatError, NotFoundError, StatekitError
 from statekit.files.checkpoint import FILES_BESIDE, Checkpoint
-from statekit.files.source import listing, opening
+from statekit.files.source import Files, listing, opening
 from statekit.files.tree import Place
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Tree
 from statekit.tensors.views import Concatenated, Segment
 
 _RANK = re.compile(r"rank(\d{1,5})\.pt")
+_FLAT = "flat_param_shard"
 _KEYS = {"optimizer", "flat_param_shard", "rank", "world_size", "fqns", "shapes"}
 
 
@@ -46,9 +46,15 @@ class FsdpRanks(ReadOnly):
     title: str = "FSDP1's flat states, a torch file rank<r>.pt for each rank, with names and shapes in it"
 
     def detect(self, path: Place) -> Evidence | None:
-        """Looks for a torch file of rank 0."""
+        """Looks for the file of rank 0 with its piece of a flat parameter; without one it is any program's."""
         first = path / "rank0.pt"
-        return Evidence(10, f"{first} is a torch file") if TORCH.detect(first) is not None else None
+        try:
+            with Files() as files:
+                tree = read_object(files.source(first)).tree if first.is_file() else None
+        except (OSError, StatekitError):
+            return None
+        is_flat = isinstance(tree, Mapping) and _FLAT in tree
+        return Evidence(20, f"{first} has {_FLAT}") if is_flat else None
 
     def open(self, path: Place, step: int | None = None, budget: Budget | None = None) -> Checkpoint:
         """Reads the pickles of all ranks, and joins their pieces."""

@@ -42,7 +42,17 @@ from statekit.converters.containers.torch_halves import (
 from statekit.converters.formats.pytorch.reader import generation, named, read_object
 from statekit.converters.formats.pytorch.writer import MANIFEST_KEY, write_torch
 from statekit.errors import FormatError, NotFoundError, StatekitError, UsageError
-from statekit.files.checkpoint import CLASSES, FILES_BESIDE, HALVES, OPTIMIZER_NAME, SORTED, STEPS, Checkpoint
+from statekit.files.checkpoint import (
+    CLASSES,
+    FILES_BESIDE,
+    HALVES,
+    OPTIMIZER_NAME,
+    REPLICAS,
+    SORTED,
+    STEPS,
+    Checkpoint,
+    may_be_of_rank,
+)
 from statekit.files.integrity import proof_inside
 from statekit.files.source import Files, Source, opening, read_small
 from statekit.files.stage import Stage
@@ -99,20 +109,44 @@ class TorchFile:
                 remedy="name the file of that step",
             )
         with opening(path, budget) as files:
-            ranks = find_ranks(path) if path.is_dir() and step is None else None
+            ranks = find_ranks(path, step) if path.is_dir() else None
             halves = find_halves(path, step) if path.is_dir() and ranks is None else None
             opened = (
                 _open_ranks(path, ranks, files)
                 if ranks
                 else _open_halves(path, halves, files)
                 if halves
-                else open_torch(path, files)
+                else _with_replicas(open_torch(path, files))
             )
             return replace(opened, on_close=files.close)
 
     def write(self, encoded: Encoded, stage: Stage) -> None:
         """Writes a zip file that `torch.load(path, weights_only=True, mmap=True)` reads."""
         write_torch(encoded.tree, stage)
+
+
+_COMPARED = 8
+"""Files of other ranks that are looked into at most."""
+
+
+def _with_replicas(opened: Checkpoint) -> Checkpoint:
+    """Returns a file's checkpoint with the names of other ranks' files that hold the same values."""
+    if not may_be_of_rank(opened.path):
+        return opened
+    from statekit.files.ranks import other_ranks  # entered where a name has a word for ranks
+
+    same = [place.name for place in other_ranks(opened.path)[:_COMPARED] if _is_replica(opened, place)]
+    return replace(opened, meta={**opened.meta, REPLICAS: same}) if same else opened
+
+
+def _is_replica(opened: Checkpoint, other: Place) -> bool:
+    from statekit.converters.formats.pytorch.one_step import are_replicas  # entered where ranks wrote files
+
+    try:
+        with Files() as files:  # of its own: what is compared isn't read into the job's state
+            return are_replicas(opened.tree, _open_any(other, files).tree)
+    except (OSError, StatekitError):
+        return False
 
 
 def _of_folder(folder: Place) -> Sequence[str]:
@@ -132,14 +166,18 @@ def open_torch(path: Place, files: Files) -> Checkpoint:
         FormatError: As `TorchFile.open`.
     """
     opened = _open_any(path, files)
-    if _SHARED not in opened.meta.get(CLASSES, ""):
+    if CLASSES not in opened.meta:
         return opened
-    from statekit.converters.formats.pytorch.dtensors import (  # entered where ranks share tensors
+    from statekit.converters.formats.pytorch.dtensors import (  # entered where ranks may share tensors
         alone,
         has_parts,
+        refuse_local,
     )
 
-    return replace(opened, tree=named(alone(opened.tree, path))) if has_parts(opened.tree) else opened
+    if not has_parts(opened.tree):
+        return opened
+    refuse_local(opened.tree, path)
+    return replace(opened, tree=named(alone(opened.tree, path)))
 
 
 def _open_any(path: Place, files: Files) -> Checkpoint:
@@ -249,10 +287,6 @@ def _is_of_optimizer(tree: Tree) -> bool:
     return isinstance(tree, Mapping) and tree.keys() >= {"state", "param_groups"}
 
 
-_SHARED = "DeviceMesh"
-"""In the names of code in the pickles of tensors that ranks share."""
-
-
 def _open_ranks(folder: Place, ranks: Ranks, files: Files) -> Checkpoint:
     """Opens the files of all ranks as one checkpoint.
 
@@ -261,11 +295,11 @@ def _open_ranks(folder: Place, ranks: Ranks, files: Files) -> Checkpoint:
         RefusedError: Nothing tells which part of a parameter a rank's optimizer has.
         FormatError: Ranks contradict each other, or as `TorchFile.open`.
     """
-    from statekit.converters.formats.pytorch.dtensors import has_parts, joined, refuse_flat
+    from statekit.converters.formats.pytorch.dtensors import has_parts, joined, refuse_flat, refuse_local
 
     if ranks.lacking:
         raise NotFoundError(
-            "Files of ranks are missing.",
+            "Files of ranks are missing, or of several saves.",
             place=folder,
             expected=ranks.lacking,
             remedy="put the files of all ranks of one save into a folder of their own",
@@ -274,16 +308,19 @@ def _open_ranks(folder: Place, ranks: Ranks, files: Files) -> Checkpoint:
         part: [_open_any(folder / name, files) for name in names] for part, names in ranks.parts.items()
     }
     trees = {part: [rank.tree for rank in of_ranks] for part, of_ranks in opened.items()}
+    for of_ranks in trees.values():
+        refuse_local(of_ranks[0], folder)
     if has_parts(trees.get("model", [None])[0]):
         refuse_flat(trees.get("optimizer", [None])[0], folder)
     whole = {part: joined(of_ranks, folder) for part, of_ranks in trees.items()}
     others = {part: open_torch(folder / name, files).tree for part, name in ranks.others.items()}
     all_opened = list(chain.from_iterable(opened.values()))
     meta: dict[str, Any] = _ranks_meta(ranks, all_opened)
+    meta |= {STEPS: [*ranks.steps]} if ranks.steps else {}
     meta[FILES_BESIDE] = files_beside(folder, {checkpoint.path.name for checkpoint in all_opened}, files)
     findings = tuple(finding for checkpoint in all_opened for finding in checkpoint.findings)
     tree = named({**whole.pop("", {}), **whole, **others})
-    return Checkpoint(CONTAINER.name, folder, tree, meta, None, findings)
+    return Checkpoint(CONTAINER.name, folder, tree, meta, ranks.step, findings)
 
 
 def _ranks_meta(ranks: Ranks, opened: Sequence[Checkpoint]) -> dict[str, Any]:

@@ -40,10 +40,12 @@ from statekit.files.tree import Place
 from statekit.tensors.tree import Tree
 
 _HALF = re.compile(r"(model|net|params|optim(?:izer)?|opt)[-_.]?(\d{1,18})?\.(?:pt|pth|ckpt|th)")
-_RANK = re.compile(r"(.*?)(?:_world_size_(\d{1,6}))?[-_.]?rank[-_]?(\d{1,6})\.(?:pt|pth|ckpt)")
-"""Name of a rank's file: what it holds, the number of ranks where it says so, and the rank."""
-_OF_FSDP1 = re.compile(r"rank\d{1,5}\.pt")
-"""Name of a file of the container `fsdp1-ranks`."""
+_RANK = re.compile(
+    r"(.*?)(?:_world_size_(\d{1,6}))?[-_.]?rank[-_]?(\d{1,6})((?:[-_.](?!.*rank).*)?)\.(?:pt|pth|ckpt|bin|th)"
+)
+"""Name of a rank's file: what it holds, the number of ranks where it says so, the rank, and what it holds again."""
+_OF_AN_AXIS = re.compile(r"(?:^|_)(?:mp|pp|tp|dp|ep)$")
+"""End of what stands before the rank in names of DeepSpeed's files, which mp_rank_00_model_states.pt is one of."""
 _OTHERS = frozenset({"extra_state", "rng", "rng_state", "random_states"})
 """What each rank has for itself beside the run."""
 _AVERAGE = re.compile(r"(ema(?:_[0-9.]+)?)_(\d{1,18})\.(?:pt|pth|ckpt|th)")
@@ -82,27 +84,58 @@ class Ranks:
         parts: Names of the ranks' files, in their order, by the part of the run that they hold; "" where it is all.
         others: Names of files with what each rank has for itself; those of rank 0.
         lacking: What is missing of them; "" if nothing is.
+        step: The number in their names, where several saves lie in the folder.
+        steps: The numbers of these.
     """
 
     parts: Mapping[str, Sequence[str]]
     others: Mapping[str, str]
     lacking: str = ""
+    step: int | None = None
+    steps: tuple[int, ...] = ()
 
 
-def find_ranks(folder: Place) -> Ranks | None:
-    """Returns the files of ranks in a folder; None where there are none."""
-    files: dict[str, list[_OfRank]] = {}
-    for entry in listing(folder):
-        match = _RANK.fullmatch(entry.name)
-        if match is not None and not _OF_FSDP1.fullmatch(entry.name) and entry.is_file():
-            files.setdefault(match[1], []).append(_OfRank(int(match[3]), int(match[2] or 0), entry.name))
-    whole = {part: sorted(of_ranks) for part, of_ranks in files.items() if min(of_ranks).rank == 0}
-    parts = {part: of_ranks for part, of_ranks in whole.items() if part not in _OTHERS}
-    if not parts:
+def find_ranks(folder: Place, step: int | None = None) -> Ranks | None:
+    """Returns the files of ranks in a folder, of the newest save or of the given step; None where there are none.
+
+    Raises:
+        NotFoundError: The folder has other steps.
+    """
+    saves = _saves_of_ranks(folder)
+    by_step = {numbers[-1]: numbers for numbers in sorted(saves) if numbers} if len(saves) > 1 else {}
+    if not saves or (step is not None and not by_step):
         return None
+    if step is not None and step not in by_step:
+        raise _no_step(folder, step, [*by_step])
+    numbers = by_step[step] if step is not None else () if () in saves else max(saves)
+    return _ranks_of_one_save(saves[numbers], next(iter(numbers[-1:]), None), tuple(by_step))
+
+
+def _saves_of_ranks(folder: Place) -> dict[tuple[int, ...], dict[str, list[_OfRank]]]:
+    """Returns the files of each save of ranks by their parts, by the numbers in the parts' names."""
+    saves: dict[tuple[int, ...], dict[str, list[_OfRank]]] = {}
+    for entry in listing(folder):
+        part, file = _as_of_rank(entry.name)
+        if file is not None and entry.is_file():
+            numbers = tuple(int(digits) for digits in re.findall(r"\d{1,18}", part))
+            saves.setdefault(numbers, {}).setdefault(part, []).append(file)
+    whole = {numbers: _with_rank_0(parts) for numbers, parts in saves.items()}
+    return {numbers: parts for numbers, parts in whole.items() if parts.keys() - _OTHERS}
+
+
+def _ranks_of_one_save(
+    files: Mapping[str, Sequence[_OfRank]], step: int | None, steps: tuple[int, ...]
+) -> Ranks:
+    parts = {part: of_ranks for part, of_ranks in files.items() if part not in _OTHERS}
     names = {_part_called(part): [file.name for file in of_ranks] for part, of_ranks in parts.items()}
-    others = {part: of_ranks[0].name for part, of_ranks in whole.items() if part in _OTHERS}
-    return Ranks(names, others, next(_lacking(parts), ""))
+    others = {part: of_ranks[0].name for part, of_ranks in files.items() if part in _OTHERS}
+    several = f"files of one save: {', '.join(parts)}" if len(names) < len(parts) else ""
+    return Ranks(names, others, several or next(_lacking(parts), ""), step if steps else None, steps)
+
+
+def _no_step(folder: Place, step: int | None, steps: Sequence[int]) -> NotFoundError:
+    there = ", ".join(map(str, steps)) or "none"
+    return NotFoundError("There is no such step.", place=folder, expected=step, found=there)
 
 
 class _OfRank(NamedTuple):
@@ -111,6 +144,19 @@ class _OfRank(NamedTuple):
     rank: int
     ranks: int
     name: str
+
+
+def _as_of_rank(name: str) -> tuple[str, _OfRank | None]:
+    """Returns what a rank's file holds by its name, and the rank; None of the file of no rank."""
+    match = _RANK.fullmatch(name)
+    if match is None or (match[4] and _OF_AN_AXIS.search(match[1])):
+        return "", None
+    return f"{match[1]}{match[4]}".strip("-_."), _OfRank(int(match[3]), int(match[2] or 0), name)
+
+
+def _with_rank_0(parts: Mapping[str, list[_OfRank]]) -> dict[str, list[_OfRank]]:
+    """Returns the files of each part that the first rank has, in the order of ranks."""
+    return {part: sorted(of_ranks) for part, of_ranks in parts.items() if min(of_ranks).rank == 0}
 
 
 def _lacking(parts: Mapping[str, Sequence[_OfRank]]) -> Iterator[str]:
@@ -167,9 +213,7 @@ def find_halves(folder: Place, step: int | None = None) -> Halves | None:
     whole = _whole(folder)
     steps = tuple(sorted(key[0] for key in whole if len(key) == 1))
     if step is not None and (step,) not in whole:
-        raise NotFoundError(
-            "There is no such step.", place=folder, expected=step, found=", ".join(map(str, steps)) or "none"
-        )
+        raise _no_step(folder, step, steps)
     if step is None and (folder / _OF_SPEECHBRAIN).is_file() and (objects := _objects_of(folder)):
         return Halves(objects, is_of_objects=True)
     # Files without a number are those of the run as it ended.

@@ -23,7 +23,7 @@ from statekit.budget import Account
 from statekit.errors import CorruptError, FormatError, RefusedError
 from statekit.files.source import Source, as_file, byte_of, bytes_at
 from statekit.pipeline import empty, working
-from statekit.tensors.tensor import BLOCK_BYTES, Array, DType, Index, Shape, Stored, fill, index_shape
+from statekit.tensors.tensor import BLOCK_BYTES, Array, DType, Index, Shape, Stored, Tensor, fill, index_shape
 
 MAX_RANK = 64
 """Axes of an array at most. Source: NumPy 2, `NPY_MAXDIMS`; PyTorch's and TensorFlow's arrays go through it."""
@@ -50,6 +50,7 @@ class Storage:
         swapped: Whether the bytes are in the other order than this machine's.
         checksum: The checksum that reading compares (statekit/files/checksums.py); "" if there is none.
         account: What a tensor draws on that shows the same values again and again; None where there is none such.
+        crc: The checksum's value, where the file's directory has it.
 
     The tensors made of it are kept: what reads the same bytes is one tensor, so that sharing is seen. Most have one,
     which needs no key.
@@ -63,6 +64,7 @@ class Storage:
     swapped: Final[bool] = False
     checksum: Final[str] = ""
     account: Final[Account | None] = field(default=None, repr=False, compare=False)
+    crc: Final[int | None] = field(default=None, repr=False, compare=False)
     _first: Stored | None = field(default=None, init=False, repr=False, compare=False)
     _windows: dict[str, Stored] | None = field(default=None, init=False, repr=False, compare=False)
 
@@ -139,6 +141,15 @@ class _Window:
             raw = raw.view(f"u{part}").byteswap().view(np.uint8)
         # A byte that is neither 0 nor 1 is no value of NumPy's bool.
         return raw != 0 if self.dtype.kind == "b" else raw.view(self.dtype)
+
+
+def stored_crc(tensor: Tensor) -> int | None:
+    """Returns the checksum of a tensor that is a whole storage, as its file has it; None where nothing says it."""
+    part = tensor.fetch if isinstance(tensor, Stored) else None
+    if not isinstance(part, _Window) or part.conjugate or part.negative:
+        return None
+    is_whole = math.prod(tensor.shape) * part.dtype.itemsize == part.storage.nbytes
+    return part.storage.crc if is_whole and _dense(tensor.shape, part.stride) else None
 
 
 def _dense(shape: Shape, stride: Shape) -> bool:

@@ -180,10 +180,10 @@ def _with_weights_of(
 
 
 def _spare_and_others(opened: OpenState) -> tuple[list[str], list[Oddity]]:
-    """Returns a sentence for each average beside the run, and what else the reader found."""
+    """Returns a sentence for each average and other rank beside the run, and what else the reader found."""
     oddities = opened.checkpoint.findings
     spare = [odd for odd in oddities if odd.kind == UNREAD and is_spare(odd, opened.state)]
-    return [f"{odd.what}, and no update depends on it" for odd in spare], [
+    return [f"{odd.what}, and no update of what was read depends on it" for odd in spare], [
         odd for odd in oddities if odd not in spare
     ]
 

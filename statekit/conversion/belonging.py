@@ -30,7 +30,7 @@ from statekit.budget import Budget
 from statekit.conversion import registry
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import StatekitError, plural, some
-from statekit.files.checkpoint import STEPS, Checkpoint, Finding
+from statekit.files.checkpoint import REPLICAS, STEPS, Checkpoint, Finding, may_be_of_rank
 from statekit.files.source import listing, walked
 from statekit.files.tree import Place, below, spelled
 from statekit.state.evidence import Fact
@@ -91,6 +91,7 @@ Source: google-deepmind/optax optax/_src/transform.py, `ScaleByAdamState`; pytor
 _SEGMENTS = re.compile(r"[^/.\[\]'\"]+")
 """Matches the keys in a flat name, whatever joins them."""
 AS_SUCH = "nothing reads it as such"
+_OTHER_RANK, _OTHER_RANKS = "looks like another rank's file", "look like other ranks' files"
 _LEVELS = 6
 """Levels of a state's extra that are looked at."""
 _OPENED = 16
@@ -133,7 +134,7 @@ def unread(
     halves = dict(_near(checkpoint, state, run, is_read))
     if state is None or state.optimizer.schema == WEIGHTS:
         halves |= {str(file): "optimizer" for file in _further_checkpoints(checkpoint.path, ref, is_read)}
-    findings = []
+    findings = [*_of_other_ranks(checkpoint, is_read)]
     for half in dict.fromkeys(halves.values()):
         places = [place for place, kind in halves.items() if kind == half]
         looks = f"{some([PurePath(place).name for place in places])} {_looks_like(half, len(places))}"
@@ -143,16 +144,36 @@ def unread(
     return (*findings, *(Finding(what, f"{checkpoint.path}", kind=UNREAD) for what in inside))
 
 
-def is_spare(finding: Finding, state: TrainState) -> bool:
-    """Tells whether an unread companion is an average beside a whole run: no update of the run depends on it.
+def _of_other_ranks(checkpoint: Checkpoint, is_read: Callable[[Place], bool]) -> Iterator[Finding]:
+    """Yields what names the files of other ranks, unless they hold the same values."""
+    if not may_be_of_rank(checkpoint.path):
+        return
+    from statekit.files.ranks import other_ranks  # entered where a name has a word for ranks
 
-    NeMo saves `run-last-EMA.ckpt` beside `run-last.ckpt`, and a run that goes on from the latter is right.
+    same = checkpoint.meta.get(REPLICAS, ())
+    others = [place for place in other_ranks(checkpoint.path) if not is_read(place)]
+    unread_ranks = [place for place in others if place.name not in same]
+    if unread_ranks:
+        top = checkpoint.path.parent
+        names = some(
+            [below(f"{place}", top) if place.parent == top else f"{place}" for place in unread_ranks]
+        )
+        looks = _OTHER_RANK if len(unread_ranks) == 1 else _OTHER_RANKS
+        yield Finding(f"{names} {looks}{LOST}nothing reads it", f"{unread_ranks[0]}", kind=UNREAD)
+
+
+def is_spare(finding: Finding, state: TrainState) -> bool:
+    """Tells whether an unread companion is nothing that a run with an optimizer goes on with by itself.
+
+    NeMo saves `run-last-EMA.ckpt` beside `run-last.ckpt`, and a run that goes on from the latter is right. So is a rank
+    that goes on from its own file.
 
     Source: NVIDIA/NeMo, nemo/collections/common/callbacks/ema.py, `EMA.on_save_checkpoint`.
     """
     looks = finding.what.partition(LOST)[0]
     is_of_run = state.optimizer.schema != WEIGHTS
-    return is_of_run and looks.endswith((_looks_like("average"), _looks_like("average", 2)))
+    spare = (_looks_like("average"), _looks_like("average", 2), _OTHER_RANK, _OTHER_RANKS)
+    return is_of_run and looks.endswith(spare)
 
 
 def contents_without_optimizer(findings: Iterable[Finding], run: RunState) -> str:

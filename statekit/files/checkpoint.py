@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -45,6 +46,22 @@ HALVES = "halves"
 
 A part "" is all of it; a name with `RANK` in it is that of the files of all ranks."""
 RANK = "{rank}"
+REPLICAS = "replicas"
+"""Key in `Checkpoint.meta`: names of files of other ranks that have the same values."""
+
+RANK_WORDS = "rank|gpu|device|process|proc|worker|host|node|shard|part|tp|pp|mp|consolidated"
+"""Words before a rank's number in names of files.
+
+Source: facebookresearch/fairseq fairseq/checkpoint_utils.py, `save_checkpoint` (shard0); meta-llama/llama
+llama/generation.py, `Llama.build` (consolidated.00.pth); volcengine/verl (rank_0).
+"""
+_MAY_BE_RANK = re.compile(rf"(?<![a-z])(?:{RANK_WORDS})[-_.]{{0,2}}\d|[-_.]of[-_.]", re.IGNORECASE)
+
+
+def may_be_of_rank(path: Place) -> bool:
+    """Tells whether a path may be a rank's, as its name or its folder's has a word for ranks; ranks.py knows more."""
+    return any(_MAY_BE_RANK.search(name) for name in (path.name, path.parent.name))
+
 
 MODEL_KEY, OPTIMIZER_KEY = "model_key", "optimizer_key"
 """Keys in `Checkpoint.meta`: paths of these parts in the tree, keys joined by `/`, where the user named them."""

@@ -40,10 +40,6 @@ MAX_KEY_NODES = 1000
 """Levels and parts of a key at most: shared lists in one another make one of any size of a few bytes."""
 MAX_INT_KEY = 2**61 - 1
 """Larger integers can be chosen to collide in a dict: CPython hashes them modulo this prime."""
-_WRITTEN_BY = {
-    "builtins.getattr": ", as Python 3.11 writes members of an Enum; FSDP1's ShardedTensor of several ranks has one",
-}
-"""What writes a call that is refused, where people meet it."""
 MAX_NOTES, MAX_NAMES = 20, 200
 """How many things are told that have no place in a tree, and how many names of code."""
 _SLOT, _ITEM, _ENTRY, _OBJECT = 8, 64, 104, 640
@@ -193,7 +189,7 @@ class Machine:
                     "A pickle calls a function that statekit doesn't know to be harmless; nothing was run.",
                     place=self.where(),
                     expected="tensors, numbers, text and objects of plain classes",
-                    found=f"a call of {shown(name)}{_WRITTEN_BY.get(name, '')}",
+                    found=f"a call of {shown(name)}",
                     remedy="if you trust its origin, open it with the program that wrote it and save plain data",
                 )
             self.calls[name] = make

@@ -7,6 +7,8 @@ shape of the whole, the rank's place in the mesh of devices, and for each axis o
     _StridedShard(dim)    as Shard, behind the other cuts of this dimension
     Replicate()           not at all: each rank has the same
 
+FSDP1's ShardedTensors say it in their own way (sharded_tensors.py).
+
 Input: what the ranks' files hold, as inert records. Output: one tree of whole tensors over the ranks' files.
 
 Source: pytorch/pytorch torch/distributed/tensor/placement_types.py, `Shard` and `_StridedShard`;
@@ -20,15 +22,22 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
-from statekit.converters.formats.pytorch.one_step import MIXED
+from statekit.converters.formats.pytorch.one_step import MIXED, are_unlike, is_of_each
+from statekit.converters.formats.pytorch.sharded_tensors import (
+    attributes,
+    is_sharded,
+    is_sharded_class,
+    joined_pieces,
+    pieces_of,
+)
 from statekit.errors import CorruptError, FormatError, RefusedError
 from statekit.files.tree import Place
 from statekit.tensors.boxes import Agreed, Box, Joined, tiling_fault
 from statekit.tensors.tensor import Shape, Tensor
 from statekit.tensors.tree import Path as Keys
-from statekit.tensors.tree import Record, Tree, record_names
+from statekit.tensors.tree import Record, Tree, record_names, walk
 
 _CLASS = re.compile(r"torch\.distributed\.(_tensor|tensor)\.(_?api\.)?DTensor")
 _CUTS = ("Shard", "_StridedShard")
@@ -37,6 +46,10 @@ _SHAPE = 3
 _WHOLE = (
     "name the folder, where the files of all ranks are called <name>_rank_<r>.pt or rank_<r>.pt; or save the run with "
     "torch.distributed.checkpoint, or whole with get_state_dict(..., options=StateDictOptions(full_state_dict=True))"
+)
+_UNLIKE = (
+    f"{MIXED}; name one rank's file to take what that rank has; where each has a part of its own (tensor or pipeline "
+    "parallel), save the run with torch.distributed.checkpoint"
 )
 _FLAT = (
     "load it in the program that wrote it, and save FSDP.optim_state_dict(model, optimizer) with "
@@ -82,7 +95,7 @@ class Part:
 
 def has_parts(tree: Tree) -> bool:
     """Tells whether a tree holds parts of tensors."""
-    return any(_CLASS.fullmatch(name) for name in record_names(tree))
+    return any(_CLASS.fullmatch(name) or is_sharded_class(name) for name in record_names(tree))
 
 
 def alone(tree: Tree, place: Place) -> Tree:
@@ -97,18 +110,27 @@ def alone(tree: Tree, place: Place) -> Tree:
     if isinstance(tree, (list, tuple)):
         nodes = [alone(node, place) for node in tree]
         return nodes if isinstance(tree, list) else tuple(nodes)
+    if is_sharded(tree):
+        pieces = pieces_of(tree, f"{place}")
+        parts = [list(tensor.shape) for _, tensor in pieces.own]
+        return pieces.alone() or _refuse_part(
+            pieces.shape, f"parts of shape {parts} (a ShardedTensor)", place
+        )
     if not _is_part(tree):
         return tree
     part = _part(tree, (), place)
-    if part.tensor.shape != part.shape:
-        raise RefusedError(
-            "The file has one rank's parts of tensors, and the others lie in other ranks' files.",
-            place=place,
-            expected=f"a tensor of shape {list(part.shape)}",
-            found=f"a part of shape {list(part.tensor.shape)} (a DTensor)",
-            remedy=_WHOLE,
-        )
-    return part.tensor
+    shown = f"a part of shape {list(part.tensor.shape)} (a DTensor)"
+    return part.tensor if part.tensor.shape == part.shape else _refuse_part(part.shape, shown, place)
+
+
+def _refuse_part(shape: Shape, found: str, place: Place) -> NoReturn:
+    raise RefusedError(
+        "The file has one rank's parts of tensors, and the others lie in other ranks' files.",
+        place=place,
+        expected=f"a tensor of shape {list(shape)}",
+        found=found,
+        remedy=_WHOLE,
+    )
 
 
 def joined(trees: Sequence[Tree], place: Place, path: Keys = ()) -> Tree:
@@ -126,13 +148,25 @@ def joined(trees: Sequence[Tree], place: Place, path: Keys = ()) -> Tree:
     """
     first = trees[0]
     if isinstance(first, dict):
-        return {key: joined(nodes, place, (*path, key)) for key, nodes in _by_key(trees, place, path)}
+        return {key: _joined_under(key, nodes, place, path) for key, nodes in _by_key(trees, place, path)}
     if isinstance(first, (list, tuple)):
         nodes = [joined(nodes, place, (*path, i)) for i, nodes in _by_key(trees, place, path)]
         return nodes if isinstance(first, list) else tuple(nodes)
     if all(map(_is_part, trees)):
         return _joined_parts([_part(tree, path, place) for tree in trees], place, path)
+    if all(map(is_sharded, trees)):
+        where = f"{_name(path)} in {place}"
+        return joined_pieces([pieces_of(tree, where) for tree in trees], where, MIXED)
     return _agreed(trees, place, path)
+
+
+def _joined_under(key: Any, nodes: Sequence[Tree], place: Place, path: Keys) -> Tree:
+    """Returns what the files of all ranks hold under a key; what each has for itself, by rank."""
+    if is_of_each(key) and (
+        any(isinstance(leaf, Tensor) for _, leaf in walk(nodes[0])) or not _are_equal(nodes)
+    ):
+        return {f"rank_{rank}": node for rank, node in enumerate(nodes)}
+    return joined(nodes, place, (*path, key))
 
 
 def _by_key(trees: Sequence[Tree], place: Place, path: Keys) -> Iterator[tuple[Any, list[Tree]]]:
@@ -151,6 +185,14 @@ def _agreed(trees: Sequence[Tree], place: Place, path: Keys) -> Tree:
     ]
     if any(kind != kinds[0] for kind in kinds) or not (isinstance(trees[0], Tensor) or _are_equal(trees)):
         raise _contradiction(kinds, place, path)
+    tensors = [tree for tree in trees if isinstance(tree, Tensor)]
+    if tensors and tensors[0].shape and are_unlike(tensors):
+        raise RefusedError(
+            "Ranks hold different values of a tensor, and nothing says which part of it each is.",
+            place=f"{_name(path)} in {place}",
+            expected=f"equal values on {len(trees)} ranks, or tensors that say their part (DTensor, ShardedTensor)",
+            remedy=_UNLIKE,
+        )
     is_shared = isinstance(trees[0], Tensor) and len(trees) > 1
     return Agreed(tuple(trees), _name(path), MIXED) if is_shared else trees[0]
 
@@ -181,6 +223,27 @@ def refuse_flat(tree: Tree, place: Place) -> None:
             found=f"a vector of {math.prod(flat[0].shape)} values on the first rank",
             remedy=_FLAT,
         )
+
+
+def refuse_local(tree: Tree, place: Place) -> None:
+    """Refuses weights under FSDP1's LOCAL_STATE_DICT: flat vectors that don't tell the parameters in them.
+
+    Args:
+        tree: What one rank saved.
+        place: The files' folder, for messages.
+
+    Raises:
+        RefusedError: They are of this kind.
+    """
+    for path, _ in walk(tree):
+        if any(f"{key}".rpartition(".")[2] == "_flat_param" for key in path):
+            raise RefusedError(
+                "The weights of FSDP1 are flat: a vector holds several parameters, and no file tells which.",
+                place=place,
+                expected="weights by name (StateDictType.SHARDED_STATE_DICT)",
+                found="a flat vector (StateDictType.LOCAL_STATE_DICT)",
+                remedy="load it in the program that wrote it, and save it under StateDictType.SHARDED_STATE_DICT",
+            )
 
 
 def _mesh(parts: Sequence[Part], place: Place, path: Keys) -> Shape:
@@ -220,11 +283,11 @@ def _is_part(node: Tree) -> bool:
 
 def _part(node: Record, path: Keys, place: Place) -> Part:
     """Takes the record of a DTensor apart."""
-    inside = _state(node)
+    inside = attributes(node)
     spec, tensor = inside.get("_spec"), inside.get("_local_tensor")
-    specified = _state(spec)
+    specified = attributes(spec)
     shape = _counts(node.args[_SHAPE] if len(node.args) > _SHAPE else None)
-    at = _counts(_state(specified.get("mesh")).get("_coordinate_on_dim"))
+    at = _counts(attributes(specified.get("mesh")).get("_coordinate_on_dim"))
     placements = _row(specified.get("placements"))
     cuts = tuple(_cut(placement, len(shape), path, place) for placement in placements)
     if not isinstance(tensor, Tensor) or not 0 < len(cuts) == len(at):
@@ -234,13 +297,6 @@ def _part(node: Record, path: Keys, place: Place) -> Part:
             expected="values, a shape, and a placement for each axis of the mesh",
         )
     return Part(tensor, shape, cuts, _order(placements, specified), at)
-
-
-def _state(node: Tree) -> Mapping[str, Any]:
-    """Returns the attributes of an object; those in slots stand behind those in its dict."""
-    state = node.state if isinstance(node, Record) else None
-    parts = state if isinstance(state, tuple) else (state,)
-    return {key: value for part in parts if isinstance(part, Mapping) for key, value in part.items()}
 
 
 def _row(node: Tree) -> Sequence[Any]:
@@ -256,7 +312,7 @@ def _counts(node: Tree) -> Shape:
 def _cut(placement: Tree, rank: int, path: Keys, place: Place) -> int | None:
     """Returns the dimension that an axis of the mesh cuts; None of none."""
     kind = placement.name.rpartition(".")[2] if isinstance(placement, Record) else ""
-    dim = _state(placement).get("dim")
+    dim = attributes(placement).get("dim")
     if kind == "Replicate":
         return None
     if kind in _CUTS and type(dim) is int and 0 <= dim < rank:

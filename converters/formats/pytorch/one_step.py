@@ -7,9 +7,11 @@ of numbers that each rank has for itself; an error where a rank is of another st
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from statekit.converters.formats.storage import stored_crc
 from statekit.errors import CorruptError, some
 from statekit.tensors.tensor import Tensor, same_values
 from statekit.tensors.tree import Path, Tree, walk
@@ -20,6 +22,8 @@ MIXED = "put the files of one save into a folder of their own"
 """What to do about ranks of several steps."""
 _COUNTS = frozenset({"step", "steps"})
 """What optimizers of PyTorch call their count of updates, which may be a floating-point number."""
+_OF_EACH = re.compile(r"(?:^|_)(rng|random|rank|sampler|data_?loader|dataset|workers?)(?:_|$)", re.IGNORECASE)
+"""In the keys of what each rank has for itself."""
 _MOST = 4096
 """Elements of an option whose values are compared; a larger one is a forgery, and its shape alone is."""
 
@@ -81,6 +85,33 @@ def unlike(first: Tree, other: Tree) -> list[Path]:
         for path in {**left, **right}
         if path not in left or path not in right or not _is_same(left[path], right[path])
     ]
+
+
+def is_of_each(key: object) -> bool:
+    """Tells whether a key is that of what each rank has for itself, such as its generators."""
+    return isinstance(key, str) and _OF_EACH.search(key) is not None
+
+
+def are_unlike(tensors: Sequence[Tensor]) -> bool:
+    """Tells whether tensors of one shape surely differ, by the checksums in the directories of their files."""
+    crcs = {stored_crc(tensor) for tensor in tensors}
+    return None not in crcs and len(crcs) > 1
+
+
+def are_replicas(first: Tree, other: Tree) -> bool:
+    """Tells whether two ranks surely hold the same, by checksums; what each has for itself isn't compared."""
+    left, right = (
+        {path: leaf for path, leaf in walk(tree) if not any(map(is_of_each, path))} for tree in (first, other)
+    )
+    return left.keys() == right.keys() and all(_is_replica(left[path], right[path]) for path in left)
+
+
+def _is_replica(left: Tree, right: Tree) -> bool:
+    if not (isinstance(left, Tensor) and isinstance(right, Tensor)):
+        return _is_same(left, right)
+    crc = stored_crc(left)
+    is_alike = (left.shape, left.dtype) == (right.shape, right.dtype)
+    return is_alike and (stored_crc(right) == crc is not None or (crc is None and left.shape == ()))
 
 
 def _is_same(left: Tree, right: Tree) -> bool:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias
 
-from statekit.converters.formats.pickle.names import Call, kept, shown
+from statekit.converters.formats.pickle.names import Call, constructor, kept, shown
 from statekit.converters.formats.pickle.reader import TruncatedPickle, Unpickled, read_pickle
 from statekit.converters.formats.storage import Storage, window
 from statekit.converters.formats.zip_archive import Archive, directory_bytes
@@ -154,6 +154,19 @@ def _size(args: tuple[Any, ...]) -> tuple[int, ...]:
     return _sizes(args[0]) if args else ()
 
 
+def _nested_class(args: tuple[Any, ...]) -> Record:
+    """Returns the class within a class of another package, as protocols below 4 name it; nothing is looked up."""
+    owner, name = args
+    is_class = isinstance(owner, Record) and not owner.args and owner.state is None
+    if is_class and isinstance(name, str) and name.isidentifier() and constructor(f"{owner.name}.{name}"):
+        return Record(f"{owner.name}.{name}")
+    raise RefusedError(
+        "A pickle asks for a part of something that isn't a class of another package; nothing was run.",
+        expected="a class within a class, as FSDP1's ShardedTensor has one",
+        found=f"{shown(name)} of {shown(owner.name if isinstance(owner, Record) else owner)}",
+    )
+
+
 _REBUILD: dict[str, Call] = {
     "torch._utils._rebuild_tensor": _rebuild,
     "torch._utils._rebuild_tensor_v2": _rebuild,
@@ -179,6 +192,7 @@ def torch_calls(note: Callable[[str], None]) -> dict[str, Call]:
         **_REBUILD,
         **{name: kept(name) for name in _KEPT},
         "torch.Size": _size,
+        "builtins.getattr": _nested_class,
         "torch._utils._rebuild_parameter_with_state": _parameter(note),
         "torch._tensor._rebuild_from_type_v2": _subclass(note),
     }
@@ -485,6 +499,8 @@ def _refused_meta(named: Iterable[str]) -> dict[str, str]:
     Source: pytorch/pytorch torch/_weights_only_unpickler.py, `_get_allowed_globals`.
     """
     refused = [name for name in named if name not in _LOADED and not _LOADED_OF_TORCH.fullmatch(name)]
+    # Tensors that ranks share stand first: lines that load them go by their class.
+    refused.sort(key=lambda name: not name.startswith("torch.distributed."))
     return {CLASSES: some([printable(name) for name in refused])} if refused else {}
 
 
@@ -535,8 +551,13 @@ def _storage(archive: Archive, root: str, swapped: bool, storages: dict[str, Sto
         )
     storage = storages.get(key)
     if storage is None:
-        fetch, checksum = partial(archive.read, name), ZIP if member.crc else ""
-        storage = Storage(f"data/{key}", place, dtype, size, fetch, swapped, checksum, archive.source.account)
+        fetch, checksum, account = (
+            partial(archive.read, name),
+            ZIP if member.crc else "",
+            archive.source.account,
+        )
+        crc = member.crc or None
+        storage = Storage(f"data/{key}", place, dtype, size, fetch, swapped, checksum, account, crc)
         storages[key] = storage
     elif storage.dtype != dtype:
         raise FormatError("A storage is described in two ways.", place=f"{name} in {place}")

@@ -75,6 +75,8 @@ _CLIP = "global_norm_clip_threshold"
 _DECOUPLED = "decoupled_weight_decay"
 _ENGINE_CLIPS = "# without gradient_clipping in config DeepSpeed clips at a norm of 1.0; 0.0 is none"
 _WITHOUT_ADAPTER = '.replace(".modules_to_save.default", "").replace(".default", "")'
+_WITHOUT_WRAPPER = '.replace("_fsdp_wrapped_module.", "")'
+_FSDP1 = "FullyShardedDataParallel"
 _BEFORE = "before the state is loaded: making it sets the rate"
 _STATE_DICT = "torch.distributed.checkpoint.state_dict"
 _FLAT = "options = StateDictOptions(flatten_optimizer_state_dict=True)"
@@ -108,7 +110,7 @@ def torch_file_lines(state: State, saved: SavedRun, form: str | None) -> list[st
     }
     record = f"checkpoint{optimizer}"
     load = {
-        None: [f"optimizer.load_state_dict({record})"],
+        None: [f"optimizer.load_state_dict({_as_loaded(record, saved)})"],
         "name": [f"set_optimizer_state_dict(model, optimizer, {record})"],
         "flat": [_FLAT, f"set_optimizer_state_dict(model, optimizer, {record}, options=options)"],
     }
@@ -118,6 +120,7 @@ def torch_file_lines(state: State, saved: SavedRun, form: str | None) -> list[st
         *_imports(state),
         *modules.get(form or "", []),
         *_load_lines(state, saved),
+        *_wrapper_lines(saved),
         *_model_lines(state, f"checkpoint{model}"),
         *after_loading(state, saved),
         *(['manifest = json.loads(checkpoint["statekit"])'] if saved.is_converted else []),
@@ -538,6 +541,8 @@ def _group_lines(state: State, saved: SavedRun) -> list[str]:
     params = f'{{"params": [named[path.replace("/", ".")] for path in {paths}{condition}]}}'
     code = f"groups = [{params} for group in {groups}]"
     named = "named = dict(model.named_parameters())"
+    if _is_fsdp1(saved):  # whose wrappers add to names, where they keep the parameters apart
+        named = f"named = {{name{_WITHOUT_WRAPPER}: param for name, param in model.named_parameters()}}"
     if _is_adapter(state):
         named = f"named = {{name{_WITHOUT_ADAPTER}: param for name, param in model.named_parameters()}}"
     if saved.is_converted:
@@ -603,11 +608,31 @@ def _back_lines(state: State) -> list[str]:
     ]
 
 
+def _is_fsdp1(saved: SavedRun) -> bool:
+    """Tells whether a file has tensors that ranks of FSDP1 share."""
+    return "ShardedTensor" in saved.classes
+
+
+def _wrapper_lines(saved: SavedRun) -> list[str]:
+    """Returns the lines that make a model of FSDP1 take tensors that ranks share."""
+    if not _is_fsdp1(saved):
+        return []
+    return [
+        f"from torch.distributed.fsdp import {_FSDP1}, StateDictType",
+        f"{_FSDP1}.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)  # model: wrapped as in the run",
+    ]
+
+
+def _as_loaded(record: str, saved: SavedRun) -> str:
+    """Returns the record of an optimizer as its class loads it."""
+    return f"{_FSDP1}.optim_state_dict_to_load(model, optimizer, {record})" if _is_fsdp1(saved) else record
+
+
 def _is_whole_model(state: State, saved: SavedRun) -> bool:
     """Tells whether the run has one group, of all of the model's parameters in the order of its file."""
     groups = state["groups"]
-    if len(groups) != 1:
-        return False
+    if len(groups) != 1 or _is_fsdp1(saved):
+        return len(groups) == 1
     mine = [path.replace("/", ".") for path in groups[0]["paths"]]
     place = model_place(saved, groups[0]["paths"])
     if place is None:
