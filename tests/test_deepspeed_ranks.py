@@ -19,12 +19,13 @@ import torch
 from deepspeed_files import TAG, Made, some_groups, write
 from safetensors.numpy import load_file
 
+from statekit.conversion.contracts import Hints
 from statekit.conversion.convert import convert, plan
 from statekit.conversion.open_state import open_state
 from statekit.converters.containers.deepspeed.container import CONTAINER as DEEPSPEED
 from statekit.converters.containers.deepspeed.experts import spread
 from statekit.converters.containers.deepspeed.zero import part_of
-from statekit.errors import CorruptError, FormatError, RefusedError, StatekitError, UsageError
+from statekit.errors import CorruptError, FormatError, NamesError, RefusedError, StatekitError, UsageError
 from statekit.tensors.tensor import in_memory
 
 pytestmark = pytest.mark.torch
@@ -34,6 +35,9 @@ EXPERTS = {"experts_zero1_bf16": 16, "experts_zero0": 16}
 PIPELINES = {"pipeline_zero1_bf16": 7, "pipeline_zero0": 9}
 ORDERS = {"round_robin_zero2_bf16": 7, "sub_groups_zero3": 7}
 """How many parameters each run has."""
+GROUPS = ("groups_zero0", "groups_zero0_bf16")
+NAMES = ["a.bias", "norm.weight", "norm.bias", "head.bias", "head.weight", "b.weight", "a.weight"]
+"""Runs whose groups have another order than the model, and that order."""
 
 
 @pytest.fixture
@@ -56,6 +60,79 @@ def test_a_recorded_run_is_what_the_engine_kept(name: str, count: int) -> None:
             for key, tensor in arrays.items():
                 expected = engine[f"{path.replace('/', '.')}|{key}"]
                 assert tensor.read().tobytes() == expected.tobytes(), f"{path}: {key}"
+
+
+def test_numbers_in_an_order_of_their_own_ask_for_names() -> None:
+    for name in GROUPS:
+        with pytest.raises(NamesError, match="several have one shape") as caught:
+            open_state(RECORDED / name)
+        assert "--param-names" in f"{caught.value}"
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_names_go_by_the_groups_of_a_run_without_zero(name: str, tmp_path: Path) -> None:
+    """Seen red: the folder was refused, with names and without. What is written names its parameters."""
+    convert(plan(RECORDED / name, tmp_path / "out", to="deepspeed", hints=Hints(param_names=NAMES)))
+    assert plan(tmp_path / "out", tmp_path / "x.pt", to="torch").headline == "BITWISE"
+    engine = load_file(RECORDED / name / "engine.safetensors")
+    with open_state(tmp_path / "out") as opened:
+        state = opened.state
+        assert [len(group.paths) for group in state.optimizer.groups] == [4, 3]
+        assert [group.hyperparameters["weight_decay_rate"] for group in state.optimizer.groups] == [0.0, 0.1]
+        for path, slots in state.slots.items():
+            arrays = {
+                "fp32": slots.get("master", state.params[path]),
+                "exp_avg": slots["m"],
+                "exp_avg_sq": slots["v"],
+            }
+            for key, tensor in arrays.items():
+                expected = engine[f"{path.replace('/', '.')}|{key}"]
+                assert tensor.read().tobytes() == expected.tobytes(), f"{path}: {key}"
+
+
+def test_names_of_other_weights_are_found_by_the_masters(tmp_path: Path) -> None:
+    wrong = [NAMES[2], NAMES[1], NAMES[0], *NAMES[3:]]
+    with pytest.raises(CorruptError, match="aren't the rounding of their masters"):
+        convert(
+            plan(
+                RECORDED / "groups_zero0_bf16",
+                tmp_path / "out",
+                to="deepspeed",
+                hints=Hints(param_names=wrong),
+            )
+        )
+
+
+def test_an_order_that_was_taken_stands_in_the_verdict(tmp_path: Path) -> None:
+    """Seen red: "BITWISE" alone."""
+    assert "in the model's order" in plan(RECORDED / "experts_zero0", tmp_path / "x.pt", to="torch").headline
+
+
+def test_groups_that_each_keep_the_models_order_need_no_names(tmp_path: Path) -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3), torch.nn.Linear(3, 2))
+    groups = [{"params": [p for p in model.parameters() if p.ndim == ndim]} for ndim in (2, 1)]
+    optimizer = torch.optim.AdamW(groups)
+    model(torch.randn(4, 3)).sum().backward()
+    optimizer.step()
+    file = tmp_path / "global_step1/mp_rank_00_model_states.pt"
+    file.parent.mkdir()
+    buffers = [name for name, _ in model.named_buffers()]
+    saved = {
+        "module": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "buffer_names": buffers,
+        "global_steps": 1,
+    }
+    torch.save(saved, file)
+    with open_state(file.parent) as opened:
+        assert [group.paths for group in opened.state.optimizer.groups] == [
+            ("0/weight", "2/weight"),
+            ("0/bias", "1/weight", "1/bias", "2/bias"),
+        ]
+        orders = [
+            fact for group in opened.state.optimizer.groups for fact in group.facts if fact.name == "order"
+        ]
+        assert orders and {fact.source for fact in orders} == {"assumed"}
 
 
 @pytest.mark.parametrize("name", ORDERS)

@@ -12,7 +12,7 @@ Source: deepspeedai/DeepSpeed deepspeed/runtime/zero/stage_1_and_2.py, `step`, `
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
@@ -20,23 +20,22 @@ from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.conversion.contracts import Encoded, Evidence, Exactness
 from statekit.converters.layouts.hyperparameters import require_optimizer
 from statekit.converters.layouts.pytorch.lines import deepspeed_lines, with_given
-from statekit.converters.layouts.pytorch.param_order import MODEL_PART, ORDERS
+from statekit.converters.layouts.pytorch.param_order import MODEL_PART, ORDERS, Order, found_order
 from statekit.converters.layouts.pytorch.parts import find_parts, names_of, path_of
 from statekit.converters.layouts.pytorch.torch_fqn import LAYOUT as BY_NAME
 from statekit.converters.layouts.pytorch.torch_optim import LAYOUT as TORCH_OPTIM
 from statekit.errors import Faults, InexactError, StateError, some
 from statekit.files.checkpoint import Checkpoint
 from statekit.lines.printing import SavedRun, State
-from statekit.state.evidence import Fact, ordered
 from statekit.state.schema import load_schema
 from statekit.state.stored_params import BEGUN_MASTER, MASTER, Proven, in_full, is_low, said_of_masters
 from statekit.state.train_state import Axis, Counts, Rule, TrainState
-from statekit.tensors.tensor import Filled, Tensor, scalar
+from statekit.tensors.tensor import Filled, Shape, Tensor, scalar
 from statekit.tensors.tree import Path as Keys
 from statekit.tensors.tree import at, put
 from statekit.tensors.typed import Name, fits, typed
 
-_WEIGHT = "fp32"
+_WEIGHT, _FILE = "fp32", "torch"
 _UNFACTORED = ("variance", "exp_avg_sq")
 """What torch's and Hugging Face's Adafactor call the second moment of what they don't factor."""
 _NOT_STORED = 3
@@ -50,6 +49,19 @@ _AHEAD = (
     " stays so; the schedule stands at the run's."
 )
 _DEFECT = "save the run again after deepspeed loaded its weights, which refreshes the optimizer's copy"
+
+
+class Numbered(TypedDict):
+    """The optimizer of a run without ZeRO whose groups aren't the model's order."""
+
+    state: dict[int, dict[str, Any]]
+    param_groups: list[NumberedGroup]
+
+
+class NumberedGroup(TypedDict):
+    """A group, by numbers."""
+
+    params: list[int]
 
 
 class ParamRecord(TypedDict):
@@ -102,11 +114,67 @@ def _with_masters(
     }
 
 
-def _taken_order(checkpoint: Checkpoint, state: TrainState) -> Iterator[Fact]:
-    """Yields in which order the numbers of a run without ZeRO were taken, where shapes don't prove it."""
-    shapes = [tensor.shape for tensor in state.params.values()]
-    if checkpoint.meta.get("zero_stage") == 0 and len({*shapes}) < len(shapes):
-        yield ordered(ORDERS[MODEL_PART])
+def _has_numbers(tree: Any) -> bool:
+    """Tells whether an optimizer numbers its parameters, and names none."""
+    optimizer = at(tree, ("optimizer",))
+    return fits(optimizer, Numbered) and any(group["params"] for group in optimizer["param_groups"])
+
+
+def _with_names(checkpoint: Checkpoint, hints: CheckpointRef) -> tuple[Checkpoint, Order]:
+    """Returns a checkpoint whose optimizer names its parameters, and what the names of a run without ZeRO rest on.
+
+    Raises:
+        NamesError: Nothing tells them.
+    """
+    tree: Any = checkpoint.tree
+    if not _has_numbers(tree):
+        typed(tree, Tree, checkpoint.path, "The checkpoint has no optimizer of DeepSpeed", StateError)
+        return checkpoint, _taken_order(checkpoint)
+    optimizer = tree["optimizer"]
+    shapes = [
+        [_moved_shape(optimizer["state"].get(i, {})) for i in group["params"]]
+        for group in optimizer["param_groups"]
+    ]
+    buffers = {*(at(tree, ("deepspeed", "buffer_names")) or ())}
+    moved = {name: tensor for name, tensor in tree["model"].items() if name not in buffers}
+    order = found_order(optimizer["param_groups"], shapes, moved, hints.param_names, False, hints.model)
+    return replace(checkpoint, tree=_named(tree, order)), order
+
+
+def _taken_order(checkpoint: Checkpoint) -> Order:
+    """Returns that the numbers of a run without ZeRO were taken in the model's order, where shapes don't prove it."""
+    is_numbered = checkpoint.meta.get("zero_stage") == 0 and not checkpoint.meta.get("universal")
+    shapes = [weight.shape for weight in _weights(checkpoint.tree).values()] if is_numbered else []
+    return Order((), assumed=ORDERS[MODEL_PART] if len({*shapes}) < len(shapes) else "")
+
+
+def _numbered(tree: Any) -> dict[str, Any]:
+    """Returns a run without ZeRO as torch.optim numbers it, without the float32 weights."""
+    optimizer = tree["optimizer"]
+    state = {
+        i: {key: value for key, value in record.items() if key != _WEIGHT}
+        for i, record in optimizer["state"].items()
+    }
+    return {**tree, "optimizer": {**optimizer, "state": state}}
+
+
+def _moved_shape(record: Mapping[str, Any]) -> Shape | None:
+    """Returns the shape of a parameter as its weight and slots have it; None where it has none."""
+    shapes = [value.shape for value in record.values() if isinstance(value, Tensor) and value.shape]
+    return shapes[0] if shapes else None
+
+
+def _named(tree: Any, order: Order) -> dict[str, Any]:
+    """Returns a run whose optimizer names its parameters, with the weight of each beside its slots."""
+    optimizer, model = tree["optimizer"], tree["model"]
+    numbers = [i for group in optimizer["param_groups"] for i in group["params"]]
+    name_of = dict(zip(numbers, (name for names in order.groups for name in names), strict=True))
+    records = {name: {_WEIGHT: model[name], **optimizer["state"].get(i, {})} for i, name in name_of.items()}
+    groups = [
+        {**group, "params": list(names)}
+        for group, names in zip(optimizer["param_groups"], order.groups, strict=True)
+    ]
+    return {**tree, "optimizer": {"state": records, "param_groups": groups}}
 
 
 @dataclass(frozen=True)
@@ -123,22 +191,26 @@ class DeepSpeed:
 
     def detect(self, checkpoint: Checkpoint) -> Evidence | None:
         """Looks for a float32 weight beside the slots of every parameter."""
-        if find_parts(checkpoint) is None or not fits(checkpoint.tree, Tree):
+        if find_parts(checkpoint) is None:
             return None
-        if not checkpoint.tree["optimizer"]["state"]:
+        if is_numbered := _has_numbers(checkpoint.tree):
+            bare = _numbered(checkpoint.tree)
+        elif fits(checkpoint.tree, Tree) and checkpoint.tree["optimizer"]["state"]:
+            bare = _bare(checkpoint.tree)
+        else:
             return None
-        why = TORCH_OPTIM.detect(replace(checkpoint, tree=_bare(checkpoint.tree)))
+        why = TORCH_OPTIM.detect(replace(checkpoint, tree=bare, container=_FILE))
         if why is None:
             return None
-        return Evidence(20, f"{why.because}, and {_WEIGHT} beside each parameter's slots")
+        beside = "numbers without names" if is_numbered else f"{_WEIGHT} beside each parameter's slots"
+        return Evidence(20, f"{why.because}, and {beside}")
 
     def decode(self, checkpoint: Checkpoint, hints: CheckpointRef) -> TrainState:
-        typed(
-            checkpoint.tree, Tree, checkpoint.path, "The checkpoint has no optimizer of DeepSpeed", StateError
-        )
+        checkpoint, order = _with_names(checkpoint, hints)
         tree, weights = _bare(checkpoint.tree), _weights(checkpoint.tree)
         flat = any(_is_flat(record) for record in tree["optimizer"]["state"].values())
         state = TORCH_OPTIM.decode(replace(checkpoint, tree=_flattened(tree) if flat else tree), hints)
+        state = state.with_facts(lambda facts: [*facts, *order.facts])
         lost = Faults((f"has no {_WEIGHT}", path) for path in state.params if path not in weights)
         lost.check(StateError, "Parameters have no weight that the optimizer moves", place=checkpoint.path)
         model = {path_of(name): tensor for name, tensor in tree["model"].items()}
@@ -147,7 +219,7 @@ class DeepSpeed:
         slots = _whole(state, checkpoint.tree) if flat else state.slots
         ahead = at(checkpoint.tree, ("deepspeed", "first_steps")) or 0
         return replace(
-            state.with_facts(lambda facts: [*facts, *_taken_order(checkpoint, state)]),
+            state,
             counts=_counts_behind(state.counts, ahead),
             params={
                 path: stored_params.get(path) or _proven(weights[path], copies.get(path), path)
@@ -156,7 +228,12 @@ class DeepSpeed:
             slots=_with_masters(slots, weights, stored_params),
             rules={path: Rule((Axis.NONE,) * len(weights[path].shape), "file") for path in state.rules},
             optimizer=replace(state.optimizer, variant=hints.variant) if flat else state.optimizer,
-            assumptions=(*state.assumptions, *([_FLAT] if flat else []), *([_AHEAD] if ahead else [])),
+            assumptions=(
+                *state.assumptions,
+                *order.notes,
+                *([_FLAT] if flat else []),
+                *([_AHEAD] if ahead else []),
+            ),
         )
 
     def encode(self, state: TrainState) -> Encoded:

@@ -254,7 +254,7 @@ def _sliced(
     for key, weights in experts.items():
         check_names(key[1], weights, tag.experts.weights[key])
     if first.get("param_shapes") is None and isinstance(first.get("optimizer"), dict):
-        whole = [_unsharded(first, place)] if not experts else None
+        whole = [_unsharded(first, place, not tag.layers and len(tag.slices) == 1)] if not experts else None
         return whole or _unsharded_experts(tag, first, experts, files, findings)
     of_files = _shapes(first.get("param_shapes"), place)
     shapes, state, engine, parts = _ranked(tag, slice_, first, of_files, files, findings)
@@ -336,8 +336,14 @@ def _check_groups(groups: Sequence[Any], shapes: Shapes, place: str) -> None:
         )
 
 
-def _unsharded(first: Mapping[str, Any], place: str) -> Sliced:
-    """Returns what a run without ZeRO holds, whose optimizer lies in the model's file, in the order of its parameters.
+def _unsharded(first: Mapping[str, Any], place: str, is_whole: bool = False) -> Sliced:
+    """Returns what a run without ZeRO holds, whose optimizer lies in the model's file and only numbers its parameters.
+
+    Args:
+        first: What the model's file holds.
+        place: For messages.
+        is_whole: Whether it is all of the model: then parameters in another order than the model's keep their numbers,
+            and a layout finds their names.
 
     A model of lower precision has masters in a wrapper, which makes a first step with gradients of zero: the
     optimizer's count is one ahead of the run's.
@@ -353,20 +359,23 @@ def _unsharded(first: Mapping[str, Any], place: str) -> Sliced:
     module, names = first["module"], _parameter_names(first)
     numbers, masters = _numbered(groups, wrapper, records, place)
     weights = dict(zip(numbers, masters or [module[name] for name in names], strict=False))
-    if not _fits_in_order(names, numbers, module, weights, records):
+    in_order = _fits_in_order(names, numbers, module, weights, records)
+    numbered = is_whole and len({*numbers}) == len(numbers) and len(masters) in (0, len(numbers))
+    if not in_order and not numbered:
         raise FormatError(
             "The optimizer of a run without ZeRO only numbers its parameters, and they aren't those of the model in its"
             " order.",
             place=place,
             expected=f"{len(names)} parameters",
             found=f"{len(numbers)} in {len(groups)} groups",
-            remedy="open the model's file by itself and give the names: --from torch --param-names FILE",
+            remedy="make a universal checkpoint, or save the run with ZeRO 1, which names them",
         )
-    name_of = dict(zip(numbers, names, strict=True))
+    name_of: dict[Any, Any] = dict(zip(numbers, names if in_order else numbers, strict=True))
+    weights = weights if in_order or masters else {}
     ahead = {FIRST_STEPS: 1} if masters else {}
     return Sliced(
         dict(module),
-        {name_of[i]: {**records.get(i, {}), MASTER: weights[i]} for i in numbers},
+        {name_of[i]: {**records.get(i, {}), **({MASTER: weights[i]} if weights else {})} for i in numbers},
         groups,
         [[name_of[i] for i in group["params"]] for group in groups],
         {_STAGE: 0, **ahead},

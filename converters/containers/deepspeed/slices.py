@@ -261,6 +261,6 @@ def rounded_weights(state: Mapping[str, Mapping[str, Any]], model: Mapping[str, 
 def findings_of(whole: Sliced, joins: Joins, ranks: int) -> list[Finding]:
     """Returns what joining left out or made up: the padding of a vocabulary, and means of what ranks hold."""
     padding, mean = "without the rows that pad the vocabulary", f"the mean of what {ranks} ranks hold"
-    notes = {name: padding for name, slots in whole.state.items() if isinstance(slots[MASTER], Cut)}
+    notes = {name: padding for name, slots in whole.state.items() if isinstance(slots.get(MASTER), Cut)}
     notes |= {name: mean for name in whole.state if ranks > 1 and joins.is_averaged(name)}
     return [Finding(f"is {why}, as {INFO} has it", f"{name} in {joins.place}") for name, why in notes.items()]

@@ -192,6 +192,8 @@ _PIECES = (
 _AT_HOME = ("torch", "hf-trainer", "accelerate", "safetensors", "dcp", "dcp-safetensors", "fsdp1-ranks")
 """Containers in which any optimizer's state is one of PyTorch's."""
 _TRAINER = "hf-trainer"
+_ENGINE = "deepspeed"
+"""A container whose engine moves weights of its own: its layout asks this one as if it were a file."""
 _GATHERED = ("dcp",)
 """Containers in which an optimizer by name is nothing special."""
 _LIMIT = "max_grad_norm"
@@ -862,7 +864,7 @@ def _evidence(parts: Parts, kinds: Sequence[TorchOptimizer], form: Form | None) 
 def _is_elsewhere(kind: TorchOptimizer, form: Form | None, container: str) -> bool:
     """Tells whether a container has a layout of its own for what looks like a state of PyTorch."""
     is_numbered_there = form == "name" and container not in _GATHERED
-    return is_numbered_there or (kind.is_native and container not in _AT_HOME)
+    return is_numbered_there or container == _ENGINE or (kind.is_native and container not in _AT_HOME)
 
 
 def _kind_by_slots(slot_names: set[str]) -> TorchOptimizer | None:

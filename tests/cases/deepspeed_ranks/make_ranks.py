@@ -1,4 +1,4 @@
-"""Records runs of DeepSpeed on a CPU with gloo: of experts, of pipelines, and of ZeRO's rarer orders.
+"""Records runs of DeepSpeed on a CPU with gloo: of experts, of pipelines, of ZeRO's rarer orders, of groups.
 
     run() { for rank in $(seq 0 $(($1 - 1))); do python make_ranks.py $rank $@ & done; wait; }
     run 4 1 bf16 experts experts_zero1_bf16
@@ -7,6 +7,8 @@
     run 2 0 fp32 pipeline pipeline_zero0
     run 2 2 bf16 round_robin round_robin_zero2_bf16
     run 2 3 fp32 sub_groups sub_groups_zero3
+    run 1 0 fp32 groups groups_zero0
+    run 1 0 bf16 groups groups_zero0_bf16
 
 Made with deepspeed 0.19.8 and torch 2.13.0. Writes the checkpoint, and beside it what the engine holds of each
 parameter, gathered over the engine's own groups of processes: FOLDER.engine<rank>.safetensors. `engine.safetensors` is
@@ -146,6 +148,15 @@ def kept_by_zero(optimizer: Any) -> dict[Tensor, dict[str, Tensor]]:
     return by_param
 
 
+def kept_by_wrapper(wrapper: Any) -> dict[Tensor, dict[str, Tensor]]:
+    """Returns by parameter what the wrapper of a run without ZeRO keeps below float32."""
+    return {
+        param: {"fp32": master.detach(), **wrapper.optimizer.state[master]}
+        for params, masters in zip(wrapper.fp16_groups, wrapper.fp32_groups, strict=True)
+        for param, master in zip(params, masters, strict=True)
+    }
+
+
 def kept_by_stage_3(module: nn.Module) -> dict[Tensor, dict[str, Tensor]]:
     """Returns by parameter what stage 3 keeps of it."""
     by_param: dict[Tensor, dict[str, Tensor]] = {}
@@ -175,7 +186,7 @@ os.environ |= {
 torch.set_num_threads(1)
 deepspeed.init_distributed("gloo")
 torch.manual_seed(RANK)
-plain = KIND in ("round_robin", "sub_groups")
+plain = KIND in ("round_robin", "sub_groups", "groups")
 network: Any = Plain() if plain else Experts() if KIND == "experts" else pipeline()
 params: Any = network.in_groups() if plain else list(network.parameters())
 if KIND == "experts":
@@ -200,6 +211,8 @@ for _ in range(3):
         engine.train_batch(data)
 engine.save_checkpoint(FOLDER)
 by_param = kept_by_stage_3(network) if STAGE == 3 else kept_by_zero(engine.optimizer) if STAGE else None
+if hasattr(engine.optimizer, "fp32_groups"):
+    by_param = kept_by_wrapper(engine.optimizer)
 modules, arrays = dict(network.named_modules()), {}
 for name, param in network.named_parameters():
     slots = by_param[param] if by_param else {"fp32": param.detach(), **engine.optimizer.state[param]}
