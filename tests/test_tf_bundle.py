@@ -20,6 +20,8 @@ from statekit.converters.formats.tensor_bundle import table as tf_table
 from statekit.converters.formats.tensor_bundle.entries import BundleEntry, entry_bytes, header
 from statekit.converters.formats.tensor_bundle.table import masked, read_table, write_table
 from statekit.errors import CorruptError, FormatError, NotFoundError, RefusedError
+from statekit.files.source import File
+from statekit.tensors.digest import tensor_bytes
 from statekit.tensors.tensor import DTYPES, in_memory
 
 PREFIXES = sorted(
@@ -184,6 +186,28 @@ def test_damage_is_an_error_before_a_value_is_trusted(tmp_path: Path) -> None:
         index.write_bytes(table[:cut])
         with pytest.raises((CorruptError, FormatError)):
             CONTAINER.open(prefix)
+
+
+def test_a_large_tensor_is_read_once_with_its_checksum(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = np.arange(2**22 + 2**20, dtype=np.float32)
+    prefix = save({"a": in_memory(values)}, tmp_path / "r")
+    counts, read_into = list[int](), File.read_into
+    monkeypatch.setattr(
+        File, "read_into", lambda file, start, into: counts.append(len(into)) or read_into(file, start, into)
+    )
+    with CONTAINER.open(prefix) as opened:
+        counts.clear()
+        assert b"".join(tensor_bytes(opened.tree["a"])) == values.tobytes()
+        assert sum(counts) == values.nbytes
+    for at in (0, values.nbytes - 1):
+        with prefix.with_name(f"{prefix.name}.data-00000-of-00001").open("r+b") as file:
+            file.seek(at)
+            file.write(b"\x01")
+        with CONTAINER.open(prefix) as opened, pytest.raises(CorruptError, match="checksum"):
+            for _ in tensor_bytes(opened.tree["a"]):
+                pass
 
 
 def crafted(folder: Path, entries: Mapping[bytes, bytes], data: bytes = bytes(32)) -> Path:

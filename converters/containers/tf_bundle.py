@@ -22,7 +22,7 @@ from typing import Any, Literal
 from statekit.budget import Budget
 from statekit.conversion.contracts import Encoded, Evidence, write_cut
 from statekit.converters.containers.step_folders import check_step
-from statekit.converters.formats.crc import crc32c
+from statekit.converters.formats.crc import RunningChecks, crc32c
 from statekit.converters.formats.storage import dense
 from statekit.converters.formats.tensor_bundle.entries import (
     STRING,
@@ -137,7 +137,7 @@ class _Shards:
         self.count, self._prefix, self._files = count, prefix, files
         self.account = files.account
         self._found: dict[int, File] = {}
-        self._checked: set[tuple[int, int, int, int]] = set()
+        self._checks = RunningChecks(crc32c)
 
     def path(self, shard: int) -> Place:
         return self._prefix.with_name(f"{self._prefix.name}.data-{shard:05d}-of-{self.count:05d}")
@@ -164,16 +164,17 @@ class _Shards:
         return self._found[shard]
 
     def read(self, entry: BundleEntry, place: str, start: int, count: int) -> Array:
-        """Reads bytes of an entry, all of which are checked first."""
-        file, key = self.file(entry.shard), (entry.shard, entry.offset, entry.size, entry.crc)
-        if key not in self._checked:
-            self._check(file, entry, place)
-            self._checked.add(key)
-        return file.read(entry.offset + start, count)
+        """Reads bytes of an entry; all are checked, before any is given out or, in a passage, at its end."""
+        piece = self.file(entry.shard).read(entry.offset + start, count)
+        self._checks.take(_key(entry), start, piece.data, entry.size, partial(self._check, entry, place))
+        return piece
 
-    def _check(self, file: File, entry: BundleEntry, place: str) -> None:
-        crc = 0
-        for at in range(0, entry.size, BLOCK_BYTES):
+    def _check(self, entry: BundleEntry, place: str) -> None:
+        file, key = self.file(entry.shard), _key(entry)
+        if key in self._checks:
+            return
+        done, crc = self._checks.begun(key)
+        for at in range(done, entry.size, BLOCK_BYTES):
             crc = crc32c(file.read(entry.offset + at, min(BLOCK_BYTES, entry.size - at)).data, crc)
         if masked(crc) != entry.crc:
             raise CorruptError(
@@ -183,6 +184,12 @@ class _Shards:
                 found=f"{masked(crc):08x}",
                 remedy="copy the checkpoint again; this part is lost otherwise",
             )
+        self._checks.add(key)
+
+
+def _key(entry: BundleEntry) -> tuple[int, int, int, int]:
+    """Returns what tells one checksum from another: two names may have the same bytes, and one two entries."""
+    return entry.shard, entry.offset, entry.size, entry.crc
 
 
 def _prefix(path: Place, step: int | None, files: Files | None = None) -> Place:

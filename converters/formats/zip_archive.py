@@ -15,12 +15,11 @@ from dataclasses import dataclass, field
 from functools import cached_property, partial
 from typing import BinaryIO, NamedTuple
 
-from statekit.converters.formats.crc import crc32
+from statekit.converters.formats.crc import RunningChecks, crc32
 from statekit.converters.formats.storage import DEFLATE, MOST_OF_ONE, decompressed
 from statekit.errors import CommitError, CorruptError, FormatError, RefusedError
 from statekit.files.manifest import Checked
 from statekit.files.source import Part, Source, bring, bytes_at, hold, is_stored, record, short
-from statekit.pipeline import passage
 from statekit.tensors.tensor import BLOCK_BYTES, Array
 
 LOCAL = struct.Struct("<IHHHHHIIIHH")
@@ -109,9 +108,7 @@ class Archive:
         self.source = source
         entries, self._directory = _directory(source, deflated)
         self.members = _members(source, entries, self._directory)
-        self._checked: set[str] = set()
-        self._passed: dict[str, tuple[int, int]] = {}
-        """How many bytes of a member were read from its first on, and their CRC-32."""
+        self._checks = RunningChecks(crc32)
         self._small = _small_runs(entries) if is_stored(source) else []
 
     def read(self, name: str, start: int, count: int) -> Array:
@@ -129,15 +126,8 @@ class Archive:
             bring(self.source, self._small)
             self._small = []
         piece = self.source.read(member.start + start, count)
-        if member.crc and name not in self._checked:
-            checks = passage()
-            at, crc = self._passed.pop(name, (0, 0)) if start else (0, 0)
-            if at == start and (checks is not None or count == member.size):
-                self._passed[name] = at + count, crc32(piece.data, crc)
-            if checks is not None:
-                checks[self, name] = partial(self.check, name)
-            else:
-                self.check(name)
+        if member.crc:
+            self._checks.take(name, start, piece.data, member.size, partial(self.check, name))
         return piece
 
     def record(self, name: str, what: str) -> bytes:
@@ -157,7 +147,7 @@ class Archive:
             data = self._inflated(member, member.packed, what)
         if member.crc:
             self._compare(member, crc32(data))
-        self._checked.add(name)
+        self._checks.add(name)
         return data
 
     def check(self, name: str) -> None:
@@ -167,9 +157,9 @@ class Archive:
             CorruptError: It disagrees.
         """
         member = self.members[name]
-        if name not in self._checked and member.crc:
+        if name not in self._checks and member.crc:
             self._compare(member, self._crc(member))
-        self._checked.add(name)
+        self._checks.add(name)
 
     def _inflated(self, member: Member, packed: int, what: str) -> bytes:
         hold(self.source, member.start, member.size, what)
@@ -188,7 +178,7 @@ class Archive:
         return whole.getvalue()
 
     def _crc(self, member: Member) -> int:
-        done, crc = self._passed.pop(member.name, (0, 0))
+        done, crc = self._checks.begun(member.name)
         for at in range(done, member.size, BLOCK_BYTES):
             piece = self.source.read(member.start + at, min(BLOCK_BYTES, member.size - at))
             crc = crc32(piece.data, crc)
