@@ -14,8 +14,11 @@ from statekit.tensors.tensor import (
     DTYPES,
     Cast,
     Filled,
+    Index,
     Shape,
+    Stored,
     Tensor,
+    chunks,
     dtype_named,
     fill,
     in_memory,
@@ -23,7 +26,7 @@ from statekit.tensors.tensor import (
     row_major,
 )
 from statekit.tensors.tree import Record
-from statekit.tensors.views import Stack
+from statekit.tensors.views import Permuted, Stack
 
 _VALUES: tuple[Any, ...] = (
     None,
@@ -137,3 +140,24 @@ def test_values_are_rounded_once(name: str) -> None:
         rounded(middle, dtype) == middle.astype(np.float32).astype(dtype)
     ).all()  # float32 holds them: ties
     assert np.isnan(rounded(np.array([np.nan]), dtype).astype(np.float64)).all()
+
+
+@pytest.mark.parametrize("order", [(1, 0, 2), (2, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize(("slab", "reads"), [(2**20, 1), (2**14, 6)])
+def test_a_tensor_in_another_order_of_axes_is_read_in_few_and_long_runs(
+    order: tuple[int, ...], slab: int, reads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    values = np.arange(24 * 28 * 30, dtype=np.float32).reshape(24, 28, 30)
+    asked = list[int]()
+
+    def fetch(index: Index) -> Any:
+        asked.append(values[index].size)
+        return values[index].copy()
+
+    monkeypatch.setattr("statekit.tensors.tensor.SLAB_BYTES", slab)
+    turned = Permuted(Stored(values.shape, values.dtype, fetch, "x", "memory"), order)
+    pieces = list(chunks(turned, 2**11))
+    assert all(piece.flags.c_contiguous and piece.nbytes <= 2**11 for piece in pieces)
+    joined = np.concatenate([piece.reshape(-1) for piece in pieces])
+    assert np.array_equal(joined, values.transpose(order).reshape(-1))
+    assert sum(asked) == values.size and len(asked) <= reads

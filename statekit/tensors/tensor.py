@@ -30,6 +30,8 @@ BLOCK_BYTES = 8 * 2**20
 
 From 32 MiB on, the C library maps each block anew, and filling fresh pages takes longer than reading the file.
 """
+SLAB_BYTES = 64 * 2**20
+"""How much is held of one whose axes run in another order: each block of it has a few bytes of each row of the file."""
 
 TIES = "ties"
 """Key, in a state's extra and in trees of PyTorch's libraries, of tied parameters, one tensor under several names as a
@@ -231,9 +233,19 @@ def blocks(tensor: Tensor, limit: int = BLOCK_BYTES) -> Iterator[Index]:
 
 
 def chunks(tensor: Tensor, limit: int = BLOCK_BYTES) -> Iterator[Array]:
-    """Reads a tensor block by block, in C order; the blocks joined are `tensor.read()` flattened."""
-    for index in blocks(tensor, limit):
-        yield np.ascontiguousarray(tensor.read(index))
+    """Reads a tensor block by block, in C order; the blocks joined are `tensor.read()` flattened.
+
+    Of one whose axes lie in another order, what makes several blocks is read at once, in longer runs.
+    """
+    scattered = getattr(tensor, "scattered", None)
+    if scattered is None:
+        for index in blocks(tensor, limit):
+            yield np.ascontiguousarray(tensor.read(index))
+        return
+    for slab in blocks(tensor, max(limit, SLAB_BYTES)):
+        turned = in_memory(scattered(slab))
+        for index in blocks(turned, limit):
+            yield row_major(turned.read(index))
 
 
 def begin(tensor: Tensor) -> None:

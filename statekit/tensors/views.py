@@ -225,9 +225,12 @@ class Permuted(OfOne):
         return tuple(self.tensor.grain[i] for i in self.order)
 
     def read(self, index: Index | None = None) -> Array:
-        index = normal_index(index, self.shape)
+        return row_major(self.scattered(normal_index(index, self.shape)))
+
+    def scattered(self, index: Index) -> Array:
+        """Reads the block of a normal index as it lies in memory: a view of other strides."""
         inner = tuple(index[self.order.index(i)] for i in range(len(self.order)))
-        return row_major(self.tensor.read(inner).transpose(self.order))
+        return self.tensor.read(inner).transpose(self.order)
 
     def to_json(self) -> dict[str, Any]:
         return {"op": "permuted", "source": self.tensor.to_json(), "order": list(self.order)}
