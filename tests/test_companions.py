@@ -18,6 +18,7 @@ from statekit.cli.main import main
 from statekit.conversion import registry
 from statekit.conversion.belonging import UNREAD, half_of
 from statekit.errors import StateError
+from statekit.state.schema import NO_OPTIMIZER
 from statekit.testing.companions import hidden_halves, silent
 from statekit.testing.container_trials import Trial
 
@@ -212,17 +213,16 @@ def with_optimizer(path: Path) -> None:
 def test_a_whole_checkpoint_beside_exported_weights_is_named_whatever_it_is_called(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    save_file({"weight": torch.ones(2, 3)}, tmp_path / name)
-    torch.save({"weight": torch.ones(2, 3)}, tmp_path / "backup.pt")
-    assert not [finding for finding in statekit.inspect(tmp_path).findings if finding.kind == UNREAD]
-    with_optimizer(tmp_path / "last.pt")
-    seen = statekit.inspect(tmp_path)
-    assert [finding.place for finding in seen.findings if finding.kind == UNREAD] == [
-        f"{tmp_path / 'last.pt'}"
-    ]
-    assert main(["doctor", f"{tmp_path}"]) == 1
+    (run := tmp_path / "runs" / "run").mkdir(parents=True)
+    save_file({"weight": torch.ones(2, 3)}, run / name)
+    torch.save({"weight": torch.ones(2, 3)}, run / "backup.pt")
+    assert not [finding for finding in statekit.inspect(run).findings if finding.kind == UNREAD]
+    with_optimizer(run / "last.pt")
+    findings = statekit.inspect(run).findings
+    assert [finding.place for finding in findings if finding.kind == UNREAD] == [f"{run / 'last.pt'}"]
+    assert main(["doctor", f"{run}"]) == 1
     assert "last.pt looks like an optimizer" in capsys.readouterr().out
-    assert main(["ls", f"{tmp_path}"]) == 0
+    assert main(["ls", f"{run}"]) == 0
     assert "last.pt looks like an optimizer" in " ".join(capsys.readouterr().out.split())
 
 
@@ -246,3 +246,13 @@ def test_a_file_that_a_save_left_broken_is_named_beside_a_whole_one(
     }
     assert whys["s1.pt"] == ""
     assert whys["s2.pt"] == ("No container fits." if content else "The file is empty.")
+
+
+def test_an_optimizer_in_a_file_of_any_name_beside_weights_is_named(tmp_path: Path) -> None:
+    with_optimizer(tmp_path / "whole.pt")
+    torch.save({"weight": torch.ones(2, 3)}, tmp_path / "best.pt")
+    assert statekit.inspect(tmp_path / "best.pt").contents == NO_OPTIMIZER  # the other is a run of its own
+    whole = torch.load(tmp_path / "whole.pt", weights_only=True)
+    torch.save({"o": whole["optimizer"], "seed": torch.arange(3)}, tmp_path / "rest.pt")
+    seen = statekit.inspect(tmp_path / "best.pt")
+    assert seen.contents is not None and "rest.pt looks like an optimizer" in seen.contents

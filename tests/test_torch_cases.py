@@ -873,6 +873,63 @@ def test_the_newest_halves_of_allennlp_are_one_checkpoint(
     assert 'checkpoint["training_state"]["optimizer"]' in shown and "model_state_e10_b0.th" in shown
 
 
+@pytest.mark.parametrize(
+    ("weights", "state", "beside"),
+    [
+        ("model.pt", "training_state.pt", ""),
+        ("weights.pth", "trainer_state.pth", ""),
+        ("network_10.ckpt", "train_state_10.ckpt", ""),
+        ("model.pt", "optimizer.pt", "training_state.pt"),
+        ("models/net_g_5000.pth", "training_states/5000.state", "models/net_g_latest.pth"),
+    ],
+)
+def test_two_files_that_a_program_saves_by_hand_are_one_checkpoint(
+    weights: str, state: str, beside: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: no container fitted, or weights passed for all that was saved. The last folder is as BasicSR's."""
+    model = torch.nn.Linear(3, 2)
+    optimizer = saved_run(model)
+    for file in (weights, state):
+        (tmp_path / file).parent.mkdir(exist_ok=True)
+    saved: Any = optimizer.state_dict()
+    saved = saved if beside == "training_state.pt" else {"optimizer": saved, "iter": 5000}
+    saved = {"optimizers": [saved["optimizer"]], "iter": 5000} if state.endswith(".state") else saved
+    torch.save(
+        {"params": model.state_dict()} if state.endswith(".state") else model.state_dict(), tmp_path / weights
+    )
+    torch.save(saved, tmp_path / state)
+    if beside:
+        torch.save({"epoch": 3}, tmp_path / beside)
+    assert np.array_equal(first_moment(tmp_path, "weight"), moment_of(optimizer, model.weight))
+    assert main(["resume", str(tmp_path)]) == 0
+    again = torch.nn.Linear(3, 2)
+    names: dict[str, Any] = {"model": again}
+    exec(capsys.readouterr().out.partition("\n\n")[0], names)
+    assert torch.equal(again.weight, model.weight)
+    moment = names["optimizer"].state[again.weight]["exp_avg"]
+    assert np.array_equal(moment.numpy(), moment_of(optimizer, model.weight))
+
+
+def test_networks_of_basicsr_and_their_optimizers_are_named(tmp_path: Path) -> None:
+    nets = [torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)]
+    moments = [saved_run(net).state_dict() for net in nets]
+    for folder in ("models", "training_states"):
+        (tmp_path / folder).mkdir()
+    for net, name in zip(nets, ("net_g", "net_d"), strict=True):
+        for step in (500, 1000):
+            torch.save({"params": net.state_dict()}, tmp_path / f"models/{name}_{step}.pth")
+    for step in (500, 1000):
+        torch.save({"iter": step, "optimizers": moments}, tmp_path / f"training_states/{step}.state")
+    with pytest.raises(
+        StateError, match=r"--model-key net_g/params --optimizer-key training_state/optimizers/0"
+    ):
+        statekit.open(tmp_path)
+    with statekit.open(
+        tmp_path, model_key="net_d/params", optimizer_key="training_state/optimizers/1"
+    ) as opened:
+        assert np.array_equal(opened.slots["weight"]["m"].read(), moments[1]["state"][0]["exp_avg"].numpy())
+
+
 def test_a_folder_with_one_checkpoint_is_opened_by_its_own_path(tmp_path: Path) -> None:
     model = torch.nn.Linear(3, 2)
     optimizer = saved_run(model)

@@ -8,6 +8,8 @@
     model, optimizer, lr_scheduler                 ColossalAI's, where each is a file
     model000500.pt, opt000500.pt                   guided-diffusion's, a pair for each step, and ema_0.9999_000500.pt
     model_state_e1_b0.th, training_state_e1_b0.th  AllenNLP's, a pair for each epoch and batch
+    model.pt, training_state.pt                    what programs save by hand: the optimizer with counts beside it
+    models/net_g_5000.pth, training_states/5000.state    BasicSR's, a folder of each
     policy.pth, policy.optimizer.pth, ...          PPO, A2C, DQN of Stable-Baselines3, members of a zip
     policy.pth, actor.optimizer.pth, ...           SAC, TD3, DDPG: an optimizer for each network in the policy
 
@@ -20,7 +22,8 @@ skorch/callbacks/training.py, `Checkpoint`; volcengine/verl,
 verl/utils/checkpoint/fsdp_checkpoint_manager.py, `FSDPCheckpointManager`;
 hpcaitech/ColossalAI, colossalai/booster/booster.py, `save_model`;
 openai/guided-diffusion, train_util.py, `TrainLoop.save`;
-allenai/allennlp, allennlp/training/checkpointer.py, `Checkpointer.save_checkpoint`; DLR-RM/stable-baselines3,
+allenai/allennlp, allennlp/training/checkpointer.py, `Checkpointer.save_checkpoint`;
+XPixelGroup/BasicSR, basicsr/models/base_model.py, `save_network`, `save_training_state`; DLR-RM/stable-baselines3,
 stable_baselines3/common/save_util.py, `save_to_zip_file`; common/base_class.py, `BaseAlgorithm.set_parameters`.
 """
 
@@ -39,7 +42,10 @@ from statekit.files.source import Part, Source, bytes_at, listing
 from statekit.files.tree import Place
 from statekit.tensors.tree import Tree
 
-_HALF = re.compile(r"(model|net|params|optim(?:izer)?|opt)[-_.]?(\d{1,18})?\.(?:pt|pth|ckpt|th)")
+_HALF = re.compile(
+    r"(model|net|network|params|weights|optim(?:izer)?|opt|train(?:ing|er)?_state)[-_.]?(\d{1,18})?"
+    r"\.(?:pt|pth|ckpt|th)"
+)
 _RANK = re.compile(
     r"(.*?)(?:_world_size_(\d{1,6}))?[-_.]?rank[-_]?(\d{1,6})((?:[-_.](?!.*rank).*)?)\.(?:pt|pth|ckpt|bin|th)"
 )
@@ -49,12 +55,15 @@ _OF_AN_AXIS = re.compile(r"(?:^|_)(?:mp|pp|tp|dp|ep)$")
 _OTHERS = frozenset({"extra_state", "rng", "rng_state", "random_states"})
 """What each rank has for itself beside the run."""
 _AVERAGE = re.compile(r"(ema(?:_[0-9.]+)?)_(\d{1,18})\.(?:pt|pth|ckpt|th)")
-_MODELS = ("model", "net", "params", "model_state")
+_MODELS = ("model", "net", "network", "params", "weights", "model_state")
 _BARE = ("model", "optimizer")
 """Names of ColossalAI's files where each half is one."""
 _TRAINING = "training_state"
-"""What AllenNLP calls an optimizer with all that it keeps beside it."""
+"""What AllenNLP calls an optimizer with all that it keeps beside it; so do programs that save two files by hand."""
 _OF_ALLENNLP = re.compile(r"(model_state|training_state)_(?:epoch_|e)(\d{1,9})(?:_b(\d{1,9}))?\.th")
+_NETWORKS, _STATES = "models", "training_states"
+"""BasicSR's folders of networks, and of their optimizers and schedules."""
+_OF_BASICSR, _STATE_OF_BASICSR = re.compile(r"(net\w*?)_(\d{1,18})\.pth"), re.compile(r"(\d{1,18})\.state")
 _OF_SPEECHBRAIN, _OBJECT = "CKPT.yaml", ".ckpt"
 _AN_OPTIMIZER = re.compile(r"opt(im(izer)?)?$|^optim")
 """In the names under which SpeechBrain's recipes save optimizers: optimizer, modelopt, wav2vec_opt."""
@@ -210,7 +219,7 @@ def find_halves(folder: Place, step: int | None = None) -> Halves | None:
     Raises:
         NotFoundError: The folder has other steps.
     """
-    whole = _whole(folder)
+    whole = {**_whole(folder), **_of_basicsr(folder)}
     steps = tuple(sorted(key[0] for key in whole if len(key) == 1))
     if step is not None and (step,) not in whole:
         raise _no_step(folder, step, steps)
@@ -235,14 +244,34 @@ def _objects_of(folder: Place) -> dict[str, str]:
 
 
 def _whole(folder: Place) -> dict[tuple[int, ...], dict[str, str]]:
-    """Returns the two files of each step that has both, by the numbers in their names."""
+    """Returns the files of each step that has a model's and an optimizer's, by the numbers in their names."""
     files: dict[tuple[int, ...], list[tuple[str, str]]] = {}
     for entry in listing(folder):
         half = _half(entry.name)
         if half is not None and entry.is_file():
             files.setdefault(half[1], []).append((half[0], entry.name))
-    pairs = {key: dict(halves) for key, halves in files.items() if len(halves) == 2}
-    return {key: parts for key, parts in pairs.items() if len(parts) == 2}
+    alone = {key: parts for key, halves in files.items() if len(parts := dict(halves)) == len(halves)}
+    return {key: parts for key, parts in alone.items() if len(parts) > 1 and "model" in parts}
+
+
+def _of_basicsr(folder: Place) -> dict[tuple[int, ...], dict[str, str]]:
+    """Returns the files of each step of BasicSR's folders by their parts; a single network is the model."""
+    if not ((folder / _STATES).is_dir() and (folder / _NETWORKS).is_dir()):
+        return {}
+    networks: dict[int, dict[str, str]] = {}
+    for entry in listing(folder / _NETWORKS):
+        if match := _OF_BASICSR.fullmatch(entry.name):
+            networks.setdefault(int(match[2]), {})[match[1]] = f"{_NETWORKS}/{entry.name}"
+    whole: dict[tuple[int, ...], dict[str, str]] = {}
+    for entry in listing(folder / _STATES):
+        match = _STATE_OF_BASICSR.fullmatch(entry.name)
+        if match is not None and (names := networks.get(int(match[1]))):
+            ordered = dict(
+                sorted(names.items(), key=lambda item: item[0] != "net_g")
+            )  # as its optimizers are
+            models = ordered if len(names) > 1 else {"model": next(iter(names.values()))}
+            whole[(int(match[1]),)] = {**models, _TRAINING: f"{_STATES}/{entry.name}"}
+    return whole
 
 
 def _half(name: str) -> tuple[str, tuple[int, ...]] | None:
@@ -252,7 +281,8 @@ def _half(name: str) -> tuple[str, tuple[int, ...]] | None:
     match = _HALF.fullmatch(name) or _OF_ALLENNLP.fullmatch(name)
     if match is None:
         return None
-    part = match[1] if match[1] == _TRAINING else "model" if match[1] in _MODELS else "optimizer"
+    is_training = match[1].startswith("train")
+    part = _TRAINING if is_training else "model" if match[1] in _MODELS else "optimizer"
     return part, tuple(int(number) for number in match.groups()[1:] if number)
 
 

@@ -114,9 +114,11 @@ def _with_masters(
     }
 
 
-def _has_numbers(tree: Any) -> bool:
-    """Tells whether an optimizer numbers its parameters, and names none."""
-    optimizer = at(tree, ("optimizer",))
+def _has_numbers(checkpoint: Checkpoint) -> bool:
+    """Tells whether the optimizer of a run without ZeRO numbers its parameters, and names none."""
+    optimizer: Any = at(checkpoint.tree, ("optimizer",))
+    if checkpoint.meta.get("zero_stage") != 0:
+        return False
     return fits(optimizer, Numbered) and any(group["params"] for group in optimizer["param_groups"])
 
 
@@ -127,7 +129,7 @@ def _with_names(checkpoint: Checkpoint, hints: CheckpointRef) -> tuple[Checkpoin
         NamesError: Nothing tells them.
     """
     tree: Any = checkpoint.tree
-    if not _has_numbers(tree):
+    if not _has_numbers(checkpoint):
         typed(tree, Tree, checkpoint.path, "The checkpoint has no optimizer of DeepSpeed", StateError)
         return checkpoint, _taken_order(checkpoint)
     optimizer = tree["optimizer"]
@@ -193,7 +195,7 @@ class DeepSpeed:
         """Looks for a float32 weight beside the slots of every parameter."""
         if find_parts(checkpoint) is None:
             return None
-        if is_numbered := _has_numbers(checkpoint.tree):
+        if is_numbered := _has_numbers(checkpoint):
             bare = _numbered(checkpoint.tree)
         elif fits(checkpoint.tree, Tree) and checkpoint.tree["optimizer"]["state"]:
             bare = _bare(checkpoint.tree)

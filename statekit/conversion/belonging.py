@@ -94,8 +94,8 @@ AS_SUCH = "nothing reads it as such"
 _OTHER_RANK, _OTHER_RANKS = "looks like another rank's file", "look like other ranks' files"
 _LEVELS = 6
 """Levels of a state's extra that are looked at."""
-_OPENED = 16
-"""Files of a folder that are opened at most, where their names don't tell what they are."""
+_OPENED, _OPENED_BESIDE = 16, 4
+"""Files that are opened at most, where their names don't tell what they are: of a folder, and beside a single file."""
 _RECORD = frozenset({"state", "param_groups"})
 """Keys of an optimizer's state_dict. Source: pytorch/pytorch torch/optim/optimizer.py, `Optimizer.state_dict`."""
 
@@ -243,27 +243,43 @@ def _near(
 
 
 def _further_checkpoints(top: Place, ref: CheckpointRef, is_read: Callable[[Place], bool]) -> list[Place]:
-    """Returns the files of a folder of weights that are whole checkpoints by what they hold, whatever they are called.
+    """Returns the files with an optimizer that their names don't tell: in a folder of weights, or beside a single file.
 
-    An export lies beside the checkpoint of its run, as `model.safetensors` beside `last.pt`.
+    An export lies beside the checkpoint of its run, as `model.safetensors` beside `last.pt`; or a program saves two
+    files by hand, as `weights.pt` and `state.pt`. A whole checkpoint beside a single file is a run of its own.
     """
-    if not top.is_dir():
-        return []
-    suffixes = registry.checkpoint_suffixes()
-    files = [entry for entry in _entries_in(top) if entry.name.endswith(suffixes) and not is_read(entry)]
-    return [file for file in files[:_OPENED] if half_of(file.name) is None and _holds_optimizer(file, ref)]
+    is_folder, suffixes = top.is_dir(), registry.checkpoint_suffixes()
+    folder = top if is_folder else top.parent
+    files = [
+        entry
+        for entry in _entries_in(folder)
+        if entry.name.endswith(suffixes) and half_of(entry.name) is None and not is_read(entry)
+    ]
+    if not is_folder:
+        files = [file for file in files if _may_belong(file.name, top.name)]
+        files = files if len(files) <= _OPENED_BESIDE else []
+    return [file for file in files[:_OPENED] if _holds_optimizer(file, ref, alone=not is_folder)]
 
 
-def _holds_optimizer(file: Place, ref: CheckpointRef) -> bool:
-    """Tells whether a file is a checkpoint that has an optimizer's records; of an unreadable file nobody can tell."""
+def _holds_optimizer(file: Place, ref: CheckpointRef, *, alone: bool) -> bool:
+    """Tells whether a file has an optimizer's records, and no weights if `alone`; of an unreadable file nobody can."""
     try:
         container, _ = registry.detect_container(file)
-        alone = CheckpointRef(budget=ref.budget, follow_links=ref.follow_links)
-        with registry.opened(container, file, None, alone) as checkpoint:
-            nodes = [node for _, node in _nodes({"": checkpoint.tree})]
+        limited = CheckpointRef(budget=ref.budget, follow_links=ref.follow_links)
+        with registry.opened(container, file, None, limited) as checkpoint:
+            records = [
+                name.removeprefix("extra/")
+                for name, node in _nodes({"": checkpoint.tree})
+                if isinstance(node, Mapping) and node.keys() >= _RECORD
+            ]
+            others = [
+                tensor
+                for name, tensor in checkpoint.tensors.items()
+                if not f"/{name}".startswith(tuple(f"{record}/" for record in records))
+            ]
     except StatekitError:
         return False
-    return any(isinstance(node, Mapping) and node.keys() >= _RECORD for node in nodes)
+    return bool(records) and not (alone and any(t.shape and t.dtype.kind not in "iub" for t in others))
 
 
 def _halves_of(run: RunState) -> set[Half]:

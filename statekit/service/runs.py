@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -99,10 +99,16 @@ def runs_below(folder: Path, on_checkpoint: Callable[[str], None] = lambda path:
     for steps in runs.values():
         ordered = tuple(sorted(steps, key=lambda step: (step.columns["step"] or 0, step.path)))
         if len({step.columns["step"] for step in ordered}) > 1:
-            listed.append(RunAt(os.path.dirname(ordered[0].path) or ".", ordered))
+            listed.append(RunAt(_path_of(ordered), ordered))
         else:
             listed.extend(RunAt(step.path, (step,)) for step in ordered)
     return sorted(listed, key=lambda run: run.path)
+
+
+def _path_of(steps: Sequence[StepAt]) -> str:
+    """Returns the path of a run: what all steps lie in, or the folder that they share as files of several steps."""
+    paths = {step.path for step in steps}
+    return paths.pop() if len(paths) == 1 else os.path.dirname(steps[0].path) or "."
 
 
 def _ask(request: Mapping[str, Any]) -> Mapping[str, Any]:
