@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from statekit.arrays.backend import BACKEND_NAMES, Backend, backend
-from statekit.cli.arguments import ref_option, ref_options, said_hparams, source_place
+from statekit.cli.arguments import local_files, ref_option, ref_options, said_hparams, source_place
 from statekit.cli.output import Table, print_json, progress, screen
 from statekit.conversion.checkpoint_ref import CheckpointRef
 from statekit.errors import NotFoundError, StatekitError, UsageError, listed, plural, printable, some
@@ -34,7 +34,7 @@ LEGEND = (
 
 
 @click.command("replay")
-@click.argument("bundles", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.argument("bundles", nargs=-1, required=True, type=click.Path(), callback=local_files)
 @click.option(
     "--backend",
     "names",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ import pytest
 from store_serving import SECRET, Served, serving
 
 import statekit
+from statekit.cli.main import main
 from statekit.errors import CorruptError, FormatError, NotFoundError, StatekitError, UsageError
 from statekit.files.source import Files, checkpoint_place, listing, target_place
 from statekit.files.tree import Place
@@ -199,3 +201,70 @@ def test_no_error_shows_a_password_of_an_address(address: str) -> None:
         with pytest.raises(UsageError) as caught:
             place(address)
         assert "swordfish" not in f"{caught.value!r} {caught.value}"
+
+
+VERBS = (
+    "inspect {}",
+    "inspect {} --stats --json",
+    "check {}",
+    "doctor {}",
+    "diff {} {}",
+    "cold-start {} --updates 2",
+    "resume {} --framework jax",
+    "convert {} out --to dcp --assume-defaults --dry-run",
+)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of AdamW as torch writes it, and what it becomes as a file of Keras and in Orbax' database."""
+    torch = pytest.importorskip("torch")
+    folder = tmp_path_factory.mktemp("verbs") / "run"
+    folder.mkdir()
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    states = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": 1}
+    torch.save(states, folder / "run.pt")
+    for name, to in (("run.weights.h5", "keras-h5"), ("orbax", "orbax")):
+        statekit.convert(folder / "run.pt", folder / name, to=to, assume_defaults=True)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["run.pt", "run.weights.h5", "orbax"])
+def test_each_verb_says_of_a_store_what_it_says_of_a_disk(
+    name: str, run: Path, store: Served, capsys: pytest.CaptureFixture[str]
+) -> None:
+    store.files.update(contents(run))
+    for verb in VERBS:
+        texts = []
+        for place in (f"{run}", "s3://bucket/run"):
+            code = main(verb.replace("{}", f"{place}/{name}").split())
+            captured = capsys.readouterr()
+            texts.append((code, re.sub(r"\s+", " ", captured.out.replace(place, "RUN"))))
+        assert texts[0] == texts[1] and texts[0][0] == 0 and len(texts[0][1]) > 20, verb
+
+
+@pytest.mark.parametrize("name", ["run.pt", "run.weights.h5", "orbax"])
+def test_loaders_and_attest_read_a_store(name: str, run: Path, store: Served) -> None:
+    torch = pytest.importorskip("torch")
+    jax = pytest.importorskip("jax")
+    import statekit.jax
+    import statekit.torch
+
+    store.files.update(contents(run))
+    place, model = f"s3://bucket/run/{name}", torch.nn.Linear(4, 3)
+    statekit.torch.load_params(place, model)
+    optimizer = statekit.torch.load_optimizer(place, model.named_parameters())
+    assert statekit.torch.attest(optimizer, model, place).passed
+    like = {key: jax.numpy.zeros(value.shape) for key, value in model.state_dict().items()}
+    params = statekit.jax.load_params(place, like)
+    assert all(np.array_equal(params[key], value.numpy()) for key, value in model.state_dict().items())
+    _, state = statekit.jax.load_optimizer(place, params)
+    assert statekit.jax.attest(params, state, place).passed
+
+
+def test_a_recording_is_read_from_this_machine_which_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["replay", "s3://bucket/run"]) == 2
+    assert "path of this machine" in capsys.readouterr().err
