@@ -12,6 +12,7 @@ import pytest
 from goldens import GOLDEN
 from statekit.cli.main import DONE, FAILED, USAGE, main
 
+ORBAX = GOLDEN / "optax_adafactor" / "adafactor_standard_ocdbt" / "checkpoint" / "ckpt"
 T5X = GOLDEN / "t5x" / "momentum_f32" / "checkpoint" / "checkpoint_4"
 
 
@@ -129,3 +130,31 @@ def test_a_file_that_no_layout_decodes_says_why(tmp_path: Path, capsys: pytest.C
         and "1 in the optimizer, 2 in the model" in why["c.pt"]
         and "\\n" not in why["c.pt"]
     )
+
+
+@pytest.mark.torch
+def test_runs_of_one_model_beside_each_other_are_no_steps_of_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: the older of two runs was an older step of one, and spare."""
+    import torch
+
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for name in ("warmup.pt", "no-warmup.pt", "last.pt", "epoch=2-val_loss=0.3.pt"):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, tmp_path / name)
+    steps = {
+        run["path"]: [step["step"] for step in run["checkpoints"]] for run in listed(tmp_path, capsys)["runs"]
+    }
+    assert steps == {".": [3, 4], "no-warmup.pt": [2], "warmup.pt": [1]}
+
+
+def test_checkpoints_of_orbax_beside_each_other_are_one_by_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Seen red: a folder of them was one checkpoint of several items, which nothing could decode."""
+    for name in ("large", "small"):
+        shutil.copytree(ORBAX, tmp_path / name)
+    assert [run["path"] for run in listed(tmp_path, capsys)["runs"]] == ["large", "small"]

@@ -33,6 +33,11 @@ INDEX = "checkpoint"
 TREE_METADATA = "_METADATA"
 STEP_METADATA = "_CHECKPOINT_METADATA"
 DATABASE = "manifest.ocdbt"
+_PART = re.compile(
+    r"(train_?)?states?|params|parameters|variables|weights|model|net(work)?|opt(im(izer)?)?(_?states?)?|batch_stats"
+    r"|(ema|avg)(_params|_state)?|params_ema|step|rngs?|keys?|default|items?|schedulers?|extra|config|meta(data)?"
+)
+"""Names of the parts of a run that a program may save one by one."""
 JSON_ITEM = "metadata"
 """The file of an Orbax item that is a JSON document, such as a data iterator's state."""
 STATE = "state"
@@ -166,9 +171,18 @@ def is_item(folder: Place) -> bool:
     return _is_map(head) and any(mark in head for mark in _PLACEHOLDERS)
 
 
+def _is_apart(folder: Place) -> bool:
+    """Tells whether a folder is a checkpoint of its own, and no part of one, by its record and its name."""
+    return (folder / STEP_METADATA).is_file() and not _PART.fullmatch(folder.name)
+
+
 def items(step: Place) -> list[Place]:
-    """Returns the folders of the Orbax items in a step's folder: trees, and JSON documents beside one."""
-    folders = [entry for entry in listing(step) if entry.is_dir()]
+    """Returns the folders of the Orbax items in a step's folder: trees, and JSON documents beside one.
+
+    Where a program saved the parts of a run one by one, each has a step's record too. Of another name, it is a
+    checkpoint of its own.
+    """
+    folders = [entry for entry in listing(step) if entry.is_dir() and not _is_apart(entry)]
     named = [f for f in folders if step_number(f) is None and not _UNFINISHED.fullmatch(f.name)]
     trees = [f for f in named if is_item(f) or (f.name == STATE and _is_map(_head(f / INDEX)))]
     return [f for f in named if f in trees or (trees and (f / JSON_ITEM).is_file())]

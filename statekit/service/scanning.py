@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import math
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,6 +35,68 @@ AGAIN_SECONDS = 60.0
 """When what couldn't be read is looked into again, though it hasn't changed: memory, disk or network may have failed
 it. Each time after twice as long, up to `LATEST_SECONDS`."""
 LATEST_SECONDS = 86400.0
+_OF_STEPS = frozenset(
+    {
+        *(
+            "step",
+            "steps",
+            "global",
+            "iter",
+            "iters",
+            "iteration",
+            "epoch",
+            "e",
+            "s",
+            "b",
+            "update",
+            "updates",
+            "at",
+        ),
+        *(
+            "checkpoint",
+            "checkpoints",
+            "ckpt",
+            "ckp",
+            "save",
+            "saved",
+            "model",
+            "state",
+            "train",
+            "weights",
+            "run",
+        ),
+        *(
+            "last",
+            "latest",
+            "newest",
+            "best",
+            "final",
+            "end",
+            "good",
+            "backup",
+            "current",
+            "previous",
+            "old",
+            "new",
+        ),
+        *(
+            "val",
+            "valid",
+            "validation",
+            "loss",
+            "acc",
+            "accuracy",
+            "metric",
+            "score",
+            "top",
+            "v",
+            "of",
+            "with",
+        ),
+        *("pt", "pth", "th", "bin", "tar", "safetensors", "keras", "h", "hdf", "msgpack", "npz", "pkl", "d"),
+    }
+)
+"""Words of a step's name that tell steps of one run apart, or say what a file is."""
 _GONE = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EACCES, errno.EPERM})
 """Of a folder that isn't there any more, or is no folder, or not for us to see; anything else says nothing of it."""
 
@@ -197,7 +260,9 @@ class Seen:
 
 
 def run_key(place: bytes, columns: Mapping[str, Any]) -> tuple[Any, ...] | None:
-    """Returns what checkpoints of one run have in common: their folder, parameters and optimizer.
+    """Returns what checkpoints of one run have in common: their folder, parameters, optimizer, and the run's own name.
+
+    Several runs of one model may lie in one folder, each under a name of its own: the older isn't spare then.
 
     Args:
         place: Where a checkpoint is, relative to the root.
@@ -208,8 +273,14 @@ def run_key(place: bytes, columns: Mapping[str, Any]) -> tuple[Any, ...] | None:
     """
     if columns.get("optimizer") is None:
         return None
+    folder, _, name = os.fsdecode(place).rpartition("/")
     names = ("container", "layout", "optimizer", "parameters", "elements")
-    return (place.rpartition(b"/")[0], *(columns[name] for name in names))
+    return (os.fsencode(folder), _own_words(name), *(columns[name] for name in names))
+
+
+def _own_words(name: str) -> tuple[str, ...]:
+    """Returns the words of a step's name that say nothing of steps, such as a run's name."""
+    return tuple(word for word in re.split(r"[^a-z]+", name.lower()) if word and word not in _OF_STEPS)
 
 
 @dataclass
