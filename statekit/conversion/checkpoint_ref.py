@@ -20,7 +20,7 @@ from statekit.errors import Faults, UsageError, meant
 from statekit.files.checkpoint import MODEL_KEY, OPTIMIZER_KEY, Checkpoint
 from statekit.files.source import checkpoint_place
 from statekit.files.tree import Place
-from statekit.state.evidence import COUNT, Fact
+from statekit.state.evidence import BATCH, COUNT, Fact
 from statekit.state.facts import still_assumed
 from statekit.state.options import checked_hparams, is_known
 from statekit.state.schedules.call_text import call_text, parse_call
@@ -447,7 +447,8 @@ class CheckpointRef:
     def applied(self, state: TrainState) -> TrainState:
         """Returns a state with the hints in force: hyperparameters by their canonical names, or the variant's own.
 
-        Of a state whose files count no updates, `count` among the hyperparameters says how many were done.
+        Of a state whose files count no updates, `count` among the hyperparameters says how many were done;
+        `global_batch_size` says how many samples an update has.
 
         Raises:
             UsageError: A hyperparameter doesn't exist, can't have its value, or is said twice; lists every one.
@@ -456,6 +457,9 @@ class CheckpointRef:
         if name is not None and not state.counts.says_updates:
             rest = {key: value for key, value in self.hparams.items() if key != name}
             return replace(self, hparams=rest).applied(_counted(state, name, self.hparams[name]))
+        if BATCH in self.hparams:
+            rest = {key: value for key, value in self.hparams.items() if key != BATCH}
+            return replace(self, hparams=rest).applied(_of_samples(state, self.hparams[BATCH]))
         hints = self.of(schema for schema, _ in state.optimizer.kinds)
         applied = state.each(lambda part: hints[part.optimizer.schema]._applied(part))
         return replace(applied, assumptions=still_assumed(applied))
@@ -484,6 +488,17 @@ def _counted(state: TrainState, name: str, updates: Any) -> TrainState:
         )
     state = replace(state, counts=Counts(updates, updates, says_schedule=False))
     return state.with_facts(lambda facts: [*facts, Fact(COUNT, updates, "given")])
+
+
+def _of_samples(state: TrainState, samples: Any) -> TrainState:
+    if type(samples) is not int or samples < 1:
+        raise UsageError(
+            "An update can't have so many samples.",
+            place=f"--hparams {BATCH}",
+            expected="an integer from 1 on",
+            found=repr(samples),
+        )
+    return state.with_facts(lambda facts: [*facts, Fact(BATCH, samples, "given")])
 
 
 class HintOptions(TypedDict, total=False):

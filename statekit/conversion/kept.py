@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 
 import numpy as np
 
-from statekit.state.evidence import ORDER, SCALED, Fact
+from statekit.state.evidence import BATCH, ORDER, SCALED, Fact
 from statekit.state.train_state import Group, GroupRecord, TrainState
 from statekit.tensors.tensor import Tensor, dtype_named, in_memory, nbytes
 from statekit.tensors.tree import Tree, from_json, leaf_names, tensor_names, to_json, walk
@@ -29,7 +29,7 @@ LEAF_BYTES = 2**16
 ALL_BYTES = 2**23
 """What a manifest keeps at most, in bytes; a leaf that isn't text or a tensor counts as 32."""
 _PLAIN_BYTES = 32
-_FOLLOWING = (SCALED, ORDER)
+_FOLLOWING = (SCALED, ORDER, BATCH)
 """Facts of a source that a target's own files don't show."""
 _NO_PART = "What the manifest keeps isn't a part of a state"
 _OF_FILES = "files_beside"

@@ -24,6 +24,8 @@ OPTIMIZER, BEYOND, SCALED, DIALECT, ORDER = "optimizer", "beyond", "scaled", "cl
 """Names of facts: which optimizer it is, what it does besides its schema's steps, how a map scaled a group, whose class
 has its form, and in which order an optimizer numbers its parameters."""
 COUNT = "count"
+BATCH = "global_batch_size"
+"""How many samples an update has, which systems ask for that count samples."""
 """Name of the fact how many updates are done."""
 _DECAY = ("weight_decay_rate", "wd", "exclude_from_weight_decay")
 """What programs set most often: named first."""

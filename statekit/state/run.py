@@ -284,8 +284,7 @@ def run_of(extra: Mapping[str, Tree]) -> RunState:
         elif (kind := _what(name)) is not None:
             parts.append(RunPart(kind, name, _value(node, kind)))
     ties = extra.get(TIES)
-    # A LambdaLR without its bases isn't one that was saved: folders of Trainer need it to say where a run stands.
-    schedules = [schedule for schedule in schedules if schedule.bases or schedule.kind != "LambdaLR"]
+    schedules = _own(schedules)
     schedules = _with_call(_with_groups(schedules, around.bases) or counts[:1], around)
     return RunState(
         tuple(schedules),
@@ -294,6 +293,16 @@ def run_of(extra: Mapping[str, Tree]) -> RunState:
         _counts_of(extra.get(SIDE_BY_SIDE)),
         _places_of(extra.get(PARTS)),
     )
+
+
+def _own(schedules: Sequence[Schedule]) -> list[Schedule]:
+    """Returns the schedules of the run itself.
+
+    A LambdaLR without its bases isn't one that was saved: folders of Trainer need it to say where a run stands. Beside
+    one of Megatron that a conversion wrote, the manifest keeps the run's.
+    """
+    saved = [schedule for schedule in schedules if schedule.bases or schedule.kind != "LambdaLR"]
+    return [schedule for schedule in saved if schedule.kind != MEGATRON] or saved
 
 
 def _places_of(parts: Tree) -> tuple[str, ...]:
@@ -426,6 +435,8 @@ def _with_call(schedules: list[Schedule], around: _Around) -> list[Schedule]:
     bases = schedule.bases or (around.bases if around.bases and None not in around.bases else (None,))
     stated = {**schedule.parameters, **(arguments if isinstance(arguments, Mapping) else {})}
     paces = [called_rates(around.call, base) for base in bases]
+    if schedule.kind == MEGATRON and any(isinstance(rates, str) for rates in paces):
+        return schedules  # its state says all; the call that it was made of multiplies a rate that stands elsewhere
     paced = schedule.following(around.of_groups(paces[0]) if len(paces) == 1 else paces)
     return [replace(paced, kind=schedule.kind or str(name), parameters=stated)]
 

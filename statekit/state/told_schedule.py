@@ -10,9 +10,9 @@ from typing import Any
 from statekit.errors import UsageError
 from statekit.state.options import RATE_NAMES, stored_rate
 from statekit.state.rates import Rates
-from statekit.state.run import Schedule, run_of
+from statekit.state.run import MEGATRON, Schedule, run_of
 from statekit.state.schedules import icefall
-from statekit.state.schedules.called import FUNCTIONS, KEY, named_arguments
+from statekit.state.schedules.called import FUNCTIONS, KEY, called_rates, named_arguments
 from statekit.state.train_state import TrainState
 
 
@@ -37,7 +37,9 @@ def told_schedule(state: TrainState, call: Mapping[str, Any]) -> TrainState:
         call = {**call, "arguments": {**stated, **arguments}} if not isinstance(arguments, str) else call
     changed = replace(state, extra={**state.extra, KEY: dict(call)})
     schedule = run_of(changed.extra).schedules[0]
-    faults = [rates for rates in schedule.rates if isinstance(rates, str)]
+    rates_of_call = called_rates(call) if schedule.kind == MEGATRON else schedule.rates
+    rates_told = [rates_of_call] if isinstance(rates_of_call, str) else [*schedule.rates]
+    faults = [rates for rates in rates_told if isinstance(rates, str)]
     faults = faults or [*_against(changed, schedule)]
     if faults:
         raise UsageError(

@@ -29,7 +29,7 @@ from statekit.converters.layouts.megatron.buckets import has_buckets, with_group
 from statekit.converters.layouts.megatron.groups import with_params, without_params
 from statekit.converters.layouts.megatron.lines import megatron_lines
 from statekit.converters.layouts.megatron.ranks import BUCKETS, RANKS, has_ranks, without_ranks
-from statekit.converters.layouts.megatron.schedule import KEY, constant_schedule
+from statekit.converters.layouts.megatron.schedule import KEY, written_schedule
 from statekit.converters.layouts.megatron.slices import key_of
 from statekit.converters.layouts.pytorch.parts import (
     PLACES,
@@ -43,6 +43,7 @@ from statekit.converters.layouts.pytorch.torch_fqn import LAYOUT as BY_NAME
 from statekit.errors import Faults, InexactError, StateError
 from statekit.files.checkpoint import Checkpoint, Finding
 from statekit.lines.printing import SavedRun, State
+from statekit.lines.rates import RatesOf
 from statekit.state.run import BESIDE, run_of
 from statekit.state.stored_params import BEGUN_MASTER, MASTER, Proven, in_full, said_of_masters
 from statekit.state.train_state import TrainState
@@ -214,7 +215,8 @@ class MegatronAdam:
         inner = _native_inner(groups, steps, is_sharded=sharding is not None)
         notes += said_of_masters([*low])
         if _COMMON not in state.extra:
-            schedule, note = constant_schedule(groups, run_of(state.extra).schedules, updates)
+            rates = RatesOf(run_of(state.extra).schedules, state.to_json())
+            schedule, note = written_schedule(groups, rates, updates)
             kept |= {KEY: schedule} if schedule else {}
             notes += (note,)
         common = {

@@ -6,10 +6,10 @@ Source: NVIDIA/Megatron-LM megatron/training/arguments.py, `_add_checkpointing_a
 from __future__ import annotations
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
+from statekit.converters.layouts.megatron.schedule import batch_of, needed_flags, own_schedule
 from statekit.lines.printing import RATE, SavedRun, State, quoted
-from statekit.state.rates import Piece, Rates
 from statekit.state.run import MEGATRON
 
 
@@ -22,7 +22,7 @@ def megatron_lines(state: State, saved: SavedRun, flags: str) -> list[str]:
         flags: The options that a run of the layout has.
     """
     path = saved.step_path("iter_{step:07d}")
-    schedule = " --use-checkpoint-opt_param-scheduler" if saved.is_converted else ""
+    schedule = "".join(f" {flag}" for flag in _schedule_flags(state, saved)) if saved.is_converted else ""
     if not saved.is_converted or _has_schedule(state, saved):
         legacy = any(name.startswith("mp_rank_") for name in saved.files)
         form = "torch" if legacy else "torch_dist"
@@ -46,18 +46,26 @@ def megatron_lines(state: State, saved: SavedRun, flags: str) -> list[str]:
     ]
 
 
+def _schedule_flags(state: State, saved: SavedRun) -> list[str]:
+    """Returns Megatron-LM's options by which it goes on with the schedule that a conversion wrote."""
+    flags = ["--use-checkpoint-opt_param-scheduler"]
+    schedule, batch = own_schedule(saved.rates(state)), batch_of(state)
+    if isinstance(schedule, str) or batch is None:
+        return flags
+    return [*flags, f"--global-batch-size {batch}", *needed_flags(schedule, state["counts"]["updates"])]
+
+
 def _scheduler(state: State, saved: SavedRun) -> list[str]:
     """Returns Megatron-Core's scheduler with the run's schedule; nothing where it can't be that one.
 
     It counts what its caller adds: updates here. Megatron-LM adds samples.
     Source: megatron-core 0.16.1, core/optimizer_param_scheduler.py, `OptimizerParamScheduler`.
     """
-    rates = [saved.rates(state).of(number) for number, group in enumerate(state["groups"]) if group["paths"]]
     decays = {group["hyperparameters"].get("weight_decay_rate") for group in state["groups"]} - {0, None}
-    first = rates[0] if rates else ""
-    shape = _shape(first.pieces) if isinstance(first, Rates) and rates.count(first) == len(rates) else None
-    if shape is None or len(decays) > 1:
+    schedule = own_schedule(saved.rates(state))
+    if isinstance(schedule, str) or len(decays) > 1:
         return []
+    shape = ", ".join(f"{name}={value!r}" for name, value in schedule.items())
     decay = next(iter(decays), 0.0)
     at = state["counts"]["schedule"]
     return [
@@ -67,23 +75,6 @@ def _scheduler(state: State, saved: SavedRun) -> list[str]:
         "wd_incr_steps=0, wd_incr_style='constant')",
         f"scheduler.step({at})",
     ]
-
-
-def _shape(pieces: Sequence[Piece]) -> str | None:
-    """Returns the arguments of Megatron's scheduler for a warmup from 0 and a decay to a rate that stays, or None."""
-    *before, decay = pieces[:-1] if len(pieces) > 1 and pieces[-1].kind == "constant" else pieces
-    warmup = before[0].numbers if before else {"start": 0.0, "steps": 0}
-    if len(before) > 1 or (before and before[0].kind != "linear") or decay.kind not in ("cosine", "linear"):
-        return None
-    steps, numbers = warmup["steps"], decay.numbers
-    ends = pieces[-1].numbers.get("rate", numbers["end"]) == numbers["end"]
-    if not ends or decay.origin != steps or (before and warmup["end"] != numbers["start"]):
-        return None
-    return (
-        f"init_lr={warmup['start']!r}, max_lr={numbers['start']!r}, min_lr={numbers['end']!r}, "
-        f"lr_warmup_steps={round(steps)}, lr_decay_steps={round(steps + numbers['steps'])}, "
-        f"lr_decay_style={decay.kind!r}"
-    )
 
 
 def _comments(saved: SavedRun) -> Iterator[str]:
@@ -104,6 +95,8 @@ def _has_schedule(state: State, saved: SavedRun) -> bool:
     """Tells whether a converted file has a schedule of Megatron-LM: the run's own, or one constant rate."""
     if any(schedule.kind == MEGATRON for schedule in saved.run.schedules):
         return True
+    if saved.run.schedules and batch_of(state) is not None:
+        return bool(_scheduler(state, saved)) and state["counts"]["schedule"] == state["counts"]["updates"]
     options = [group["hyperparameters"] for group in state["groups"]]
     rates = [values.get(RATE) for values in options]
     decays = [values["weight_decay_rate"] for values in options if values.get("weight_decay_rate")]

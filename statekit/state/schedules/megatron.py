@@ -8,6 +8,7 @@ Source: NVIDIA/Megatron-LM megatron/core/optimizer_param_scheduler.py, `get_lr`;
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -43,7 +44,13 @@ def megatron_rates(record: Mapping[str, Any], iterations: Any, arguments: Mappin
         return "Megatron-LM's schedule counts samples, and its warmup or decay ends within an update"
     peak, low, begin = record["max_lr"], record["min_lr"], arguments.get("lr_warmup_init", 0.0)
     warmup, steps = warmup // batch, steps // batch
-    pieces = _behind_warmup(str(record.get(_STYLE)), peak, low, warmup, steps)
+    style = str(record.get(_STYLE))
+    if style == "inverse-square-root" and not warmup:
+        pieces = _root_of_samples(peak, low, batch, steps)
+    elif style == "WSD":
+        pieces = _stable(arguments, peak, low, batch, warmup, steps)
+    else:
+        pieces = _behind_warmup(style, peak, low, warmup, steps)
     if pieces is None:
         return f"Megatron-LM's style {record.get(_STYLE)!r:.40} isn't one that others have"
     if warmup:
@@ -62,6 +69,31 @@ def _batch(samples: int, iterations: Any, arguments: Mapping[str, Any]) -> int |
     if stated not in (None, batch) and batch != 1:
         return f"Megatron-LM's schedule counts samples, {batch} an update so far, and {_BATCH} is {stated}"
     return batch
+
+
+def _root_of_samples(peak: float, low: float, batch: int, steps: int) -> list[Piece] | None:
+    """Returns the pieces of a rate that falls with the root of the samples, as it does without a warmup."""
+    root = piece("rsqrt", 1, 1, start=peak / math.sqrt(batch), shift=1, floor=low)
+    return [piece("constant", rate=peak), root, piece("constant", steps + 1, rate=low)]
+
+
+def _stable(
+    arguments: Mapping[str, Any], peak: float, low: float, batch: int, warmup: int, steps: int
+) -> list[Piece] | None:
+    """Returns the pieces of a rate that stays and then falls; None where no argument says how, or another way.
+
+    Source: NVIDIA/Megatron-LM megatron/training/training.py, `get_optimizer_param_scheduler`.
+    """
+    length: Any = arguments.get("lr_wsd_decay_iters")
+    style: Any = arguments.get("lr_wsd_decay_style")
+    in_samples: Any = arguments.get("lr_wsd_decay_samples")
+    if length is None and fits(in_samples, Natural) and in_samples % batch == 0:
+        length = in_samples // batch
+    if not fits(length, Natural) or not 0 < length <= steps - warmup or style not in ("linear", "cosine"):
+        return None
+    begins = steps - length
+    falls = piece(style, begins, begins, start=peak, end=low, steps=length)
+    return [piece("constant", warmup, rate=peak), falls, piece("constant", steps, rate=low)]
 
 
 def _behind_warmup(style: str, peak: float, low: float, warmup: int, steps: int) -> list[Piece] | None:
