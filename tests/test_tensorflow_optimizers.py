@@ -341,6 +341,27 @@ def test_a_run_of_torch_goes_on_that_has_a_rate_of_zero_and_a_parameter_without_
         np.testing.assert_allclose(variable.numpy(), param.detach().numpy(), rtol=1e-6)
 
 
+def test_the_rate_of_a_scheduled_run_is_asked_for_and_never_the_usual_one(tmp_path: Path) -> None:
+    """Seen red: the variant's default, 0.001, moved the weights of a run whose schedule stood at 0.05."""
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(3)])
+    schedule = keras.optimizers.schedules.CosineDecay(0.05, 100)
+    model.compile(optimizer=keras.optimizers.AdamW(schedule), loss="mse")
+    model.fit(np.ones((8, 4), np.float32), np.zeros((8, 3), np.float32), verbose=0)
+    model.save(tmp_path / "run.keras")
+    grads = [tf.ones_like(variable.value) for variable in model.trainable_variables]
+    loaded = st.load_optimizer(tmp_path / "run.keras", model)
+    again = type(loaded).from_config(loaded.get_config())
+    for optimizer in (loaded, again):
+        with pytest.raises(UnknownRuleError, match="no learning rate"):
+            optimizer.apply(grads, model.trainable_variables)
+    loaded.learning_rate = 0.05
+    loaded.apply(grads, model.trainable_variables)
+    assert float(type(loaded).from_config(loaded.get_config()).learning_rate) == pytest.approx(0.05)
+    assert float(st.AdamW(variant="keras").learning_rate) == pytest.approx(
+        0.001
+    )  # what its class has by itself
+
+
 def test_what_cannot_be_is_refused_with_every_fault() -> None:
     with pytest.raises(
         UsageError, match=r"another optimizer's name for beta1 @ b1(.|\n)*did you mean amsgrad"

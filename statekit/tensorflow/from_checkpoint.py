@@ -66,8 +66,9 @@ def load_optimizer(
             `CheckpointRef`. Of a model and a file of Keras, the model knows `param_names`.
         variables: `model.trainable_variables`, or the model; their order doesn't matter. Variables may be TensorFlow's
             own, and in dicts: their keys are names in the checkpoint then.
-        learning_rate: A number, a schedule (of `iterations`) or a callable; as the checkpoint has it if None. Where the
-            run had several optimizers, one for all, or a number for each: `{"muon": 0.02, "adamw": 3e-4}`.
+        learning_rate: A number, a schedule (of `iterations`) or a callable; as the checkpoint has it if None. A step
+            raises until there is one. Where the run had several optimizers, one for all, or a number for each:
+            `{"muon": 0.02, "adamw": 3e-4}`.
         **options: What the files don't say, as in `statekit.open`. Beside it:
             names: Names in the checkpoint by the variables' paths, or by those of layers, where they differ.
             map: From the checkpoint's model to that of another codebase, e.g. `t5x-t5:hf-t5`, or from the modules of
@@ -223,6 +224,8 @@ def built(
     options["groups"] = _with_factors(options["groups"], different, factors)
     schema, variant = kinds[0]
     optimizer = OPTIMIZERS[schema](learning_rate, variant=variant, **{**options, **arguments})
+    if learning_rate is None:  # the run had a rate, and the variant's usual one isn't it: a step asks for it
+        optimizer.learning_rate = None
     optimizer.build(list(pairs.values()))
     return optimizer
 

@@ -242,6 +242,14 @@ class SchemaOptimizer(keras.optimizers.Optimizer):  # type: ignore[misc]  # Kera
         spec = replace(self.spec, names=self._paths.by_name).to_json()
         return {**config, "learning_rate": rate, "jit_compile": self.jit_compile, **spec}
 
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> SchemaOptimizer:
+        """Returns the optimizer of `get_config`; one that had no rate yet has none."""
+        optimizer: SchemaOptimizer = super().from_config(config, custom_objects)
+        if config.get("learning_rate", ...) is None:
+            optimizer.learning_rate = None
+        return optimizer
+
     def save_own_variables(self, store: Any) -> None:
         """Saves all variables by their names."""
         for name, variable in self._by_name().items():
