@@ -6,6 +6,7 @@ import json
 import shlex
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from statekit.dropin.matching import require_resumable
 from statekit.errors import InexactError, UnknownRuleError, UsageError
 from statekit.state.evidence import Fact, beyond, fits_several, headline, taken_for, weakest
 from statekit.state.facts import facts_of, with_optimizer
+from statekit.state.schema import is_native
 from statekit.state.train_state import TrainState
 from statekit.testing.layouts import made_state
 from statekit.verify.verification import verify
@@ -300,3 +302,62 @@ def test_names_that_a_user_gives_are_no_assumption(numbered: Path, tmp_path: Pat
     names = [f"{layer}.{part}" for layer in range(3) for part in ("weight", "bias")]
     hints = CheckpointRef(param_names=names)
     assert plan(numbered, tmp_path / "kept", to="statekit", hints=hints).headline == "BITWISE"
+
+
+def with_files_numbers() -> list[Any]:
+    """Returns a sample of each layout."""
+    from samples import ROWS
+
+    first = {row.layout: row for row in reversed(ROWS) if "weights" not in row.layout}
+    return [pytest.param(row, id=f"{layout}-{row.name}") for layout, row in sorted(first.items())]
+
+
+@pytest.mark.parametrize("row", with_files_numbers())
+def test_what_is_given_against_a_file_is_named_whatever_the_layout(row: Any, tmp_path: Path) -> None:
+    """Seen red: BITWISE alone, while the target had another decay than the file."""
+    sample = row.sample_in(tmp_path)
+    with open_state(sample.path, container=sample.container, layout=row.layout, hints=row.hints) as opened:
+        group, several = opened.state.optimizer.groups[0], opened.state.optimizer.several
+    stored = {
+        name: value
+        for name, value in group.hyperparameters.items()
+        if group.known_from.get(name) == "file" and isinstance(value, float) and 0 < value < 1
+    }
+    if not stored or several or is_native(opened.state.optimizer.schema):
+        pytest.skip("its files have no number of the kind")
+    name, value = next(iter(stored.items()))
+    hints = replace(row.hints, hparams={**row.hints.hparams, name: value / 2})
+    with open_state(sample.path, container=sample.container, layout=row.layout, hints=hints) as opened:
+        line = headline("BITWISE", facts_of(opened.state))
+    assert f"{name}={value / 2} as given (the file says {value}" in line
+    same = replace(row.hints, hparams={**row.hints.hparams, name: value})
+    with open_state(sample.path, container=sample.container, layout=row.layout, hints=same) as opened:
+        assert "as given" not in headline("BITWISE", facts_of(opened.state))
+
+
+def test_each_verdict_names_what_was_given_against_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from statekit.torch import attest
+
+    model = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    source, target = tmp_path / "run.pt", tmp_path / "x.pt"
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, source)
+    words = "with weight_decay_rate=0.3 as given (the file says 0.01)"
+    options = ["--hparams", "weight_decay_rate=0.3"]
+    assert main(["convert", f"{source}", f"{target}", *options, "--json"]) == 0
+    planned = json.loads(capsys.readouterr().out)["plan"]
+    assert planned["headline"] == f"BITWISE, {words}"
+    assert {"name": "weight_decay_rate", "value": 0.3, "source": "given"}.items() <= next(
+        fact for fact in planned["facts"] if "because" in fact
+    ).items()
+    assert main(["verify", f"{source}", f"{target}", *options]) == 0
+    assert capsys.readouterr().out.startswith(f"BIT-EXACT, {words}")
+    optimizer.param_groups[0]["weight_decay"] = 0.3
+    result = attest(optimizer, model, source, hparams={"weight_decay_rate": 0.3})
+    assert result.passed and words in result.headline
+    assert main(["convert", f"{target}", f"{tmp_path / 'y'}", "--to", "statekit"]) == 0
+    assert capsys.readouterr().out.startswith("BITWISE\n")  # its own file says it now

@@ -157,7 +157,7 @@ def facts_as_live(right: TrainState, live: TrainState) -> Iterator[Fact]:
         same = values.get(fact.name.rpartition("/")[2], {...})
         if fact.is_weak and fact.name != OPTIMIZER and not fact.others and len(same) == 1 and ... not in same:
             yield replace(fact, value=next(iter(same)), source="assumed", because="as the live run has it")
-        elif fact.is_weak:
+        elif fact.is_weak or fact.is_against_file:
             yield fact
 
 

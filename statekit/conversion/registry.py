@@ -53,7 +53,7 @@ from statekit.files.checkpoint import Checkpoint
 from statekit.files.integrity import check_undamaged, check_whole, proven
 from statekit.files.source import first_bytes, listing, looking, not_there, reading, walked
 from statekit.files.tree import Place, StoredPlace, size_of
-from statekit.state.facts import with_optimizer
+from statekit.state.facts import contradictions, with_optimizer
 from statekit.state.schema import WEIGHTS, is_native, load_schema
 from statekit.state.told_schedule import told_schedule, with_own_rate
 from statekit.state.train_state import TrainState
@@ -649,6 +649,8 @@ def decoded(layout: Layout, checkpoint: Checkpoint, hints: CheckpointRef) -> Tra
         state = with_optimizer(layout.decode(checkpoint, hints), hints.optimizer)
         if hints.variant is not None:
             _check_variant(layout, checkpoint, hints)
+        if hints.hyperparameters:
+            state = _with_contradictions(layout, checkpoint, hints, state)
     except StatekitError:
         raise
     except (AttributeError, LookupError, TypeError, ValueError) as error:
@@ -667,6 +669,22 @@ def decoded(layout: Layout, checkpoint: Checkpoint, hints: CheckpointRef) -> Tra
     if hints.schedule is not None:
         return told_schedule(state, hints.schedule)
     return with_own_rate(state) if hints.hyperparameters else state
+
+
+def _with_contradictions(
+    layout: Layout, checkpoint: Checkpoint, hints: CheckpointRef, state: TrainState
+) -> TrainState:
+    """Returns a state with a fact for each hyperparameter whose value the user gives in place of the file's."""
+    try:
+        stored = layout.decode(checkpoint, replace(hints, hparams={}))
+    except StatekitError:  # the files alone don't tell
+        return state
+    groups_of = {path: group for group in stored.optimizer.groups for path in group.paths}
+    groups = tuple(
+        replace(group, facts=(*group.facts, *contradictions(group, groups_of)))
+        for group in state.optimizer.groups
+    )
+    return replace(state, optimizer=replace(state.optimizer, groups=groups))
 
 
 def _check_variant(layout: Layout, checkpoint: Checkpoint, hints: CheckpointRef) -> None:

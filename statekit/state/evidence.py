@@ -29,6 +29,7 @@ BATCH = "global_batch_size"
 """Name of the fact how many updates are done."""
 _DECAY = ("weight_decay_rate", "wd", "exclude_from_weight_decay")
 """What programs set most often: named first."""
+_FILE_SAYS = "the file says "
 MOST_NAMED = 3
 """A headline names so many facts of a kind and counts the others."""
 
@@ -67,6 +68,11 @@ class Fact:
     def is_weak(self) -> bool:
         """Whether neither the file nor the user says it."""
         return self.source in ("assumed", "unknown") or bool(self.others)
+
+    @property
+    def is_against_file(self) -> bool:
+        """Whether the user says it and a file says something else."""
+        return self.source == "given" and self.because.startswith(_FILE_SAYS)
 
     @property
     def said(self) -> str:
@@ -109,6 +115,16 @@ def taken_for(name: str, others: Sequence[str], because: str) -> Fact:
 def of_class(name: str, options: Sequence[str]) -> Fact:
     """Returns whose class has a state's form, where that isn't the one that a schema's variant is named after."""
     return Fact(DIALECT, name, "inferred", f"its groups have {', '.join(options)}")
+
+
+def against_file(name: str, given: Any, stored: Any) -> Fact:
+    """Returns a value that the user gives in place of another in the file.
+
+    Example:
+        >>> headline("BITWISE", [against_file("weight_decay_rate", 0.3, 0.01)])
+        'BITWISE, with weight_decay_rate=0.3 as given (the file says 0.01)'
+    """
+    return Fact(name, given, "given", f"{_FILE_SAYS}{stored}")
 
 
 def beyond(sentence: str) -> Fact:
@@ -174,7 +190,9 @@ def headline(verdict: str, facts: Iterable[Fact]) -> str:
     conditions = [fact.because for fact in facts if fact.name in (SCALED, ORDER)]
     conditions = [*dict.fromkeys(conditions), *_taken(weak), *_assumed(values)]
     unknown = [fact.name for fact in weak if fact.source == "unknown" and fact.name != OPTIMIZER]
-    text = f"{verdict}, if {' and '.join(conditions)}" if conditions else verdict
+    given = [f"{fact.said} as given ({fact.because})" for fact in facts if fact.is_against_file]
+    text = f"{verdict}, with {_counted(given, MOST_NAMED)}" if given else verdict
+    text = f"{text}, if {' and '.join(conditions)}" if conditions else text
     return f"{text}; unknown: {_counted(unknown, MOST_NAMED + 1)}" if unknown else text
 
 

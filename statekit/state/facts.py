@@ -7,8 +7,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from statekit.errors import Faults, InexactError, UnknownRuleError, UsageError
-from statekit.state.evidence import BEYOND, COUNT, OPTIMIZER, Fact
+from statekit.state.evidence import BEYOND, COUNT, OPTIMIZER, Fact, against_file
 from statekit.state.options import RATE_NAMES
 from statekit.state.schema import (
     WEIGHTS,
@@ -208,6 +210,29 @@ def _matters(schema: OptimizerSchema, variant: str, name: str, settings: Mapping
     spec = schema.hyperparameters[name]
     idle = any(settings.get(other) in values for other, values in spec.get("unless", {}).items())
     return spec["effect"] not in ("none", "rounding") and not idle
+
+
+def contradictions(group: Group, stored: Mapping[str, Group]) -> Iterator[Fact]:
+    """Yields the hyperparameters that the user gives a group in place of the file's.
+
+    Args:
+        group: The group, with what the user says.
+        stored: The group of each parameter as the file has it.
+    """
+    given = [name for name, source in group.known_from.items() if source == "given"]
+    sources = [stored[path] for path in group.paths if path in stored]
+    for name in given:
+        value = group.hyperparameters[name]
+        values = [g.hyperparameters.get(name) for g in sources if g.known_from.get(name) == "file"]
+        others = dict.fromkeys(f"{other}" for other in values if not _is_same(value, other))
+        if others:
+            yield against_file(name, value, " or ".join(others))
+
+
+def _is_same(given: Any, stored: Any) -> bool:
+    """Tells whether two values are equal, or one number in single precision."""
+    numbers = isinstance(given, float | int) and isinstance(stored, float | int)
+    return bool(given == stored) or (numbers and bool(np.float32(given) == np.float32(stored)))
 
 
 def with_optimizer(state: TrainState, name: str | None) -> TrainState:

@@ -284,6 +284,11 @@ class Counts:
         return {"updates": self.updates, "schedule": self.schedule, **behind, **unsaid}
 
 
+def _lasting(facts: Iterable[Fact]) -> list[dict[str, Any]]:
+    """Returns the facts that stay true of what is written: what was given stands in its files in place of the old."""
+    return [fact.to_json() for fact in facts if not fact.is_against_file]
+
+
 @dataclass(frozen=True)
 class TrainState:
     """Parameters, slots and what is known about the optimizer.
@@ -566,7 +571,7 @@ class TrainState:
                     "hyperparameters": dict(g.hyperparameters),
                     "known_from": dict(g.known_from),
                     **({} if g.schema is None else {"schema": g.schema, "variant": g.variant}),
-                    **({"facts": [fact.to_json() for fact in g.facts]} if g.facts else {}),
+                    **({"facts": lasting} if (lasting := _lasting(g.facts)) else {}),
                     **({} if g.label is None else {"label": g.label}),
                 }
                 for g in self.optimizer.groups
