@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from statekit.converters.formats.pytorch.reader import STORAGE_DTYPES
+from statekit.converters.formats.pytorch.reader import STORAGE_DTYPES, torch_dtype
 from statekit.converters.formats.zip_archive import ZipForm, ZipWriter, checked_member
 from statekit.errors import Faults, UsageError
 from statekit.files.stage import Stage
@@ -213,6 +213,8 @@ class _Writer(Opcodes):
             self.out += b"\x86R"
         elif isinstance(node, Tensor):
             self._tensor(self.slots["/".join(map(str, path))])
+        elif is_dtype(node):
+            self._once(_name_opcodes(node.name))
         else:
             subject = f"an object of {node.name}" if isinstance(node, Record) else type(node).__name__
             self.faults.add(subject, "/".join(map(str, path)))
@@ -238,6 +240,12 @@ class _Writer(Opcodes):
         if not kind:
             self.name("torch", dtype_name(slot.dtype))
         self.out += b"tR"
+
+
+def is_dtype(node: Any) -> bool:
+    """Tells whether a record is a type of values of PyTorch, which `weights_only` takes."""
+    is_name = isinstance(node, Record) and not node.args and node.state is None
+    return is_name and node.name.startswith("torch.") and torch_dtype(node) is not None
 
 
 def _name_opcodes(dotted: str) -> bytes:

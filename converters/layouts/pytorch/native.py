@@ -8,8 +8,9 @@ and of what else a record holds.
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,13 +18,16 @@ import numpy as np
 
 from statekit.converters.layouts.hyperparameters import manifest_state
 from statekit.converters.layouts.pytorch.contents import STEP
+from statekit.converters.layouts.pytorch.parts import GROUPS
 from statekit.files.checkpoint import Checkpoint
 from statekit.state.train_state import PER_PARAMETER, TrainState
 from statekit.tensors.tensor import DTYPES, Tensor, bytes_of, dtype_name, in_memory, scalar
-from statekit.tensors.tree import Tree, holds_records, mapped, plain, walk, with_leaves
+from statekit.tensors.tree import Record, Tree, holds_records, mapped, plain, walk, with_leaves
 from statekit.tensors.typed import Name, fits
 
 SCHEMA = "torch_native"
+_DTYPE = re.compile(r"torch\.[a-z0-9_]+")
+"""Name of a type of values, which is no object."""
 FORM = "torch_native"
 """Key in `extra`: the form in which most parameters have their count, and whether they share one tensor."""
 _NOT_OPTIONS = ("params", "param_names")
@@ -143,6 +147,27 @@ def native_records(state: TrainState, paths: Sequence[str]) -> dict[str, dict[An
         others = {key: _filled(key, part, slots) for key, part in form.get("others", {}).items()}
         records[path] = {**record, **slots, **others}
     return records
+
+
+def foreign_objects(state: TrainState) -> Iterator[tuple[str, str]]:
+    """Yields the objects of an optimizer that `torch.load(weights_only=True)` refuses, and where they are."""
+    for key in (GROUPS, FORM, PER_PARAMETER):  # where a state keeps them
+        yield from _objects(state.extra.get(key), key)
+
+
+def _objects(node: Tree, place: str) -> Iterator[tuple[str, str]]:
+    is_dtype = isinstance(node, Record) and _DTYPE.fullmatch(node.name) is not None
+    if isinstance(node, Record) and not (is_dtype and not node.args):
+        yield f"an object of {node.name}", place
+    parts = (
+        node.items()
+        if isinstance(node, Mapping)
+        else enumerate(node)
+        if isinstance(node, (list, tuple))
+        else ()
+    )
+    for key, part in parts:
+        yield from _objects(part, f"{place}/{key}")
 
 
 def _step(form: str, updates: int) -> Any:

@@ -79,7 +79,7 @@ from statekit.state.evidence import Fact, KnownFrom, beyond, fits_several, of_cl
 from statekit.state.factoring import by_shape, matrix_rule, turned_matrices
 from statekit.state.param_names import is_adapted
 from statekit.state.run import SIDE_BY_SIDE, TRAINER_ARGUMENTS
-from statekit.state.schema import is_native, load_schema
+from statekit.state.schema import is_native, load_schema, named_native
 from statekit.state.stored_params import MASTER
 from statekit.state.stored_slots import FACTORED, stored_shape
 from statekit.state.train_state import PER_PARAMETER, Axis, Counts, Group, Optimizer, Rule, TrainState
@@ -365,6 +365,7 @@ class TorchOptim:
             for of_groups, (_, groups) in zip(kinds, sides, strict=True)
         ]
         faults.check(InexactError, f"The layout {self.name} can't hold the state")
+        _check_objects(state)
         names = names_of(state.extra, state.params)
         params = {names[path]: tensor for path, tensor in state.params.items()}
         updates, placed = state.counts.updates, (_INFORMATION, _BY_NAME, native.FORM, PER_PARAMETER)
@@ -412,6 +413,21 @@ class TorchOptim:
         if kinds and kinds[0].marked is not None:
             groups = _as_one_group(groups, faults)
         return groups, {index[path]: record for path, record in records.items()}
+
+
+def _check_objects(state: TrainState) -> None:
+    """Refuses the state of an optimizer without a schema that keeps objects.
+
+    Raises:
+        InexactError: It does; lists them.
+    """
+    variants = [named_native(*kind) for kind in state.optimizer.kinds if is_native(kind[0])]
+    Faults(native.foreign_objects(state) if variants else ()).check(
+        InexactError,
+        f"{some(variants)} keeps what a torch file can't hold",
+        expected="dicts, lists, tuples, numbers, text, bytes and tensors",
+        remedy="carry it into a folder of statekit (--to statekit), or go on in the program that wrote it",
+    )
 
 
 def _records_of(
@@ -674,6 +690,10 @@ def _order(
     # Who loads into a model has asked load_optimizer already, and its order says nothing of groups.
     remedy = OF_GROUPS if hints.model else REMEDY
     remedy = f"{BY_CONFIG}; or: {remedy}" if has_config(checkpoint) else remedy
+    if bare := [f"{kind.variant}" for kind in kinds if kind.is_native]:
+        remedy = (
+            f"{remedy} (slots of {some([*dict.fromkeys(bare)])} may have other shapes than its parameters)"
+        )
     is_sorted = bool(checkpoint.meta.get(SORTED))
     return found_order(parts.groups, shapes, parts.model, given, is_sorted, hints.model, remedy), note
 
